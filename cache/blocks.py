@@ -1,0 +1,145 @@
+"""BlockPool: which KV block belongs to whom. Integers only, no tensors."""
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+_ROOT = 0  # the prefix id of "nothing before this block"
+
+
+@dataclass
+class BlockTable:
+    """The blocks of one sequence, in order of position.
+
+    num_published   leading blocks that are in the prefix cache (or whose equals are)
+    prefix_id       identity of the tokens in those blocks
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    num_published: int = 0
+    prefix_id: int = _ROOT
+
+
+class BlockPool:
+    """Hands out `num_blocks` blocks of `block_size` positions, and shares full blocks of equal prefixes.
+
+    A block is *held* (one or more tables refer to it), *cached* (nobody refers to it, but its content is
+    published and may be found again; evicted least recently used first) or *free*. Published content is found by
+    (identity of everything before, the block's tokens), compared exactly: two prefixes are never confused.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be at least 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._num_refs = [0] * num_blocks
+        self._key: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks
+        self._published: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> (block, prefix id after it)
+        self._next_prefix_id = _ROOT + 1
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that an allocation could get, evictions included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def blocks_for(self, num_positions: int) -> int:
+        return -(-num_positions // self.block_size)
+
+    def allocate(self, token_ids: Sequence[int]) -> tuple[BlockTable, int]:
+        """A new table that holds the longest published prefix of `token_ids` in whole blocks -> (table, positions found)."""
+        table = BlockTable()
+        size = self.block_size
+        for start in range(0, len(token_ids) - size + 1, size):
+            found = self._published.get((table.prefix_id, tuple(token_ids[start : start + size])))
+            if found is None:
+                break
+            block, table.prefix_id = found
+            self._acquire(block)
+            table.blocks.append(block)
+        table.num_published = len(table.blocks)
+        return table, table.num_published * size
+
+    def extend(self, table: BlockTable, num_positions: int) -> bool:
+        """Makes `table` cover `num_positions`. False, and nothing changed, if there are not blocks enough."""
+        num_missing = self.blocks_for(num_positions) - len(table.blocks)
+        if num_missing > self.num_available:
+            return False
+        for _ in range(num_missing):
+            block = self._free.pop() if self._free else self._evict()
+            self._num_refs[block] = 1
+            table.blocks.append(block)
+        return True
+
+    def truncate(self, table: BlockTable, num_positions: int) -> None:
+        """Gives back the blocks beyond `num_positions`. Published blocks lie below any committed length, so stay."""
+        keep = self.blocks_for(num_positions)
+        if keep < table.num_published:
+            raise ValueError(f"truncate to {num_positions} positions would drop published blocks ({table.num_published} of {self.block_size})")
+        while len(table.blocks) > keep:
+            self._release(table.blocks.pop())
+
+    def publish(self, table: BlockTable, token_ids: Sequence[int], num_positions: int) -> None:
+        """Offers the full blocks below `num_positions` (committed positions only) to later prefixes."""
+        size = self.block_size
+        while (table.num_published + 1) * size <= num_positions:
+            start = table.num_published * size
+            key = (table.prefix_id, tuple(token_ids[start : start + size]))
+            found = self._published.get(key)
+            if found is None:
+                block = table.blocks[table.num_published]
+                found = self._published[key] = (block, self._next_prefix_id)
+                self._key[block] = key
+                self._next_prefix_id += 1
+            table.prefix_id = found[1]
+            table.num_published += 1
+
+    def free(self, table: BlockTable) -> None:
+        """Gives back all blocks of `table`; the deepest first, so that a prefix outlives its continuations in the cache."""
+        while table.blocks:
+            self._release(table.blocks.pop())
+        table.num_published = 0
+        table.prefix_id = _ROOT
+
+    def check(self, tables: Iterable[BlockTable]) -> None:
+        """Asserts that blocks held, cached and free add up, and that `tables` are all that hold any."""
+        num_refs = [0] * self.num_blocks
+        for table in tables:
+            for block in table.blocks:
+                num_refs[block] += 1
+        assert num_refs == self._num_refs, "reference counts differ from the tables that hold blocks"
+        idle = [*self._free, *self._cached]
+        assert len(set(idle)) == len(idle), "a block is free twice"
+        assert sorted(idle) == [block for block, count in enumerate(num_refs) if count == 0], "free + held != total"
+        for key, (block, _) in self._published.items():
+            assert self._key[block] == key, f"block {block} is published under a key that is not its own"
+        assert all(self._key[block] is not None for block in self._cached) and all(self._key[block] is None for block in self._free)
+
+    def _acquire(self, block: int) -> None:
+        if self._num_refs[block] == 0:
+            del self._cached[block]
+        self._num_refs[block] += 1
+
+    def _release(self, block: int) -> None:
+        self._num_refs[block] -= 1
+        if self._num_refs[block] > 0:
+            return
+        if self._key[block] is None:
+            self._free.append(block)
+        else:
+            self._cached[block] = None
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        key = self._key[block]
+        assert key is not None
+        del self._published[key]
+        self._key[block] = None
+        return block

@@ -1,0 +1,41 @@
+"""PagedKV: the keys and values of all layers, in one tensor allocated once."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class PagedKV:
+    """One tensor [layers, 2, slots, kv_heads, head_dim]; slot = block * block_size + offset.
+
+    A position is valid at a layer once written there; what lies beyond a sequence's length is garbage that the next
+    write replaces. So rollback is the setting of a length, and nothing is ever copied, zeroed or concatenated.
+    """
+
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
+        # Zeros, not empty: a tile may read past a sequence's end with weight 0, and 0 * NaN would not be 0.
+        self.data = torch.zeros(num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+
+    @staticmethod
+    def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes
+
+    def keys(self, layer: int) -> Tensor:
+        """[slots, kv_heads, head_dim], a view."""
+        return self.data[layer, 0]
+
+    def values(self, layer: int) -> Tensor:
+        """[slots, kv_heads, head_dim], a view."""
+        return self.data[layer, 1]
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Writes keys and values [tokens, kv_heads, head_dim] at slots [tokens]; those at slot -1 are written nowhere."""
+        live = slots >= 0
+        slots = slots[live]
+        self.data[layer, 0].index_copy_(0, slots, keys[live].to(self.data.dtype))
+        self.data[layer, 1].index_copy_(0, slots, values[live].to(self.data.dtype))

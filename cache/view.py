@@ -1,0 +1,47 @@
+"""BatchView: where the tokens of one pass stand. Passed as an argument everywhere; there are no globals."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """Addresses of the tokens of one pass, packed row after row: a row's tokens are neighbours, in order of position.
+
+    positions        [tokens] int64, absolute position in the row's sequence
+    slots            [tokens] int64, KV address block * block_size + offset; -1 = padding, written nowhere
+    block_tables     [rows, max_blocks] int64
+    cu_q_lens        [rows + 1] int64, row r's tokens are cu_q_lens[r] to cu_q_lens[r + 1] - 1
+    max_q_len        int, tokens of the longest row
+    max_context_len  int, at least 1 + the largest position
+
+    A token attends to positions 0 up to its own in its row, so the pass must write its own KV before it attends.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    cu_q_lens: Tensor
+    max_q_len: int
+    max_context_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.block_tables.shape[0]
+
+    def row_ids(self) -> Tensor:
+        """[tokens] int64: the row of each token."""
+        q_lens = self.cu_q_lens.diff()
+        return torch.repeat_interleave(torch.arange(self.num_rows, device=q_lens.device), q_lens, output_size=self.num_tokens)
+
+
+def slots_of(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """KV slots [rows, n] of `positions` [rows, n], through `block_tables` [rows, max_blocks]."""
+    return block_tables.gather(1, positions // block_size) * block_size + positions % block_size
