@@ -1,0 +1,46 @@
+"""The reference backend: pages gathered into rectangles, then torch's scaled_dot_product_attention."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cache.paged_kv import PagedKV
+from cache.view import BatchView, slots_of
+
+
+@dataclass(frozen=True)
+class _Rectangle:
+    """query_index [rows, max_q_len]: token of each place, 0 where there is none; mask [rows, 1, max_q_len, context];
+    context_slots [rows, context]; places [tokens]: flat place of each token."""
+
+    query_index: Tensor
+    mask: Tensor
+    context_slots: Tensor
+    places: Tensor
+
+
+class SdpaAttention:
+    name = "sdpa"
+    row_invariant = False  # its kernel, and with it the order of sums, depends on the shape of the pass
+
+    def prepare(self, view: BatchView, kv: PagedKV) -> _Rectangle:
+        device = view.positions.device
+        row_ids = view.row_ids()
+        places = row_ids * view.max_q_len + torch.arange(view.num_tokens, device=device) - view.cu_q_lens[row_ids]
+        query_index = torch.zeros(view.num_rows * view.max_q_len, dtype=torch.int64, device=device)
+        query_index[places] = torch.arange(view.num_tokens, device=device)
+        query_index = query_index.view(view.num_rows, view.max_q_len)
+        context = torch.arange(view.max_context_len, device=device)
+        mask = context <= view.positions[query_index].unsqueeze(-1)
+        return _Rectangle(query_index, mask.unsqueeze(1), slots_of(view.block_tables, context.expand(view.num_rows, -1), kv.block_size), places)
+
+    def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: _Rectangle) -> Tensor:
+        group = q.shape[1] // kv.data.shape[-2]
+        queries = q[prepared.query_index].transpose(1, 2)
+        # Heads are expanded by hand: with `enable_gqa` a mask sends torch to its slow path.
+        keys, values = (x[prepared.context_slots].transpose(1, 2).repeat_interleave(group, dim=1) for x in (kv.keys(layer), kv.values(layer)))
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=prepared.mask)
+        return out.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2])[prepared.places]

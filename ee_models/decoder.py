@@ -1,0 +1,150 @@
+"""The Llama-family decoder: embed, run any span of layers, read any layer's hidden state as logits."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cache.paged_kv import PagedKV
+from cache.view import BatchView
+
+from .attention import AttentionBackend, select_backend
+from .config import ModelConfig
+from .kernels import select_kernels
+from .linear import Linear, can_pack, make_linear
+from .loader import Checkpoint
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer: fused query-key-value and gate-up projections, norms, and Qwen3's norms per head."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """Weights on one device, and three verbs. Tokens of a pass are packed: hidden states are [tokens, hidden].
+
+    Any layer can be an exit through the model's own final norm and head (LayerSkip checkpoints work as they are).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Tensor,
+        layers: list[LayerWeights],
+        final_norm: Tensor,
+        head: Linear,
+        attention: AttentionBackend,
+        max_positions: int,
+    ) -> None:
+        self.config = config
+        self.dtype, self.device = embedding.dtype, embedding.device
+        self.attention = attention
+        self.kernels = select_kernels(self.device, self.dtype)
+        self._embedding, self._layers, self._final_norm, self._head = embedding, layers, final_norm, head
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), config.rope.inv_freq(config.head_dim))
+        self._cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(self.device)
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: str = "auto",
+        max_positions: int | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Decoder:
+        """Reads, fuses and packs the weights layer by layer, so that no second copy of the model is ever held.
+
+        max_positions: rows of the rotary table, the model's own limit if None. `progress(layers done, layers)`.
+        Raises CheckpointError for what is missing or unreadable.
+        """
+        config, packed = checkpoint.config, can_pack(device, dtype)
+
+        def read(name: str) -> Tensor:
+            return checkpoint.tensor(name).to(device=device, dtype=dtype)
+
+        def linear(*names: str) -> Linear:
+            weight = torch.cat([read(f"{name}.weight") for name in names]) if len(names) > 1 else read(f"{names[0]}.weight")
+            bias = torch.cat([read(f"{name}.bias") for name in names]) if checkpoint.has(f"{names[0]}.bias") else None
+            return make_linear(weight, bias, packed)
+
+        layers = []
+        for index in range(config.num_layers):
+            at, mlp, layer = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp", f"model.layers.{index}"
+            layers.append(
+                LayerWeights(
+                    attention_norm=read(f"{layer}.input_layernorm.weight"),
+                    qkv=linear(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"),
+                    q_norm=read(f"{at}.q_norm.weight") if config.qk_norm else None,
+                    k_norm=read(f"{at}.k_norm.weight") if config.qk_norm else None,
+                    output=linear(f"{at}.o_proj"),
+                    mlp_norm=read(f"{layer}.post_attention_layernorm.weight"),
+                    gate_up=linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                    down=linear(f"{mlp}.down_proj"),
+                )
+            )
+            progress(index + 1, config.num_layers)
+        embedding = read("model.embed_tokens.weight")
+        head = make_linear(embedding, None, packed) if config.tie_word_embeddings else linear("lm_head")
+        return cls(
+            config,
+            embedding,
+            layers,
+            read("model.norm.weight"),
+            head,
+            select_backend(attention, device, dtype),
+            max_positions or config.max_position_embeddings,
+        )
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether a token's logits have the same bits whatever else is in its pass."""
+        linears = [self._head, *(x for layer in self._layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down))]
+        return self.attention.row_invariant and all(linear.row_invariant for linear in linears)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights, as they are held."""
+        linears = [self._head, *(x for layer in self._layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down))]
+        tied_in_place = self.config.tie_word_embeddings and not can_pack(self.device, self.dtype)
+        return self._embedding.nbytes + sum(linear.num_bytes for linear in linears) - (self._embedding.nbytes if tied_in_place else 0)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [tokens] int64 -> [tokens, hidden], a new tensor."""
+        return F.embedding(token_ids, self._embedding)
+
+    def run_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> Tensor:
+        """Runs layers [lo, hi) over hidden [tokens, hidden] at the places of `view`, and writes their KV.
+
+        Works in place: returns `hidden`, which after layers [0, D) can go on through [D, C) bit for bit as in one call.
+        """
+        if lo == hi:
+            return hidden
+        config, kernels = self.config, self.kernels
+        prepared = self.attention.prepare(view, kv)
+        delta = None
+        for index in range(lo, hi):
+            layer = self._layers[index]
+            qkv = layer.qkv(kernels.add_rms_norm(hidden, delta, layer.attention_norm, config.rms_norm_eps))
+            q = kernels.rope_and_store(qkv, self._cos_sin, layer.q_norm, layer.k_norm, config.rms_norm_eps, config.num_heads, kv, index, view)
+            delta = layer.output(self.attention.attend(q, kv, index, prepared))
+            gate_up = layer.gate_up(kernels.add_rms_norm(hidden, delta, layer.mlp_norm, config.rms_norm_eps))
+            delta = layer.down(kernels.silu_mul(gate_up))
+        return hidden.add_(delta)
+
+    def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:
+        """hidden [tokens, hidden] after layer exit_layer - 1 -> logits [tokens, vocab]. All exits share the final norm and head."""
+        return self._head(self.kernels.add_rms_norm(hidden, None, self._final_norm, self.config.rms_norm_eps))

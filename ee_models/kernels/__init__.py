@@ -1,0 +1,41 @@
+"""The work between matrix products: norms, rotary embedding with the KV write, the gated activation.
+
+`reference` runs everywhere and says what is meant; `cpu` (numba, float32) must agree with it.
+"""
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cache.paged_kv import PagedKV
+from cache.view import BatchView
+
+
+class Kernels(Protocol):
+    """What every set of kernels offers. Tokens are packed: [tokens, ...]."""
+
+    def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """hidden += delta, in place; then RMSNorm(hidden) * weight, new, [tokens, hidden]."""
+
+    def rope_and_store(
+        self, qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, num_heads: int, kv: PagedKV, layer: int, view: BatchView
+    ) -> Tensor:
+        """Rotates queries and keys of qkv [tokens, (heads + 2 * kv_heads) * head_dim] by position, after RMSNorm per head
+        where the model has it (Qwen3); writes keys and values to their slots; returns queries [tokens, heads, head_dim].
+        cos_sin [positions, 2, head_dim / 2]."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of gate_up [tokens, 2 * intermediate]."""
+
+
+def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """numba's on a CPU in float32, else the reference."""
+    from . import reference
+
+    if device.type == "cpu" and dtype == torch.float32:
+        from . import cpu  # here, so that a machine without numba can still use a GPU
+
+        return cpu.NumbaKernels()
+    return reference.ReferenceKernels()

@@ -1,0 +1,104 @@
+"""Linear layers for inference: weights packed once at load where the CPU's library offers it, plain otherwise.
+
+A pass over one token and a pass over eight must give the same bits for the token they share, or verify could disagree
+with plain decoding over a rounding error. Packed oneDNN kernels give that; a probe at load finds out where they do.
+"""
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Rows that the weight's layout is chosen for. 1 would pick a layout whose results depend on the number of rows.
+_PACKING_HINT = 16
+_PROBED_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 100, 128, 200, 256)
+
+
+class Linear(Protocol):
+    """x [tokens, in] -> [tokens, out]; `row_invariant`: a row's bits do not depend on the other rows."""
+
+    row_invariant: bool
+    num_bytes: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class PlainLinear:
+    """`F.linear` over the weight as it is [out, in]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        self.num_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+        self.row_invariant = _probe(self, "plain", weight)[1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class PackedLinear:
+    """oneDNN over a weight [out, in] that was reordered once; the packed copy replaces the original."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_HINT)
+        self._bias = bias
+        self._min_rows = 1
+        self.num_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+        self._min_rows, self.row_invariant = _probe(self, "packed", weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] < self._min_rows:  # a single row would take a kernel of its own, with another order of sums
+            return self._run(torch.cat((x, x)))[:1]
+        return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+
+_probes: dict[tuple[str, tuple[int, ...], torch.dtype, int], tuple[int, bool]] = {}
+
+
+def _probe(linear: Linear, kind: str, weight: Tensor) -> tuple[int, bool]:
+    """(fewest rows to compute at once so that bits do not depend on their number, whether that was found).
+
+    Probed once per kind, shape, dtype and number of threads; never on a GPU, where a pass's kernels are chosen elsewhere.
+    """
+    if weight.device.type != "cpu":
+        return 1, False
+    key = (kind, tuple(weight.shape), weight.dtype, torch.get_num_threads())
+    if key not in _probes:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(max(_PROBED_ROWS), weight.shape[1], generator=generator).to(weight.dtype)
+        _probes[key] = next(((rows, True) for rows in (1, 2) if _invariant_from(linear, x, rows)), (1, False))
+    return _probes[key]
+
+
+def _invariant_from(linear: Linear, x: Tensor, min_rows: int) -> bool:
+    """Whether every pass of `min_rows` rows or more gives the same bits per row."""
+    alone = torch.cat([linear(x[i : i + 1].expand(min_rows, -1).contiguous())[:1] for i in range(min(x.shape[0], 66))])
+    for rows in _PROBED_ROWS:
+        if rows < min_rows:
+            continue
+        together = linear(x[:rows])
+        if not torch.equal(together[: alone.shape[0]], alone[:rows]):
+            return False
+    return True
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether packed linears work here, found out by trying one."""
+    if device.type != "cpu" or dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        weight, x = torch.randn(32, 32), torch.randn(2, 32)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKING_HINT)
+        got = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return bool(torch.allclose(got, F.linear(x, weight), atol=1e-4))
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, packed: bool) -> Linear:
+    """A Linear over weight [out, in] and bias [out]; `packed` as `can_pack` said."""
+    return PackedLinear(weight, bias) if packed else PlainLinear(weight, bias)
