@@ -1,0 +1,62 @@
+"""HiSpec: hierarchical speculative decoding with one early-exit model. Faster than plain decoding, the same output."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .version import __version__
+
+if TYPE_CHECKING:
+    from .config import EngineConfig, SpeculativeConfig
+    from .engine import Engine
+    from .errors import ConfigError, HiSpecError, RequestError
+    from .llm import LLM
+    from .outputs import CompletionOutput, Delta, RequestOutput
+    from .sampling_params import SamplingParams
+
+# Public names by the module that has them: imported on first use, so that `import hispec` and `hispec --help` are instant.
+_PUBLIC = {
+    "LLM": "llm",
+    "Engine": "engine",
+    "SamplingParams": "sampling_params",
+    "SpeculativeConfig": "config",
+    "EngineConfig": "config",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "Delta": "outputs",
+    "HiSpecError": "errors",
+    "ConfigError": "errors",
+    "RequestError": "errors",
+}
+__all__ = [*_PUBLIC, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'hispec' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
+
+
+def _check_neighbours() -> None:
+    """`cache` and `ee_models` are generic names: refuses to run with another package's."""
+    import importlib.util
+
+    for name in ("cache", "ee_models"):
+        spec = importlib.util.find_spec(name)
+        places = list(spec.submodule_search_locations or []) if spec else []
+        if not any(_is_ours(place) for place in places):
+            found = (spec.origin or places) if spec else "nothing"
+            raise ImportError(f"hispec needs its own package {name!r}, but Python finds {found}; move that out of the path or rename it")
+
+
+def _is_ours(place: str) -> bool:
+    from pathlib import Path
+
+    try:
+        return 'OWNER = "hispec"' in (Path(place) / "__init__.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+_check_neighbours()

@@ -1,0 +1,87 @@
+"""What fits: lengths and memory at start-up, and each request before it is taken."""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from cache.paged_kv import PagedKV
+
+from .config import EngineConfig
+from .errors import ConfigError
+from .sampling_params import SamplingParams
+from .stages import DecoderLike
+
+
+def max_model_len(config: EngineConfig, max_position_embeddings: int, sliding_window: int | None) -> int:
+    """The longest sequence, in tokens. Raises ConfigError if the setting is beyond what the model can attend to."""
+    limit = min(max_position_embeddings, sliding_window or max_position_embeddings)
+    if config.max_model_len is not None and config.max_model_len > limit:
+        what = "sliding_window" if limit == sliding_window else "max_position_embeddings"
+        raise ConfigError(f"engine.max_model_len={config.max_model_len} is above the model's {what} of {limit}; choose at most that")
+    return config.max_model_len or limit
+
+
+def default_num_blocks(config: EngineConfig, decoder: DecoderLike, model_len: int) -> int:
+    """Blocks for max_num_seqs sequences of `model_len`, within half of the free memory. Raises ConfigError if not one fits."""
+    model = decoder.config
+    bytes_per_block = PagedKV.bytes_per_block(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, decoder.dtype)
+    wanted = config.max_num_seqs * -(-model_len // config.block_size)
+    affordable = free_memory_bytes(decoder.device) // 2 // bytes_per_block
+    if affordable < 1:
+        raise ConfigError(f"one KV block takes {bytes_per_block} bytes, more than half of the free memory; choose a smaller engine.block_size")
+    return min(wanted, affordable)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on `device`."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        # What the kernel could free for us; "free" alone leaves out the page cache.
+        with open("/proc/meminfo", encoding="ascii") as file:
+            available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+        return available * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def request_problems(
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    has_text: bool,
+    vocab_size: int,
+    model_len: int,
+    num_blocks: int,
+    block_size: int,
+) -> Iterator[str]:
+    """All reasons why a request can never be served; none if it can."""
+    if params.n != 1:
+        yield f"n={params.n}: the engine takes one sequence per request; LLM.generate makes n of them"
+    if len(prompt_token_ids) == 0:
+        yield "the prompt is empty: give at least one token"
+        return
+    wrong = [token for token in prompt_token_ids if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size]
+    if wrong:
+        yield f"prompt token ids must be integers from 0 to {vocab_size - 1}; {len(wrong)} are not, the first is {wrong[0]!r}"
+    for field, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        outside = [token for token in token_ids if not 0 <= token < vocab_size]
+        if outside:
+            yield f"{field} names token {outside[0]}, but the vocabulary ends at {vocab_size - 1}"
+    if params.stop and not has_text:
+        yield "stop strings need a tokenizer, and the model has none; use stop_token_ids"
+    length = len(prompt_token_ids)
+    if length >= model_len:
+        yield f"the prompt has {length} tokens, but max_model_len={model_len} must hold it and one token of output; shorten it or raise max_model_len"
+        return
+    total = length + min(params.max_tokens or model_len, model_len - length)
+    needed = -(-total // block_size)
+    if needed > num_blocks:
+        yield (
+            f"prompt and output take up to {total} tokens = {needed} KV blocks of {block_size}, but there are {num_blocks};"
+            f" lower max_tokens to {num_blocks * block_size - length} or raise num_kv_blocks"
+            if num_blocks * block_size > length
+            else f"the prompt's {length} tokens take {-(-length // block_size)} KV blocks of {block_size}, but there are {num_blocks}; raise num_kv_blocks"
+        )

@@ -1,0 +1,326 @@
+"""Engine: continuous batching of rounds. Token ids in, Deltas out; no tokenizer here."""
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from cache.blocks import BlockPool
+from cache.hidden import HiddenBuffer
+from cache.paged_kv import PagedKV
+from cache.view import BatchView
+
+from .admission import default_num_blocks, max_model_len, request_problems
+from .config import PLAIN, EngineConfig, Plan, SpeculativeConfig
+from .errors import ConfigError, RequestError
+from .judges import CoupledJudge, Judge, RejectionJudge
+from .outputs import Delta, TokenLogprobs
+from .request import Request, TextStream
+from .round import RoundResult, run_round
+from .sampling import RowSampling, Sampler
+from .sampling_params import SamplingParams
+from .scheduling.policy import FirstComeFirstServed
+from .scheduling.scheduler import Chunk, Scheduler
+from .stages import DecoderLike, PassCounts, RoundBatch, Stages, Tier
+from .stats import EngineStats
+
+
+class Engine:
+    """Serves many requests with one decoder. Not thread-safe: one thread calls it.
+
+    A step computes a bounded piece of waiting prompts, then one round for every request that is ready, and says what
+    each of them gained. Requests join and leave between steps.
+    """
+
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        config: EngineConfig,
+        speculative: SpeculativeConfig | None = None,
+        *,
+        plan: Plan | None = None,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        """`plan` overrides the one that `speculative` gives. Raises ConfigError for what does not fit the model or memory."""
+        model = decoder.config
+        self._decoder, self._config = decoder, config
+        self.max_model_len = max_model_len(config, model.max_position_embeddings, model.sliding_window)
+        num_blocks = config.num_kv_blocks or default_num_blocks(config, decoder, self.max_model_len)
+        self._pool = BlockPool(num_blocks, config.block_size)
+        self._kv = PagedKV(model.num_layers, num_blocks, config.block_size, model.num_kv_heads, model.head_dim, decoder.dtype, decoder.device)
+        self._scheduler = Scheduler(self._pool, FirstComeFirstServed(), config.max_num_seqs, config.max_prefill_tokens, config.enable_prefix_caching)
+        max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
+        self._tables = torch.zeros(config.max_num_seqs, max_blocks, dtype=torch.int64)
+        self._written: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._numbers = itertools.count()
+        self._requests: dict[str, Request] = {}
+        self._pending: list[Delta] = []
+        self._sampler: tuple[tuple[int, ...], Sampler] | None = None
+        self._closed = self._draining = False
+        self.set_speculative(speculative, plan=plan)
+        self.reset_stats()
+
+    # ---- what users call ----
+
+    def set_speculative(self, speculative: SpeculativeConfig | None, *, plan: Plan | None = None) -> None:
+        """Changes the plan between requests: plain decoding for None. Raises ConfigError while requests are unfinished."""
+        if self._requests:
+            raise ConfigError(f"the plan cannot change while {len(self._requests)} requests are unfinished; drain() or abort them first")
+        model = self._decoder.config
+        self.plan = plan or (speculative.plan(model.num_layers) if speculative else PLAIN)
+        rows, window = self._config.max_num_seqs, self.plan.window
+        self._draft_confidence = speculative.draft_confidence if speculative else None
+        hidden = HiddenBuffer(len(Tier), rows, window, model.hidden_size, self._decoder.dtype, self._decoder.device)
+        self._stages = Stages(self._decoder, model.num_layers, self._kv, hidden)
+        self._hidden = hidden
+        self._judge: Judge = CoupledJudge()
+        if speculative and speculative.acceptance == "rejection":
+            self._judge = RejectionJudge(rows, window, model.vocab_size, self._decoder.device, self.plan.check_layer is not None)
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        text: TextStream | None = None,
+    ) -> str:
+        """Queues a request -> its id. Raises RequestError, naming all that is wrong with it; the engine goes on.
+
+        `params.n` must be 1: a sequence is one request. `text` follows the output for stop strings and text.
+        """
+        number = next(self._numbers)
+        request_id = request_id if request_id is not None else f"request-{number}"
+        problems = list(
+            request_problems(
+                prompt_token_ids,
+                params,
+                has_text=text is not None,
+                vocab_size=self._decoder.config.vocab_size,
+                model_len=self.max_model_len,
+                num_blocks=self._pool.num_blocks,
+                block_size=self._pool.block_size,
+            )
+        )
+        if self._closed or self._draining:
+            problems.append("the engine is closed" if self._closed else "the engine is draining and takes no more requests")
+        if request_id in self._requests:
+            problems.append("a request of this id is unfinished; ids must be unique while they live")
+        if problems:
+            raise RequestError(f"{request_id}: " + "; ".join(problems))
+        prompt = [int(token) for token in prompt_token_ids]
+        room = self.max_model_len - len(prompt)
+        request = Request(
+            request_id=request_id,
+            number=number,
+            prompt_token_ids=prompt,
+            params=params,
+            seed=params.seed if params.seed is not None else (self._config.seed + number) % 2**63,
+            max_tokens=min(params.max_tokens or room, room),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids),
+            text=text,
+            arrival_s=time.monotonic(),
+        )
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+        return request_id
+
+    @torch.inference_mode()
+    def step(self) -> list[Delta]:
+        """Computes one piece of prefill and one round -> what every request gained; [] only if none is ready yet."""
+        deltas, self._pending = self._pending, []
+        step = self._scheduler.schedule(self.plan.window)
+        self._write_tables()
+        if step.chunks:
+            self._prefill(step.chunks)
+        if step.limits:
+            deltas += self._round(step.limits)
+        return deltas
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests at once; unknown and finished ids are passed over. Each gets a last Delta with the next step."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.finish_reason = "abort"
+                self._pending.append(self._finish(request, []))
+
+    def has_unfinished(self) -> bool:
+        """Whether a step has anything to do or to say."""
+        return bool(self._requests or self._pending)
+
+    def drain(self) -> Iterator[Delta]:
+        """Takes no more requests and yields Deltas until all are finished; afterwards the engine takes requests again."""
+        self._draining = True
+        try:
+            while self.has_unfinished():
+                yield from self.step()
+        finally:
+            self._draining = False
+
+    def close(self) -> None:
+        """Aborts what is unfinished and releases the KV memory. Idempotent."""
+        self.abort(list(self._requests))
+        self._pending.clear()
+        self._closed = True
+        self._kv.data = self._kv.data.new_empty(0)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the last reset, and what is held now (see EngineStats)."""
+        return {
+            **self._stats.as_dict(),
+            "layer_passes": self._stages.counts.layer_passes,
+            "layer_positions": self._stages.counts.layer_positions,
+            "num_layers": self._decoder.config.num_layers,
+            "cached_tokens": self._scheduler.num_cached_tokens,
+            "preemptions": self._scheduler.num_preemptions,
+            "kv_blocks_used": self._pool.num_held,
+            "kv_blocks_total": self._pool.num_blocks,
+            "running": len(self._scheduler.running),
+            "waiting": len(self._scheduler.waiting),
+        }
+
+    def reset_stats(self) -> None:
+        self._stats = EngineStats()
+        self._stages.counts = PassCounts()
+        self._scheduler.num_preemptions = self._scheduler.num_cached_tokens = 0
+
+    def memory(self) -> dict[str, int]:
+        """Bytes allocated, once, by what they are for."""
+        judge = self._judge.num_bytes if isinstance(self._judge, RejectionJudge) else 0
+        return {"kv_bytes": self._kv.num_bytes, "hidden_bytes": self._hidden.num_bytes, "probability_bytes": judge}
+
+    def check(self) -> None:
+        """Asserts the integrity of blocks and rows; for tests, at any time between steps."""
+        self._pool.check(self._scheduler.tables())
+        live = {*self._scheduler.waiting, *self._scheduler.running}
+        assert live == set(self._requests.values()), "a request is lost or leaked"
+        assert [request.row for request in self._scheduler.running] == list(range(len(self._scheduler.running)))
+        for request in self._scheduler.running:
+            assert request.num_computed < len(request.token_ids)
+            assert len(request.table.blocks) >= self._pool.blocks_for(request.num_computed)
+
+    # ---- one step ----
+
+    def _write_tables(self) -> None:
+        """Brings the rows' block tables up to date, writing only what changed."""
+        for row, request in enumerate(self._scheduler.running):
+            blocks, written = request.table.blocks, self._written[row]
+            common = min(len(blocks), len(written))
+            if blocks[:common] != written[:common]:
+                common = 0
+            if common < len(blocks):
+                self._tables[row, common : len(blocks)] = torch.tensor(blocks[common:])
+            written[common:] = blocks[common:]
+
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        """Computes KV of prompt positions at every layer; several requests' chunks in one pass."""
+        chunks = sorted(chunks, key=lambda chunk: chunk.request.row or 0)
+        device = self._decoder.device
+        num_rows = len(self._scheduler.running)
+        token_ids = torch.tensor([token for chunk in chunks for token in chunk.request.token_ids[chunk.start : chunk.end]], device=device)
+        positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]).to(device)
+        q_lens = torch.zeros(num_rows + 1, dtype=torch.int64)
+        for chunk in chunks:
+            assert chunk.request.row is not None
+            q_lens[chunk.request.row + 1] = chunk.end - chunk.start
+        tables = self._tables[:num_rows].to(device)
+        row_ids = torch.repeat_interleave(torch.arange(num_rows), q_lens[1:]).to(device)
+        view = BatchView(
+            positions=positions,
+            slots=tables[row_ids, positions // self._pool.block_size] * self._pool.block_size + positions % self._pool.block_size,
+            block_tables=tables,
+            cu_q_lens=q_lens.cumsum(0).to(device),
+            max_q_len=int(q_lens.max()),
+            max_context_len=max(chunk.end for chunk in chunks),
+        )
+        self._stages.count(0, self._decoder.config.num_layers, len(token_ids))
+        self._decoder.run_layers(self._decoder.embed(token_ids), 0, self._decoder.config.num_layers, self._kv, view)
+        for chunk in chunks:
+            self._stats.prefill_tokens += chunk.end - chunk.start
+            self._scheduler.commit(chunk.request, chunk.end, release=False)
+
+    def _round(self, limits: dict[int, int]) -> list[Delta]:
+        running = self._scheduler.running
+        for row in limits:
+            assert running[row].is_ready, "a round's entry invariant: all but the last committed token are computed"
+        batch = self._batch(limits)
+        result = run_round(self._stages, self.plan, self._judge, batch, self._draft_confidence)
+        # The one device-to-host copy of a round.
+        columns = (result.counts, result.drafted, result.draft_accepted, result.tentative, result.accepted)
+        rows = torch.cat((torch.stack(columns, dim=1), result.tokens[:, 1:]), dim=1).tolist()
+        self._stats.steps += 1
+        # Requests are looked up before any of them leaves, since rows move up then.
+        live = [(row, running[row]) for row in sorted(limits)]
+        return [self._commit(request, row, rows[row], result) for row, request in live]
+
+    def _batch(self, limits: dict[int, int]) -> RoundBatch:
+        running, device = self._scheduler.running, self._decoder.device
+        num_rows = len(running)
+        host = np.zeros((3, num_rows), np.int64)
+        for row, request in enumerate(running):
+            host[:, row] = request.token_ids[-1], len(request.token_ids) - 1, limits.get(row, 0)
+        last, starts, row_limits = torch.from_numpy(host).to(device)
+        tokens = torch.zeros(num_rows, self.plan.window + 1, dtype=torch.int64, device=device)
+        tokens[:, 0] = last
+        return RoundBatch(
+            tokens=tokens,
+            starts=starts,
+            limits=row_limits,
+            block_tables=self._tables[:num_rows].to(device),
+            block_size=self._pool.block_size,
+            max_context_len=int((host[1] + host[2]).max()),
+            sampler=self._sampler_of(running),
+        )
+
+    def _sampler_of(self, running: list[Request]) -> Sampler:
+        """The sampler of these rows; the last one as long as the rows are the same."""
+        numbers = tuple(request.number for request in running)
+        if self._sampler is None or self._sampler[0] != numbers:
+            rows = [RowSampling(r.params, r.seed, r.prompt_token_ids, r.output_token_ids, r.stop_ids) for r in running]
+            self._sampler = numbers, Sampler(rows, self._decoder.config.vocab_size, self._decoder.device)
+        return self._sampler[1]
+
+    def _commit(self, request: Request, row: int, values: list[int], result: RoundResult) -> Delta:
+        """Commits a row's round: tokens up to the one that ends the request, KV below the last of them, counts of the same."""
+        count, drafted, draft_accepted, tentative, accepted, *tokens = values
+        start = len(request.token_ids)
+        error = None
+        try:
+            taken = request.append(tokens[:count])
+        except Exception as problem:  # noqa: BLE001 - the user's stop or text hook failed: its request ends, others go on
+            request.finish_reason, error = "error", f"{type(problem).__name__}: {problem}"
+            taken = len(request.token_ids) - start
+        kept = tokens[:taken]
+        if request.params.logprobs is not None:
+            request.logprobs += _logprobs(result, row, kept, request.params.logprobs)
+        for counts in (request.counts, self._stats.round):
+            counts.add(count, taken, drafted, draft_accepted, tentative, accepted)
+        self._scheduler.commit(request, len(request.token_ids) - 1, release=True)
+        if request.finish_reason is not None:
+            return self._finish(request, kept, error)
+        assert self._sampler is not None
+        self._sampler[1].commit(row, kept)
+        return request.delta(kept, time.monotonic())
+
+    def _finish(self, request: Request, token_ids: list[int], error: str | None = None) -> Delta:
+        self._scheduler.remove(request)
+        del self._requests[request.request_id]
+        self._stats.finished += 1
+        return request.delta(token_ids, time.monotonic(), error)
+
+
+def _logprobs(result: RoundResult, row: int, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+    """Of the tokens that a row's round committed, by the full model's unprocessed logits."""
+    first = int(result.span.view.cu_q_lens[row])
+    out = []
+    for offset, token in enumerate(token_ids):
+        values = result.logits[first + offset].float().log_softmax(-1)
+        top = values.topk(num_top) if num_top else None
+        best = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else {}
+        out.append(TokenLogprobs(token, float(values[token]), best))
+    return out

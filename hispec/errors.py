@@ -1,0 +1,81 @@
+"""Errors that users see, and the one place that words a failed validation."""
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class HiSpecError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class ConfigError(HiSpecError, ValueError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+
+class RequestError(HiSpecError, ValueError):
+    """A request cannot be served; the engine and all other requests go on."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` for the known name closest to `name`, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def build(model: type[Model], values: Any, where: str = "") -> Model:
+    """`model(**values)`, with every problem of `values` worded in one ConfigError.
+
+    `where` is the dotted path of `values` in the user's file, put before each field's name.
+    """
+    if isinstance(values, model):
+        return values
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where or model.__name__}: expected a mapping of settings, got {type(values).__name__} {values!r}")
+    try:
+        return model(**values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_lines(model, error, where))) from None
+
+
+def _lines(model: type[BaseModel], error: ValidationError, where: str) -> Iterator[str]:
+    for problem in error.errors():
+        path = ".".join(str(part) for part in ([where] if where else []) + list(problem["loc"]))
+        if problem["type"] == "extra_forbidden":
+            known = _fields_at(model, problem["loc"][:-1])
+            yield f"{path}: unknown setting{nearest(str(problem['loc'][-1]), known)}; known here: {', '.join(known)}"
+        elif problem["type"] == "missing":
+            yield f"{path}: required, but not given"
+        elif problem["type"] == "value_error":
+            yield f"{path + ': ' if path else ''}{problem['msg'].removeprefix('Value error, ')}"
+        else:
+            yield f"{path}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, got {problem['input']!r}"
+
+
+def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """Names of the fields of the (nested) model at `location`."""
+    for part in location:
+        field = model.model_fields.get(str(part))
+        if field is None:
+            break
+        nested = _nested_model(field.annotation)
+        if nested is None:
+            break
+        model = nested
+    return list(model.model_fields)
+
+
+def _nested_model(annotation: Any) -> type[BaseModel] | None:
+    """The pydantic model in an annotation such as `Model` or `Model | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _nested_model(argument)
+        if found is not None:
+            return found
+    return None

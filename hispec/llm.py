@@ -1,0 +1,294 @@
+"""LLM: the batch API, and the only place with a tokenizer."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+from ee_models.decoder import Decoder
+from ee_models.loader import load_tokenizer, open_checkpoint
+
+from .admission import max_model_len
+from .config import EngineConfig, SpeculativeConfig
+from .engine import Engine
+from .errors import ConfigError, RequestError, build
+from .fetch import resolve_model
+from .outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs
+from .sampling_params import SamplingParams
+from .text import IncrementalText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | list[int] | dict[str, Any]
+Message = dict[str, Any]
+Params = SamplingParams | dict[str, Any] | Sequence[SamplingParams] | None
+
+
+@dataclass
+class _Growing:
+    """One of a request's outputs while it grows."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    last: Delta | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or []
+        self.last = delta
+
+    def output(self, index: int, wants_logprobs: bool) -> CompletionOutput:
+        last = self.last
+        assert last is not None
+        logprobs = self.logprobs if wants_logprobs else None
+        return CompletionOutput(index, "".join(self.text), self.token_ids, logprobs, last.finish_reason, last.stop_reason, last.metrics)
+
+
+@dataclass
+class _Pending:
+    """A request with its `n` outputs; `sequences` maps the engine's request ids to them."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    wants_logprobs: bool
+    sequences: dict[str, _Growing] = field(default_factory=dict)
+
+    def output(self) -> RequestOutput:
+        errors = [growing.last.error for growing in self.sequences.values() if growing.last and growing.last.error]
+        outputs = [growing.output(index, self.wants_logprobs) for index, growing in enumerate(self.sequences.values())]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, errors[0] if errors else None)
+
+
+class LLM:
+    """A model with an engine. Loads once; generates for many prompts, in input order.
+
+    model        a hub id, a folder, a .gguf file, or a name that `hispec fetch` knows
+    speculative  a SpeculativeConfig or its fields; None is plain decoding
+    skip_tokenizer_init   take and give token ids only
+    engine       fields of EngineConfig: dtype, device, max_num_seqs, max_model_len, block_size, num_kv_blocks, ...
+
+    Raises ConfigError or CheckpointError (both ValueErrors) before anything is computed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        speculative: SpeculativeConfig | dict[str, Any] | None = None,
+        skip_tokenizer_init: bool = False,
+        revision: str | None = None,
+        **engine: Any,
+    ) -> None:
+        config = build(EngineConfig, engine, "engine")
+        device = _device(config.device)
+        checkpoint = open_checkpoint(resolve_model(model), revision)
+        plan_source = _speculative(speculative)
+        if plan_source is not None:
+            plan_source.plan(checkpoint.config.num_layers)  # before minutes of loading
+        length = max_model_len(config, checkpoint.config.max_position_embeddings, checkpoint.config.sliding_window)
+        dtype = _dtype(config.dtype, checkpoint.dtype, device)
+        try:
+            self._decoder = Decoder.load(checkpoint, dtype, device, config.attention, max_positions=length)
+        except ValueError as error:
+            raise ConfigError(f"engine: {error}") from error
+        self.tokenizer: PreTrainedTokenizerBase | None = None if skip_tokenizer_init else load_tokenizer(checkpoint)
+        self.engine = Engine(self._decoder, config, plan_source, eos_token_ids=checkpoint.config.eos_token_ids)
+        self._defaults = checkpoint.generation_defaults
+        self._pending: dict[str, _Pending] = {}
+        self._of_sequence: dict[str, _Pending] = {}
+        self._numbers = itertools.count()
+
+    # ---- batch ----
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Completes prompts: text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}. Results in input order.
+
+        One SamplingParams for all, or one each; None takes the model's own generation defaults. A prompt that cannot be
+        served comes back with `error` set; the others are served.
+        """
+        is_one = isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        return self._run([prompts] if is_one else list(prompts), sampling_params, use_tqdm, chat=False)
+
+    def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Answers one conversation, or a list of them, through the model's chat template. As `generate` otherwise."""
+        is_one = len(messages) > 0 and isinstance(messages[0], dict)
+        return self._run([messages] if is_one else list(messages), sampling_params, use_tqdm, chat=True)
+
+    def stream(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | dict[str, Any] | None = None, chat: bool = False) -> Iterator[Delta]:
+        """Yields one request's Deltas as they come. Leaving the loop early aborts it. Raises RequestError."""
+        params = self._params(sampling_params)
+        if params.n != 1:
+            raise RequestError(f"n={params.n}: a stream has one output")
+        request_id = f"stream-{next(self._numbers)}"
+        self.add(prompt, params, request_id, chat=chat)
+        try:
+            while request_id in self._pending:
+                yield from (delta for delta in self._advance()[0] if delta.request_id == request_id)
+        finally:
+            self.abort([request_id])
+
+    # ---- one request at a time ----
+
+    def add(self, prompt: Any, sampling_params: SamplingParams | dict[str, Any] | None, request_id: str, chat: bool = False) -> None:
+        """Queues one request of `n` outputs. Raises RequestError, with nothing queued, if it can never be served."""
+        if request_id in self._pending:
+            raise RequestError(f"{request_id}: a request of this id is unfinished; ids must be unique while they live")
+        params = self._params(sampling_params)
+        text, token_ids = self._tokens(prompt, chat)
+        pending = _Pending(request_id, text, token_ids, params.logprobs is not None)
+        try:
+            for index in range(params.n):
+                seed = None if params.seed is None else (params.seed + index) % 2**63
+                one = params.model_copy(update={"n": 1, "seed": seed})
+                stream = IncrementalText(self.tokenizer, params.stop) if self.tokenizer is not None else None
+                sequence_id = request_id if params.n == 1 else f"{request_id}/{index}"
+                pending.sequences[self.engine.add_request(token_ids, one, sequence_id, stream)] = _Growing()
+        except RequestError:
+            self.engine.abort(pending.sequences)
+            raise
+        self._pending[request_id] = pending
+        self._of_sequence.update(dict.fromkeys(pending.sequences, pending))
+
+    def step(self) -> list[RequestOutput]:
+        """One engine step -> the requests that it finished, all their outputs included."""
+        return self._advance()[1]
+
+    def has_unfinished(self) -> bool:
+        return bool(self._pending)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests at once, without an output; unknown and finished ids are passed over."""
+        for request_id in request_ids:
+            pending = self._pending.pop(request_id, None)
+            if pending is not None:
+                self.engine.abort(pending.sequences)
+                for sequence_id in pending.sequences:
+                    del self._of_sequence[sequence_id]
+
+    # ---- the model ----
+
+    def set_speculative(self, speculative: SpeculativeConfig | dict[str, Any] | None) -> None:
+        """Changes the plan of the loaded model; plain decoding for None. Raises ConfigError while requests are unfinished."""
+        self.engine.set_speculative(_speculative(speculative))
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether a token's logits have the same bits whatever else is in its pass; else equal up to rounding."""
+        return self._decoder.row_invariant
+
+    def stats(self) -> dict[str, Any]:
+        return self.engine.stats()
+
+    def reset_stats(self) -> None:
+        self.engine.reset_stats()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes allocated, by what they are for."""
+        return {"weights_bytes": self._decoder.num_bytes, **self.engine.memory()}
+
+    def close(self) -> None:
+        """Ends all requests and releases the KV memory. Idempotent."""
+        self.abort(list(self._pending))
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- inside ----
+
+    def _run(self, prompts: list[Any], sampling_params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
+        if self._pending:
+            raise RequestError(f"{len(self._pending)} requests are unfinished; step() until has_unfinished() is False, or abort them")
+        one_each = isinstance(sampling_params, Sequence)
+        if one_each and len(sampling_params) != len(prompts):
+            raise ConfigError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts; give one for all, or one each")
+        done: dict[str, RequestOutput] = {}
+        ids = [f"prompt-{next(self._numbers)}" for _ in prompts]
+        for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
+            try:
+                self.add(prompt, sampling_params[index] if one_each else sampling_params, request_id, chat=chat)
+            except RequestError as error:
+                text = prompt if isinstance(prompt, str) else None
+                done[request_id] = RequestOutput(request_id, text, [], error=str(error))
+        try:
+            with tqdm(total=len(prompts), initial=len(done), desc="requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
+                while self._pending:
+                    for output in self.step():
+                        done[output.request_id] = output
+                        bar.update()
+        finally:
+            self.abort(ids)
+        return [done[request_id] for request_id in ids]
+
+    def _advance(self) -> tuple[list[Delta], list[RequestOutput]]:
+        """One engine step -> (all Deltas, the requests that are finished by them)."""
+        deltas, finished = self.engine.step(), []
+        for delta in deltas:
+            pending = self._of_sequence.get(delta.request_id)
+            if pending is None:  # aborted meanwhile
+                continue
+            pending.sequences[delta.request_id].add(delta)
+            if all(growing.last and growing.last.finish_reason for growing in pending.sequences.values()):
+                finished.append(pending.output())
+                del self._pending[pending.request_id]
+                for sequence_id in pending.sequences:
+                    del self._of_sequence[sequence_id]
+        return deltas, finished
+
+    def _params(self, values: SamplingParams | dict[str, Any] | None) -> SamplingParams:
+        return SamplingParams.of({**self._defaults} if values is None else values)
+
+    def _tokens(self, prompt: Any, chat: bool) -> tuple[str | None, list[int]]:
+        """(text if there is one, token ids) of a prompt as users give it. Raises RequestError."""
+        if not chat and isinstance(prompt, dict):
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if not chat and isinstance(prompt, (list, tuple)):
+            return None, list(prompt)
+        if self.tokenizer is None:
+            raise RequestError("the model has no tokenizer; give prompt_token_ids")
+        if not chat:
+            if not isinstance(prompt, str):
+                raise RequestError(f"a prompt is a string, a list of token ids, or a dict with one of them, not {type(prompt).__name__}")
+            return prompt, self.tokenizer.encode(prompt)
+        if not self.tokenizer.chat_template:
+            raise RequestError("the model's tokenizer has no chat template; use generate() with the text that the model expects")
+        try:
+            text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is code of the model's author, and raises what it likes
+            raise RequestError(f"the chat template refuses the messages: {error}") from error
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _speculative(values: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig | None:
+    return None if values is None else build(SpeculativeConfig, values, "speculative")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"engine.device={name!r} cannot be used here: {str(error).splitlines()[0]}; choose auto or cpu") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device={name!r}: this runtime runs on cpu and cuda")
+    return device
+
+
+def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto`: float32 on a CPU, where it is fastest here and exact; as stored on a GPU."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    return torch.float32 if device.type == "cpu" else stored

@@ -1,0 +1,75 @@
+"""SamplingParams: what a user asks of one request's output. Names and meanings follow vLLM."""
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator, model_validator
+
+from .config import Settings
+from .errors import build
+
+
+class SamplingParams(Settings):
+    """How one request's tokens are chosen, and when it stops.
+
+    n                    outputs per prompt; output i uses seed + i
+    temperature          0 = greedy
+    top_k, top_p, min_p  filters on the tempered distribution, in this order; 0, 1.0 and 0.0 switch them off
+    repetition_penalty   divides (multiplies) positive (negative) logits of tokens in prompt or output
+    presence_penalty, frequency_penalty   subtracted from logits of output tokens, once or per occurrence
+    logit_bias           {token id: added to its logit}
+    seed                 None = derived from the engine's seed and the request's number
+    max_tokens           None = as many as max_model_len leaves
+    min_tokens           no stop token before this many
+    stop                 strings that end the output (left out of it)
+    stop_token_ids       tokens that end the output, besides the model's EOS
+    ignore_eos           go on after the model's EOS
+    logprobs             log-probabilities of this many most likely tokens, and of the chosen one; from unprocessed logits
+    speculative          False: this request is decoded plainly, whatever the batch does
+    """
+
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(default_factory=dict)
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
+    speculative: bool = True
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> SamplingParams:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        return self
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_string(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _integer_keys(cls, value: Any) -> Any:
+        # JSON and YAML users write token ids as strings.
+        if isinstance(value, dict):
+            return {int(key) if isinstance(key, str) and key.isdigit() else key: item for key, item in value.items()}
+        return {} if value is None else value
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @classmethod
+    def of(cls, values: SamplingParams | dict[str, Any] | None, where: str = "sampling") -> SamplingParams:
+        """SamplingParams from what a user gave; raises ConfigError with every problem in it."""
+        return build(cls, {} if values is None else values, where)

@@ -1,0 +1,1 @@
+"""Which requests run next. Integers only: no torch here."""

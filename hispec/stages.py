@@ -1,0 +1,160 @@
+"""Runs one stage of a round: picks the live places, runs a span of layers over them, keeps what the next tier resumes from."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cache.hidden import HiddenBuffer
+from cache.paged_kv import PagedKV
+from cache.view import BatchView, slots_of
+from ee_models.config import ModelConfig
+
+from .sampling import Places, Sampler
+
+
+class DecoderLike(Protocol):
+    """What a round needs of a model; ee_models.decoder.Decoder is one, tests script others."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def embed(self, token_ids: Tensor) -> Tensor: ...
+
+    def run_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> Tensor: ...
+
+    def logits(self, hidden: Tensor, exit_layer: int) -> Tensor: ...
+
+
+class Tier(IntEnum):
+    """The tiers that leave hidden states behind; also their index in the hidden buffer."""
+
+    DRAFT = 0
+    CHECK = 1
+
+
+@dataclass
+class RoundBatch:
+    """The rows of one round, on the device. Column j of the window is position starts + j of the row's sequence.
+
+    tokens           [rows, window + 1] int64: column 0 is x_n, the last committed token; the rest is filled by the tiers
+    starts           [rows] int64: n, the position of x_n; KV is valid below it at every layer
+    limits           [rows] int64: columns that the row may process: 0 = no row here, 1 = plain decoding, at most window
+    block_tables     [rows, max_blocks] int64, covering starts + limits positions
+    max_context_len  int, at least starts + limits of every row
+    """
+
+    tokens: Tensor
+    starts: Tensor
+    limits: Tensor
+    block_tables: Tensor
+    block_size: int
+    max_context_len: int
+    sampler: Sampler
+
+    def __post_init__(self) -> None:
+        window = self.tokens.shape[1] - 1
+        self.columns = torch.arange(window, device=self.tokens.device)
+        self.positions = self.starts.unsqueeze(-1) + self.columns
+        covered = self.positions.clamp(max=self.block_tables.shape[1] * self.block_size - 1)
+        self.slots = torch.where(self.columns < self.limits.unsqueeze(-1), slots_of(self.block_tables, covered, self.block_size), -1)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Live places of one pass, packed row after row.
+
+    rows, index [tokens]: row, and column in the round's window; flat [tokens] = row * window + index;
+    place [tokens]: flat place in the rectangle [rows, q_len] that the span was picked from, whose sizes are `shape`.
+    """
+
+    rows: Tensor
+    index: Tensor
+    flat: Tensor
+    place: Tensor
+    shape: tuple[int, int]
+    view: BatchView
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.shape[0]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """values [tokens, ...] at their places of a rectangle [rows, q_len, ...]; zeros elsewhere."""
+        rows, q_len = self.shape
+        if self.num_tokens == rows * q_len:
+            return values.view(rows, q_len, *values.shape[1:])
+        out = values.new_zeros(rows * q_len, *values.shape[1:])
+        out[self.place] = values
+        return out.view(rows, q_len, *values.shape[1:])
+
+
+@dataclass
+class PassCounts:
+    """Layers run, summed over passes; and layers times positions."""
+
+    layer_passes: int = 0
+    layer_positions: int = 0
+
+
+class Stages:
+    """The eager executor of stages, over one decoder, one KV and one hidden-state buffer."""
+
+    def __init__(self, decoder: DecoderLike, num_layers: int, kv: PagedKV, hidden: HiddenBuffer) -> None:
+        self.num_layers = num_layers
+        self.counts = PassCounts()
+        self._decoder, self._kv, self._hidden = decoder, kv, hidden
+
+    def select(self, batch: RoundBatch, index: Tensor, live: Tensor) -> Span:
+        """The places of index [rows, q_len] that are live [rows, q_len]."""
+        rows, q_len = index.shape
+        window = batch.columns.shape[0]
+        place = live.reshape(-1).nonzero().squeeze(-1)
+        row = place // q_len if q_len > 1 else place
+        index = index.reshape(-1)[place]
+        flat = row * window + index
+        cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=index.device)
+        torch.cumsum(live.sum(-1), 0, out=cu_q_lens[1:])
+        view = BatchView(
+            positions=batch.positions.view(-1)[flat],
+            slots=batch.slots.view(-1)[flat],
+            block_tables=batch.block_tables,
+            cu_q_lens=cu_q_lens,
+            max_q_len=q_len,
+            max_context_len=batch.max_context_len,
+        )
+        return Span(row, index, flat, place, (rows, q_len), view)
+
+    def embed(self, batch: RoundBatch, span: Span) -> Tensor:
+        """Hidden states [tokens, hidden] of the tokens at the span's places."""
+        return self._decoder.embed(batch.tokens[span.rows, span.index])
+
+    def run(self, hidden: Tensor, lo: int, hi: int, span: Span) -> Tensor:
+        """Runs layers [lo, hi) and writes their KV."""
+        self.count(lo, hi, span.num_tokens)
+        return self._decoder.run_layers(hidden, lo, hi, self._kv, span.view)
+
+    def count(self, lo: int, hi: int, num_tokens: int) -> None:
+        self.counts.layer_passes += hi - lo
+        self.counts.layer_positions += (hi - lo) * num_tokens
+
+    def leave(self, tier: Tier, span: Span, hidden: Tensor) -> None:
+        """Leaves hidden [tokens, hidden] for the tier that resumes here."""
+        self._hidden.write(tier, span.flat, hidden)
+
+    def resume(self, tier: Tier, span: Span) -> Tensor:
+        """What `tier` left at the span's places."""
+        return self._hidden.read(tier, span.flat)
+
+    def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:
+        """[tokens, vocab], read at the exit after `exit_layer` layers."""
+        return self._decoder.logits(hidden, exit_layer)
+
+    @staticmethod
+    def places(batch: RoundBatch, span: Span) -> Places:
+        """Where the logits of the span's places belong."""
+        return Places(span.rows, span.index, span.view.positions + 1, batch.tokens)

@@ -1,0 +1,44 @@
+"""Output text, token by token, with stop strings."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tokenizers.decoders import DecodeStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class IncrementalText:
+    """Detokenises one output as it grows. A character whose bytes are not complete yet is held back, and so is text that
+    may turn out to begin a stop string."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stop = tuple(stop)
+        self._held = max((len(string) for string in stop), default=1) - 1
+        self._text = ""
+        self._released = 0
+        self._end: int | None = None
+
+    def append(self, token_id: int) -> str | None:
+        """Takes one token; the stop string that it completed, if any. The earliest one wins."""
+        piece = self._stream.step(self._backend, token_id)
+        if not piece or self._end is not None:
+            return None
+        search_from = max(0, len(self._text) - self._held)
+        self._text += piece
+        found = [(place, string) for string in self._stop if (place := self._text.find(string, search_from)) >= 0]
+        if not found:
+            return None
+        self._end, string = min(found)
+        return string
+
+    def release(self, final: bool) -> str:
+        """Text that is certain and was not handed out yet; with `final`, all up to the stop string."""
+        end = self._end if self._end is not None else len(self._text) - (0 if final else self._held)
+        piece = self._text[self._released : max(end, self._released)]
+        self._released += len(piece)
+        return piece
