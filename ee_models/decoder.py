@@ -135,7 +135,7 @@ class Decoder:
             return hidden
         config, kernels = self.config, self.kernels
         prepared = self.attention.prepare(view, kv)
-        delta = None
+        delta: Tensor | None = None
         for index in range(lo, hi):
             layer = self._layers[index]
             qkv = layer.qkv(kernels.add_rms_norm(hidden, delta, layer.attention_norm, config.rms_norm_eps))
@@ -143,6 +143,7 @@ class Decoder:
             delta = layer.output(self.attention.attend(q, kv, index, prepared))
             gate_up = layer.gate_up(kernels.add_rms_norm(hidden, delta, layer.mlp_norm, config.rms_norm_eps))
             delta = layer.down(kernels.silu_mul(gate_up))
+        assert delta is not None
         return hidden.add_(delta)
 
     def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:

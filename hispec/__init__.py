@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .sampling_params import SamplingParams
 
 # Public names by the module that has them: imported on first use, so that `import hispec` and `hispec --help` are instant.
-_PUBLIC = {
+_MODULE_OF = {
     "LLM": "llm",
     "Engine": "engine",
     "SamplingParams": "sampling_params",
@@ -27,15 +27,28 @@ _PUBLIC = {
     "ConfigError": "errors",
     "RequestError": "errors",
 }
-__all__ = [*_PUBLIC, "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "HiSpecError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'hispec' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
 
 
 def _check_neighbours() -> None:

@@ -292,7 +292,7 @@ class Engine:
         error = None
         try:
             taken = request.append(tokens[:count])
-        except Exception as problem:  # noqa: BLE001 - the user's stop or text hook failed: its request ends, others go on
+        except Exception as problem:  # a text hook is the caller's code: its request ends, the others go on
             request.finish_reason, error = "error", f"{type(problem).__name__}: {problem}"
             taken = len(request.token_ids) - start
         kept = tokens[:taken]

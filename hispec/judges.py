@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import accept, noise
+from . import accept, noise, sampling
 from .stages import RoundBatch, Span, Stages, Tier
 
 
@@ -54,7 +54,7 @@ class RejectionJudge:
     def draft(self, logits: Tensor, batch: RoundBatch, span: Span) -> Tensor:
         q = batch.sampler.probabilities(logits, Stages.places(batch, span))
         self._kept[Tier.DRAFT][span.flat] = q
-        return accept.draw(q.log(), batch.sampler.keys(span.rows, span.view.positions + 1, noise.Stream.CHOICE))
+        return sampling.draw(q.log(), batch.sampler.keys(span.rows, span.view.positions + 1, noise.Stream.CHOICE))
 
     def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, index: Tensor, num_proposed: Tensor) -> tuple[Tensor, Tensor]:
         p = batch.sampler.probabilities(logits, Stages.places(batch, span))

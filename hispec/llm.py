@@ -142,7 +142,7 @@ class LLM:
         if request_id in self._pending:
             raise RequestError(f"{request_id}: a request of this id is unfinished; ids must be unique while they live")
         params = self._params(sampling_params)
-        text, token_ids = self._tokens(prompt, chat)
+        text, token_ids = self._text_and_tokens(prompt, chat)
         pending = _Pending(request_id, text, token_ids, params.logprobs is not None)
         try:
             for index in range(params.n):
@@ -174,6 +174,10 @@ class LLM:
                     del self._of_sequence[sequence_id]
 
     # ---- the model ----
+
+    def encode(self, prompt: Prompt | Sequence[Message], chat: bool = False) -> list[int]:
+        """Token ids of a prompt, or of a conversation through the chat template. Raises RequestError."""
+        return self._text_and_tokens(prompt, chat)[1]
 
     def set_speculative(self, speculative: SpeculativeConfig | dict[str, Any] | None) -> None:
         """Changes the plan of the loaded model; plain decoding for None. Raises ConfigError while requests are unfinished."""
@@ -210,14 +214,14 @@ class LLM:
     def _run(self, prompts: list[Any], sampling_params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
         if self._pending:
             raise RequestError(f"{len(self._pending)} requests are unfinished; step() until has_unfinished() is False, or abort them")
-        one_each = isinstance(sampling_params, Sequence)
-        if one_each and len(sampling_params) != len(prompts):
-            raise ConfigError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts; give one for all, or one each")
+        each = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ConfigError(f"{len(each)} sampling_params for {len(prompts)} prompts; give one for all, or one each")
         done: dict[str, RequestOutput] = {}
         ids = [f"prompt-{next(self._numbers)}" for _ in prompts]
-        for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
+        for request_id, prompt, params in zip(ids, prompts, each, strict=True):
             try:
-                self.add(prompt, sampling_params[index] if one_each else sampling_params, request_id, chat=chat)
+                self.add(prompt, params, request_id, chat=chat)
             except RequestError as error:
                 text = prompt if isinstance(prompt, str) else None
                 done[request_id] = RequestOutput(request_id, text, [], error=str(error))
@@ -249,7 +253,7 @@ class LLM:
     def _params(self, values: SamplingParams | dict[str, Any] | None) -> SamplingParams:
         return SamplingParams.of({**self._defaults} if values is None else values)
 
-    def _tokens(self, prompt: Any, chat: bool) -> tuple[str | None, list[int]]:
+    def _text_and_tokens(self, prompt: Any, chat: bool) -> tuple[str | None, list[int]]:
         """(text if there is one, token ids) of a prompt as users give it. Raises RequestError."""
         if not chat and isinstance(prompt, dict):
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
@@ -264,7 +268,7 @@ class LLM:
         if not self.tokenizer.chat_template:
             raise RequestError("the model's tokenizer has no chat template; use generate() with the text that the model expects")
         try:
-            text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            text = str(self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is code of the model's author, and raises what it likes
             raise RequestError(f"the chat template refuses the messages: {error}") from error
         return text, self.tokenizer.encode(text, add_special_tokens=False)

@@ -32,7 +32,7 @@ def _argmax_with_noise(logits: Any, keys: Any, out: Any) -> None:
         scores = logits[row]
         low, high = np.uint64(keys[row]) & np.uint64(0xFFFFFFFF), np.uint64(keys[row]) >> np.uint64(32)
         top = np.argmax(scores)
-        best, best_score = top, float(scores[top]) + _draw(top, low, high)
+        best, best_score = int(top), float(scores[top]) + _draw(top, low, high)
         for token in range(scores.shape[0]):
             if float(scores[token]) + _LARGEST_DRAW > best_score:
                 score = float(scores[token]) + _draw(token, low, high)

@@ -72,9 +72,11 @@ def draft(stages: Stages, plan: Plan, judge: Judge, batch: RoundBatch, offset: T
     for step in range(plan.num_draft_tokens + 1):
         index = (offset + step).unsqueeze(-1)
         span = stages.select(batch, index, index < batch.limits.unsqueeze(-1))
+        if span.num_tokens == 0:
+            break
         hidden = stages.run(stages.embed(batch, span), 0, plan.draft_layer, span)
         stages.leave(Tier.DRAFT, span, hidden)
-        if step == num_steps or span.num_tokens == 0:
+        if step == num_steps:
             break
         logits = stages.logits(hidden, plan.draft_layer)
         batch.tokens[span.rows, span.index + 1] = judge.draft(logits, batch, span)

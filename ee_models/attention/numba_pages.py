@@ -6,12 +6,13 @@ position: so a token's output has the same bits whatever else is in the pass, an
 """
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 from torch import Tensor
 
 from cache.paged_kv import PagedKV
@@ -22,8 +23,8 @@ from ..kernels.numba_math import ONE, ZERO, exp32
 _TILE = 64
 _QUERIES_PER_UNIT = 16
 _FAR_BELOW = np.float32(-1e30)
-# Products in a pass below which one thread is done before a second has started.
-_PARALLEL_FROM = 1 << 16
+# Multiplications in a call from which it pays to wake other threads.
+_PARALLEL_FROM = 1 << 21
 _OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc"}, "error_model": "numpy", "cache": True, "nogil": True}
 
 
@@ -83,7 +84,9 @@ def _fold(scores: Any, count: int, value_tile: Any, peak: Any, total: Any, out: 
 
 
 @njit(**_OPTIONS)
-def _attend_unit(q: Any, keys: Any, values: Any, table: Any, block_size: int, positions: Any, first: int, last: int, kv_head: int, scale: Any, out: Any) -> None:
+def _attend_unit(
+    q: Any, keys: Any, values: Any, table: Any, block_size: int, positions: Any, first: int, last: int, kv_head: int, scale: Any, out: Any
+) -> None:
     """Attention of tokens first..last-1 of one row, for the query heads that read `kv_head`."""
     head_dim, group = q.shape[2], q.shape[1] // keys.shape[1]
     num_queries = (last - first) * group
@@ -110,14 +113,15 @@ def _attend_unit(q: Any, keys: Any, values: Any, table: Any, block_size: int, po
                 o[d] *= factor
 
 
-def _attend(q: Any, keys: Any, values: Any, tables: Any, block_size: int, positions: Any, units: Any, scale: Any, out: Any) -> None:
+@njit(**_OPTIONS)
+def _attend(
+    q: Any, keys: Any, values: Any, tables: Any, block_size: int, positions: Any, units: Any, share: int, num_shares: int, scale: Any, out: Any
+) -> None:
+    """Every `num_shares`-th unit from `share` on. Units differ in size along a prompt, so neighbours go to different threads."""
     num_kv_heads = keys.shape[1]
-    for i in prange(units.shape[0] * num_kv_heads):
+    for i in range(share, units.shape[0] * num_kv_heads, num_shares):
         unit, kv_head = units[i // num_kv_heads], i % num_kv_heads
         _attend_unit(q, keys, values, tables[unit[0]], block_size, positions, unit[1], unit[2], kv_head, scale, out)
-
-
-_ATTEND = njit(**_OPTIONS)(_attend), njit(parallel=True, **_OPTIONS)(_attend)
 
 
 @njit(cache=True)
@@ -143,8 +147,15 @@ class _Units:
 
 
 class NumbaAttention:
+    """Large calls are shared among as many threads as torch uses, from a pool of Python's: its idle threads sleep, where those
+    of a second OpenMP pool would spin against torch's."""
+
     name = "numba"
     row_invariant = True
+
+    def __init__(self) -> None:
+        self._num_threads = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(max(1, self._num_threads - 1), thread_name_prefix="attention")
 
     def prepare(self, view: BatchView, kv: PagedKV) -> _Units:
         positions = view.positions.numpy()
@@ -154,16 +165,11 @@ class NumbaAttention:
     def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: _Units) -> Tensor:
         num_heads, head_dim = q.shape[1:]
         out = torch.empty_like(q)
-        attend = _ATTEND[prepared.num_pairs * num_heads * head_dim > _PARALLEL_FROM]
-        attend(
-            q.numpy(),
-            kv.keys(layer).numpy(),
-            kv.values(layer).numpy(),
-            prepared.tables,
-            kv.block_size,
-            prepared.positions,
-            prepared.units,
-            np.float32(head_dim**-0.5),
-            out.numpy(),
-        )
+        inputs = (q.numpy(), kv.keys(layer).numpy(), kv.values(layer).numpy(), prepared.tables, kv.block_size, prepared.positions, prepared.units)
+        scale, result = np.float32(head_dim**-0.5), out.numpy()
+        num_shares = self._num_threads if prepared.num_pairs * num_heads * head_dim > _PARALLEL_FROM else 1
+        others = [self._pool.submit(_attend, *inputs, share, num_shares, scale, result) for share in range(1, num_shares)]
+        _attend(*inputs, 0, num_shares, scale, result)
+        for other in others:
+            other.result()
         return out.view(-1, num_heads * head_dim)

@@ -2,12 +2,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 from torch import Tensor
 
 from cache.paged_kv import PagedKV
@@ -15,20 +14,15 @@ from cache.view import BatchView
 
 from .numba_math import ONE, ZERO, exp32
 
-# Below this many numbers one thread is done before a second has started.
-_PARALLEL_FROM = 1 << 15
 _NOTHING = np.empty(0, np.float32)
+# One thread each: these take microseconds, and a second pool of threads that spin beside torch's own costs both dearly.
+_kernel = njit(fastmath={"contract", "reassoc"}, error_model="numpy", cache=True, nogil=True)
 
 
-def twins(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`function` compiled for one thread and for all: the same code per token, so the same bits."""
-    options: dict[str, Any] = {"fastmath": {"contract", "reassoc"}, "error_model": "numpy", "cache": True, "nogil": True}
-    return njit(**options)(function), njit(parallel=True, **options)(function)
-
-
+@_kernel
 def _add_rms_norm(hidden: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
     size = hidden.shape[1]
-    for token in prange(hidden.shape[0]):
+    for token in range(hidden.shape[0]):
         h, o = hidden[token], out[token]
         if delta.shape[0] > 0:
             d = delta[token]
@@ -42,10 +36,11 @@ def _add_rms_norm(hidden: Any, delta: Any, weight: Any, eps: Any, out: Any) -> N
             o[i] = h[i] * scale * weight[i]
 
 
+@_kernel
 def _rope_and_store(qkv: Any, cos_sin: Any, q_norm: Any, k_norm: Any, eps: Any, positions: Any, slots: Any, keys: Any, values: Any, q: Any) -> None:
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads, half = keys.shape[1], head_dim // 2
-    for token in prange(qkv.shape[0]):
+    for token in range(qkv.shape[0]):
         cos, sin = cos_sin[positions[token], 0], cos_sin[positions[token], 1]
         slot = slots[token]
         for head in range(num_heads + num_kv_heads):
@@ -75,29 +70,27 @@ def _rope_and_store(qkv: Any, cos_sin: Any, q_norm: Any, k_norm: Any, eps: Any, 
                     v[i] = x[i]
 
 
+@_kernel
 def _silu_mul(gate_up: Any, out: Any) -> None:
     size = out.shape[1]
-    for token in prange(out.shape[0]):
+    for token in range(out.shape[0]):
         gate, up, o = gate_up[token, :size], gate_up[token, size:], out[token]
         for i in range(size):
             o[i] = gate[i] / (ONE + exp32(-gate[i])) * up[i]
-
-
-_ADD_RMS_NORM, _ROPE_AND_STORE, _SILU_MUL = twins(_add_rms_norm), twins(_rope_and_store), twins(_silu_mul)
 
 
 class NumbaKernels:
     def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(hidden)
         delta_ = hidden[:0] if delta is None else delta
-        _ADD_RMS_NORM[hidden.numel() > _PARALLEL_FROM](hidden.numpy(), delta_.numpy(), weight.numpy(), np.float32(eps), out.numpy())
+        _add_rms_norm(hidden.numpy(), delta_.numpy(), weight.numpy(), np.float32(eps), out.numpy())
         return out
 
     def rope_and_store(
         self, qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, num_heads: int, kv: PagedKV, layer: int, view: BatchView
     ) -> Tensor:
         q = qkv.new_empty(qkv.shape[0], num_heads, kv.data.shape[-1])
-        _ROPE_AND_STORE[qkv.numel() > _PARALLEL_FROM](
+        _rope_and_store(
             qkv.numpy(),
             cos_sin.numpy(),
             _NOTHING if q_norm is None else q_norm.numpy(),
@@ -113,5 +106,5 @@ class NumbaKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        _SILU_MUL[gate_up.numel() > _PARALLEL_FROM](gate_up.numpy(), out.numpy())
+        _silu_mul(gate_up.numpy(), out.numpy())
         return out

@@ -22,8 +22,7 @@ _P0, _P1, _P2 = _f(1.9875691500e-4), _f(1.3981999507e-3), _f(8.3334519073e-3)
 _P3, _P4, _P5 = _f(4.1665795894e-2), _f(1.6666665459e-1), _f(5.0000001201e-1)
 
 
-@intrinsic
-def _power_of_two(_context: Any, exponent: Any) -> Any:
+def _power_of_two_intrinsic(_context: Any, exponent: Any) -> Any:
     """2 ** exponent for a whole float32 exponent, by building its bits."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
@@ -32,6 +31,9 @@ def _power_of_two(_context: Any, exponent: Any) -> Any:
         return builder.bitcast(builder.shl(bits, ir.Constant(int32, 23)), ir.FloatType())
 
     return types.float32(types.float32), generate
+
+
+_power_of_two: Any = intrinsic(_power_of_two_intrinsic)
 
 
 @njit(inline="always", fastmath={"contract"})

@@ -1,0 +1,223 @@
+"""What the decoder needs to know of a model, read once and never changed.
+
+`ModelConfig.from_transformers` is the only door. What the decoder does not implement is refused there, by field and
+value, so that no setting of a checkpoint is dropped in silence.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import CheckpointError, UnsupportedModelError, unsupported
+from .rope import RopeConfig, read_rope
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig
+
+__all__ = [
+    "SUPPORTED_ARCHITECTURES",
+    "ModelConfig",
+    "RopeConfig",
+    "UnsupportedModelError",
+    "find_architecture",
+    "make_transformers_config",
+]
+
+# What transformers calls layers that see all positions, and layers that see the last few.
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What an architecture fixes, whatever its config says; None leaves it to the config."""
+
+    model_type: str
+    config_class: str
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    mlp_bias: bool | None = False
+    qk_norm: bool = False
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "LlamaForCausalLM": _Family("llama", "LlamaConfig", mlp_bias=None),
+    "MistralForCausalLM": _Family("mistral", "MistralConfig", qkv_bias=False, output_bias=False),
+    "Qwen2ForCausalLM": _Family("qwen2", "Qwen2Config", qkv_bias=True, output_bias=False),
+    "Qwen3ForCausalLM": _Family("qwen3", "Qwen3Config", qk_norm=True),
+}
+SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and settings of a Llama-family decoder. Sizes count elements, not bytes."""
+
+    architecture: str  # as config.json has it, e.g. "LlamaForCausalLM"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # of q_proj, k_proj and v_proj
+    output_bias: bool = False  # of o_proj
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norms over head_dim of queries and keys, ahead of the rotation
+    # Positions a token sees, its own included; None where it sees all. The runtime keeps sequences within it, so that
+    # attention needs no window.
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        for field in (*sizes, "head_dim", "max_position_embeddings"):
+            if not _is_count(getattr(self, field)):
+                raise unsupported(field, getattr(self, field), "an integer of at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise unsupported("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}")
+        if self.head_dim % 2:
+            raise unsupported("head_dim", self.head_dim, "an even number, since rotary embeddings turn pairs")
+        if self.sliding_window is not None and not _is_count(self.sliding_window):
+            raise unsupported("sliding_window", self.sliding_window, "null, or an integer of at least 1")
+
+    @property
+    def q_size(self) -> int:
+        """Width of the queries of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys, and of the values, of all KV heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def from_transformers(
+        cls, config: PretrainedConfig, generation_config: GenerationConfig | Mapping[str, Any] | None = None
+    ) -> ModelConfig:
+        """Reads a transformers config. Token ids come from `generation_config` where it sets them, else from `config`.
+
+        Raises UnsupportedModelError for an architecture or a setting that the decoder does not implement, and
+        CheckpointError for a field that is missing or of a wrong type.
+        """
+        architecture = find_architecture(config.architectures, config.model_type)
+        family = _FAMILIES[architecture]
+        if config.hidden_act != "silu":
+            raise unsupported("hidden_act", config.hidden_act, "'silu'")
+        attention_bias = bool(getattr(config, "attention_bias", False))
+        return cls(
+            architecture=architecture,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=_read_head_dim(config),
+            rms_norm_eps=config.rms_norm_eps,
+            max_position_embeddings=config.max_position_embeddings,
+            rope=read_rope(config),
+            tie_word_embeddings=bool(config.tie_word_embeddings),
+            attention_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            output_bias=attention_bias if family.output_bias is None else family.output_bias,
+            mlp_bias=bool(config.mlp_bias) if family.mlp_bias is None else family.mlp_bias,
+            qk_norm=family.qk_norm,
+            sliding_window=_read_sliding_window(config),
+            **_read_token_ids(config, generation_config),
+        )
+
+
+def find_architecture(architectures: object, model_type: object) -> str:
+    """The supported architecture that a config names; `model_type` decides where it names none.
+
+    Otherwise both must agree: a known class over an unknown type is a variant that brings code of its own.
+    Raises UnsupportedModelError.
+    """
+    if not architectures:
+        known = {family.model_type: name for name, family in _FAMILIES.items()}
+        if not isinstance(model_type, str) or model_type not in known:
+            raise unsupported("model_type", model_type, ", ".join(known))
+        return known[model_type]
+    name = architectures[0] if isinstance(architectures, list | tuple) else architectures
+    if not isinstance(name, str) or name not in _FAMILIES:
+        raise unsupported("architectures", name, ", ".join(_FAMILIES))
+    if model_type not in (None, _FAMILIES[name].model_type):
+        raise unsupported("model_type", model_type, f"{_FAMILIES[name].model_type!r} for {name}")
+    return name
+
+
+def make_transformers_config(fields: Mapping[str, Any]) -> PretrainedConfig:
+    """The transformers config that the fields of a config.json make.
+
+    The class is found here, by architecture, and not by transformers' Auto classes: so no checkpoint brings its own.
+    Raises UnsupportedModelError for an unknown architecture, CheckpointError where transformers refuses a field.
+    """
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    architecture = find_architecture(fields.get("architectures"), fields.get("model_type"))
+    config_class: type[PretrainedConfig] = getattr(transformers, _FAMILIES[architecture].config_class)
+    try:
+        return config_class.from_dict(dict(fields))
+    except (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{config_class.__name__} refuses the config: {' '.join(str(error).split())}") from error
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _read_head_dim(config: PretrainedConfig) -> int:
+    """The config's head_dim; where it sets none, hidden_size shared out among the heads."""
+    if getattr(config, "head_dim", None) is not None:
+        return config.head_dim
+    heads = config.num_attention_heads
+    if not _is_count(heads) or config.hidden_size % heads:
+        limit = f"a multiple of num_attention_heads = {heads}, or head_dim set"
+        raise unsupported("hidden_size", config.hidden_size, limit)
+    return config.hidden_size // heads
+
+
+def _read_sliding_window(config: PretrainedConfig) -> int | None:
+    """The window of the layers that have one; None where no layer has.
+
+    Qwen's configs carry a window even where `use_sliding_window` or `max_window_layers` leaves no layer to it, and
+    `layer_types` says what is left. Mistral gives its window to all layers; Llama has none, whatever its config carries.
+    """
+    layer_types = getattr(config, "layer_types", None) or ()
+    unknown = sorted(set(layer_types) - {_FULL, _SLIDING})
+    if unknown:
+        raise unsupported("layer_types", unknown, f"{_FULL!r}, {_SLIDING!r}")
+    if config.model_type == "mistral" or _SLIDING in layer_types:
+        return getattr(config, "sliding_window", None)
+    return None
+
+
+def _read_token_ids(
+    config: PretrainedConfig, generation_config: GenerationConfig | Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """eos_token_ids, bos_token_id and pad_token_id. Negative ids, which some checkpoints write for "none", are dropped."""
+    if generation_config is not None and not isinstance(generation_config, Mapping):
+        generation_config = generation_config.to_dict()
+
+    def read(field: str) -> tuple[int, ...]:
+        value = (generation_config or {}).get(field)
+        if value is None:
+            value = getattr(config, field, None)
+        ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
+        if any(isinstance(item, bool) or not isinstance(item, int) for item in ids):
+            raise CheckpointError(f"{field} is {value!r}; it must be a token id, a list of token ids, or null")
+        return tuple(dict.fromkeys(item for item in ids if item >= 0))
+
+    return {
+        "eos_token_ids": read("eos_token_id"),
+        "bos_token_id": next(iter(read("bos_token_id")), None),
+        "pad_token_id": next(iter(read("pad_token_id")), None),
+    }
