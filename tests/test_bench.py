@@ -1,0 +1,196 @@
+"""The benchmark: what is run in which order, and what is derived from it."""
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.fake_llm import FakeLLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from hispec.config import SpeculativeConfig
+from hispec.errors import ConfigError, build
+from hispec.jobs import bench
+from hispec.jobs.baseline import TransformersBaseline
+from hispec.jobs.bench import BenchOptions, plans_of, run_bench
+from hispec.jobs.report import print_bench
+from hispec.jobs.schema import Job
+from hispec.jobs.stats import Rates, plan_text
+
+THREE_TIER = {"draft": {"layer": 2}, "check": {"layer": 5}, "num_draft_tokens": 3, "num_checks": 2}
+
+
+class FakeBaseline:
+    """Agrees with FakeLLM's plain decoding, but for the last prompt."""
+
+    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        llm = FakeLLM("fake", max_num_seqs=4)
+        sampling = build(bench.SamplingParams, {"temperature": 0.0, "max_tokens": 12})
+        outputs = [result.outputs[0].token_ids for result in llm.generate(prompts, sampling)]
+        return [*outputs[:-1], [0]]
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    module = types.ModuleType("hispec.llm")
+    module.LLM = FakeLLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hispec.llm", module)
+    for name, value in (("instances", []), ("on_step", None), ("row_invariant", True), ("wrong_when_speculative", False)):
+        monkeypatch.setattr(FakeLLM, name, value)
+    monkeypatch.setattr(bench, "_baseline", lambda *args: FakeBaseline())
+    yield
+
+
+def make_job(folder: Path, lines: list[dict[str, Any]] | None = None, **fields: Any) -> Job:
+    lines = [{"prompt": f"prompt {number}"} for number in range(6)] if lines is None else lines
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    values = {"model": "fake", "speculative": THREE_TIER, "input": {"path": str(folder / "in.jsonl")}, "output": {"path": str(folder / "out.jsonl")}}
+    return build(Job, values | fields)
+
+
+def options(**fields: Any) -> BenchOptions:
+    return build(BenchOptions, {"max_tokens": 12, "batch_size": 4, "repeats": 3} | fields)
+
+
+def test_the_result_has_the_promised_keys_and_is_json(tmp_path: Path) -> None:
+    result = run_bench(make_job(tmp_path), options(), progress=False)
+    names = ["transformers", "plain", "two_tier", "three_tier"]
+    assert list(result["engines"]) == names == list(result["ratio_to_plain"])
+    assert all(len(engine["tokens_per_s_runs"]) == 3 and engine["tokens_per_s"] > 0 for engine in result["engines"].values())
+    assert result["ratio_to_plain"]["plain"] == 1.0
+    assert result["exact_match"] == {"transformers": [5, 6], "two_tier": [6, 6], "three_tier": [6, 6]}
+    assert result["acceptance"] == {
+        "two_tier": {"draft_accepted": 0.5, "tentative_accepted": None},
+        "three_tier": {"draft_accepted": 0.5, "tentative_accepted": 0.5},
+    }
+    assert result["engines"]["plain"]["full_passes_per_token"] == 1.0
+    assert result["memory"]["kv_bytes"] == 100 and result["memory"]["peak_resident_bytes"] > 1e6
+    assert {"cpu", "cores", "threads", "torch", "transformers", "python", "hispec"} <= result["environment"].keys()
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+
+
+def test_the_engines_take_turns_in_going_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    time_run = bench._time
+    monkeypatch.setattr(bench, "_time", lambda runs, run: (order.append(""), time_run(runs, run))[1])
+    set_speculative = FakeLLM.set_speculative
+
+    def watched(self: FakeLLM, speculative: SpeculativeConfig | None) -> None:
+        order.append("plain" if speculative is None else "three" if speculative.check else "two")
+        set_speculative(self, speculative)
+
+    monkeypatch.setattr(FakeLLM, "set_speculative", watched)
+    run_bench(make_job(tmp_path), options(transformers=False), progress=False)
+    timed = [name for name, then in pairwise(order) if name and not then]
+    assert timed == ["plain", "two", "three", "two", "three", "plain", "three", "plain", "two"]
+
+
+def test_every_run_processes_its_prompts_anew_with_one_model(tmp_path: Path) -> None:
+    run_bench(make_job(tmp_path), options(transformers=False, context=9), progress=False)
+    (llm,) = FakeLLM.instances
+    assert (llm.engine["enable_prefix_caching"], llm.engine["max_num_seqs"], llm.engine["max_model_len"]) == (False, 4, 21)
+    assert llm.closed
+
+
+@pytest.mark.parametrize("context", [1, 7, 8, 9, 50])
+def test_context_repeats_or_cuts_every_prompt(tmp_path: Path, context: int) -> None:
+    result = run_bench(make_job(tmp_path), options(context=context), progress=False)
+    assert (result["prompts"]["tokens_min"], result["prompts"]["tokens_max"]) == (context, context)
+    assert bench._fit([1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_a_difference_from_plain_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLLM, "wrong_when_speculative", True)
+    result = run_bench(make_job(tmp_path), options(transformers=False), progress=False)
+    assert result["exact_match"] == {"two_tier": [0, 6], "three_tier": [0, 6]}
+
+
+def test_two_tier_is_three_tier_without_its_check() -> None:
+    three = build(SpeculativeConfig, THREE_TIER)
+    plans = plans_of(three)
+    assert list(plans) == ["plain", "two_tier", "three_tier"] and plans["three_tier"] is three
+    two = plans["two_tier"]
+    assert two is not None and two.plan(10).window == 4 and two.draft == three.draft
+    assert list(plans_of(two)) == ["plain", "two_tier"] and list(plans_of(None)) == ["plain"]
+
+
+def test_plans_are_worded_by_layers() -> None:
+    three = build(SpeculativeConfig, THREE_TIER)
+    assert plan_text(three, 10) == "draft [0, 2) → check [2, 5) → verify [5, 10), K=3 drafts, R=2 checks"
+    assert plan_text(plans_of(three)["two_tier"], 10) == "draft [0, 2) → verify [2, 10), K=3 drafts"
+    assert plan_text(None, 10) == "plain [0, 10)"
+
+
+def test_rates_of_a_run_without_tokens_are_none() -> None:
+    rates = Rates.of(FakeLLM("fake").stats(), None)
+    assert rates.draft_accepted is rates.mean_accepted_len is rates.layer_passes_per_token is None and not rates.at_floor
+
+
+def test_bad_rows_are_an_error_that_names_all_of_them(tmp_path: Path) -> None:
+    job = make_job(tmp_path, [{"prompt": "a"}, {"promt": "b"}, {}])
+    with pytest.raises(ConfigError, match=r"(?s)line 2: .*line 3: "):
+        run_bench(job, options(), progress=False)
+    assert not FakeLLM.instances
+
+
+@pytest.mark.parametrize("values", [{"repeats": 0}, {"batch_size": 0}, {"max_tokens": -1}, {"context": 0}, {"repeat": 2}])
+def test_options_out_of_range_are_errors(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        build(BenchOptions, values)
+
+
+def test_the_table_has_a_line_per_engine_and_says_when_acceptance_is_at_its_floor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_bench(make_job(tmp_path), options(), progress=False)
+    print_bench(result)
+    printed = capsys.readouterr().out
+    assert all(f"{name} " in printed for name in ("transformers", "plain", "two-tier", "three-tier"))
+    assert "5/6" in printed and "50.0%" in printed and "docs/jobs.md" not in printed
+    result["acceptance"]["two_tier"]["draft_accepted"] = 0.01
+    print_bench(result | {"row_invariant": False})
+    printed = capsys.readouterr().out
+    assert "docs/jobs.md" in printed and "bit-identical" in printed
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint whose generation config samples and penalises: none of that may reach a greedy benchmark."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=5.0, repetition_penalty=9.0, eos_token_id=[3, 5])
+    folder = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_baseline_is_greedy_for_each_prompt_alone_and_ends_with_eos(tiny_llama: str) -> None:
+    def baseline(ignore_eos: bool) -> TransformersBaseline:
+        return TransformersBaseline(tiny_llama, dtype="float32", device="cpu", batch_size=3, max_tokens=20, ignore_eos=ignore_eos)
+
+    prompts = [[7], [1, 2, 9, 4], [8, 8], [30, 2, 6, 7, 11], [12, 13, 0]]
+    full = baseline(ignore_eos=True).generate(prompts)
+    assert [len(output) for output in full] == [20] * 5
+    model = LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    for prompt, output in zip(prompts, full, strict=True):
+        ids = list(prompt)
+        for _ in range(20):
+            with torch.inference_mode():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert ids[len(prompt) :] == output
+    assert any({3, 5} & set(output[:-1]) for output in full), "no EOS inside any output: the rest of this test would prove nothing"
+    for output, cut in zip(full, baseline(ignore_eos=False).generate(prompts), strict=True):
+        end = next((at for at, token in enumerate(output, start=1) if token in (3, 5)), 20)
+        assert cut == output[:end]
+
+
+def test_a_model_that_transformers_cannot_load_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--no-transformers"):
+        TransformersBaseline(str(tmp_path), dtype="float32", device="cpu", batch_size=1, max_tokens=1, ignore_eos=False)

@@ -1,0 +1,260 @@
+"""The command line: what goes to which stream, exit codes, errors without tracebacks, and a quick --help."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fake_llm import FakeLLM
+
+from ee_models.errors import CheckpointError
+from hispec import __version__
+from hispec.cli import main
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+SPECULATIVE = ["speculative.draft.layer=2", "speculative.check.layer=5"]
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    module = types.ModuleType("hispec.llm")
+    module.LLM = FakeLLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hispec.llm", module)
+    monkeypatch.delenv("HISPEC_DEBUG", raising=False)
+    for name, value in (("instances", []), ("on_step", None), ("row_invariant", True), ("wrong_when_speculative", False)):
+        monkeypatch.setattr(FakeLLM, name, value)
+    yield
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A job file of six rows, one of them bad."""
+    lines = [json.dumps({"prompt": f"prompt {number}"}) for number in range(5)] + ["{"]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    path = tmp_path / "job.yaml"
+    path.write_text(f"model: fake\ninput: {{path: in.jsonl}}\noutput: {{path: {tmp_path}/out.jsonl}}\nsampling: {{temperature: 0.0}}\n")
+    return path
+
+
+def test_help_needs_no_heavy_import() -> None:
+    code = "import sys; from hispec.cli import main\ntry: main(['--help'])\nfinally: print({'torch', 'transformers', 'pydantic', 'rich'} & sys.modules.keys())"
+    run = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert run.stdout.rstrip().endswith("set()")
+    assert all(command in run.stdout for command in ("run", "generate", "bench", "fetch"))
+
+
+def test_python_m_hispec_is_the_command() -> None:
+    run = subprocess.run([sys.executable, "-m", "hispec", "--version"], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert run.stdout == f"hispec {__version__}\n"
+
+
+def test_run_prints_a_summary_and_writes_rows(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(job), "--set", *SPECULATIVE, "--set", "output.compare_plain=true"]) == 0
+    out, err = capsys.readouterr()
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 6
+    for part in (
+        "fake",
+        "draft [0, 2) → check [2, 5) → verify [5, 10)",
+        "6: 5 with outputs, 1 with errors",
+        "5/5 rows",
+        "50.0% of drafted tokens kept by check, 50.0% of tentative tokens kept by verify",
+        "× plain",
+        str(tmp_path / "out.jsonl"),
+    ):
+        assert part in out
+    assert "tokens/s" in err and "rows" in err
+
+
+def test_acceptance_at_its_floor_is_said_plainly(job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    stats = FakeLLM.stats
+    monkeypatch.setattr(FakeLLM, "stats", lambda self: stats(self) | {"draft_accepted": 1})
+    assert main(["run", str(job), "--set", *SPECULATIVE]) == 0
+    assert "docs/jobs.md" in capsys.readouterr().out
+
+
+def test_a_resumed_complete_job_says_so_without_the_model(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(job)]) == 0
+    FakeLLM.instances.clear()
+    assert main(["run", str(job), "--set", "output.resume=true"]) == 0
+    assert "6 done before" in capsys.readouterr().out and not FakeLLM.instances
+
+
+def test_a_job_whose_rows_all_fail_exits_with_1(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("{\n{}\n")
+    assert main(["run", str(job)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--set", "engine.blocksize=4"], "did you mean 'block_size'?"),
+        (["--set", "input.path=nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--set", "output.path=/dev/null"], "not a regular file"),
+    ],
+)
+def test_a_users_error_is_a_message_and_exit_code_2(job: Path, arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(job), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("hispec: ") and part in err and "Traceback" not in err and out == ""
+
+
+@pytest.mark.parametrize("error", [CheckpointError("no config.json in x"), PermissionError(13, "Permission denied", "x")])
+def test_errors_of_the_model_are_the_users_too(
+    job: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **fields: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(FakeLLM, "__init__", fail)
+    assert main(["run", str(job)]) == 2
+    assert capsys.readouterr().err.strip() == f"hispec: {error}"
+    monkeypatch.setenv("HISPEC_DEBUG", "1")
+    with pytest.raises(type(error)):
+        main(["run", str(job)])
+
+
+def test_a_bug_keeps_its_traceback(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLLM, "step", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["run", str(job)])
+
+
+def test_generate_streams_to_stdout_and_counts_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", "fake", "--draft-layer", "2", "--check-layer", "5", "--num-draft-tokens", "3", "--max-tokens", "9", "hello"]) == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"[a-z]{9}\n", out)
+    assert re.search(r"9 tokens, the first after \d+\.\d s, then \d+\.\d tokens/s", err) and "50% of drafted tokens kept, 50% of tentative tokens kept" in err
+    (llm,) = FakeLLM.instances
+    assert llm.speculative.plan(10).num_draft_tokens == 3 and llm.engine["max_num_seqs"] == 1 and llm.closed
+
+
+def test_generate_without_a_draft_layer_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", "fake", "--no-chat", "hello", "--set", "sampling.max_tokens=4", "engine.seed=3"]) == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"[a-z]{4}\n", out) and "kept" not in err
+    assert FakeLLM.instances[0].speculative is None and FakeLLM.instances[0].engine["seed"] == 3
+
+
+def test_generate_puts_the_prompt_into_the_chat_template_unless_told_not_to(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for arguments in ([], ["--chat"], ["--no-chat"]):
+        main(["generate", "--model", "fake", "hello", *arguments])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_reads_a_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["generate", "--model", "fake", "hello"])
+    expected = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(read=lambda: "hello"))
+    main(["generate", "--model", "fake", "-"])
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--check-layer", "5"], "speculative.draft: required"),
+        (["--draft-layer", "5", "--check-layer", "5"], "check.layer=5 must lie above draft.layer=5"),
+        (["--draft-layer", "5", "--num-draft-tokens", "0"], "speculative.num_draft_tokens: input should be greater than or equal to 1, got 0"),
+        (["--max-tokens", "-3"], "sampling.max_tokens: input should be greater than or equal to 1, got -3"),
+        (["--temperature", "nan"], "sampling.temperature: input should be a finite number, got nan"),
+        (["--top-p", "0"], "sampling.top_p: input should be greater than 0, got 0.0"),
+    ],
+)
+def test_generates_settings_are_checked_like_a_jobs(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", "fake", "hello", *arguments]) == 2
+    assert part in capsys.readouterr().err and not FakeLLM.instances
+
+
+def test_generate_refuses_an_empty_prompt_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", "fake", "--no-chat", ""]) == 2
+    assert "is empty" in capsys.readouterr().err
+
+
+def test_bench_prints_a_table_and_writes_json(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bench.json"
+    arguments = ["bench", str(job), "--json", str(path), "--no-transformers", "--limit", "5", "--repeats", "2", "--batch-size", "2", "--max-tokens", "6"]
+    assert main([*arguments, "--set", *SPECULATIVE]) == 0
+    result = json.loads(path.read_text())
+    assert result["options"] == {"repeats": 2, "batch_size": 2, "max_tokens": 6, "context": None, "transformers": False}
+    assert result["exact_match"] == {"two_tier": [5, 5], "three_tier": [5, 5]}
+    assert "three-tier" in capsys.readouterr().out
+
+
+def test_bench_finds_an_unwritable_json_file_before_the_work(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(job), "--json", str(tmp_path / "no" / "folder.json")]) == 2
+    assert "--json: cannot write" in capsys.readouterr().err and not FakeLLM.instances
+
+
+def test_fetch_prints_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = []
+    monkeypatch.setattr("hispec.fetch.fetch", lambda name, force: (calls.append((name, force)), tmp_path)[1])
+    assert main(["fetch", "smollm2", "--force"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}\n" and calls == [("smollm2", True)]
+
+
+def test_fetch_of_an_unknown_model_is_a_users_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", "smollm"]) == 2
+    assert "did you mean 'smollm2'?" in capsys.readouterr().err
+
+
+def test_ctrl_c_anywhere_is_a_message_and_exit_code_130(job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*args: Any, **fields: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeLLM, "stream", interrupt)
+    assert main(["generate", "--model", "fake", "hello"]) == 130
+    monkeypatch.setattr(FakeLLM, "__init__", interrupt)
+    assert main(["run", str(job)]) == 130
+    assert main(["bench", str(job)]) == 2  # the bad row comes first
+    assert main(["bench", str(job), "--limit", "5"]) == 130
+    assert capsys.readouterr().err.count("Interrupted") == 3
+
+
+SLOW_RUN = """
+import sys, time, types
+from tests.fake_llm import FakeLLM
+module = types.ModuleType("hispec.llm")
+module.LLM = FakeLLM
+sys.modules["hispec.llm"] = module
+FakeLLM.on_step = lambda number: time.sleep(0.01)
+from hispec.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_real_sigint_leaves_whole_lines_and_exit_code_130(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(10_000)))
+    out = tmp_path / "out.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", SLOW_RUN, "run", str(job)], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (out.exists() and out.stat().st_size > 10_000) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    found = re.search(r"Interrupted\. (\d+) of 10000 rows are done", err)
+    lines = out.read_bytes().splitlines(keepends=True)
+    assert found is not None and len(lines) == int(found[1]) > 10
+    assert all(line.endswith(b"\n") and json.loads(line)["index"] == index for index, line in enumerate(lines))
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SLOW_RUN, "generate", "--model", "fake", "--max-tokens", "9", "hello"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=30) == 141
