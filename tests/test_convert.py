@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hispec.convert import ConversionError, convert_gguf
+from hispec.fetch import resolve_model
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet()), "12", "Ġt"]
@@ -30,7 +31,6 @@ class Variant:
     eos_token_id: int = 2
     chat_template: str | None = CHAT_TEMPLATE
     pre: str = "smollm"
-    left_out: str | None = None
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +66,8 @@ def write_gguf(path: Path, model: LlamaForCausalLM, variant: Variant) -> Path:
     if variant.chat_template is not None:
         writer.add_chat_template(variant.chat_template)
     for name, value in gguf_tensors(model):
-        if name != variant.left_out:
-            kind = gguf.GGMLQuantizationType.Q8_0 if value.ndim == 2 else gguf.GGMLQuantizationType.F32
-            writer.add_tensor(name, gguf.quantize(value, kind), raw_dtype=kind)
+        kind = gguf.GGMLQuantizationType.Q8_0 if value.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quantize(value, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -78,17 +77,15 @@ def write_gguf(path: Path, model: LlamaForCausalLM, variant: Variant) -> Path:
 
 def gguf_tensors(model: LlamaForCausalLM) -> Iterator[tuple[str, np.ndarray]]:
     """The model's tensors under GGUF's names, query and key rows interleaved as llama.cpp's own converter does it."""
-    state = dict(model.named_parameters())
-    for short, name in TOP_NAMES.items():
-        if f"{name}.weight" in state:
-            yield f"{short}.weight", state[f"{name}.weight"].detach().numpy()
-    for layer in range(NUM_LAYERS):
-        for short, name in LAYER_NAMES.items():
-            value = state[f"model.layers.{layer}.{name}.weight"].detach().numpy()
-            if short in ("attn_q", "attn_k"):
-                heads = HEADS if short == "attn_q" else KV_HEADS
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, NUM_LAYERS)
+    for name, parameter in model.named_parameters():
+        value = parameter.detach().numpy()
+        for part, heads in (("q_proj", HEADS), ("k_proj", KV_HEADS)):
+            if part in name:
                 value = value.reshape(heads, 2, value.shape[0] // heads // 2, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
-            yield f"blk.{layer}.{short}.weight", value
+        short = names.get_name(name, try_suffixes=(".weight",))
+        assert short is not None
+        yield short, value
 
 
 def convert(tmp_path: Path, model: LlamaForCausalLM, **changes: object) -> Path:
@@ -148,9 +145,18 @@ def test_gpt2_keeps_runs_of_digits(tmp_path: Path, model: LlamaForCausalLM) -> N
         ({"pre": "qwen2"}, "tokenizer.ggml.pre is 'qwen2'; supported: smollm, gpt-2"),
         ({"eos_token_id": 0}, r"turn ends with '<\|im_end\|>', but the file's end-of-sequence token is '<\|endoftext\|>'"),
         ({"chat_template": None}, "no tokenizer.chat_template"),
-        ({"left_out": "blk.1.ffn_up.weight"}, r"1 tensors do not fit the config: model.layers.1.mlp.up_proj.weight \(expected \(96, 64\), got None\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, model: LlamaForCausalLM, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConversionError, match=message):
         convert(tmp_path, model, **changes)
+
+
+@pytest.mark.slow
+def test_fetched_smollm2_answers_and_ends_its_turn() -> None:
+    folder = resolve_model("smollm2")
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(output) == "The capital of France is Paris.<|im_end|>"

@@ -1,15 +1,16 @@
 """What is installed, pinned and run is said once, and the places that repeat it agree."""
 from __future__ import annotations
 
+import json
 import os
 import re
-import runpy
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import setuptools
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -22,13 +23,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("hispec", "ee_models", "cache")
 
 
+# In a process of its own: setuptools replaces parts of the standard library on import.
+DUMP_SETUP = """
+import json, runpy, setuptools
+setuptools.setup = lambda **arguments: print(json.dumps(arguments))
+runpy.run_path("setup.py")
+"""
+
+
 @pytest.fixture(scope="module")
 def setup_arguments() -> dict[str, Any]:
     """What setup.py hands to setuptools."""
-    found: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setuptools, "setup", lambda **arguments: found.update(arguments))
-        runpy.run_path(str(ROOT / "setup.py"))
+    printed = subprocess.run([sys.executable, "-c", DUMP_SETUP], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    found: dict[str, Any] = json.loads(printed)
     return found
 
 

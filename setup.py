@@ -1,0 +1,49 @@
+"""HiSpec's three packages, by name: the generic `cache` must not pick up anything else that lies here."""
+import runpy
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+README = ROOT / "README.md"
+PACKAGES = ["hispec", "ee_models", "cache"]
+
+setup(
+    name="hispec",
+    version=runpy.run_path(str(ROOT / "hispec" / "version.py"))["__version__"],
+    description="Early-exit hierarchical speculative decoding: faster LLM output that stays token for token the same",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(str(ROOT), include=[*PACKAGES, *(f"{name}.*" for name in PACKAGES)]),
+    package_data={name: ["py.typed"] for name in PACKAGES},
+    python_requires=">=3.11,<3.14",
+    install_requires=[
+        "torch>=2.10",
+        "transformers>=5.0",
+        "tokenizers>=0.22",
+        "safetensors>=0.5",
+        "gguf>=0.17",
+        "jinja2>=3.1",  # chat templates
+        "numba>=0.63",
+        "numpy>=2.0",
+        "pydantic>=2.7",
+        "pyyaml>=6.0",
+        "filelock>=3.16",
+        "rich>=13.0",
+        "tqdm>=4.66",
+    ],
+    extras_require={
+        "test": [
+            "pytest>=8.0",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "mypy>=1.15",
+            "types-PyYAML>=6.0",
+            "setuptools>=77",  # tests/test_packaging.py reads setup.py
+            "packaging>=24.0",
+        ],
+    },
+    entry_points={"console_scripts": ["hispec = hispec.cli:main"]},
+)
