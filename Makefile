@@ -1,6 +1,7 @@
 # make demo        install, fetch the model once, and run configs/quickstart.yaml
 # make test        install with the test tools; lint, types and fast tests (what CI runs)
 # make test-slow   the tests that need the model or more than a few seconds
+# make faults      plant known faults, one at a time, and show which tests notice (ten minutes)
 # make clean       remove what make and the tools made here; the fetched model stays in its cache
 #
 # PYTHON=python3.12 chooses the interpreter. pip's own settings (index, cache, certificates) apply, so a CPU or CUDA
@@ -13,7 +14,7 @@ endif
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow clean
+.PHONY: demo test test-slow faults clean
 
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(firstword $(foreach python,python3 python3.13 python3.12 python3.11,$(shell $(python) -c '$(SUPPORTED)' 2>/dev/null && echo $(python))))
@@ -37,6 +38,9 @@ test: $(INSTALLED_TEST)
 test-slow: $(INSTALLED_TEST)
 	$(VENV)/bin/hispec fetch smollm2
 	$(VENV_PYTHON) -m pytest -q -m slow
+
+faults: $(INSTALLED_TEST)
+	$(VENV_PYTHON) scripts/planted_faults.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -16,6 +16,8 @@ class PagedKV:
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         # Zeros, not empty: a tile may read past a sequence's end with weight 0, and 0 * NaN would not be 0.
         self.data = torch.zeros(num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+        # Views are made once: indexing a tensor costs as much as a small kernel, twice per layer and pass.
+        self._keys, self._values = ([layer[part] for layer in self.data] for part in (0, 1))
 
     @staticmethod
     def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -27,15 +29,20 @@ class PagedKV:
 
     def keys(self, layer: int) -> Tensor:
         """[slots, kv_heads, head_dim], a view."""
-        return self.data[layer, 0]
+        return self._keys[layer]
 
     def values(self, layer: int) -> Tensor:
         """[slots, kv_heads, head_dim], a view."""
-        return self.data[layer, 1]
+        return self._values[layer]
+
+    def release(self) -> None:
+        """Gives the memory back; nothing can be read or written afterwards."""
+        self.data = self.data.new_empty(0)
+        self._keys, self._values = [], []
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Writes keys and values [tokens, kv_heads, head_dim] at slots [tokens]; those at slot -1 are written nowhere."""
         live = slots >= 0
         slots = slots[live]
-        self.data[layer, 0].index_copy_(0, slots, keys[live].to(self.data.dtype))
-        self.data[layer, 1].index_copy_(0, slots, values[live].to(self.data.dtype))
+        self._keys[layer].index_copy_(0, slots, keys[live].to(self.data.dtype))
+        self._values[layer].index_copy_(0, slots, values[live].to(self.data.dtype))

@@ -167,7 +167,7 @@ class Engine:
         self.abort(list(self._requests))
         self._pending.clear()
         self._closed = True
-        self._kv.data = self._kv.data.new_empty(0)
+        self._kv.release()
 
     def stats(self) -> dict[str, Any]:
         """Counts since the last reset, and what is held now (see EngineStats)."""

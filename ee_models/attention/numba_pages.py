@@ -1,8 +1,9 @@
 """CPU attention that reads pages in place, float32.
 
-Work is cut into units of (row, KV head, a few queries). A unit walks the context in tiles of 64 positions, counted from
-position 0, with an online softmax. The tiles, and the order of every sum in them, depend on nothing but a token's own
-position: so a token's output has the same bits whatever else is in the pass, and whatever the block size.
+Work is cut into units of (row, KV head, a few tokens). A unit walks the context in tiles of 64 positions, counted from
+position 0, with an online softmax; its queries go through a tile four at a time, so that keys and values are loaded once
+for four. The tiles, and the order of every sum for one query, depend on nothing but that query's own position: so a
+token's output has the same bits whatever else is in the pass, and whatever the block size.
 """
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
-from ..kernels.numba_math import ONE, ZERO, exp32
+from ..kernels.numba_math import ONE, ZERO, exp32, transpose_8x8
 
 _TILE = 64
 _QUERIES_PER_UNIT = 16
@@ -30,87 +31,133 @@ _OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc"}, "error_model": 
 
 @njit(**_OPTIONS)
 def _load_tile(keys: Any, values: Any, table: Any, block_size: int, kv_head: int, start: int, count: int, key_tile: Any, value_tile: Any) -> None:
-    """Copies `count` positions from `start` on: keys transposed to [head_dim, tile], values as [tile, head_dim]."""
+    """Copies `count` positions from `start` on: keys transposed to [head_dim, tile], values as [tile, head_dim].
+
+    Columns past `count`, up to a multiple of eight, repeat the last position; nothing reads them but with weight 0.
+    """
     head_dim = key_tile.shape[0]
+    slots = np.empty(_TILE, np.int64)
+    for j in range(_TILE):
+        position = start + min(j, count - 1)
+        slots[j] = table[position // block_size] * block_size + position % block_size
     for j in range(count):
-        position = start + j
-        slot = table[position // block_size] * block_size + position % block_size
-        k, v, v_tile = keys[slot, kv_head], values[slot, kv_head], value_tile[j]
-        for d in range(head_dim):
-            key_tile[d, j] = k[d]
+        v, v_tile = values[slots[j], kv_head], value_tile[j]
         for d in range(head_dim):
             v_tile[d] = v[d]
-
-
-@njit(**_OPTIONS)
-def _score(query: Any, scale: Any, key_tile: Any, scores: Any) -> None:
-    """scores[j] = scale * query . key j, for the whole tile; four dimensions at a time to halve the traffic."""
-    for j in range(_TILE):
-        scores[j] = ZERO
-    for d in range(0, query.shape[0] - 3, 4):
-        q0, q1, q2, q3 = query[d] * scale, query[d + 1] * scale, query[d + 2] * scale, query[d + 3] * scale
-        k0, k1, k2, k3 = key_tile[d], key_tile[d + 1], key_tile[d + 2], key_tile[d + 3]
-        for j in range(_TILE):
-            scores[j] += (q0 * k0[j] + q1 * k1[j]) + (q2 * k2[j] + q3 * k3[j])
-    for d in range(query.shape[0] // 4 * 4, query.shape[0]):
-        q0, k0 = query[d] * scale, key_tile[d]
-        for j in range(_TILE):
-            scores[j] += q0 * k0[j]
-
-
-@njit(**_OPTIONS)
-def _fold(scores: Any, count: int, value_tile: Any, peak: Any, total: Any, out: Any) -> Any:
-    """Folds the tile's first `count` positions into the running softmax (peak, total, out) -> the new peak and total."""
-    new_peak = peak
+    whole = head_dim // 8 * 8
+    base, slot_stride = keys.ctypes.data + kv_head * keys.strides[1], keys.strides[0]
+    out, out_stride = key_tile.ctypes.data, key_tile.strides[0]
+    for j in range(0, count, 8):
+        a0, a1, a2, a3 = (base + slots[j] * slot_stride, base + slots[j + 1] * slot_stride, base + slots[j + 2] * slot_stride, base + slots[j + 3] * slot_stride)
+        a4, a5, a6, a7 = (base + slots[j + 4] * slot_stride, base + slots[j + 5] * slot_stride, base + slots[j + 6] * slot_stride, base + slots[j + 7] * slot_stride)
+        for d in range(0, whole, 8):
+            at = d * 4
+            transpose_8x8((a0 + at, a1 + at, a2 + at, a3 + at, a4 + at, a5 + at, a6 + at, a7 + at), out + d * out_stride + j * 4, out_stride)
     for j in range(count):
-        new_peak = max(new_peak, scores[j])
+        k = keys[slots[j], kv_head]
+        for d in range(whole, head_dim):
+            key_tile[d, j] = k[d]
+
+
+@njit(**_OPTIONS)
+def _score(queries: Any, key_tile: Any, scores: Any) -> None:
+    """scores[i, j] = query i . key j for four queries and the whole tile."""
+    s0, s1, s2, s3 = scores[0], scores[1], scores[2], scores[3]
+    q0, q1, q2, q3 = queries[0], queries[1], queries[2], queries[3]
+    for j in range(_TILE):
+        s0[j], s1[j], s2[j], s3[j] = ZERO, ZERO, ZERO, ZERO
+    head_dim = key_tile.shape[0]
+    for d in range(0, head_dim - 1, 2):  # two dimensions at a time halve the traffic of the sums; four were no faster
+        ka, kb = key_tile[d], key_tile[d + 1]
+        a0, a1, a2, a3 = q0[d], q1[d], q2[d], q3[d]
+        b0, b1, b2, b3 = q0[d + 1], q1[d + 1], q2[d + 1], q3[d + 1]
+        for j in range(_TILE):
+            s0[j] = s0[j] + a0 * ka[j] + b0 * kb[j]
+            s1[j] = s1[j] + a1 * ka[j] + b1 * kb[j]
+            s2[j] = s2[j] + a2 * ka[j] + b2 * kb[j]
+            s3[j] = s3[j] + a3 * ka[j] + b3 * kb[j]
+
+
+@njit(**{**_OPTIONS, "fastmath": {"nnan", "nsz"}})
+def _highest(scores: Any, peak: Any) -> Any:
+    """The largest of a tile's scores and `peak`; a maximum is the same in any order."""
+    for j in range(_TILE):
+        peak = scores[j] if scores[j] > peak else peak
+    return peak
+
+
+@njit(**_OPTIONS)
+def _weigh(scores: Any, count: int, peak: Any, total: Any) -> Any:
+    """Turns scores of a tile into weights exp(score - new peak), 0 from `count` on -> (new peak, new total, shrink of what was)."""
+    for j in range(max(count, 0), _TILE):
+        scores[j] = _FAR_BELOW
+    new_peak = _highest(scores, peak)
     shrink = exp32(peak - new_peak)
     for j in range(_TILE):
         scores[j] = exp32(scores[j] - new_peak)
-    for j in range(count, _TILE):
+    for j in range(max(count, 0), _TILE):
         scores[j] = ZERO
     tile_total = ZERO
     for j in range(_TILE):
         tile_total += scores[j]
-    head_dim = out.shape[0]
-    for d in range(head_dim):
-        out[d] *= shrink
-    for j in range(0, count, 4):  # past `count` the weights are 0
-        w0, w1, w2, w3 = scores[j], scores[j + 1], scores[j + 2], scores[j + 3]
-        v0, v1, v2, v3 = value_tile[j], value_tile[j + 1], value_tile[j + 2], value_tile[j + 3]
-        for d in range(head_dim):
-            out[d] += (w0 * v0[d] + w1 * v1[d]) + (w2 * v2[d] + w3 * v3[d])
-    return new_peak, total * shrink + tile_total
+    return new_peak, total * shrink + tile_total, shrink
+
+
+@njit(**_OPTIONS)
+def _accumulate(weights: Any, count: int, value_tile: Any, sums: Any) -> None:
+    """sums[i] += weights[i, j] * value j for four queries and the tile's first `count` positions (then weights are 0)."""
+    o0, o1, o2, o3 = sums[0], sums[1], sums[2], sums[3]
+    w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
+    for j in range(0, count, 2):
+        va, vb = value_tile[j], value_tile[j + 1]
+        a0, a1, a2, a3 = w0[j], w1[j], w2[j], w3[j]
+        b0, b1, b2, b3 = w0[j + 1], w1[j + 1], w2[j + 1], w3[j + 1]
+        for d in range(o0.shape[0]):
+            o0[d] = o0[d] + a0 * va[d] + b0 * vb[d]
+            o1[d] = o1[d] + a1 * va[d] + b1 * vb[d]
+            o2[d] = o2[d] + a2 * va[d] + b2 * vb[d]
+            o3[d] = o3[d] + a3 * va[d] + b3 * vb[d]
 
 
 @njit(**_OPTIONS)
 def _attend_unit(
     q: Any, keys: Any, values: Any, table: Any, block_size: int, positions: Any, first: int, last: int, kv_head: int, scale: Any, out: Any
 ) -> None:
-    """Attention of tokens first..last-1 of one row, for the query heads that read `kv_head`."""
+    """Attention of tokens first..last-1 of one row, for the query heads that read `kv_head`.
+
+    Queries are (token, head) pairs, made up to a multiple of four by ones that see nothing past the first tile.
+    """
     head_dim, group = q.shape[2], q.shape[1] // keys.shape[1]
     num_queries = (last - first) * group
-    peak, total = np.full(num_queries, _FAR_BELOW), np.zeros(num_queries, np.float32)
+    padded = (num_queries + 3) // 4 * 4
+    queries, sums = np.zeros((padded, head_dim), np.float32), np.zeros((padded, head_dim), np.float32)
+    peak, total = np.full(padded, _FAR_BELOW), np.zeros(padded, np.float32)
+    lengths = np.ones(padded, np.int64)  # positions that each query sees
+    for i in range(num_queries):
+        token, head = first + i // group, kv_head * group + i % group
+        lengths[i] = positions[token] + 1
+        for d in range(head_dim):
+            queries[i, d] = q[token, head, d] * scale
     key_tile, value_tile = np.zeros((head_dim, _TILE), np.float32), np.zeros((_TILE, head_dim), np.float32)
-    scores = np.empty(_TILE, np.float32)
-    for token in range(first, last):
-        out[token, kv_head * group : (kv_head + 1) * group] = ZERO
+    scores = np.empty((4, _TILE), np.float32)
     context_len = positions[last - 1] + 1  # a row's tokens are in order of position
     for start in range(0, context_len, _TILE):
         _load_tile(keys, values, table, block_size, kv_head, start, min(_TILE, context_len - start), key_tile, value_tile)
-        for token in range(first, last):
-            count = min(_TILE, positions[token] + 1 - start)
-            if count <= 0:
+        for i in range(0, padded, 4):
+            longest = min(_TILE, max(lengths[i], lengths[i + 1], lengths[i + 2], lengths[i + 3]) - start)
+            if longest <= 0:
                 continue
-            for g in range(group):
-                i, head = (token - first) * group + g, kv_head * group + g
-                _score(q[token, head], scale, key_tile, scores)
-                peak[i], total[i] = _fold(scores, count, value_tile, peak[i], total[i], out[token, head])
-    for token in range(first, last):
-        for g in range(group):
-            o, factor = out[token, kv_head * group + g], ONE / total[(token - first) * group + g]
-            for d in range(head_dim):
-                o[d] *= factor
+            _score(queries[i : i + 4], key_tile, scores)
+            for k in range(i, i + 4):
+                peak[k], total[k], shrink = _weigh(scores[k - i], min(_TILE, lengths[k] - start), peak[k], total[k])
+                o = sums[k]
+                for d in range(head_dim):
+                    o[d] *= shrink
+            _accumulate(scores, longest, value_tile, sums[i : i + 4])
+    for i in range(num_queries):
+        o, s, factor = out[first + i // group, kv_head * group + i % group], sums[i], ONE / total[i]
+        for d in range(head_dim):
+            o[d] = s[d] * factor
 
 
 @njit(**_OPTIONS)
