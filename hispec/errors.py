@@ -38,7 +38,7 @@ def build(model: type[Model], values: Any, where: str = "") -> Model:
     if not isinstance(values, dict):
         raise ConfigError(f"{where or model.__name__}: expected a mapping of settings, got {type(values).__name__} {values!r}")
     try:
-        return model(**values)
+        return model.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(_lines(model, error, where))) from None
 

@@ -72,9 +72,10 @@ class FakeLLM:
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
-    def generate(self, prompts: list[Any], sampling_params: SamplingParams, use_tqdm: bool = True) -> list[RequestOutput]:
-        for number, prompt in enumerate(prompts):
-            self.add(prompt, sampling_params, str(number))
+    def generate(self, prompts: list[Any], sampling_params: SamplingParams | list[SamplingParams], use_tqdm: bool = True) -> list[RequestOutput]:
+        each = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+        for number, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+            self.add(prompt, params, str(number))
         results = []
         while self.requests:
             results += self.step()

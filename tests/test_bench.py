@@ -2,16 +2,12 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.fake_llm import FakeLLM
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hispec.config import SpeculativeConfig
@@ -22,8 +18,8 @@ from hispec.jobs.bench import BenchOptions, plans_of, run_bench
 from hispec.jobs.report import print_bench
 from hispec.jobs.schema import Job
 from hispec.jobs.stats import Rates, plan_text
-
-THREE_TIER = {"draft": {"layer": 2}, "check": {"layer": 5}, "num_draft_tokens": 3, "num_checks": 2}
+from tests.fake_llm import FakeLLM
+from tests.job_support import THREE_TIER, install_fake_llm
 
 
 class FakeBaseline:
@@ -37,14 +33,9 @@ class FakeBaseline:
 
 
 @pytest.fixture(autouse=True)
-def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    module = types.ModuleType("hispec.llm")
-    module.LLM = FakeLLM  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "hispec.llm", module)
-    for name, value in (("instances", []), ("on_step", None), ("row_invariant", True), ("wrong_when_speculative", False)):
-        monkeypatch.setattr(FakeLLM, name, value)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_llm(monkeypatch)
     monkeypatch.setattr(bench, "_baseline", lambda *args: FakeBaseline())
-    yield
 
 
 def make_job(folder: Path, lines: list[dict[str, Any]] | None = None, **fields: Any) -> Job:
@@ -152,9 +143,10 @@ def test_the_table_has_a_line_per_engine_and_says_when_acceptance_is_at_its_floo
     assert all(f"{name} " in printed for name in ("transformers", "plain", "two-tier", "three-tier"))
     assert "5/6" in printed and "50.0%" in printed and "docs/jobs.md" not in printed
     result["acceptance"]["two_tier"]["draft_accepted"] = 0.01
+    result["environment"] |= {"cores": 2, "load": 1.5}
     print_bench(result | {"row_invariant": False})
     printed = capsys.readouterr().out
-    assert "docs/jobs.md" in printed and "bit-identical" in printed
+    assert "docs/jobs.md" in printed and "bit-identical" in printed and "load 1.5" in printed
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,16 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fake_llm import FakeLLM
 
 from ee_models.errors import CheckpointError
 from hispec import __version__
 from hispec.cli import main
+from tests.fake_llm import FakeLLM
+from tests.job_support import install_fake_llm
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -26,14 +26,9 @@ SPECULATIVE = ["speculative.draft.layer=2", "speculative.check.layer=5"]
 
 
 @pytest.fixture(autouse=True)
-def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    module = types.ModuleType("hispec.llm")
-    module.LLM = FakeLLM  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "hispec.llm", module)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_llm(monkeypatch)
     monkeypatch.delenv("HISPEC_DEBUG", raising=False)
-    for name, value in (("instances", []), ("on_step", None), ("row_invariant", True), ("wrong_when_speculative", False)):
-        monkeypatch.setattr(FakeLLM, name, value)
-    yield
 
 
 @pytest.fixture

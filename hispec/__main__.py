@@ -1,0 +1,6 @@
+"""`python -m hispec`."""
+import sys
+
+from .cli import main
+
+sys.exit(main())

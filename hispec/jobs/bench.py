@@ -1,0 +1,217 @@
+"""The benchmark: one set of prompts, one process, several ways to decode it, interleaved."""
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+from tqdm import tqdm
+
+from ..config import Settings, SpeculativeConfig
+from ..errors import ConfigError, RequestError
+from ..sampling_params import SamplingParams
+from .environment import environment, peak_memory_bytes
+from .rows import BadRow, Row, count_rows, read_rows
+from .schema import Job
+from .stats import Rates, plan_text
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+    from .baseline import TransformersBaseline
+
+TokenIds = list[int]
+WARM_UP_TOKENS = 8
+
+
+class BenchOptions(Settings):
+    """How to measure.
+
+    repeats       timed runs of each engine; the median counts
+    batch_size    prompts that run together, in every engine
+    max_tokens    new tokens per prompt
+    context       prompt tokens are repeated or cut to this length; None = as they are
+    transformers  measure transformers' `generate` too; it loads the model a second time
+    """
+
+    repeats: Annotated[int, Field(ge=1)] = 3
+    batch_size: Annotated[int, Field(ge=1, le=4096)] = 16
+    max_tokens: Annotated[int, Field(ge=1)] = 64
+    context: Annotated[int, Field(ge=1)] | None = None
+    transformers: bool = True
+
+
+@dataclass
+class Runs:
+    """The timed runs of one engine; `outputs` holds token ids by run and prompt."""
+
+    seconds: list[float] = field(default_factory=list)
+    outputs: list[list[TokenIds]] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> list[float]:
+        return [sum(map(len, outputs)) / seconds for outputs, seconds in zip(self.outputs, self.seconds, strict=True)]
+
+
+def plans_of(speculative: SpeculativeConfig | None) -> dict[str, SpeculativeConfig | None]:
+    """What to measure besides transformers. Two-tier is three-tier without its check tier, with as many drafts per round."""
+    plans: dict[str, SpeculativeConfig | None] = {"plain": None}
+    if speculative is not None:
+        plans["two_tier"] = speculative.model_copy(update={"check": None})
+        if speculative.check is not None:
+            plans["three_tier"] = speculative
+    return plans
+
+
+def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict[str, Any]:
+    """Measures and returns what `--json` writes (docs/jobs.md).
+
+    Raises ConfigError for a bad setting or input row, CheckpointError, and RequestError if a prompt can't be served.
+    """
+    from ..llm import LLM
+
+    count_rows(job.input)
+    rows = _rows(job)
+    measured_on = environment()  # now, so that its load is that of others
+    llm = LLM(job.model, speculative=job.speculative, **_engine_settings(job, options))
+    try:
+        return _measure(llm, job, options, rows, progress) | {"environment": measured_on}
+    finally:
+        llm.close()
+
+
+def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progress: bool) -> dict[str, Any]:
+    prompts = [_fit(llm.encode(row.prompt, chat=row.is_chat), options.context) for row in rows]
+    sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=job.sampling.ignore_eos)
+    plans = plans_of(job.speculative)
+    runs = {name: Runs() for name in (["transformers"] if options.transformers else []) + list(plans)}
+    for speculative in plans.values():
+        llm.set_speculative(speculative)
+        _warm_up(llm, prompts[: options.batch_size], sampling)
+    # Transformers' copy of the model comes only now: the peak is the engine's own.
+    memory = {"peak_resident_bytes": peak_memory_bytes(), **llm.memory()}
+    baseline = _baseline(job, options, prompts) if options.transformers else None
+    order = list(runs)
+    with tqdm(total=options.repeats * len(order), unit="run", disable=not progress, file=sys.stderr, dynamic_ncols=True) as bar:
+        for repeat in range(options.repeats):
+            turn = repeat % len(order)  # nobody is always first, or always after the same one
+            for name in order[turn:] + order[:turn]:
+                bar.set_description_str(name)
+                if name == "transformers":
+                    assert baseline is not None
+                    _time(runs[name], lambda: baseline.generate(prompts))
+                else:
+                    llm.set_speculative(plans[name])
+                    llm.reset_stats()
+                    _time(runs[name], lambda: _generate(llm, prompts, sampling))
+                    runs[name].stats = llm.stats()
+                bar.update()
+    return _result(job, options, prompts, plans, runs) | {"memory": memory, "row_invariant": llm.row_invariant}
+
+
+def _time(runs: Runs, run: Callable[[], list[TokenIds]]) -> None:
+    started = time.perf_counter()
+    outputs = run()
+    runs.seconds.append(time.perf_counter() - started)
+    runs.outputs.append(outputs)
+
+
+def _warm_up(llm: LLM, prompts: list[TokenIds], sampling: SamplingParams) -> None:
+    """Outputs of different lengths, so that smaller batches are met too before anything is timed."""
+    longest = sampling.max_tokens or WARM_UP_TOKENS
+    each = [sampling.model_copy(update={"max_tokens": min(2 + number % WARM_UP_TOKENS, longest)}) for number in range(len(prompts))]
+    _generate(llm, prompts, each)
+
+
+def _generate(llm: LLM, prompts: list[TokenIds], sampling: SamplingParams | list[SamplingParams]) -> list[TokenIds]:
+    results = llm.generate(list(prompts), sampling, use_tqdm=False)
+    errors = [f"prompt {number}: {result.error.removeprefix(f'{result.request_id}: ')}" for number, result in enumerate(results) if result.error is not None]
+    if errors:
+        raise RequestError("\n".join(errors))
+    return [result.outputs[0].token_ids for result in results]
+
+
+def _result(
+    job: Job, options: BenchOptions, prompts: list[TokenIds], plans: dict[str, SpeculativeConfig | None], runs: dict[str, Runs]
+) -> dict[str, Any]:
+    engines: dict[str, Any] = {}
+    acceptance: dict[str, Any] = {}
+    for name, run in runs.items():
+        engines[name] = {
+            "tokens_per_s": statistics.median(run.tokens_per_s),
+            "tokens_per_s_runs": run.tokens_per_s,
+            "seconds_runs": run.seconds,
+            "tokens": sum(map(len, run.outputs[0])),
+        }
+        if name in plans:
+            rates = asdict(Rates.of(run.stats, plans[name]))
+            tiers = {key: rates.pop(key) for key in ("draft_accepted", "tentative_accepted")}
+            engines[name] |= {"plan": plan_text(plans[name], run.stats["num_layers"]), **rates}
+            if plans[name] is not None:
+                acceptance[name] = tiers
+    plain = engines["plain"]["tokens_per_s"]
+    lengths = list(map(len, prompts))
+    return {
+        "model": job.model,
+        "options": options.model_dump(),
+        "speculative": job.speculative.model_dump() if job.speculative else None,
+        "prompts": {"num": len(prompts), "tokens_min": min(lengths), "tokens_median": statistics.median(lengths), "tokens_max": max(lengths)},
+        "engines": engines,
+        "ratio_to_plain": {name: engine["tokens_per_s"] / plain for name, engine in engines.items()},
+        "exact_match": {name: _matches(run, runs["plain"]) for name, run in runs.items() if name != "plain"},
+        "acceptance": acceptance,
+    }
+
+
+def _matches(run: Runs, plain: Runs) -> list[int]:
+    """[n, total]: prompts whose tokens are plain decoding's in every run, of all prompts."""
+    reference = plain.outputs[0]
+    return [sum(all(outputs[at] == reference[at] for outputs in run.outputs + plain.outputs) for at in range(len(reference))), len(reference)]
+
+
+def _rows(job: Job) -> list[Row]:
+    rows = list(read_rows(job, job.input))
+    bad = [row.message for row in rows if isinstance(row, BadRow)]
+    if bad:
+        raise ConfigError(f"{job.input.path}: a benchmark needs input without errors:\n" + "\n".join(bad))
+    return [row for row in rows if isinstance(row, Row)]
+
+
+def _engine_settings(job: Job, options: BenchOptions) -> dict[str, Any]:
+    """The job's, with every prompt processed anew in every run: transformers keeps no prefix cache either."""
+    settings = job.engine.model_dump() | {"max_num_seqs": options.batch_size, "enable_prefix_caching": False}
+    if options.context is not None and job.engine.max_model_len is None:
+        settings["max_model_len"] = options.context + options.max_tokens
+    return settings
+
+
+def _fit(prompt: TokenIds, length: int | None) -> TokenIds:
+    """`prompt`, repeated and cut to `length` tokens."""
+    if length is None or not prompt:
+        return prompt
+    return (prompt * -(-length // len(prompt)))[:length]
+
+
+def _baseline(job: Job, options: BenchOptions, prompts: list[TokenIds]) -> TransformersBaseline:
+    import torch
+
+    from ..known_models import resolve_model
+    from .baseline import TransformersBaseline
+
+    device = job.engine.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    baseline = TransformersBaseline(
+        resolve_model(job.model),
+        dtype="float32" if job.engine.dtype == "auto" and device == "cpu" else job.engine.dtype,
+        device=device,
+        batch_size=options.batch_size,
+        max_tokens=options.max_tokens,
+        ignore_eos=job.sampling.ignore_eos,
+    )
+    baseline.generate(prompts[:1])
+    return baseline

@@ -1,0 +1,122 @@
+"""From a YAML file and `--set key.path=value` overrides to a checked Job."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import ConfigError, build
+from .schema import Job
+
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_NULL = re.compile(r"~|null|Null|NULL|")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars, and no repeated keys.
+
+    PyYAML's YAML 1.1 reads `1e-3` as a string, `017` as 15 and `12:30` as 750, and lets the last of two equal keys win.
+    """
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as declared by PyYAML
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Keys are kept as they are written, so that a key such as `on` or `1` is reported under that name."""
+        seen: dict[str, yaml.Mark] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be a plain name", problem_mark=key.start_mark)
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key.value!r} is given twice, first in line {seen[key.value].line + 1}", problem_mark=key.start_mark
+                )
+            seen[key.value] = key.start_mark
+        self.flatten_mapping(node)
+        return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        return int(node.value)
+
+
+for _tag, _pattern, _first in (
+    ("bool", _BOOL, "tTfF"),
+    ("int", _INT, "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+    ("null", _NULL, ["~", "n", "N", ""]),
+    ("merge", re.compile("<<"), "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern.pattern})$"), list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+    """The job in the file at `path`, with `key.path=value` overrides put over it.
+
+    Raises ConfigError with every problem of the file and the overrides, and when the file can't be read.
+    """
+    path = Path(path)
+    values = _read_yaml(path)
+    inputs = values.get("input")
+    if isinstance(inputs, dict) and isinstance(inputs.get("path"), str):
+        # A job file and its prompts travel together; an override is typed in the working directory and stays relative to it.
+        inputs["path"] = _beside(path, inputs["path"])
+    apply_overrides(values, overrides)
+    try:
+        return build(Job, values)
+    except ConfigError as error:
+        source = f"{path} with --set {' '.join(overrides)}" if overrides else str(path)
+        raise ConfigError(f"{source}:\n{error}") from None
+
+
+def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Puts `key.path=value` strings into nested `values`, in order; a value is read as YAML. Raises ConfigError."""
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            raise ConfigError(f"--set {override!r}: expected key.path=value, such as sampling.max_tokens=64")
+        place = values
+        for depth, part in enumerate(parts[:-1], start=1):
+            inner = place.get(part)
+            if inner is None:
+                inner = place[part] = {}
+            if not isinstance(inner, dict):
+                raise ConfigError(f"--set {override!r}: {'.'.join(parts[:depth])} is {inner!r}, which has no settings inside")
+            place = inner
+        place[parts[-1]] = _parse(text, f"--set {override!r}")
+
+
+def _beside(path: Path, name: str) -> str:
+    if not name.strip():
+        return name  # reported by the schema
+    return str(path.parent / Path(name).expanduser())
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
+    values = _parse(text, str(path))
+    if not isinstance(values, dict):
+        given = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"{path}: expected a mapping with {', '.join(Job.model_fields)} at the top, got {given}")
+    return values
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{where}{line}: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not readable as YAML: {error}") from None

@@ -1,0 +1,174 @@
+"""Input rows: one JSON object per line, read lazily, checked one by one."""
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+from pydantic import Field, model_validator
+
+from ..config import Settings
+from ..errors import ConfigError, build
+from ..sampling_params import SamplingParams
+from .schema import InputConfig, RunConfig
+
+_BOM = b"\xef\xbb\xbf"
+_MAX_MESSAGE_LEN = 1000  # characters: a message quotes what was given, and that may be a whole document
+Prompt = str | list[int] | list[dict[str, str]]
+
+
+class Message(Settings):
+    """One turn of a conversation."""
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str
+
+
+class InputLine(Settings):
+    """What one line may hold: one of `prompt`, `prompt_token_ids` and `messages`, and what goes with it.
+
+    id        repeated in the output row
+    sampling  fields put over the job's `sampling`
+    metadata  any JSON; repeated in the output row
+    """
+
+    id: str | int | None = None
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    metadata: Any = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> InputLine:
+        given = [name for name in ("prompt", "prompt_token_ids", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"a row needs exactly one of prompt, prompt_token_ids and messages, got {' and '.join(given) or 'none'}")
+        return self
+
+
+@dataclass(frozen=True)
+class Row:
+    """A checked row. `index` counts rows from 0, `line` lines from 1; blank lines are no rows, but count as lines."""
+
+    index: int
+    line: int
+    content_hash: str
+    input: InputLine
+    sampling: SamplingParams
+
+    @property
+    def request_id(self) -> str:
+        return f"row-{self.index}"
+
+    @property
+    def is_chat(self) -> bool:
+        return self.input.messages is not None
+
+    @property
+    def prompt(self) -> Prompt:
+        """What the engine is given: text, token ids or messages."""
+        if self.input.messages is not None:
+            return [message.model_dump() for message in self.input.messages]
+        return self.input.prompt_token_ids if self.input.prompt is None else self.input.prompt  # type: ignore[return-value]  # one is set
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A line that could not be used, and why."""
+
+    index: int
+    line: int
+    content_hash: str
+    message: str
+    id: str | int | None = None
+
+
+def count_rows(config: InputConfig) -> int:
+    """Rows that a run will read. Raises ConfigError if the file can't be read or has none."""
+    path = config.path
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"input.path: {path} is not a regular file")
+    try:
+        num_rows = sum(1 for _ in islice(_lines(path), config.limit))
+    except OSError as error:
+        raise ConfigError(f"input.path: cannot read {path}: {error.strerror}") from None
+    if not num_rows:
+        raise ConfigError(f"input.path: {path} has no rows; it needs one JSON object per line, such as {{\"prompt\": \"Hello\"}}")
+    return num_rows
+
+
+def read_rows(job: RunConfig, config: InputConfig) -> Iterator[Row | BadRow]:
+    """The rows in order, a bad one as what is wrong with it. Only one line is held at a time."""
+    for index, (line, raw) in enumerate(islice(_lines(config.path), config.limit)):
+        yield parse_row(job, index, line, raw)
+
+
+def parse_row(job: RunConfig, index: int, line: int, raw: bytes) -> Row | BadRow:
+    """The row in the bytes of line number `line`."""
+    row_id = None
+    try:
+        values = _decode(raw)
+        row_id = values.get("id") if type(values.get("id")) in (str, int) else None
+        content = build(InputLine, values)
+        sampling = _row_sampling(job, index, content.sampling)
+    except ConfigError as error:
+        return BadRow(index, line, _digest(raw), f"line {line}: {error}"[:_MAX_MESSAGE_LEN], row_id)
+    identity = [job.model, content.prompt, content.prompt_token_ids, content.model_dump()["messages"], sampling.model_dump()]
+    return Row(index, line, _digest(_canonical(identity)), content, sampling)
+
+
+def _row_sampling(job: RunConfig, index: int, overrides: dict[str, Any]) -> SamplingParams:
+    """The job's sampling with the row's put over it, and a seed of the row's own.
+
+    The engine would derive a seed from the order of arrival; from the row's index it is the same in a resumed run and in `compare_plain`.
+    """
+    values = {**job.sampling.model_dump(), **overrides}
+    if values["seed"] is None:
+        digest = hashlib.blake2b(f"{job.engine.seed}:{index}".encode(), digest_size=8).digest()
+        values["seed"] = int.from_bytes(digest, "big") >> 2  # 62 bits: output i of n adds i
+    return SamplingParams.of(values)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Line numbers and bytes of the lines that are not blank, without the space around them."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            raw = (raw.removeprefix(_BOM) if number == 1 else raw).strip()
+            if raw:
+                yield number, raw
+
+
+def _decode(raw: bytes) -> dict[str, Any]:
+    """The JSON object in `raw`. Raises ConfigError where strict UTF-8 or strict JSON is broken."""
+    try:
+        values = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        _canonical(values)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8 (byte {error.start} of the line)") from None
+    except UnicodeEncodeError:
+        raise ConfigError("holds half of a surrogate pair, which is no character") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"not valid JSON: {error.msg}, at character {error.pos + 1}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"expected a JSON object, such as {{\"prompt\": \"Hello\"}}, got {type(values).__name__}")
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _canonical(values: Any) -> bytes:
+    """One byte string for equal values. Raises ValueError for what strict JSON in UTF-8 cannot hold."""
+    return json.dumps(values, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":")).encode("utf-8")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,249 @@
+"""Runs a job: keeps the engine fed from a file of any length, writes results in order, measures."""
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from ..config import EngineConfig
+from ..errors import RequestError
+from ..outputs import RequestOutput
+from .environment import environment
+from .output import OrderedWriter, Outcome, RowError, count_done, output_row, prepare_output
+from .rows import BadRow, Row, count_rows, read_rows
+from .schema import Job
+from .stats import Rates
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+REQUESTS_PER_SEAT = 4  # requests in the engine per place in the batch: enough that it never runs dry
+ROWS_WAITING_PER_SEAT = 64  # finished rows per place that may wait in memory for a slower earlier one
+WARM_UP_ROWS = 8
+
+
+@dataclass
+class Timed:
+    """One timed pass over the rows."""
+
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    num_results: int = 0
+    num_errors: int = 0
+
+    def count(self, outcome: Outcome, seconds: float) -> None:
+        """Adds a row that ended `seconds` after the start."""
+        self.seconds = seconds
+        if isinstance(outcome, RowError) or outcome.error is not None:
+            self.num_errors += 1
+            return
+        self.num_results += 1
+        self.prompt_tokens += len(outcome.prompt_token_ids)
+        self.completion_tokens += sum(len(output.token_ids) for output in outcome.outputs)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.completion_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Comparison:
+    """Plain decoding of the rows that a speculative pass has finished."""
+
+    plain: Timed
+    num_identical: int
+    num_compared: int
+    row_invariant: bool
+
+
+@dataclass
+class JobReport:
+    """What a run did. `resumed` rows were there before; the other numbers are of this run only."""
+
+    job: Job
+    num_rows: int
+    resumed: int
+    timed: Timed = field(default_factory=Timed)
+    stats: dict[str, Any] = field(default_factory=dict)
+    rates: Rates | None = None
+    comparison: Comparison | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether this run had rows to do and none of them gave a result."""
+        return self.timed.num_errors > 0 and self.timed.num_results == 0
+
+
+class JobInterrupted(KeyboardInterrupt):
+    """Ctrl-C during a job; the message says what is done. The output file ends with a whole line."""
+
+
+def run_job(job: Job, *, progress: bool = True) -> JobReport:
+    """Runs every row of the job's input and writes its output file; `progress` shows a bar on stderr.
+
+    Raises ConfigError (before the model is loaded, wherever that is possible), CheckpointError, OutputError if the
+    output can't be written any more, and JobInterrupted on Ctrl-C. Bad rows raise nothing: they are rows of the output.
+    """
+    from ..llm import LLM
+
+    num_rows = count_rows(job.input)
+    prepare_output(job)
+    num_done, num_bytes = count_done(job.output.path, read_rows(job, job.input)) if job.output.resume else (0, 0)
+    report = JobReport(job, num_rows, resumed=num_done)
+    if num_done == num_rows:
+        return report
+    report.environment = environment()
+    llm = LLM(job.model, speculative=job.speculative, **_engine_settings(job))
+    try:
+        _run(llm, job, report, num_bytes, progress)
+    finally:
+        llm.close()
+    return report
+
+
+def _engine_settings(job: Job) -> dict[str, Any]:
+    settings = job.engine.model_dump()
+    if job.output.compare_plain:
+        settings["enable_prefix_caching"] = False
+    return settings
+
+
+def _run(llm: LLM, job: Job, report: JobReport, num_bytes: int, progress: bool) -> None:
+    if job.output.compare_plain:
+        for speculative in (None, job.speculative):
+            llm.set_speculative(speculative)
+            warm_up(llm, job)
+    digests: dict[int, bytes] = {}
+    llm.reset_stats()
+    with OrderedWriter(job.output.path, report.resumed, num_bytes) as writer:
+        try:
+            _write_rows(llm, job, report, writer, digests, progress)
+        except KeyboardInterrupt:
+            raise JobInterrupted(
+                f"{writer.next_index} of {report.num_rows} rows are done, whole lines of {job.output.path};"
+                " set output.resume=true to go on from there"
+            ) from None
+    report.stats = llm.stats()
+    report.rates = Rates.of(report.stats, job.speculative)
+    if job.output.compare_plain:
+        try:
+            report.comparison = _compare(llm, job, report, digests, progress)
+        except KeyboardInterrupt:
+            raise JobInterrupted(f"all {report.num_rows} rows are done, in {job.output.path}; only the comparison with plain decoding is not") from None
+
+
+def _write_rows(llm: LLM, job: Job, report: JobReport, writer: OrderedWriter, digests: dict[int, bytes], progress: bool) -> None:
+    """The job's own pass: every row that is not done yet, each written when its turn comes."""
+
+    def finish(row: Row | BadRow, outcome: Outcome) -> None:
+        if job.output.compare_plain and isinstance(outcome, RequestOutput):
+            digests[row.index] = digest(outcome)
+        writer.add(row.index, output_row(row, outcome, job.output))
+
+    rows = islice(read_rows(job, job.input), report.resumed, None)
+    with _bar(report.num_rows, report.resumed, "rows", progress) as bar:
+        drive(llm, rows, job.engine, finish, report.timed, bar, lambda: writer.num_waiting)
+
+
+def _compare(llm: LLM, job: Job, report: JobReport, digests: dict[int, bytes], progress: bool) -> Comparison:
+    """The same rows through plain decoding, compared token for token."""
+    llm.set_speculative(None)
+    timed = Timed()
+    num_identical = 0
+
+    def finish(row: Row | BadRow, outcome: Outcome) -> None:
+        nonlocal num_identical
+        num_identical += isinstance(outcome, RequestOutput) and digest(outcome) == digests[row.index]
+
+    rows = (row for row in read_rows(job, job.input) if row.index in digests)
+    with _bar(len(digests), 0, "plain", progress) as bar:
+        drive(llm, rows, job.engine, finish, timed, bar)
+    return Comparison(timed, num_identical, len(digests), llm.row_invariant)
+
+
+def drive(
+    llm: LLM,
+    rows: Iterable[Row | BadRow],
+    engine: EngineConfig,
+    finish: Callable[[Row | BadRow, Outcome], None],
+    timed: Timed,
+    bar: tqdm[Any],
+    num_waiting: Callable[[], int] = lambda: 0,
+) -> None:
+    """Takes rows as the engine has room for them, and calls `finish` once for each, in the order in which they end.
+
+    `num_waiting` says how many finished rows are held back; while there are too many, no new row is taken.
+    """
+    source = iter(rows)
+    running: dict[str, Row] = {}
+    exhausted = False
+    started = time.perf_counter()
+
+    def end(row: Row | BadRow, outcome: Outcome) -> None:
+        finish(row, outcome)
+        timed.count(outcome, time.perf_counter() - started)
+        bar.set_postfix_str(f"{timed.tokens_per_s:.1f} tokens/s, {timed.num_errors} errors", refresh=False)
+        bar.update()
+
+    while running or not exhausted:
+        has_room = len(running) < REQUESTS_PER_SEAT * engine.max_num_seqs
+        holds_back = bool(running) and num_waiting() >= ROWS_WAITING_PER_SEAT * engine.max_num_seqs
+        if exhausted or holds_back or not has_room:
+            for result in llm.step():
+                end(running.pop(result.request_id), result)
+            continue
+        row = next(source, None)
+        if row is None:
+            exhausted = True
+        elif isinstance(row, BadRow):
+            end(row, RowError("invalid_line", row.message))
+        else:
+            refusal = _start(llm, row)
+            if refusal is None:
+                running[row.request_id] = row
+            else:
+                end(row, refusal)
+
+
+def _start(llm: LLM, row: Row) -> RowError | None:
+    """Gives the row to the engine; what it said if it refused."""
+    try:
+        llm.add(row.prompt, row.sampling, row.request_id, chat=row.is_chat)
+    except RequestError as error:
+        return RowError("refused", str(error).removeprefix(f"{row.request_id}: "))
+    return None
+
+
+def warm_up(llm: LLM, job: Job) -> None:
+    """A few tokens of the first rows, so that compiling and first touches of memory are not part of a measurement.
+
+    Each row is one token longer than the one before: the batch shrinks through all its sizes, as it does at the end of a job.
+    """
+    rows = [row for row in islice(read_rows(job, job.input), WARM_UP_ROWS) if isinstance(row, Row)]
+    short = [
+        replace(row, sampling=row.sampling.model_copy(update={"n": 1, "max_tokens": num_tokens, "min_tokens": 0}))
+        for num_tokens, row in enumerate(rows, start=2)
+    ]
+    with tqdm(disable=True) as bar:
+        drive(llm, short, job.engine, lambda row, outcome: None, Timed(), bar)
+
+
+def digest(result: RequestOutput) -> bytes:
+    """Equal for equal token ids and reasons to stop: what two runs must agree in."""
+    content = [(output.token_ids, output.finish_reason, output.stop_reason) for output in result.outputs]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).digest()
+
+
+def _bar(total: int, done: int, name: str, progress: bool) -> tqdm[Any]:
+    # A log file gets a line twice a minute, a terminal a live bar.
+    interval = 0.2 if sys.stderr.isatty() else 30.0
+    return tqdm(total=total, initial=done, desc=name, unit="row", disable=not progress, mininterval=interval, file=sys.stderr, dynamic_ncols=True)

@@ -1,0 +1,85 @@
+"""What a YAML job says. The names are those of the Python API, nested."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ..config import EngineConfig, Settings, SpeculativeConfig
+from ..sampling_params import SamplingParams
+
+
+def _as_path(value: Any) -> Any:
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ValueError(f"must name a file, got {value!r}")
+    return Path(value).expanduser()
+
+
+FilePath = Annotated[Path, BeforeValidator(_as_path)]
+
+
+class InputConfig(Settings):
+    """Where the prompts are: a UTF-8 file of one JSON object per line.
+
+    path   relative to the job file (on the command line: to the working directory)
+    limit  use this many rows from the start; None = all
+    """
+
+    path: FilePath
+    limit: Annotated[int, Field(ge=1)] | None = None
+
+
+class OutputConfig(Settings):
+    """Where the results go: one JSON object per input row, in input order.
+
+    path           relative to the working directory; missing folders are created
+    overwrite      replace an existing file
+    resume         go on where an interrupted run of the same job stopped
+    compare_plain  run the same prompts through plain decoding too, and report speed and identity; turns prefix
+                   caching off in both runs, so that neither is served from the other's cache
+    echo_input     repeat the prompt in its output row
+    token_ids      add the token ids of each output
+    """
+
+    path: FilePath
+    overwrite: bool = False
+    resume: bool = False
+    compare_plain: bool = False
+    echo_input: bool = True
+    token_ids: bool = False
+
+    @model_validator(mode="after")
+    def _one_intention(self) -> OutputConfig:
+        if self.overwrite and self.resume:
+            raise ValueError("overwrite=true and resume=true contradict each other; keep one of them")
+        return self
+
+
+class RunConfig(Settings):
+    """A model and how to run it: the part of a job that needs no files.
+
+    model        a name that `hispec fetch` knows, a hub id, or a folder with a checkpoint
+    speculative  None = plain decoding
+    sampling     of every row; a row may override single fields
+    """
+
+    model: Annotated[str, Field(min_length=1)]
+    engine: EngineConfig = EngineConfig()
+    speculative: SpeculativeConfig | None = None
+    sampling: SamplingParams = SamplingParams()
+
+
+class Job(RunConfig):
+    """One offline job: every prompt of `input` through the model, results to `output`."""
+
+    input: InputConfig
+    output: OutputConfig
+
+    @model_validator(mode="after")
+    def _comparable(self) -> Job:
+        if self.output.compare_plain and self.speculative is None:
+            raise ValueError("output.compare_plain=true has nothing to compare: `speculative` is not set, so the job already decodes plainly")
+        return self

@@ -1,0 +1,67 @@
+"""Rates from the engine's counts. The engine keeps counts only; this is where they are divided."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import SpeculativeConfig
+
+FLOOR = 0.05  # exits that were never trained stay below this share of kept tokens
+
+
+def rate(part: float, whole: float) -> float | None:
+    """part / whole, or None where nothing was counted."""
+    return part / whole if whole else None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a run's counts say; None where the run has no such tier.
+
+    draft_accepted          share of drafted tokens kept by the tier above the draft (check, or verify in two-tier)
+    tentative_accepted      share of tentative tokens kept by verify; None without a check tier, where it is the same
+    mean_accepted_len       tokens committed per row and round
+    layer_passes_per_token  layers run per output token, a pass over a whole batch counted once
+    full_passes_per_token   the same, in passes over the whole model
+    accept_len_histogram    [i] = rounds of a row that committed i tokens
+    """
+
+    draft_accepted: float | None
+    tentative_accepted: float | None
+    mean_accepted_len: float | None
+    layer_passes_per_token: float | None
+    full_passes_per_token: float | None
+    accept_len_histogram: list[int]
+
+    @classmethod
+    def of(cls, stats: dict[str, Any], speculative: SpeculativeConfig | None) -> Rates:
+        """From `LLM.stats()` of a run with these settings."""
+        has_check = speculative is not None and speculative.check is not None
+        layers = rate(stats["layer_passes"], stats["tokens"])
+        return cls(
+            draft_accepted=rate(stats["draft_accepted"], stats["drafted"]),
+            tentative_accepted=rate(stats["accepted"], stats["tentative"]) if has_check else None,
+            mean_accepted_len=rate(stats["committed"], stats["rounds"]),
+            layer_passes_per_token=layers,
+            full_passes_per_token=None if layers is None else layers / stats["num_layers"],
+            accept_len_histogram=list(stats["accept_length_histogram"]),
+        )
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether a tier keeps almost nothing, so that speculation only costs."""
+        return any(share is not None and share < FLOOR for share in (self.draft_accepted, self.tentative_accepted))
+
+
+def plan_text(speculative: SpeculativeConfig | None, num_layers: int) -> str:
+    """The plan in one line, such as `draft [0, 6) → check [6, 18) → verify [18, 30), K=2 drafts, R=2 checks`."""
+    if speculative is None:
+        return f"plain [0, {num_layers})"
+    tiers = [("draft", speculative.draft.layer)]
+    if speculative.check is not None:
+        tiers.append(("check", speculative.check.layer))
+    tiers.append(("verify", num_layers))
+    starts = [0] + [layer for _, layer in tiers]
+    stages = " → ".join(f"{name} [{start}, {end})" for start, (name, end) in zip(starts, tiers, strict=False))
+    checks = f", R={speculative.num_checks} checks" if speculative.check is not None else ""
+    return f"{stages}, K={speculative.num_draft_tokens} drafts{checks}"
