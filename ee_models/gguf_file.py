@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .config import ModelConfig, make_transformers_config
 from .errors import CheckpointError, unsupported
+from .gguf_tokenizer import read_tokenizer
 from .rope import RopeConfig
 from .weights import TensorInfo
 
@@ -67,8 +68,6 @@ class GgufSource:
         shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
         _check_types({place.stored_type for place in places.values()})
         metadata = _read_metadata(reader)
-        self._has_tokenizer = "tokenizer.ggml.tokens" in reader.fields
-        self._pre_tokenizer = metadata.get("tokenizer.ggml.pre")
         rope_factors = _read_tensor(path, places[_ROPE_FACTORS]) if _ROPE_FACTORS in places else None
         self.config = _read_config(metadata, shapes, rope_factors)
         self._places: dict[str, _Place] = {}
@@ -92,20 +91,8 @@ class GgufSource:
         return pairs.transpose(1, 2).reshape(tensor.shape)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer in the file, or None where there is none. Raises what transformers raises."""
-        if not self._has_tokenizer:
-            return None
-        from tokenizers import pre_tokenizers
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(str(self._path.parent), gguf_file=self._path.name, local_files_only=True)
-        if self._pre_tokenizer == "smollm":
-            # transformers does not know this name. SmolLM was trained on single digits, and "2024" would else become
-            # tokens that it never saw.
-            digits = pre_tokenizers.Digits(individual_digits=True)
-            words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-        return tokenizer
+        """See gguf_tokenizer.read_tokenizer."""
+        return read_tokenizer(_open_reader(self._path), self.config)
 
 
 def _open_reader(path: Path) -> GGUFReader:

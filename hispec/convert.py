@@ -1,32 +1,26 @@
 """A Llama GGUF file as a plain float32 `transformers` folder.
 
-Weights and config come through `ee_models`' own GGUF reader, the tokenizer is built here. `transformers` can read GGUF
-too, but what it makes of a file differs between versions (an untied head, another tokenizer class, digits not split),
-and its model counts as quantised and refuses to be saved.
+`ee_models` reads the file; here its parts are checked and written down. `transformers` can read GGUF too, but what it
+makes of a file differs between versions (an untied head, another tokenizer class, digits not split), and its model
+counts as quantised and refuses to be saved.
 """
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from .errors import HiSpecError
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
     from torch import Tensor
     from transformers import LlamaConfig, PreTrainedTokenizerBase
 
     from ee_models.loader import Checkpoint
 
 ROUNDTRIP_TEXT = "In 2024, naïve 漢字 cost 1,234.50:\n\tx += 1  # twice"
-
-# What `transformers` and GGUF call the same token.
-NAMED_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-# The pre-tokenizers that differ in one thing only: SmolLM was trained on single digits, GPT-2 on any run of them.
-SPLITS_DIGITS = {"smollm": True, "gpt-2": False}
 
 
 class ConversionError(HiSpecError):
@@ -40,7 +34,6 @@ def convert_gguf(gguf: Path, folder: Path, *, turn_end: str, progress: bool = Tr
     Raises ConversionError if the file is of another kind, lacks something, or contradicts itself.
     """
     # Imported here: these take seconds, and `hispec.fetch` is also imported just to look a name up.
-    from gguf import GGUFReader
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
@@ -50,8 +43,7 @@ def convert_gguf(gguf: Path, folder: Path, *, turn_end: str, progress: bool = Tr
     try:
         checkpoint = open_checkpoint(gguf)
         config = _config(checkpoint)
-        tokenizer = _tokenizer(GGUFReader(gguf), config.max_position_embeddings)
-        _check_tokenizer(tokenizer, turn_end)
+        tokenizer = _load_tokenizer(checkpoint, turn_end)
         weights = _weights(checkpoint, progress)
     except CheckpointError as error:
         raise ConversionError(str(error)) from error
@@ -102,54 +94,18 @@ def _weights(checkpoint: Checkpoint, progress: bool) -> dict[str, Tensor]:
     return {name: checkpoint.tensor(name).float().contiguous() for name in names}
 
 
-def _tokenizer(reader: GGUFReader, context_len: int) -> PreTrainedTokenizerBase:
-    """The byte-level BPE tokenizer in the file, with its special tokens and chat template."""
-    from gguf import TokenType
-    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
+def _load_tokenizer(checkpoint: Checkpoint, turn_end: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in the file. Raises ConversionError if it cannot chat, loses text, or a turn would not end generation."""
+    from ee_models.loader import load_tokenizer
 
-    _require(reader, "tokenizer.ggml.model", ["gpt2"])
-    _require(reader, "tokenizer.ggml.pre", list(SPLITS_DIGITS))
-    tokens = _field(reader, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
-    backend = Tokenizer(BPE(vocab={token: token_id for token_id, token in enumerate(tokens)}, merges=merges))
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words]) if SPLITS_DIGITS[_field(reader, "tokenizer.ggml.pre")] else words
-    backend.decoder = decoders.ByteLevel()
-    kinds = _field(reader, "tokenizer.ggml.token_type")
-    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    named = {f"{name}_token": tokens[_field(reader, f"tokenizer.ggml.{key}_token_id")] for name, key in NAMED_TOKENS.items()}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=_field(reader, "tokenizer.chat_template"),
-        model_max_length=context_len,
-        clean_up_tokenization_spaces=False,
-        **named,
-    )
-
-
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, turn_end: str) -> None:
-    """Raises ConversionError if text does not survive the tokenizer, or a chat turn would not end generation."""
+    tokenizer = load_tokenizer(checkpoint)
+    if tokenizer is None:
+        raise ConversionError("the file has no tokenizer")
+    if tokenizer.chat_template is None:
+        raise ConversionError("the file has no chat template")
     text = tokenizer.decode(tokenizer.encode(ROUNDTRIP_TEXT, add_special_tokens=False))
     if text != ROUNDTRIP_TEXT:
         raise ConversionError(f"the tokenizer turns {ROUNDTRIP_TEXT!r} into {text!r}")
     if tokenizer.eos_token != turn_end:
         raise ConversionError(f"a chat turn ends with {turn_end!r}, but the file's end-of-sequence token is {tokenizer.eos_token!r}")
-
-
-def _field(reader: GGUFReader, key: str) -> Any:
-    """The value of metadata `key`. Raises ConversionError if the file has none."""
-    field = reader.get_field(key)
-    if field is None:
-        raise ConversionError(f"the file has no {key}")
-    return field.contents()
-
-
-def _require(reader: GGUFReader, key: str, supported: list[str]) -> None:
-    """Raises ConversionError unless the value of `key` is one of `supported`."""
-    value = _field(reader, key)
-    if value not in supported:
-        raise ConversionError(f"{key} is {value!r}; supported: {', '.join(supported)}")
+    return tokenizer
