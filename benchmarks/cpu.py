@@ -3,6 +3,7 @@
 Every figure is a median over interleaved repeats in one process. Run it on an idle machine: torch's threads wait for each
 other at every matrix product, so another busy process costs far more than its share.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -51,7 +52,9 @@ def pass_view(rows: int, q_len: int, context: int) -> BatchView:
     max_blocks = -(-context // BLOCK_SIZE)
     tables = torch.randperm(rows * max_blocks, generator=torch.Generator().manual_seed(0)).view(rows, max_blocks)
     positions = torch.arange(context - q_len, context).expand(rows, -1)
-    return BatchView(positions.reshape(-1), slots_of(tables, positions, BLOCK_SIZE).reshape(-1), tables, torch.arange(0, rows * q_len + 1, q_len), q_len, context)
+    return BatchView(
+        positions.reshape(-1), slots_of(tables, positions, BLOCK_SIZE).reshape(-1), tables, torch.arange(0, rows * q_len + 1, q_len), q_len, context
+    )
 
 
 def make_kv(decoder: Decoder, rows: int, context: int) -> PagedKV:

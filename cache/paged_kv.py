@@ -1,6 +1,8 @@
 """PagedKV: the keys and values of all layers, in one tensor allocated once."""
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ class PagedKV:
         self.data = torch.zeros(num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
         # Views are made once: indexing a tensor costs as much as a small kernel, twice per layer and pass.
         self._keys, self._values = ([layer[part] for layer in self.data] for part in (0, 1))
+        self._host_arrays: list[tuple[Any, Any]] = []
 
     @staticmethod
     def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -35,10 +38,16 @@ class PagedKV:
         """[slots, kv_heads, head_dim], a view."""
         return self._values[layer]
 
+    def host_arrays(self) -> list[tuple[Any, Any]]:
+        """(keys, values) of each layer as numpy arrays that share the memory; CPU only. Made once, on first use."""
+        if not self._host_arrays:
+            self._host_arrays = [(keys.numpy(), values.numpy()) for keys, values in zip(self._keys, self._values, strict=True)]
+        return self._host_arrays
+
     def release(self) -> None:
         """Gives the memory back; nothing can be read or written afterwards."""
         self.data = self.data.new_empty(0)
-        self._keys, self._values = [], []
+        self._keys, self._values, self._host_arrays = [], [], []
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Writes keys and values [tokens, kv_heads, head_dim] at slots [tokens]; those at slot -1 are written nowhere."""

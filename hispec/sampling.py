@@ -1,6 +1,6 @@
 """From logits to tokens: bias, penalties, temperature and filters, the same function for every tier.
 
-The order is transformers' and vLLM's: logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p.
+The order is transformers': logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p.
 """
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Sampler:
             return torch.tensor(values, dtype=dtype, device=device)
 
         self._temperature = tensor([p.temperature for p in params], torch.float32)
-        self._top_k = tensor([p.top_k if p.top_k else vocab_size for p in params], torch.int64).clamp_(max=vocab_size)
+        self._top_k = tensor([p.top_k for p in params], torch.int64).clamp_(max=vocab_size)
         self._top_p = tensor([p.top_p for p in params], torch.float32)
         self._min_p = tensor([p.min_p for p in params], torch.float32)
         self._seeds = tensor([row.seed if row else 0 for row in rows], torch.int64)
         self._any_sampled = any(p.temperature > 0 for p in params)
-        self._any_top_k = any(p.top_k and p.temperature > 0 for p in params)
+        self._max_top_k = min(vocab_size, max((p.top_k for p in params if p.temperature > 0), default=0))
         self._any_top_p = any(p.top_p < 1.0 and p.temperature > 0 for p in params)
         self._any_min_p = any(p.min_p > 0.0 and p.temperature > 0 for p in params)
         self._adjusters = [
@@ -105,9 +105,10 @@ class Sampler:
         """Tempered logits [tokens, vocab], -inf where a filter removes the token. Greedy rows are left as they are."""
         temperature = self._temperature[rows].unsqueeze(-1)
         logits = logits / torch.where(temperature > 0, temperature, 1.0)
-        if self._any_top_k:
-            kth = logits.topk(int(self._top_k.max().clamp(max=self._vocab_size)), dim=-1).values.gather(-1, self._top_k[rows].unsqueeze(-1) - 1)
-            logits = logits.masked_fill(logits < kth, -torch.inf)
+        if self._max_top_k:
+            top_k = self._top_k[rows].unsqueeze(-1)
+            kth = logits.topk(self._max_top_k, dim=-1).values.gather(-1, (top_k - 1).clamp(0, self._max_top_k - 1))
+            logits = logits.masked_fill((logits < kth) & (top_k > 0), -torch.inf)
         if self._any_top_p:
             logits = logits.masked_fill(logits < _nucleus_floor(logits, self._top_p[rows].unsqueeze(-1)), -torch.inf)
         if self._any_min_p:

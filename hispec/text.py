@@ -19,6 +19,7 @@ class IncrementalText:
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = tuple(stop)
         self._held = max((len(string) for string in stop), default=1) - 1
+        self._pending: list[int] = []  # tokens that have given no text yet
         self._text = ""
         self._released = 0
         self._end: int | None = None
@@ -26,8 +27,10 @@ class IncrementalText:
     def append(self, token_id: int) -> str | None:
         """Takes one token; the stop string that it completed, if any. The earliest one wins."""
         piece = self._stream.step(self._backend, token_id)
+        self._pending.append(token_id)
         if not piece or self._end is not None:
             return None
+        self._pending.clear()
         search_from = max(0, len(self._text) - self._held)
         self._text += piece
         found = [(place, string) for string in self._stop if (place := self._text.find(string, search_from)) >= 0]
@@ -38,6 +41,9 @@ class IncrementalText:
 
     def release(self, final: bool) -> str:
         """Text that is certain and was not handed out yet; with `final`, all up to the stop string."""
+        if final and self._end is None:
+            self._text += self._backend.decode(self._pending, skip_special_tokens=True)  # bytes that no later token can complete
+            self._pending.clear()
         end = self._end if self._end is not None else len(self._text) - (0 if final else self._held)
         piece = self._text[self._released : max(end, self._released)]
         self._released += len(piece)

@@ -3,6 +3,7 @@
 A fault that no test notices makes the command fail. Each is a replacement of one piece of text, so that it is plain what
 was broken; where the text is gone, the list below is out of date, and that is an error too.
 """
+
 from __future__ import annotations
 
 import os
@@ -27,22 +28,104 @@ class Fault:
 
 
 FAULTS = (
-    Fault("rollback off by one: a rejected position counts as computed", "hispec/round.py", "torch.minimum(accepted + 1, offset)", "torch.minimum(accepted + 2, offset)"),
-    Fault("rollback off by one: the round starts a position early", "hispec/engine.py", "token_ids[-1], len(request.token_ids) - 1, limits", "token_ids[-1], len(request.token_ids) - 2, limits"),
-    Fault("a stale hidden row: the last draft's is not stored", "hispec/round.py", "        stages.leave(Tier.DRAFT, span, hidden)\n        if step == num_steps:", "        if step < num_steps or step == 0:\n            stages.leave(Tier.DRAFT, span, hidden)\n        if step == num_steps:"),
-    Fault("bonus token taken from the wrong position", "hispec/accept.py", "return num_accepted, _at(own, num_accepted)", "return num_accepted, _at(own, (num_accepted - 1).clamp(min=0))"),
-    Fault("KV of a padding row written (numba)", "ee_models/kernels/cpu.py", "            if not is_query and slot < 0:\n                break\n", "", ("tests/test_kernels.py",)),
-    Fault("KV of a padding row written (reference)", "cache/paged_kv.py", "live = slots >= 0", "live = slots >= -9\n        slots = slots.clamp(min=0)", ("tests/test_cache_tensors.py", "tests/test_kernels.py")),
-    Fault("prefix cache fed uncommitted blocks", "hispec/scheduling/scheduler.py", "self._pool.publish(request.table, request.token_ids, num_computed)", "self._pool.publish(request.table, request.token_ids, min(len(request.token_ids), len(request.table.blocks) * self._pool.block_size))"),
-    Fault("q and p swapped in the test of acceptance", "hispec/accept.py", "uniform * q_of < p_of", "uniform * p_of < q_of", ("tests/test_laws_rejection.py", "tests/test_accept.py")),
-    Fault("q and p swapped in the residual", "hispec/accept.py", "(target - q[rows, last])", "(q[rows, last] - target)", ("tests/test_laws_rejection.py", "tests/test_accept.py")),
-    Fault("rejection: verify passes over the last tentative token", "hispec/round.py", "tentative = offset if plan.check_layer is not None else", "tentative = offset - 1 if plan.check_layer is not None else", ("tests/test_laws_rejection.py",)),
-    Fault("stop handled after the cap", "hispec/request.py", "if self.num_output >= self.params.min_tokens:", "if self.params.min_tokens <= self.num_output < self.max_tokens:"),
-    Fault("tokens after EOS are kept", "hispec/request.py", "                return taken\n        return len(token_ids)", "                pass\n        return len(token_ids)"),
-    Fault("noise keyed by row instead of seed", "hispec/sampling.py", "noise.keys(self._seeds[at.rows], at.positions", "noise.keys(at.rows, at.positions", ("tests/test_laws_sampled.py", "tests/test_llm.py")),
-    Fault("penalties do not see tentative tokens", "hispec/sampling.py", "(steps >= 1) & (steps <= at.index.unsqueeze(-1))", "(steps < 0) & (steps <= at.index.unsqueeze(-1))", ("tests/test_laws_sampled.py", "tests/test_sampling.py")),
+    Fault(
+        "rollback off by one: a rejected position counts as computed",
+        "hispec/round.py",
+        "torch.minimum(accepted + 1, offset)",
+        "torch.minimum(accepted + 2, offset)",
+    ),
+    Fault(
+        "rollback off by one: the round starts a position early",
+        "hispec/engine.py",
+        "token_ids[-1], len(request.token_ids) - 1, limits",
+        "token_ids[-1], len(request.token_ids) - 2, limits",
+    ),
+    Fault(
+        "a stale hidden row: the last draft's is not stored",
+        "hispec/round.py",
+        "        stages.leave(Tier.DRAFT, span, hidden)\n        if step == num_steps:",
+        "        if step < num_steps or step == 0:\n            stages.leave(Tier.DRAFT, span, hidden)\n        if step == num_steps:",
+    ),
+    Fault(
+        "bonus token taken from the wrong position",
+        "hispec/accept.py",
+        "return num_accepted, _at(own, num_accepted)",
+        "return num_accepted, _at(own, (num_accepted - 1).clamp(min=0))",
+    ),
+    Fault(
+        "KV of a padding row written (numba)",
+        "ee_models/kernels/cpu.py",
+        "            if not is_query and slot < 0:\n                break\n",
+        "",
+        ("tests/test_kernels.py",),
+    ),
+    Fault(
+        "KV of a padding row written (reference)",
+        "cache/paged_kv.py",
+        "live = slots >= 0",
+        "live = slots >= -9\n        slots = slots.clamp(min=0)",
+        ("tests/test_cache_tensors.py", "tests/test_kernels.py"),
+    ),
+    Fault(
+        "prefix cache fed uncommitted blocks",
+        "hispec/scheduling/scheduler.py",
+        "self._pool.publish(request.table, request.token_ids, num_computed)",
+        "self._pool.publish(request.table, request.token_ids, min(len(request.token_ids), len(request.table.blocks) * self._pool.block_size))",
+    ),
+    Fault(
+        "q and p swapped in the test of acceptance",
+        "hispec/accept.py",
+        "uniform * q_of < p_of",
+        "uniform * p_of < q_of",
+        ("tests/test_laws_rejection.py", "tests/test_accept.py"),
+    ),
+    Fault(
+        "q and p swapped in the residual",
+        "hispec/accept.py",
+        "(target - q[rows, last])",
+        "(q[rows, last] - target)",
+        ("tests/test_laws_rejection.py", "tests/test_accept.py"),
+    ),
+    Fault(
+        "rejection: verify passes over the last tentative token",
+        "hispec/round.py",
+        "tentative = offset if plan.check_layer is not None else",
+        "tentative = offset - 1 if plan.check_layer is not None else",
+        ("tests/test_laws_rejection.py",),
+    ),
+    Fault(
+        "stop handled after the cap",
+        "hispec/request.py",
+        "if self.num_output >= self.params.min_tokens:",
+        "if self.params.min_tokens <= self.num_output < self.max_tokens:",
+    ),
+    Fault(
+        "tokens after EOS are kept",
+        "hispec/request.py",
+        "                return taken\n        return len(token_ids)",
+        "                pass\n        return len(token_ids)",
+    ),
+    Fault(
+        "noise keyed by row instead of seed",
+        "hispec/sampling.py",
+        "noise.keys(self._seeds[at.rows], at.positions",
+        "noise.keys(at.rows, at.positions",
+        ("tests/test_laws_sampled.py", "tests/test_llm.py"),
+    ),
+    Fault(
+        "penalties do not see tentative tokens",
+        "hispec/sampling.py",
+        "(steps >= 1) & (steps <= at.index.unsqueeze(-1))",
+        "(steps < 0) & (steps <= at.index.unsqueeze(-1))",
+        ("tests/test_laws_sampled.py", "tests/test_sampling.py"),
+    ),
     Fault("verify resumes at the draft's hidden states", "hispec/round.py", "Tier.DRAFT if plan.check_layer is None else Tier.CHECK", "Tier.DRAFT"),
-    Fault("a preempted request keeps its computed length", "hispec/scheduling/scheduler.py", "        request.num_computed = 0\n        request.num_preemptions", "        request.num_preemptions"),
+    Fault(
+        "a preempted request keeps its computed length",
+        "hispec/scheduling/scheduler.py",
+        "        request.num_computed = 0\n        request.num_preemptions",
+        "        request.num_preemptions",
+    ),
 )
 
 
@@ -72,7 +155,21 @@ def run(fault: Fault) -> list[str]:
         if text.count(fault.right) != 1:
             raise SystemExit(f"{fault.name}: {fault.file} has {text.count(fault.right)} places that read {fault.right!r}; bring FAULTS up to date")
         file.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=no", "-rfE", "-m", "not slow", "--maxfail=3", "-p", "no:cacheprovider", *fault.tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--no-header",
+            "--tb=no",
+            "-rfE",
+            "-m",
+            "not slow",
+            "--maxfail=3",
+            "-p",
+            "no:cacheprovider",
+            *fault.tests,
+        ]
         environment = {**os.environ, "PYTHONPATH": str(copy)}
         output = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=900, check=False).stdout
     return [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]

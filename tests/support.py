@@ -1,4 +1,5 @@
 """How the law tests drive an engine."""
+
 from __future__ import annotations
 
 import random
@@ -28,7 +29,9 @@ PLANS = [
 ]
 
 
-def make_engine(decoder: DecoderLike, plan: Plan | None = None, *, rejection: bool = False, confidence: float | None = None, eos: Sequence[int] = (), **config: Any) -> Engine:
+def make_engine(
+    decoder: DecoderLike, plan: Plan | None = None, *, rejection: bool = False, confidence: float | None = None, eos: Sequence[int] = (), **config: Any
+) -> Engine:
     """An engine of small sizes; `config` overrides fields of EngineConfig."""
     fields: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 256, "block_size": 8, "num_kv_blocks": 256, "max_prefill_tokens": 32, **config}
     speculative = None
@@ -65,6 +68,11 @@ def transformers_greedy(model: PreTrainedModel, prompt: Sequence[int], num_token
     """What transformers' own generate() gives for one prompt alone."""
     with torch.inference_mode():
         out = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False, max_new_tokens=num_tokens, eos_token_id=eos, pad_token_id=0
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            eos_token_id=eos,
+            pad_token_id=0,
         )
     return out[0, len(prompt) :].tolist()

@@ -19,6 +19,8 @@ from ee_models.attention.sdpa import SdpaAttention
 
 CPU = torch.device("cpu")
 LAYER = 1
+# (heads, kv_heads, head_dim): groups of 1 to 4, head sizes that are and are not multiples of a vector.
+INVARIANT_HEADS = [(9, 3, 64), (4, 2, 16), (2, 2, 40), (3, 1, 34), (4, 1, 128)]
 TILE_EDGES = [1, 2, 3, 4, 5, 62, 63, 64, 65, 66, 127, 128, 129, 200]
 
 
@@ -103,10 +105,16 @@ def check_backends(rows: Sequence[Row], block_size: int = 16) -> None:
     torch.testing.assert_close(by_sdpa, expected, atol=1e-5, rtol=0)
 
 
-@pytest.fixture(params=["serial", "parallel"])
+def use_threads(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes backends that are built from now on share even the smallest call among so many threads, whatever the machine has."""
+    monkeypatch.setattr(numba_pages, "_PARALLEL_FROM", -1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+
+
+@pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the test with the twin for one thread, and with the one for all."""
-    monkeypatch.setattr(numba_pages, "_PARALLEL_FROM", -1 if request.param == "parallel" else 1 << 60)
+    """Runs the test on one thread, and shared among three."""
+    use_threads(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("heads", [(1, 1, 8), (4, 2, 16), (6, 2, 40), (9, 3, 64), (8, 2, 128), (6, 6, 10), (3, 1, 34), (2, 1, 126), (4, 4, 2)])
@@ -151,7 +159,7 @@ def test_a_token_sees_nothing_after_its_own_position(name: str) -> None:
     assert not torch.isclose(before[10:], after[10:]).all(-1).any()
 
 
-@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 2, 16), (3, 1, 34)])
+@pytest.mark.parametrize("heads", INVARIANT_HEADS)
 def test_a_tokens_bits_do_not_depend_on_the_rest_of_the_pass(heads: tuple[int, int, int], threads: None) -> None:
     backend, row = NumbaAttention(), Row.random(200, 40, heads)
     together = Pass.of([row]).attend(backend)
@@ -165,15 +173,39 @@ def test_a_tokens_bits_do_not_depend_on_the_rest_of_the_pass(heads: tuple[int, i
         assert torch.equal(Pass.of([row.last(1, context_len=position + 1)]).attend(backend)[0], together[position - 160]), f"position {position}"
 
 
-@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 2, 16), (3, 1, 34)])
+@pytest.mark.parametrize("heads", INVARIANT_HEADS)
 def test_bits_do_not_depend_on_blocks_or_threads(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Row.random(context_len, min(q_len, context_len), heads) for context_len in (1, 63, 64, 65, 129, 200) for q_len in (1, 18)]
     seen = []
-    for parallel_from in (-1, 1 << 60):
-        monkeypatch.setattr(numba_pages, "_PARALLEL_FROM", parallel_from)
+    for num_threads in (1, 2, 5):
+        use_threads(num_threads, monkeypatch)
         for block_size in (1, 3, 4, 16, 64, 256):
             seen.append(Pass.of(rows, block_size, seed=block_size).attend(NumbaAttention()))
     assert all(torch.equal(seen[0], other) for other in seen[1:])
+
+
+@pytest.mark.parametrize(("num_threads", "parallel_from", "shares"), [(1, -1, [0]), (4, -1, [0, 1, 2, 3]), (4, 1 << 60, [0])])
+def test_large_calls_are_shared_among_torchs_threads_and_small_ones_are_not(
+    num_threads: int, parallel_from: int, shares: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads(num_threads, monkeypatch)
+    monkeypatch.setattr(numba_pages, "_PARALLEL_FROM", parallel_from)
+    taken: list[tuple[int, int]] = []
+    monkeypatch.setattr(numba_pages, "_attend", lambda *args: taken.append(args[7:9]))
+    Pass.of([Row.random(70, 4, (4, 2, 16))]).attend(NumbaAttention())
+    assert sorted(taken) == [(share, len(shares)) for share in shares]
+
+
+def test_an_error_in_another_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(2, monkeypatch)
+
+    def attend(*args: object) -> None:
+        if args[7] == 1:
+            raise RuntimeError("in the other thread")
+
+    monkeypatch.setattr(numba_pages, "_attend", attend)
+    with pytest.raises(RuntimeError, match="in the other thread"):
+        Pass.of([Row.random(70, 4, (4, 2, 16))]).attend(NumbaAttention())
 
 
 def test_a_pass_without_tokens_gives_nothing(threads: None) -> None:

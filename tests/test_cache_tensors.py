@@ -1,6 +1,9 @@
 """The tensors of `cache`: where PagedKV and HiddenBuffer write and read, and how a view addresses them."""
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -50,8 +53,30 @@ def test_keys_and_values_of_a_layer_are_views() -> None:
     assert kv.data.sum() == 8 * 1.0 + 8 * 2.0
 
 
+def test_host_arrays_share_the_memory_of_keys_and_values() -> None:
+    kv = make_kv()
+    arrays = kv.host_arrays()
+    assert kv.host_arrays() is arrays
+    kv.write(2, torch.tensor([5]), *random_tokens(1))
+    for layer, (keys, values) in enumerate(arrays):
+        assert torch.equal(torch.from_numpy(keys), kv.data[layer, 0])
+        assert torch.equal(torch.from_numpy(values), kv.data[layer, 1])
+    arrays[0][1][7] = 3.0
+    assert kv.data[0, 1, 7].eq(3.0).all()
+
+
 def test_unwritten_kv_is_zero_since_tiles_read_it_with_weight_zero() -> None:
     assert not make_kv().data.any()
+
+
+def test_released_kv_memory_is_held_by_nothing() -> None:
+    kv = make_kv()
+    memory = weakref.ref(kv.data)
+    kv.host_arrays()  # made on first use, and kept
+    kv.release()
+    gc.collect()
+    assert memory() is None
+    assert kv.num_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

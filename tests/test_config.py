@@ -142,6 +142,8 @@ def test_a_bad_value_is_refused_with_field_value_and_limit(model: type[Settings]
         ),
         (SpeculativeConfig, {"draft": {"layer": 4, "kind": "ngrams"}}, "at.draft.kind: input should be 'exit', got 'ngrams'"),
         (SamplingParams, 5, "at: expected a mapping of settings, got int 5"),
+        (SamplingParams, {1: 2}, "at.1: keys should be strings, got 1"),
+        (SpeculativeConfig, {"draft": {**DRAFT, 1: 2}}, "at.draft.1: keys should be strings, got 1"),
         (EngineConfig, ["dtype"], "at: expected a mapping of settings, got list ['dtype']"),
     ],
 )
@@ -205,7 +207,7 @@ def test_what_fits_is_taken_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [SamplingParams(), EngineConfig(), SpeculativeConfig(draft={"layer": 1}), SpeculativeConfig(draft={"layer": 1}).draft], ids=lambda s: type(s).__name__
+    "settings", [SamplingParams(), EngineConfig(), SpeculativeConfig(draft=DRAFT), SpeculativeConfig(draft=DRAFT).draft], ids=lambda s: type(s).__name__
 )
 def test_settings_are_frozen(settings: Settings) -> None:
     for name in type(settings).model_fields:

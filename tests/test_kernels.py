@@ -1,4 +1,4 @@
-"""The numba kernels against the reference kernels, and against themselves: alone, in a batch, on one thread and on all."""
+"""The numba kernels against the reference kernels, and against themselves: a token alone, and among others."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
-from ee_models.kernels import cpu, select_kernels
+from ee_models.kernels import select_kernels
 from ee_models.kernels.cpu import NumbaKernels
 from ee_models.kernels.numba_math import exp32
 from ee_models.kernels.reference import ReferenceKernels
@@ -19,16 +19,9 @@ from ee_models.kernels.reference import ReferenceKernels
 CPU = torch.device("cpu")
 EPS = 1e-5
 NUMBA, REFERENCE = NumbaKernels(), ReferenceKernels()
-# Token counts and sizes around vector lengths, their remainders, and the switch from one thread to all.
+# Token counts and sizes around vector lengths and their remainders.
 TOKENS_AND_SIZES = [(1, 1), (1, 48), (3, 7), (1, 576), (5, 130), (16, 576), (66, 577), (2, 4096)]
 HEADS = [(4, 2, 8), (9, 3, 64), (6, 6, 10), (3, 1, 128), (2, 1, 2)]
-
-
-@pytest.fixture(params=["serial", "parallel"])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs the test with the twin for one thread, and with the one for all."""
-    monkeypatch.setattr(cpu, "_PARALLEL_FROM", -1 if request.param == "parallel" else 1 << 60)
-    return request.param
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -68,7 +61,7 @@ class Rope:
 
 @pytest.mark.parametrize("with_delta", [False, True])
 @pytest.mark.parametrize(("num_tokens", "size"), TOKENS_AND_SIZES)
-def test_add_rms_norm_equals_the_reference(num_tokens: int, size: int, with_delta: bool, threads: str) -> None:
+def test_add_rms_norm_equals_the_reference(num_tokens: int, size: int, with_delta: bool) -> None:
     weight, delta = 1 + 0.1 * randn(size, seed=1), randn(num_tokens, size, seed=2) if with_delta else None
     hidden, expected_hidden = randn(num_tokens, size), randn(num_tokens, size)
     got, expected = (kernels.add_rms_norm(h, delta, weight, EPS) for kernels, h in ((NUMBA, hidden), (REFERENCE, expected_hidden)))
@@ -85,7 +78,7 @@ def test_add_rms_norm_of_zeros_is_zero_and_not_nan() -> None:
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(("num_tokens", "num_padding"), [(1, 0), (1, 1), (5, 0), (5, 2), (40, 3), (7, 7)])
 @pytest.mark.parametrize("heads", HEADS)
-def test_rope_and_store_equals_the_reference(heads: tuple[int, int, int], num_tokens: int, num_padding: int, with_norms: bool, threads: str) -> None:
+def test_rope_and_store_equals_the_reference(heads: tuple[int, int, int], num_tokens: int, num_padding: int, with_norms: bool) -> None:
     case = Rope(num_tokens, heads, with_norms, num_padding)
     (queries, data), (expected_queries, expected_data) = case.run(NUMBA), case.run(REFERENCE)
     close(queries, expected_queries)
@@ -98,7 +91,7 @@ def test_rope_and_store_equals_the_reference(heads: tuple[int, int, int], num_to
 
 
 @pytest.mark.parametrize(("num_tokens", "size"), TOKENS_AND_SIZES)
-def test_silu_mul_equals_the_reference(num_tokens: int, size: int, threads: str) -> None:
+def test_silu_mul_equals_the_reference(num_tokens: int, size: int) -> None:
     gate_up = 4 * randn(num_tokens, 2 * size)
     close(NUMBA.silu_mul(gate_up), REFERENCE.silu_mul(gate_up))
 
@@ -111,45 +104,30 @@ def test_silu_mul_equals_the_reference_at_the_ends_of_the_range() -> None:
     assert got[:, gate[0] <= -86].abs().max() < 1e-7  # exp is clamped: tiny instead of 0, but for absurd gates
 
 
-def outputs(num_tokens: int, run: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor]:
-    """What `run` gives for all tokens in one pass, and for one token at a time."""
-    return run(slice(None)), torch.cat([run(slice(i, i + 1)) for i in range(num_tokens)])
-
-
 @pytest.mark.parametrize("size", [48, 130, 576, 1537])
-def test_a_token_gets_the_same_bits_alone_in_a_batch_on_one_thread_and_on_all(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_gets_the_same_bits_alone_and_among_others(size: int) -> None:
     num_tokens, weight = 9, 1 + 0.1 * randn(size, seed=1)
     hidden, delta, gate_up = randn(num_tokens, size), randn(num_tokens, size, seed=2), 4 * randn(num_tokens, 2 * size, seed=3)
-    cases: list[Callable[[slice], Tensor]] = [
+    kernels: list[Callable[[slice], Tensor]] = [
         lambda tokens: NUMBA.add_rms_norm(hidden[tokens].clone(), delta[tokens], weight, EPS),
         lambda tokens: NUMBA.add_rms_norm(hidden[tokens].clone(), None, weight, EPS),
         lambda tokens: NUMBA.silu_mul(gate_up[tokens]),
     ]
-    for case in cases:
-        seen = []
-        for parallel_from in (-1, 1 << 60):
-            monkeypatch.setattr(cpu, "_PARALLEL_FROM", parallel_from)
-            seen += outputs(num_tokens, case)
-        assert all(torch.equal(seen[0], other) for other in seen[1:])
+    for run in kernels:
+        alone = torch.cat([run(slice(i, i + 1)) for i in range(num_tokens)])
+        assert torch.equal(run(slice(None)), alone)
+        assert torch.equal(run(slice(3, 8)), alone[3:8])
 
 
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
-def test_rope_gives_the_same_bits_alone_in_a_batch_on_one_thread_and_on_all(
-    heads: tuple[int, int, int], with_norms: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num_tokens = 9
-    case = Rope(num_tokens, heads, with_norms)
-    seen = []
-    for parallel_from in (-1, 1 << 60):
-        monkeypatch.setattr(cpu, "_PARALLEL_FROM", parallel_from)
-        queries, data = case.run(NUMBA)
-        seen.append((queries, data[1][:, case.slots]))
-        alone = [case.run(NUMBA, slice(i, i + 1)) for i in range(num_tokens)]
-        seen.append((torch.cat([q for q, _ in alone]), torch.stack([data[1][:, case.slots[i]] for i, (_, data) in enumerate(alone)], dim=1)))
-    for queries, stored in seen[1:]:
-        assert torch.equal(queries, seen[0][0])
-        assert torch.equal(stored, seen[0][1])
+def test_rope_gives_the_same_bits_alone_and_among_others(heads: tuple[int, int, int], with_norms: bool) -> None:
+    case = Rope(9, heads, with_norms)
+    queries, data = case.run(NUMBA)
+    for i in range(9):
+        queries_alone, data_alone = case.run(NUMBA, slice(i, i + 1))
+        assert torch.equal(queries_alone[0], queries[i])
+        assert torch.equal(data_alone[1][:, case.slots[i]], data[1][:, case.slots[i]])
 
 
 @njit(cache=True, fastmath={"contract", "reassoc"}, error_model="numpy")

@@ -1,4 +1,5 @@
 """Law 5: after every step of any history, blocks held are what live requests hold, and nothing leaks."""
+
 from __future__ import annotations
 
 import random
@@ -50,7 +51,14 @@ OPERATIONS = st.lists(
 def test_any_history_keeps_integrity_and_exact_output(operations: list[tuple], plan: Plan, block_size: int, seed: int, caching: bool) -> None:
     # 48 positions of KV for up to 4 rows: preemption is common, and refusal at admission happens.
     engine = make_engine(
-        unreliable_exits(seed), plan, max_num_seqs=4, max_model_len=48, block_size=block_size, num_kv_blocks=-(-44 // block_size), max_prefill_tokens=7, enable_prefix_caching=caching
+        unreliable_exits(seed),
+        plan,
+        max_num_seqs=4,
+        max_model_len=48,
+        block_size=block_size,
+        num_kv_blocks=-(-44 // block_size),
+        max_prefill_tokens=7,
+        enable_prefix_caching=caching,
     )
     generator = random.Random(seed)
     stem = [generator.randrange(50) for _ in range(30)]

@@ -1,4 +1,5 @@
 """Law 1: in fp32 on the CPU the output is plain decoding's and transformers' greedy, token for token, whatever happens."""
+
 from __future__ import annotations
 
 import itertools
@@ -87,7 +88,7 @@ def test_a_continued_conversation_reuses_generated_blocks(tiny_decoder: Decoder,
     assert engine.stats()["cached_tokens"] >= len(prompt) + 8, "generated blocks were not found"
 
 
-@pytest.mark.parametrize("abort_after", range(0, 14))
+@pytest.mark.parametrize("abort_after", range(14))
 def test_aborts_at_every_step_leave_the_others_alone(tiny_decoder: Decoder, expected: list[list[int]], abort_after: int) -> None:
     engine = make_engine(tiny_decoder, Plan(3, 8, 2, 2), max_num_seqs=5)
     ids = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
@@ -149,7 +150,9 @@ def test_drain_finishes_all_and_refuses_more(tiny_decoder: Decoder, expected: li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [Plan(d, c, k, r) for d in range(1, 9) for c in (None, *range(d + 1, 10)) for k in (1, 2, 5) for r in ((1,) if c is None else (1, 2, 3))], ids=str)
+@pytest.mark.parametrize(
+    "plan", [Plan(d, c, k, r) for d in range(1, 9) for c in (None, *range(d + 1, 10)) for k in (1, 2, 5) for r in ((1,) if c is None else (1, 2, 3))], ids=str
+)
 def test_exhaustive_sweep_of_plans(tiny_decoder: Decoder, expected: list[list[int]], plan: Plan) -> None:
     engine = make_engine(tiny_decoder, plan, num_kv_blocks=20)
     assert run(engine, PROMPTS) == expected

@@ -31,7 +31,7 @@ def test_every_split_of_the_layers_equals_one_call(tiny_decoder: Decoder) -> Non
     tokens, view = torch.tensor(random_prompts([40])[0]), whole_view(40)
     whole_kv = make_kv(tiny_decoder)
     whole = tiny_decoder.run_layers(tiny_decoder.embed(tokens), 0, 9, whole_kv, view)
-    for first in range(0, 10):
+    for first in range(10):
         for second in range(first, 10):
             kv = make_kv(tiny_decoder)
             hidden = tiny_decoder.embed(tokens)

@@ -1,4 +1,5 @@
 """The batch API: order, text, streaming, n, chat, and the public names."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -38,7 +39,7 @@ def test_one_prompt_of_each_kind_is_taken(llm: LLM) -> None:
 
 def test_chat_goes_through_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    one, two = llm.chat([messages, messages + [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "go"}]], GREEDY, use_tqdm=False)
+    one, two = llm.chat([messages, [*messages, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go"}]], GREEDY, use_tqdm=False)
     assert one.prompt == "<|role|>user\nhi</s><|role|>assistant\n" and one.prompt_token_ids == llm.encode(messages, chat=True)
     assert two.prompt is not None and "yes</s>" in two.prompt
     assert llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == one.outputs[0].token_ids

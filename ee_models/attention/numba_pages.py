@@ -48,8 +48,10 @@ def _load_tile(keys: Any, values: Any, table: Any, block_size: int, kv_head: int
     base, slot_stride = keys.ctypes.data + kv_head * keys.strides[1], keys.strides[0]
     out, out_stride = key_tile.ctypes.data, key_tile.strides[0]
     for j in range(0, count, 8):
-        a0, a1, a2, a3 = (base + slots[j] * slot_stride, base + slots[j + 1] * slot_stride, base + slots[j + 2] * slot_stride, base + slots[j + 3] * slot_stride)
-        a4, a5, a6, a7 = (base + slots[j + 4] * slot_stride, base + slots[j + 5] * slot_stride, base + slots[j + 6] * slot_stride, base + slots[j + 7] * slot_stride)
+        a0, a1 = base + slots[j] * slot_stride, base + slots[j + 1] * slot_stride
+        a2, a3 = base + slots[j + 2] * slot_stride, base + slots[j + 3] * slot_stride
+        a4, a5 = base + slots[j + 4] * slot_stride, base + slots[j + 5] * slot_stride
+        a6, a7 = base + slots[j + 6] * slot_stride, base + slots[j + 7] * slot_stride
         for d in range(0, whole, 8):
             at = d * 4
             transpose_8x8((a0 + at, a1 + at, a2 + at, a3 + at, a4 + at, a5 + at, a6 + at, a7 + at), out + d * out_stride + j * 4, out_stride)
@@ -191,6 +193,7 @@ class _Units:
     positions: Any
     units: Any
     num_pairs: int
+    scale: Any
 
 
 class NumbaAttention:
@@ -207,16 +210,20 @@ class NumbaAttention:
     def prepare(self, view: BatchView, kv: PagedKV) -> _Units:
         positions = view.positions.numpy()
         units, num_pairs = _cut(view.cu_q_lens.numpy(), positions, _QUERIES_PER_UNIT)
-        return _Units(view.block_tables.numpy(), positions, units, num_pairs)
+        return _Units(view.block_tables.numpy(), positions, units, num_pairs, np.float32(kv.data.shape[-1] ** -0.5))
 
     def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: _Units) -> Tensor:
         num_heads, head_dim = q.shape[1:]
         out = torch.empty_like(q)
-        inputs = (q.numpy(), kv.keys(layer).numpy(), kv.values(layer).numpy(), prepared.tables, kv.block_size, prepared.positions, prepared.units)
-        scale, result = np.float32(head_dim**-0.5), out.numpy()
+        inputs: tuple[Any, ...] = (q.numpy(), *kv.host_arrays()[layer], prepared.tables, kv.block_size, prepared.positions, prepared.units)
+        result = out.numpy()
         num_shares = self._num_threads if prepared.num_pairs * num_heads * head_dim > _PARALLEL_FROM else 1
-        others = [self._pool.submit(_attend, *inputs, share, num_shares, scale, result) for share in range(1, num_shares)]
-        _attend(*inputs, 0, num_shares, scale, result)
+
+        def run(share: int) -> None:
+            _attend(*inputs, share, num_shares, prepared.scale, result)
+
+        others = [self._pool.submit(run, share) for share in range(1, num_shares)]
+        run(0)
         for other in others:
             other.result()
         return out.view(-1, num_heads * head_dim)

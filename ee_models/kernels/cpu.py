@@ -14,7 +14,7 @@ from cache.view import BatchView
 
 from .numba_math import ONE, ZERO, exp32
 
-_NOTHING = np.empty(0, np.float32)
+_NOTHING, _NO_DELTA = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 # One thread each: these take microseconds, and a second pool of threads that spin beside torch's own costs both dearly.
 _kernel = njit(fastmath={"contract", "reassoc"}, error_model="numpy", cache=True, nogil=True)
 
@@ -31,7 +31,7 @@ def _add_rms_norm(hidden: Any, delta: Any, weight: Any, eps: Any, out: Any) -> N
         total = ZERO
         for i in range(size):
             total += h[i] * h[i]
-        scale = ONE / np.float32(math.sqrt(total / np.float32(size) + eps))
+        scale = ONE / np.float32(math.sqrt(total / np.float32(size) + np.float32(eps)))
         for i in range(size):
             o[i] = h[i] * scale * weight[i]
 
@@ -53,7 +53,7 @@ def _rope_and_store(qkv: Any, cos_sin: Any, q_norm: Any, k_norm: Any, eps: Any, 
                 total = ZERO
                 for i in range(head_dim):
                     total += x[i] * x[i]
-                scale = ONE / np.float32(math.sqrt(total / np.float32(head_dim) + eps))
+                scale = ONE / np.float32(math.sqrt(total / np.float32(head_dim) + np.float32(eps)))
                 for i in range(head_dim):
                     x[i] = x[i] * scale * norm[i]
             y = q[token, head] if is_query else keys[slot, head - num_heads]
@@ -80,31 +80,37 @@ def _silu_mul(gate_up: Any, out: Any) -> None:
 
 
 class NumbaKernels:
+    """What is the same for a whole pass, or for ever, is turned into numpy arrays once: a conversion costs as much as a kernel."""
+
+    def __init__(self) -> None:
+        self._constants: dict[int, tuple[Tensor, Any]] = {}
+        self._view: BatchView | None = None
+
     def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(hidden)
-        delta_ = hidden[:0] if delta is None else delta
-        _add_rms_norm(hidden.numpy(), delta_.numpy(), weight.numpy(), np.float32(eps), out.numpy())
+        _add_rms_norm(hidden.numpy(), _NO_DELTA if delta is None else delta.numpy(), self._constant(weight), eps, out.numpy())
         return out
 
     def rope_and_store(
         self, qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, num_heads: int, kv: PagedKV, layer: int, view: BatchView
     ) -> Tensor:
-        q = qkv.new_empty(qkv.shape[0], num_heads, kv.data.shape[-1])
-        _rope_and_store(
-            qkv.numpy(),
-            cos_sin.numpy(),
-            _NOTHING if q_norm is None else q_norm.numpy(),
-            _NOTHING if k_norm is None else k_norm.numpy(),
-            np.float32(eps),
-            view.positions.numpy(),
-            view.slots.numpy(),
-            kv.keys(layer).numpy(),
-            kv.values(layer).numpy(),
-            q.numpy(),
-        )
+        keys, values = kv.host_arrays()[layer]
+        if view is not self._view:
+            self._view, self._positions, self._slots = view, view.positions.numpy(), view.slots.numpy()
+        q = qkv.new_empty(qkv.shape[0], num_heads, keys.shape[2])
+        q_weight = _NOTHING if q_norm is None else self._constant(q_norm)
+        k_weight = _NOTHING if k_norm is None else self._constant(k_norm)
+        _rope_and_store(qkv.numpy(), self._constant(cos_sin), q_weight, k_weight, eps, self._positions, self._slots, keys, values, q.numpy())
         return q
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         _silu_mul(gate_up.numpy(), out.numpy())
         return out
+
+    def _constant(self, tensor: Tensor) -> Any:
+        """The array of a weight or table; the tensor is kept too, so that its id stays its own."""
+        found = self._constants.get(id(tensor))
+        if found is None:
+            found = self._constants[id(tensor)] = (tensor, tensor.numpy())
+        return found[1]
