@@ -1,4 +1,4 @@
-"""The two ways of acceptance, as one interface for the round: choose a draft token, judge a row of proposals."""
+"""The two ways of acceptance, as one interface for the round: choose a token, judge a row of proposals."""
 from __future__ import annotations
 
 from typing import Protocol
@@ -11,8 +11,8 @@ from .stages import RoundBatch, Span, Stages, Tier
 
 
 class Judge(Protocol):
-    def draft(self, logits: Tensor, batch: RoundBatch, span: Span) -> Tensor:
-        """The draft tier's tokens [tokens] from its logits [tokens, vocab]."""
+    def choose(self, logits: Tensor, batch: RoundBatch, span: Span) -> Tensor:
+        """One token per place [tokens], from logits [tokens, vocab]: drafts, and all of plain decoding."""
 
     def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, index: Tensor, num_proposed: Tensor) -> tuple[Tensor, Tensor]:
         """Judges the tokens after columns index [rows, q_len] by logits [tokens, vocab] -> (num_accepted [rows], own token [rows]).
@@ -27,7 +27,7 @@ def proposed_tokens(batch: RoundBatch, index: Tensor) -> Tensor:
 class CoupledJudge:
     """Every tier chooses by the same noise, so that a proposal is right or wrong: the output is plain decoding's."""
 
-    def draft(self, logits: Tensor, batch: RoundBatch, span: Span) -> Tensor:
+    def choose(self, logits: Tensor, batch: RoundBatch, span: Span) -> Tensor:
         return batch.sampler.choose(logits, Stages.places(batch, span))
 
     def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, index: Tensor, num_proposed: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ class RejectionJudge:
     def num_bytes(self) -> int:
         return self._kept.nbytes
 
-    def draft(self, logits: Tensor, batch: RoundBatch, span: Span) -> Tensor:
+    def choose(self, logits: Tensor, batch: RoundBatch, span: Span) -> Tensor:
         q = batch.sampler.probabilities(logits, Stages.places(batch, span))
         self._kept[Tier.DRAFT][span.flat] = q
         return sampling.draw(q.log(), batch.sampler.keys(span.rows, span.view.positions + 1, noise.Stream.CHOICE))

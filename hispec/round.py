@@ -10,7 +10,7 @@ last committed token; tokens[:, 0] = x_n and tokens[:, j + 1] is what the highes
 
 Every tier's last token is its own (corrected or bonus), so "all accepted" is no special case. No layer runs twice for a
 position that survives; rollback is the setting of a length. Two-tier decoding (LayerSkip, Kangaroo) is the same round
-without a check tier, plain decoding the same without a draft tier: `PLAIN` drafts nothing with no layers.
+without a check tier, plain decoding the same without a draft tier. A tier that resumes at layer 0 begins at the embedding.
 
 Entry invariant, for every row: KV is valid at every layer for positions 0..n-1, and x_n is not processed yet.
 """
@@ -48,6 +48,8 @@ def run_round(stages: Stages, plan: Plan, judge: Judge, batch: RoundBatch, draft
     """Runs one round of `plan` over the rows of `batch`. Every row with limit > 0 commits at least one token."""
     offset = torch.zeros_like(batch.limits)  # columns that hold x_n and tentative tokens already passed on to verify
     drafted, draft_accepted = torch.zeros_like(offset), torch.zeros_like(offset)
+    if plan.is_plain:
+        return verify(stages, plan, judge, batch, batch.limits.clamp(max=1), drafted, draft_accepted)
     for _ in range(plan.num_checks):
         num_drafted = draft(stages, plan, judge, batch, offset, draft_confidence)
         drafted += num_drafted
@@ -79,7 +81,7 @@ def draft(stages: Stages, plan: Plan, judge: Judge, batch: RoundBatch, offset: T
         if step == num_steps:
             break
         logits = stages.logits(hidden, plan.draft_layer)
-        batch.tokens[span.rows, span.index + 1] = judge.draft(logits, batch, span)
+        batch.tokens[span.rows, span.index + 1] = judge.choose(logits, batch, span)
         if confidence is not None and step > 0 and not bool((logits.float().softmax(-1).amax(-1) >= confidence).any()):
             num_steps = step + 1
     return (batch.limits - offset - 1).clamp(min=0, max=num_steps)
@@ -107,13 +109,17 @@ def verify(stages: Stages, plan: Plan, judge: Judge, batch: RoundBatch, offset: 
     After a check the token after the last column is tentative too, but was not fed to any tier: the row ends with it if
     verify accepts it, so a row commits at most `offset` tokens.
     """
-    index = batch.columns[: int(offset.max())].unsqueeze(0)
+    index = batch.columns[: 1 if plan.is_plain else int(offset.max())].unsqueeze(0)
     span = stages.select(batch, index.expand(offset.shape[0], -1), index < offset.unsqueeze(-1))
-    hidden = stages.resume(Tier.DRAFT if plan.check_layer is None else Tier.CHECK, span)
+    hidden = stages.embed(batch, span) if plan.is_plain else stages.resume(Tier.DRAFT if plan.check_layer is None else Tier.CHECK, span)
     logits = stages.logits(stages.run(hidden, plan.top_layer, stages.num_layers, span), stages.num_layers)
-    tentative = offset if plan.check_layer is not None else (offset - 1).clamp(min=0)
-    accepted, own = judge.judge(None, logits, batch, span, index, tentative)
-    _put(batch.tokens, accepted + 1, own, accepted < offset)
+    if plan.is_plain:
+        tentative = accepted = torch.zeros_like(offset)
+        batch.tokens[:, 1:] = span.spread(judge.choose(logits, batch, span))
+    else:
+        tentative = offset if plan.check_layer is not None else (offset - 1).clamp(min=0)
+        accepted, own = judge.judge(None, logits, batch, span, index, tentative)
+        _put(batch.tokens, accepted + 1, own, accepted < offset)
     return RoundResult(
         tokens=batch.tokens,
         counts=torch.minimum(accepted + 1, offset),
