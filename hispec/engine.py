@@ -261,19 +261,18 @@ class Engine:
     def _batch(self, limits: dict[int, int]) -> RoundBatch:
         running, device = self._scheduler.running, self._decoder.device
         num_rows = len(running)
-        host = np.zeros((3, num_rows), np.int64)
+        window = self.plan.window
+        host = np.zeros((num_rows, window + 3), np.int64)  # the window's tokens, start, limit
         for row, request in enumerate(running):
-            host[:, row] = request.token_ids[-1], len(request.token_ids) - 1, limits.get(row, 0)
-        last, starts, row_limits = torch.from_numpy(host).to(device)
-        tokens = torch.zeros(num_rows, self.plan.window + 1, dtype=torch.int64, device=device)
-        tokens[:, 0] = last
+            host[row, 0], host[row, window + 1], host[row, window + 2] = request.token_ids[-1], len(request.token_ids) - 1, limits.get(row, 0)
+        rows = torch.from_numpy(host).to(device)
         return RoundBatch(
-            tokens=tokens,
-            starts=starts,
-            limits=row_limits,
+            tokens=rows[:, : window + 1],
+            starts=rows[:, window + 1],
+            limits=rows[:, window + 2],
             block_tables=self._tables[:num_rows].to(device),
             block_size=self._pool.block_size,
-            max_context_len=int((host[1] + host[2]).max()),
+            max_context_len=int(host[:, window + 1 :].sum(axis=1).max()),
             sampler=self._sampler_of(running),
         )
 

@@ -110,7 +110,7 @@ def verify(stages: Stages, plan: Plan, judge: Judge, batch: RoundBatch, offset: 
     verify accepts it, so a row commits at most `offset` tokens.
     """
     index = batch.columns[: 1 if plan.is_plain else int(offset.max())].unsqueeze(0)
-    span = stages.select(batch, index.expand(offset.shape[0], -1), index < offset.unsqueeze(-1))
+    span = stages.select(batch, index, index < offset.unsqueeze(-1))
     hidden = stages.embed(batch, span) if plan.is_plain else stages.resume(Tier.DRAFT if plan.check_layer is None else Tier.CHECK, span)
     logits = stages.logits(stages.run(hidden, plan.top_layer, stages.num_layers, span), stages.num_layers)
     if plan.is_plain:

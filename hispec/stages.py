@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
-from cache.view import BatchView, slots_of
+from cache.view import BatchView
 from ee_models.config import ModelConfig
 
 from .sampling import Places, Sampler
@@ -57,11 +57,8 @@ class RoundBatch:
     sampler: Sampler
 
     def __post_init__(self) -> None:
-        window = self.tokens.shape[1] - 1
-        self.columns = torch.arange(window, device=self.tokens.device)
-        self.positions = self.starts.unsqueeze(-1) + self.columns
-        covered = self.positions.clamp(max=self.block_tables.shape[1] * self.block_size - 1)
-        self.slots = torch.where(self.columns < self.limits.unsqueeze(-1), slots_of(self.block_tables, covered, self.block_size), -1)
+        self.window = self.tokens.shape[1] - 1
+        self.columns = torch.arange(self.window, device=self.tokens.device)
 
 
 @dataclass(frozen=True)
@@ -111,23 +108,16 @@ class Stages:
 
     def select(self, batch: RoundBatch, index: Tensor, live: Tensor) -> Span:
         """The places of index [rows, q_len] that are live [rows, q_len]."""
-        rows, q_len = index.shape
-        window = batch.columns.shape[0]
+        rows, q_len = live.shape
         place = live.reshape(-1).nonzero().squeeze(-1)
-        row = place // q_len if q_len > 1 else place
-        index = index.reshape(-1)[place]
-        flat = row * window + index
-        cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=index.device)
+        row = place // q_len
+        column = index.expand_as(live).reshape(-1)[place]
+        positions = batch.starts[row] + column
+        slots = batch.block_tables[row, positions // batch.block_size] * batch.block_size + positions % batch.block_size
+        cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=live.device)
         torch.cumsum(live.sum(-1), 0, out=cu_q_lens[1:])
-        view = BatchView(
-            positions=batch.positions.view(-1)[flat],
-            slots=batch.slots.view(-1)[flat],
-            block_tables=batch.block_tables,
-            cu_q_lens=cu_q_lens,
-            max_q_len=q_len,
-            max_context_len=batch.max_context_len,
-        )
-        return Span(row, index, flat, place, (rows, q_len), view)
+        view = BatchView(positions, slots, batch.block_tables, cu_q_lens, max_q_len=q_len, max_context_len=batch.max_context_len)
+        return Span(row, column, row * batch.window + column, place, (rows, q_len), view)
 
     def embed(self, batch: RoundBatch, span: Span) -> Tensor:
         """Hidden states [tokens, hidden] of the tokens at the span's places."""

@@ -37,8 +37,8 @@ FAULTS = (
     Fault(
         "rollback off by one: the round starts a position early",
         "hispec/engine.py",
-        "token_ids[-1], len(request.token_ids) - 1, limits",
-        "token_ids[-1], len(request.token_ids) - 2, limits",
+        "token_ids[-1], len(request.token_ids) - 1, limits.get",
+        "token_ids[-1], len(request.token_ids) - 2, limits.get",
     ),
     Fault(
         "a stale hidden row: the last draft's is not stored",

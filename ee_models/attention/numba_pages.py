@@ -214,16 +214,15 @@ class NumbaAttention:
 
     def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: _Units) -> Tensor:
         num_heads, head_dim = q.shape[1:]
-        out = torch.empty_like(q)
         inputs: tuple[Any, ...] = (q.numpy(), *kv.host_arrays()[layer], prepared.tables, kv.block_size, prepared.positions, prepared.units)
-        result = out.numpy()
+        out = np.empty((q.shape[0], num_heads, head_dim), np.float32)
         num_shares = self._num_threads if prepared.num_pairs * num_heads * head_dim > _PARALLEL_FROM else 1
 
         def run(share: int) -> None:
-            _attend(*inputs, share, num_shares, prepared.scale, result)
+            _attend(*inputs, share, num_shares, prepared.scale, out)
 
         others = [self._pool.submit(run, share) for share in range(1, num_shares)]
         run(0)
         for other in others:
             other.result()
-        return out.view(-1, num_heads * head_dim)
+        return torch.from_numpy(out).view(-1, num_heads * head_dim)

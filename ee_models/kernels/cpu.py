@@ -87,9 +87,9 @@ class NumbaKernels:
         self._view: BatchView | None = None
 
     def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(hidden)
-        _add_rms_norm(hidden.numpy(), _NO_DELTA if delta is None else delta.numpy(), self._constant(weight), eps, out.numpy())
-        return out
+        out = np.empty(hidden.shape, np.float32)
+        _add_rms_norm(hidden.numpy(), _NO_DELTA if delta is None else delta.numpy(), self._constant(weight), eps, out)
+        return torch.from_numpy(out)
 
     def rope_and_store(
         self, qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, num_heads: int, kv: PagedKV, layer: int, view: BatchView
@@ -97,16 +97,16 @@ class NumbaKernels:
         keys, values = kv.host_arrays()[layer]
         if view is not self._view:
             self._view, self._positions, self._slots = view, view.positions.numpy(), view.slots.numpy()
-        q = qkv.new_empty(qkv.shape[0], num_heads, keys.shape[2])
+        q = np.empty((qkv.shape[0], num_heads, keys.shape[2]), np.float32)
         q_weight = _NOTHING if q_norm is None else self._constant(q_norm)
         k_weight = _NOTHING if k_norm is None else self._constant(k_norm)
-        _rope_and_store(qkv.numpy(), self._constant(cos_sin), q_weight, k_weight, eps, self._positions, self._slots, keys, values, q.numpy())
-        return q
+        _rope_and_store(qkv.numpy(), self._constant(cos_sin), q_weight, k_weight, eps, self._positions, self._slots, keys, values, q)
+        return torch.from_numpy(q)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        _silu_mul(gate_up.numpy(), out.numpy())
-        return out
+        out = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
+        _silu_mul(gate_up.numpy(), out)
+        return torch.from_numpy(out)
 
     def _constant(self, tensor: Tensor) -> Any:
         """The array of a weight or table; the tensor is kept too, so that its id stays its own."""

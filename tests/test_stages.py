@@ -1,0 +1,46 @@
+"""Packing of live places says what a walk row by row says, and `spread` puts values back where they came from."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cache.hidden import HiddenBuffer
+from cache.paged_kv import PagedKV
+from hispec.sampling import Sampler
+from hispec.stages import RoundBatch, Stages
+from tests.scripted import ScriptedDecoder, one_hot_script
+
+WINDOW = 6
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_packing_agrees_with_a_walk(rows: int, q_len: int, block_size: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(rows * 100 + q_len * 10 + block_size)
+    live = torch.rand(rows, q_len, generator=generator) < share
+    index = torch.randint(0, WINDOW - q_len + 1, (rows, 1), generator=generator) + torch.arange(q_len)
+    starts = torch.randint(0, 40, (rows,), generator=generator)
+    tables = torch.randperm(rows * 64, generator=generator).view(rows, 64)
+    limits = torch.full((rows,), WINDOW)
+    sampler = Sampler([None] * rows, 50, torch.device("cpu"))
+    batch = RoundBatch(torch.zeros(rows, WINDOW + 1, dtype=torch.int64), starts, limits, tables, block_size, 64, sampler)
+    decoder = ScriptedDecoder(one_hot_script(lambda *_: 0))
+    cpu = torch.device("cpu")
+    stages = Stages(decoder, 9, PagedKV(9, 1, 1, 1, 2, torch.float32, cpu), HiddenBuffer(2, rows, WINDOW, 3, torch.float32, cpu))
+    walked, ends = [], [0]
+    for row in range(rows):
+        for j in range(q_len):
+            if live[row, j]:
+                column = int(index[row, j])
+                position = int(starts[row]) + column
+                slot = int(tables[row, position // block_size]) * block_size + position % block_size
+                walked.append((row, column, row * WINDOW + column, row * q_len + j, position, slot))
+        ends.append(len(walked))
+    span = stages.select(batch, index, live)
+    found = (span.rows, span.index, span.flat, span.place, span.view.positions, span.view.slots)
+    assert list(zip(*(values.tolist() for values in found), strict=True)) == walked
+    assert span.view.cu_q_lens.tolist() == ends
+    assert torch.equal(span.spread(torch.ones(span.num_tokens)).bool(), live)
+    assert torch.equal(span.spread(span.index + 1), torch.where(live, index + 1, 0))
