@@ -72,4 +72,18 @@ def _is_ours(place: str) -> bool:
         return False
 
 
+def _shorten_spinning() -> None:
+    """Lets torch's idle OpenMP threads sleep sooner, unless the user has said how they should wait, or torch is loaded already.
+
+    By default they spin for milliseconds after each matrix product, on the core that attention's second thread needs: a
+    prefill pass takes a third longer. This long a spin still spans the gaps between the products of one layer.
+    """
+    import os
+    import sys
+
+    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+
 _check_neighbours()
+_shorten_spinning()

@@ -130,7 +130,7 @@ class EngineConfig(Settings):
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     num_kv_blocks: Annotated[int, Field(ge=1)] | None = None
-    max_prefill_tokens: Annotated[int, Field(ge=1)] = 256
+    max_prefill_tokens: Annotated[int, Field(ge=1)] = 512
     enable_prefix_caching: bool = True
     attention: Literal["auto", "sdpa", "numba"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
