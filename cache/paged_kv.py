@@ -1,8 +1,10 @@
 """PagedKV: the keys and values of all layers, in one tensor allocated once."""
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ class PagedKV:
     def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         # Zeros, not empty: a tile may read past a sequence's end with weight 0, and 0 * NaN would not be 0.
-        self.data = torch.zeros(num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.data = _zeros((num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim), dtype, device)
         # Views are made once: indexing a tensor costs as much as a small kernel, twice per layer and pass.
         self._keys, self._values = ([layer[part] for layer in self.data] for part in (0, 1))
         self._host_arrays: list[tuple[Any, Any]] = []
@@ -55,3 +57,11 @@ class PagedKV:
         slots = slots[live]
         self._keys[layer].index_copy_(0, slots, keys[live].to(self.data.dtype))
         self._values[layer].index_copy_(0, slots, values[live].to(self.data.dtype))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, memory that the system zeroes page by page when first touched: torch.zeros would write all of it at once,
+    and a pool sized for the longest sequences is mostly never used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
