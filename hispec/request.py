@@ -28,7 +28,7 @@ class Request:
 
     number         order of arrival
     token_ids      prompt and committed output
-    num_computed   positions whose KV is valid at every layer; len(token_ids) - 1 when ready for a round
+    num_computed   positions whose KV is valid at every layer, while it has a row; len(token_ids) - 1 when ready for a round
     stop_ids       tokens that end it; params.ignore_eos has been applied
     num_cached     prompt positions found in the prefix cache at its last admission
     row            its place in the batch, None while it waits

@@ -103,7 +103,6 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._leave_row(request)
         self._pool.free(request.table)
-        request.num_computed = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.append(request)
