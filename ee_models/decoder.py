@@ -53,6 +53,7 @@ class Decoder:
         self.attention = attention
         self.kernels = select_kernels(self.device, self.dtype)
         self._embedding, self._layers, self._final_norm, self._head = embedding, layers, final_norm, head
+        self.max_positions = max_positions
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), config.rope.inv_freq(config.head_dim))
         self._cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(self.device)
 

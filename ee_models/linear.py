@@ -31,7 +31,7 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
         self.num_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
-        self.row_invariant = _probe(self, "plain", weight)[1]
+        self.row_invariant = _probe(self, "plain", weight) == (1, True)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)

@@ -70,6 +70,8 @@ def request_problems(
         outside = [token for token in token_ids if not 0 <= token < vocab_size]
         if outside:
             yield f"{field} names token {outside[0]}, but the vocabulary ends at {vocab_size - 1}"
+    if params.logprobs is not None and params.logprobs > vocab_size:
+        yield f"logprobs={params.logprobs} is more than the vocabulary of {vocab_size} tokens"
     if params.stop and not has_text:
         yield "stop strings need a tokenizer, and the model has none; use stop_token_ids"
     length = len(prompt_token_ids)
@@ -77,11 +79,11 @@ def request_problems(
         yield f"the prompt has {length} tokens, but max_model_len={model_len} must hold it and one token of output; shorten it or raise max_model_len"
         return
     total = length + min(params.max_tokens or model_len, model_len - length)
-    needed = -(-total // block_size)
+    needed = -(-(total - 1) // block_size)  # the last token of the output is never processed
     if needed > num_blocks:
         yield (
             f"prompt and output take up to {total} tokens = {needed} KV blocks of {block_size}, but there are {num_blocks};"
-            f" lower max_tokens to {num_blocks * block_size - length} or raise num_kv_blocks"
-            if num_blocks * block_size > length
+            f" lower max_tokens to {num_blocks * block_size - length + 1} or raise num_kv_blocks"
+            if num_blocks * block_size >= length
             else f"the prompt's {length} tokens take {-(-length // block_size)} KV blocks of {block_size}, but there are {num_blocks}; raise num_kv_blocks"
         )

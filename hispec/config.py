@@ -31,10 +31,14 @@ class Plan:
     num_checks: int = 1
 
     def __post_init__(self) -> None:
-        if self.check_layer is None and self.num_checks != 1:
-            raise ConfigError(f"num_checks={self.num_checks} needs a check tier; without one it must be 1")
         if self.check_layer is not None and self.num_draft_tokens < 1:
             raise ConfigError("a check tier needs num_draft_tokens >= 1; leave `check` out for plain decoding")
+        if self.num_draft_tokens == 0 and self.draft_layer != 0:
+            raise ConfigError(f"draft_layer={self.draft_layer} needs num_draft_tokens >= 1; plain decoding has draft_layer=0")
+        if self.check_layer is not None and self.check_layer < self.draft_layer:
+            raise ConfigError(f"check_layer={self.check_layer} lies below draft_layer={self.draft_layer}")
+        if self.check_layer is None and self.num_checks != 1:
+            raise ConfigError(f"num_checks={self.num_checks} needs a check tier; without one it must be 1")
 
     @property
     def window(self) -> int:

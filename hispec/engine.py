@@ -48,7 +48,7 @@ class Engine:
         """`plan` overrides the one that `speculative` gives. Raises ConfigError for what does not fit the model or memory."""
         model = decoder.config
         self._decoder, self._config = decoder, config
-        self.max_model_len = max_model_len(config, model.max_position_embeddings, model.sliding_window)
+        self.max_model_len = max_model_len(config, min(model.max_position_embeddings, decoder.max_positions), model.sliding_window)
         num_blocks = config.num_kv_blocks or default_num_blocks(config, decoder, self.max_model_len)
         self._pool = BlockPool(num_blocks, config.block_size)
         self._kv = PagedKV(model.num_layers, num_blocks, config.block_size, model.num_kv_heads, model.head_dim, decoder.dtype, decoder.device)
@@ -62,6 +62,7 @@ class Engine:
         self._pending: list[Delta] = []
         self._sampler: tuple[tuple[int, ...], Sampler] | None = None
         self._closed = self._draining = False
+        self._counts = PassCounts()
         self.set_speculative(speculative, plan=plan)
         self.reset_stats()
 
@@ -72,15 +73,18 @@ class Engine:
         if self._requests:
             raise ConfigError(f"the plan cannot change while {len(self._requests)} requests are unfinished; drain() or abort them first")
         model = self._decoder.config
-        self.plan = plan or (speculative.plan(model.num_layers) if speculative else PLAIN)
-        rows, window = self._config.max_num_seqs, self.plan.window
-        self._draft_confidence = speculative.draft_confidence if speculative else None
+        plan = plan or (speculative.plan(model.num_layers) if speculative else PLAIN)
+        if plan.top_layer > model.num_layers:
+            raise ConfigError(f"{plan} has an exit at layer {plan.top_layer} of a model of {model.num_layers}")
+        rows, window = self._config.max_num_seqs, plan.window
         hidden = HiddenBuffer(len(Tier), rows, window, model.hidden_size, self._decoder.dtype, self._decoder.device)
-        self._stages = Stages(self._decoder, model.num_layers, self._kv, hidden)
-        self._hidden = hidden
-        self._judge: Judge = CoupledJudge()
+        judge: Judge = CoupledJudge()
         if speculative and speculative.acceptance == "rejection":
-            self._judge = RejectionJudge(rows, window, model.vocab_size, self._decoder.device, self.plan.check_layer is not None)
+            judge = RejectionJudge(rows, window, model.vocab_size, self._decoder.device, plan.check_layer is not None)
+        # All buffers are there: nothing below can fail and leave one plan with another's buffers.
+        self.plan, self._hidden, self._judge = plan, hidden, judge
+        self._draft_confidence = speculative.draft_confidence if speculative else None
+        self._stages = Stages(self._decoder, model.num_layers, self._kv, hidden, self._counts)
 
     def add_request(
         self,
@@ -108,7 +112,7 @@ class Engine:
         )
         if self._closed or self._draining:
             problems.append("the engine is closed" if self._closed else "the engine is draining and takes no more requests")
-        if request_id in self._requests:
+        if request_id in self._requests or any(delta.request_id == request_id for delta in self._pending):
             problems.append("a request of this id is unfinished; ids must be unique while they live")
         if problems:
             raise RequestError(f"{request_id}: " + "; ".join(problems))
@@ -132,22 +136,29 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Delta]:
         """Computes one piece of prefill and one round -> what every request gained; [] only if none is ready yet."""
-        deltas, self._pending = self._pending, []
+        for request in [request for request in self._scheduler.running if request.finish_reason is not None]:
+            self._finish(request, [], "")  # an interrupt came between its last token and its end
         step = self._scheduler.schedule(self.plan.window)
         self._write_tables()
         if step.chunks:
             self._prefill(step.chunks)
         if step.limits:
-            deltas += self._round(step.limits)
+            self._round(step.limits)
+        # Deltas wait in `_pending` until here, so that none is lost if a step is interrupted.
+        deltas, self._pending = self._pending, []
         return deltas
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests at once; unknown and finished ids are passed over. Each gets a last Delta with the next step."""
+    def abort(self, request_ids: Iterable[str], *, notify: bool = True) -> None:
+        """Ends requests at once; unknown and finished ids are passed over. With `notify` each gets a last Delta with the
+        next step, and its id is free again after that; without, nothing more is said of them."""
+        request_ids = list(request_ids)
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
                 request.finish_reason = "abort"
-                self._pending.append(self._finish(request, []))
+                self._finish(request, [], _text_or_nothing(request))
+        if not notify:
+            self._pending = [delta for delta in self._pending if delta.request_id not in request_ids]
 
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do or to say."""
@@ -173,8 +184,8 @@ class Engine:
         """Counts since the last reset, and what is held now (see EngineStats)."""
         return {
             **self._stats.as_dict(),
-            "layer_passes": self._stages.counts.layer_passes,
-            "layer_positions": self._stages.counts.layer_positions,
+            "layer_passes": self._counts.layer_passes,
+            "layer_positions": self._counts.layer_positions,
             "num_layers": self._decoder.config.num_layers,
             "cached_tokens": self._scheduler.num_cached_tokens,
             "preemptions": self._scheduler.num_preemptions,
@@ -186,7 +197,7 @@ class Engine:
 
     def reset_stats(self) -> None:
         self._stats = EngineStats()
-        self._stages.counts = PassCounts()
+        self._counts.layer_passes = self._counts.layer_positions = 0
         self._scheduler.num_preemptions = self._scheduler.num_cached_tokens = 0
 
     def memory(self) -> dict[str, int]:
@@ -244,19 +255,20 @@ class Engine:
             self._stats.prefill_tokens += chunk.end - chunk.start
             self._scheduler.commit(chunk.request, chunk.end, release=False)
 
-    def _round(self, limits: dict[int, int]) -> list[Delta]:
+    def _round(self, limits: dict[int, int]) -> None:
         running = self._scheduler.running
         for row in limits:
             assert running[row].is_ready, "a round's entry invariant: all but the last committed token are computed"
         batch = self._batch(limits)
         result = run_round(self._stages, self.plan, self._judge, batch, self._draft_confidence)
-        # The one device-to-host copy of a round.
+        # The one device-to-host copy of what a round committed.
         columns = (result.counts, result.drafted, result.draft_accepted, result.tentative, result.accepted)
         rows = torch.cat((torch.stack(columns, dim=1), result.tokens[:, 1:]), dim=1).tolist()
         self._stats.steps += 1
         # Requests are looked up before any of them leaves, since rows move up then.
         live = [(row, running[row]) for row in sorted(limits)]
-        return [self._commit(request, row, rows[row], result) for row, request in live]
+        for row, request in live:
+            self._commit(request, row, rows[row], result)
 
     def _batch(self, limits: dict[int, int]) -> RoundBatch:
         running, device = self._scheduler.running, self._decoder.device
@@ -284,13 +296,14 @@ class Engine:
             self._sampler = numbers, Sampler(rows, self._decoder.config.vocab_size, self._decoder.device)
         return self._sampler[1]
 
-    def _commit(self, request: Request, row: int, values: list[int], result: RoundResult) -> Delta:
+    def _commit(self, request: Request, row: int, values: list[int], result: RoundResult) -> None:
         """Commits a row's round: tokens up to the one that ends the request, KV below the last of them, counts of the same."""
         count, drafted, draft_accepted, tentative, accepted, *tokens = values
         start = len(request.token_ids)
-        error = None
+        error, text = None, ""
         try:
             taken = request.append(tokens[:count])
+            text = request.release_text()
         except Exception as problem:  # a text hook is the caller's code: its request ends, the others go on
             request.finish_reason, error = "error", f"{type(problem).__name__}: {problem}"
             taken = len(request.token_ids) - start
@@ -301,16 +314,17 @@ class Engine:
             counts.add(count, taken, drafted, draft_accepted, tentative, accepted)
         self._scheduler.commit(request, len(request.token_ids) - 1, release=True)
         if request.finish_reason is not None:
-            return self._finish(request, kept, error)
+            self._finish(request, kept, text, error)
+            return
         assert self._sampler is not None
         self._sampler[1].commit(row, kept)
-        return request.delta(kept, time.monotonic())
+        self._pending.append(request.delta(kept, text, time.monotonic()))
 
-    def _finish(self, request: Request, token_ids: list[int], error: str | None = None) -> Delta:
+    def _finish(self, request: Request, token_ids: list[int], text: str, error: str | None = None) -> None:
         self._scheduler.remove(request)
         del self._requests[request.request_id]
         self._stats.finished += 1
-        return request.delta(token_ids, time.monotonic(), error)
+        self._pending.append(request.delta(token_ids, text, time.monotonic(), error))
 
 
 def _logprobs(result: RoundResult, row: int, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -323,3 +337,11 @@ def _logprobs(result: RoundResult, row: int, token_ids: list[int], num_top: int)
         best = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else {}
         out.append(TokenLogprobs(token, float(values[token]), best))
     return out
+
+
+def _text_or_nothing(request: Request) -> str:
+    """The text that an aborted request still owes; nothing if its hook fails, since it ends in any case."""
+    try:
+        return request.release_text()
+    except Exception:  # a text hook is the caller's code
+        return ""

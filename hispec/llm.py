@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from ee_models.decoder import Decoder
-from ee_models.loader import load_tokenizer, open_checkpoint
+from ee_models.loader import CheckpointError, load_tokenizer, open_checkpoint
 
 from .admission import max_model_len
 from .config import EngineConfig, SpeculativeConfig
@@ -97,6 +97,8 @@ class LLM:
         dtype = _dtype(config.dtype, checkpoint.dtype, device)
         try:
             self._decoder = Decoder.load(checkpoint, dtype, device, config.attention, max_positions=length)
+        except CheckpointError:
+            raise
         except ValueError as error:
             raise ConfigError(f"engine: {error}") from error
         self.tokenizer: PreTrainedTokenizerBase | None = None if skip_tokenizer_init else load_tokenizer(checkpoint)
@@ -104,6 +106,8 @@ class LLM:
         self._defaults = checkpoint.generation_defaults
         self._pending: dict[str, _Pending] = {}
         self._of_sequence: dict[str, _Pending] = {}
+        self._streams: dict[str, list[Delta]] = {}  # Deltas of live streams that nobody has taken yet
+        self._finished: list[RequestOutput] = []  # of other requests, for step()
         self._numbers = itertools.count()
 
     # ---- batch ----
@@ -129,10 +133,16 @@ class LLM:
             raise RequestError(f"n={params.n}: a stream has one output")
         request_id = f"stream-{next(self._numbers)}"
         self.add(prompt, params, request_id, chat=chat)
+        queue = self._streams[request_id] = []
         try:
-            while request_id in self._pending:
-                yield from (delta for delta in self._advance()[0] if delta.request_id == request_id)
+            while True:
+                while queue:
+                    yield queue.pop(0)
+                if request_id not in self._pending:
+                    return
+                self._advance()
         finally:
+            del self._streams[request_id]
             self.abort([request_id])
 
     # ---- one request at a time ----
@@ -152,24 +162,26 @@ class LLM:
                 sequence_id = request_id if params.n == 1 else f"{request_id}/{index}"
                 pending.sequences[self.engine.add_request(token_ids, one, sequence_id, stream)] = _Growing()
         except RequestError:
-            self.engine.abort(pending.sequences)
+            self.engine.abort(pending.sequences, notify=False)
             raise
         self._pending[request_id] = pending
         self._of_sequence.update(dict.fromkeys(pending.sequences, pending))
 
     def step(self) -> list[RequestOutput]:
         """One engine step -> the requests that it finished, all their outputs included."""
-        return self._advance()[1]
+        self._advance()
+        finished, self._finished = self._finished, []
+        return finished
 
     def has_unfinished(self) -> bool:
-        return bool(self._pending)
+        return bool(self._pending or self._finished)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests at once, without an output; unknown and finished ids are passed over."""
         for request_id in request_ids:
             pending = self._pending.pop(request_id, None)
             if pending is not None:
-                self.engine.abort(pending.sequences)
+                self.engine.abort(pending.sequences, notify=False)
                 for sequence_id in pending.sequences:
                     del self._of_sequence[sequence_id]
 
@@ -212,20 +224,20 @@ class LLM:
     # ---- inside ----
 
     def _run(self, prompts: list[Any], sampling_params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
-        if self._pending:
+        if self.has_unfinished():
             raise RequestError(f"{len(self._pending)} requests are unfinished; step() until has_unfinished() is False, or abort them")
         each = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(each)} sampling_params for {len(prompts)} prompts; give one for all, or one each")
         done: dict[str, RequestOutput] = {}
         ids = [f"prompt-{next(self._numbers)}" for _ in prompts]
-        for request_id, prompt, params in zip(ids, prompts, each, strict=True):
-            try:
-                self.add(prompt, params, request_id, chat=chat)
-            except RequestError as error:
-                text = prompt if isinstance(prompt, str) else None
-                done[request_id] = RequestOutput(request_id, text, [], error=str(error))
         try:
+            for request_id, prompt, params in zip(ids, prompts, each, strict=True):
+                try:
+                    self.add(prompt, params, request_id, chat=chat)
+                except RequestError as error:
+                    text = prompt if isinstance(prompt, str) else None
+                    done[request_id] = RequestOutput(request_id, text, [], error=str(error))
             with tqdm(total=len(prompts), initial=len(done), desc="requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 while self._pending:
                     for output in self.step():
@@ -235,20 +247,22 @@ class LLM:
             self.abort(ids)
         return [done[request_id] for request_id in ids]
 
-    def _advance(self) -> tuple[list[Delta], list[RequestOutput]]:
-        """One engine step -> (all Deltas, the requests that are finished by them)."""
-        deltas, finished = self.engine.step(), []
-        for delta in deltas:
+    def _advance(self) -> None:
+        """One engine step: hands Deltas to streams, and keeps what finished for step()."""
+        for delta in self.engine.step():
             pending = self._of_sequence.get(delta.request_id)
             if pending is None:  # aborted meanwhile
                 continue
             pending.sequences[delta.request_id].add(delta)
+            stream = self._streams.get(pending.request_id)
+            if stream is not None:
+                stream.append(delta)
             if all(growing.last and growing.last.finish_reason for growing in pending.sequences.values()):
-                finished.append(pending.output())
+                if stream is None:
+                    self._finished.append(pending.output())
                 del self._pending[pending.request_id]
                 for sequence_id in pending.sequences:
                     del self._of_sequence[sequence_id]
-        return deltas, finished
 
     def _params(self, values: SamplingParams | dict[str, Any] | None) -> SamplingParams:
         return SamplingParams.of({**self._defaults} if values is None else values)
@@ -264,14 +278,21 @@ class LLM:
         if not chat:
             if not isinstance(prompt, str):
                 raise RequestError(f"a prompt is a string, a list of token ids, or a dict with one of them, not {type(prompt).__name__}")
-            return prompt, self.tokenizer.encode(prompt)
+            return prompt, self._encode(prompt, add_special_tokens=True)
         if not self.tokenizer.chat_template:
-            raise RequestError("the model's tokenizer has no chat template; use generate() with the text that the model expects")
+            raise RequestError("the model's tokenizer has no chat template; give a plain prompt: generate(), or --no-chat on the command line")
         try:
             text = str(self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is code of the model's author, and raises what it likes
             raise RequestError(f"the chat template refuses the messages: {error}") from error
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
+        return text, self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert self.tokenizer is not None
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except Exception as error:  # tokenizers raise what they like, for a lone surrogate for example
+            raise RequestError(f"the tokenizer refuses the prompt: {error}") from error
 
 
 def _speculative(values: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig | None:

@@ -15,8 +15,8 @@ from .stats import RoundCounts
 class TextStream(Protocol):
     """Turns output tokens into text as they come, and looks for stop strings in it."""
 
-    def append(self, token_id: int) -> str | None:
-        """Takes one token; the stop string that it completed, if any."""
+    def append(self, token_id: int, may_stop: bool) -> str | None:
+        """Takes one token; the stop string that it completed, if any. Before `may_stop` stop strings are plain text."""
 
     def release(self, final: bool) -> str:
         """Text that is certain and not handed out yet; with `final`, all of it up to a stop string."""
@@ -82,8 +82,9 @@ class Request:
         """
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
-            stop_string = self.text.append(token) if self.text is not None else None
-            if self.num_output >= self.params.min_tokens:
+            may_stop = self.num_output >= self.params.min_tokens
+            stop_string = self.text.append(token, may_stop) if self.text is not None else None
+            if may_stop:
                 if token in self.stop_ids:
                     self.finish_reason, self.stop_reason = "stop", token
                 elif stop_string is not None:
@@ -94,8 +95,12 @@ class Request:
                 return taken
         return len(token_ids)
 
-    def delta(self, token_ids: list[int], now_s: float, error: str | None = None) -> Delta:
-        """What the engine says of this step's `token_ids`."""
+    def release_text(self) -> str:
+        """Text that became certain with the tokens appended so far; all of it once the request is finished."""
+        return self.text.release(final=self.finish_reason is not None) if self.text is not None else ""
+
+    def delta(self, token_ids: list[int], text: str, now_s: float, error: str | None = None) -> Delta:
+        """What the engine says of this step's `token_ids` and `text`."""
         finished = self.finish_reason is not None
         if token_ids and self.first_token_s is None:
             self.first_token_s = now_s
@@ -105,7 +110,7 @@ class Request:
         return Delta(
             request_id=self.request_id,
             token_ids=token_ids,
-            text=self.text.release(final=finished) if self.text is not None else "",
+            text=text,
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,

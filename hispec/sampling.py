@@ -119,13 +119,13 @@ class Sampler:
 
 def _nucleus_floor(logits: Tensor, top_p: Tensor) -> Tensor:
     """Smallest logit [tokens, 1] in the nucleus: the fewest most likely tokens whose probability reaches top_p."""
-    log_total = logits.logsumexp(-1, keepdim=True)
+    probabilities = logits.softmax(-1)  # row by row the same bits, which logsumexp does not give
     size = min(_NUCLEUS_FIRST, logits.shape[-1])
     while True:
-        largest = logits.topk(size, dim=-1).values
-        before = (largest - log_total).exp().cumsum(-1).roll(1, -1)
-        before[:, 0] = 0.0
+        largest, token = logits.topk(size, dim=-1)
+        before = probabilities.gather(-1, token).cumsum(-1).roll(1, -1)
         inside = before < top_p
+        inside[:, 0] = True
         if size == logits.shape[-1] or not bool((inside[:, -1:] & (top_p < 1.0)).any()):
             floor = largest.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
             return torch.where(top_p < 1.0, floor, -torch.inf)

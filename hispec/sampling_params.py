@@ -30,7 +30,7 @@ class SamplingParams(Settings):
 
     n: Annotated[int, Field(ge=1, le=128)] = 1
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
@@ -38,13 +38,20 @@ class SamplingParams(Settings):
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = 16
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
     speculative: bool = True
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_next_to_zero(cls, value: float) -> float:
+        if 0.0 < value < 1e-5:  # logits divided by it would overflow
+            raise ValueError(f"temperature={value} is too close to 0: use 0 for greedy, or at least 1e-5")
+        return value
 
     @model_validator(mode="after")
     def _min_below_max(self) -> SamplingParams:

@@ -22,6 +22,7 @@ class DecoderLike(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    max_positions: int  # positions that its rotary table has
 
     def embed(self, token_ids: Tensor) -> Tensor: ...
 
@@ -101,9 +102,9 @@ class PassCounts:
 class Stages:
     """The eager executor of stages, over one decoder, one KV and one hidden-state buffer."""
 
-    def __init__(self, decoder: DecoderLike, num_layers: int, kv: PagedKV, hidden: HiddenBuffer) -> None:
+    def __init__(self, decoder: DecoderLike, num_layers: int, kv: PagedKV, hidden: HiddenBuffer, counts: PassCounts) -> None:
         self.num_layers = num_layers
-        self.counts = PassCounts()
+        self.counts = counts
         self._decoder, self._kv, self._hidden = decoder, kv, hidden
 
     def select(self, batch: RoundBatch, index: Tensor, live: Tensor) -> Span:

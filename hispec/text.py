@@ -24,7 +24,7 @@ class IncrementalText:
         self._released = 0
         self._end: int | None = None
 
-    def append(self, token_id: int) -> str | None:
+    def append(self, token_id: int, may_stop: bool = True) -> str | None:
         """Takes one token; the stop string that it completed, if any. The earliest one wins."""
         piece = self._stream.step(self._backend, token_id)
         self._pending.append(token_id)
@@ -33,6 +33,8 @@ class IncrementalText:
         self._pending.clear()
         search_from = max(0, len(self._text) - self._held)
         self._text += piece
+        if not may_stop:
+            return None
         found = [(place, string) for string in self._stop if (place := self._text.find(string, search_from)) >= 0]
         if not found:
             return None

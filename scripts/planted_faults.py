@@ -98,8 +98,8 @@ FAULTS = (
     Fault(
         "stop handled after the cap",
         "hispec/request.py",
-        "if self.num_output >= self.params.min_tokens:",
-        "if self.params.min_tokens <= self.num_output < self.max_tokens:",
+        "            if may_stop:",
+        "            if may_stop and self.num_output < self.max_tokens:",
     ),
     Fault(
         "tokens after EOS are kept",

@@ -41,6 +41,7 @@ class ScriptedDecoder:
         self.config = tiny_config(num_layers, vocab_size)
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self._script = script
+        self.max_positions = self.config.max_position_embeddings
         self.computed: list[tuple[int, int, int]] = []  # (layer, slot, token) in order of computation
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -46,11 +46,11 @@ def test_engine_refuses_and_goes_on(tiny_decoder: Decoder, prompt: list[Any], pa
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers(tiny_decoder: Decoder) -> None:
     engine = make_engine(tiny_decoder, num_kv_blocks=4, block_size=8)
-    with pytest.raises(RequestError, match=r"41 tokens = 6 KV blocks of 8, but there are 4; lower max_tokens to 12"):
-        engine.add_request([1] * 20, SamplingParams(max_tokens=21))
+    with pytest.raises(RequestError, match=r"42 tokens = 6 KV blocks of 8, but there are 4; lower max_tokens to 13"):
+        engine.add_request([1] * 20, SamplingParams(max_tokens=22))
     with pytest.raises(RequestError, match=r"40 tokens take 5 KV blocks of 8.*raise num_kv_blocks"):
         engine.add_request([1] * 40, SamplingParams(max_tokens=1))
-    assert len(run(engine, [[1] * 20], SamplingParams(temperature=0.0, max_tokens=12))[0]) == 12
+    assert len(run(engine, [[1] * 20], SamplingParams(temperature=0.0, max_tokens=13))[0]) == 13
 
 
 def test_all_that_is_wrong_is_said_in_one_error(tiny_decoder: Decoder) -> None:

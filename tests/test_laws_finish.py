@@ -30,7 +30,7 @@ class SpellOut:
     def __init__(self, stop: str | None = None) -> None:
         self.text, self.released, self.stop, self.end = "", 0, stop, None
 
-    def append(self, token_id: int) -> str | None:
+    def append(self, token_id: int, may_stop: bool) -> str | None:
         self.text += f"{token_id},"
         if self.stop and self.end is None and self.stop in self.text:
             self.end = self.text.index(self.stop)
@@ -143,7 +143,7 @@ def test_logprobs_are_the_full_models(tiny_decoder: object, tiny_reference: obje
 
 def test_a_failing_text_hook_ends_its_request_and_no_other() -> None:
     class Broken(SpellOut):
-        def append(self, token_id: int) -> str | None:
+        def append(self, token_id: int, may_stop: bool) -> str | None:
             raise RuntimeError("no such character")
 
     engine = scripted_engine(Plan(2, 5, 1, 3))

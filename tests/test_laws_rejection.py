@@ -21,7 +21,7 @@ from hispec.judges import RejectionJudge
 from hispec.round import run_round
 from hispec.sampling import RowSampling, Sampler
 from hispec.sampling_params import SamplingParams
-from hispec.stages import RoundBatch, Stages
+from hispec.stages import PassCounts, RoundBatch, Stages
 from tests.scripted import ScriptedDecoder
 
 VOCAB, LAYERS, FIRST = 3, 4, 1
@@ -88,7 +88,7 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> Paths:
 
 def one_round(decoder: ScriptedDecoder, plan: Plan, limit: int) -> tuple[int, ...]:
     kv = PagedKV(LAYERS, 4, 4, 1, 2, torch.float32, torch.device("cpu"))
-    stages = Stages(decoder, LAYERS, kv, HiddenBuffer(2, 1, plan.window, 3, torch.float32, torch.device("cpu")))
+    stages = Stages(decoder, LAYERS, kv, HiddenBuffer(2, 1, plan.window, 3, torch.float32, torch.device("cpu")), PassCounts())
     judge = RejectionJudge(1, plan.window, VOCAB, torch.device("cpu"), plan.check_layer is not None)
     tokens = torch.zeros(1, plan.window + 1, dtype=torch.int64)
     tokens[0, 0] = FIRST

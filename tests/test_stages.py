@@ -7,7 +7,7 @@ import torch
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
 from hispec.sampling import Sampler
-from hispec.stages import RoundBatch, Stages
+from hispec.stages import PassCounts, RoundBatch, Stages
 from tests.scripted import ScriptedDecoder, one_hot_script
 
 WINDOW = 6
@@ -28,7 +28,7 @@ def test_packing_agrees_with_a_walk(rows: int, q_len: int, block_size: int, shar
     batch = RoundBatch(torch.zeros(rows, WINDOW + 1, dtype=torch.int64), starts, limits, tables, block_size, 64, sampler)
     decoder = ScriptedDecoder(one_hot_script(lambda *_: 0))
     cpu = torch.device("cpu")
-    stages = Stages(decoder, 9, PagedKV(9, 1, 1, 1, 2, torch.float32, cpu), HiddenBuffer(2, rows, WINDOW, 3, torch.float32, cpu))
+    stages = Stages(decoder, 9, PagedKV(9, 1, 1, 1, 2, torch.float32, cpu), HiddenBuffer(2, rows, WINDOW, 3, torch.float32, cpu), PassCounts())
     walked, ends = [], [0]
     for row in range(rows):
         for j in range(q_len):

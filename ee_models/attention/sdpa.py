@@ -35,7 +35,10 @@ class SdpaAttention:
         query_index = query_index.view(view.num_rows, view.max_q_len)
         context = torch.arange(view.max_context_len, device=device)
         mask = context <= view.positions[query_index].unsqueeze(-1)
-        return _Rectangle(query_index, mask.unsqueeze(1), slots_of(view.block_tables, context.expand(view.num_rows, -1), kv.block_size), places)
+        # Past a row's own end the table names other rows' blocks, whose NaN no mask would hide: 0 * NaN is NaN.
+        last = torch.zeros(view.num_rows, dtype=torch.int64, device=device).scatter_reduce_(0, row_ids, view.positions, "amax")
+        context_slots = slots_of(view.block_tables, torch.minimum(context, last.unsqueeze(-1)), kv.block_size)
+        return _Rectangle(query_index, mask.unsqueeze(1), context_slots, places)
 
     def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: _Rectangle) -> Tensor:
         group = q.shape[1] // kv.data.shape[-2]

@@ -60,12 +60,12 @@ class Scheduler:
         step = Step()
         preempted_before = self.num_preemptions
         for request in sorted(self.running, key=lambda request: request.number):
-            if request.row is not None and request.is_ready:
+            if request.row is not None:
                 self._make_room(request, window)
         if self.num_preemptions == preempted_before:
             self._admit(window)
         budget = self._max_prefill_tokens
-        for request in self.running:
+        for request in sorted(self.running, key=lambda request: request.number):
             assert request.row is not None
             if not request.is_ready and budget > 0:
                 end = min(len(request.token_ids) - 1, request.num_computed + budget)
@@ -73,9 +73,10 @@ class Scheduler:
                 budget -= end - request.num_computed
         finishing = {chunk.request.row for chunk in step.chunks if chunk.end == len(chunk.request.token_ids) - 1}
         for row, request in enumerate(self.running):
-            # A prompt whose last chunk is computed in this step joins its round at once: it was admitted with the blocks.
+            # A prompt whose last chunk is computed in this step joins its round at once: it has the blocks.
             if request.is_ready or row in finishing:
                 step.limits[row] = request.round_limit(window)
+                assert len(request.table.blocks) * self._pool.block_size >= len(request.token_ids) - 1 + step.limits[row]
         return step
 
     def commit(self, request: Request, num_computed: int, release: bool) -> None:
@@ -92,8 +93,12 @@ class Scheduler:
         return [request.table for request in (*self.waiting, *self.running)]
 
     def _make_room(self, request: Request, window: int) -> None:
-        """Extends the request's blocks for one round, preempting others (or, last of all, itself)."""
-        needed = request.num_computed + request.round_limit(window)
+        """Extends the request's blocks for one round, preempting others (or, last of all, itself).
+
+        One that is still prefilling was admitted with the blocks; but an interrupt within a step may have left any with
+        tokens that are not computed yet, so all are looked at.
+        """
+        needed = len(request.token_ids) - 1 + request.round_limit(window)
         while not self._pool.extend(request.table, needed):
             victim = self.running[self._policy.victim(self.running)]
             self._preempt(victim)
