@@ -18,7 +18,7 @@ from .admission import default_num_blocks, max_model_len, request_problems
 from .config import PLAIN, EngineConfig, Plan, SpeculativeConfig
 from .errors import ConfigError, RequestError
 from .judges import CoupledJudge, Judge, RejectionJudge
-from .outputs import Delta, TokenLogprobs
+from .outputs import Delta
 from .request import Request, TextStream
 from .round import RoundResult, run_round
 from .sampling import RowSampling, Sampler
@@ -27,6 +27,7 @@ from .scheduling.policy import FirstComeFirstServed
 from .scheduling.scheduler import Chunk, Scheduler
 from .stages import DecoderLike, PassCounts, RoundBatch, Stages, Tier
 from .stats import EngineStats
+from .tables import RowTables
 
 
 class Engine:
@@ -54,8 +55,7 @@ class Engine:
         self._kv = PagedKV(model.num_layers, num_blocks, config.block_size, model.num_kv_heads, model.head_dim, decoder.dtype, decoder.device)
         self._scheduler = Scheduler(self._pool, FirstComeFirstServed(), config.max_num_seqs, config.max_prefill_tokens, config.enable_prefix_caching)
         max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
-        self._tables = torch.zeros(config.max_num_seqs, max_blocks, dtype=torch.int64)
-        self._written: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
+        self._tables = RowTables(config.max_num_seqs, max_blocks)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
@@ -139,7 +139,7 @@ class Engine:
         for request in [request for request in self._scheduler.running if request.finish_reason is not None]:
             self._finish(request, [], "")  # an interrupt came between its last token and its end
         step = self._scheduler.schedule(self.plan.window)
-        self._write_tables()
+        self._tables.update([request.table.blocks for request in self._scheduler.running])
         if step.chunks:
             self._prefill(step.chunks)
         if step.limits:
@@ -217,17 +217,6 @@ class Engine:
 
     # ---- one step ----
 
-    def _write_tables(self) -> None:
-        """Brings the rows' block tables up to date, writing only what changed."""
-        for row, request in enumerate(self._scheduler.running):
-            blocks, written = request.table.blocks, self._written[row]
-            common = min(len(blocks), len(written))
-            if blocks[:common] != written[:common]:
-                common = 0
-            if common < len(blocks):
-                self._tables[row, common : len(blocks)] = torch.tensor(blocks[common:])
-            written[common:] = blocks[common:]
-
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Computes KV of prompt positions at every layer; several requests' chunks in one pass."""
         chunks = sorted(chunks, key=lambda chunk: chunk.request.row or 0)
@@ -239,7 +228,7 @@ class Engine:
         for chunk in chunks:
             assert chunk.request.row is not None
             q_lens[chunk.request.row + 1] = chunk.end - chunk.start
-        tables = self._tables[:num_rows].to(device)
+        tables = self._tables.tensor[:num_rows].to(device)
         row_ids = torch.repeat_interleave(torch.arange(num_rows), q_lens[1:]).to(device)
         view = BatchView(
             positions=positions,
@@ -282,7 +271,7 @@ class Engine:
             tokens=rows[:, : window + 1],
             starts=rows[:, window + 1],
             limits=rows[:, window + 2],
-            block_tables=self._tables[:num_rows].to(device),
+            block_tables=self._tables.tensor[:num_rows].to(device),
             block_size=self._pool.block_size,
             max_context_len=int(host[:, window + 1 :].sum(axis=1).max()),
             sampler=self._sampler_of(running),
@@ -309,7 +298,7 @@ class Engine:
             taken = len(request.token_ids) - start
         kept = tokens[:taken]
         if request.params.logprobs is not None:
-            request.logprobs += _logprobs(result, row, kept, request.params.logprobs)
+            request.logprobs += result.logprobs(row, kept, request.params.logprobs)
         for counts in (request.counts, self._stats.round):
             counts.add(count, taken, drafted, draft_accepted, tentative, accepted)
         self._scheduler.commit(request, len(request.token_ids) - 1, release=True)
@@ -325,18 +314,6 @@ class Engine:
         del self._requests[request.request_id]
         self._stats.finished += 1
         self._pending.append(request.delta(token_ids, text, time.monotonic(), error))
-
-
-def _logprobs(result: RoundResult, row: int, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    """Of the tokens that a row's round committed, by the full model's unprocessed logits."""
-    first = int(result.span.view.cu_q_lens[row])
-    out = []
-    for offset, token in enumerate(token_ids):
-        values = result.logits[first + offset].float().log_softmax(-1)
-        top = values.topk(num_top) if num_top else None
-        best = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else {}
-        out.append(TokenLogprobs(token, float(values[token]), best))
-    return out
 
 
 def _text_or_nothing(request: Request) -> str:

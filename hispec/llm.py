@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +12,12 @@ from ee_models.decoder import Decoder
 from ee_models.loader import CheckpointError, load_tokenizer, open_checkpoint
 
 from .admission import max_model_len
+from .collect import GrowingOutput, PendingRequest
 from .config import EngineConfig, SpeculativeConfig
 from .engine import Engine
 from .errors import ConfigError, RequestError, build
 from .fetch import resolve_model
-from .outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs
+from .outputs import Delta, RequestOutput
 from .sampling_params import SamplingParams
 from .text import IncrementalText
 
@@ -27,44 +27,6 @@ if TYPE_CHECKING:
 Prompt = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
 Params = SamplingParams | dict[str, Any] | Sequence[SamplingParams] | None
-
-
-@dataclass
-class _Growing:
-    """One of a request's outputs while it grows."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    last: Delta | None = None
-
-    def add(self, delta: Delta) -> None:
-        self.text.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or []
-        self.last = delta
-
-    def output(self, index: int, wants_logprobs: bool) -> CompletionOutput:
-        last = self.last
-        assert last is not None
-        logprobs = self.logprobs if wants_logprobs else None
-        return CompletionOutput(index, "".join(self.text), self.token_ids, logprobs, last.finish_reason, last.stop_reason, last.metrics)
-
-
-@dataclass
-class _Pending:
-    """A request with its `n` outputs; `sequences` maps the engine's request ids to them."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    wants_logprobs: bool
-    sequences: dict[str, _Growing] = field(default_factory=dict)
-
-    def output(self) -> RequestOutput:
-        errors = [growing.last.error for growing in self.sequences.values() if growing.last and growing.last.error]
-        outputs = [growing.output(index, self.wants_logprobs) for index, growing in enumerate(self.sequences.values())]
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, errors[0] if errors else None)
 
 
 class LLM:
@@ -104,8 +66,8 @@ class LLM:
         self.tokenizer: PreTrainedTokenizerBase | None = None if skip_tokenizer_init else load_tokenizer(checkpoint)
         self.engine = Engine(self._decoder, config, plan_source, eos_token_ids=checkpoint.config.eos_token_ids)
         self._defaults = checkpoint.generation_defaults
-        self._pending: dict[str, _Pending] = {}
-        self._of_sequence: dict[str, _Pending] = {}
+        self._pending: dict[str, PendingRequest] = {}
+        self._of_sequence: dict[str, PendingRequest] = {}
         self._streams: dict[str, list[Delta]] = {}  # Deltas of live streams that nobody has taken yet
         self._finished: list[RequestOutput] = []  # of other requests, for step()
         self._numbers = itertools.count()
@@ -153,14 +115,14 @@ class LLM:
             raise RequestError(f"{request_id}: a request of this id is unfinished; ids must be unique while they live")
         params = self._params(sampling_params)
         text, token_ids = self._text_and_tokens(prompt, chat)
-        pending = _Pending(request_id, text, token_ids, params.logprobs is not None)
+        pending = PendingRequest(request_id, text, token_ids, params.logprobs is not None)
         try:
             for index in range(params.n):
                 seed = None if params.seed is None else (params.seed + index) % 2**63
                 one = params.model_copy(update={"n": 1, "seed": seed})
                 stream = IncrementalText(self.tokenizer, params.stop) if self.tokenizer is not None else None
                 sequence_id = request_id if params.n == 1 else f"{request_id}/{index}"
-                pending.sequences[self.engine.add_request(token_ids, one, sequence_id, stream)] = _Growing()
+                pending.sequences[self.engine.add_request(token_ids, one, sequence_id, stream)] = GrowingOutput()
         except RequestError:
             self.engine.abort(pending.sequences, notify=False)
             raise

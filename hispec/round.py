@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .config import Plan
 from .judges import Judge
+from .outputs import TokenLogprobs
 from .stages import RoundBatch, Span, Stages, Tier
 
 
@@ -42,6 +43,17 @@ class RoundResult:
     accepted: Tensor
     logits: Tensor
     span: Span
+
+    def logprobs(self, row: int, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+        """Of the tokens that `row` committed, by the full model's unprocessed logits; with the `num_top` likeliest at each."""
+        first = int(self.span.view.cu_q_lens[row])
+        out = []
+        for place, token in enumerate(token_ids, start=first):
+            values = self.logits[place].float().log_softmax(-1)
+            top = values.topk(num_top) if num_top else None
+            best = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else {}
+            out.append(TokenLogprobs(token, float(values[token]), best))
+        return out
 
 
 def run_round(stages: Stages, plan: Plan, judge: Judge, batch: RoundBatch, draft_confidence: float | None = None) -> RoundResult:

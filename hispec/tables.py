@@ -1,0 +1,24 @@
+"""RowTables: the block tables of all rows as one tensor, of which a step writes only what changed."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class RowTables:
+    """`tensor` [rows, max_blocks] int64. Entries past a row's own blocks are leftovers that no position leads to."""
+
+    def __init__(self, num_rows: int, max_blocks: int) -> None:
+        self.tensor = torch.zeros(num_rows, max_blocks, dtype=torch.int64)
+        self._written: list[list[int]] = [[] for _ in range(num_rows)]
+
+    def update(self, blocks_of_rows: Sequence[Sequence[int]]) -> None:
+        """Brings the first rows up to date with their blocks."""
+        for row, (blocks, written) in enumerate(zip(blocks_of_rows, self._written, strict=False)):
+            common = min(len(blocks), len(written))
+            if blocks[:common] != written[:common]:
+                common = 0
+            if common < len(blocks):
+                self.tensor[row, common : len(blocks)] = torch.tensor(blocks[common:])
+            written[common:] = blocks[common:]
