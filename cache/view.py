@@ -45,3 +45,8 @@ class BatchView:
 def slots_of(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """KV slots [rows, n] of `positions` [rows, n], through `block_tables` [rows, max_blocks]."""
     return block_tables.gather(1, positions // block_size) * block_size + positions % block_size
+
+
+def packed_slots_of(block_tables: Tensor, row_ids: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """KV slots [tokens] of `positions` [tokens] in the rows `row_ids` [tokens] of `block_tables` [rows, max_blocks]."""
+    return block_tables[row_ids, positions // block_size] * block_size + positions % block_size

@@ -12,7 +12,7 @@ import torch
 from cache.blocks import BlockPool
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
-from cache.view import BatchView
+from cache.view import BatchView, packed_slots_of
 
 from .admission import default_num_blocks, max_model_len, request_problems
 from .config import PLAIN, EngineConfig, Plan, SpeculativeConfig
@@ -232,7 +232,7 @@ class Engine:
         row_ids = torch.repeat_interleave(torch.arange(num_rows), q_lens[1:]).to(device)
         view = BatchView(
             positions=positions,
-            slots=tables[row_ids, positions // self._pool.block_size] * self._pool.block_size + positions % self._pool.block_size,
+            slots=packed_slots_of(tables, row_ids, positions, self._pool.block_size),
             block_tables=tables,
             cu_q_lens=q_lens.cumsum(0).to(device),
             max_q_len=int(q_lens.max()),

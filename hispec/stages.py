@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
-from cache.view import BatchView
+from cache.view import BatchView, packed_slots_of
 from ee_models.config import ModelConfig
 
 from .sampling import Places, Sampler
@@ -114,7 +114,7 @@ class Stages:
         row = place // q_len
         column = index.expand_as(live).reshape(-1)[place]
         positions = batch.starts[row] + column
-        slots = batch.block_tables[row, positions // batch.block_size] * batch.block_size + positions % batch.block_size
+        slots = packed_slots_of(batch.block_tables, row, positions, batch.block_size)
         cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=live.device)
         torch.cumsum(live.sum(-1), 0, out=cu_q_lens[1:])
         view = BatchView(positions, slots, batch.block_tables, cu_q_lens, max_q_len=q_len, max_context_len=batch.max_context_len)

@@ -21,7 +21,7 @@ THREE_TIER = {"draft": {"layer": 2}, "check": {"layer": 5}, "num_draft_tokens": 
 def install_fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts FakeLLM, as new, in the place of `hispec.llm.LLM`."""
     module = types.ModuleType("hispec.llm")
-    module.LLM = FakeLLM  # type: ignore[attr-defined]
+    module.LLM = FakeLLM
     monkeypatch.setitem(sys.modules, "hispec.llm", module)
     for name, value in (("instances", []), ("on_step", None), ("row_invariant", True), ("wrong_when_speculative", False)):
         monkeypatch.setattr(FakeLLM, name, value)

@@ -190,7 +190,7 @@ def test_concurrent_fetches_download_once(monkeypatch: pytest.MonkeyPatch) -> No
 
     def convert(gguf: Path, folder: Path, **arguments: object) -> None:
         assert other_waits.wait(timeout=10), "the second fetch was not held back"
-        fake_convert(gguf, folder, **arguments)  # type: ignore[arg-type]
+        fake_convert(gguf, folder, **arguments)
 
     def listen(message: str, progress: bool) -> None:
         say(message, progress)

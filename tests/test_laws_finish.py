@@ -127,13 +127,13 @@ def test_max_model_len_ends_a_request_without_max_tokens(plan: Plan) -> None:
 def test_logprobs_are_the_full_models(tiny_decoder: object, tiny_reference: object) -> None:
     import torch
 
-    engine = make_engine(tiny_decoder, Plan(3, 8, 2, 2))  # type: ignore[arg-type]
+    engine = make_engine(tiny_decoder, Plan(3, 8, 2, 2))
     engine.add_request([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=16, logprobs=3))
     deltas = [delta for _ in range(40) for delta in (engine.step() if engine.has_unfinished() else [])]
     entries = [entry for delta in deltas for entry in delta.logprobs or []]
     tokens = [entry.token_id for entry in entries]
     with torch.inference_mode():
-        logits = tiny_reference(torch.tensor([[5, 6, 7, *tokens]])).logits[0, 2:-1]  # type: ignore[operator]
+        logits = tiny_reference(torch.tensor([[5, 6, 7, *tokens]])).logits[0, 2:-1]
     wanted = logits.log_softmax(-1)
     assert len(entries) == 16
     for place, entry in enumerate(entries):

@@ -28,7 +28,7 @@ def test_outputs_come_in_input_order_with_prompts_and_metrics(llm: LLM) -> None:
         assert one.metrics.num_output_tokens == len(one.token_ids) and one.metrics.num_prompt_tokens == len(output.prompt_token_ids)
         assert llm.tokenizer is not None
         assert one.text == llm.tokenizer.decode(one.token_ids, skip_special_tokens=True)
-        assert one.metrics.arrival_s <= one.metrics.first_token_s <= one.metrics.finished_s  # type: ignore[operator]
+        assert one.metrics.arrival_s <= one.metrics.first_token_s <= one.metrics.finished_s
 
 
 def test_one_prompt_of_each_kind_is_taken(llm: LLM) -> None:

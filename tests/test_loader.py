@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,6 @@ def test_dtype_is_that_of_most_elements(folder: Path) -> None:
     assert checkpoint.tensor("model.norm.weight").dtype == torch.float32
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the process's memory map from /proc")
 def test_a_tensor_does_not_keep_the_file_mapped(original: Path) -> None:
     checkpoint = open_checkpoint(original)
     tensor = checkpoint.tensor("model.norm.weight")

@@ -141,7 +141,7 @@ def test_draws_off_the_cpu_use_the_same_noise(monkeypatch: pytest.MonkeyPatch) -
     """draw's path for other devices, taken here for a tensor that says it is elsewhere."""
 
     class Elsewhere(Tensor):
-        device = torch.device("cuda")  # type: ignore[assignment]
+        device = torch.device("cuda")
 
     logits, key = 5 * torch.randn(200, 300, generator=torch.Generator().manual_seed(1)), many_keys(200)
     monkeypatch.setattr("hispec.noise_cpu.argmax_with_noise", None)  # not called

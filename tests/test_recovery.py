@@ -132,7 +132,7 @@ def test_retrying_an_aborted_id_starts_anew(llm: LLM) -> None:
 
 def test_an_error_while_queuing_leaves_the_llm_usable(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="did you mean 'temperature'"):
-        llm.generate(["a", "b"], [SamplingParams(max_tokens=2), {"temperatur": 1}], use_tqdm=False)  # type: ignore[list-item]
+        llm.generate(["a", "b"], [SamplingParams(max_tokens=2), {"temperatur": 1}], use_tqdm=False)
     outputs = llm.generate(["a", "\ud800"], SamplingParams(max_tokens=2), use_tqdm=False)
     assert outputs[0].error is None and "tokenizer refuses" in (outputs[1].error or "")
 
@@ -142,8 +142,7 @@ def test_a_stop_string_before_min_tokens_is_plain_text(llm: LLM) -> None:
     whole = llm.generate("tell me", params, use_tqdm=False)[0].outputs[0]
     early = whole.text[2:4]
     output = llm.generate("tell me", params.model_copy(update={"stop": [early], "min_tokens": 25}), use_tqdm=False)[0].outputs[0]
-    later = whole.text.find(early, 20)
-    assert output.text == (whole.text if later < 0 else output.text) and len(output.text) > 10
+    assert whole.text.startswith(output.text) and early in output.text
     assert output.token_ids == whole.token_ids[: len(output.token_ids)] and len(output.token_ids) >= 25
 
 

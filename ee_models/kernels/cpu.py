@@ -20,6 +20,15 @@ _kernel = njit(fastmath={"contract", "reassoc"}, error_model="numpy", cache=True
 
 
 @_kernel
+def _inverse_rms(x: Any, eps: Any) -> Any:
+    """1 / sqrt(mean(x ** 2) + eps)."""
+    total = ZERO
+    for i in range(x.shape[0]):
+        total += x[i] * x[i]
+    return ONE / np.float32(math.sqrt(total / np.float32(x.shape[0]) + np.float32(eps)))
+
+
+@_kernel
 def _add_rms_norm(hidden: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
     size = hidden.shape[1]
     for token in range(hidden.shape[0]):
@@ -28,10 +37,7 @@ def _add_rms_norm(hidden: Any, delta: Any, weight: Any, eps: Any, out: Any) -> N
             d = delta[token]
             for i in range(size):
                 h[i] += d[i]
-        total = ZERO
-        for i in range(size):
-            total += h[i] * h[i]
-        scale = ONE / np.float32(math.sqrt(total / np.float32(size) + np.float32(eps)))
+        scale = _inverse_rms(h, eps)
         for i in range(size):
             o[i] = h[i] * scale * weight[i]
 
@@ -50,10 +56,7 @@ def _rope_and_store(qkv: Any, cos_sin: Any, q_norm: Any, k_norm: Any, eps: Any, 
             x = qkv[token, head * head_dim : (head + 1) * head_dim]
             norm = q_norm if is_query else k_norm
             if norm.shape[0] > 0:
-                total = ZERO
-                for i in range(head_dim):
-                    total += x[i] * x[i]
-                scale = ONE / np.float32(math.sqrt(total / np.float32(head_dim) + np.float32(eps)))
+                scale = _inverse_rms(x, eps)
                 for i in range(head_dim):
                     x[i] = x[i] * scale * norm[i]
             y = q[token, head] if is_query else keys[slot, head - num_heads]

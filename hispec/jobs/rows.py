@@ -74,7 +74,10 @@ class Row:
         """What the engine is given: text, token ids or messages."""
         if self.input.messages is not None:
             return [message.model_dump() for message in self.input.messages]
-        return self.input.prompt_token_ids if self.input.prompt is None else self.input.prompt  # type: ignore[return-value]  # one is set
+        if self.input.prompt is not None:
+            return self.input.prompt
+        assert self.input.prompt_token_ids is not None  # a row has exactly one of the three
+        return self.input.prompt_token_ids
 
 
 @dataclass(frozen=True)
