@@ -108,6 +108,15 @@ class BlockPool:
         table.num_published = 0
         table.prefix_id = _ROOT
 
+    def forget(self) -> None:
+        """Empties the prefix cache, because the content of blocks is no longer what it was. Only while no table holds any."""
+        if self.num_held:
+            raise ValueError(f"{self.num_held} blocks are held; free their tables first")
+        self._free += self._cached
+        self._key = [None] * self.num_blocks
+        self._cached.clear()
+        self._published.clear()
+
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Asserts that blocks held, cached and free add up, and that `tables` are all that hold any."""
         num_refs = [0] * self.num_blocks

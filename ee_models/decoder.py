@@ -1,7 +1,7 @@
 """The Llama-family decoder: embed, run any span of layers, read any layer's hidden state as logits."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,23 +19,42 @@ from .loader import Checkpoint
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """One layer: fused query-key-value and gate-up projections, norms, and Qwen3's norms per head."""
+class AttentionWeights:
+    """Fused query-key-value projection, and Qwen3's norms per head."""
 
-    attention_norm: Tensor
+    norm: Tensor
     qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: Linear
-    mlp_norm: Tensor
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """Fused gate and up projections."""
+
+    norm: Tensor
     gate_up: Linear
     down: Linear
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A layer of the trunk has both halves; one of an adapter may lack either."""
+
+    attention: AttentionWeights | None
+    mlp: MlpWeights | None
+
+    @property
+    def linears(self) -> list[Linear]:
+        attention = [] if self.attention is None else [self.attention.qkv, self.attention.output]
+        return attention + ([] if self.mlp is None else [self.mlp.gate_up, self.mlp.down])
 
 
 class Decoder:
     """Weights on one device, and three verbs. Tokens of a pass are packed: hidden states are [tokens, hidden].
 
-    Any layer can be an exit through the model's own final norm and head (LayerSkip checkpoints work as they are).
+    Any layer can be an exit through the model's own final norm and `head` (LayerSkip checkpoints work as they are).
     """
 
     def __init__(
@@ -52,7 +71,7 @@ class Decoder:
         self.dtype, self.device = embedding.dtype, embedding.device
         self.attention = attention
         self.kernels = select_kernels(self.device, self.dtype)
-        self._embedding, self._layers, self._final_norm, self._head = embedding, layers, final_norm, head
+        self._embedding, self._layers, self._final_norm, self.head = embedding, layers, final_norm, head
         self.max_positions = max_positions
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), config.rope.inv_freq(config.head_dim))
         self._cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(self.device)
@@ -87,14 +106,18 @@ class Decoder:
             at, mlp, layer = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp", f"model.layers.{index}"
             layers.append(
                 LayerWeights(
-                    attention_norm=read(f"{layer}.input_layernorm.weight"),
-                    qkv=linear(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"),
-                    q_norm=read(f"{at}.q_norm.weight") if config.qk_norm else None,
-                    k_norm=read(f"{at}.k_norm.weight") if config.qk_norm else None,
-                    output=linear(f"{at}.o_proj"),
-                    mlp_norm=read(f"{layer}.post_attention_layernorm.weight"),
-                    gate_up=linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-                    down=linear(f"{mlp}.down_proj"),
+                    AttentionWeights(
+                        norm=read(f"{layer}.input_layernorm.weight"),
+                        qkv=linear(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"),
+                        q_norm=read(f"{at}.q_norm.weight") if config.qk_norm else None,
+                        k_norm=read(f"{at}.k_norm.weight") if config.qk_norm else None,
+                        output=linear(f"{at}.o_proj"),
+                    ),
+                    MlpWeights(
+                        norm=read(f"{layer}.post_attention_layernorm.weight"),
+                        gate_up=linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                        down=linear(f"{mlp}.down_proj"),
+                    ),
                 )
             )
             progress(index + 1, config.num_layers)
@@ -113,13 +136,13 @@ class Decoder:
     @property
     def row_invariant(self) -> bool:
         """Whether a token's logits have the same bits whatever else is in its pass."""
-        linears = [self._head, *(x for layer in self._layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down))]
+        linears = [self.head, *(linear for layer in self._layers for linear in layer.linears)]
         return self.attention.row_invariant and all(linear.row_invariant for linear in linears)
 
     @property
     def num_bytes(self) -> int:
         """Of all weights, as they are held."""
-        linears = [self._head, *(x for layer in self._layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down))]
+        linears = [self.head, *(linear for layer in self._layers for linear in layer.linears)]
         tied_in_place = self.config.tie_word_embeddings and not can_pack(self.device, self.dtype)
         return self._embedding.nbytes + sum(linear.num_bytes for linear in linears) - (self._embedding.nbytes if tied_in_place else 0)
 
@@ -132,21 +155,35 @@ class Decoder:
 
         Works in place: returns `hidden`, which after layers [0, D) can go on through [D, C) bit for bit as in one call.
         """
-        if lo == hi:
+        return self.run_weights(self._layers[lo:hi], hidden, kv, lo, view)
+
+    def run_weights(self, layers: Sequence[LayerWeights], hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> Tensor:
+        """As `run_layers`, with weights of the caller's; their KV goes to the layers of `kv` from `kv_layer` on."""
+        if not layers:
             return hidden
         config, kernels = self.config, self.kernels
         prepared = self.attention.prepare(view, kv)
         delta: Tensor | None = None
-        for index in range(lo, hi):
-            layer = self._layers[index]
-            qkv = layer.qkv(kernels.add_rms_norm(hidden, delta, layer.attention_norm, config.rms_norm_eps))
-            q = kernels.rope_and_store(qkv, self._cos_sin, layer.q_norm, layer.k_norm, config.rms_norm_eps, config.num_heads, kv, index, view)
-            delta = layer.output(self.attention.attend(q, kv, index, prepared))
-            gate_up = layer.gate_up(kernels.add_rms_norm(hidden, delta, layer.mlp_norm, config.rms_norm_eps))
-            delta = layer.down(kernels.silu_mul(gate_up))
+        for index, layer in enumerate(layers, start=kv_layer):
+            if layer.attention is not None:
+                q = self._write_kv(layer.attention, hidden, delta, kv, index, view)
+                delta = layer.attention.output(self.attention.attend(q, kv, index, prepared))
+            if layer.mlp is not None:
+                gate_up = layer.mlp.gate_up(kernels.add_rms_norm(hidden, delta, layer.mlp.norm, config.rms_norm_eps))
+                delta = layer.mlp.down(kernels.silu_mul(gate_up))
         assert delta is not None
         return hidden.add_(delta)
 
+    def write_kv(self, attention: AttentionWeights, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> None:
+        """Writes the KV of one attention over hidden [tokens, hidden], which stays as it is, and computes nothing else."""
+        self._write_kv(attention, hidden, None, kv, kv_layer, view)
+
+    def _write_kv(self, attention: AttentionWeights, hidden: Tensor, delta: Tensor | None, kv: PagedKV, kv_layer: int, view: BatchView) -> Tensor:
+        """hidden += delta, then its KV to `kv_layer` -> rotated queries [tokens, heads, head_dim]."""
+        eps = self.config.rms_norm_eps
+        qkv = attention.qkv(self.kernels.add_rms_norm(hidden, delta, attention.norm, eps))
+        return self.kernels.rope_and_store(qkv, self._cos_sin, attention.q_norm, attention.k_norm, eps, self.config.num_heads, kv, kv_layer, view)
+
     def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:
-        """hidden [tokens, hidden] after layer exit_layer - 1 -> logits [tokens, vocab]. All exits share the final norm and head."""
-        return self._head(self.kernels.add_rms_norm(hidden, None, self._final_norm, self.config.rms_norm_eps))
+        """hidden [tokens, hidden] after `exit_layer` layers -> logits [tokens, vocab], by the model's own final norm and head."""
+        return self.head(self.kernels.add_rms_norm(hidden, None, self._final_norm, self.config.rms_norm_eps))

@@ -23,10 +23,10 @@ def max_model_len(config: EngineConfig, max_position_embeddings: int, sliding_wi
     return config.max_model_len or limit
 
 
-def default_num_blocks(config: EngineConfig, decoder: DecoderLike, model_len: int) -> int:
+def default_num_blocks(config: EngineConfig, decoder: DecoderLike, num_kv_layers: int, model_len: int) -> int:
     """Blocks for max_num_seqs sequences of `model_len`, within half of the free memory. Raises ConfigError if not one fits."""
     model = decoder.config
-    bytes_per_block = PagedKV.bytes_per_block(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, decoder.dtype)
+    bytes_per_block = PagedKV.bytes_per_block(num_kv_layers, config.block_size, model.num_kv_heads, model.head_dim, decoder.dtype)
     wanted = config.max_num_seqs * -(-model_len // config.block_size)
     affordable = free_memory_bytes(decoder.device) // 2 // bytes_per_block
     if affordable < 1:

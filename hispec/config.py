@@ -58,14 +58,30 @@ class Plan:
 PLAIN = Plan()
 
 
-class DraftConfig(Settings):
-    """The draft tier: an early exit of the model itself."""
+class ExitConfig(Settings):
+    """Where a tier reads tokens, and through what.
 
-    kind: Literal["exit"] = "exit"
+    kind    "exit": the model's own norm and head; "adapter": a trained exit
+    path    folder of trained exits; None: the ones that come with HiSpec for this model
+    """
+
+    kind: Literal["exit", "adapter"] = "exit"
+    path: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _path_of_adapter(self) -> ExitConfig:
+        if self.path is not None and self.kind == "exit":
+            raise ValueError(f"path={self.path!r} names trained exits, but kind='exit' reads the model's own head; set kind: adapter, or leave path out")
+        return self
+
+
+class DraftConfig(ExitConfig):
+    """The draft tier: an early exit of the model itself, after `layer` layers."""
+
     layer: Annotated[int, Field(ge=1)]
 
 
-class CheckConfig(Settings):
+class CheckConfig(ExitConfig):
     """The check tier: a later exit that filters drafts before the full model sees them."""
 
     layer: Annotated[int, Field(ge=2)]
@@ -74,8 +90,8 @@ class CheckConfig(Settings):
 class SpeculativeConfig(Settings):
     """How to speculate. The default of R = 2 checks of K = 2 drafts is the paper's N_d = 2, N_i = 4 [HiSpec §4].
 
-    draft              where tokens are drafted: {"kind": "exit", "layer": D}
-    check              where drafts are checked: {"layer": C}, or None for two tiers (LayerSkip, Kangaroo)
+    draft              where tokens are drafted: {"kind": "exit" or "adapter", "layer": D, "path": None}
+    check              where drafts are checked: the same of C, or None for two tiers (LayerSkip, Kangaroo)
     num_draft_tokens   K, tokens per draft cycle
     num_checks         R, checks per verify; ignored (1) without a check tier
     draft_confidence   stop drafting once every row's draft probability is below this [Kangaroo]; None = never
@@ -99,6 +115,11 @@ class SpeculativeConfig(Settings):
                 f"check.layer={self.check.layer} must lie above draft.layer={self.draft.layer}: the check tier resumes where the draft tier stops"
             )
         return self
+
+    def trained_layers(self) -> dict[str, int]:
+        """The layers whose exits are adapters, by the name of the tier."""
+        tiers = {"draft": self.draft, "check": self.check}
+        return {name: tier.layer for name, tier in tiers.items() if tier is not None and tier.kind == "adapter"}
 
     def plan(self, num_layers: int) -> Plan:
         """The plan for a model of `num_layers` layers. Raises ConfigError if an exit lies outside of it."""

@@ -13,6 +13,7 @@ from cache.blocks import BlockPool
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
+from ee_models.exits import Exit
 
 from .admission import default_num_blocks, max_model_len, request_problems
 from .config import PLAIN, EngineConfig, Plan, SpeculativeConfig
@@ -43,16 +44,19 @@ class Engine:
         config: EngineConfig,
         speculative: SpeculativeConfig | None = None,
         *,
+        exits: Sequence[Exit] = (),
         plan: Plan | None = None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """`plan` overrides the one that `speculative` gives. Raises ConfigError for what does not fit the model or memory."""
+        """As `set_speculative` for `speculative`, `exits` and `plan`. Raises ConfigError for what does not fit the model or memory."""
         model = decoder.config
         self._decoder, self._config = decoder, config
         self.max_model_len = max_model_len(config, min(model.max_position_embeddings, decoder.max_positions), model.sliding_window)
-        num_blocks = config.num_kv_blocks or default_num_blocks(config, decoder, self.max_model_len)
+        num_kv_layers = model.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
+        num_blocks = config.num_kv_blocks or default_num_blocks(config, decoder, num_kv_layers, self.max_model_len)
         self._pool = BlockPool(num_blocks, config.block_size)
-        self._kv = PagedKV(model.num_layers, num_blocks, config.block_size, model.num_kv_heads, model.head_dim, decoder.dtype, decoder.device)
+        self._kv = self._make_kv(num_kv_layers)
+        self._exits: tuple[Exit, ...] = ()
         self._scheduler = Scheduler(self._pool, FirstComeFirstServed(), config.max_num_seqs, config.max_prefill_tokens, config.enable_prefix_caching)
         max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
         self._tables = RowTables(config.max_num_seqs, max_blocks)
@@ -63,28 +67,44 @@ class Engine:
         self._sampler: tuple[tuple[int, ...], Sampler] | None = None
         self._closed = self._draining = False
         self._counts = PassCounts()
-        self.set_speculative(speculative, plan=plan)
+        self.set_speculative(speculative, exits=exits, plan=plan)
         self.reset_stats()
 
     # ---- what users call ----
 
-    def set_speculative(self, speculative: SpeculativeConfig | None, *, plan: Plan | None = None) -> None:
-        """Changes the plan between requests: plain decoding for None. Raises ConfigError while requests are unfinished."""
+    def set_speculative(self, speculative: SpeculativeConfig | None, *, exits: Sequence[Exit] = (), plan: Plan | None = None) -> None:
+        """Changes the plan between requests: plain decoding for None. Raises ConfigError while requests are unfinished.
+
+        exits   the trained ones of this plan (`ee_models.exits.load_exits`); others are read through the model's own head
+        plan    overrides the one that `speculative` gives
+        """
         if self._requests:
             raise ConfigError(f"the plan cannot change while {len(self._requests)} requests are unfinished; drain() or abort them first")
         model = self._decoder.config
         plan = plan or (speculative.plan(model.num_layers) if speculative else PLAIN)
         if plan.top_layer > model.num_layers:
             raise ConfigError(f"{plan} has an exit at layer {plan.top_layer} of a model of {model.num_layers}")
+        trained = {exit_.layer for exit_ in exits}
+        for name, layer in speculative.trained_layers().items() if speculative else ():
+            if layer not in trained:
+                raise ConfigError(f"speculative.{name} is an adapter, but none for layer {layer} was given; pass it in `exits`, or use LLM, which loads it")
         rows, window = self._config.max_num_seqs, plan.window
         hidden = HiddenBuffer(len(Tier), rows, window, model.hidden_size, self._decoder.dtype, self._decoder.device)
         judge: Judge = CoupledJudge()
         if speculative and speculative.acceptance == "rejection":
             judge = RejectionJudge(rows, window, model.vocab_size, self._decoder.device, plan.check_layer is not None)
+        num_kv_layers = model.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
+        kv = self._kv if num_kv_layers == self._kv.num_layers else self._make_kv(num_kv_layers)
         # All buffers are there: nothing below can fail and leave one plan with another's buffers.
-        self.plan, self._hidden, self._judge = plan, hidden, judge
+        if tuple(exits) != self._exits:
+            self._pool.forget()  # what is cached lacks these exits' KV
+        self.plan, self._hidden, self._judge, self._kv, self._exits = plan, hidden, judge, kv, tuple(exits)
         self._draft_confidence = speculative.draft_confidence if speculative else None
-        self._stages = Stages(self._decoder, model.num_layers, self._kv, hidden, self._counts)
+        self._stages = Stages(self._decoder, model.num_layers, kv, hidden, self._counts, exits)
+
+    def _make_kv(self, num_layers: int) -> PagedKV:
+        model, decoder = self._decoder.config, self._decoder
+        return PagedKV(num_layers, self._pool.num_blocks, self._config.block_size, model.num_kv_heads, model.head_dim, decoder.dtype, decoder.device)
 
     def add_request(
         self,
@@ -186,6 +206,7 @@ class Engine:
             **self._stats.as_dict(),
             "layer_passes": self._counts.layer_passes,
             "layer_positions": self._counts.layer_positions,
+            "adapter_passes": self._counts.adapter_passes,
             "num_layers": self._decoder.config.num_layers,
             "cached_tokens": self._scheduler.num_cached_tokens,
             "preemptions": self._scheduler.num_preemptions,
@@ -197,13 +218,13 @@ class Engine:
 
     def reset_stats(self) -> None:
         self._stats = EngineStats()
-        self._counts.layer_passes = self._counts.layer_positions = 0
+        self._counts.layer_passes = self._counts.layer_positions = self._counts.adapter_passes = 0
         self._scheduler.num_preemptions = self._scheduler.num_cached_tokens = 0
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, once, by what they are for."""
         judge = self._judge.num_bytes if isinstance(self._judge, RejectionJudge) else 0
-        return {"kv_bytes": self._kv.num_bytes, "hidden_bytes": self._hidden.num_bytes, "probability_bytes": judge}
+        return {"kv_bytes": self._kv.num_bytes, "hidden_bytes": self._hidden.num_bytes, "exit_bytes": sum(exit_.num_bytes for exit_ in self._exits), "probability_bytes": judge}
 
     def check(self) -> None:
         """Asserts the integrity of blocks and rows; for tests, at any time between steps."""
@@ -238,8 +259,7 @@ class Engine:
             max_q_len=int(q_lens.max()),
             max_context_len=max(chunk.end for chunk in chunks),
         )
-        self._stages.count(0, self._decoder.config.num_layers, len(token_ids))
-        self._decoder.run_layers(self._decoder.embed(token_ids), 0, self._decoder.config.num_layers, self._kv, view)
+        self._stages.prefill(token_ids, view)
         for chunk in chunks:
             self._stats.prefill_tokens += chunk.end - chunk.start
             self._scheduler.commit(chunk.request, chunk.end, release=False)

@@ -20,6 +20,7 @@ from .fetch import resolve_model
 from .outputs import Delta, RequestOutput
 from .sampling_params import SamplingParams
 from .text import IncrementalText
+from .trained_exits import TrainedExits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +38,7 @@ class LLM:
     skip_tokenizer_init   take and give token ids only
     engine       fields of EngineConfig: dtype, device, max_num_seqs, max_model_len, block_size, num_kv_blocks, ...
 
-    Raises ConfigError or CheckpointError (both ValueErrors) before anything is computed.
+    Raises ConfigError or CheckpointError (both ValueErrors; ExitsError is one of the latter) before anything is computed.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class LLM:
         plan_source = _speculative(speculative)
         if plan_source is not None:
             plan_source.plan(checkpoint.config.num_layers)  # before minutes of loading
+        self._exits = TrainedExits(checkpoint)
+        self._exits.check(plan_source)
         length = max_model_len(config, checkpoint.config.max_position_embeddings, checkpoint.config.sliding_window)
         dtype = _dtype(config.dtype, checkpoint.dtype, device)
         try:
@@ -64,7 +67,8 @@ class LLM:
         except ValueError as error:
             raise ConfigError(f"engine: {error}") from error
         self.tokenizer: PreTrainedTokenizerBase | None = None if skip_tokenizer_init else load_tokenizer(checkpoint)
-        self.engine = Engine(self._decoder, config, plan_source, eos_token_ids=checkpoint.config.eos_token_ids)
+        exits = self._exits.load(plan_source, self._decoder)
+        self.engine = Engine(self._decoder, config, plan_source, exits=exits, eos_token_ids=checkpoint.config.eos_token_ids)
         self._defaults = checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}
         self._of_sequence: dict[str, PendingRequest] = {}
@@ -154,8 +158,10 @@ class LLM:
         return self._text_and_tokens(prompt, chat)[1]
 
     def set_speculative(self, speculative: SpeculativeConfig | dict[str, Any] | None) -> None:
-        """Changes the plan of the loaded model; plain decoding for None. Raises ConfigError while requests are unfinished."""
-        self.engine.set_speculative(_speculative(speculative))
+        """Changes the plan of the loaded model; plain decoding for None. Raises ConfigError while requests are unfinished,
+        and ExitsError for trained exits that cannot be used."""
+        config = _speculative(speculative)
+        self.engine.set_speculative(config, exits=self._exits.load(config, self._decoder))
 
     @property
     def row_invariant(self) -> bool:

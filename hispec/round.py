@@ -91,8 +91,9 @@ def draft(stages: Stages, plan: Plan, judge: Judge, batch: RoundBatch, offset: T
         hidden = stages.run(stages.embed(batch, span), 0, plan.draft_layer, span)
         stages.leave(Tier.DRAFT, span, hidden)
         if step == num_steps:
+            stages.fill(hidden, plan.draft_layer, span.view)
             break
-        logits = stages.logits(hidden, plan.draft_layer)
+        logits = stages.logits(hidden, plan.draft_layer, span)
         batch.tokens[span.rows, span.index + 1] = judge.choose(logits, batch, span)
         if confidence is not None and step > 0 and not bool((logits.float().softmax(-1).amax(-1) >= confidence).any()):
             num_steps = step + 1
@@ -110,7 +111,7 @@ def check(stages: Stages, plan: Plan, check_layer: int, judge: Judge, batch: Rou
     span = stages.select(batch, index, (steps <= num_drafted.unsqueeze(-1)) & is_live.unsqueeze(-1))
     hidden = stages.run(stages.resume(Tier.DRAFT, span), plan.draft_layer, check_layer, span)
     stages.leave(Tier.CHECK, span, hidden)
-    num_kept, own = judge.judge(Tier.CHECK, stages.logits(hidden, check_layer), batch, span, index, num_drafted)
+    num_kept, own = judge.judge(Tier.CHECK, stages.logits(hidden, check_layer, span), batch, span, index, num_drafted)
     _put(batch.tokens, offset + num_kept + 1, own, is_live)
     return num_kept, (num_kept + 1) * is_live
 
@@ -124,7 +125,7 @@ def verify(stages: Stages, plan: Plan, judge: Judge, batch: RoundBatch, offset: 
     index = batch.columns[: 1 if plan.is_plain else int(offset.max())].unsqueeze(0)
     span = stages.select(batch, index, index < offset.unsqueeze(-1))
     hidden = stages.embed(batch, span) if plan.is_plain else stages.resume(Tier.DRAFT if plan.check_layer is None else Tier.CHECK, span)
-    logits = stages.logits(stages.run(hidden, plan.top_layer, stages.num_layers, span), stages.num_layers)
+    logits = stages.logits(stages.run(hidden, plan.top_layer, stages.num_layers, span), stages.num_layers, span)
     if plan.is_plain:
         tentative = accepted = torch.zeros_like(offset)
         batch.tokens[:, 1:] = span.spread(judge.choose(logits, batch, span))

@@ -1,6 +1,7 @@
 """Runs one stage of a round: picks the live places, runs a span of layers over them, keeps what the next tier resumes from."""
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -12,6 +13,7 @@ from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
 from ee_models.config import ModelConfig
+from ee_models.exits import Exit
 
 from .sampling import Places, Sampler
 
@@ -93,19 +95,29 @@ class Span:
 
 @dataclass
 class PassCounts:
-    """Layers run, summed over passes; and layers times positions."""
+    """Layers of the model run, summed over passes; layers times positions; and passes over an adapter's blocks."""
 
     layer_passes: int = 0
     layer_positions: int = 0
+    adapter_passes: int = 0
 
 
 class Stages:
-    """The eager executor of stages, over one decoder, one KV and one hidden-state buffer."""
+    """The eager executor of stages, over one decoder with its exits, one KV and one hidden-state buffer.
 
-    def __init__(self, decoder: DecoderLike, num_layers: int, kv: PagedKV, hidden: HiddenBuffer, counts: PassCounts) -> None:
+    Exits that are not among `exits` are read through the model's own head. KV of each exit follows that of the model's
+    layers and of the exits before it.
+    """
+
+    def __init__(self, decoder: DecoderLike, num_layers: int, kv: PagedKV, hidden: HiddenBuffer, counts: PassCounts, exits: Iterable[Exit] = ()) -> None:
         self.num_layers = num_layers
         self.counts = counts
         self._decoder, self._kv, self._hidden = decoder, kv, hidden
+        self._exits: dict[int, tuple[Exit, int]] = {}
+        kv_layer = num_layers
+        for exit_ in sorted(exits, key=lambda exit_: exit_.layer):
+            self._exits[exit_.layer] = exit_, kv_layer
+            kv_layer += exit_.num_kv_layers
 
     def select(self, batch: RoundBatch, index: Tensor, live: Tensor) -> Span:
         """The places of index [rows, q_len] that are live [rows, q_len]."""
@@ -141,9 +153,28 @@ class Stages:
         """What `tier` left at the span's places."""
         return self._hidden.read(tier, span.flat)
 
-    def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:
-        """[tokens, vocab], read at the exit after `exit_layer` layers."""
-        return self._decoder.logits(hidden, exit_layer)
+    def logits(self, hidden: Tensor, exit_layer: int, span: Span) -> Tensor:
+        """[tokens, vocab], read at the exit after `exit_layer` layers; an adapter there writes its KV."""
+        if exit_layer not in self._exits:
+            return self._decoder.logits(hidden, exit_layer)
+        exit_, kv_layer = self._exits[exit_layer]
+        self.counts.adapter_passes += exit_.num_kv_layers
+        return exit_.logits(hidden, self._kv, kv_layer, span.view)
+
+    def fill(self, hidden: Tensor, exit_layer: int, view: BatchView) -> None:
+        """What `logits` does besides: an adapter after `exit_layer` layers writes its KV."""
+        if exit_layer in self._exits:
+            exit_, kv_layer = self._exits[exit_layer]
+            exit_.fill(hidden, self._kv, kv_layer, view)
+
+    def prefill(self, token_ids: Tensor, view: BatchView) -> None:
+        """Writes the KV of all layers and of all exits for token_ids [tokens]."""
+        hidden, lo = self._decoder.embed(token_ids), 0
+        for hi in [*self._exits, self.num_layers]:
+            self.count(lo, hi, view.num_tokens)
+            hidden = self._decoder.run_layers(hidden, lo, hi, self._kv, view)
+            self.fill(hidden, hi, view)
+            lo = hi
 
     @staticmethod
     def places(batch: RoundBatch, span: Span) -> Places:

@@ -65,6 +65,10 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     if isinstance(inputs, dict) and isinstance(inputs.get("path"), str):
         # A job file and its prompts travel together; an override is typed in the working directory and stays relative to it.
         inputs["path"] = _beside(path, inputs["path"])
+    for tier in ("draft", "check"):
+        exit_ = values.get("speculative", {}).get(tier) if isinstance(values.get("speculative"), dict) else None
+        if isinstance(exit_, dict) and isinstance(exit_.get("path"), str):
+            exit_["path"] = _beside(path, exit_["path"])
     apply_overrides(values, overrides)
     try:
         return build(Job, values)

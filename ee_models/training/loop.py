@@ -1,0 +1,214 @@
+"""The loop that both recipes share: steps, learning rate, evaluation, checkpoints that survive a kill.
+
+Everything random is a function of (seed, step), so a run that is resumed from a checkpoint gives the same weights as one
+that was never interrupted. Devices, processes and mixed precision are accelerate's work.
+"""
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+CHECKPOINT = "checkpoint.safetensors"
+LOG = "log.jsonl"
+Metrics = dict[str, float]
+
+
+class TrainingError(ValueError):
+    """Training cannot start, go on or be saved; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How long and how fast. Steps are optimizer steps.
+
+    warmup           share of the steps over which the learning rate rises from 0; it then falls along a cosine to
+                     `final_lr` times its peak
+    max_grad_norm    of each parameter group's gradient
+    eval_every, checkpoint_every   in steps; the last step always does both
+    mixed_precision  "bf16": matrix products in bfloat16, weights and their sums in float32; "no": all in float32
+    """
+
+    num_steps: int
+    learning_rate: float
+    warmup: float = 0.03
+    final_lr: float = 0.05
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+    eval_every: int = 500
+    checkpoint_every: int = 500
+    mixed_precision: str = "no"
+    seed: int = 0
+
+    def learning_rate_at(self, step: int) -> float:
+        """Of step `step`, counted from 0."""
+        num_warmup = max(1, round(self.warmup * self.num_steps))
+        if step < num_warmup:
+            return self.learning_rate * (step + 1) / num_warmup
+        done = (step - num_warmup) / max(1, self.num_steps - num_warmup)
+        return self.learning_rate * (self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class Task(Protocol):
+    """What is trained, on what. `module.forward(batch)` returns (loss, metrics): a scalar and a dict of scalar tensors.
+
+    parameter_groups   parameters that are clipped together: one group per exit, so that exits trained together get the
+                       weights that each would have got alone
+    """
+
+    module: nn.Module
+
+    def parameter_groups(self) -> list[list[nn.Parameter]]: ...
+
+    def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Any:
+        """What process `rank` of `num_ranks` sees in optimizer step `step`: a function of these and the seed alone."""
+
+    def evaluate(self, device: torch.device) -> Metrics:
+        """On what training never sees."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """steps_run: of this run, without those before a resume; metrics: of the last evaluation."""
+
+    steps_run: int
+    seconds: float
+    metrics: Metrics
+
+
+def train(task: Task, settings: LoopSettings, folder: Path, identity: str, *, cpu: bool, resume: bool, progress: bool = True) -> Outcome:
+    """Trains `task` to the last step; checkpoints and a log of evaluations go to `folder`.
+
+    identity   tells this run from any other: a checkpoint is resumed only if it was written under the same
+    resume     go on from the checkpoint in `folder`, if there is one; otherwise one that is there is an error
+    Raises TrainingError; whatever is raised, the last checkpoint on disk is whole.
+    """
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=cpu, mixed_precision=settings.mixed_precision)
+    module = accelerator.prepare(task.module)
+    groups = task.parameter_groups()
+    optimizer = torch.optim.AdamW(
+        [{"params": group} for group in groups], lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay
+    )
+    step = _restore(task.module, optimizer, folder / CHECKPOINT, identity, resume)
+    first, started, metrics = step, time.perf_counter(), Metrics()
+    with _bar(settings.num_steps, step, progress and accelerator.is_main_process) as bar:
+        while step < settings.num_steps:
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate_at(step)
+            with accelerator.autocast():
+                loss, values = module(task.batch(step, accelerator.process_index, accelerator.num_processes, accelerator.device))
+            if not bool(torch.isfinite(loss)):
+                raise TrainingError(f"the loss of step {step} is {float(loss)}; lower the learning rate, and go on from the last checkpoint")
+            accelerator.backward(loss)
+            for parameters in groups:
+                torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+            bar.set_postfix_str(" ".join(f"{name} {float(value):.3g}" for name, value in values.items()), refresh=False)
+            bar.update()
+            if step == settings.num_steps or step % settings.eval_every == 0:
+                metrics = _evaluate(task, accelerator)
+                _log(folder, step, metrics, accelerator, bar)
+            if step == settings.num_steps or step % settings.checkpoint_every == 0:
+                if accelerator.is_main_process:
+                    _save(task.module, optimizer, folder / CHECKPOINT, identity, step)
+                accelerator.wait_for_everyone()
+    if not metrics:
+        metrics = _evaluate(task, accelerator)
+    return Outcome(step - first, time.perf_counter() - started, metrics)
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Calls `write` with a path beside `path`, then moves what it wrote into place: `path` is never half-written.
+
+    Raises TrainingError if the disk is full or not writable; what was at `path` is then still there.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(draft)
+        os.replace(draft, path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            draft.unlink()
+        kept = "; the previous one is unharmed" if path.exists() else ""
+        raise TrainingError(f"cannot write {path}: {error}{kept}; free some space, or choose another folder") from error
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _save(module: nn.Module, optimizer: torch.optim.Optimizer, path: Path, identity: str, step: int) -> None:
+    """Weights and the optimizer's two moments of each, in one file without pickles."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in _trainable(module).items():
+        tensors[name] = parameter.detach().contiguous()
+        tensors |= {f"{name}:{moment}": optimizer.state[parameter][moment].contiguous() for moment in ("exp_avg", "exp_avg_sq")}
+    write_atomically(path, lambda draft: save_file(tensors, draft, {"identity": identity, "step": str(step)}))
+
+
+def _restore(module: nn.Module, optimizer: torch.optim.Optimizer, path: Path, identity: str, resume: bool) -> int:
+    """Loads the checkpoint at `path` -> the steps that it has behind it; 0 if there is none."""
+    if not path.exists():
+        return 0
+    if not resume:
+        raise TrainingError(f"{path} exists: set output.resume=true to go on from it, output.overwrite=true to start anew, or choose another output.path")
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            if about.get("identity") != identity:
+                raise TrainingError(
+                    f"{path} belongs to another run (other data, model or settings); set output.overwrite=true to start anew, or choose another output.path"
+                )
+            step = int(about["step"])
+            with torch.no_grad():
+                for name, parameter in _trainable(module).items():
+                    parameter.copy_(file.get_tensor(name))
+                    moments = {moment: file.get_tensor(f"{name}:{moment}").to(parameter.device) for moment in ("exp_avg", "exp_avg_sq")}
+                    optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+    except (SafetensorError, OSError, KeyError) as error:
+        raise TrainingError(f"{path} cannot be read ({error}); set output.overwrite=true to start anew") from error
+    return step
+
+
+def _evaluate(task: Task, accelerator: Accelerator) -> Metrics:
+    task.module.eval()
+    with torch.no_grad(), accelerator.autocast():
+        metrics = task.evaluate(accelerator.device)
+    task.module.train()
+    return metrics
+
+
+def _log(folder: Path, step: int, metrics: Metrics, accelerator: Accelerator, bar: tqdm[Any]) -> None:
+    """A line in the log, and one above the bar."""
+    if not accelerator.is_main_process:
+        return
+    with (folder / LOG).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **metrics}) + "\n")
+    bar.write(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()), file=sys.stderr)
+
+
+def _bar(total: int, done: int, progress: bool) -> tqdm[Any]:
+    interval = 0.5 if sys.stderr.isatty() else 30.0
+    return tqdm(total=total, initial=done, desc="training", unit="step", disable=not progress, mininterval=interval, file=sys.stderr, dynamic_ncols=True)
