@@ -184,6 +184,10 @@ class Decoder:
         qkv = attention.qkv(self.kernels.add_rms_norm(hidden, delta, attention.norm, eps))
         return self.kernels.rope_and_store(qkv, self._cos_sin, attention.q_norm, attention.k_norm, eps, self.config.num_heads, kv, kv_layer, view)
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The model's final norm of hidden [tokens, hidden], a new tensor: what the head reads."""
+        return self.kernels.add_rms_norm(hidden, None, self._final_norm, self.config.rms_norm_eps)
+
     def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:
         """hidden [tokens, hidden] after `exit_layer` layers -> logits [tokens, vocab], by the model's own final norm and head."""
-        return self.head(self.kernels.add_rms_norm(hidden, None, self._final_norm, self.config.rms_norm_eps))
+        return self.head(self.normed(hidden))

@@ -1,4 +1,4 @@
-"""What goes wrong with a checkpoint. Both are ValueErrors: the caller named a model that cannot be had."""
+"""What goes wrong with a checkpoint or in training. All are ValueErrors."""
 from __future__ import annotations
 
 
@@ -8,6 +8,10 @@ class CheckpointError(ValueError):
 
 class UnsupportedModelError(CheckpointError):
     """A well-formed checkpoint of a model, or with a setting, that HiSpec does not implement."""
+
+
+class TrainingError(ValueError):
+    """Training cannot start, go on or be saved; the message says why and what to do."""
 
 
 def unsupported(field: str, value: object, supported: str) -> UnsupportedModelError:

@@ -41,11 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _is_users(error: Exception) -> bool:
     """Whether the message of `error` is all that a user needs."""
-    from ee_models.errors import CheckpointError
+    from ee_models.errors import CheckpointError, TrainingError
 
     from .errors import HiSpecError
 
-    return isinstance(error, HiSpecError | CheckpointError | OSError)
+    return isinstance(error, HiSpecError | CheckpointError | TrainingError | OSError)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_generate(commands)
     _add_bench(commands)
+    _add_train(commands)
     _add_fetch(commands)
     return parser
 
@@ -102,6 +103,15 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--context", type=int, metavar="N", help="repeat or cut each prompt to N tokens")
     bench.add_argument("--no-transformers", dest="transformers", action="store_false", help="leave transformers out, and its copy of the model")
     bench.set_defaults(command=_bench)
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser("train", help="train exits", description="Train exits, or a LayerSkip model, as a YAML file says (docs/training.md).")
+    train.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    _add_set(train)
+    train.add_argument("--only-data", action="store_true", help="write prompts and answers, and stop before training")
+    train.add_argument("--no-progress", action="store_true", help="no progress bars")
+    train.set_defaults(command=_train)
 
 
 def _add_fetch(commands: Any) -> None:
@@ -207,6 +217,20 @@ def _bench(options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print_bench(result)
+    return OK
+
+
+def _train(options: argparse.Namespace) -> int:
+    from .jobs.load import load_training
+
+    config = load_training(options.config, options.set)
+    from .training.run import run_training
+
+    report = run_training(config, only_data=options.only_data, progress=not options.no_progress)
+    if report is not None:
+        for name, value in report.outcome.metrics.items():
+            print(f"{name}: {value:.4f}")
+        print(f"{report.outcome.steps_run} steps in {report.outcome.seconds:.0f} s; {report.path}")
     return OK
 
 

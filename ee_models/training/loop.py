@@ -22,16 +22,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..errors import TrainingError
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 CHECKPOINT = "checkpoint.safetensors"
 LOG = "log.jsonl"
 Metrics = dict[str, float]
-
-
-class TrainingError(ValueError):
-    """Training cannot start, go on or be saved; the message says why and what to do."""
 
 
 @dataclass(frozen=True)

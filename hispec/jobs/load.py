@@ -1,15 +1,19 @@
-"""From a YAML file and `--set key.path=value` overrides to a checked Job."""
+"""From a YAML file and `--set key.path=value` overrides to checked settings."""
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic import BaseModel
 
-from ..errors import ConfigError, build
+from ..errors import ConfigError, Model, build
 from .schema import Job
+
+if TYPE_CHECKING:
+    from ..training.schema import TrainConfig
 
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
@@ -59,22 +63,41 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
     Raises ConfigError with every problem of the file and the overrides, and when the file can't be read.
     """
-    path = Path(path)
-    values = _read_yaml(path)
-    inputs = values.get("input")
-    if isinstance(inputs, dict) and isinstance(inputs.get("path"), str):
-        # A job file and its prompts travel together; an override is typed in the working directory and stays relative to it.
-        inputs["path"] = _beside(path, inputs["path"])
-    for tier in ("draft", "check"):
-        exit_ = values.get("speculative", {}).get(tier) if isinstance(values.get("speculative"), dict) else None
-        if isinstance(exit_, dict) and isinstance(exit_.get("path"), str):
-            exit_["path"] = _beside(path, exit_["path"])
+    return _load(Job, Path(path), overrides, [("input", "path"), ("speculative", "draft", "path"), ("speculative", "check", "path")])
+
+
+def load_training(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """As `load_job`, of a training file."""
+    from ..training.schema import TrainConfig
+
+    return _load(TrainConfig, Path(path), overrides, [("data", "prompts", "*", "path")])
+
+
+def _load(model: type[Model], path: Path, overrides: Sequence[str], files: Sequence[tuple[str, ...]]) -> Model:
+    """`files`: where the settings name files that lie beside the one at `path`, with "*" for every item of a list."""
+    values = _read_yaml(path, model)
+    for place in files:
+        _make_beside(path, values, place)  # before overrides: those are typed in the working directory, and stay relative to it
     apply_overrides(values, overrides)
     try:
-        return build(Job, values)
+        return build(model, values)
     except ConfigError as error:
         source = f"{path} with --set {' '.join(overrides)}" if overrides else str(path)
         raise ConfigError(f"{source}:\n{error}") from None
+
+
+def _make_beside(path: Path, values: Any, place: Sequence[str]) -> None:
+    """Makes the file name at `place` of nested `values` relative to the folder of `path`; what is not there, or of a wrong
+    type, is left for the schema to report."""
+    first, *rest = place
+    if first == "*":
+        for item in values if isinstance(values, list) else ():
+            _make_beside(path, item, rest)
+    elif isinstance(values, dict) and first in values:
+        if rest:
+            _make_beside(path, values[first], rest)
+        elif isinstance(values[first], str) and values[first].strip():
+            values[first] = str(path.parent / Path(values[first]).expanduser())
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
@@ -95,13 +118,7 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
         place[parts[-1]] = _parse(text, f"--set {override!r}")
 
 
-def _beside(path: Path, name: str) -> str:
-    if not name.strip():
-        return name  # reported by the schema
-    return str(path.parent / Path(name).expanduser())
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -111,7 +128,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     values = _parse(text, str(path))
     if not isinstance(values, dict):
         given = "nothing" if values is None else f"a {type(values).__name__}"
-        raise ConfigError(f"{path}: expected a mapping with {', '.join(Job.model_fields)} at the top, got {given}")
+        raise ConfigError(f"{path}: expected a mapping with {', '.join(model.model_fields)} at the top, got {given}")
     return values
 
 

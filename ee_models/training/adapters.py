@@ -1,0 +1,219 @@
+"""Distillation into exits on a frozen trunk [Kangaroo, arXiv 2404.18911, section 3.1].
+
+Each exit learns the full model's distribution: soft-label cross-entropy on the positions that predict a response. Only the
+exits' own weights are trained; trunk, final norm and head never change, and neither does what the full model says.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..exit_files import ExitInfo
+from ..loader import Checkpoint
+from .examples import Example, step_indices
+from .loop import Metrics
+from .states import FINAL, StateStore
+
+_INIT_STD = 0.02
+_EVAL_EXAMPLES = 16  # held-out examples per pass
+
+
+@dataclass
+class StatesBatch:
+    """Examples packed one after the other. states: "layer<l>" and "final", each [tokens, hidden] bfloat16; positions,
+    rows, predicts [tokens]: place in the example, its number, and whether the place predicts a token of the response."""
+
+    states: dict[str, Tensor]
+    positions: Tensor
+    rows: Tensor
+    predicts: Tensor
+
+
+class AdapterBlock(nn.Module):
+    """One block; its parameters carry the names of exits.safetensors (matrices [out, in])."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
+        super().__init__()
+        self._heads, self._kv_heads, self._head_dim, self._eps = model.num_heads, model.num_kv_heads, model.head_dim, model.rms_norm_eps
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape) if name.endswith("norm") else _INIT_STD * torch.randn(shape)))
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: StatesBatch) -> Tensor:
+        """hidden [tokens, hidden] float32 -> the same shape; rotation: cosines and sines, each [tokens, 1, head_dim / 2]."""
+        if hasattr(self, "q_proj"):
+            hidden = hidden + self._attend(F.rms_norm(hidden, hidden.shape[-1:], self.attention_norm, self._eps), rotation, batch)
+        if hasattr(self, "gate_proj"):
+            x = F.rms_norm(hidden, hidden.shape[-1:], self.mlp_norm, self._eps)
+            hidden = hidden + F.linear(F.silu(F.linear(x, self.gate_proj)) * F.linear(x, self.up_proj), self.down_proj)
+        return hidden
+
+    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], batch: StatesBatch) -> Tensor:
+        q, k, v = (F.linear(x, weight).unflatten(-1, (-1, self._head_dim)) for weight in (self.q_proj, self.k_proj, self.v_proj))
+        rows, length = int(batch.rows[-1]) + 1, int(batch.positions.max()) + 1
+
+        def rectangle(packed: Tensor, num_heads: int) -> Tensor:
+            """[rows, heads, length, head_dim], zeros beyond an example's end, which causality hides from all before."""
+            out = packed.new_zeros(rows, length, num_heads, self._head_dim)
+            out[batch.rows, batch.positions] = packed
+            return out.transpose(1, 2)
+
+        group = self._heads // self._kv_heads
+        keys, values = (rectangle(part, self._kv_heads).repeat_interleave(group, dim=1) for part in (_rotate(k, rotation).to(v.dtype), v))
+        queries = rectangle(_rotate(q, rotation).to(v.dtype), self._heads)
+        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        return F.linear(out.transpose(1, 2)[batch.rows, batch.positions].flatten(1), self.o_proj)
+
+
+class AdapterModule(nn.Module):
+    """The trained part of one exit: blocks and a norm. `export` gives the tensors of exits.safetensors."""
+
+    def __init__(self, info: ExitInfo, model: ModelConfig, vocabulary: Tensor | None) -> None:
+        super().__init__()
+        self.info, self.vocabulary, self._eps = info, vocabulary, model.rms_norm_eps
+        shapes = info.shapes(model)
+        of_block = [
+            {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+            for prefix in (f"blocks.{index}." for index in range(info.num_blocks))
+        ]
+        self.blocks = nn.ModuleList(AdapterBlock(shapes, model) for shapes in of_block)
+        self.norm = nn.Parameter(torch.ones(model.hidden_size))
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: StatesBatch) -> Tensor:
+        """hidden [tokens, hidden] -> what the head reads [tokens, hidden]."""
+        hidden = hidden.float()
+        for block in self.blocks:
+            hidden = block(hidden, rotation, batch)
+        return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self._eps)
+
+    def export(self) -> dict[str, Tensor]:
+        """In bfloat16; the vocabulary as int32."""
+        tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in self.state_dict().items()}
+        return tensors if self.vocabulary is None else {**tensors, "vocabulary": self.vocabulary.to("cpu", torch.int32)}
+
+
+class Exits(nn.Module):
+    """All exits that are trained in one pass, over one frozen head. Their losses share no weights."""
+
+    def __init__(self, adapters: Sequence[AdapterModule], head: Tensor, inv_freq: Tensor) -> None:
+        """head [vocab, hidden]; inv_freq [head_dim / 2]."""
+        super().__init__()
+        self.adapters = nn.ModuleDict({f"layer{adapter.info.layer}": adapter for adapter in adapters})
+        self.register_buffer("_inv_freq", inv_freq, persistent=False)
+        self._vocabularies = {name: adapter.vocabulary for name, adapter in self.adapters.items()}
+        self._heads: dict[int | None, str] = {}
+        self.register_buffer("_head", head, persistent=False)
+        for adapter in adapters:
+            size = adapter.info.vocabulary_size
+            if size not in self._heads:  # vocabularies are prefixes of one list, so their size tells them apart
+                self._heads[size] = f"_head{size}"
+                self.register_buffer(f"_head{size}", head if adapter.vocabulary is None else head[adapter.vocabulary], persistent=False)
+
+    def forward(self, batch: StatesBatch) -> tuple[Tensor, Metrics]:
+        """The sum of the exits' losses in nats per token, and each exit's own."""
+        final = batch.states[FINAL][batch.predicts]
+        targets: dict[int | None, Tensor] = {}
+        losses = {}
+        for name, normed in self.outputs(batch).items():
+            size = self.adapters[name].info.vocabulary_size
+            head = getattr(self, self._heads[size])
+            if size not in targets:
+                with torch.no_grad():
+                    targets[size] = F.linear(final.to(head.dtype), head).float().softmax(-1)
+            log_q = F.linear(normed, head).float().log_softmax(-1)
+            losses[name] = -(targets[size] * log_q).sum(-1).mean()
+        return torch.stack(list(losses.values())).sum(), {name: loss.detach() for name, loss in losses.items()}
+
+    def outputs(self, batch: StatesBatch) -> dict[str, Tensor]:
+        """What the head reads at the predicting places [places, hidden], by exit."""
+        angles = torch.outer(batch.positions.float(), self._inv_freq)
+        rotation = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+        return {name: adapter(batch.states[name], rotation, batch)[batch.predicts] for name, adapter in self.adapters.items()}
+
+    def agreements(self, batch: StatesBatch) -> dict[str, Tensor]:
+        """By exit: whether its likeliest token is the full model's, [places] bool."""
+        said = F.linear(batch.states[FINAL][batch.predicts].to(self._head.dtype), self._head).argmax(-1)
+        right = {}
+        for name, normed in self.outputs(batch).items():
+            vocabulary, size = self._vocabularies[name], self.adapters[name].info.vocabulary_size
+            own = F.linear(normed, getattr(self, self._heads[size])).argmax(-1)
+            right[name] = (own if vocabulary is None else vocabulary.to(own.device)[own]) == said
+        return right
+
+
+class AdaptersTask:
+    """The task of `loop.train`: exits, and the states of training and held-out examples."""
+
+    def __init__(self, exits: Exits, store: StateStore, examples: Sequence[Example], held_out: range, batch_size: int, seed: int) -> None:
+        """`store` holds the states of `examples`; those in `held_out`, which come last, are never trained on."""
+        self.module = exits
+        self._store, self._examples, self._held_out = store, examples, held_out
+        self._batch_size, self._seed = batch_size, seed
+
+    def parameter_groups(self) -> list[list[nn.Parameter]]:
+        return [list(adapter.parameters()) for adapter in self.module.adapters.values()]
+
+    def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> StatesBatch:
+        return self._gather(step_indices(self._held_out.start, self._batch_size, step, self._seed, rank, num_ranks), device)
+
+    def evaluate(self, device: torch.device) -> Metrics:
+        """Of each exit, by held-out places: loss in nats, and agreement with the full model's likeliest token."""
+        losses: Counter[str] = Counter()
+        right: Counter[str] = Counter()
+        count = 0
+        for start in range(self._held_out.start, self._held_out.stop, _EVAL_EXAMPLES):
+            batch = self._gather(range(start, min(start + _EVAL_EXAMPLES, self._held_out.stop)), device)
+            num_places = int(batch.predicts.sum())
+            count += num_places
+            for name, loss in self.module(batch)[1].items():
+                losses[name] += float(loss) * num_places
+            for name, agrees in self.module.agreements(batch).items():
+                right[name] += int(agrees.sum())
+        return {f"{name}_{what}": counter[name] / count for name in right for what, counter in (("loss", losses), ("agreement", right))} if count else {}
+
+    def _gather(self, indices: Sequence[int], device: torch.device) -> StatesBatch:
+        parts = [self._store.read(index) for index in indices]
+        lengths = [len(self._examples[index].token_ids) for index in indices]
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        first = torch.tensor([self._examples[index].prompt_len - 1 for index in indices])
+        # The last token is predicted, but predicts nothing that the full model was asked for.
+        last = torch.tensor(lengths) - 1
+        predicts = (positions >= first[rows]) & (positions < last[rows])
+        states = {name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]}
+        return StatesBatch(states, positions.to(device), rows.to(device), predicts.to(device))
+
+
+def frequent_tokens(examples: Sequence[Example], vocab_size: int) -> Tensor:
+    """All tokens [vocab], the most frequent of the responses first; a reduced vocabulary is a prefix of this."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for example in examples:
+        counts += torch.bincount(torch.tensor(example.token_ids[example.prompt_len :]), minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)
+
+
+def init_from_trunk(adapter: AdapterModule, checkpoint: Checkpoint) -> None:
+    """Starts blocks as copies of the layers that follow the exit, where they are of the same shape, and the norm as the
+    model's: the exit then begins as a model that leaves the layers between out, and learns in half the steps."""
+    names = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn", "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}
+    with torch.no_grad():
+        adapter.norm.copy_(checkpoint.tensor("model.norm.weight"))
+        for index, block in enumerate(adapter.blocks):
+            layer = f"model.layers.{min(adapter.info.layer + index, checkpoint.config.num_layers - 1)}"
+            sources = {"attention_norm": f"{layer}.input_layernorm", "mlp_norm": f"{layer}.post_attention_layernorm"}
+            sources |= {name: f"{layer}.{part}.{name}" for name, part in names.items()}
+            for name, parameter in block.named_parameters():
+                source = checkpoint.tensor(f"{sources[name]}.weight")
+                if source.shape == parameter.shape:
+                    parameter.copy_(source)
+
+
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = rotation
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,121 @@
+"""The frozen trunk's hidden states at the exits' layers: computed once, kept on disk, read in any order.
+
+The trunk never changes while adapters are trained, so a second epoch over states costs a fraction of the first. What is
+kept takes (number of exits + 1) * hidden_size * 2 bytes per token.
+"""
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from cache.paged_kv import PagedKV
+from cache.view import BatchView, packed_slots_of
+
+from ..decoder import Decoder
+from .examples import Example
+from .loop import write_atomically
+
+FINAL = "final"
+_EXAMPLES_PER_SHARD = 128
+_TOKENS_PER_PASS = 4096
+_BLOCK_SIZE = 16
+
+
+def trunk_states(decoder: Decoder, layers: Sequence[int], examples: Sequence[Example]) -> dict[str, Tensor]:
+    """Hidden states of all tokens, packed example after example: "layer<l>" after l layers, and "final" after the final
+    norm, which the head turns into the full model's logits. Each [tokens, hidden] bfloat16 on the decoder's device."""
+    if not examples:
+        raise ValueError("trunk_states needs at least one example")
+    device = decoder.device
+    lengths = torch.tensor([len(example.token_ids) for example in examples])
+    max_blocks = -(-int(lengths.max()) // _BLOCK_SIZE)
+    tables = torch.arange(len(examples) * max_blocks, device=device).view(len(examples), max_blocks)
+    rows = torch.repeat_interleave(torch.arange(len(examples)), lengths).to(device)
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).to(device)
+    cu_q_lens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(device)
+    view = BatchView(positions, packed_slots_of(tables, rows, positions, _BLOCK_SIZE), tables, cu_q_lens, int(lengths.max()), int(lengths.max()))
+    config = decoder.config
+    kv = PagedKV(config.num_layers, tables.numel(), _BLOCK_SIZE, config.num_kv_heads, config.head_dim, decoder.dtype, device)
+    hidden = decoder.embed(torch.tensor([token for example in examples for token in example.token_ids], device=device))
+    states, lo = {}, 0
+    for hi in sorted(layers):
+        hidden = decoder.run_layers(hidden, lo, hi, kv, view)
+        states[f"layer{hi}"] = hidden.to(torch.bfloat16, copy=True)
+        lo = hi
+    states[FINAL] = decoder.normed(decoder.run_layers(hidden, lo, config.num_layers, kv, view)).to(torch.bfloat16)
+    return states
+
+
+class StateStore:
+    """Hidden states of `examples` in `folder`: for every 128 of them a folder with a file per exit and one of the final
+    states. Those that are there already, from whatever run, are not computed again."""
+
+    def __init__(self, folder: Path, decoder: Decoder, layers: Sequence[int], examples: Sequence[Example], model: str, *, progress: bool = True) -> None:
+        """`model` tells the trunk and its dtype from others. Raises TrainingError if the disk is full; what is written stays of use."""
+        self._names = [*(f"layer{layer}" for layer in sorted(layers)), FINAL]
+        self._files: dict[Path, Any] = {}
+        self._places: list[tuple[Path, int, int]] = []
+        shards = [examples[start : start + _EXAMPLES_PER_SHARD] for start in range(0, len(examples), _EXAMPLES_PER_SHARD)]
+        interval = 0.5 if sys.stderr.isatty() else 30.0
+        with tqdm(total=len(examples), desc="hidden states", unit="example", disable=not progress, mininterval=interval, file=sys.stderr) as bar:
+            for shard in shards:
+                path = folder / _identity(model, shard)
+                missing = [name for name in self._names if not (path / f"{name}.safetensors").exists()]
+                if missing:
+                    _write(path, missing, decoder, shard)
+                start = 0
+                for example in shard:
+                    self._places.append((path, start, start + len(example.token_ids)))
+                    start += len(example.token_ids)
+                bar.update(len(shard))
+
+    def read(self, index: int) -> dict[str, Tensor]:
+        """The states of example `index`, each [tokens, hidden] bfloat16, on the CPU."""
+        folder, start, stop = self._places[index]
+        return {name: self._open(folder / f"{name}.safetensors").get_slice(name)[start:stop] for name in self._names}
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = safe_open(path, "pt").__enter__()  # mapped into memory for as long as the store lives
+        return self._files[path]
+
+
+def _write(folder: Path, names: Sequence[str], decoder: Decoder, shard: Sequence[Example]) -> None:
+    """In passes of neighbours in length, so that little is computed for padding."""
+    layers = [int(name.removeprefix("layer")) for name in names if name != FINAL]
+    order = sorted(range(len(shard)), key=lambda i: len(shard[i].token_ids))
+    parts: dict[int, dict[str, Tensor]] = {}
+    while order:
+        longest = len(shard[order[-1]].token_ids)
+        taken = order[-max(1, _TOKENS_PER_PASS // longest) :]
+        del order[-len(taken) :]
+        states = trunk_states(decoder, layers, [shard[i] for i in taken])
+        split = {name: tensor.cpu().split([len(shard[i].token_ids) for i in taken]) for name, tensor in states.items()}
+        for place, i in enumerate(taken):
+            parts[i] = {name: pieces[place] for name, pieces in split.items()}
+    for name in names:
+        whole = torch.cat([parts[i][name] for i in range(len(shard))])
+        write_atomically(folder / f"{name}.safetensors", partial(save_file, {name: whole}))
+
+
+def num_bytes(examples: Sequence[Example], num_exits: int, hidden_size: int) -> int:
+    """What a store of `examples` takes on disk."""
+    return sum(len(example.token_ids) for example in examples) * (num_exits + 1) * hidden_size * 2
+
+
+def _identity(model: str, shard: Sequence[Example]) -> str:
+    digest = hashlib.blake2b(model.encode(), digest_size=12)
+    for example in shard:
+        digest.update(torch.tensor([len(example.token_ids), *example.token_ids]).numpy().tobytes())
+    return digest.hexdigest()
+

@@ -1,0 +1,190 @@
+"""The first stages of training: prompts, written or read, and the target's own answers to them.
+
+Both are jobs of `hispec run`, so they are resumed row by row. Files in the work folder:
+
+    written.in.jsonl, written.jsonl     what the model is asked to go on with, and the user turns that it wrote
+    prompts.jsonl, answers.jsonl        all conversations, and the answers
+"""
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ee_models.training.examples import Example
+from ee_models.training.loop import write_atomically
+
+from ..config import EngineConfig
+from ..errors import ConfigError, RequestError, build
+from ..jobs.rows import Message
+from ..jobs.runner import run_job
+from ..jobs.schema import InputConfig, Job, OutputConfig
+from ..sampling_params import SamplingParams
+from .schema import PromptSource, TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARK = "\u2063HISPEC\u2063"  # stands for the user's text in a rendered template; no text of a user's holds it
+_MIN_CHARS = 8  # shorter than this, what the model wrote is no prompt
+Messages = list[dict[str, str]]
+
+
+@dataclass
+class BadRows:
+    """Rows that cannot be used; under `stop` the first one ends the run."""
+
+    stop: bool
+    messages: list[str] = field(default_factory=list)
+
+    def add(self, where: str, why: str) -> None:
+        if self.stop:
+            raise ConfigError(f"{where}: {why}; mend the row, or set data.on_bad_row=skip")
+        self.messages.append(f"{where}: {why}")
+
+    def report(self, shown: int = 10) -> None:
+        """On stderr: how many, and the first of them."""
+        if self.messages:
+            print(f"{len(self.messages)} rows left out:", *self.messages[:shown], *(["..."] if len(self.messages) > shown else []), sep="\n  ", file=sys.stderr)
+
+
+def make_examples(config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, *, progress: bool) -> list[Example]:
+    """Prompts and answers -> examples, in the order of prompts.jsonl. Work that is done already is not done again.
+
+    Raises ConfigError for sources that can't be read, or that leave no example.
+    """
+    bad = BadRows(config.data.on_bad_row == "stop")
+    conversations = [*_written(config, work, tokenizer, progress), *_read(config, bad)]
+    random.Random(config.seed).shuffle(conversations)
+    answered = _answers(config, work, [messages for messages in conversations if messages[-1]["role"] != "assistant"], progress)
+    examples = []
+    for number, messages in enumerate(conversations):
+        where = f"prompt {number + 1} ({_excerpt(messages)})"
+        if messages[-1]["role"] == "assistant":
+            response = tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
+            if tokenizer.eos_token_id is not None:
+                response.append(tokenizer.eos_token_id)
+            messages = messages[:-1]
+        else:
+            row = next(answered)
+            if row["error"] is not None:
+                bad.add(where, row["error"]["message"])
+                continue
+            response = row["outputs"][0]["token_ids"]
+        prompt = _encode(tokenizer, messages)
+        if len(response) < 2:
+            bad.add(where, "the response is empty")
+        elif len(prompt) + len(response) > config.data.max_length:
+            bad.add(where, f"{len(prompt)} tokens of prompt and {len(response)} of response are over data.max_length={config.data.max_length}")
+        else:
+            examples.append(Example([*prompt, *response], len(prompt)))
+    bad.report()
+    if len(examples) <= config.data.held_out:
+        raise ConfigError(f"data: {len(examples)} usable examples, of which data.held_out={config.data.held_out} are held out; give more prompts")
+    return examples
+
+
+def _written(config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, progress: bool) -> Iterator[Messages]:
+    """User turns that the model writes: it is given the chat template up to the user's text, and the opening."""
+    sources = [source for source in config.data.prompts if source.opening is not None]
+    if not sources:
+        return
+    rendered = str(tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True))
+    before = rendered[: rendered.index(_MARK)]
+    rows: list[dict[str, Any]] = []
+    for source in sources:
+        assert source.opening is not None and source.count is not None
+        # A space at the end would keep the model from its usual tokens, which begin with one.
+        prompt = tokenizer.encode(before + source.opening.rstrip(" "), add_special_tokens=False)
+        for _ in range(source.count):
+            sampling = {"max_tokens": source.max_tokens, "seed": config.seed + len(rows)}
+            rows.append({"id": len(rows), "prompt_token_ids": prompt, "sampling": sampling, "metadata": {"opening": source.opening}})
+    params = SamplingParams(temperature=config.data.writing_temperature)
+    seen = set()
+    for row in _generate(config, work / "written.in.jsonl", work / "written.jsonl", rows, params, "writing prompts", progress):
+        if row["error"] is None:
+            text = row["outputs"][0]["text"].strip()
+            prompt = row["metadata"]["opening"] + text
+            if len(text) >= _MIN_CHARS and prompt not in seen:
+                seen.add(prompt)
+                yield [{"role": "user", "content": prompt}]
+
+
+def _read(config: TrainConfig, bad: BadRows) -> Iterator[Messages]:
+    for source in config.data.prompts:
+        if source.path is not None:
+            yield from _read_file(source, source.path, bad)
+
+
+def _read_file(source: PromptSource, path: Path, bad: BadRows) -> Iterator[Messages]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"data.prompts: cannot read {path}: {error.strerror}; mend the path, or leave this source out") from None
+    for number, raw in enumerate(lines[: source.limit], start=1):
+        if not raw.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(raw)
+        except ValueError as error:
+            bad.add(where, f"not valid JSON: {error}")
+            continue
+        if isinstance(row, dict) and "messages" in row:
+            try:
+                messages = [build(Message, message, "messages").model_dump() for message in row["messages"]]
+            except (ConfigError, TypeError) as error:
+                bad.add(where, f"messages: {error}")
+                continue
+            if not messages or not messages[-1]["content"].strip():
+                bad.add(where, "the response is empty" if messages and messages[-1]["role"] == "assistant" else "the last message is empty")
+                continue
+            yield messages
+        elif not isinstance(row, dict) or not isinstance(row.get(source.field), str) or not row[source.field].strip():
+            known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            bad.add(where, f"needs a non-empty string in field {source.field!r} (or `messages`); it has: {known}")
+        else:
+            yield [{"role": "user", "content": row[source.field].strip()}]
+
+
+def _answers(config: TrainConfig, work: Path, conversations: list[Messages], progress: bool) -> Iterator[dict[str, Any]]:
+    temperatures = config.data.temperatures
+    rows = [
+        {"id": number, "messages": messages, "sampling": {"temperature": temperatures[number % len(temperatures)], "seed": config.seed + number}}
+        for number, messages in enumerate(conversations)
+    ]
+    params = SamplingParams(max_tokens=config.data.max_tokens)
+    return _generate(config, work / "prompts.jsonl", work / "answers.jsonl", rows, params, "answers", progress)
+
+
+def _generate(
+    config: TrainConfig, source: Path, target: Path, rows: list[dict[str, Any]], params: SamplingParams, what: str, progress: bool
+) -> Iterator[dict[str, Any]]:
+    """Runs `rows` as a job, going on from what `target` holds -> output rows in the order of `rows`."""
+    if rows:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_atomically(source, lambda draft: draft.write_text(text, encoding="utf-8") and None)
+        engine = EngineConfig.model_validate({**config.engine.model_dump(), "max_model_len": config.engine.max_model_len or config.data.max_length})
+        output = OutputConfig(path=target, resume=True, echo_input=False, token_ids=True)
+        print(f"{what}: {len(rows)} rows to {target}", file=sys.stderr)
+        run_job(Job(model=config.model, engine=engine, sampling=params, input=InputConfig(path=source), output=output), progress=progress)
+        with target.open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is code of the model's author, and raises what it likes
+        raise RequestError(f"the chat template refuses {_excerpt(messages)}: {error}") from error
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _excerpt(messages: Messages) -> str:
+    text = messages[0]["content"]
+    return repr(text if len(text) <= 40 else text[:40] + "…")

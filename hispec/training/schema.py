@@ -1,0 +1,176 @@
+"""What a training YAML says (docs/training.md)."""
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ..config import EngineConfig, Settings
+from ..jobs.schema import FilePath
+
+
+class PromptSource(Settings):
+    """Where prompts come from: a file, or the model itself.
+
+    path        a UTF-8 file of one JSON object per line, relative to the training file
+    field       the string that is the prompt; rows with `messages` are conversations instead, and if the last message is
+                the assistant's, it is taken as the response
+    limit       use this many rows from the start; None = all
+    opening     the model writes the user's turn, which begins with this ("" = with nothing)
+    count, max_tokens   prompts to write, and how long they may become
+    """
+
+    path: FilePath | None = None
+    field: Annotated[str, Field(min_length=1)] = "prompt"
+    limit: Annotated[int, Field(ge=1)] | None = None
+    opening: str | None = None
+    count: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] = 160
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> PromptSource:
+        if (self.path is None) == (self.opening is None):
+            raise ValueError("a source of prompts needs either `path` (a file) or `opening` (the model writes them)")
+        if (self.opening is None) != (self.count is None):
+            raise ValueError("`count` says how many prompts of an `opening` are written; the two go together")
+        return self
+
+
+class DataConfig(Settings):
+    """What exits are trained on: the target's own answers, so that training sees what decoding will.
+
+    prompts              sources, taken together and shuffled
+    writing_temperature  of prompts that the model writes
+    temperatures         of answers, by turns
+    max_tokens           of an answer
+    max_length           tokens of prompt and answer together; longer prompts are bad rows
+    held_out             examples, spread over all, that are never trained on
+    on_bad_row           "skip": say which rows can't be used, go on without them; "stop": end at the first
+    """
+
+    prompts: Annotated[list[PromptSource], Field(min_length=1)]
+    writing_temperature: Annotated[float, Field(gt=0.0)] = 0.8
+    temperatures: Annotated[list[Annotated[float, Field(ge=0.0)]], Field(min_length=1)] = Field(default_factory=lambda: [0.0])
+    max_tokens: Annotated[int, Field(ge=2)] = 200
+    max_length: Annotated[int, Field(ge=8)] = 1024
+    held_out: Annotated[int, Field(ge=1)] = 128
+    on_bad_row: Literal["skip", "stop"] = "skip"
+
+
+class ExitTraining(Settings):
+    """An exit to train; the fields are those of exits.json (`ee_models.exit_files.ExitInfo`).
+
+    intermediate_size  of the blocks' gated MLP; "model" = the trunk's own, None = no MLP (Kangaroo)
+    vocabulary_size    the most frequent tokens of the training answers; None = all
+    """
+
+    layer: Annotated[int, Field(ge=1)]
+    num_blocks: Annotated[int, Field(ge=0, le=8)] = 1
+    attention: bool = True
+    intermediate_size: Annotated[int, Field(ge=1)] | Literal["model"] | None = "model"
+    vocabulary_size: Annotated[int, Field(ge=1)] | None = None
+
+
+class AdaptersConfig(Settings):
+    """The recipe `adapters`: exits on a frozen trunk.
+
+    init            "trunk": blocks start as copies of the layers after the exit; "random": from small random weights
+    max_states_gb   what hidden states may take on disk
+    """
+
+    exits: Annotated[list[ExitTraining], Field(min_length=1)]
+    init: Literal["trunk", "random"] = "trunk"
+    max_states_gb: Annotated[float, Field(gt=0.0)] = 50.0
+
+    @model_validator(mode="after")
+    def _distinct(self) -> AdaptersConfig:
+        layers = [exit_.layer for exit_ in self.exits]
+        if len(set(layers)) != len(layers):
+            raise ValueError(f"exits must be at different layers, got {layers}; train other shapes at a layer in a run of their own")
+        return self
+
+
+class LayerSkipConfig(Settings):
+    """The recipe `layerskip`: layer dropout and early-exit loss [arXiv 2404.16710], which change the model itself.
+
+    dropout_max        p_max, the last layer's rate of being left out
+    dropout_schedule   "constant" for continued training, "exponential" from scratch
+    exit_loss_scale    e_scale
+    curriculum         which layers' losses are on: "rotational", "gradual" or "all"
+    rotation           R: with "rotational", every R-th layer
+    lora_rank          train low-rank adapters of this rank, merged at the end; None = all weights
+    """
+
+    dropout_max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    dropout_schedule: Literal["constant", "exponential"] = "constant"
+    exit_loss_scale: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    curriculum: Literal["rotational", "gradual", "all"] = "rotational"
+    rotation: Annotated[int, Field(ge=1)] = 8
+    lora_rank: Annotated[int, Field(ge=1)] | None = None
+    lora_alpha: Annotated[float, Field(gt=0.0)] = 16.0
+
+
+class LoopConfig(Settings):
+    """Steps and speed; `num_steps` are optimizer steps over `batch_size` examples (all processes together).
+
+    warmup            share of the steps in which the learning rate rises; afterwards it falls along a cosine to
+                      `final_lr` of its peak
+    mixed_precision   "bf16": matrix products in bfloat16; "no": float32
+    """
+
+    num_steps: Annotated[int, Field(ge=1)]
+    batch_size: Annotated[int, Field(ge=1)] = 16
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    warmup: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03
+    final_lr: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    eval_every: Annotated[int, Field(ge=1)] = 250
+    checkpoint_every: Annotated[int, Field(ge=1)] = 250
+    mixed_precision: Literal["no", "bf16"] = "no"
+
+
+class TrainOutput(Settings):
+    """Where results go.
+
+    path   a folder for the exits (or, with `layerskip`, the model), checkpoints and a log
+    work   a folder for prompts, answers and hidden states, which runs on the same data may share; None = path/work
+    """
+
+    path: FilePath
+    work: FilePath | None = None
+    overwrite: bool = False
+    resume: bool = False
+
+    @model_validator(mode="after")
+    def _one_intention(self) -> TrainOutput:
+        if self.overwrite and self.resume:
+            raise ValueError("overwrite=true and resume=true contradict each other; keep one of them")
+        return self
+
+
+class TrainConfig(Settings):
+    """One training run: prompts, answers by the target itself, hidden states, training, exits.
+
+    model     a name that `hispec fetch` knows, a hub id, or a folder with a checkpoint
+    engine    for writing prompts and answers
+    """
+
+    model: Annotated[str, Field(min_length=1)]
+    recipe: Literal["adapters", "layerskip"] = "adapters"
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    engine: EngineConfig = EngineConfig()
+    data: DataConfig
+    adapters: AdaptersConfig | None = None
+    layerskip: LayerSkipConfig | None = None
+    loop: LoopConfig
+    output: TrainOutput
+
+    @model_validator(mode="after")
+    def _settings_of_the_recipe(self) -> TrainConfig:
+        other = {"adapters": "layerskip", "layerskip": "adapters"}[self.recipe]
+        if getattr(self, other) is not None:
+            raise ValueError(f"`{other}` has no effect with recipe: {self.recipe}; leave it out")
+        if self.recipe == "adapters" and self.adapters is None:
+            raise ValueError("recipe: adapters needs `adapters` with the exits to train")
+        return self
