@@ -7,6 +7,8 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 README = ROOT / "README.md"
 PACKAGES = ["hispec", "ee_models", "cache"]
+TRAIN = ["accelerate>=1.10", "peft>=0.17"]  # hispec train
+PLOTS = ["matplotlib>=3.9"]  # pictures of hispec profile
 
 setup(
     name="hispec",
@@ -17,7 +19,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(str(ROOT), include=[*PACKAGES, *(f"{name}.*" for name in PACKAGES)]),
-    package_data={name: ["py.typed"] for name in PACKAGES},
+    package_data={name: ["py.typed"] for name in PACKAGES} | {"ee_models": ["py.typed", "pretrained/*/*"]},
     python_requires=">=3.11,<3.14",
     install_requires=[
         "torch>=2.10",
@@ -35,7 +37,11 @@ setup(
         "tqdm>=4.66",
     ],
     extras_require={
+        "train": TRAIN,
+        "plots": PLOTS,
         "test": [
+            *TRAIN,
+            *PLOTS,
             "pytest>=8.0",
             "hypothesis>=6.100",
             "ruff>=0.9",

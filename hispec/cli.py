@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_run(commands: Any) -> None:
     run = commands.add_parser("run", help="run an offline job", description="Run the job of a YAML file (docs/jobs.md).")
     run.add_argument("job", type=Path, metavar="JOB.yaml")
+    _add_preset(run)
     _add_set(run)
     run.add_argument("--no-progress", action="store_true", help="no progress bar")
     run.set_defaults(command=_run)
@@ -73,14 +74,15 @@ def _add_generate(commands: Any) -> None:
         "generate", help="answer one prompt", description="Stream the answer to one prompt. Without --draft-layer, decoding is plain."
     )
     generate.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
-    generate.add_argument("--model", required=True, help="a name that `hispec fetch` knows, a hub id, or a folder")
+    generate.add_argument("--model", help="a name that `hispec fetch` knows, a hub id, or a folder")
+    _add_preset(generate)
     generate.add_argument("--chat", action=argparse.BooleanOptionalAction, default=True, help="put the prompt into the model's chat template (default: yes)")
     generate.add_argument("--draft-layer", type=int, metavar="D", help="draft with layers [0, D)")
     generate.add_argument("--check-layer", type=int, metavar="C", help="check drafts with layers [D, C)")
     generate.add_argument("--num-draft-tokens", type=int, metavar="K", help="tokens per draft cycle")
     generate.add_argument("--num-checks", type=int, metavar="R", help="draft cycles per verify")
-    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="new tokens at most (default: %(default)s)")
-    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default: %(default)s)")
+    generate.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default: 256)")
+    generate.add_argument("--temperature", type=float, metavar="T", help="0 = greedy (default: 0)")
     generate.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling")
     generate.add_argument("--seed", type=int, help="of sampling")
     _add_set(generate)
@@ -94,6 +96,8 @@ def _add_bench(commands: Any) -> None:
         description="Measure a job's prompts, greedy, in one process with interleaved repeats: transformers, plain, two-tier, three-tier.",
     )
     bench.add_argument("job", type=Path, metavar="JOB.yaml")
+    _add_preset(bench)
+    bench.add_argument("--plan", type=Path, action="append", default=[], metavar="FILE.yaml", help="measure this preset's plan too, under the file's name")
     _add_set(bench)
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
     bench.add_argument("--repeats", type=int, metavar="N", help="timed runs of each engine (default: 3)")
@@ -121,6 +125,10 @@ def _add_fetch(commands: Any) -> None:
     fetch.set_defaults(command=_fetch)
 
 
+def _add_preset(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", type=Path, metavar="FILE.yaml", help="take model, engine, plan and sampling from this file, such as configs/smollm2.yaml")
+
+
 def _add_set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY.PATH=VALUE", help="override settings, such as sampling.max_tokens=64")
 
@@ -128,7 +136,7 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     from .jobs.load import load_job
 
-    job = load_job(options.job, options.set)
+    job = load_job(options.job, options.set, options.preset)
     from .jobs.report import print_job
     from .jobs.runner import run_job
 
@@ -161,7 +169,7 @@ def _generate(options: argparse.Namespace) -> int:
 def _generate_config(options: argparse.Namespace) -> RunConfig:
     """The same settings as a job's, from flags and --set."""
     from .errors import build
-    from .jobs.load import apply_overrides
+    from .jobs.load import apply_overrides, load_preset
     from .jobs.schema import RunConfig
 
     def given(**values: Any) -> dict[str, Any]:
@@ -174,7 +182,10 @@ def _generate_config(options: argparse.Namespace) -> RunConfig:
         num_checks=options.num_checks,
     )
     sampling = given(max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed)
-    values: dict[str, Any] = {"model": options.model, "engine": {"max_num_seqs": 1}, "speculative": speculative or None, "sampling": sampling}
+    values: dict[str, Any] = {} if options.preset is None else load_preset(options.preset).model_dump(exclude_unset=True)
+    values |= given(model=options.model, speculative=speculative or None)
+    values["engine"] = {**values.get("engine", {}), "max_num_seqs": 1}
+    values["sampling"] = {"max_tokens": 256, "temperature": 0.0, **values.get("sampling", {}), **sampling}
     apply_overrides(values, options.set)
     return build(RunConfig, values)
 
@@ -205,8 +216,9 @@ def _bench(options: argparse.Namespace) -> int:
     from .jobs.report import print_bench
 
     limit = [] if options.limit is None else [f"input.limit={options.limit}"]
-    job = load_job(options.job, options.set + limit)
-    values = {name: getattr(options, name) for name in BenchOptions.model_fields if getattr(options, name) is not None}
+    job = load_job(options.job, options.set + limit, options.preset)
+    values = {name: getattr(options, name) for name in BenchOptions.model_fields if getattr(options, name, None) is not None}
+    values["plans"] = {path.stem: load_preset(path).speculative for path in options.plan}
     bench_options = build(BenchOptions, values)
     if options.json is not None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +35,7 @@ class BenchOptions(Settings):
     max_tokens    new tokens per prompt
     context       prompt tokens are repeated or cut to this length; None = as they are
     transformers  measure transformers' `generate` too; it loads the model a second time
+    plans         further plans, by name, such as the best two-tier one of a preset
     """
 
     repeats: Annotated[int, Field(ge=1)] = 3
@@ -42,29 +43,37 @@ class BenchOptions(Settings):
     max_tokens: Annotated[int, Field(ge=1)] = 64
     context: Annotated[int, Field(ge=1)] | None = None
     transformers: bool = True
+    plans: dict[str, SpeculativeConfig | None] = Field(default_factory=dict)
 
 
 @dataclass
 class Runs:
-    """The timed runs of one engine; `outputs` holds token ids by run and prompt."""
+    """The timed runs of one engine: seconds by run and task, token ids by run and prompt."""
 
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[dict[str, float]] = field(default_factory=list)
     outputs: list[list[TokenIds]] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def tokens_per_s(self) -> list[float]:
-        return [sum(map(len, outputs)) / seconds for outputs, seconds in zip(self.outputs, self.seconds, strict=True)]
+    def tokens_per_s(self, prompts: Sequence[int] | None = None, task: str | None = None) -> list[float]:
+        """Of each run: over all, or over one task, whose prompts have these numbers."""
+        speeds = []
+        for outputs, seconds in zip(self.outputs, self.seconds, strict=True):
+            taken = outputs if prompts is None else [outputs[number] for number in prompts]
+            speeds.append(sum(map(len, taken)) / (sum(seconds.values()) if task is None else seconds[task]))
+        return speeds
 
 
-def plans_of(speculative: SpeculativeConfig | None) -> dict[str, SpeculativeConfig | None]:
-    """What to measure besides transformers. Two-tier is three-tier without its check tier, with as many drafts per round."""
+def plans_of(speculative: SpeculativeConfig | None, further: dict[str, SpeculativeConfig | None]) -> dict[str, SpeculativeConfig | None]:
+    """What to measure besides transformers. Two-tier is three-tier without its check tier, with as many drafts per round.
+    Raises ConfigError if a further plan has the name of one of these."""
     plans: dict[str, SpeculativeConfig | None] = {"plain": None}
     if speculative is not None:
         plans["two_tier"] = speculative.model_copy(update={"check": None})
         if speculative.check is not None:
             plans["three_tier"] = speculative
-    return plans
+    if taken := sorted({"transformers", *plans} & set(further)):
+        raise ConfigError(f"--plan: the name {taken[0]!r} is taken; rename the file, which names the plan")
+    return plans | further
 
 
 def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict[str, Any]:
@@ -87,7 +96,10 @@ def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict
 def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progress: bool) -> dict[str, Any]:
     prompts = [_fit(llm.encode(row.prompt, chat=row.is_chat), options.context) for row in rows]
     sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=job.sampling.ignore_eos)
-    plans = plans_of(job.speculative)
+    tasks: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        tasks.setdefault(_task(row), []).append(number)
+    plans = plans_of(job.speculative, options.plans)
     runs = {name: Runs() for name in (["transformers"] if options.transformers else []) + list(plans)}
     for speculative in plans.values():
         llm.set_speculative(speculative)
@@ -103,21 +115,35 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
                 bar.set_description_str(name)
                 if name == "transformers":
                     assert baseline is not None
-                    _time(runs[name], lambda: baseline.generate(prompts))
+                    _time(runs[name], prompts, tasks, baseline.generate)
                 else:
                     llm.set_speculative(plans[name])
                     llm.reset_stats()
-                    _time(runs[name], lambda: _generate(llm, prompts, sampling))
+                    _time(runs[name], prompts, tasks, lambda taken: _generate(llm, taken, sampling))
                     runs[name].stats = llm.stats()
                 bar.update()
-    return _result(job, options, prompts, plans, runs) | {"memory": memory, "row_invariant": llm.row_invariant}
+    return _result(job, options, prompts, tasks, plans, runs) | {"memory": memory, "row_invariant": llm.row_invariant}
 
 
-def _time(runs: Runs, run: Callable[[], list[TokenIds]]) -> None:
-    started = time.perf_counter()
-    outputs = run()
-    runs.seconds.append(time.perf_counter() - started)
+def _time(runs: Runs, prompts: list[TokenIds], tasks: dict[str, list[int]], run: Callable[[list[TokenIds]], list[TokenIds]]) -> None:
+    """One run: the prompts of each task together."""
+    seconds: dict[str, float] = {}
+    outputs: list[TokenIds] = [[]] * len(prompts)
+    for task, numbers in tasks.items():
+        taken = [prompts[number] for number in numbers]
+        started = time.perf_counter()
+        results = run(taken)
+        seconds[task] = time.perf_counter() - started
+        for number, result in zip(numbers, results, strict=True):
+            outputs[number] = result
+    runs.seconds.append(seconds)
     runs.outputs.append(outputs)
+
+
+def _task(row: Row) -> str:
+    """`metadata.task` of a row; rows without one are a task of their own."""
+    task = row.input.metadata.get("task") if isinstance(row.input.metadata, dict) else None
+    return task if isinstance(task, str) else "all"
 
 
 def _warm_up(llm: LLM, prompts: list[TokenIds], sampling: SamplingParams) -> None:
@@ -136,15 +162,20 @@ def _generate(llm: LLM, prompts: list[TokenIds], sampling: SamplingParams | list
 
 
 def _result(
-    job: Job, options: BenchOptions, prompts: list[TokenIds], plans: dict[str, SpeculativeConfig | None], runs: dict[str, Runs]
+    job: Job,
+    options: BenchOptions,
+    prompts: list[TokenIds],
+    tasks: dict[str, list[int]],
+    plans: dict[str, SpeculativeConfig | None],
+    runs: dict[str, Runs],
 ) -> dict[str, Any]:
     engines: dict[str, Any] = {}
     acceptance: dict[str, Any] = {}
     for name, run in runs.items():
         engines[name] = {
-            "tokens_per_s": statistics.median(run.tokens_per_s),
-            "tokens_per_s_runs": run.tokens_per_s,
-            "seconds_runs": run.seconds,
+            "tokens_per_s": statistics.median(run.tokens_per_s()),
+            "tokens_per_s_runs": run.tokens_per_s(),
+            "seconds_runs": [sum(seconds.values()) for seconds in run.seconds],
             "tokens": sum(map(len, run.outputs[0])),
         }
         if name in plans:
@@ -162,9 +193,19 @@ def _result(
         "prompts": {"num": len(prompts), "tokens_min": min(lengths), "tokens_median": statistics.median(lengths), "tokens_max": max(lengths)},
         "engines": engines,
         "ratio_to_plain": {name: engine["tokens_per_s"] / plain for name, engine in engines.items()},
+        "ratio_by_task": _ratios_by_task(tasks, runs),
         "exact_match": {name: _matches(run, runs["plain"]) for name, run in runs.items() if name != "plain"},
         "acceptance": acceptance,
     }
+
+
+def _ratios_by_task(tasks: dict[str, list[int]], runs: dict[str, Runs]) -> dict[str, dict[str, float]]:
+    """By engine: tokens/s over plain's for each task, and their mean; empty if the prompts are of one task."""
+    if len(tasks) < 2:
+        return {}
+    speeds = {name: {task: statistics.median(run.tokens_per_s(numbers, task)) for task, numbers in tasks.items()} for name, run in runs.items()}
+    ratios = {name: {task: speed / speeds["plain"][task] for task, speed in of_tasks.items()} for name, of_tasks in speeds.items()}
+    return {name: {**of_tasks, "mean": statistics.fmean(of_tasks.values())} for name, of_tasks in ratios.items()}
 
 
 def _matches(run: Runs, plain: Runs) -> list[int]:

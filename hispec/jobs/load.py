@@ -2,15 +2,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel
 
 from ..errors import ConfigError, Model, build
-from .schema import Job
+from .schema import Job, RunConfig
 
 if TYPE_CHECKING:
     from ..training.schema import TrainConfig
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_EXIT_PATHS = (("speculative", "draft", "path"), ("speculative", "check", "path"))
 _NULL = re.compile(r"~|null|Null|NULL|")
 
 
@@ -58,12 +60,18 @@ for _tag, _pattern, _first in (
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 
 
-def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """The job in the file at `path`, with `key.path=value` overrides put over it.
+def load_job(path: str | Path, overrides: Sequence[str] = (), preset: str | Path | None = None) -> Job:
+    """The job in the file at `path`, with the sections of a preset and then `key.path=value` overrides put over it.
 
     Raises ConfigError with every problem of the file and the overrides, and when the file can't be read.
     """
-    return _load(Job, Path(path), overrides, [("input", "path"), ("speculative", "draft", "path"), ("speculative", "check", "path")])
+    sections = {} if preset is None else load_preset(preset).model_dump(exclude_unset=True)
+    return _load(Job, Path(path), overrides, [("input", "path"), *_EXIT_PATHS], sections)
+
+
+def load_preset(path: str | Path) -> RunConfig:
+    """As `load_job`, of a preset: a model, its engine, plan and sampling, without input and output."""
+    return _load(RunConfig, Path(path), (), _EXIT_PATHS)
 
 
 def load_training(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -73,11 +81,15 @@ def load_training(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfi
     return _load(TrainConfig, Path(path), overrides, [("data", "prompts", "*", "path")])
 
 
-def _load(model: type[Model], path: Path, overrides: Sequence[str], files: Sequence[tuple[str, ...]]) -> Model:
-    """`files`: where the settings name files that lie beside the one at `path`, with "*" for every item of a list."""
+def _load(
+    model: type[Model], path: Path, overrides: Sequence[str], files: Sequence[tuple[str, ...]], sections: Mapping[str, Any] = MappingProxyType({})
+) -> Model:
+    """`files`: where the settings name files that lie beside the one at `path`, with "*" for every item of a list;
+    `sections` replace those of the file."""
     values = _read_yaml(path, model)
     for place in files:
         _make_beside(path, values, place)  # before overrides: those are typed in the working directory, and stay relative to it
+    values.update(sections)
     apply_overrides(values, overrides)
     try:
         return build(model, values)
@@ -122,7 +134,7 @@ def _read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
     values = _parse(text, str(path))

@@ -50,7 +50,7 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
         acceptance = result["acceptance"].get(name, {})
         match = result["exact_match"].get(name)
         table.add_row(
-            ENGINE_NAMES[name],
+            ENGINE_NAMES.get(name, name),
             f"{engine['tokens_per_s']:.1f}",
             f"{result['ratio_to_plain'][name]:.2f}",
             f"{match[0]}/{match[1]}" if match else "",
@@ -62,7 +62,9 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
     console.print(table)
     for name, engine in result["engines"].items():
         if engine.get("plan"):
-            console.print(f"{ENGINE_NAMES[name]}: {engine['plan']}; rounds by tokens committed: {_histogram(engine['accept_len_histogram'])}")
+            console.print(f"{ENGINE_NAMES.get(name, name)}: {engine['plan']}; rounds by tokens committed: {_histogram(engine['accept_len_histogram'])}")
+    if result["ratio_by_task"]:
+        _print_tasks(console, result["ratio_by_task"])
     memory = [f"{name.removesuffix('_bytes').replace('_', ' ')} {_bytes(value)}" for name, value in result["memory"].items()]
     console.print(f"memory: {', '.join(memory)}")
     if any(share is not None and share < FLOOR for tiers in result["acceptance"].values() for share in tiers.values()):
@@ -71,6 +73,16 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
         console.print(_NOT_INVARIANT)
     if is_busy(result["environment"]):
         console.print(f"Other programs were running when this began (load {result['environment']['load']:.1f}): do not rely on these speeds.")
+
+
+def _print_tasks(console: Console, ratios: dict[str, dict[str, float]]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("× plain, by task")
+    for task in next(iter(ratios.values())):
+        table.add_column(task, justify="right")
+    for name, of_tasks in ratios.items():
+        table.add_row(ENGINE_NAMES.get(name, name), *(f"{ratio:.2f}" for ratio in of_tasks.values()))
+    console.print(table)
 
 
 _NOT_INVARIANT = (
