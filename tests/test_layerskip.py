@@ -399,18 +399,21 @@ def make_language(num_texts: int, length: int, seed: int) -> list[Example]:
 
 @pytest.mark.slow
 def test_the_recipe_teaches_exits_at_little_cost_to_the_last_layer(tmp_path: Path) -> None:
-    settings = LoopSettings(num_steps=500, learning_rate=3e-3, eval_every=500, checkpoint_every=500)
+    """From scratch, beside the same steps with the last layer's loss alone. Its loss, in nats a symbol, may be 0.03 above what it is then."""
     recipe = LayerSkipSettings(dropout_max=0.1, exit_loss_scale=0.2, rotation=2, dropout_schedule="exponential", batch_size=32)
-    without = replace(recipe, dropout_max=0.0, exit_loss_scale=0.0)
-    metrics = {}
-    for name, chosen in (("recipe", recipe), ("without", without)):
+    exits, num_steps = [1, 2, 3, 4, 5], 350
+    found = {}
+    for name, settings in (("with", recipe), ("without", replace(recipe, dropout_max=0.0, exit_loss_scale=0.0))):
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=NUM_SYMBOLS, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2
-        )
-        task = LayerSkipTask(
-            LlamaForCausalLM(config), make_language(2000, 64, 0), make_language(100, 64, 1), chosen, num_steps=500, eval_exits=[1, 2, 3, 4, 5]
-        )
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=NUM_SYMBOLS, **sizes))
+        task = LayerSkipTask(model, make_language(2000, 64, 0), make_language(100, 64, 1), settings, num_steps=num_steps, eval_exits=exits)
+        loop = LoopSettings(num_steps, learning_rate=3e-3, eval_every=num_steps, checkpoint_every=num_steps)
         (tmp_path / name).mkdir()
-        metrics[name] = train(task, settings, tmp_path / name, name, cpu=True, resume=False, progress=False).metrics
-    print(json.dumps(metrics, indent=1))
+        found[name] = train(task, loop, tmp_path / name, name, cpu=True, resume=False, progress=False).metrics
+    with_it, without = found["with"], found["without"]
+    assert without["last_loss"] < 0.8, "the language was not learnt, so exits could not be"
+    assert with_it["last_loss"] < without["last_loss"] + 0.03
+    gains = [without[f"exit_{layer}_loss"] - with_it[f"exit_{layer}_loss"] for layer in exits]
+    assert all(gain > least for gain, least in zip(gains, [0.25, 0.5, 0.4, 0.25, 0.1], strict=True)), gains
+    assert with_it["exit_2_agreement"] > without["exit_2_agreement"] + 0.2

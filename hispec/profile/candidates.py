@@ -1,0 +1,106 @@
+"""The exits that plans are made of: trained ones where there are any, else the model's own head at a few layers."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ee_models.decoder import Decoder
+from ee_models.exit_files import ExitsError, ExitsFile
+from ee_models.exits import AdapterExit
+
+from ..config import CheckConfig, DraftConfig, Plan, SpeculativeConfig
+from ..errors import ConfigError
+from ..trained_exits import TrainedExits
+
+# Where a model without trained exits is tried, in shares of its depth.
+_SHARES = (1 / 16, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One exit per layer, all of one kind.
+
+    exits   the trained ones; none: the model's own norm and head
+    path    their folder; None = they come with HiSpec
+    note    why there are no trained ones
+    """
+
+    layers: list[int]
+    exits: list[AdapterExit]
+    path: str | None = None
+    note: str | None = None
+
+    @property
+    def kind(self) -> Literal["exit", "adapter"]:
+        return "adapter" if self.exits else "exit"
+
+    def speculative(self, plan: Plan) -> SpeculativeConfig | None:
+        """The settings that give `plan`; None for plain decoding."""
+        if plan.is_plain:
+            return None
+        exit_: dict[str, Any] = {"kind": self.kind, "path": self.path}
+        return SpeculativeConfig(
+            draft=DraftConfig(layer=plan.draft_layer, **exit_),
+            check=None if plan.check_layer is None else CheckConfig(layer=plan.check_layer, **exit_),
+            num_draft_tokens=plan.num_draft_tokens,
+            num_checks=plan.num_checks,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "layers": self.layers, "path": self.path, "note": self.note}
+
+
+def exits_folder(option: str | None, speculative: SpeculativeConfig | None) -> str | None:
+    """The folder of trained exits that is meant, absolute; None if none is named.
+
+    Raises ConfigError if the job names two, and ExitsError if there are no exits in it. Needs no model.
+    """
+    named = [tier.path for tier in (speculative.draft, speculative.check) if tier is not None and tier.path is not None] if speculative else []
+    if option is None and len(set(named)) > 1:
+        raise ConfigError(f"speculative names trained exits in two folders, {named[0]} and {named[1]}; say with --exits which to profile")
+    path = option if option is not None else named[0] if named else None
+    if path is None:
+        return None
+    folder = Path(path).expanduser().absolute()
+    try:
+        ExitsFile(folder)
+    except ExitsError as error:
+        raise ExitsError(f"{'--exits' if option is not None else 'speculative'}: {error}") from None
+    return str(folder)
+
+
+def find_candidates(trained: TrainedExits, decoder: Decoder, folder: str | None, *, must_be_trained: bool) -> Candidates:
+    """The candidates of a loaded model. `must_be_trained`: the job asks for the trained exits that come with HiSpec.
+
+    Raises ExitsError for trained exits that cannot be used, and ConfigError if the model has no room for an exit.
+    """
+    num_layers = decoder.config.num_layers
+    if num_layers < 2:
+        raise ConfigError(f"a model of {num_layers} layer has no early exit, so there is nothing to profile; plain decoding is all that it can do")
+    try:
+        layers = trained.layers(folder)
+    except ExitsError as error:
+        if folder is not None or must_be_trained:
+            raise
+        return Candidates(default_layers(num_layers), [], note=str(error))
+    return Candidates(layers, [_load(trained, decoder, folder, layer) for layer in layers], path=folder)
+
+
+def default_layers(num_layers: int) -> list[int]:
+    """Where exits are tried that nobody has trained."""
+    return sorted({min(max(1, round(share * num_layers)), num_layers - 1) for share in _SHARES})
+
+
+def _load(trained: TrainedExits, decoder: Decoder, folder: str | None, layer: int) -> AdapterExit:
+    one = SpeculativeConfig(draft=DraftConfig(kind="adapter", path=folder, layer=layer))
+    one.plan(decoder.config.num_layers)
+    (exit_,) = trained.load(one, decoder)
+    return exit_
+
+
+def wants_shipped(speculative: SpeculativeConfig | None) -> bool:
+    """Whether a job asks for trained exits without saying where they are."""
+    tiers: Iterable[Any] = (speculative.draft, speculative.check) if speculative else ()
+    return any(tier is not None and tier.kind == "adapter" and tier.path is None for tier in tiers)
