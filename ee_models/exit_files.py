@@ -170,7 +170,7 @@ class ExitsFile:
 def save_exits(
     folder: Path, base_model: BaseModelInfo, exits: Mapping[int, tuple[ExitInfo, dict[str, Tensor]]], recipe: dict[str, Any], data: dict[str, Any]
 ) -> ExitsFile:
-    """Writes exits, by layer; whatever fails, the folder holds the old ones or the new ones whole. Raises OSError if it can't be written."""
+    """Writes exits, by layer. A folder is never silently a mixture of old and new: the checksum tells. Raises OSError if it can't be written."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"layer{layer}.{name}": tensor.contiguous() for layer, (_, named) in exits.items() for name, tensor in named.items()}
     drafts = [folder / f".{name}.{os.getpid()}" for name in (TENSORS, INFO)]
@@ -183,7 +183,6 @@ def save_exits(
             base_model=base_model, exits=[info for _, (info, _) in sorted(exits.items())], recipe=recipe, data=data, tensors_sha256=_sha256(drafts[0])
         )
         drafts[1].write_text(json.dumps(about.model_dump(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        # Between the two the checksum tells that the pair does not match; it is never silently wrong.
         for draft, name in zip(drafts, (TENSORS, INFO), strict=True):
             os.replace(draft, folder / name)
     finally:

@@ -290,6 +290,8 @@ def test_what_is_saved_decodes_as_it_was_trained(tmp_path: Path, family: str, lo
     assert reloaded.config.tie_word_embeddings == tied
     torch.testing.assert_close(hidden_states(reloaded, example)[-1], states[-1], atol=1e-5, rtol=1e-5)
     assert (tmp_path / "model" / "tokenizer.json").is_file()
+    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir() if path.suffix in (".json", ".safetensors")}
+    assert len(modes) == 1, "who may read the config may read the weights"
     assert "quantization_config" not in json.loads((tmp_path / "model" / "config.json").read_text())
 
 

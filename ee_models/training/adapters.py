@@ -18,21 +18,25 @@ from ..exit_files import ExitInfo
 from ..loader import Checkpoint
 from .examples import Example, step_indices
 from .loop import Metrics
+from .soft_labels import soft_label_loss
 from .states import FINAL, StateStore
 
 _INIT_STD = 0.02
 _EVAL_EXAMPLES = 16  # held-out examples per pass
+_PAD_TO = 512  # tokens of a batch, so that a CPU's matrix kernels, generated for each shape, are made a few times only
+_ROWS_PER_GROUP = 4  # examples that share a rectangle in attention
 
 
 @dataclass
 class StatesBatch:
-    """Examples packed one after the other. states: "layer<l>" and "final", each [tokens, hidden] bfloat16; positions,
-    rows, predicts [tokens]: place in the example, its number, and whether the place predicts a token of the response."""
+    """Examples packed one after the other, then padding. states: "layer<l>" and "final", each [tokens, hidden] bfloat16;
+    positions [tokens]: place in the example; predicts [tokens]: whether the place predicts a token of the response;
+    groups: examples of similar length, as (places in the batch, row in the group, position) of their tokens."""
 
     states: dict[str, Tensor]
     positions: Tensor
-    rows: Tensor
     predicts: Tensor
+    groups: list[tuple[Tensor, Tensor, Tensor]]
 
 
 class AdapterBlock(nn.Module):
@@ -55,19 +59,25 @@ class AdapterBlock(nn.Module):
 
     def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], batch: StatesBatch) -> Tensor:
         q, k, v = (F.linear(x, weight).unflatten(-1, (-1, self._head_dim)) for weight in (self.q_proj, self.k_proj, self.v_proj))
-        rows, length = int(batch.rows[-1]) + 1, int(batch.positions.max()) + 1
+        q, k = _rotate(q, rotation).to(v.dtype), _rotate(k, rotation).to(v.dtype)
+        out = torch.zeros_like(q)
+        for places, rows, positions in batch.groups:
+            out = out.index_copy(0, places, self._attend_rows(q[places], k[places], v[places], rows, positions))
+        return F.linear(out.flatten(1), self.o_proj)
 
-        def rectangle(packed: Tensor, num_heads: int) -> Tensor:
-            """[rows, heads, length, head_dim], zeros beyond an example's end, which causality hides from all before."""
-            out = packed.new_zeros(rows, length, num_heads, self._head_dim)
-            out[batch.rows, batch.positions] = packed
-            return out.transpose(1, 2)
+    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """Causal attention within each example; all [places, heads or kv_heads, head_dim]."""
+        num_rows, length = int(rows.max()) + 1, int(positions.max()) + 1
+
+        def rectangle(packed: Tensor) -> Tensor:
+            """[rows, heads, length, head_dim]; zeros beyond an example's end, which causality hides from all before."""
+            out = packed.new_zeros(num_rows, length, *packed.shape[1:])
+            return out.index_put((rows, positions), packed).transpose(1, 2)
 
         group = self._heads // self._kv_heads
-        keys, values = (rectangle(part, self._kv_heads).repeat_interleave(group, dim=1) for part in (_rotate(k, rotation).to(v.dtype), v))
-        queries = rectangle(_rotate(q, rotation).to(v.dtype), self._heads)
-        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        return F.linear(out.transpose(1, 2)[batch.rows, batch.positions].flatten(1), self.o_proj)
+        keys, values = (rectangle(part).repeat_interleave(group, dim=1) for part in (k, v))
+        out = F.scaled_dot_product_attention(rectangle(q), keys, values, is_causal=True)
+        return out.transpose(1, 2)[rows, positions]
 
 
 class AdapterModule(nn.Module):
@@ -115,19 +125,13 @@ class Exits(nn.Module):
                 self.register_buffer(f"_head{size}", head if adapter.vocabulary is None else head[adapter.vocabulary], persistent=False)
 
     def forward(self, batch: StatesBatch) -> tuple[Tensor, Metrics]:
-        """The sum of the exits' losses in nats per token, and each exit's own."""
+        """The sum of the exits' losses in nats per place, and each exit's own."""
         final = batch.states[FINAL][batch.predicts]
-        targets: dict[int | None, Tensor] = {}
-        losses = {}
-        for name, normed in self.outputs(batch).items():
-            size = self.adapters[name].info.vocabulary_size
-            head = getattr(self, self._heads[size])
-            if size not in targets:
-                with torch.no_grad():
-                    targets[size] = F.linear(final.to(head.dtype), head).float().softmax(-1)
-            log_q = F.linear(normed, head).float().log_softmax(-1)
-            losses[name] = -(targets[size] * log_q).sum(-1).mean()
+        losses = {name: soft_label_loss(normed, final, self._head_of(name)) for name, normed in self.outputs(batch).items()}
         return torch.stack(list(losses.values())).sum(), {name: loss.detach() for name, loss in losses.items()}
+
+    def _head_of(self, name: str) -> Tensor:
+        return getattr(self, self._heads[self.adapters[name].info.vocabulary_size])
 
     def outputs(self, batch: StatesBatch) -> dict[str, Tensor]:
         """What the head reads at the predicting places [places, hidden], by exit."""
@@ -140,8 +144,8 @@ class Exits(nn.Module):
         said = F.linear(batch.states[FINAL][batch.predicts].to(self._head.dtype), self._head).argmax(-1)
         right = {}
         for name, normed in self.outputs(batch).items():
-            vocabulary, size = self._vocabularies[name], self.adapters[name].info.vocabulary_size
-            own = F.linear(normed, getattr(self, self._heads[size])).argmax(-1)
+            vocabulary = self._vocabularies[name]
+            own = F.linear(normed.to(self._head.dtype), self._head_of(name)).argmax(-1)
             right[name] = (own if vocabulary is None else vocabulary.to(own.device)[own]) == said
         return right
 
@@ -177,16 +181,22 @@ class AdaptersTask:
         return {f"{name}_{what}": counter[name] / count for name in right for what, counter in (("loss", losses), ("agreement", right))} if count else {}
 
     def _gather(self, indices: Sequence[int], device: torch.device) -> StatesBatch:
+        indices = sorted(indices, key=lambda index: len(self._examples[index].token_ids))
         parts = [self._store.read(index) for index in indices]
-        lengths = [len(self._examples[index].token_ids) for index in indices]
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        lengths = torch.tensor([len(self._examples[index].token_ids) for index in indices])
+        padding = -int(lengths.sum()) % _PAD_TO
+        states = {name: F.pad(torch.cat([part[name] for part in parts]), (0, 0, 0, padding)).to(device) for name in parts[0]}
+        rows = torch.repeat_interleave(torch.arange(len(indices)), lengths)
+        starts = lengths.cumsum(0) - lengths
+        positions = torch.arange(len(rows)) - starts[rows]
         first = torch.tensor([self._examples[index].prompt_len - 1 for index in indices])
         # The last token is predicted, but predicts nothing that the full model was asked for.
-        last = torch.tensor(lengths) - 1
-        predicts = (positions >= first[rows]) & (positions < last[rows])
-        states = {name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]}
-        return StatesBatch(states, positions.to(device), rows.to(device), predicts.to(device))
+        predicts = (positions >= first[rows]) & (positions < lengths[rows] - 1)
+        groups = []
+        for row in range(0, len(indices), _ROWS_PER_GROUP):
+            places = ((rows >= row) & (rows < row + _ROWS_PER_GROUP)).nonzero().squeeze(-1)
+            groups.append((places.to(device), (rows[places] - row).to(device), positions[places].to(device)))
+        return StatesBatch(states, F.pad(positions, (0, padding)).to(device), F.pad(predicts, (0, padding)).to(device), groups)
 
 
 def frequent_tokens(examples: Sequence[Example], vocab_size: int) -> Tensor:

@@ -13,7 +13,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +27,12 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from ee_models.loader import open_checkpoint
 
-from .curriculum import LayerSkipSettings
+from .curriculum import LayerSkipSettings as LayerSkipSettings
 from .examples import Example, step_indices
 from .loop import Metrics, TrainingError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-__all__ = ["Batch", "ExitLoss", "LayerSkipSettings", "LayerSkipTask", "collate", "load_trainable"]
 
 TOKENS_AT_ONCE = 2048  # whose logits are in memory together: 1 GB in float32 for a vocabulary of 128k, however large the batch
 
@@ -86,19 +84,16 @@ class ExitLoss(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[tokens, hidden], not normed -> float32 [tokens, vocab]."""
-        logits: Tensor = self.model.get_output_embeddings()(self.model.base_model.norm(hidden))
-        return logits.float()
+        return self.model.get_output_embeddings()(self.model.base_model.norm(hidden)).float()
 
     def _exit_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy. Logits are made a few at a time, and made again on the way back, so that no two exits' are ever kept together."""
-        sums = [
-            recomputed(self._sum_of_losses, *part, use_reentrant=False, preserve_rng_state=False)
-            for part in zip(hidden.split(TOKENS_AT_ONCE), targets.split(TOKENS_AT_ONCE), strict=True)
-        ]
-        return torch.stack(sums).sum() / len(targets)
 
-    def _sum_of_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(hidden), targets, reduction="sum")
+        def sum_of(hidden: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(self.logits(hidden), targets, reduction="sum")
+
+        parts = zip(hidden.split(TOKENS_AT_ONCE), targets.split(TOKENS_AT_ONCE), strict=True)
+        return torch.stack([recomputed(sum_of, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]).sum() / len(targets)
 
 
 @contextmanager
@@ -119,12 +114,10 @@ def _watched(layers: nn.ModuleList, keep: Tensor | None, wanted: Collection[int]
 
         return after
 
-    handles = [module.register_forward_hook(watch(layer), with_kwargs=True) for layer, module in enumerate(layers)]
-    try:
+    with ExitStack() as hooks:
+        for layer, module in enumerate(layers):
+            hooks.callback(module.register_forward_hook(watch(layer), with_kwargs=True).remove)
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class LayerSkipTask:
@@ -132,7 +125,7 @@ class LayerSkipTask:
 
     def __init__(
         self, model: PreTrainedModel, examples: Sequence[Example], held_out: Sequence[Example], settings: LayerSkipSettings,
-        *, num_steps: int, seed: int = 0, eval_exits: Sequence[int] | None = None,
+        *, num_steps: int, seed: int = 0, eval_exits: Sequence[int] | None = None
     ) -> None:  # fmt: skip
         """model: taken over, and changed in place. num_steps: of the whole run, which schedules are shares of; seed: of all that is random.
 
@@ -176,6 +169,7 @@ class LayerSkipTask:
         weights = settings.exit_weights(self._num_layers, step, self._num_steps)
         return collate([self._examples[index] for index in picked], device, keep, weights)
 
+    @torch.no_grad()
     def evaluate(self, device: torch.device) -> Metrics:
         """Held-out figures, per response token and without dropout; none without held-out examples.
 
@@ -211,8 +205,10 @@ class LayerSkipTask:
             model.save_pretrained(draft, state_dict=state)
             path = draft / "config.json"
             config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
-            config.pop("quantization_config", None)  # weights that were unpacked for training are stored unpacked
+            config.pop("quantization_config", None)  # what was unpacked for training is stored unpacked
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            for weights in draft.glob("*.safetensors"):
+                weights.chmod(path.stat().st_mode)  # safetensors makes its files private, but a model is for all who may read its config
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
 
@@ -234,10 +230,9 @@ def load_trainable(path: str | Path, dtype: torch.dtype = torch.float32) -> PreT
 
 def collate(examples: Sequence[Example], device: torch.device, keep: Tensor | None = None, weights: dict[int, float] | None = None) -> Batch:
     """Rows padded on the right to the longest, on `device`; only response tokens are targets."""
-    rows = [torch.tensor(example.token_ids) for example in examples]
-    token_ids = pad_sequence(rows, batch_first=True)  # with token 0, which nothing looks at
+    token_ids = pad_sequence([torch.tensor(example.token_ids) for example in examples], batch_first=True)  # with token 0, which nothing looks at
     position = torch.arange(token_ids.shape[1])
-    ends = torch.tensor([len(row) for row in rows])[:, None]
+    ends = torch.tensor([len(example.token_ids) for example in examples])[:, None]
     starts = torch.tensor([max(1, example.prompt_len) for example in examples])[:, None]  # nothing predicts the first token
     predicts = (position >= starts - 1) & (position < ends - 1)
     targets = token_ids.roll(-1, dims=1)[predicts]
@@ -251,10 +246,8 @@ def _check_examples(examples: Sequence[Example], held_out: Sequence[Example], vo
         raise TrainingError("there are no examples to train on; give more data, or hold out less of it")
     for kind, group in (("training", examples), ("held-out", held_out)):
         for index, example in enumerate(group):
-            if len(example.token_ids) <= max(1, example.prompt_len):
-                raise TrainingError(
-                    f"{kind} example {index} has {len(example.token_ids)} tokens, {example.prompt_len} of them prompt: none is left to predict; leave it out"
-                )
+            if (size := len(example.token_ids)) <= max(1, example.prompt_len):
+                raise TrainingError(f"{kind} example {index} has {size} tokens, {example.prompt_len} of them prompt: none is left to predict; leave it out")
             if not 0 <= min(example.token_ids) <= max(example.token_ids) < vocab_size:
                 raise TrainingError(f"{kind} example {index} has tokens outside 0 to {vocab_size - 1}; it was made with another model's tokenizer")
 
@@ -265,7 +258,8 @@ def _add_lora(model: PreTrainedModel, rank: int, alpha: int, seed: int) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise TrainingError(f"lora_rank is {rank}, which needs peft: install it, or set lora_rank to None to train all weights") from error
-    names = {name.rpartition(".")[2] for name, module in model.base_model.layers.named_modules() if isinstance(module, nn.Linear)}
+    head = model.get_output_embeddings()
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
         torch.manual_seed(seed)
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=sorted(names)), model)
@@ -276,13 +270,13 @@ def _add_lora(model: PreTrainedModel, rank: int, alpha: int, seed: int) -> None:
 
 def _merged(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """All weights by their names in a plain checkpoint, on the CPU; tied ones once. The model is left as it is."""
-    added = {f"{name}.weight": module.get_delta_weight("default") for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    lora: dict[str, Any] = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     state = {}
     for name, parameter in model.named_parameters():
         name = name.replace(".base_layer.", ".")
         if ".lora_" not in name:
-            weight = parameter.detach()
-            state[name] = (weight + added[name].detach() if name in added else weight).to("cpu", dtype)
+            weight = parameter + lora[name].get_delta_weight("default") if name in lora else parameter
+            state[name] = weight.detach().to("cpu", dtype)
     return state
 
 
@@ -292,16 +286,15 @@ def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
         raise TrainingError(f"{folder} exists and is no checkpoint; choose another folder, or remove it")
     draft, former = (folder.with_name(f".{folder.name}.{kind}.{os.getpid()}") for kind in ("draft", "former"))
     try:
-        draft.mkdir(parents=True)
+        draft.mkdir(parents=True, exist_ok=True)
         write(draft)
         if folder.exists():
             os.replace(folder, former)
         os.replace(draft, folder)
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            os.replace(former, folder)
         raise TrainingError(f"cannot write {folder}: {error}; free some space, or choose another folder") from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
-        if folder.exists():
-            shutil.rmtree(former, ignore_errors=True)
+        if former.exists() and not folder.exists():
+            os.replace(former, folder)
+        for leftover in (draft, former):
+            shutil.rmtree(leftover, ignore_errors=True)

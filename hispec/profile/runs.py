@@ -14,6 +14,7 @@ from ..config import SpeculativeConfig
 from ..errors import ConfigError, RequestError
 from ..jobs.rows import BadRow, Row, read_rows
 from ..jobs.schema import Job
+from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -70,10 +71,9 @@ def profile_rows(job: Job) -> list[Row]:
 
 
 def task_of(row: Row) -> str:
-    """`metadata.task` of the row."""
-    metadata = row.input.metadata
-    task = metadata.get("task") if isinstance(metadata, dict) else None
-    return str(task) if type(task) in (str, int) else ALL
+    """`metadata.task` of the row; rows without one are a task of their own."""
+    task = row.input.metadata.get("task") if isinstance(row.input.metadata, dict) else None
+    return task if isinstance(task, str) else ALL
 
 
 def warm_up(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
@@ -85,36 +85,56 @@ def warm_up(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams) -> 
 
 def generate(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams | Sequence[SamplingParams]) -> list[TokenIds]:
     """New tokens of each prompt. Raises RequestError with all that can't be served."""
-    results = llm.generate(list(prompts), sampling, use_tqdm=False)
-    errors = [f"prompt {number}: {result.error.removeprefix(f'{result.request_id}: ')}" for number, result in enumerate(results) if result.error is not None]
+    return _token_ids(llm.generate(list(prompts), sampling, use_tqdm=False))
+
+
+def check_served(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
+    """Raises RequestError with every prompt that can never be served; computes nothing."""
+    errors = []
+    for number, prompt in enumerate(prompts):
+        request_id = f"profile-{number}"
+        try:
+            llm.add(prompt, sampling, request_id)
+        except RequestError as error:
+            errors.append(_of_prompt(number, request_id, str(error)))
+        llm.abort([request_id])
+    if errors:
+        raise RequestError("\n".join(errors))
+
+
+def generate_in_steps(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams, *, progress: bool) -> tuple[list[TokenIds], list[Step]]:
+    """As `generate`, with the time of every step of the engine."""
+    ids = [f"profile-{number}" for number in range(len(prompts))]
+    done: dict[str, RequestOutput] = {}
+    steps = []
+    try:
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            llm.add(prompt, sampling, request_id)
+        before = llm.stats()
+        with tqdm(total=len(prompts), desc="answers", unit="prompt", disable=not progress, file=sys.stderr, dynamic_ncols=True) as bar:
+            while llm.has_unfinished():
+                started = time.perf_counter()
+                finished = llm.step()
+                seconds = time.perf_counter() - started
+                after = llm.stats()
+                steps.append(Step(seconds, after["prefill_tokens"] - before["prefill_tokens"], after["rounds"] - before["rounds"]))
+                before = after
+                done |= {result.request_id: result for result in finished}
+                bar.update(len(finished))
+    finally:
+        llm.abort(ids)
+    return _token_ids([done[request_id] for request_id in ids]), steps
+
+
+def _token_ids(results: Sequence[RequestOutput]) -> list[TokenIds]:
+    errors = [_of_prompt(number, result.request_id, result.error) for number, result in enumerate(results) if result.error is not None]
     if errors:
         raise RequestError("\n".join(errors))
     return [result.outputs[0].token_ids for result in results]
 
 
-def generate_in_steps(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams, *, progress: bool) -> tuple[list[TokenIds], list[Step]]:
-    """As `generate`, of prompts that can be served, with the time of every step of the engine."""
-    ids = [f"profile-{number}" for number in range(len(prompts))]
-    answers: dict[str, TokenIds] = {}
-    steps = []
-    bar = tqdm(total=len(prompts), desc="answers", unit="prompt", disable=not progress, file=sys.stderr, dynamic_ncols=True)
-    try:
-        for request_id, prompt in zip(ids, prompts, strict=True):
-            llm.add(prompt, sampling, request_id)
-        before = llm.stats()
-        while llm.has_unfinished():
-            started = time.perf_counter()
-            finished = llm.step()
-            seconds = time.perf_counter() - started
-            after = llm.stats()
-            steps.append(Step(seconds, after["prefill_tokens"] - before["prefill_tokens"], after["rounds"] - before["rounds"]))
-            before = after
-            answers |= {result.request_id: result.outputs[0].token_ids for result in finished}
-            bar.update(len(finished))
-    finally:
-        bar.close()
-        llm.abort(ids)
-    return [answers[request_id] for request_id in ids], steps
+def _of_prompt(number: int, request_id: str, message: str) -> str:
+    return f"prompt {number}: {message.removeprefix(f'{request_id}: ')}"
 
 
 def time_plans(

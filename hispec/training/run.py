@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def run_training(config: TrainConfig, *, only_data: bool = False, progress: bool
     With several processes (`accelerate launch`), run it once with `only_data` first. Raises ConfigError, CheckpointError,
     TrainingError; all that is on disk then is whole, and `output.resume` goes on from there.
     """
+    if not only_data and find_spec("accelerate") is None:
+        raise ConfigError("training needs the package accelerate: pip install 'hispec[train]'")
     checkpoint = open_checkpoint(resolve_model(config.model))
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None or not tokenizer.chat_template:
@@ -94,6 +97,8 @@ def _check_exits(adapters: AdaptersConfig, checkpoint: Checkpoint) -> None:
 def _train_adapters(
     config: TrainConfig, adapters: AdaptersConfig, checkpoint: Checkpoint, examples: list[Example], work: Path, progress: bool
 ) -> Outcome:
+    from accelerate import PartialState
+
     training, held_out = split(examples, config.data.held_out)
     model, wide = checkpoint.config, config.loop.mixed_precision == "no"
     needed = num_bytes(examples, len(adapters.exits), model.hidden_size)
@@ -106,7 +111,8 @@ def _train_adapters(
     decoder = Decoder.load(checkpoint, torch.float32 if wide else torch.bfloat16, device, max_positions=config.data.max_length)
     layers = [exit_.layer for exit_ in adapters.exits]
     trunk = fingerprint(checkpoint)
-    store = StateStore(work / "states", decoder, layers, [*training, *held_out], f"{trunk} {decoder.dtype}", progress=progress)
+    with PartialState(cpu=device.type == "cpu").main_process_first():  # the others then find them written
+        store = StateStore(work / "states", decoder, layers, [*training, *held_out], f"{trunk} {decoder.dtype}", progress=progress)
     del decoder
     frequent = frequent_tokens(training, model.vocab_size)
     head = checkpoint.tensor(head_name(checkpoint)).to(torch.float32 if wide else torch.bfloat16)
@@ -116,7 +122,8 @@ def _train_adapters(
     settings = _loop_settings(config)
     identity = _identity(config, trunk, examples)
     outcome = train(task, settings, config.output.path, identity, cpu=device.type == "cpu", resume=config.output.resume, progress=progress)
-    _save(config, checkpoint, modules, training, outcome.metrics)
+    if PartialState().is_main_process:
+        _save(config, checkpoint, modules, training, outcome.metrics)
     return outcome
 
 

@@ -1,0 +1,80 @@
+"""Two pictures of a profile's result: how often exits are right, and which plans pay."""
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .files import check_matplotlib, write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ACCEPTANCE, RATIO = "acceptance_by_layer.png", "ratio_by_exits.png"
+_MOST_TASKS = 10  # as many as there are colours
+
+
+def draw_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Draws both into `folder`. Raises ConfigError without matplotlib, and OSError if it can't be written."""
+    check_matplotlib()
+    drawings = {ACCEPTANCE: _acceptance(result), RATIO: _ratio(result)}
+    for name, figure in drawings.items():
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=150, bbox_inches="tight")
+        write_atomically(folder / name, buffer.getvalue())
+    return [folder / name for name in drawings]
+
+
+def _acceptance(result: Mapping[str, Any]) -> Figure:
+    """Share of the full model's tokens that an exit gives, by layer."""
+    from matplotlib.figure import Figure  # not pyplot: nothing of the user's is changed, and no window is opened
+
+    agreement = result["agreement"]
+    figure = Figure(figsize=(7, 4.5))
+    axes = figure.subplots()
+    layers = [exit_["layer"] for exit_ in agreement["own_head"]]
+    tasks = list(agreement["tasks"])[:_MOST_TASKS]
+    colors = {task: f"C{at}" for at, task in enumerate(tasks)}
+    if len(tasks) > 1:
+        for task in tasks:
+            axes.plot(layers, [exit_["tasks"][task] for exit_ in agreement["own_head"]], color=colors[task], linewidth=0.7, alpha=0.8, label=task)
+    axes.plot(layers, [exit_["agreement"] for exit_ in agreement["own_head"]], color="black", linewidth=2, label="the model's own head")
+    trained = [exit_ for exit_ in agreement["exits"] if exit_["kind"] == "adapter"]
+    if trained:
+        places = [exit_["layer"] for exit_ in trained]
+        if len(tasks) > 1:
+            for task in tasks:
+                axes.scatter(places, [exit_["tasks"][task] for exit_ in trained], color=colors[task], s=12, marker="_")
+        axes.scatter(places, [exit_["agreement"] for exit_ in trained], color="black", marker="D", s=40, zorder=3, label="trained exits")
+    axes.set(xlabel="layer of the exit", ylabel="share of the full model's tokens", xlim=(0, result["num_layers"]), ylim=(0, 1))
+    axes.set_title(f"{result['model']}: {agreement['positions']} positions, greedy")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return figure
+
+
+def _ratio(result: Mapping[str, Any]) -> Figure:
+    """Best predicted speed over plain's, by draft exit (across) and check exit (up); the lowest row has no check tier."""
+    from matplotlib.figure import Figure
+
+    layers: list[int] = result["exits"]["layers"]
+    checks: list[int | None] = [None, *layers[1:]]
+    best: dict[tuple[int, int | None], Mapping[str, Any]] = {}
+    for plan in result["predictions"]:
+        best.setdefault((plan["draft_layer"], plan["check_layer"]), plan)  # the fastest first
+    table = [[best[draft, check]["ratio_to_plain"] if (draft, check) in best else math.nan for draft in layers] for check in checks]
+    figure = Figure(figsize=(1.5 + 1.1 * len(layers), 1.5 + 0.8 * len(checks)))
+    axes = figure.subplots()
+    spread = max(abs(plan["ratio_to_plain"] - 1.0) for plan in best.values()) or 1.0  # as fast as plain is the middle of the colours
+    image = axes.imshow(table, origin="lower", aspect="auto", cmap="RdYlGn", vmin=1.0 - spread, vmax=1.0 + spread)
+    for (draft, check), plan in best.items():
+        shape = f"K={plan['num_draft_tokens']}" + (f" R={plan['num_checks']}" if check is not None else "")
+        axes.text(layers.index(draft), checks.index(check), f"{plan['ratio_to_plain']:.2f}\n{shape}", ha="center", va="center", fontsize="x-small")
+    axes.set_xticks(range(len(layers)), [str(layer) for layer in layers])
+    axes.set_yticks(range(len(checks)), ["none" if check is None else str(check) for check in checks])
+    axes.set(xlabel="draft exit D", ylabel="check exit C")
+    axes.set_title(f"{result['model']}: best predicted speed over plain, batch {result['options']['batch_size']}", fontsize="medium")
+    figure.colorbar(image, ax=axes)
+    return figure

@@ -1,0 +1,127 @@
+"""A preset: `model`, `engine`, `speculative` and `sampling` of a job, as YAML with every field and what it means."""
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..jobs.environment import hardware_text, is_busy
+from ..jobs.schema import Job, RunConfig
+
+_COLUMN = 32  # of the comments
+_WIDTH = 118  # of the header
+# Words that YAML would not read as text.
+_NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", ""}
+COMMENTS = {
+    "model": "a name that `hispec fetch` knows, a hub id, or a folder with a checkpoint",
+    "engine": "how it runs",
+    "engine.dtype": "auto, float32, bfloat16 or float16",
+    "engine.device": "auto (a GPU if there is one), cpu or cuda",
+    "engine.max_num_seqs": "requests that run together, at most: as many as in the measurement",
+    "engine.max_model_len": "prompt + output of one request in tokens, at most; null = the model's own limit",
+    "engine.block_size": "positions per block of the KV cache",
+    "engine.num_kv_blocks": "blocks of the KV cache; null = enough for max_num_seqs requests of max_model_len",
+    "engine.max_prefill_tokens": "prompt tokens computed per step, at most",
+    "engine.enable_prefix_caching": "compute equal beginnings of prompts once; it was off in the measurement",
+    "engine.attention": "auto, or a backend by name: sdpa, numba",
+    "engine.seed": "base of the seeds of rows that bring none",
+    "speculative": "null = plain decoding",
+    "speculative.draft": "where tokens are drafted",
+    "speculative.draft.kind": "exit: the model's own head; adapter: a trained exit",
+    "speculative.draft.path": "folder of trained exits; null = the ones that come with HiSpec",
+    "speculative.draft.layer": "D: the draft tier runs layers 0 to D-1",
+    "speculative.check": "where drafts are checked; null = two tiers, no check",
+    "speculative.check.kind": "as of the draft tier",
+    "speculative.check.path": "as of the draft tier",
+    "speculative.check.layer": "C: the check tier runs layers D to C-1, verify the rest",
+    "speculative.num_draft_tokens": "K: tokens drafted before each check",
+    "speculative.num_checks": "R: checks before each verify; without effect where there is no check tier",
+    "speculative.draft_confidence": "stop drafting below this probability (0 to 1); null = never",
+    "speculative.acceptance": "coupled: the output of plain decoding, token for token; rejection: equal in law",
+    "speculative.control": "fixed: keep this plan throughout",
+    "sampling": "of every row; measured was greedy decoding, whatever stands here",
+    "sampling.n": "outputs per prompt",
+    "sampling.temperature": "0 = greedy",
+    "sampling.top_k": "keep the k most likely tokens; 0 = all",
+    "sampling.top_p": "keep the most likely tokens that make up this probability; 1.0 = all",
+    "sampling.min_p": "keep tokens of at least this share of the top probability; 0.0 = all",
+    "sampling.repetition_penalty": "above 1.0: tokens of prompt and output become less likely",
+    "sampling.presence_penalty": "above 0.0: tokens of the output become less likely, once",
+    "sampling.frequency_penalty": "above 0.0: tokens of the output become less likely, per occurrence",
+    "sampling.logit_bias": "token id: what is added to its logit",
+    "sampling.seed": "null = derived from engine.seed and the row's number",
+    "sampling.max_tokens": "output tokens, at most; null = as many as max_model_len leaves",
+    "sampling.min_tokens": "no end of the output before this many tokens",
+    "sampling.stop": "strings that end the output (left out of it)",
+    "sampling.stop_token_ids": "tokens that end the output, besides the model's own",
+    "sampling.ignore_eos": "true: go on after the model's end-of-sequence token",
+    "sampling.logprobs": "log-probabilities of this many most likely tokens; null = none",
+    "sampling.speculative": "false: decode these rows plainly",
+}
+
+
+def preset_text(job: Job, result: Mapping[str, Any]) -> str:
+    """The fastest measured plan of a profile's `result` as YAML that a RunConfig accepts, with the figures in its header."""
+    best = result["best"]
+    chosen = next(run for run in result["measured"] if run["plan_text"] == best)
+    config = RunConfig(
+        model=job.model,
+        engine=job.engine.model_copy(update={"max_num_seqs": result["options"]["batch_size"]}),
+        speculative=chosen["speculative"],
+        sampling=job.sampling,
+    )
+    lines = [f"# {line}".rstrip() for line in _header(result, chosen)]
+    lines += _settings(config.model_dump(), "", _reason(result) if config.speculative is None else None)
+    return "\n".join(lines) + "\n"
+
+
+def _header(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> Iterator[str]:
+    options, prompts, measured_on = result["options"], result["prompts"], result["environment"]
+    yield f"Made by `hispec profile` on {result['date']}: the fastest of the plans that were run, on this machine and these prompts."
+    text = (
+        f"Measured on {hardware_text(measured_on)}, hispec {measured_on['hispec']}: {prompts['num']} prompts of {prompts['tokens_mean']:.0f} tokens (mean),"
+        f" {options['max_tokens']} new tokens at most, batch {options['batch_size']}, greedy, medians of {options['repeats']} interleaved runs."
+    )
+    yield from textwrap.wrap(text, _WIDTH, break_long_words=False)
+    for run in result["measured"]:
+        mark = " <- this plan" if run is chosen else ""
+        yield (
+            f"  {run['tokens_per_s']:9.1f} tokens/s, {run['ratio_to_plain']:.2f} x plain, {run['tokens_per_round']:.2f} tokens/round,"
+            f" output as plain's {run['exact_match'][0]}/{run['exact_match'][1]}: {run['plan_text']}{mark}"
+        )
+    if is_busy(measured_on):
+        yield f"Other programs were running when this began (load {measured_on['load']:.1f}): do not rely on these speeds."
+
+
+def _reason(result: Mapping[str, Any]) -> str:
+    others = [run for run in result["measured"] if run["speculative"] is not None]
+    if not others:
+        return "plain decoding was the only one to run"
+    fastest = max(others, key=lambda run: run["tokens_per_s"])
+    return f"plain decoding was the fastest: the best other plan ({fastest['plan_text']}) gave {fastest['ratio_to_plain']:.2f} x its speed"
+
+
+def _settings(values: Mapping[str, Any], where: str, why_plain: str | None) -> Iterator[str]:
+    """Lines of nested settings, each with its comment; a blank line before each group at the top."""
+    indent = "  " * where.count(".")
+    for name, value in values.items():
+        path = where + name
+        comment = COMMENTS[path]
+        if path == "speculative" and why_plain is not None:
+            comment = why_plain
+        is_group = isinstance(value, dict) and any(known.startswith(f"{path}.") for known in COMMENTS)
+        if not where:
+            yield ""
+        line = f"{indent}{name}:" if is_group else f"{indent}{name}: {_scalar(value)}"
+        yield f"{line:<{_COLUMN - 1}} # {comment}"
+        if is_group:
+            yield from _settings(value, f"{path}.", None)
+
+
+def _scalar(value: Any) -> str:
+    """JSON is YAML; text that needs no quotes goes without."""
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_/][\w./-]*", value) and value.lower() not in _NOT_TEXT:
+        return value
+    return json.dumps(value, ensure_ascii=False)

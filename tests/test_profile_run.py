@@ -1,0 +1,276 @@
+"""`hispec profile` from the command line to its files, on a tiny model."""
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ee_models.exit_files import ExitInfo
+from ee_models.loader import open_checkpoint
+from hispec.cli import main
+from hispec.errors import ConfigError
+from hispec.jobs.load import load_job, load_preset
+from hispec.jobs.schema import RunConfig
+from hispec.profile import run as profile_run
+from hispec.profile.candidates import Candidates, default_layers, exits_folder, wants_shipped
+from hispec.profile.files import write_atomically
+from hispec.profile.plots import ACCEPTANCE, RATIO, draw_plots
+from hispec.profile.preset import COMMENTS, preset_text
+from hispec.profile.report import print_profile
+from tests.adapters import TINY_MLP, make_exits
+
+SMALL = ["--max-tokens", "24", "--max-drafts", "2", "--max-checks", "2", "--max-window", "6", "--top", "1", "--repeats", "2", "--no-progress"]
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "hello there", "metadata": {"task": "chat"}},
+    {"prompt": "1+1=", "metadata": {"task": "maths"}},
+    {"prompt": "what is the air speed", "metadata": {"task": "chat"}},
+]
+
+
+def write_job(folder: Path, model: Path, rows: list[dict[str, Any]] | None = None, **fields: Any) -> Path:
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ROWS if rows is None else rows)))
+    values = {
+        "model": str(model),
+        "engine": {"max_num_seqs": 2, "max_model_len": 128, "dtype": "float32"},
+        "input": {"path": "in.jsonl"},
+        "output": {"path": str(folder / "out.jsonl"), "overwrite": True},
+        "sampling": {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logit_bias": {"5": -1.0}, "stop": ["no", "x: y"]},
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump(values | fields))
+    return folder / "job.yaml"
+
+
+@pytest.fixture(scope="module")
+def exits(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained exits that are right as often as the model's own head at layers 6 and 8."""
+    folder = tmp_path_factory.mktemp("exits")
+    infos = [ExitInfo(layer=2, num_blocks=4, intermediate_size=TINY_MLP), ExitInfo(layer=5, num_blocks=3, intermediate_size=TINY_MLP)]
+    make_exits(folder, open_checkpoint(tiny_path), infos, from_trunk=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def profiled(tiny_path: Path, exits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of a job that was run plainly, then profiled with trained exits, all files written; and the profile's result."""
+    folder = tmp_path_factory.mktemp("profile")
+    job = write_job(folder, tiny_path)
+    assert main(["run", str(job), "--no-progress"]) == 0
+    (folder / "out.jsonl").rename(folder / "plain.jsonl")
+    files = ["--json", str(folder / "new" / "result.json"), "--preset", str(folder / "preset.yaml"), "--plots", str(folder / "plots")]
+    assert main(["profile", str(job), *SMALL, *files, "--exits", str(exits)]) == 0
+    return folder, json.loads((folder / "new" / "result.json").read_text())
+
+
+def test_the_result_has_everything_that_was_measured(profiled: tuple[Path, dict[str, Any]], exits: Path) -> None:
+    _, result = profiled
+    assert {"model", "date", "environment", "options", "prompts", "row_invariant", "num_layers", "best", "costs", "calibration"} < result.keys()
+    assert result["exits"] == {"kind": "adapter", "layers": [2, 5], "path": str(exits), "note": None}
+    agreement = result["agreement"]
+    assert agreement["positions"] == 72 and agreement["tasks"] == {"chat": 48, "maths": 24} and agreement["full_model"] == 1.0
+    assert [exit_["layer"] for exit_ in agreement["own_head"]] == list(range(1, 9))
+    for exit_, like in zip(agreement["exits"], (6, 8), strict=True):
+        own = agreement["own_head"][like - 1]
+        assert (exit_["agreement"], exit_["tasks"]) == (own["agreement"], own["tasks"]) and len(exit_["first_right"]) == 2
+        assert exit_["first_right"][0] == exit_["agreement"]
+    # Two tiers with K = 1, 2 of each exit; three with R = 1, 2 of each K: all windows are 6 at most.
+    assert len(result["predictions"]) == 4 + 4
+    assert [run["speculative"] is None for run in result["measured"]] == [True, False, False]
+    assert result["best"] in [run["plan_text"] for run in result["measured"]]
+    assert result["options"]["batch_size"] == 2 and {"cpu", "torch", "hispec"} <= result["environment"].keys()
+
+
+def test_what_was_run_gave_plains_output_and_the_predicted_tokens_per_round(profiled: tuple[Path, dict[str, Any]]) -> None:
+    plain, *others = profiled[1]["measured"]
+    assert plain["tokens_per_round"] == 1.0 == plain["ratio_to_plain"]
+    assert [run["speculative"]["check"] is None for run in others] == [True, False]
+    for run in [plain, *others]:
+        assert run["exact_match"] == [3, 3] and len(run["tokens_per_s_runs"]) == 2
+        assert run["predicted"]["tokens_per_round"] == run["tokens_per_round"]
+        assert run["predicted"]["tokens_per_s"] > 0 and run["tokens_per_full_pass"] > 0
+    assert all(run["tokens_per_round"] > 1.0 for run in others), "without a right draft, nothing is shown"
+
+
+def test_the_preset_is_a_run_config_with_every_field_explained(profiled: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = profiled
+    text = (folder / "preset.yaml").read_text(encoding="utf-8")
+    config = load_preset(folder / "preset.yaml")
+    job = load_job(folder / "job.yaml")
+    assert (config.model, config.sampling) == (job.model, job.sampling)
+    assert config.engine == job.engine.model_copy(update={"max_num_seqs": 2})
+    fastest = max(result["measured"], key=lambda run: run["tokens_per_s"])
+    assert (config.speculative.model_dump() if config.speculative else None) == fastest["speculative"]
+    assert result["date"] in text and f"{fastest['tokens_per_s']:.1f} tokens/s" in text and "3/3" in text
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_preset_of_any_plan_loads_and_runs_to_plains_output(profiled: tuple[Path, dict[str, Any]], which: int, tmp_path: Path) -> None:
+    folder, result = profiled
+    chosen = result["measured"][which]
+    text = preset_text(load_job(folder / "job.yaml"), result | {"best": chosen["plan_text"]})
+    (tmp_path / "preset.yaml").write_text(text, encoding="utf-8")
+    config = load_preset(tmp_path / "preset.yaml")
+    assert (config.speculative.model_dump() if config.speculative else None) == chosen["speculative"]
+    settings = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert all(" # " in line for line in settings)
+    names = {line.partition(":")[0].strip() for line in settings}
+    assert names == field_names(config.model_dump())
+    if chosen["speculative"] is None:
+        assert "speculative: null" in text and "plain decoding was the fastest" in text
+    assert main(["run", str(folder / "job.yaml"), "--preset", str(tmp_path / "preset.yaml"), "--no-progress"]) == 0
+    assert outputs_of(folder / "out.jsonl") == outputs_of(folder / "plain.jsonl")
+
+
+def outputs_of(path: Path) -> list[list[dict[str, Any]]]:
+    return [json.loads(line)["outputs"] for line in path.read_text().splitlines()]
+
+
+def field_names(values: dict[str, Any]) -> set[str]:
+    inner = [field_names(value) for name, value in values.items() if isinstance(value, dict) and name != "logit_bias"]
+    return set(values).union(*inner)
+
+
+def test_every_setting_has_its_comment() -> None:
+    def paths(model: Any, where: str = "") -> set[str]:
+        found: set[str] = set()
+        for name, field in model.model_fields.items():
+            found.add(where + name)
+            for nested in [field.annotation, *getattr(field.annotation, "__args__", ())]:
+                if hasattr(nested, "model_fields"):
+                    found |= paths(nested, f"{where}{name}.")
+        return found
+
+    assert paths(RunConfig) == set(COMMENTS)
+
+
+def test_both_plots_are_pictures(profiled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, result = profiled
+    for name in (ACCEPTANCE, RATIO):
+        assert (folder / "plots" / name).read_bytes().startswith(b"\x89PNG") and (folder / "plots" / name).stat().st_size > 10_000
+    # One task and no trained exits: less to draw, and no line twice.
+    agreement = result["agreement"] | {"tasks": {"all": 72}, "exits": [exit_ | {"kind": "exit"} for exit_ in result["agreement"]["exits"]]}
+    draw_plots(result | {"agreement": agreement}, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [ACCEPTANCE, RATIO]
+
+
+def test_the_tables_say_what_was_found(profiled: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    result = profiled[1]
+    print_profile(result | {"row_invariant": False, "environment": result["environment"] | {"cores": 2, "load": 1.5}})
+    printed = capsys.readouterr().out
+    exit_ = result["agreement"]["exits"][0]
+    speed = f"{result['measured'][1]['tokens_per_s']:.1f}"
+    assert all(part in printed for part in (f"{exit_['agreement']:.1%}", "own head", "chat", "maths", "p(2)", speed, "3/3", "near-ties", "load 1.5"))
+    assert f"fastest: {result['best']}" in printed
+
+
+def test_a_model_without_trained_exits_is_profiled_with_its_own_head(tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path, tiny_path, ROWS[:1])
+    assert main(["profile", str(job), *SMALL, "--json", str(tmp_path / "result.json"), "--set", "engine.block_size=8"]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["exits"]["kind"] == "exit" and result["exits"]["layers"] == default_layers(9) == [1, 2, 3, 4, 6]
+    assert result["agreement"]["exits"][2]["agreement"] == result["agreement"]["own_head"][2]["agreement"]
+    assert all(run["predicted"]["tokens_per_round"] == run["tokens_per_round"] and run["exact_match"] == [1, 1] for run in result["measured"])
+    printed = capsys.readouterr().out
+    assert "the model's own head" in printed and "hispec train" in printed and result["options"]["batch_size"] == 1
+
+
+def test_default_layers_lie_inside_of_any_model() -> None:
+    assert default_layers(30) == [2, 4, 5, 8, 10, 15, 20] and default_layers(32) == [2, 4, 5, 8, 11, 16, 21] and default_layers(2) == [1]
+
+
+def test_exits_are_those_of_the_option_then_of_the_job(tiny_path: Path, exits: Path, tmp_path: Path) -> None:
+    def job(**speculative: Any) -> Any:
+        return load_job(write_job(tmp_path, tiny_path, speculative=speculative)).speculative
+
+    named = job(draft={"kind": "adapter", "path": str(exits), "layer": 2})
+    assert exits_folder(None, named) == str(exits) == exits_folder(str(exits), job(draft={"layer": 2})) and exits_folder(None, None) is None
+    assert not wants_shipped(named) and not wants_shipped(None) and wants_shipped(job(draft={"kind": "adapter", "layer": 2}))
+    two = job(draft={"kind": "adapter", "path": "a", "layer": 2}, check={"kind": "adapter", "path": "b", "layer": 5})
+    with pytest.raises(ConfigError, match=r"two folders.*--exits"):
+        exits_folder(None, two)
+    assert exits_folder(str(exits), two) == str(exits)
+
+
+def test_shipped_exits_have_no_path() -> None:
+    from hispec.config import Plan
+
+    config = Candidates([2, 5], [object()]).speculative(Plan(2, 5, 3, 2))  # type: ignore[list-item]
+    assert config is not None and config.draft.kind == "adapter" and config.draft.path is None is config.check.path and config.plan(9) == Plan(2, 5, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--preset", "{folder}/taken.yaml"], ["--preset", "taken.yaml exists", "--overwrite"]),
+        (["--preset", "{folder}"], ["--preset", "not a regular file"]),
+        (["--json", "{folder}"], ["--json", "not a regular file", "choose another path"]),
+        (["--json", "{folder}/taken.yaml/x.json"], ["--json", "cannot write to", "taken.yaml"]),
+        (["--json", "{folder}/a", "--preset", "{folder}/a"], ["--json and --preset both name"]),
+        (["--plots", "{folder}/taken.yaml"], ["--plots", "cannot write to"]),
+        (["--exits", "{folder}"], ["--exits", "holds no exits"]),
+        (["--max-drafts", "6"], ["max_drafts=6", "max_window=6", "to 5"]),
+        (["--max-drafts", "0"], ["max_drafts", "greater than or equal to 1", "got 0"]),
+        (["--batch-size", "0"], ["batch_size", "got 0"]),
+        (["--top", "0"], ["top", "got 0"]),
+        (["--limit", "0"], ["input.limit", "got 0"]),
+        (["--max-window", "128"], ["max_window=128", "max_model_len=128", "engine.max_model_len"]),
+        (["--set", "speculative.draft.kind=adapter", "speculative.draft.layer=2"], ["hispec train", "path"]),
+        (["--set", "input.path={folder}/bad.jsonl"], ["a profile needs input without errors", "line 2", "line 3"]),
+        (["--set", "input.path={folder}/long.jsonl"], ["prompt 1: the prompt has 200 tokens", "prompt 2: the prompt is empty"]),
+    ],
+)
+def test_bad_input_is_one_message_before_anything_is_measured(
+    tiny_path: Path, tmp_path: Path, arguments: list[str], parts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HISPEC_DEBUG", raising=False)
+    monkeypatch.setattr(profile_run, "warm_up", lambda *args: pytest.fail("the model was run"))
+    job = write_job(tmp_path, tiny_path)
+    (tmp_path / "taken.yaml").write_text("mine")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{\n{}\n')
+    (tmp_path / "long.jsonl").write_text("\n".join(json.dumps({"prompt": "a" * length}) for length in (3, 200, 0)))
+    before = sorted(tmp_path.iterdir())
+    assert main(["profile", str(job), *SMALL, *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("hispec: ") and "Traceback" not in err and out == ""
+    assert all(part in err for part in parts), err
+    assert (tmp_path / "taken.yaml").read_text() == "mine" and sorted(tmp_path.iterdir()) == before
+
+
+def test_plots_without_matplotlib_say_what_to_install(
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["profile", str(write_job(tmp_path, tiny_path)), "--plots", str(tmp_path / "plots")]) == 2
+    assert "pip install 'hispec[plots]'" in capsys.readouterr().err
+
+
+def test_an_interrupt_leaves_no_file(tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any, **fields: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile_run, "time_plans", interrupt)
+    job = write_job(tmp_path, tiny_path, ROWS[:1])
+    before = sorted(tmp_path.iterdir())
+    assert main(["profile", str(job), *SMALL, "--json", str(tmp_path / "r.json"), "--preset", str(tmp_path / "p.yaml")]) == 130
+    assert "Nothing was written" in capsys.readouterr().err and sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "preset.yaml"
+    write_atomically(path, b"old")
+
+    def fail(self: Path, content: bytes) -> None:
+        with self.open("wb") as file:
+            file.write(content[:1])
+        raise error
+
+    for error in (KeyboardInterrupt(), OSError(28, "No space left on device")):
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            patch.setattr(Path, "write_bytes", fail)
+            write_atomically(path, b"new")
+        assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
