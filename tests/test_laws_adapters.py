@@ -128,7 +128,11 @@ def test_the_exits_prove_something(engine_of: Make) -> None:
         assert 0 < stats["draft_accepted"] < stats["drafted"], name
 
 
-@pytest.mark.parametrize("config", [{"block_size": 1, "num_kv_blocks": 2048}, {"block_size": 5}, {"max_num_seqs": 1}, {"max_num_seqs": 3, "max_prefill_tokens": 1}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [{"block_size": 1, "num_kv_blocks": 2048}, {"block_size": 5}, {"max_num_seqs": 1}, {"max_num_seqs": 3, "max_prefill_tokens": 1}],
+    ids=str,
+)
 def test_block_sizes_batch_mixes_and_prefill_chunks_change_nothing(engine_of: Make, expected: list[list[int]], config: dict[str, int]) -> None:
     assert run(engine_of("both", Plan(4, 7, 2, 2), **config), PROMPTS) == expected
 
@@ -291,7 +295,7 @@ def test_an_adapter_always_finds_its_whole_history(plan: Plan, layers: tuple[int
     """In a pool that is too small, with prompts in chunks, prefixes shared, rows that opt out and rows that end at any column."""
     engine, exits = scripted(plan, layers, agreement, num_kv_blocks=12, block_size=4, max_num_seqs=3, max_prefill_tokens=5)
     stem = random_prompts([9], vocab=50)[0]
-    prompts = [stem, stem + [1], stem[:5], [3], stem + [1, 2, 3, 4], stem[:8] + [9]]
+    prompts = [stem, [*stem, 1], stem[:5], [3], [*stem, 1, 2, 3, 4], [*stem[:8], 9]]
     params = [SamplingParams(temperature=0.0, max_tokens=3 + 4 * index, speculative=index != 2) for index in range(len(prompts))]
     for _ in range(2):
         for prompt, output in zip(prompts, run(engine, prompts, params), strict=True):
@@ -511,7 +515,9 @@ def right(tiny_decoder: Decoder, checkpoint: Checkpoint, files: dict[str, ExitsF
     return loaded(files["right"], tiny_decoder, checkpoint, layers)
 
 
-def test_changing_plans_grows_shrinks_and_forgets(tiny_decoder: Decoder, checkpoint: Checkpoint, files: dict[str, ExitsFile], expected: list[list[int]]) -> None:
+def test_changing_plans_grows_shrinks_and_forgets(
+    tiny_decoder: Decoder, checkpoint: Checkpoint, files: dict[str, ExitsFile], expected: list[list[int]]
+) -> None:
     """Prompts that were seen in plain mode have no KV of the adapters: what is cached must be forgotten."""
     engine = make_engine(tiny_decoder)
     plain_bytes = engine.memory()["kv_bytes"]

@@ -19,8 +19,8 @@ from ee_models.exit_files import INFO, TENSORS, ExitsFile
 from ee_models.training.adapters import AdaptersTask
 from hispec import LLM, SamplingParams
 from hispec.cli import main
-from hispec.training.run import run_training
 from hispec.jobs.load import load_training
+from hispec.training.run import run_training
 from tests.tiny import tiny_checkpoint
 
 EXITS = [{"layer": 2, "vocabulary_size": 100}, {"layer": 4, "num_blocks": 2, "intermediate_size": 24}]
@@ -234,7 +234,10 @@ def test_another_number_of_held_out_examples_is_another_run(tmp_path: Path, mode
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown setting": ({"loop": {"num_step": 3}}, "loop.num_step: unknown setting (did you mean 'num_steps'?)"),
-    "unknown setting of an exit": ({"adapters": {"exits": [{"layer": 2, "blocks": 1}]}}, "adapters.exits.0.blocks: unknown setting (did you mean 'num_blocks'?)"),
+    "unknown setting of an exit": (
+        {"adapters": {"exits": [{"layer": 2, "blocks": 1}]}},
+        "adapters.exits.0.blocks: unknown setting (did you mean 'num_blocks'?)",
+    ),
     "unknown setting of a source": ({"data": {"prompts": [{"pth": "x"}]}}, "data.prompts.0.pth: unknown setting (did you mean 'path'?)"),
     "nothing given": ({"loop": {"num_steps": "left out"}}, "loop.num_steps: required, but not given"),
     "beyond the model": ({"adapters": {"exits": [{"layer": 6}]}}, "adapters.exits: layer 6 is no early exit of a model of 6; choose 1 to 5"),

@@ -312,7 +312,7 @@ def test_an_interrupted_store_goes_on_and_a_full_disk_leaves_no_half_file(tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(states_module, "save_file", full)
-        with pytest.raises(TrainingError, match="cannot write .*No space left on device"):
+        with pytest.raises(TrainingError, match=r"cannot write .*No space left on device"):
             make_store(tmp_path, decoder, examples)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 4 and not any(path.name.startswith(".") for path in tmp_path.rglob("*"))
     counting = CountingNormedDecoder(decoder)
@@ -321,7 +321,7 @@ def test_an_interrupted_store_goes_on_and_a_full_disk_leaves_no_half_file(tmp_pa
     assert all(torch.equal(store.read(9)[name], tensor) for name, tensor in trunk_states(decoder, LAYERS, examples[9:]).items())
 
 
-@pytest.mark.xfail(strict=True, raises=SafetensorError, reason="a damaged file of states ends the run with safetensors' own error, and stays there for the next")
+@pytest.mark.xfail(strict=True, raises=SafetensorError, reason="a damaged file ends the run with safetensors' own error, and stays there for the next")
 @pytest.mark.parametrize("damage", [b"", b"\x08\0\0\0\0\0\0\0{}      "], ids=["empty", "without tensors"])
 def test_a_damaged_shard_is_a_training_error_or_computed_again(tmp_path: Path, decoder: Decoder, damage: bytes) -> None:
     examples = make_examples(3)
@@ -331,7 +331,7 @@ def test_a_damaged_shard_is_a_training_error_or_computed_again(tmp_path: Path, d
         store = make_store(tmp_path, decoder, examples)
         found = store.read(1)
     except TrainingError as error:
-        assert "layer4.safetensors" in str(error)  # noqa: PT017 - either way will do
+        assert "layer4.safetensors" in str(error)
     else:
         assert all(torch.equal(found[name], tensor) for name, tensor in trunk_states(decoder, LAYERS, examples[1:2]).items())
 
@@ -352,7 +352,8 @@ def test_blocks_start_as_the_layers_after_the_exit(checkpoint: Checkpoint, layer
     tensors = module.state_dict()
     assert torch.equal(tensors["norm"], checkpoint.tensor("model.norm.weight"))
     names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    names |= {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")} | {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+    names |= {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    names |= {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
     assert len(tensors) == 1 + len(names) * num_blocks
     for index in range(num_blocks):
         source = min(layer + index, 5)  # there are six layers; the last one serves again

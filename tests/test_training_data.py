@@ -153,13 +153,8 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_left_out(
     assert f"max_model_len={MAX_LENGTH} must hold it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param({"prompt": "\ud800"}, id="half a surrogate pair", marks=pytest.mark.xfail(strict=True, raises=UnicodeEncodeError, reason="it ends the run where prompts are written")),
-        pytest.param(b"[" * 100_000, id="nested without end", marks=pytest.mark.xfail(strict=True, raises=RecursionError, reason="json raises no ValueError there")),
-    ],
-)
+@pytest.mark.xfail(strict=True, raises=(UnicodeEncodeError, RecursionError), reason="neither is the ValueError that is expected there")
+@pytest.mark.parametrize("row", [{"prompt": "\ud800"}, b"[" * 100_000], ids=["half a surrogate pair", "nested without end"])
 def test_a_row_that_python_chokes_on_is_a_bad_row(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, row: Any) -> None:
     assert len(examples_of(make_config(model, tmp_path, [*GOOD, row]), tmp_path, tokenizer)) == 2
 
@@ -253,14 +248,17 @@ def written_as(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_module, "_generate", generate)
 
 
+SPACE_LOST = pytest.mark.xfail(strict=True, reason="the opening as it was given, and not as the model saw it, is put before the text without its own space")
+
+
 @pytest.mark.parametrize(
     ("opening", "text", "prompt"),
     [
         ("Tell me ", " about the sea", "Tell me about the sea"),
         ("", " Why is the sky blue? ", "Why is the sky blue?"),
         ("Text:\n\n", "Once upon a time", "Text:\n\nOnce upon a time"),
-        pytest.param("Tell me", " about the sea", "Tell me about the sea", marks=pytest.mark.xfail(strict=True, reason="the space that the model wrote is lost")),
-        pytest.param("Who ", "ever is there?", "Whoever is there?", marks=pytest.mark.xfail(strict=True, reason="a space is put where the model wrote none")),
+        pytest.param("Tell me", " about the sea", "Tell me about the sea", marks=SPACE_LOST),
+        pytest.param("Who ", "ever is there?", "Whoever is there?", marks=SPACE_LOST),
     ],
 )
 def test_an_opening_and_what_follows_are_joined_as_the_model_wrote_them(

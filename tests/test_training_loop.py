@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     before = (tmp_path / CHECKPOINT).read_bytes()
     with pytest.raises(TrainingError, match=r"belongs to another run \(other data, model or settings\); set output.overwrite=true to start anew"):
         run(ToyTask(), tmp_path, identity="another", resume=True)
-    with pytest.raises(TrainingError, match="exists: set output.resume=true to go on from it, output.overwrite=true to start anew, or choose another"):
+    with pytest.raises(TrainingError, match=r"exists: set output.resume=true to go on from it, output.overwrite=true to start anew, or choose another"):
         run(ToyTask(), tmp_path)
     assert (tmp_path / CHECKPOINT).read_bytes() == before
 
@@ -166,7 +167,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
     path = tmp_path / CHECKPOINT
     if damage != "another model's":
         path.write_bytes(b"" if damage == "empty" else path.read_bytes()[:-10])
-    with pytest.raises(TrainingError, match="checkpoint.safetensors cannot be read .*; set output.overwrite=true to start anew"):
+    with pytest.raises(TrainingError, match=r"checkpoint.safetensors cannot be read .*; set output.overwrite=true to start anew"):
         run(ToyTask("ab"), tmp_path, resume=True)
 
 
@@ -198,7 +199,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint_as_it_was(tmp_path: Path, mo
             patch.setattr(loop, "save_file", lambda tensors, draft, about: full(save_file, draft, tensors, draft, about))
         else:
             patch.setattr(os, "replace", lambda draft, target: full(replace_file, draft, draft, target))
-        with pytest.raises(TrainingError, match="cannot write .*checkpoint.safetensors: .*No space left on device.*; the previous one is unharmed; free some space"):
+        words = r"cannot write .*checkpoint\.safetensors: .*No space left on device.*; the previous one is unharmed; free some space"
+        with pytest.raises(TrainingError, match=words):
             run(ToyTask(), folder)
     assert files(folder) == [CHECKPOINT, LOG], "something was left lying about"
     with safe_open(folder / CHECKPOINT, "pt") as file:
@@ -213,7 +215,7 @@ def test_a_disk_that_is_full_from_the_start_says_so(tmp_path: Path, monkeypatch:
         raise FULL[0]
 
     monkeypatch.setattr(loop, "save_file", full)
-    with pytest.raises(TrainingError, match="cannot write .*No space left on device; free some space, or choose another folder"):
+    with pytest.raises(TrainingError, match=r"cannot write .*No space left on device; free some space, or choose another folder"):
         run(ToyTask(), tmp_path, replace(SETTINGS, eval_every=100))
     assert files(tmp_path) == []
 
@@ -234,7 +236,7 @@ def test_writing_is_all_or_nothing(tmp_path: Path) -> None:
         draft.write_text("tw")
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    with pytest.raises(TrainingError, match="cannot write .*file: .*Disk quota exceeded; the previous one is unharmed"):
+    with pytest.raises(TrainingError, match=r"cannot write .*file: .*Disk quota exceeded; the previous one is unharmed"):
         write_atomically(target, fail)
     with pytest.raises(TrainingError, match="Disk quota exceeded; free some space"):
         write_atomically(tmp_path / "other", fail)
@@ -338,4 +340,4 @@ def test_held_out_examples_are_spread_and_kept_apart(num: int, held_out: int) ->
     training, kept = split(examples, held_out)
     assert len(kept) == held_out and sorted(example.token_ids[0] for example in training + kept) == list(range(num))
     places = [example.token_ids[0] for example in kept]
-    assert all(later - earlier in (num // held_out, num // held_out + 1) for earlier, later in zip(places, places[1:], strict=False))
+    assert all(later - earlier in (num // held_out, num // held_out + 1) for earlier, later in pairwise(places))

@@ -161,17 +161,19 @@ def _described(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train_layerskip(config: TrainConfig, checkpoint: Checkpoint, examples: list[Example], progress: bool) -> Outcome:
+    from accelerate import PartialState
+
     from ee_models.training.layerskip import LayerSkipSettings, LayerSkipTask, load_trainable
 
     assert config.layerskip is not None
     training, held_out = split(examples, config.data.held_out)
     settings = LayerSkipSettings(**config.layerskip.model_dump(), batch_size=config.loop.batch_size)
-    model = load_trainable(checkpoint.path)
-    task = LayerSkipTask(model, settings, training, held_out, num_steps=config.loop.num_steps, seed=config.seed)
+    task = LayerSkipTask(load_trainable(checkpoint.path), training, held_out, settings, num_steps=config.loop.num_steps, seed=config.seed)
     identity = _identity(config, fingerprint(checkpoint), examples)
     cpu = not torch.cuda.is_available() or config.engine.device == "cpu"
     outcome = train(task, _loop_settings(config), config.output.path, identity, cpu=cpu, resume=config.output.resume, progress=progress)
-    task.save(config.output.path / "model")
+    if PartialState().is_main_process:
+        task.save(config.output.path / "model", tokenizer=load_tokenizer(checkpoint))
     return outcome
 
 

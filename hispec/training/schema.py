@@ -98,7 +98,8 @@ class LayerSkipConfig(Settings):
     exit_loss_scale    e_scale
     curriculum         which layers' losses are on: "rotational", "gradual" or "all"
     rotation           R: with "rotational", every R-th layer
-    lora_rank          train low-rank adapters of this rank, merged at the end; None = all weights
+    lora_rank          train low-rank adapters of this rank, scaled by lora_alpha / lora_rank and merged at the end; None = all
+                       weights
     """
 
     dropout_max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
@@ -107,7 +108,7 @@ class LayerSkipConfig(Settings):
     curriculum: Literal["rotational", "gradual", "all"] = "rotational"
     rotation: Annotated[int, Field(ge=1)] = 8
     lora_rank: Annotated[int, Field(ge=1)] | None = None
-    lora_alpha: Annotated[float, Field(gt=0.0)] = 16.0
+    lora_alpha: Annotated[int, Field(ge=1)] = 16
 
 
 class LoopConfig(Settings):
