@@ -101,8 +101,9 @@ def as_trained(module: AdapterModule, checkpoint: Checkpoint, states: Sequence[T
     lengths = torch.tensor([len(row) for row in states])
     positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
     rows = torch.repeat_interleave(torch.arange(len(states)), lengths)
+    groups = [((rows // 2 == pair).nonzero().flatten(), rows[rows // 2 == pair] % 2, positions[rows // 2 == pair]) for pair in range(2)]
     angles = torch.outer(positions.float(), checkpoint.config.rope.inv_freq(checkpoint.config.head_dim))
-    batch = StatesBatch({}, positions, rows, torch.ones_like(positions, dtype=torch.bool))
+    batch = StatesBatch({}, positions, torch.ones_like(positions, dtype=torch.bool), groups)
     with torch.no_grad():
         normed = module(torch.cat(list(states)), (angles.cos()[:, None], angles.sin()[:, None]), batch)
         head = checkpoint.tensor(head_name(checkpoint))

@@ -15,10 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, slots_of
 from ee_models.decoder import Decoder
-from ee_models.loader import CheckpointError, open_checkpoint
+from ee_models.errors import CheckpointError, TrainingError
+from ee_models.loader import open_checkpoint
 from ee_models.training.examples import Example
 from ee_models.training.layerskip import Batch, ExitLoss, LayerSkipSettings, LayerSkipTask, _watched, collate, load_trainable
-from ee_models.training.loop import LoopSettings, TrainingError, train
+from ee_models.training.loop import LoopSettings, train
 from tests.tiny import TINY_VOCAB, tiny_checkpoint, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -332,7 +333,7 @@ def test_saving_replaces_a_checkpoint_as_a_whole_and_nothing_else(tmp_path: Path
         raise OSError("no space left on device")
 
     monkeypatch.setattr(task.module.model, "save_pretrained", fail)
-    with pytest.raises(TrainingError, match="cannot write .*model: no space left on device"):
+    with pytest.raises(TrainingError, match=r"cannot write .*model: no space left on device"):
         task.save(folder)
     assert open_checkpoint(folder).tensor("model.norm.weight").eq(2).all()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

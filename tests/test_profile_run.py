@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -168,13 +169,14 @@ def test_the_tables_say_what_was_found(profiled: tuple[Path, dict[str, Any]], ca
 
 def test_a_model_without_trained_exits_is_profiled_with_its_own_head(tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = write_job(tmp_path, tiny_path, ROWS[:1])
-    assert main(["profile", str(job), *SMALL, "--json", str(tmp_path / "result.json"), "--set", "engine.block_size=8"]) == 0
+    assert main(["profile", str(job), *SMALL, "--json", str(tmp_path / "result.json"), "--set", "engine.max_model_len=28"]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["exits"]["kind"] == "exit" and result["exits"]["layers"] == default_layers(9) == [1, 2, 3, 4, 6]
     assert result["agreement"]["exits"][2]["agreement"] == result["agreement"]["own_head"][2]["agreement"]
     assert all(run["predicted"]["tokens_per_round"] == run["tokens_per_round"] and run["exact_match"] == [1, 1] for run in result["measured"])
     printed = capsys.readouterr().out
     assert "the model's own head" in printed and "hispec train" in printed and result["options"]["batch_size"] == 1
+    assert result["agreement"]["positions"] == 28 - 11 and result["costs"]["context_len"] == round(11 + 17 / 2), "the model's length ends the answer"
 
 
 def test_default_layers_lie_inside_of_any_model() -> None:
@@ -268,9 +270,10 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         raise error
 
     for error in (KeyboardInterrupt(), OSError(28, "No space left on device")):
-        with monkeypatch.context() as patch, pytest.raises(type(error)):
-            patch.setattr(Path, "write_bytes", fail)
-            write_atomically(path, b"new")
+        for place, name, broken in ((Path, "write_bytes", fail), (os, "replace", lambda draft, path: fail(draft, b"n"))):
+            with monkeypatch.context() as patch, pytest.raises(type(error)):
+                patch.setattr(place, name, broken)
+                write_atomically(path, b"new")
         assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
     write_atomically(path, b"new")
     assert path.read_bytes() == b"new"

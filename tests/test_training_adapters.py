@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ee_models.training.loop as loop
+import ee_models.training.soft_labels as soft_labels
 import ee_models.training.states as states_module
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
@@ -27,6 +28,7 @@ from ee_models.loader import Checkpoint, open_checkpoint
 from ee_models.training.adapters import AdapterModule, AdaptersTask, Exits, StatesBatch, frequent_tokens, init_from_trunk
 from ee_models.training.examples import Example
 from ee_models.training.loop import LoopSettings, train
+from ee_models.training.soft_labels import soft_label_loss
 from ee_models.training.states import FINAL, StateStore, num_bytes, trunk_states
 from tests.adapters import TINY_MLP, make_module
 from tests.scripted import tiny_config
@@ -71,11 +73,22 @@ def make_exits(checkpoint: Checkpoint, modules: Sequence[AdapterModule]) -> Exit
 
 
 def batch_of(examples: Sequence[Example], states: Sequence[dict[str, Tensor]]) -> StatesBatch:
-    """Packed by hand."""
+    """Packed by hand, without padding, all in one group."""
     positions = torch.cat([torch.arange(len(example.token_ids)) for example in examples])
     rows = torch.cat([torch.full((len(example.token_ids),), row) for row, example in enumerate(examples)])
     predicts = torch.cat([torch.arange(len(e.token_ids)).ge(e.prompt_len - 1) & torch.arange(len(e.token_ids)).lt(len(e.token_ids) - 1) for e in examples])
-    return StatesBatch({name: torch.cat([state[name] for state in states]) for name in states[0]}, positions, rows, predicts)
+    packed = {name: torch.cat([state[name] for state in states]) for name in states[0]}
+    return StatesBatch(packed, positions, predicts, [(torch.arange(len(rows)), rows, positions)])
+
+
+def places_of(batch: StatesBatch) -> list[Tensor]:
+    """Where the tokens of each example stand in the batch, in order."""
+    out = []
+    for places, rows, positions in batch.groups:
+        for row in range(int(rows.max()) + 1):
+            assert torch.equal(positions[rows == row], torch.arange(int((rows == row).sum())))
+            out.append(places[rows == row])
+    return out
 
 
 def make_store(folder: Path, decoder: Any, examples: Sequence[Example], layers: Sequence[int] = LAYERS, model: str = "model") -> StateStore:
@@ -103,7 +116,7 @@ def test_the_loss_is_the_cross_entropy_to_the_full_models_distribution(vocabular
     hidden, final = [3.0, 4.0], [0.5, -1.0]
     batch = StatesBatch(
         {"layer1": torch.tensor([hidden, [9.0, 9.0]]), FINAL: torch.tensor([final, [9.0, -9.0]])},
-        torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([True, False]),
+        torch.tensor([0, 1]), torch.tensor([True, False]), [],
     )  # fmt: skip
     with torch.no_grad():
         loss, losses = case.exits(batch)
@@ -120,6 +133,20 @@ def test_the_loss_is_the_cross_entropy_to_the_full_models_distribution(vocabular
     assert case.exits.agreements(batch)["layer1"].tolist() == [False]
     batch.states[FINAL][0] = torch.tensor([0.5, 1.0])
     assert case.exits.agreements(batch)["layer1"].tolist() == [True]
+
+
+def test_the_loss_in_pieces_is_that_of_all_places_with_autograds_own_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    final, head = torch.randn(11, 6, generator=generator), torch.randn(40, 6, generator=generator)
+    normed = torch.randn(11, 6, generator=generator, requires_grad=True)
+    expected = -((final @ head.T).softmax(-1) * (normed @ head.T).log_softmax(-1)).sum(-1).mean() * 3
+    (gradient,) = torch.autograd.grad(expected, normed)
+    for places in (1, 4, 11, 512):
+        monkeypatch.setattr(soft_labels, "_PLACES", places)
+        loss = soft_label_loss(normed, final, head) * 3
+        (found,) = torch.autograd.grad(loss, normed)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(found, gradient)
 
 
 INFOS = [ExitInfo(layer=2, intermediate_size=20), ExitInfo(layer=4, num_blocks=2, intermediate_size=20, vocabulary_size=90)]
@@ -394,25 +421,47 @@ def make_task(folder: Path, checkpoint: Checkpoint, decoder: Decoder, infos: Seq
 
 
 def test_a_batch_is_what_the_step_says_and_never_held_out(tmp_path: Path, checkpoint: Checkpoint, decoder: Decoder) -> None:
-    task = make_task(tmp_path, checkpoint, decoder, INFOS)
+    task = make_task(tmp_path, checkpoint, decoder, INFOS, batch_size=5)
     examples = make_examples(20)
-    by_length: dict[tuple[int, ...], int] = {}
-    for index, example in enumerate(examples):
-        state = trunk_states(decoder, LAYERS, [example])[FINAL]
-        by_length[tuple(state.flatten()[:20].tolist())] = index
+    alone = [batch_of([example], [trunk_states(decoder, LAYERS, [example])]) for example in examples]
     seen = []
-    for step in range(8):
+    for step in range(6):
         batch = task.batch(step, 0, 1, CPU)
         assert torch.equal(task.batch(step, 0, 1, CPU).states[FINAL], batch.states[FINAL])
-        indices = [by_length[tuple(batch.states[FINAL][batch.rows == row].flatten()[:20].tolist())] for row in range(4)]
-        expected = batch_of([examples[index] for index in indices], [trunk_states(decoder, LAYERS, [examples[index]]) for index in indices])
-        for name in ("positions", "rows", "predicts"):
-            assert torch.equal(getattr(batch, name), getattr(expected, name)), name
-        assert all(torch.equal(batch.states[name], tensor) for name, tensor in expected.states.items())
-        seen += indices
-    assert sorted(seen[:15]) == sorted(seen[15:30]) == list(range(15))
-    parts = [task.batch(2, rank, 2, CPU) for rank in range(2)]
-    assert sum(len(part.positions) for part in parts) == len(task.batch(2, 0, 1, CPU).positions)
+        parts = places_of(batch)
+        for places in parts:
+            (index,) = [index for index, one in enumerate(alone) if torch.equal(one.states[FINAL], batch.states[FINAL][places])]
+            assert all(torch.equal(batch.states[name][places], tensor) for name, tensor in alone[index].states.items())
+            assert torch.equal(batch.positions[places], alone[index].positions) and torch.equal(batch.predicts[places], alone[index].predicts)
+            seen.append(index)
+        is_padding = torch.ones_like(batch.predicts)
+        is_padding[torch.cat(parts)] = False
+        assert int((~is_padding).sum()) == sum(map(len, parts)), "two examples share a place"
+        assert not batch.predicts[is_padding].any() and len(batch.predicts) % 512 == 0
+    assert sorted(seen[:15]) == sorted(seen[15:]) == list(range(15))
+    split = [len(places) for rank in range(2) for places in places_of(task.batch(2, rank, 2, CPU))]
+    assert sorted(split) == sorted(len(places) for places in places_of(task.batch(2, 0, 1, CPU)))
+
+
+def test_padding_and_groups_change_no_loss_and_no_gradient(tmp_path: Path, checkpoint: Checkpoint, decoder: Decoder) -> None:
+    """Six examples, in groups of four at most, against each of them alone, weighted by its places."""
+    task = make_task(tmp_path, checkpoint, decoder, INFOS, batch_size=6)
+    batch = task.batch(1, 0, 1, CPU)
+    assert len(batch.groups) == 2
+    task.module(batch)[0].backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in task.module.named_parameters() if parameter.grad is not None}
+    task.module.zero_grad()
+    total, count = torch.zeros(()), int(batch.predicts.sum())
+    for places in places_of(batch):
+        states = {name: tensor[places] for name, tensor in batch.states.items()}
+        group = [(torch.arange(len(places)), torch.zeros_like(places), batch.positions[places])]
+        loss = task.module(StatesBatch(states, batch.positions[places], batch.predicts[places], group))[0] * batch.predicts[places].sum() / count
+        loss.backward()
+        total += loss.detach()
+    torch.testing.assert_close(task.module(batch)[0].detach(), total)
+    assert gradients.keys() == {name for name, _ in task.module.named_parameters()}
+    for name, parameter in task.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_evaluation_counts_each_held_out_place_once(tmp_path: Path, checkpoint: Checkpoint, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from ee_models.loader import open_checkpoint
-
+from ..errors import TrainingError
+from ..loader import open_checkpoint
 from .curriculum import LayerSkipSettings as LayerSkipSettings
 from .examples import Example, step_indices
-from .loop import Metrics, TrainingError
+from .loop import Metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -198,13 +198,12 @@ class LayerSkipTask:
         dtype: to store in; None for that of training. A checkpoint that is at `folder` is replaced.
         Raises TrainingError if `folder` holds something else, or cannot be written.
         """
-        model, dtype = self.module.model, dtype or next(self.module.parameters()).dtype
-        state = _merged(model, dtype)
+        model, stored = self.module.model, dtype or next(self.module.parameters()).dtype
 
         def write(draft: Path) -> None:
-            model.save_pretrained(draft, state_dict=state)
+            model.save_pretrained(draft, state_dict=_merged(model, stored))
             path = draft / "config.json"
-            config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
+            config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(stored).removeprefix("torch.")}
             config.pop("quantization_config", None)  # what was unpacked for training is stored unpacked
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             for weights in draft.glob("*.safetensors"):

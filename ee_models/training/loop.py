@@ -100,12 +100,14 @@ def train(task: Task, settings: LoopSettings, folder: Path, identity: str, *, cp
     """
     from accelerate import Accelerator
 
+    folder.mkdir(parents=True, exist_ok=True)
     accelerator = Accelerator(cpu=cpu, mixed_precision=settings.mixed_precision)
     module = accelerator.prepare(task.module)
     groups = task.parameter_groups()
     optimizer = torch.optim.AdamW(
         [{"params": group} for group in groups], lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay
     )
+    task.module.train()
     step = _restore(task.module, optimizer, folder / CHECKPOINT, identity, resume)
     first, started, metrics = step, time.perf_counter(), Metrics()
     with _bar(settings.num_steps, step, progress and accelerator.is_main_process) as bar:

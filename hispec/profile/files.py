@@ -27,7 +27,7 @@ class Targets:
                 raise ConfigError(f"{flag}: {path} is not a regular file; choose another path")
             _try_folder(flag, path.parent)
         if self.preset is not None and self.preset.exists() and not self.overwrite:
-            raise ConfigError(f"--preset: {self.preset} exists, and the fastest plan is to be written there; replace it with --overwrite, or choose another path")
+            raise ConfigError(f"--preset: {self.preset} exists, and the result is to be written there; replace it with --overwrite, or choose another path")
         if self.json is not None and self.preset is not None and self.json.absolute() == self.preset.absolute():
             raise ConfigError(f"--json and --preset both name {self.json}; give each a path of its own")
         if self.plots is not None:

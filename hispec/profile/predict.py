@@ -43,7 +43,7 @@ def calibrate(steps: Sequence[Step], costs: StageCosts, batch_size: int) -> Cali
 
 @dataclass(frozen=True)
 class Rounds:
-    """A plan's rounds over all answers. Of each answer: `per_answer`. In all: what `walk` counts."""
+    """A plan's rounds over all answers: of each (`per_answer`), and in all, in the order in which `walk` counts."""
 
     per_answer: Ints
     rounds: int

@@ -38,7 +38,7 @@ def walk(starts: Any, lengths: Any, caps: Any, same: Any, right: Any, num_drafts
                     break
                 totals[CHECKS] += 1
                 totals[CHECK_POSITIONS] += drafted + 1
-                offset += min(drafted, same[first + min(done + offset, length)])
+                offset += min(drafted, same[first + min(done + offset, length)]) + 1
                 if offset >= limit:
                     break
             tentative = offset if has_check else offset - 1
