@@ -25,7 +25,6 @@ from .errors import CheckpointError
 from .loader import Checkpoint
 
 TENSORS, INFO = "exits.safetensors", "exits.json"
-FORMAT = 1
 
 
 class ExitsError(CheckpointError):
@@ -97,7 +96,7 @@ class BaseModelInfo(_Info):
 class ExitsInfo(_Info):
     """What exits.json holds."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     base_model: BaseModelInfo
     exits: Annotated[list[ExitInfo], Field(min_length=1)]
     recipe: dict[str, Any] = Field(default_factory=dict)

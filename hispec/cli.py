@@ -238,7 +238,7 @@ def _bench(options: argparse.Namespace) -> int:
 
     from .errors import ConfigError, build
     from .jobs.bench import BenchOptions, run_bench
-    from .jobs.load import load_job
+    from .jobs.load import load_job, load_preset
     from .jobs.report import print_bench
 
     limit = [] if options.limit is None else [f"input.limit={options.limit}"]

@@ -224,7 +224,8 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes allocated, once, by what they are for."""
         judge = self._judge.num_bytes if isinstance(self._judge, RejectionJudge) else 0
-        return {"kv_bytes": self._kv.num_bytes, "hidden_bytes": self._hidden.num_bytes, "exit_bytes": sum(exit_.num_bytes for exit_ in self._exits), "probability_bytes": judge}
+        exits = sum(exit_.num_bytes for exit_ in self._exits)
+        return {"kv_bytes": self._kv.num_bytes, "hidden_bytes": self._hidden.num_bytes, "exit_bytes": exits, "probability_bytes": judge}
 
     def check(self) -> None:
         """Asserts the integrity of blocks and rows; for tests, at any time between steps."""

@@ -67,7 +67,8 @@ def shipped_exits(checkpoint: Checkpoint) -> ExitsFile:
             return file
         names.append(file.about.base_model.name)
     raise ExitsError(
-        f"HiSpec comes with exits for {', '.join(names) or 'no model'} only, not for {checkpoint.path}; train some with `hispec train` and give their folder as `path`"
+        f"HiSpec comes with exits for {', '.join(names) or 'no model'} only, not for {checkpoint.path}; train some with"
+        " `hispec train` and give their folder as `path`"
     )
 
 

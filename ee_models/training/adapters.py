@@ -5,7 +5,6 @@ exits' own weights are trained; trunk, final norm and head never change, and nei
 """
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +40,16 @@ class StatesBatch:
 
 class AdapterBlock(nn.Module):
     """One block; its parameters carry the names of exits.safetensors (matrices [out, in])."""
+
+    attention_norm: nn.Parameter
+    q_proj: nn.Parameter
+    k_proj: nn.Parameter
+    v_proj: nn.Parameter
+    o_proj: nn.Parameter
+    mlp_norm: nn.Parameter
+    gate_proj: nn.Parameter
+    up_proj: nn.Parameter
+    down_proj: nn.Parameter
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
         super().__init__()
@@ -113,39 +122,39 @@ class Exits(nn.Module):
     def __init__(self, adapters: Sequence[AdapterModule], head: Tensor, inv_freq: Tensor) -> None:
         """head [vocab, hidden]; inv_freq [head_dim / 2]."""
         super().__init__()
-        self.adapters = nn.ModuleDict({f"layer{adapter.info.layer}": adapter for adapter in adapters})
-        self.register_buffer("_inv_freq", inv_freq, persistent=False)
-        self._vocabularies = {name: adapter.vocabulary for name, adapter in self.adapters.items()}
-        self._heads: dict[int | None, str] = {}
-        self.register_buffer("_head", head, persistent=False)
-        for adapter in adapters:
-            size = adapter.info.vocabulary_size
-            if size not in self._heads:  # vocabularies are prefixes of one list, so their size tells them apart
-                self._heads[size] = f"_head{size}"
-                self.register_buffer(f"_head{size}", head if adapter.vocabulary is None else head[adapter.vocabulary], persistent=False)
+        self.by_name = {f"layer{adapter.info.layer}": adapter for adapter in adapters}
+        self.adapters = nn.ModuleDict(self.by_name)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("head", head, persistent=False)
+        for size, adapter in {adapter.info.vocabulary_size: adapter for adapter in adapters}.items():
+            # Vocabularies are prefixes of one list, so their size tells them apart.
+            if adapter.vocabulary is not None:
+                self.register_buffer(f"head{size}", head[adapter.vocabulary], persistent=False)
 
-    def forward(self, batch: StatesBatch) -> tuple[Tensor, Metrics]:
+    def forward(self, batch: StatesBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the exits' losses in nats per place, and each exit's own."""
         final = batch.states[FINAL][batch.predicts]
         losses = {name: soft_label_loss(normed, final, self._head_of(name)) for name, normed in self.outputs(batch).items()}
         return torch.stack(list(losses.values())).sum(), {name: loss.detach() for name, loss in losses.items()}
 
     def _head_of(self, name: str) -> Tensor:
-        return getattr(self, self._heads[self.adapters[name].info.vocabulary_size])
+        size = self.by_name[name].info.vocabulary_size
+        return self.get_buffer("head" if size is None else f"head{size}")
 
     def outputs(self, batch: StatesBatch) -> dict[str, Tensor]:
         """What the head reads at the predicting places [places, hidden], by exit."""
-        angles = torch.outer(batch.positions.float(), self._inv_freq)
+        angles = torch.outer(batch.positions.float(), self.get_buffer("inv_freq"))
         rotation = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
-        return {name: adapter(batch.states[name], rotation, batch)[batch.predicts] for name, adapter in self.adapters.items()}
+        return {name: adapter(batch.states[name], rotation, batch)[batch.predicts] for name, adapter in self.by_name.items()}
 
     def agreements(self, batch: StatesBatch) -> dict[str, Tensor]:
         """By exit: whether its likeliest token is the full model's, [places] bool."""
-        said = F.linear(batch.states[FINAL][batch.predicts].to(self._head.dtype), self._head).argmax(-1)
+        head = self.get_buffer("head")
+        said = F.linear(batch.states[FINAL][batch.predicts].to(head.dtype), head).argmax(-1)
         right = {}
         for name, normed in self.outputs(batch).items():
-            vocabulary = self._vocabularies[name]
-            own = F.linear(normed.to(self._head.dtype), self._head_of(name)).argmax(-1)
+            vocabulary = self.by_name[name].vocabulary
+            own = F.linear(normed.to(head.dtype), self._head_of(name)).argmax(-1)
             right[name] = (own if vocabulary is None else vocabulary.to(own.device)[own]) == said
         return right
 
@@ -160,15 +169,15 @@ class AdaptersTask:
         self._batch_size, self._seed = batch_size, seed
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
-        return [list(adapter.parameters()) for adapter in self.module.adapters.values()]
+        return [list(adapter.parameters()) for adapter in self.module.by_name.values()]
 
     def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> StatesBatch:
         return self._gather(step_indices(self._held_out.start, self._batch_size, step, self._seed, rank, num_ranks), device)
 
     def evaluate(self, device: torch.device) -> Metrics:
         """Of each exit, by held-out places: loss in nats, and agreement with the full model's likeliest token."""
-        losses: Counter[str] = Counter()
-        right: Counter[str] = Counter()
+        losses: dict[str, float] = dict.fromkeys(self.module.by_name, 0.0)
+        right: dict[str, float] = dict.fromkeys(self.module.by_name, 0.0)
         count = 0
         for start in range(self._held_out.start, self._held_out.stop, _EVAL_EXAMPLES):
             batch = self._gather(range(start, min(start + _EVAL_EXAMPLES, self._held_out.stop)), device)
@@ -210,7 +219,7 @@ def frequent_tokens(examples: Sequence[Example], vocab_size: int) -> Tensor:
 def init_from_trunk(adapter: AdapterModule, checkpoint: Checkpoint) -> None:
     """Starts blocks as copies of the layers that follow the exit, where they are of the same shape, and the norm as the
     model's: the exit then begins as a model that leaves the layers between out, and learns in half the steps."""
-    names = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn", "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}
+    names = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn") | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp")
     with torch.no_grad():
         adapter.norm.copy_(checkpoint.tensor("model.norm.weight"))
         for index, block in enumerate(adapter.blocks):

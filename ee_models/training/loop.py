@@ -71,7 +71,8 @@ class Task(Protocol):
                        weights that each would have got alone
     """
 
-    module: nn.Module
+    @property
+    def module(self) -> nn.Module: ...
 
     def parameter_groups(self) -> list[list[nn.Parameter]]: ...
 
@@ -138,7 +139,7 @@ def train(task: Task, settings: LoopSettings, folder: Path, identity: str, *, cp
     return Outcome(step - first, time.perf_counter() - started, metrics)
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Calls `write` with a path beside `path`, then moves what it wrote into place: `path` is never half-written.
 
     Raises TrainingError if the disk is full or not writable; what was at `path` is then still there.

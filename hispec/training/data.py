@@ -167,7 +167,7 @@ def _generate(
     """Runs `rows` as a job, going on from what `target` holds -> output rows in the order of `rows`."""
     if rows:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_atomically(source, lambda draft: draft.write_text(text, encoding="utf-8") and None)
+        write_atomically(source, lambda draft: draft.write_bytes(text.encode()))
         engine = EngineConfig.model_validate({**config.engine.model_dump(), "max_model_len": config.engine.max_model_len or config.data.max_length})
         output = OutputConfig(path=target, resume=True, echo_input=False, token_ids=True)
         print(f"{what}: {len(rows)} rows to {target}", file=sys.stderr)

@@ -85,11 +85,10 @@ def _prepare(config: TrainConfig, work: Path) -> None:
 
 
 def _check_exits(adapters: AdaptersConfig, checkpoint: Checkpoint) -> None:
+    depth = checkpoint.config.num_layers
     for exit_ in adapters.exits:
-        if exit_.layer >= checkpoint.config.num_layers:
-            raise ConfigError(
-                f"adapters.exits: layer {exit_.layer} is no early exit of a model of {checkpoint.config.num_layers}; choose 1 to {checkpoint.config.num_layers - 1}"
-            )
+        if exit_.layer >= depth:
+            raise ConfigError(f"adapters.exits: layer {exit_.layer} is no early exit of a model of {depth} layers; choose 1 to {depth - 1}")
         if exit_.vocabulary_size is not None and exit_.vocabulary_size > checkpoint.config.vocab_size:
             raise ConfigError(f"adapters.exits: vocabulary_size={exit_.vocabulary_size} is over the model's {checkpoint.config.vocab_size} tokens")
 
