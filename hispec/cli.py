@@ -119,7 +119,7 @@ def _add_profile(commands: Any) -> None:
     profile.add_argument("job", type=Path, metavar="JOB.yaml")
     _add_set(profile)
     profile.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured and predicted as JSON")
-    profile.add_argument("--preset", type=Path, metavar="FILE.yaml", help="write the fastest plan as the settings of a job")
+    profile.add_argument("--write-preset", dest="preset", type=Path, metavar="FILE.yaml", help="write the fastest plan as the settings of a job")
     profile.add_argument("--plots", type=Path, metavar="DIR", help="draw acceptance by layer and predicted speed by exits as PNG files")
     profile.add_argument("--overwrite", action="store_true", help="replace an existing preset")
     profile.add_argument("--exits", metavar="FOLDER", help="trained exits to profile (default: the job's, else those that come with HiSpec for the model)")

@@ -94,7 +94,7 @@ class Engine:
         if speculative and speculative.acceptance == "rejection":
             judge = RejectionJudge(rows, window, model.vocab_size, self._decoder.device, plan.check_layer is not None)
         num_kv_layers = model.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
-        kv = self._kv if num_kv_layers == self._kv.num_layers else self._make_kv(num_kv_layers)
+        kv = self._kv if num_kv_layers <= self._kv.num_layers else self._make_kv(num_kv_layers)
         # All buffers are there: nothing below can fail and leave one plan with another's buffers.
         if tuple(exits) != self._exits:
             self._pool.forget()  # what is cached lacks these exits' KV

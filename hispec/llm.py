@@ -56,19 +56,19 @@ class LLM:
         plan_source = _speculative(speculative)
         if plan_source is not None:
             plan_source.plan(checkpoint.config.num_layers)  # before minutes of loading
-        self._exits = TrainedExits(checkpoint)
-        self._exits.check(plan_source)
+        self.trained_exits = TrainedExits(checkpoint)
+        self.trained_exits.check(plan_source)
         length = max_model_len(config, checkpoint.config.max_position_embeddings, checkpoint.config.sliding_window)
         dtype = _dtype(config.dtype, checkpoint.dtype, device)
         try:
-            self._decoder = Decoder.load(checkpoint, dtype, device, config.attention, max_positions=length)
+            self.decoder = Decoder.load(checkpoint, dtype, device, config.attention, max_positions=length)
         except CheckpointError:
             raise
         except ValueError as error:
             raise ConfigError(f"engine: {error}") from error
         self.tokenizer: PreTrainedTokenizerBase | None = None if skip_tokenizer_init else load_tokenizer(checkpoint)
-        exits = self._exits.load(plan_source, self._decoder)
-        self.engine = Engine(self._decoder, config, plan_source, exits=exits, eos_token_ids=checkpoint.config.eos_token_ids)
+        exits = self.trained_exits.load(plan_source, self.decoder)
+        self.engine = Engine(self.decoder, config, plan_source, exits=exits, eos_token_ids=checkpoint.config.eos_token_ids)
         self._defaults = checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}
         self._of_sequence: dict[str, PendingRequest] = {}
@@ -161,12 +161,12 @@ class LLM:
         """Changes the plan of the loaded model; plain decoding for None. Raises ConfigError while requests are unfinished,
         and ExitsError for trained exits that cannot be used."""
         config = _speculative(speculative)
-        self.engine.set_speculative(config, exits=self._exits.load(config, self._decoder))
+        self.engine.set_speculative(config, exits=self.trained_exits.load(config, self.decoder))
 
     @property
     def row_invariant(self) -> bool:
         """Whether a token's logits have the same bits whatever else is in its pass; else equal up to rounding."""
-        return self._decoder.row_invariant
+        return self.decoder.row_invariant
 
     def stats(self) -> dict[str, Any]:
         return self.engine.stats()
@@ -176,7 +176,7 @@ class LLM:
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by what they are for."""
-        return {"weights_bytes": self._decoder.num_bytes, **self.engine.memory()}
+        return {"weights_bytes": self.decoder.num_bytes, **self.engine.memory()}
 
     def close(self) -> None:
         """Ends all requests and releases the KV memory. Idempotent."""

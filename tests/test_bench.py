@@ -69,7 +69,7 @@ def test_the_result_has_the_promised_keys_and_is_json(tmp_path: Path) -> None:
 def test_the_engines_take_turns_in_going_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     time_run = bench._time
-    monkeypatch.setattr(bench, "_time", lambda runs, run: (order.append(""), time_run(runs, run))[1])
+    monkeypatch.setattr(bench, "_time", lambda *arguments: (order.append(""), time_run(*arguments))[1])
     set_speculative = FakeLLM.set_speculative
 
     def watched(self: FakeLLM, speculative: SpeculativeConfig | None) -> None:
@@ -104,17 +104,38 @@ def test_a_difference_from_plain_is_counted(tmp_path: Path, monkeypatch: pytest.
 
 def test_two_tier_is_three_tier_without_its_check() -> None:
     three = build(SpeculativeConfig, THREE_TIER)
-    plans = plans_of(three)
+    plans = plans_of(three, {})
     assert list(plans) == ["plain", "two_tier", "three_tier"] and plans["three_tier"] is three
     two = plans["two_tier"]
     assert two is not None and two.plan(10).window == 4 and two.draft == three.draft
-    assert list(plans_of(two)) == ["plain", "two_tier"] and list(plans_of(None)) == ["plain"]
+    assert list(plans_of(two, {})) == ["plain", "two_tier"] and list(plans_of(None, {})) == ["plain"]
+
+
+def test_further_plans_are_measured_under_their_names_which_must_be_free(tmp_path: Path) -> None:
+    two = build(SpeculativeConfig, {"draft": {"layer": 3}, "num_draft_tokens": 1})
+    result = run_bench(make_job(tmp_path), options(transformers=False, plans={"tuned": two}), progress=False)
+    assert list(result["engines"]) == ["plain", "two_tier", "three_tier", "tuned"]
+    assert result["engines"]["tuned"]["plan"].startswith("draft [0, 3) → verify")
+    with pytest.raises(ConfigError, match="'plain' is taken; rename the file"):
+        plans_of(two, {"plain": None})
+
+
+def test_tasks_are_run_one_by_one_and_their_ratios_averaged(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b", "metadata": {"task": task}} for task in ("maths", "code", "maths")]
+    result = run_bench(make_job(tmp_path, rows), options(transformers=False), progress=False)
+    ratios = result["ratio_by_task"]
+    assert list(ratios) == ["plain", "two_tier", "three_tier"] and list(ratios["plain"]) == ["maths", "code", "mean"]
+    assert set(ratios["plain"].values()) == {1.0}
+    assert ratios["two_tier"]["mean"] == pytest.approx((ratios["two_tier"]["maths"] + ratios["two_tier"]["code"]) / 2)
+    assert result["exact_match"] == {"two_tier": [3, 3], "three_tier": [3, 3]}, "outputs are in the order of the prompts"
+    one_task = run_bench(make_job(tmp_path), options(transformers=False), progress=False)
+    assert one_task["ratio_by_task"] == {}
 
 
 def test_plans_are_worded_by_layers() -> None:
     three = build(SpeculativeConfig, THREE_TIER)
     assert plan_text(three, 10) == "draft [0, 2) → check [2, 5) → verify [5, 10), K=3 drafts, R=2 checks"
-    assert plan_text(plans_of(three)["two_tier"], 10) == "draft [0, 2) → verify [2, 10), K=3 drafts"
+    assert plan_text(plans_of(three, {})["two_tier"], 10) == "draft [0, 2) → verify [2, 10), K=3 drafts"
     assert plan_text(None, 10) == "plain [0, 10)"
 
 

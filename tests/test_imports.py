@@ -19,6 +19,7 @@ PACKAGES = ("hispec", "ee_models", "cache")  # each may import those after it
 LEVELS: list[set[str]] = [
     {"__main__"},
     {"cli"},
+    {"profile", "training"},
     {"jobs", "integrations"},
     {"llm"},
     {"engine"},

@@ -61,7 +61,7 @@ def profiled(tiny_path: Path, exits: Path, tmp_path_factory: pytest.TempPathFact
     job = write_job(folder, tiny_path)
     assert main(["run", str(job), "--no-progress"]) == 0
     (folder / "out.jsonl").rename(folder / "plain.jsonl")
-    files = ["--json", str(folder / "new" / "result.json"), "--preset", str(folder / "preset.yaml"), "--plots", str(folder / "plots")]
+    files = ["--json", str(folder / "new" / "result.json"), "--write-preset", str(folder / "preset.yaml"), "--plots", str(folder / "plots")]
     assert main(["profile", str(job), *SMALL, *files, "--exits", str(exits)]) == 0
     return folder, json.loads((folder / "new" / "result.json").read_text())
 
@@ -206,11 +206,11 @@ def test_shipped_exits_have_no_path() -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--preset", "{folder}/taken.yaml"], ["--preset", "taken.yaml exists", "--overwrite"]),
-        (["--preset", "{folder}"], ["--preset", "not a regular file"]),
+        (["--write-preset", "{folder}/taken.yaml"], ["--write-preset", "taken.yaml exists", "--overwrite"]),
+        (["--write-preset", "{folder}"], ["--write-preset", "not a regular file"]),
         (["--json", "{folder}"], ["--json", "not a regular file", "choose another path"]),
         (["--json", "{folder}/taken.yaml/x.json"], ["--json", "cannot write to", "taken.yaml"]),
-        (["--json", "{folder}/a", "--preset", "{folder}/a"], ["--json and --preset both name"]),
+        (["--json", "{folder}/a", "--write-preset", "{folder}/a"], ["--json and --write-preset both name"]),
         (["--plots", "{folder}/taken.yaml"], ["--plots", "cannot write to"]),
         (["--exits", "{folder}"], ["--exits", "holds no exits"]),
         (["--max-drafts", "6"], ["max_drafts=6", "max_window=6", "to 5"]),
@@ -220,7 +220,7 @@ def test_shipped_exits_have_no_path() -> None:
         (["--limit", "0"], ["input.limit", "got 0"]),
         (["--max-window", "128"], ["max_window=128", "max_model_len=128", "engine.max_model_len"]),
         (["--set", "speculative.draft.kind=adapter", "speculative.draft.layer=2"], ["hispec train", "path"]),
-        (["--set", "input.path={folder}/bad.jsonl"], ["a profile needs input without errors", "line 2", "line 3"]),
+        (["--set", "input.path={folder}/bad.jsonl"], ["a measurement needs input without errors", "line 2", "line 3"]),
         (["--set", "input.path={folder}/long.jsonl"], ["prompt 1: the prompt has 200 tokens", "prompt 2: the prompt is empty"]),
     ],
 )
@@ -256,7 +256,7 @@ def test_an_interrupt_leaves_no_file(tiny_path: Path, tmp_path: Path, capsys: py
     monkeypatch.setattr(profile_run, "time_plans", interrupt)
     job = write_job(tmp_path, tiny_path, ROWS[:1])
     before = sorted(tmp_path.iterdir())
-    assert main(["profile", str(job), *SMALL, "--json", str(tmp_path / "r.json"), "--preset", str(tmp_path / "p.yaml")]) == 130
+    assert main(["profile", str(job), *SMALL, "--json", str(tmp_path / "r.json"), "--write-preset", str(tmp_path / "p.yaml")]) == 130
     assert "Nothing was written" in capsys.readouterr().err and sorted(tmp_path.iterdir()) == before
 
 

@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown setting of a source": ({"data": {"prompts": [{"pth": "x"}]}}, "data.prompts.0.pth: unknown setting (did you mean 'path'?)"),
     "nothing given": ({"loop": {"num_steps": "left out"}}, "loop.num_steps: required, but not given"),
-    "beyond the model": ({"adapters": {"exits": [{"layer": 6}]}}, "adapters.exits: layer 6 is no early exit of a model of 6; choose 1 to 5"),
+    "beyond the model": ({"adapters": {"exits": [{"layer": 6}]}}, "adapters.exits: layer 6 is no early exit of a model of 6 layers; choose 1 to 5"),
     "the same layer twice": ({"adapters": {"exits": [{"layer": 2}, {"layer": 2}]}}, "adapters: exits must be at different layers, got [2, 2]"),
     "more tokens than there are": (
         {"adapters": {"exits": [{"layer": 2, "vocabulary_size": 261}]}},

@@ -189,17 +189,13 @@ def test_only_places_that_predict_the_response_count(decoder: Decoder, exits: Ex
         changed[FINAL][place] = -changed[FINAL][place]
         assert (exits(batch_of([example], [changed]))[0] == loss) == (place < example.prompt_len - 1 or place == length - 1), place
     # Nor does an exit learn from its own outputs there: a norm alone has no other way to them.
-    (norm_only,) = make_modules_of_norm(exits)
+    module = AdapterModule(ExitInfo(layer=2, num_blocks=0), replace(tiny_config(6, TINY_VOCAB), hidden_size=48), None)
+    norm_only = Exits([module], exits.get_buffer("head"), torch.ones(1))
     loss = norm_only(batch_of([example], [state]))[0]
     for place in range(length):
         changed = {**state, "layer2": state["layer2"].clone()}
         changed["layer2"][place] = changed["layer2"][place].flip(0)
         assert (norm_only(batch_of([example], [changed]))[0] == loss) == (place < example.prompt_len - 1 or place == length - 1), place
-
-
-def make_modules_of_norm(exits: Exits) -> list[Exits]:
-    module = AdapterModule(ExitInfo(layer=2, num_blocks=0), replace(tiny_config(6, TINY_VOCAB), hidden_size=48), None)
-    return [Exits([module], exits._head, torch.ones(1))]
 
 
 def test_examples_in_one_batch_do_not_see_each_other(decoder: Decoder, exits: Exits) -> None:

@@ -229,7 +229,7 @@ def test_a_log_that_cannot_be_written_is_a_training_error(tmp_path: Path) -> Non
 
 def test_writing_is_all_or_nothing(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "file"
-    write_atomically(target, lambda draft: draft.write_text("one") and None)
+    write_atomically(target, lambda draft: draft.write_text("one"))
     assert target.read_text() == "one"
 
     def fail(draft: Path) -> None:

@@ -12,10 +12,11 @@ from pydantic import Field
 from tqdm import tqdm
 
 from ..config import Settings, SpeculativeConfig
-from ..errors import ConfigError, RequestError
+from ..errors import ConfigError
 from ..sampling_params import SamplingParams
 from .environment import environment, peak_memory_bytes
-from .rows import BadRow, Row, count_rows, read_rows
+from .measure import TokenIds, generate, good_rows, task_of, warm_up
+from .rows import Row, count_rows
 from .schema import Job
 from .stats import Rates, plan_text
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from ..llm import LLM
     from .baseline import TransformersBaseline
 
-TokenIds = list[int]
-WARM_UP_TOKENS = 8
 
 
 class BenchOptions(Settings):
@@ -84,7 +83,7 @@ def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict
     from ..llm import LLM
 
     count_rows(job.input)
-    rows = _rows(job)
+    rows = good_rows(job)
     measured_on = environment()  # now, so that its load is that of others
     llm = LLM(job.model, speculative=job.speculative, **_engine_settings(job, options))
     try:
@@ -98,12 +97,12 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
     sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=job.sampling.ignore_eos)
     tasks: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
-        tasks.setdefault(_task(row), []).append(number)
+        tasks.setdefault(task_of(row), []).append(number)
     plans = plans_of(job.speculative, options.plans)
     runs = {name: Runs() for name in (["transformers"] if options.transformers else []) + list(plans)}
     for speculative in plans.values():
         llm.set_speculative(speculative)
-        _warm_up(llm, prompts[: options.batch_size], sampling)
+        warm_up(llm, prompts[: options.batch_size], sampling)
     # Transformers' copy of the model comes only now: the peak is the engine's own.
     memory = {"peak_resident_bytes": peak_memory_bytes(), **llm.memory()}
     baseline = _baseline(job, options, prompts) if options.transformers else None
@@ -119,7 +118,7 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
                 else:
                     llm.set_speculative(plans[name])
                     llm.reset_stats()
-                    _time(runs[name], prompts, tasks, lambda taken: _generate(llm, taken, sampling))
+                    _time(runs[name], prompts, tasks, lambda taken: generate(llm, taken, sampling))
                     runs[name].stats = llm.stats()
                 bar.update()
     return _result(job, options, prompts, tasks, plans, runs) | {"memory": memory, "row_invariant": llm.row_invariant}
@@ -138,27 +137,6 @@ def _time(runs: Runs, prompts: list[TokenIds], tasks: dict[str, list[int]], run:
             outputs[number] = result
     runs.seconds.append(seconds)
     runs.outputs.append(outputs)
-
-
-def _task(row: Row) -> str:
-    """`metadata.task` of a row; rows without one are a task of their own."""
-    task = row.input.metadata.get("task") if isinstance(row.input.metadata, dict) else None
-    return task if isinstance(task, str) else "all"
-
-
-def _warm_up(llm: LLM, prompts: list[TokenIds], sampling: SamplingParams) -> None:
-    """Outputs of different lengths, so that smaller batches are met too before anything is timed."""
-    longest = sampling.max_tokens or WARM_UP_TOKENS
-    each = [sampling.model_copy(update={"max_tokens": min(2 + number % WARM_UP_TOKENS, longest)}) for number in range(len(prompts))]
-    _generate(llm, prompts, each)
-
-
-def _generate(llm: LLM, prompts: list[TokenIds], sampling: SamplingParams | list[SamplingParams]) -> list[TokenIds]:
-    results = llm.generate(list(prompts), sampling, use_tqdm=False)
-    errors = [f"prompt {number}: {result.error.removeprefix(f'{result.request_id}: ')}" for number, result in enumerate(results) if result.error is not None]
-    if errors:
-        raise RequestError("\n".join(errors))
-    return [result.outputs[0].token_ids for result in results]
 
 
 def _result(
@@ -212,14 +190,6 @@ def _matches(run: Runs, plain: Runs) -> list[int]:
     """[n, total]: prompts whose tokens are plain decoding's in every run, of all prompts."""
     reference = plain.outputs[0]
     return [sum(all(outputs[at] == reference[at] for outputs in run.outputs + plain.outputs) for at in range(len(reference))), len(reference)]
-
-
-def _rows(job: Job) -> list[Row]:
-    rows = list(read_rows(job, job.input))
-    bad = [row.message for row in rows if isinstance(row, BadRow)]
-    if bad:
-        raise ConfigError(f"{job.input.path}: a benchmark needs input without errors:\n" + "\n".join(bad))
-    return [row for row in rows if isinstance(row, Row)]
 
 
 def _engine_settings(job: Job, options: BenchOptions) -> dict[str, Any]:

@@ -20,16 +20,16 @@ class Targets:
 
     def check(self) -> None:
         """Creates missing folders. Raises ConfigError for what can't be written, or must not be."""
-        for flag, path in (("--json", self.json), ("--preset", self.preset)):
+        for flag, path in (("--json", self.json), ("--write-preset", self.preset)):
             if path is None:
                 continue
             if path.exists() and not path.is_file():
                 raise ConfigError(f"{flag}: {path} is not a regular file; choose another path")
             _try_folder(flag, path.parent)
         if self.preset is not None and self.preset.exists() and not self.overwrite:
-            raise ConfigError(f"--preset: {self.preset} exists, and the result is to be written there; replace it with --overwrite, or choose another path")
+            raise ConfigError(f"--write-preset: {self.preset} exists; replace it with --overwrite, or choose another path")
         if self.json is not None and self.preset is not None and self.json.absolute() == self.preset.absolute():
-            raise ConfigError(f"--json and --preset both name {self.json}; give each a path of its own")
+            raise ConfigError(f"--json and --write-preset both name {self.json}; give each a path of its own")
         if self.plots is not None:
             _try_folder("--plots", self.plots)
             check_matplotlib()

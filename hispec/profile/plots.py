@@ -48,7 +48,7 @@ def _acceptance(result: Mapping[str, Any]) -> Figure:
             for task in tasks:
                 axes.scatter(places, [exit_["tasks"][task] for exit_ in trained], color=colors[task], s=12, marker="_")
         axes.scatter(places, [exit_["agreement"] for exit_ in trained], color="black", marker="D", s=40, zorder=3, label="trained exits")
-    axes.set(xlabel="layer of the exit", ylabel="share of the full model's tokens", xlim=(0, result["num_layers"]), ylim=(0, 1))
+    axes.set(xlabel="layer of the exit", ylabel="share of the full model's tokens", xlim=(0, result["num_layers"]), ylim=(0, 1.03))
     axes.set_title(f"{result['model']}: {agreement['positions']} positions, greedy")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")

@@ -13,6 +13,7 @@ from ee_models.decoder import Decoder
 from ..config import PLAIN
 from ..errors import ConfigError
 from ..jobs.environment import environment
+from ..jobs.measure import TokenIds, good_rows, task_of, warm_up
 from ..jobs.rows import count_rows
 from ..jobs.schema import Job
 from ..jobs.stats import plan_text
@@ -23,7 +24,7 @@ from .files import Targets, write_atomically
 from .options import ProfileOptions
 from .predict import Prediction, Predictor, calibrate
 from .recording import Answer, Recording, record
-from .runs import PlanRuns, TokenIds, check_served, generate_in_steps, profile_rows, task_of, time_plans, warm_up
+from .runs import PlanRuns, check_served, generate_in_steps, time_plans
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -56,7 +57,7 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
     prompt can't be served; all of them before anything is measured.
     """
     count_rows(job.input)
-    rows = profile_rows(job)
+    rows = good_rows(job)
     folder = exits_folder(options.exits, job.speculative)
     options = options.model_copy(update={"batch_size": min(options.batch_size or job.engine.max_num_seqs, len(rows))})
     measured_on = environment()  # now, so that its load is that of others
@@ -66,10 +67,9 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
     settings = job.engine.model_dump() | {"max_num_seqs": options.batch_size, "enable_prefix_caching": False}
     llm = LLM(job.model, **settings)
     try:
-        # LLM has no public name for its decoder and its trained exits.
-        candidates = find_candidates(llm._exits, llm._decoder, folder, must_be_trained=wants_shipped(job.speculative))
+        candidates = find_candidates(llm.trained_exits, llm.decoder, folder, must_be_trained=wants_shipped(job.speculative))
         prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in rows]
-        session = Session(llm, llm._decoder, candidates, options, options.batch_size, progress)
+        session = Session(llm, llm.decoder, candidates, options, options.batch_size, progress)
         result = session.profile(prompts, [task_of(row) for row in rows], ignore_eos=job.sampling.ignore_eos)
     finally:
         llm.close()

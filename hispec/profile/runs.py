@@ -11,18 +11,13 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from ..config import SpeculativeConfig
-from ..errors import ConfigError, RequestError
-from ..jobs.rows import BadRow, Row, read_rows
-from ..jobs.schema import Job
+from ..errors import RequestError
+from ..jobs.measure import TokenIds, generate, of_prompt, token_ids_of, warm_up
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from ..llm import LLM
-
-TokenIds = list[int]
-ALL = "all"  # the task of rows whose metadata names none
-_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -61,33 +56,6 @@ class PlanRuns:
         return sum(all(outputs[at] == reference[at] for outputs in self.outputs) for at in range(len(reference)))
 
 
-def profile_rows(job: Job) -> list[Row]:
-    """The job's rows. Raises ConfigError with all bad ones."""
-    rows = list(read_rows(job, job.input))
-    bad = [row.message for row in rows if isinstance(row, BadRow)]
-    if bad:
-        raise ConfigError(f"{job.input.path}: a profile needs input without errors:\n" + "\n".join(bad))
-    return [row for row in rows if isinstance(row, Row)]
-
-
-def task_of(row: Row) -> str:
-    """`metadata.task` of the row; rows without one are a task of their own."""
-    task = row.input.metadata.get("task") if isinstance(row.input.metadata, dict) else None
-    return task if isinstance(task, str) else ALL
-
-
-def warm_up(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
-    """A few tokens of each, all of different lengths, so that smaller batches are met too before anything is timed."""
-    longest = sampling.max_tokens or _WARM_UP_TOKENS
-    each = [sampling.model_copy(update={"max_tokens": min(2 + number % _WARM_UP_TOKENS, longest)}) for number in range(len(prompts))]
-    generate(llm, prompts, each)
-
-
-def generate(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams | Sequence[SamplingParams]) -> list[TokenIds]:
-    """New tokens of each prompt. Raises RequestError with all that can't be served."""
-    return _token_ids(llm.generate(list(prompts), sampling, use_tqdm=False))
-
-
 def check_served(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
     """Raises RequestError with every prompt that can never be served; computes nothing."""
     errors = []
@@ -96,7 +64,7 @@ def check_served(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams
         try:
             llm.add(prompt, sampling, request_id)
         except RequestError as error:
-            errors.append(_of_prompt(number, request_id, str(error)))
+            errors.append(of_prompt(number, request_id, str(error)))
         llm.abort([request_id])
     if errors:
         raise RequestError("\n".join(errors))
@@ -123,18 +91,7 @@ def generate_in_steps(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingP
                 bar.update(len(finished))
     finally:
         llm.abort(ids)
-    return _token_ids([done[request_id] for request_id in ids]), steps
-
-
-def _token_ids(results: Sequence[RequestOutput]) -> list[TokenIds]:
-    errors = [_of_prompt(number, result.request_id, result.error) for number, result in enumerate(results) if result.error is not None]
-    if errors:
-        raise RequestError("\n".join(errors))
-    return [result.outputs[0].token_ids for result in results]
-
-
-def _of_prompt(number: int, request_id: str, message: str) -> str:
-    return f"prompt {number}: {message.removeprefix(f'{request_id}: ')}"
+    return token_ids_of([done[request_id] for request_id in ids]), steps
 
 
 def time_plans(
