@@ -277,7 +277,7 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from .jobs.load import load_training
+    from .training.load import load_training
 
     config = load_training(options.config, options.set)
     from .training.run import run_training

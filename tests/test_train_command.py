@@ -19,7 +19,7 @@ from ee_models.exit_files import INFO, TENSORS, ExitsFile
 from ee_models.training.adapters import AdaptersTask
 from hispec import LLM, SamplingParams
 from hispec.cli import main
-from hispec.jobs.load import load_training
+from hispec.training.load import load_training
 from hispec.training.run import run_training
 from tests.tiny import tiny_checkpoint
 

@@ -5,16 +5,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
 from ..errors import ConfigError, Model, build
 from .schema import Job, RunConfig
-
-if TYPE_CHECKING:
-    from ..training.schema import TrainConfig
 
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
@@ -66,26 +63,22 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), preset: str | Path
     Raises ConfigError with every problem of the file and the overrides, and when the file can't be read.
     """
     sections = {} if preset is None else load_preset(preset).model_dump(exclude_unset=True)
-    return _load(Job, Path(path), overrides, [("input", "path"), *_EXIT_PATHS], sections)
+    return load_settings(Job, Path(path), overrides, [("input", "path"), *_EXIT_PATHS], sections)
 
 
 def load_preset(path: str | Path) -> RunConfig:
     """As `load_job`, of a preset: a model, its engine, plan and sampling, without input and output."""
-    return _load(RunConfig, Path(path), (), _EXIT_PATHS)
+    return load_settings(RunConfig, Path(path), (), _EXIT_PATHS)
 
 
-def load_training(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """As `load_job`, of a training file."""
-    from ..training.schema import TrainConfig
-
-    return _load(TrainConfig, Path(path), overrides, [("data", "prompts", "*", "path")])
-
-
-def _load(
+def load_settings(
     model: type[Model], path: Path, overrides: Sequence[str], files: Sequence[tuple[str, ...]], sections: Mapping[str, Any] = MappingProxyType({})
 ) -> Model:
-    """`files`: where the settings name files that lie beside the one at `path`, with "*" for every item of a list;
-    `sections` replace those of the file."""
+    """The settings in the file at `path`, as a `model`. Raises ConfigError with all that is wrong.
+
+    files     where the settings name files that lie beside this one, with "*" for every item of a list
+    sections  replace those of the file
+    """
     values = _read_yaml(path, model)
     for place in files:
         _make_beside(path, values, place)  # before overrides: those are typed in the working directory, and stay relative to it
