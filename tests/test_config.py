@@ -140,7 +140,7 @@ def test_a_bad_value_is_refused_with_field_value_and_limit(model: type[Settings]
             {"draft": DRAFT, "check": {"layer": 3}},
             "at: check.layer=3 must lie above draft.layer=4: the check tier resumes where the draft tier stops",
         ),
-        (SpeculativeConfig, {"draft": {"layer": 4, "kind": "ngrams"}}, "at.draft.kind: input should be 'exit', got 'ngrams'"),
+        (SpeculativeConfig, {"draft": {"layer": 4, "kind": "ngrams"}}, "at.draft.kind: input should be 'exit' or 'adapter', got 'ngrams'"),
         (SamplingParams, 5, "at: expected a mapping of settings, got int 5"),
         (SamplingParams, {1: 2}, "at.1: keys should be strings, got 1"),
         (SpeculativeConfig, {"draft": {**DRAFT, 1: 2}}, "at.draft.1: keys should be strings, got 1"),
