@@ -103,6 +103,13 @@ class ExitsInfo(_Info):
     data: dict[str, Any] = Field(default_factory=dict)
     tensors_sha256: str
 
+    @model_validator(mode="after")
+    def _distinct(self) -> ExitsInfo:
+        layers = [info.layer for info in self.exits]
+        if len(set(layers)) != len(layers):
+            raise ValueError(f"exits must be at different layers, got {layers}")
+        return self
+
 
 class ExitsFile:
     """Exits as they lie in a folder; tensors are read when asked for."""
@@ -147,11 +154,20 @@ class ExitsFile:
                 f"the exits in {self.folder} belong to {base.name}; {checkpoint.path} has the same sizes, but other weights; train exits for it"
             )
 
+    def check_tensors(self) -> None:
+        """Raises ExitsError if the tensors are not those that the description was written for."""
+        path = self.folder / TENSORS
+        try:
+            checksum = _sha256(path)
+        except OSError as error:
+            raise ExitsError(f"{path} cannot be read: {error}") from error
+        if checksum != self.about.tensors_sha256:
+            raise ExitsError(f"{path} is damaged: its checksum is not the one in {INFO}; copy it again, or train the exits again")
+
     def tensors(self, info: ExitInfo, model: ModelConfig) -> dict[str, Tensor]:
         """The tensors of one exit, without the prefix. Raises ExitsError if any is missing, damaged or of a wrong shape."""
+        self.check_tensors()
         path = self.folder / TENSORS
-        if _sha256(path) != self.about.tensors_sha256:
-            raise ExitsError(f"{path} is damaged: its checksum is not the one in {INFO}; copy it again, or train the exits again")
         prefix = f"layer{info.layer}."
         try:
             with safe_open(path, "pt") as file:
@@ -192,10 +208,11 @@ def save_exits(
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A checksum that tells a model's weights from any other's, in milliseconds, whatever format or dtype stores them.
+    """A checksum that tells a model from others of its sizes in milliseconds, the same for float32 and bfloat16 copies.
 
-    Over all norms, and the attention input and MLP output of the first, middle and last layer, rounded to bfloat16: full
-    fine-tuning changes the norms, low-rank adapters the projections.
+    Over all norms, and queries, values and MLP output of the first, middle and last layer, rounded to bfloat16: full
+    fine-tuning changes the norms, low-rank adapters nearly always queries and values. A float16 copy, which rounds small
+    weights, counts as another model.
     """
     num_layers = checkpoint.config.num_layers
     names = ["model.norm.weight"]

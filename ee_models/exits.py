@@ -48,7 +48,7 @@ class AdapterExit:
     def __init__(self, decoder: Decoder, layer: int, blocks: list[LayerWeights], norm: Tensor, head: Linear | None, vocabulary: Tensor | None) -> None:
         """head: None = the model's own; vocabulary [reduced vocab] int64: the token of each of its outputs, None = all."""
         self.layer = layer
-        self.num_kv_layers = len(blocks)
+        self.num_kv_layers = len(blocks) if any(block.attention is not None for block in blocks) else 0
         self._decoder, self._blocks, self._norm = decoder, blocks, norm
         self._head = head or decoder.head
         self._vocabulary = vocabulary
@@ -68,13 +68,13 @@ class AdapterExit:
         return full
 
     def fill(self, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> None:
-        if not self._blocks:
+        if not self._blocks or self._blocks[-1].attention is None:
             return
         *first, last = self._blocks
         if first:
             hidden = self._decoder.run_weights(first, hidden.clone(), kv, kv_layer, view)
-        if last.attention is not None:
-            self._decoder.write_kv(last.attention, hidden, kv, kv_layer + len(first), view)
+        assert last.attention is not None
+        self._decoder.write_kv(last.attention, hidden, kv, kv_layer + len(first), view)
 
 
 def load_exits(file: ExitsFile, layers: list[int], decoder: Decoder, checkpoint: Checkpoint) -> list[AdapterExit]:

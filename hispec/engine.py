@@ -84,6 +84,9 @@ class Engine:
         plan = plan or (speculative.plan(model.num_layers) if speculative else PLAIN)
         if plan.top_layer > model.num_layers:
             raise ConfigError(f"{plan} has an exit at layer {plan.top_layer} of a model of {model.num_layers}")
+        read = set() if plan.is_plain else {plan.draft_layer, plan.check_layer} - {model.num_layers}
+        if stray := [exit_.layer for exit_ in exits if exit_.layer not in read]:
+            raise ConfigError(f"{plan} does not read trained exits at layers {stray}; pass only those that it reads, below layer {model.num_layers}")
         trained = {exit_.layer for exit_ in exits}
         for name, layer in speculative.trained_layers().items() if speculative else ():
             if layer not in trained:

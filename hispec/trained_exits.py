@@ -20,8 +20,9 @@ class TrainedExits:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._files: dict[str | None, ExitsFile] = {}
-        self._loaded: dict[tuple[str | None, int], AdapterExit] = {}
+        self._shipped: ExitsFile | None = None
+        self._checked: set[str] = set()
+        self._loaded: dict[tuple[str, int], AdapterExit] = {}
 
     def check(self, speculative: SpeculativeConfig | None) -> None:
         """Raises ExitsError if an exit that `speculative` names is not there, or belongs to another model. Loads nothing."""
@@ -36,9 +37,10 @@ class TrainedExits:
         self.check(speculative)
         exits = []
         for _, config, layer in _named(speculative):
-            key = config.path, layer
+            file = self._file(config.path)
+            key = file.about.tensors_sha256, layer  # exits trained anew in the same folder are others
             if key not in self._loaded:
-                (self._loaded[key],) = load_exits(self._file(config.path), [layer], decoder, self._checkpoint)
+                (self._loaded[key],) = load_exits(file, [layer], decoder, self._checkpoint)
             exits.append(self._loaded[key])
         return exits
 
@@ -47,14 +49,15 @@ class TrainedExits:
         return sorted(self._file(path).layers)
 
     def _file(self, path: str | None) -> ExitsFile:
-        if path not in self._files:
-            if path is None:
-                file = shipped_exits(self._checkpoint)
-            else:
-                file = ExitsFile(Path(path).expanduser())
-                file.check_model(self._checkpoint)
-            self._files[path] = file
-        return self._files[path]
+        if path is None:
+            self._shipped = self._shipped or shipped_exits(self._checkpoint)
+            return self._shipped
+        file = ExitsFile(Path(path).expanduser())
+        if file.about.tensors_sha256 not in self._checked:
+            file.check_model(self._checkpoint)
+            file.check_tensors()
+            self._checked.add(file.about.tensors_sha256)
+        return file
 
 
 def shipped_exits(checkpoint: Checkpoint) -> ExitsFile:

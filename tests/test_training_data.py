@@ -137,7 +137,6 @@ def test_a_row_that_is_too_long_is_left_out_with_its_length(
 
 
 @pytest.mark.usefixtures("no_model")
-@pytest.mark.xfail(strict=True, reason="it is named by its place in the shuffled order")
 def test_a_row_that_is_too_long_is_named_by_file_and_line(
     tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,13 +152,11 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_left_out(
     assert f"max_model_len={MAX_LENGTH} must hold it" in capsys.readouterr().err
 
 
-@pytest.mark.xfail(strict=True, raises=(UnicodeEncodeError, RecursionError), reason="neither is the ValueError that is expected there")
 @pytest.mark.parametrize("row", [{"prompt": "\ud800"}, b"[" * 100_000], ids=["half a surrogate pair", "nested without end"])
 def test_a_row_that_python_chokes_on_is_a_bad_row(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, row: Any) -> None:
     assert len(examples_of(make_config(model, tmp_path, [*GOOD, row]), tmp_path, tokenizer)) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="the template's refusal of a conversation that brings its answer ends the run")
 def test_a_conversation_that_the_template_refuses_is_a_bad_row(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     refused = {"messages": [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": "yes"}]}
     template = tokenizer.chat_template
@@ -248,31 +245,28 @@ def written_as(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_module, "_generate", generate)
 
 
-SPACE_LOST = pytest.mark.xfail(strict=True, reason="the opening as it was given, and not as the model saw it, is put before the text without its own space")
-
-
 @pytest.mark.parametrize(
     ("opening", "text", "prompt"),
     [
         ("Tell me ", " about the sea", "Tell me about the sea"),
         ("", " Why is the sky blue? ", "Why is the sky blue?"),
         ("Text:\n\n", "Once upon a time", "Text:\n\nOnce upon a time"),
-        pytest.param("Tell me", " about the sea", "Tell me about the sea", marks=SPACE_LOST),
-        pytest.param("Who ", "ever is there?", "Whoever is there?", marks=SPACE_LOST),
+        ("Tell me", " about the sea", "Tell me about the sea"),
+        ("Who ", "ever is there?", "Who ever is there?"),
     ],
 )
-def test_an_opening_and_what_follows_are_joined_as_the_model_wrote_them(
+def test_an_opening_stands_as_given_and_what_follows_is_joined_by_one_space(
     tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, opening: str, text: str, prompt: str
 ) -> None:
     written_as([text], monkeypatch)
     config = make_config(model, tmp_path, [{"opening": opening, "count": 1}])
-    assert list(data_module._written(config, tmp_path, tokenizer, False)) == [[{"role": "user", "content": prompt}]]
+    assert [written.messages for written in data_module._written(config, tmp_path, tokenizer, False)] == [[{"role": "user", "content": prompt}]]
 
 
 def test_what_is_short_or_repeated_is_no_prompt(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     written_as([" about the sea", " about the sea", " it", " about the sky"], monkeypatch)
     config = make_config(model, tmp_path, [{"opening": "Tell me ", "count": 4}])
-    found = [messages[0]["content"] for messages in data_module._written(config, tmp_path, tokenizer, False)]
+    found = [written.messages[0]["content"] for written in data_module._written(config, tmp_path, tokenizer, False)]
     assert found == ["Tell me about the sea", "Tell me about the sky"]
 
 
@@ -322,5 +316,5 @@ def test_a_killed_run_goes_on_row_by_row_and_ends_the_same(
 
 def test_answers_of_other_prompts_are_refused(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     examples_of(make_config(model, tmp_path, [{"prompt": f"hello {number}"} for number in range(3)]), tmp_path, tokenizer)
-    with pytest.raises(ConfigError, match=r"answers.jsonl does not belong to this job"):
+    with pytest.raises(ConfigError, match=r"answers.jsonl holds what other prompts or settings gave"):
         examples_of(make_config(model, tmp_path, [{"prompt": f"goodbye {number}"} for number in range(3)]), tmp_path, tokenizer)

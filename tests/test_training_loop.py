@@ -220,7 +220,6 @@ def test_a_disk_that_is_full_from_the_start_says_so(tmp_path: Path, monkeypatch:
     assert files(tmp_path) == []
 
 
-@pytest.mark.xfail(strict=True, raises=OSError, reason="the log is written without the care that checkpoints get")
 def test_a_log_that_cannot_be_written_is_a_training_error(tmp_path: Path) -> None:
     (tmp_path / LOG).mkdir()
     with pytest.raises(TrainingError):
@@ -254,14 +253,13 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(tmp_pat
         def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Tensor:
             return super().batch(step, rank, num_ranks, device) * (math.nan if step == 6 else 1.0)
 
-    with pytest.raises(TrainingError, match="the loss of step 6 is nan; lower the learning rate"):
+    with pytest.raises(TrainingError, match="the loss of step 6 is nan; lower loop.learning_rate, and start anew"):
         run(Broken(), tmp_path)
     with safe_open(tmp_path / CHECKPOINT, "pt") as file:
         assert file.metadata()["step"] == "4"
         assert all(bool(file.get_tensor(name).isfinite().all()) for name in file.keys())  # noqa: SIM118 - no dict
 
 
-@pytest.mark.xfail(strict=True, reason="gradients are not looked at: what they ruin is found one step later, after it may have been saved")
 def test_a_gradient_that_is_no_number_never_reaches_a_checkpoint(tmp_path: Path) -> None:
     class Ruined(ToyTask):
         def parameter_groups(self) -> list[list[nn.Parameter]]:
@@ -277,7 +275,6 @@ def test_a_gradient_that_is_no_number_never_reaches_a_checkpoint(tmp_path: Path)
             assert all(bool(file.get_tensor(name).isfinite().all()) for name in file.keys())  # noqa: SIM118 - no dict
 
 
-@pytest.mark.xfail(strict=True, reason="accelerate keeps the first precision of a process, and raises a ValueError of its own")
 def test_one_process_may_train_in_one_precision_after_the_other(tmp_path: Path) -> None:
     run(ToyTask(), tmp_path / "wide")
     run(ToyTask(), tmp_path / "narrow", replace(SETTINGS, mixed_precision="bf16"))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from ..errors import TrainingError
 from ..exit_files import ExitInfo
 from ..loader import Checkpoint
 from .examples import Example, step_indices
@@ -172,7 +173,10 @@ class AdaptersTask:
         return [list(adapter.parameters()) for adapter in self.module.by_name.values()]
 
     def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> StatesBatch:
-        return self._gather(step_indices(self._held_out.start, self._batch_size, step, self._seed, rank, num_ranks), device)
+        indices = step_indices(self._held_out.start, self._batch_size, step, self._seed, rank, num_ranks)
+        if not indices:
+            raise TrainingError(f"loop.batch_size={self._batch_size} leaves process {rank} of {num_ranks} without an example; it must be at least {num_ranks}")
+        return self._gather(indices, device)
 
     def evaluate(self, device: torch.device) -> Metrics:
         """Of each exit, by held-out places: loss in nats, and agreement with the full model's likeliest token."""

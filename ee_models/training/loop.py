@@ -100,7 +100,9 @@ def train(task: Task, settings: LoopSettings, folder: Path, identity: str, *, cp
     Raises TrainingError; whatever is raised, the last checkpoint on disk is whole.
     """
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state()  # or the first precision that a process trained in would be its last
     folder.mkdir(parents=True, exist_ok=True)
     accelerator = Accelerator(cpu=cpu, mixed_precision=settings.mixed_precision)
     module = accelerator.prepare(task.module)
@@ -118,10 +120,11 @@ def train(task: Task, settings: LoopSettings, folder: Path, identity: str, *, cp
             with accelerator.autocast():
                 loss, values = module(task.batch(step, accelerator.process_index, accelerator.num_processes, accelerator.device))
             if not bool(torch.isfinite(loss)):
-                raise TrainingError(f"the loss of step {step} is {float(loss)}; lower the learning rate, and go on from the last checkpoint")
+                raise _diverged(f"the loss of step {step} is {float(loss.detach())}")
             accelerator.backward(loss)
-            for parameters in groups:
-                torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
+            norms = [torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm) for parameters in groups]
+            if not bool(torch.isfinite(torch.stack(norms)).all()):  # before it can reach the weights, and with them a checkpoint
+                raise _diverged(f"the gradient of step {step} is not finite")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
@@ -137,6 +140,10 @@ def train(task: Task, settings: LoopSettings, folder: Path, identity: str, *, cp
     if not metrics:
         metrics = _evaluate(task, accelerator)
     return Outcome(step - first, time.perf_counter() - started, metrics)
+
+
+def _diverged(what: str) -> TrainingError:
+    return TrainingError(f"{what}; lower loop.learning_rate, and start anew with output.overwrite=true")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -205,8 +212,11 @@ def _log(folder: Path, step: int, metrics: Metrics, accelerator: Accelerator, ba
     """A line in the log, and one above the bar."""
     if not accelerator.is_main_process:
         return
-    with (folder / LOG).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, **metrics}) + "\n")
+    try:
+        with (folder / LOG).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+    except OSError as error:
+        raise TrainingError(f"cannot write {folder / LOG}: {error}; free some space, and go on with output.resume=true") from error
     bar.write(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()), file=sys.stderr)
 
 

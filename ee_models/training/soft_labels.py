@@ -34,8 +34,9 @@ class _SoftLabelLoss(torch.autograd.Function):
             logits = F.linear(normed[part].to(head.dtype), head).float()
             log_sum = logits.logsumexp(-1, keepdim=True)
             total += log_sum.sum() - torch.dot(p.view(-1), logits.view(-1))  # sum_v p(v) = 1
-            difference = logits.sub_(log_sum).exp_().sub_(p)
-            gradient[part] = difference.to(head.dtype) @ head
+            if ctx.needs_input_grad[0]:
+                difference = logits.sub_(log_sum).exp_().sub_(p)
+                gradient[part] = difference.to(head.dtype) @ head
         ctx.save_for_backward(gradient.div_(max(num_places, 1)))
         return total / max(num_places, 1)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -22,6 +22,7 @@ from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
 
 from ..decoder import Decoder
+from ..errors import TrainingError
 from .examples import Example
 from .loop import write_atomically
 
@@ -80,14 +81,20 @@ class StateStore:
                 bar.update(len(shard))
 
     def read(self, index: int) -> dict[str, Tensor]:
-        """The states of example `index`, each [tokens, hidden] bfloat16, on the CPU."""
+        """The states of example `index`, each [tokens, hidden] bfloat16, on the CPU. Raises TrainingError for a damaged file."""
         folder, start, stop = self._places[index]
-        return {name: self._open(folder / f"{name}.safetensors").get_slice(name)[start:stop] for name in self._names}
+        return {name: self._read(folder, name)[start:stop] for name in self._names}
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
             self._files[path] = safe_open(path, "pt").__enter__()  # mapped into memory for as long as the store lives
         return self._files[path]
+
+    def _read(self, folder: Path, name: str) -> Any:
+        try:
+            return self._open(folder / f"{name}.safetensors").get_slice(name)
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(f"{folder / name}.safetensors is damaged ({error}); delete it, and go on with output.resume=true") from error
 
 
 def _write(folder: Path, names: Sequence[str], decoder: Decoder, shard: Sequence[Example]) -> None:

@@ -52,19 +52,31 @@ class BadRows:
             print(f"{len(self.messages)} rows left out:", *self.messages[:shown], *(["..."] if len(self.messages) > shown else []), sep="\n  ", file=sys.stderr)
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation, with its answer or up to where the model is to answer, and where it came from."""
+
+    messages: Messages
+    where: str
+
+    @property
+    def has_answer(self) -> bool:
+        return self.messages[-1]["role"] == "assistant"
+
+
 def make_examples(config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, *, progress: bool) -> list[Example]:
     """Prompts and answers -> examples, in the order of prompts.jsonl. Work that is done already is not done again.
 
     Raises ConfigError for sources that can't be read, or that leave no example.
     """
     bad = BadRows(config.data.on_bad_row == "stop")
-    conversations = [*_written(config, work, tokenizer, progress), *_read(config, bad)]
-    random.Random(config.seed).shuffle(conversations)
-    answered = _answers(config, work, [messages for messages in conversations if messages[-1]["role"] != "assistant"], progress)
+    prompts = [*_written(config, work, tokenizer, progress), *_read(config, bad)]
+    random.Random(config.seed).shuffle(prompts)
+    answered = _answers(config, work, [prompt.messages for prompt in prompts if not prompt.has_answer], progress)
     examples = []
-    for number, messages in enumerate(conversations):
-        where = f"prompt {number + 1} ({_excerpt(messages)})"
-        if messages[-1]["role"] == "assistant":
+    for prompt in prompts:
+        messages = prompt.messages
+        if prompt.has_answer:
             response = tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
             if tokenizer.eos_token_id is not None:
                 response.append(tokenizer.eos_token_id)
@@ -72,23 +84,27 @@ def make_examples(config: TrainConfig, work: Path, tokenizer: PreTrainedTokenize
         else:
             row = next(answered)
             if row["error"] is not None:
-                bad.add(where, row["error"]["message"])
+                bad.add(prompt.where, row["error"]["message"])
                 continue
             response = row["outputs"][0]["token_ids"]
-        prompt = _encode(tokenizer, messages)
+        try:
+            token_ids = _encode(tokenizer, messages)
+        except RequestError as error:
+            bad.add(prompt.where, str(error))
+            continue
         if len(response) < 2:
-            bad.add(where, "the response is empty")
-        elif len(prompt) + len(response) > config.data.max_length:
-            bad.add(where, f"{len(prompt)} tokens of prompt and {len(response)} of response are over data.max_length={config.data.max_length}")
+            bad.add(prompt.where, "the response is empty")
+        elif len(token_ids) + len(response) > config.data.max_length:
+            bad.add(prompt.where, f"{len(token_ids)} tokens of prompt and {len(response)} of response are over data.max_length={config.data.max_length}")
         else:
-            examples.append(Example([*prompt, *response], len(prompt)))
+            examples.append(Example([*token_ids, *response], len(token_ids)))
     bad.report()
     if len(examples) <= config.data.held_out:
         raise ConfigError(f"data: {len(examples)} usable examples, of which data.held_out={config.data.held_out} are held out; give more prompts")
     return examples
 
 
-def _written(config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, progress: bool) -> Iterator[Messages]:
+def _written(config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, progress: bool) -> Iterator[Prompt]:
     """User turns that the model writes: it is given the chat template up to the user's text, and the opening."""
     sources = [source for source in config.data.prompts if source.opening is not None]
     if not sources:
@@ -107,20 +123,21 @@ def _written(config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase
     seen = set()
     for row in _generate(config, work / "written.in.jsonl", work / "written.jsonl", rows, params, "writing prompts", progress):
         if row["error"] is None:
-            text = row["outputs"][0]["text"].strip()
-            prompt = row["metadata"]["opening"] + text
-            if len(text) >= _MIN_CHARS and prompt not in seen:
+            opening, text = row["metadata"]["opening"], row["outputs"][0]["text"].rstrip()
+            # After an opening that ends with a space or line, the text's own would be a second one.
+            prompt = opening + (text.lstrip() if not opening or opening[-1].isspace() else text)
+            if len(text.strip()) >= _MIN_CHARS and prompt not in seen:
                 seen.add(prompt)
-                yield [{"role": "user", "content": prompt}]
+                yield Prompt([{"role": "user", "content": prompt}], f"written prompt {row['id'] + 1} ({_excerpt(prompt)})")
 
 
-def _read(config: TrainConfig, bad: BadRows) -> Iterator[Messages]:
+def _read(config: TrainConfig, bad: BadRows) -> Iterator[Prompt]:
     for source in config.data.prompts:
         if source.path is not None:
             yield from _read_file(source, source.path, bad)
 
 
-def _read_file(source: PromptSource, path: Path, bad: BadRows) -> Iterator[Messages]:
+def _read_file(source: PromptSource, path: Path, bad: BadRows) -> Iterator[Prompt]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -131,7 +148,8 @@ def _read_file(source: PromptSource, path: Path, bad: BadRows) -> Iterator[Messa
         where = f"{path}, line {number}"
         try:
             row = json.loads(raw)
-        except ValueError as error:
+            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no character
+        except (ValueError, RecursionError) as error:
             bad.add(where, f"not valid JSON: {error}")
             continue
         if isinstance(row, dict) and "messages" in row:
@@ -143,12 +161,12 @@ def _read_file(source: PromptSource, path: Path, bad: BadRows) -> Iterator[Messa
             if not messages or not messages[-1]["content"].strip():
                 bad.add(where, "the response is empty" if messages and messages[-1]["role"] == "assistant" else "the last message is empty")
                 continue
-            yield messages
+            yield Prompt(messages, where)
         elif not isinstance(row, dict) or not isinstance(row.get(source.field), str) or not row[source.field].strip():
             known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             bad.add(where, f"needs a non-empty string in field {source.field!r} (or `messages`); it has: {known}")
         else:
-            yield [{"role": "user", "content": row[source.field].strip()}]
+            yield Prompt([{"role": "user", "content": row[source.field].strip()}], where)
 
 
 def _answers(config: TrainConfig, work: Path, conversations: list[Messages], progress: bool) -> Iterator[dict[str, Any]]:
@@ -171,7 +189,12 @@ def _generate(
         engine = EngineConfig.model_validate({**config.engine.model_dump(), "max_model_len": config.engine.max_model_len or config.data.max_length})
         output = OutputConfig(path=target, resume=True, echo_input=False, token_ids=True)
         print(f"{what}: {len(rows)} rows to {target}", file=sys.stderr)
-        run_job(Job(model=config.model, engine=engine, sampling=params, input=InputConfig(path=source), output=output), progress=progress)
+        try:
+            run_job(Job(model=config.model, engine=engine, sampling=params, input=InputConfig(path=source), output=output), progress=progress)
+        except ConfigError as error:
+            if "output.resume" not in str(error):
+                raise
+            raise ConfigError(f"{target} holds what other prompts or settings gave; choose another output.work, or delete the file") from error
         with target.open(encoding="utf-8") as file:
             for line in file:
                 yield json.loads(line)
@@ -181,10 +204,9 @@ def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is code of the model's author, and raises what it likes
-        raise RequestError(f"the chat template refuses {_excerpt(messages)}: {error}") from error
+        raise RequestError(f"the chat template refuses it: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _excerpt(messages: Messages) -> str:
-    text = messages[0]["content"]
+def _excerpt(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:40] + "…")

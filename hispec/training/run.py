@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -50,6 +49,9 @@ def run_training(config: TrainConfig, *, only_data: bool = False, progress: bool
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(f"model: {config.model} has no tokenizer with a chat template, which prompts are put into")
+    longest = checkpoint.config.max_position_embeddings
+    if config.data.max_length > longest:
+        raise ConfigError(f"data.max_length={config.data.max_length} is over the {longest} positions of {config.model}; choose at most that")
     if config.adapters is not None:
         _check_exits(config.adapters, checkpoint)
     elif config.layerskip is None:
@@ -72,8 +74,8 @@ def _prepare(config: TrainConfig, work: Path) -> None:
     folder = config.output.path
     try:
         if config.output.overwrite and folder.exists():
-            for path in (folder / "work", folder / CHECKPOINT, folder / LOG):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            for name in (CHECKPOINT, LOG):  # hours of answers and states stay: they are used again only where they fit
+                (folder / name).unlink(missing_ok=True)
         if folder.exists() and any(folder.iterdir()) and not (config.output.resume or config.output.overwrite):
             raise ConfigError(
                 f"output.path: {folder} is not empty; set output.resume=true to go on with it, output.overwrite=true to start anew, or choose another"
@@ -185,7 +187,7 @@ def _identity(config: TrainConfig, trunk: str, examples: list[Example]) -> str:
     settings = config.model_dump(mode="json", include={"recipe", "seed", "adapters", "layerskip", "loop"})
     for changeable in ("eval_every", "checkpoint_every"):
         del settings["loop"][changeable]
-    digest = hashlib.blake2b(json.dumps([settings, trunk], sort_keys=True).encode(), digest_size=16)
+    digest = hashlib.blake2b(json.dumps([settings, trunk, config.data.held_out], sort_keys=True).encode(), digest_size=16)
     for example in examples:
         digest.update(json.dumps([example.prompt_len, example.token_ids]).encode())
     return digest.hexdigest()

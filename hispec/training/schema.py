@@ -16,7 +16,7 @@ class PromptSource(Settings):
     field       the string that is the prompt; rows with `messages` are conversations instead, and if the last message is
                 the assistant's, it is taken as the response
     limit       use this many rows from the start; None = all
-    opening     the model writes the user's turn, which begins with this ("" = with nothing)
+    opening     the model writes the user's turn, which begins with this, as it stands ("" = with nothing)
     count, max_tokens   prompts to write, and how long they may become
     """
 
@@ -69,6 +69,12 @@ class ExitTraining(Settings):
     attention: bool = True
     intermediate_size: Annotated[int, Field(ge=1)] | Literal["model"] | None = "model"
     vocabulary_size: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> ExitTraining:
+        if self.num_blocks and not self.attention and self.intermediate_size is None:
+            raise ValueError("a block needs attention: true, an intermediate_size, or both; num_blocks: 0 leaves blocks out")
+        return self
 
 
 class AdaptersConfig(Settings):
@@ -136,6 +142,8 @@ class TrainOutput(Settings):
 
     path   a folder for the exits (or, with `layerskip`, the model), checkpoints and a log
     work   a folder for prompts, answers and hidden states, which runs on the same data may share; None = path/work
+    overwrite   train anew; what `work` holds is used where it fits
+    resume      go on from the last checkpoint
     """
 
     path: FilePath
