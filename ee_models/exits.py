@@ -48,7 +48,7 @@ class AdapterExit:
     def __init__(self, decoder: Decoder, layer: int, blocks: list[LayerWeights], norm: Tensor, head: Linear | None, vocabulary: Tensor | None) -> None:
         """head: None = the model's own; vocabulary [reduced vocab] int64: the token of each of its outputs, None = all."""
         self.layer = layer
-        self.num_kv_layers = len(blocks) if any(block.attention is not None for block in blocks) else 0
+        self.num_kv_layers = len(blocks)
         self._decoder, self._blocks, self._norm = decoder, blocks, norm
         self._head = head or decoder.head
         self._vocabulary = vocabulary

@@ -95,7 +95,7 @@ class Span:
 
 @dataclass
 class PassCounts:
-    """Layers of the model run, summed over passes; layers times positions; and how often a trained exit was read."""
+    """Layers of the model run, summed over passes; layers times positions; and passes over an adapter's blocks for logits."""
 
     layer_passes: int = 0
     layer_positions: int = 0
@@ -158,7 +158,7 @@ class Stages:
         if exit_layer not in self._exits:
             return self._decoder.logits(hidden, exit_layer)
         exit_, kv_layer = self._exits[exit_layer]
-        self.counts.adapter_passes += 1
+        self.counts.adapter_passes += exit_.num_kv_layers
         return exit_.logits(hidden, self._kv, kv_layer, span.view)
 
     def fill(self, hidden: Tensor, exit_layer: int, view: BatchView) -> None:

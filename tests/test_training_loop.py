@@ -253,7 +253,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(tmp_pat
         def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Tensor:
             return super().batch(step, rank, num_ranks, device) * (math.nan if step == 6 else 1.0)
 
-    with pytest.raises(TrainingError, match="the loss of step 6 is nan; lower loop.learning_rate, and start anew"):
+    with pytest.raises(TrainingError, match=r"the loss of step 6 is nan; lower loop\.learning_rate, and start anew"):
         run(Broken(), tmp_path)
     with safe_open(tmp_path / CHECKPOINT, "pt") as file:
         assert file.metadata()["step"] == "4"
