@@ -198,6 +198,7 @@ def save_exits(
             base_model=base_model, exits=[info for _, (info, _) in sorted(exits.items())], recipe=recipe, data=data, tensors_sha256=_sha256(drafts[0])
         )
         drafts[1].write_text(json.dumps(about.model_dump(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        drafts[0].chmod(drafts[1].stat().st_mode)  # safetensors makes its files private; exits are for all who may read their description
         for draft, name in zip(drafts, (TENSORS, INFO), strict=True):
             os.replace(draft, folder / name)
     finally:
