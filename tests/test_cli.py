@@ -218,7 +218,8 @@ def test_ctrl_c_anywhere_is_a_message_and_exit_code_130(job: Path, monkeypatch: 
 
 
 SLOW_RUN = """
-import sys, time, types
+import signal, sys, time, types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background starts what it starts with SIGINT ignored
 from tests.fake_llm import FakeLLM
 module = types.ModuleType("hispec.llm")
 module.LLM = FakeLLM

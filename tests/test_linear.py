@@ -146,8 +146,8 @@ def test_a_decoder_without_the_op_computes_the_same_with_plain_linears(tiny_path
     monkeypatch.setattr(decoder, "can_pack", lambda *_: False)
     monkeypatch.setattr(linear, "_probe", lambda *_: (1, False))
     plain = Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU)
-    assert isinstance(plain._head, PlainLinear)
-    assert isinstance(tiny_decoder._head, PackedLinear if PACKS else PlainLinear)
+    assert isinstance(plain.head, PlainLinear)
+    assert isinstance(tiny_decoder.head, PackedLinear if PACKS else PlainLinear)
     hidden = randn(5, 48)
     torch.testing.assert_close(plain.logits(hidden, 2), tiny_decoder.logits(hidden, 2), atol=1e-4, rtol=1e-4)
     assert plain.num_bytes == tiny_decoder.num_bytes

@@ -70,7 +70,8 @@ def make_examples(config: TrainConfig, work: Path, tokenizer: PreTrainedTokenize
     Raises ConfigError for sources that can't be read, or that leave no example.
     """
     bad = BadRows(config.data.on_bad_row == "stop")
-    prompts = [*_written(config, work, tokenizer, progress), *_read(config, bad)]
+    read = [*_read(config, bad)]  # first: a file that is not there is found before minutes of writing
+    prompts = [*_written(config, work, tokenizer, progress), *read]
     random.Random(config.seed).shuffle(prompts)
     answered = _answers(config, work, [prompt.messages for prompt in prompts if not prompt.has_answer], progress)
     examples = []
