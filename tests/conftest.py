@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ee_models.decoder import Decoder
 from ee_models.loader import open_checkpoint
+from tests.adapter_engines import checkpoint, engine_of, expected, files  # noqa: F401 - fixtures
 from tests.tiny import tiny_checkpoint, tiny_model
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ee_models.training.curriculum import LayerSkipSettings, dropout_rates, dropout_scale, exit_loss_scales, exit_weights, layers_on
+from ee_models.training.curriculum import Curriculum, LayerSkipSettings, dropout_rates, dropout_scale, exit_loss_scales, exit_weights, layers_on
 
 close = pytest.approx
 
@@ -72,9 +72,10 @@ def test_one_layer_and_one_step_are_no_special_case_for_callers() -> None:
     assert dropout_rates(1, 0.5, 1.0) == [0.0]
     assert dropout_scale("exponential", 0, 1) == 0.0
     assert exit_loss_scales(1, 0.3) == [1.0]
-    for curriculum in ("rotational", "gradual", "all"):
+    curricula: tuple[Curriculum, ...] = ("rotational", "gradual", "all")
+    for curriculum in curricula:
         assert steps(curriculum, 1, 8, 1) == [[0]]
-        assert LayerSkipSettings(curriculum=curriculum).exit_weights(1, 0, 1) == {0: 1.0}  # type: ignore[arg-type]
+        assert LayerSkipSettings(curriculum=curriculum).exit_weights(1, 0, 1) == {0: 1.0}
 
 
 def test_settings_are_put_together_as_the_recipe_says() -> None:

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from ee_models.decoder import Decoder
 from ee_models.exit_files import ExitInfo
+from ee_models.exits import AdapterExit
 from ee_models.loader import open_checkpoint
 from hispec.cli import main
+from hispec.config import Plan
 from hispec.errors import ConfigError
 from hispec.jobs.load import load_job, load_preset
 from hispec.jobs.schema import RunConfig
@@ -196,10 +200,9 @@ def test_exits_are_those_of_the_option_then_of_the_job(tiny_path: Path, exits: P
     assert exits_folder(str(exits), two) == str(exits)
 
 
-def test_shipped_exits_have_no_path() -> None:
-    from hispec.config import Plan
-
-    config = Candidates([2, 5], [object()]).speculative(Plan(2, 5, 3, 2))  # type: ignore[list-item]
+def test_shipped_exits_have_no_path(tiny_decoder: Decoder) -> None:
+    trained = [AdapterExit(tiny_decoder, layer, [], torch.ones(48), None, None) for layer in (2, 5)]
+    config = Candidates([2, 5], trained).speculative(Plan(2, 5, 3, 2))
     assert config is not None and config.draft.kind == "adapter" and config.draft.path is None is config.check.path and config.plan(9) == Plan(2, 5, 3, 2)
 
 
