@@ -4,6 +4,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .view import live_moves
+
 
 class HiddenBuffer:
     """One tensor [exits, rows, window, hidden], overwritten round after round, never concatenated.
@@ -27,3 +29,9 @@ class HiddenBuffer:
     def read(self, exit_index: int, index: Tensor) -> Tensor:
         """A copy [tokens, hidden] of what stands at index [tokens]."""
         return self.data[exit_index].view(-1, self.data.shape[-1]).index_select(0, index)
+
+    def move(self, exit_index: int, sources: Tensor, targets: Tensor) -> None:
+        """Copies what stands at index sources [n] to index targets [n], all of it read before any is written; a target of -1 is nowhere."""
+        if targets.shape[0]:
+            sources, targets = live_moves(sources, targets)
+            self.write(exit_index, targets, self.read(exit_index, sources))

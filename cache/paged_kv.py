@@ -8,12 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .view import live_moves
+
 
 class PagedKV:
     """One tensor [layers, 2, slots, kv_heads, head_dim]; slot = block * block_size + offset.
 
     A position is valid at a layer once written there; what lies beyond a sequence's length is garbage that the next
-    write replaces. So rollback is the setting of a length, and nothing is ever copied, zeroed or concatenated.
+    write replaces. So rollback is the setting of a length, and nothing is ever zeroed or concatenated; nor copied, but for
+    the accepted path of a token tree, whose nodes do not lie in order of position (`move`).
     """
 
     def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -57,6 +60,14 @@ class PagedKV:
         slots = slots[live]
         self._keys[layer].index_copy_(0, slots, keys[live].to(self.data.dtype))
         self._values[layer].index_copy_(0, slots, values[live].to(self.data.dtype))
+
+    def move(self, first_layer: int, last_layer: int, sources: Tensor, targets: Tensor) -> None:
+        """Copies the KV of layers [first_layer, last_layer) from slots sources [n] to slots targets [n] (int64), all of it read before any is
+        written: so slots may be among both. Pairs with target -1 are moved nowhere, whatever their source."""
+        if targets.shape[0]:
+            sources, targets = live_moves(sources, targets)
+            data = self.data[first_layer:last_layer]
+            data.index_copy_(2, targets, data.index_select(2, sources))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

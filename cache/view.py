@@ -17,8 +17,14 @@ class BatchView:
     cu_q_lens        [rows + 1] int64, row r's tokens are cu_q_lens[r] to cu_q_lens[r + 1] - 1
     max_q_len        int, tokens of the longest row
     max_context_len  int, at least 1 + the largest position
+    paths            [tokens, depth] int64 or None: KV slots of the last positions that each token sees; for passes over trees
+    path_starts      [tokens] int64 or None: the position that paths[:, 0] stands for
 
     A token attends to positions 0 up to its own in its row, so the pass must write its own KV before it attends.
+
+    In a pass over token trees a row's tokens are nodes, in any order: siblings have one position, but each a slot of its own. Token t sees
+    position p at slot paths[t, p - path_starts[t]] from path_starts[t] on, and through the block table below; what stands in paths past the
+    token's own position is not read. Without paths the row is a chain, and the block table tells every slot.
     """
 
     positions: Tensor
@@ -27,6 +33,8 @@ class BatchView:
     cu_q_lens: Tensor
     max_q_len: int
     max_context_len: int
+    paths: Tensor | None = None
+    path_starts: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -50,3 +58,13 @@ def slots_of(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor
 def packed_slots_of(block_tables: Tensor, row_ids: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """KV slots [tokens] of `positions` [tokens] in the rows `row_ids` [tokens] of `block_tables` [rows, max_blocks]."""
     return block_tables[row_ids, positions // block_size] * block_size + positions % block_size
+
+
+def live_moves(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Moves sources [n] -> targets [n] that say the same without a target of -1, in as many pairs: the shape is static, and nothing waits for
+    a GPU. A pair that goes nowhere repeats the first that goes somewhere; if none does, place 0 goes to itself."""
+    live = targets >= 0
+    first = live.int().argmax(0, keepdim=True)
+    sources, targets = torch.where(live, sources, sources[first]), torch.where(live, targets, targets[first])
+    nowhere = targets < 0
+    return sources.masked_fill(nowhere, 0), targets.masked_fill(nowhere, 0)

@@ -1,9 +1,9 @@
-"""How a tier judges the tokens proposed to it. Pure functions: tensors in, (num_accepted, token) out.
+"""How a tier judges the tokens proposed to it. Pure functions on tensors.
 
-At both levels q_len places per row are judged: own choice (or distribution) j stands at the place that proposal j wants.
-A row proposes `num_proposed` tokens, the first of them at place 0. `num_accepted` counts leading accepted proposals;
-`token` is the tier's own at place num_accepted: corrected if a proposal was rejected there, bonus if none stood there.
-Where all of a row's places were proposed for and accepted, there is no own token, and `token` is to be ignored.
+At both levels a row's places are the nodes of a tree, mostly a chain: the tier's own choice (or distribution) after a node
+stands at its place, and is what the node's children are judged by. `num_accepted` counts the accepted drafts, which are one
+path; `token` is the tier's own after the last of them: corrected if a proposal was rejected there, bonus if none stood there.
+A proposal may come after the last place; where it is accepted there is no own token, and `token` is to be ignored.
 """
 from __future__ import annotations
 
@@ -11,20 +11,35 @@ import torch
 from torch import Tensor
 
 from .sampling import draw
+from .tree import DraftTree
 
 
-def coupled(own: Tensor, proposed: Tensor, num_proposed: Tensor) -> tuple[Tensor, Tensor]:
-    """own [rows, q_len], proposed [rows, q_len], num_proposed [rows] -> ([rows], [rows]). Accepts what the tier would have chosen."""
-    places = torch.arange(own.shape[1], device=own.device)
-    num_accepted = _leading((own == proposed) & (places < num_proposed.unsqueeze(-1)))
-    return num_accepted, _at(own, num_accepted)
+def coupled(own: Tensor, proposed: Tensor, num_proposed: Tensor, tree: DraftTree, unsure: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Accepts what the tier would have chosen, along one path of the tree.
+
+    own [rows, q_len]: the tier's choice after each node; proposed [rows, drafts]: the tokens of nodes 1, 2, ...; num_proposed [rows]:
+    how many of these there are; unsure [rows, q_len] bool: where any proposal is accepted -> (num_accepted [rows], the last accepted
+    node [rows], token [rows]). Of several paths the longest is taken, and of these the first.
+    """
+    shape = tree.on(own.device)
+    parents = shape.parents[1:]
+    right = own[:, parents] == proposed
+    if unsure is not None:
+        right |= unsure[:, parents]
+    right &= shape.nodes[1:] <= num_proposed.unsqueeze(-1)
+    # A node is accepted if it and all drafts on the way to it are right. Node 0 always is.
+    num_right = torch.nn.functional.pad(right.float(), (1, 0)) @ shape.ancestry.T
+    score = torch.where(num_right == shape.depths, shape.depths * tree.num_nodes + tree.num_nodes - 1 - shape.nodes, 0)
+    best = score.amax(-1)
+    num_accepted, last = best // tree.num_nodes, tree.num_nodes - 1 - best % tree.num_nodes
+    return num_accepted, last, _at(own, last)
 
 
 def rejection(p: Tensor, q: Tensor, proposed: Tensor, num_proposed: Tensor, uniform: Tensor, token_keys: Tensor) -> tuple[Tensor, Tensor]:
     """Speculative sampling: accept x with min(1, p(x) / q(x)), else draw from norm(max(p - q, 0)) [Leviathan et al. 2023, alg. 1].
 
     p, q [rows, q_len, vocab]: the judging tier's and the proposing tier's distributions; proposed, uniform, token_keys
-    [rows, q_len]; num_proposed [rows]. Every proposal must have been drawn from its q, and whether it is judged must not
+    [rows, q_len], a chain's; num_proposed [rows]. Every proposal must have been drawn from its q, and whether it is judged must not
     depend on its value: then accepted and own tokens are distributed as p.
     """
     places = torch.arange(proposed.shape[1], device=p.device)

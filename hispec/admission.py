@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from cache.paged_kv import PagedKV
+from ee_models.exits import Exit
 
 from .config import EngineConfig
 from .errors import ConfigError
@@ -23,12 +24,20 @@ def max_model_len(config: EngineConfig, max_position_embeddings: int, sliding_wi
     return config.max_model_len or limit
 
 
-def default_num_blocks(config: EngineConfig, decoder: DecoderLike, num_kv_layers: int, model_len: int) -> int:
+def kv_bytes_per_block(config: EngineConfig, decoder: DecoderLike, exits: Sequence[Exit], draft_model: DecoderLike | None) -> int:
+    """Bytes of one block at every layer of the model, of its trained exits, and of a separate draft model."""
+
+    def of(model: DecoderLike, num_layers: int) -> int:
+        return PagedKV.bytes_per_block(num_layers, config.block_size, model.config.num_kv_heads, model.config.head_dim, model.dtype)
+
+    num_layers = decoder.config.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
+    return of(decoder, num_layers) + (of(draft_model, draft_model.config.num_layers) if draft_model is not None else 0)
+
+
+def default_num_blocks(config: EngineConfig, device: torch.device, bytes_per_block: int, model_len: int) -> int:
     """Blocks for max_num_seqs sequences of `model_len`, within half of the free memory. Raises ConfigError if not one fits."""
-    model = decoder.config
-    bytes_per_block = PagedKV.bytes_per_block(num_kv_layers, config.block_size, model.num_kv_heads, model.head_dim, decoder.dtype)
     wanted = config.max_num_seqs * -(-model_len // config.block_size)
-    affordable = free_memory_bytes(decoder.device) // 2 // bytes_per_block
+    affordable = free_memory_bytes(device) // 2 // bytes_per_block
     if affordable < 1:
         raise ConfigError(f"one KV block takes {bytes_per_block} bytes, more than half of the free memory; choose a smaller engine.block_size")
     return min(wanted, affordable)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -10,15 +11,13 @@ import numpy as np
 import torch
 
 from cache.blocks import BlockPool
-from cache.hidden import HiddenBuffer
-from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
 from ee_models.exits import Exit
 
-from .admission import default_num_blocks, max_model_len, request_problems
+from .admission import default_num_blocks, kv_bytes_per_block, max_model_len, request_problems
 from .config import PLAIN, EngineConfig, Plan, SpeculativeConfig
+from .drafters.drafter import DrafterError, Source
 from .errors import ConfigError, RequestError
-from .judges import CoupledJudge, Judge, RejectionJudge
 from .outputs import Delta
 from .request import Request, TextStream
 from .round import RoundResult, run_round
@@ -26,9 +25,12 @@ from .sampling import RowSampling, Sampler
 from .sampling_params import SamplingParams
 from .scheduling.policy import FirstComeFirstServed
 from .scheduling.scheduler import Chunk, Scheduler
-from .stages import DecoderLike, PassCounts, RoundBatch, Stages, Tier
+from .speculation import Limits, Speculation, make_speculation
+from .stages import DecoderLike, RoundBatch
 from .stats import EngineStats
 from .tables import RowTables
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -45,18 +47,18 @@ class Engine:
         speculative: SpeculativeConfig | None = None,
         *,
         exits: Sequence[Exit] = (),
+        draft_model: DecoderLike | None = None,
         plan: Plan | None = None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """As `set_speculative` for `speculative`, `exits` and `plan`. Raises ConfigError for what does not fit the model or memory."""
+        """As `set_speculative` for `speculative`, `exits`, `draft_model` and `plan`. Raises ConfigError for what does not fit the model
+        or memory."""
         model = decoder.config
         self._decoder, self._config = decoder, config
         self.max_model_len = max_model_len(config, min(model.max_position_embeddings, decoder.max_positions), model.sliding_window)
-        num_kv_layers = model.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
-        num_blocks = config.num_kv_blocks or default_num_blocks(config, decoder, num_kv_layers, self.max_model_len)
+        bytes_per_block = kv_bytes_per_block(config, decoder, exits, draft_model)
+        num_blocks = config.num_kv_blocks or default_num_blocks(config, decoder.device, bytes_per_block, self.max_model_len)
         self._pool = BlockPool(num_blocks, config.block_size)
-        self._kv = self._make_kv(num_kv_layers)
-        self._exits: tuple[Exit, ...] = ()
         self._scheduler = Scheduler(self._pool, FirstComeFirstServed(), config.max_num_seqs, config.max_prefill_tokens, config.enable_prefix_caching)
         max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
         self._tables = RowTables(config.max_num_seqs, max_blocks)
@@ -66,48 +68,39 @@ class Engine:
         self._pending: list[Delta] = []
         self._sampler: tuple[tuple[int, ...], Sampler] | None = None
         self._closed = self._draining = False
-        self._counts = PassCounts()
-        self.set_speculative(speculative, exits=exits, plan=plan)
+        self._speculation: Speculation | None = None
+        self.set_speculative(speculative, exits=exits, draft_model=draft_model, plan=plan)
         self.reset_stats()
 
     # ---- what users call ----
 
-    def set_speculative(self, speculative: SpeculativeConfig | None, *, exits: Sequence[Exit] = (), plan: Plan | None = None) -> None:
+    def set_speculative(
+        self, speculative: SpeculativeConfig | None, *, exits: Sequence[Exit] = (), draft_model: DecoderLike | None = None, plan: Plan | None = None
+    ) -> None:
         """Changes the plan between requests: plain decoding for None. Raises ConfigError while requests are unfinished.
 
-        exits   the trained ones of this plan (`ee_models.exits.load_exits`); others are read through the model's own head
-        plan    overrides the one that `speculative` gives
+        exits        the trained ones of this plan (`ee_models.exits.load_exits`); others are read through the model's own head
+        draft_model  the small model, if draft.kind is "model"
+        plan         overrides the one that `speculative` gives
         """
         if self._requests:
             raise ConfigError(f"the plan cannot change while {len(self._requests)} requests are unfinished; drain() or abort them first")
-        model = self._decoder.config
-        plan = plan or (speculative.plan(model.num_layers) if speculative else PLAIN)
-        if plan.top_layer > model.num_layers:
-            raise ConfigError(f"{plan} has an exit at layer {plan.top_layer} of a model of {model.num_layers}")
-        read = set() if plan.is_plain else {plan.draft_layer, plan.check_layer} - {model.num_layers}
-        if stray := [exit_.layer for exit_ in exits if exit_.layer not in read]:
-            raise ConfigError(f"{plan} does not read trained exits at layers {stray}; pass only those that it reads, below layer {model.num_layers}")
-        trained = {exit_.layer for exit_ in exits}
-        for name, layer in speculative.trained_layers().items() if speculative else ():
-            if layer not in trained:
-                raise ConfigError(f"speculative.{name} is an adapter, but none for layer {layer} was given; pass it in `exits`, or use LLM, which loads it")
-        rows, window = self._config.max_num_seqs, plan.window
-        hidden = HiddenBuffer(len(Tier), rows, window, model.hidden_size, self._decoder.dtype, self._decoder.device)
-        judge: Judge = CoupledJudge()
-        if speculative and speculative.acceptance == "rejection":
-            judge = RejectionJudge(rows, window, model.vocab_size, self._decoder.device, plan.check_layer is not None)
-        num_kv_layers = model.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
-        kv = self._kv if num_kv_layers <= self._kv.num_layers else self._make_kv(num_kv_layers)
+        before = self._speculation
+        limits = Limits(self._config.max_num_seqs, self.max_model_len, self._pool.num_blocks, self._config.block_size)
+        new = make_speculation(self._decoder, limits, speculative, plan, exits, draft_model, before.kv if before else None)
         # All buffers are there: nothing below can fail and leave one plan with another's buffers.
-        if tuple(exits) != self._exits:
-            self._pool.forget()  # what is cached lacks these exits' KV
-        self.plan, self._hidden, self._judge, self._kv, self._exits = plan, hidden, judge, kv, tuple(exits)
-        self._draft_confidence = speculative.draft_confidence if speculative else None
-        self._stages = Stages(self._decoder, model.num_layers, kv, hidden, self._counts, exits)
+        if before is not None and new.kv_owners != before.kv_owners:
+            self._pool.forget()  # what is cached lacks their KV
+        self._speculation = new
 
-    def _make_kv(self, num_layers: int) -> PagedKV:
-        model, decoder = self._decoder.config, self._decoder
-        return PagedKV(num_layers, self._pool.num_blocks, self._config.block_size, model.num_kv_heads, model.head_dim, decoder.dtype, decoder.device)
+    @property
+    def plan(self) -> Plan:
+        return self._now.plan
+
+    @property
+    def _now(self) -> Speculation:
+        assert self._speculation is not None
+        return self._speculation
 
     def add_request(
         self,
@@ -201,15 +194,14 @@ class Engine:
         self.abort(list(self._requests))
         self._pending.clear()
         self._closed = True
-        self._kv.release()
+        self._now.kv.release()
 
     def stats(self) -> dict[str, Any]:
         """Counts since the last reset, and what is held now (see EngineStats)."""
         return {
             **self._stats.as_dict(),
-            "layer_passes": self._counts.layer_passes,
-            "layer_positions": self._counts.layer_positions,
-            "adapter_passes": self._counts.adapter_passes,
+            **vars(self._now.counts),
+            "draft_model_layer_passes": self._now.draft_counts.layer_passes,
             "num_layers": self._decoder.config.num_layers,
             "cached_tokens": self._scheduler.num_cached_tokens,
             "preemptions": self._scheduler.num_preemptions,
@@ -221,14 +213,13 @@ class Engine:
 
     def reset_stats(self) -> None:
         self._stats = EngineStats()
-        self._counts.layer_passes = self._counts.layer_positions = self._counts.adapter_passes = 0
+        self._now.counts.reset()
+        self._now.draft_counts.reset()
         self._scheduler.num_preemptions = self._scheduler.num_cached_tokens = 0
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, once, by what they are for."""
-        judge = self._judge.num_bytes if isinstance(self._judge, RejectionJudge) else 0
-        exits = sum(exit_.num_bytes for exit_ in self._exits)
-        return {"kv_bytes": self._kv.num_bytes, "hidden_bytes": self._hidden.num_bytes, "exit_bytes": exits, "probability_bytes": judge}
+        return self._now.memory()
 
     def check(self) -> None:
         """Asserts the integrity of blocks and rows; for tests, at any time between steps."""
@@ -263,7 +254,9 @@ class Engine:
             max_q_len=int(q_lens.max()),
             max_context_len=max(chunk.end for chunk in chunks),
         )
-        self._stages.prefill(token_ids, view)
+        self._now.stages.prefill(token_ids, view)
+        if self._now.drafter is not None:
+            self._now.drafter.prefill(token_ids, view)
         for chunk in chunks:
             self._stats.prefill_tokens += chunk.end - chunk.start
             self._scheduler.commit(chunk.request, chunk.end, release=False)
@@ -272,27 +265,41 @@ class Engine:
         running = self._scheduler.running
         for row in limits:
             assert running[row].is_ready, "a round's entry invariant: all but the last committed token are computed"
-        batch = self._batch(limits)
-        result = run_round(self._stages, self.plan, self._judge, batch, self._draft_confidence)
+        result = self._run(limits)
         # The one device-to-host copy of what a round committed.
-        columns = (result.counts, result.drafted, result.draft_accepted, result.tentative, result.accepted)
-        rows = torch.cat((torch.stack(columns, dim=1), result.tokens[:, 1:]), dim=1).tolist()
+        columns = torch.stack((result.counts, result.tentative, result.accepted), dim=1)
+        rows = torch.cat((columns, result.drafted, result.draft_accepted, result.tokens[:, 1:]), dim=1).tolist()
         self._stats.steps += 1
         # Requests are looked up before any of them leaves, since rows move up then.
         live = [(row, running[row]) for row in sorted(limits)]
         for row, request in live:
             self._commit(request, row, rows[row], result)
 
-    def _batch(self, limits: dict[int, int]) -> RoundBatch:
+    def _run(self, limits: dict[int, int]) -> RoundResult:
+        """One round by the plan; a plain one if no row may speculate, or if the drafter fails."""
+        now, running = self._now, self._scheduler.running
+        if now.drafter is not None and not all(running[row].drafter_failed for row in limits):
+            try:
+                now.drafter.follow([(request.number, request.token_ids) for request in running])
+                return run_round(now.stages, now.plan, now.judge, now.drafter, self._batch(limits, now.plan.window))
+            except DrafterError as error:
+                failed = [running[row] for row in limits]
+                for request in failed:
+                    request.drafter_failed = True
+                self._stats.drafter_failures += 1
+                _log.warning("the drafter failed (%s); %s go on with plain decoding", error, ", ".join(request.request_id for request in failed))
+        return run_round(now.stages, PLAIN, now.judge, None, self._batch(limits, PLAIN.window))
+
+    def _batch(self, limits: dict[int, int], window: int) -> RoundBatch:
+        """The rows in a round of at most `window` places."""
         running, device = self._scheduler.running, self._decoder.device
         num_rows = len(running)
-        window = self.plan.window
         host = np.zeros((num_rows, window + 3), np.int64)  # the window's tokens, start, limit
         for row, request in enumerate(running):
-            host[row, 0], host[row, window + 1], host[row, window + 2] = request.token_ids[-1], len(request.token_ids) - 1, limits.get(row, 0)
+            host[row, 0], host[row, window + 1], host[row, window + 2] = request.token_ids[-1], len(request.token_ids) - 1, min(limits.get(row, 0), window)
         rows = torch.from_numpy(host).to(device)
         return RoundBatch(
-            tokens=rows[:, : window + 1],
+            tokens=rows[:, : window + 1].contiguous(),
             starts=rows[:, window + 1],
             limits=rows[:, window + 2],
             block_tables=self._tables.tensor[:num_rows].to(device),
@@ -311,7 +318,8 @@ class Engine:
 
     def _commit(self, request: Request, row: int, values: list[int], result: RoundResult) -> None:
         """Commits a row's round: tokens up to the one that ends the request, KV below the last of them, counts of the same."""
-        count, drafted, draft_accepted, tentative, accepted, *tokens = values
+        count, tentative, accepted, *values = values
+        drafted, draft_accepted, tokens = values[: len(Source)], values[len(Source) : 2 * len(Source)], values[2 * len(Source) :]
         start = len(request.token_ids)
         error, text = None, ""
         try:
@@ -335,6 +343,8 @@ class Engine:
 
     def _finish(self, request: Request, token_ids: list[int], text: str, error: str | None = None) -> None:
         self._scheduler.remove(request)
+        if self._now.drafter is not None and request.finish_reason in ("stop", "length"):
+            self._now.drafter.finish(request.number, request.output_token_ids)
         del self._requests[request.request_id]
         self._stats.finished += 1
         self._pending.append(request.delta(token_ids, text, time.monotonic(), error))

@@ -1,6 +1,7 @@
-"""The two ways of acceptance, as one interface for the round: choose a token, judge a row of proposals."""
+"""The two ways of acceptance, as one interface for the round: choose tokens, judge a row of proposals."""
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -8,35 +9,74 @@ from torch import Tensor
 
 from . import accept, noise, sampling
 from .stages import RoundBatch, Span, Stages, Tier
+from .tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """The drafts of a cycle: nodes 1 to `counts` [rows] of `tree`, whose node 0 stands in column `first` [rows] of the window."""
+
+    tree: DraftTree
+    first: Tensor
+    counts: Tensor
+
+    def columns(self) -> Tensor:
+        """[rows, drafts]: where in the window the tokens are."""
+        return self.first.unsqueeze(-1) + self.tree.on(self.first.device).nodes[1:]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """[rows] each: accepted drafts, the last node of their path, and the tier's own token after it."""
+
+    num_accepted: Tensor
+    last: Tensor
+    token: Tensor
 
 
 class Judge(Protocol):
-    def choose(self, logits: Tensor, batch: RoundBatch, span: Span) -> Tensor:
-        """One token per place [tokens], from logits [tokens, vocab]: drafts, and all of plain decoding."""
+    def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
+        """Tokens for each place [tokens, num], likeliest first, from logits [tokens, vocab]: drafts, and all of plain decoding."""
 
-    def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, index: Tensor, num_proposed: Tensor) -> tuple[Tensor, Tensor]:
-        """Judges the tokens after columns index [rows, q_len] by logits [tokens, vocab] -> (num_accepted [rows], own token [rows]).
-        `tier` is the judging tier: check, or None for verify, which has the last word."""
+    def propose(self, batch: RoundBatch, proposals: Proposals) -> None:
+        """Takes note of drafts that were not chosen from logits."""
+
+    def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals) -> Verdict:
+        """Judges proposals by logits [tokens, vocab] at their nodes' places. `tier` is the judging tier: check, or None for verify,
+        which has the last word."""
 
 
-def proposed_tokens(batch: RoundBatch, index: Tensor) -> Tensor:
-    """[rows, q_len]: the tokens proposed for the columns after `index` [rows, q_len]."""
-    return batch.tokens.gather(1, (index + 1).clamp(max=batch.tokens.shape[1] - 1).expand(batch.tokens.shape[0], -1))
+def proposed_tokens(batch: RoundBatch, proposals: Proposals) -> Tensor:
+    """[rows, drafts]: the tokens of nodes 1, 2, ..."""
+    columns = proposals.columns().clamp(max=batch.tokens.shape[1] - 1)
+    return batch.tokens.gather(1, columns)
 
 
 class CoupledJudge:
-    """Every tier chooses by the same noise, so that a proposal is right or wrong: the output is plain decoding's."""
+    """Every tier chooses by the same noise, so that a proposal is right or wrong: the output is plain decoding's.
 
-    def choose(self, logits: Tensor, batch: RoundBatch, span: Span) -> Tensor:
-        return batch.sampler.choose(logits, Stages.places(batch, span))
+    check_confidence: a check overrules a draft only where it gives its own token at least this probability; None = always. Verify
+    keeps only what it would have chosen.
+    """
 
-    def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, index: Tensor, num_proposed: Tensor) -> tuple[Tensor, Tensor]:
-        own = span.spread(batch.sampler.choose(logits, Stages.places(batch, span)))
-        return accept.coupled(own, proposed_tokens(batch, index), num_proposed)
+    def __init__(self, check_confidence: float | None = None) -> None:
+        self._check_confidence = check_confidence
+
+    def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
+        return batch.sampler.choose_top(logits, Stages.places(batch, span), num)
+
+    def propose(self, batch: RoundBatch, proposals: Proposals) -> None:
+        pass
+
+    def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals) -> Verdict:
+        own, unsure = self.choose(logits, batch, span), None
+        if tier is Tier.CHECK and self._check_confidence is not None:
+            unsure = span.spread(logits.float().softmax(-1).gather(1, own).squeeze(-1) < self._check_confidence)
+        return Verdict(*accept.coupled(span.spread(own.squeeze(-1)), proposed_tokens(batch, proposals), proposals.counts, proposals.tree, unsure))
 
 
 class RejectionJudge:
-    """Speculative sampling at both levels. What each tier proposed from is kept until the next tier has judged it.
+    """Speculative sampling at both levels, of chains. What each tier proposed from is kept until the next tier has judged it.
 
     After a check the tentative tokens are distributed as p_check, the last one included: so verify judges that one too,
     where `coupled` would simply take its own choice. Leaving it out would bias the output, as it would keep accepted
@@ -51,12 +91,22 @@ class RejectionJudge:
     def num_bytes(self) -> int:
         return self._kept.nbytes
 
-    def choose(self, logits: Tensor, batch: RoundBatch, span: Span) -> Tensor:
+    def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
+        assert num == 1, "drafts by rank are not drawn from the drafter's distribution"
         q = batch.sampler.probabilities(logits, Stages.places(batch, span))
         self._kept[Tier.DRAFT][span.flat] = q
-        return sampling.draw(q.log(), batch.sampler.keys(span.rows, span.view.positions + 1, noise.Stream.CHOICE))
+        return sampling.draw(q.log(), batch.sampler.keys(span.rows, span.view.positions + 1, noise.Stream.CHOICE)).unsqueeze(-1)
 
-    def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, index: Tensor, num_proposed: Tensor) -> tuple[Tensor, Tensor]:
+    def propose(self, batch: RoundBatch, proposals: Proposals) -> None:
+        """A draft that was looked up had probability 1."""
+        columns = proposals.columns()
+        looked_up = proposals.tree.on(columns.device).nodes[1:] <= proposals.counts.unsqueeze(-1)
+        rows = torch.arange(columns.shape[0], device=columns.device).unsqueeze(-1) * batch.window
+        before, tokens = (rows + columns - 1)[looked_up], proposed_tokens(batch, proposals)[looked_up]
+        self._kept[Tier.DRAFT][before] = torch.nn.functional.one_hot(tokens, self._kept.shape[-1]).to(self._kept.dtype)
+
+    def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals) -> Verdict:
+        assert proposals.tree.is_chain
         p = batch.sampler.probabilities(logits, Stages.places(batch, span))
         proposer = Tier.DRAFT
         if tier is Tier.CHECK:
@@ -65,10 +115,13 @@ class RejectionJudge:
             proposer = Tier.CHECK
         q = self._kept[proposer][span.flat]
         rows = torch.arange(batch.tokens.shape[0], device=p.device).unsqueeze(-1)
-        positions = batch.starts.unsqueeze(-1) + index + 1
+        columns = proposals.first.unsqueeze(-1) + torch.arange(span.shape[1], device=p.device)
+        positions = batch.starts.unsqueeze(-1) + columns + 1
         accept_stream, token_stream = (
             (noise.Stream.CHECK_ACCEPT, noise.Stream.CHECK_TOKEN) if tier is Tier.CHECK else (noise.Stream.VERIFY_ACCEPT, noise.Stream.VERIFY_TOKEN)
         )
         uniform = noise.uniform(batch.sampler.keys(rows, positions, accept_stream))
         token_keys = batch.sampler.keys(rows, positions, token_stream)
-        return accept.rejection(span.spread(p), span.spread(q), proposed_tokens(batch, index), num_proposed, uniform, token_keys)
+        proposed = batch.tokens.gather(1, (columns + 1).clamp(max=batch.tokens.shape[1] - 1))
+        num_accepted, token = accept.rejection(span.spread(p), span.spread(q), proposed, proposals.counts, uniform, token_keys)
+        return Verdict(num_accepted, num_accepted, token)

@@ -14,6 +14,7 @@ from ee_models.loader import CheckpointError, load_tokenizer, open_checkpoint
 from .admission import max_model_len
 from .collect import GrowingOutput, PendingRequest
 from .config import EngineConfig, SpeculativeConfig
+from .draft_models import DraftModels
 from .engine import Engine
 from .errors import ConfigError, RequestError, build
 from .fetch import resolve_model
@@ -58,6 +59,8 @@ class LLM:
             plan_source.plan(checkpoint.config.num_layers)  # before minutes of loading
         self.trained_exits = TrainedExits(checkpoint)
         self.trained_exits.check(plan_source)
+        self._draft_models = DraftModels(config.attention)
+        self._draft_models.check(plan_source)
         length = max_model_len(config, checkpoint.config.max_position_embeddings, checkpoint.config.sliding_window)
         dtype = _dtype(config.dtype, checkpoint.dtype, device)
         try:
@@ -67,8 +70,8 @@ class LLM:
         except ValueError as error:
             raise ConfigError(f"engine: {error}") from error
         self.tokenizer: PreTrainedTokenizerBase | None = None if skip_tokenizer_init else load_tokenizer(checkpoint)
-        exits = self.trained_exits.load(plan_source, self.decoder)
-        self.engine = Engine(self.decoder, config, plan_source, exits=exits, eos_token_ids=checkpoint.config.eos_token_ids)
+        exits, draft_model = self.trained_exits.load(plan_source, self.decoder), self._draft_models.load(plan_source, self.decoder, self.tokenizer, length)
+        self.engine = Engine(self.decoder, config, plan_source, exits=exits, draft_model=draft_model, eos_token_ids=checkpoint.config.eos_token_ids)
         self._defaults = checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}
         self._of_sequence: dict[str, PendingRequest] = {}
@@ -158,10 +161,12 @@ class LLM:
         return self._text_and_tokens(prompt, chat)[1]
 
     def set_speculative(self, speculative: SpeculativeConfig | dict[str, Any] | None) -> None:
-        """Changes the plan of the loaded model; plain decoding for None. Raises ConfigError while requests are unfinished,
-        and ExitsError for trained exits that cannot be used."""
+        """Changes the plan of the loaded model; plain decoding for None. Raises ConfigError while requests are unfinished, ExitsError for
+        trained exits that cannot be used, and CheckpointError for a draft model that cannot be read."""
         config = _speculative(speculative)
-        self.engine.set_speculative(config, exits=self.trained_exits.load(config, self.decoder))
+        exits = self.trained_exits.load(config, self.decoder)
+        draft_model = self._draft_models.load(config, self.decoder, self.tokenizer, self.engine.max_model_len)
+        self.engine.set_speculative(config, exits=exits, draft_model=draft_model)
 
     @property
     def row_invariant(self) -> bool:

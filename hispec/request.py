@@ -32,6 +32,7 @@ class Request:
     stop_ids       tokens that end it; params.ignore_eos has been applied
     num_cached     prompt positions found in the prefix cache at its last admission
     row            its place in the batch, None while it waits
+    drafter_failed whether it goes on with plain decoding because the drafter could not serve it
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class Request:
     counts: RoundCounts = field(default_factory=RoundCounts)
     num_preemptions: int = 0
     num_cached: int = 0
+    drafter_failed: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -73,7 +75,7 @@ class Request:
 
     def round_limit(self, window: int) -> int:
         """Positions that a round may process for this request: never more than it may still output."""
-        return min(window if self.params.speculative else 1, self.max_tokens - self.num_output)
+        return min(window if self.params.speculative and not self.drafter_failed else 1, self.max_tokens - self.num_output)
 
     def append(self, token_ids: Sequence[int]) -> int:
         """Takes committed tokens in order up to the one that ends the request -> how many were taken.

@@ -3,7 +3,8 @@
 One early-exit model acts as three. Columns j of a round's window are positions n + j, where n is the position of x_n, the
 last committed token; tokens[:, 0] = x_n and tokens[:, j + 1] is what the highest tier so far put after column j.
 
-    draft    layers [0, D)   K tokens, one shallow pass each, and one more pass for the last of them
+    draft    K tokens from layers [0, D), one shallow pass each and one more for the last of them; or, with D = 0, from a
+             drafter outside of the model (hispec.drafters)
     check    layers [D, C)   resumes from the draft's hidden states, keeps the leading tokens that it agrees with and adds one
                              of its own: these are tentative
     verify   layers [C, L)   resumes from the check's hidden states over all tentative tokens, and has the last word
@@ -12,27 +13,34 @@ Every tier's last token is its own (corrected or bonus), so "all accepted" is no
 position that survives; rollback is the setting of a length. Two-tier decoding (LayerSkip, Kangaroo) is the same round
 without a check tier, plain decoding the same without a draft tier. A tier that resumes at layer 0 begins at the embedding.
 
+The drafts of a cycle are a tree, of which a chain is the simplest. A tier takes it in one pass and accepts one path of it; the
+path is then moved to where a chain would have stood, so that nothing above a cycle knows of trees.
+
 Entry invariant, for every row: KV is valid at every layer for positions 0..n-1, and x_n is not processed yet.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .config import Plan
-from .judges import Judge
+from .config import PLAIN, Plan
+from .drafters.drafter import Draft, Drafter, DrafterError, Source
+from .judges import Judge, Proposals, Verdict
 from .outputs import TokenLogprobs
 from .stages import RoundBatch, Span, Stages, Tier
+from .tree import DraftTree
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round committed. All [rows] int64.
+    """What a round committed.
 
-    counts: tokens to commit, of tokens[:, 1:]; accepted: of the tentative ones, those that verify kept;
-    logits [tokens, vocab] of verify at the places of `span`.
+    tokens, counts             [rows, window + 1], [rows]: tokens[:, 1:] begin with the `counts` tokens to commit
+    drafted, draft_accepted    [rows, sources]: drafts that could be judged, by who made them; of them, those that the tier above kept
+    tentative, accepted        [rows]: tokens put before verify; of them, those that it kept
+    logits, span, nodes        of verify: logits [tokens, vocab] at the places of `span`; nodes [rows, depth + 1] on the accepted path
     """
 
     tokens: Tensor
@@ -43,106 +51,130 @@ class RoundResult:
     accepted: Tensor
     logits: Tensor
     span: Span
+    nodes: Tensor
 
     def logprobs(self, row: int, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         """Of the tokens that `row` committed, by the full model's unprocessed logits; with the `num_top` likeliest at each."""
         first = int(self.span.view.cu_q_lens[row])
         out = []
-        for place, token in enumerate(token_ids, start=first):
-            values = self.logits[place].float().log_softmax(-1)
+        for node, token in zip(self.nodes[row].tolist(), token_ids, strict=False):
+            values = self.logits[first + node].float().log_softmax(-1)
             top = values.topk(num_top) if num_top else None
             best = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else {}
             out.append(TokenLogprobs(token, float(values[token]), best))
         return out
 
 
-def run_round(stages: Stages, plan: Plan, judge: Judge, batch: RoundBatch, draft_confidence: float | None = None) -> RoundResult:
-    """Runs one round of `plan` over the rows of `batch`. Every row with limit > 0 commits at least one token."""
+def run_round(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None, batch: RoundBatch) -> RoundResult:
+    """Runs one round of `plan` over the rows of `batch`; every row with limit > 0 commits at least one token. `drafter`: None if the
+    plan is plain. Raises DrafterError, with nothing committed, if the drafter fails."""
     offset = torch.zeros_like(batch.limits)  # columns that hold x_n and tentative tokens already passed on to verify
-    drafted, draft_accepted = torch.zeros_like(offset), torch.zeros_like(offset)
     if plan.is_plain:
-        return verify(stages, plan, judge, batch, batch.limits.clamp(max=1), drafted, draft_accepted)
+        return verify(stages, PLAIN, judge, None, batch, Proposals(PLAIN.tree, offset, offset), batch.limits.clamp(max=1))
+    assert drafter is not None
+    drafted = offset.new_zeros(len(offset), len(Source))
+    draft_accepted = torch.zeros_like(drafted)
     for _ in range(plan.num_checks):
-        num_drafted = draft(stages, plan, judge, batch, offset, draft_confidence)
-        drafted += num_drafted
-        if plan.check_layer is None:
-            offset = torch.minimum(num_drafted + 1, batch.limits)
-        else:
-            num_kept, advance = check(stages, plan, plan.check_layer, judge, batch, offset, num_drafted)
-            draft_accepted += num_kept
-            offset = offset + advance
-            if not bool((offset < batch.limits).any()):
-                break
-    return verify(stages, plan, judge, batch, offset, drafted, draft_accepted)
-
-
-def draft(stages: Stages, plan: Plan, judge: Judge, batch: RoundBatch, offset: Tensor, confidence: float | None) -> Tensor:
-    """Drafts up to K tokens after column `offset` [rows] -> [rows], how many of them can be judged.
-
-    With `confidence`, drafting stops once no row's last token was likelier than it [Kangaroo §3.2]: that token is kept, and
-    the first is never tested.
-    """
-    num_steps = plan.num_draft_tokens
-    for step in range(plan.num_draft_tokens + 1):
-        index = (offset + step).unsqueeze(-1)
-        span = stages.select(batch, index, index < batch.limits.unsqueeze(-1))
-        if span.num_tokens == 0:
+        draft = _propose(drafter, batch, offset)
+        proposals, source = draft.proposals, torch.nn.functional.one_hot(draft.source, len(Source))
+        drafted += source * proposals.counts.unsqueeze(-1)
+        if plan.check_layer is None or (plan.num_checks == 1 and not bool(proposals.counts.any())):
+            # Without drafts a check has nothing to say: verify resumes where the draft tier stopped.
+            two_tier = Plan(plan.draft_layer, None, plan.num_draft_tokens)
+            result = verify(stages, two_tier, judge, drafter, batch, proposals, torch.minimum(proposals.counts + 1, batch.limits))
+            return replace(result, drafted=drafted, draft_accepted=source * result.accepted.unsqueeze(-1))
+        verdict = check(stages, plan, judge, drafter, batch, proposals)
+        draft_accepted += source * verdict.num_accepted.unsqueeze(-1)
+        offset = offset + (verdict.num_accepted + 1) * (offset < batch.limits)
+        if not bool((offset < batch.limits).any()):
             break
-        hidden = stages.run(stages.embed(batch, span), 0, plan.draft_layer, span)
-        stages.leave(Tier.DRAFT, span, hidden)
-        if step == num_steps:
-            stages.fill(hidden, plan.draft_layer, span.view)
-            break
-        logits = stages.logits(hidden, plan.draft_layer, span)
-        batch.tokens[span.rows, span.index + 1] = judge.choose(logits, batch, span)
-        if confidence is not None and step > 0 and not bool((logits.float().softmax(-1).amax(-1) >= confidence).any()):
-            num_steps = step + 1
-    return (batch.limits - offset - 1).clamp(min=0, max=num_steps)
+    tentative = Proposals(DraftTree.chain(int(offset.max())), torch.zeros_like(offset), offset)
+    return replace(verify(stages, plan, judge, drafter, batch, tentative, offset), drafted=drafted, draft_accepted=draft_accepted)
 
 
-def check(stages: Stages, plan: Plan, check_layer: int, judge: Judge, batch: RoundBatch, offset: Tensor, num_drafted: Tensor) -> tuple[Tensor, Tensor]:
-    """Filters the drafts after column `offset` [rows] -> (drafts kept [rows], columns advanced [rows]).
-
-    The check tier's own token follows the kept ones, so a row advances by one more than it kept, if it was live at all.
-    """
-    steps = torch.arange(int(num_drafted.max()) + 1, device=offset.device)
-    index = offset.unsqueeze(-1) + steps
-    is_live = offset < batch.limits
-    span = stages.select(batch, index, (steps <= num_drafted.unsqueeze(-1)) & is_live.unsqueeze(-1))
-    hidden = stages.run(stages.resume(Tier.DRAFT, span), plan.draft_layer, check_layer, span)
+def check(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter, batch: RoundBatch, proposals: Proposals) -> Verdict:
+    """Filters the drafts of a cycle. The check tier's own token follows the kept ones, so a row advances by one more than it kept, if
+    it was live at all."""
+    assert plan.check_layer is not None
+    proposals = _trimmed(proposals)
+    nodes = proposals.tree.on(batch.limits.device).nodes
+    is_live = proposals.first < batch.limits
+    span = stages.select(batch, proposals.tree, proposals.first, nodes, (nodes <= proposals.counts.unsqueeze(-1)) & is_live.unsqueeze(-1))
+    hidden = stages.run(_resume(stages, Tier.DRAFT, plan.draft_layer, batch, span), plan.draft_layer, plan.check_layer, span)
     stages.leave(Tier.CHECK, span, hidden)
-    num_kept, own = judge.judge(Tier.CHECK, stages.logits(hidden, check_layer, span), batch, span, index, num_drafted)
-    _put(batch.tokens, offset + num_kept + 1, own, is_live)
-    return num_kept, (num_kept + 1) * is_live
+    verdict = judge.judge(Tier.CHECK, stages.logits(hidden, plan.check_layer, span), batch, span, proposals)
+    _keep_path(stages, plan.check_layer, drafter, batch, proposals, verdict)
+    _put(batch.tokens, proposals.first + verdict.num_accepted + 1, verdict.token, is_live)
+    return verdict
 
 
-def verify(stages: Stages, plan: Plan, judge: Judge, batch: RoundBatch, offset: Tensor, drafted: Tensor, draft_accepted: Tensor) -> RoundResult:
-    """Runs the remaining layers over columns 0..offset-1 and decides what is committed.
+def verify(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None, batch: RoundBatch, proposals: Proposals, num_live: Tensor) -> RoundResult:
+    """Runs the remaining layers over the first num_live [rows] nodes of the proposals and decides what is committed.
 
     After a check the token after the last column is tentative too, but was not fed to any tier: the row ends with it if
-    verify accepts it, so a row commits at most `offset` tokens.
+    verify accepts it, so a row commits at most `num_live` tokens.
     """
-    index = batch.columns[: 1 if plan.is_plain else int(offset.max())].unsqueeze(0)
-    span = stages.select(batch, index, index < offset.unsqueeze(-1))
-    hidden = stages.embed(batch, span) if plan.is_plain else stages.resume(Tier.DRAFT if plan.check_layer is None else Tier.CHECK, span)
-    logits = stages.logits(stages.run(hidden, plan.top_layer, stages.num_layers, span), stages.num_layers, span)
-    if plan.is_plain:
-        tentative = accepted = torch.zeros_like(offset)
-        batch.tokens[:, 1:] = span.spread(judge.choose(logits, batch, span))
+    proposals = _trimmed(proposals)
+    tree, depth = proposals.tree, plan.top_layer
+    nodes = tree.on(num_live.device).nodes[: max(1, tree.num_drafts) if plan.check_layer is not None else None]
+    span = stages.select(batch, tree, proposals.first, nodes, nodes < num_live.unsqueeze(-1))
+    hidden = _resume(stages, Tier.DRAFT if plan.check_layer is None else Tier.CHECK, depth, batch, span)
+    logits = stages.logits(stages.run_through(hidden, depth, stages.num_layers, span.view), stages.num_layers, span)
+    if drafter is None:
+        accepted = last = torch.zeros_like(num_live)
+        batch.tokens[:, 1:2] = span.spread(judge.choose(logits, batch, span)).view(-1, 1)
     else:
-        tentative = offset if plan.check_layer is not None else (offset - 1).clamp(min=0)
-        accepted, own = judge.judge(None, logits, batch, span, index, tentative)
-        _put(batch.tokens, accepted + 1, own, accepted < offset)
+        verdict = judge.judge(None, logits, batch, span, proposals)
+        accepted, last = verdict.num_accepted, verdict.last
+        _keep_path(stages, stages.num_layers, drafter, batch, proposals, verdict)
+        _put(batch.tokens, accepted + 1, verdict.token, accepted < num_live)
+    none = num_live.new_zeros(len(num_live), len(Source))
     return RoundResult(
         tokens=batch.tokens,
-        counts=torch.minimum(accepted + 1, offset),
-        drafted=drafted,
-        draft_accepted=accepted if plan.check_layer is None else draft_accepted,
-        tentative=tentative,
+        counts=torch.minimum(accepted + 1, num_live),
+        drafted=none,
+        draft_accepted=none,
+        tentative=proposals.counts,
         accepted=accepted,
         logits=logits,
         span=span,
+        nodes=tree.on(num_live.device).paths[last],
     )
+
+
+def _propose(drafter: Drafter, batch: RoundBatch, first: Tensor) -> Draft:
+    """What the drafter is asked for. A drafter is a heuristic: it must not take requests down."""
+    try:
+        return drafter.propose(batch, first)
+    except AssertionError:  # a broken invariant is ours, not the drafter's
+        raise
+    except Exception as error:
+        raise DrafterError(f"{type(drafter).__name__}: {type(error).__name__}: {error}") from error
+
+
+def _trimmed(proposals: Proposals) -> Proposals:
+    """Without the nodes that no row has."""
+    return Proposals(proposals.tree.prefix(int(proposals.counts.max())), proposals.first, proposals.counts)
+
+
+def _resume(stages: Stages, tier: Tier, layer: int, batch: RoundBatch, span: Span) -> Tensor:
+    """Hidden states after `layer` layers, as `tier` left them."""
+    return stages.resume(tier, span) if layer else stages.embed(batch, span)
+
+
+def _keep_path(stages: Stages, layer: int, drafter: Drafter, batch: RoundBatch, proposals: Proposals, verdict: Verdict) -> None:
+    """Moves the accepted path of a tree, as far as `layer` layers have computed it, to where a chain stands. A chain stands there."""
+    tree, first = proposals.tree, proposals.first.unsqueeze(-1)
+    if tree.is_chain:
+        return
+    shape = tree.on(first.device)
+    steps = shape.nodes[1 : tree.depth + 1]
+    accepted = steps <= verdict.num_accepted.unsqueeze(-1)
+    sources = torch.where(accepted, first + shape.paths[verdict.last][:, 1:], 0)
+    targets = torch.where(accepted, first + steps, -1)
+    batch.tokens.scatter_(1, torch.where(accepted, targets, 0), batch.tokens.gather(1, sources))
+    stages.move(batch, layer, sources, targets)
+    drafter.move(batch, sources, targets)
 
 
 def _put(tokens: Tensor, column: Tensor, values: Tensor, where: Tensor) -> None:

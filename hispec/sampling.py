@@ -30,14 +30,26 @@ class RowSampling:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the logits of a pass belong: rows [tokens]; index [tokens], position within the round of the token that was
-    fed; positions [tokens], absolute position of the token to be chosen; window_tokens [rows, window + 1], the round's
-    tokens so far, whose first is the last committed one."""
+    """Where the logits of a pass belong: rows [tokens]; index [tokens], column of the token that was fed in the round's window;
+    positions [tokens], absolute position of the token to be chosen; window_tokens [rows, window + 1], the round's tokens so
+    far, whose first is the last committed one. In a tree also first [tokens], the column after which it begins, and
+    paths [tokens, depth], the columns on the way to the place."""
 
     rows: Tensor
     index: Tensor
     positions: Tensor
     window_tokens: Tensor
+    first: Tensor | None = None
+    paths: Tensor | None = None
+
+    def tentative(self) -> Tensor:
+        """[tokens, window + 1] bool: the uncommitted tokens of the window that stand before the token to be chosen."""
+        columns = torch.arange(self.window_tokens.shape[1], device=self.rows.device)
+        if self.first is None or self.paths is None:
+            return (columns >= 1) & (columns <= self.index.unsqueeze(-1))
+        before = (columns <= self.first.unsqueeze(-1)).scatter(1, self.paths, True)
+        before[:, 0] = False
+        return before
 
 
 class Sampler:
@@ -79,6 +91,20 @@ class Sampler:
         key = noise.keys(self._seeds[at.rows], at.positions, noise.Stream.CHOICE)
         sampled = self._temperature[at.rows] > 0
         return torch.where(sampled, draw(self._filtered(logits, at.rows), key), logits.argmax(-1))
+
+    def choose_top(self, logits: Tensor, at: Places, num: int) -> Tensor:
+        """The `num` likeliest tokens [tokens, num] under the position's noise, the coupled choice first."""
+        best = self.choose(logits, at).unsqueeze(-1)
+        if num == 1:
+            return best
+        logits = self._adjusted(logits, at)
+        if self._any_sampled:
+            key = noise.keys(self._seeds[at.rows], at.positions, noise.Stream.CHOICE)
+            sampled = (self._temperature[at.rows] > 0).unsqueeze(-1)
+            logits = torch.where(sampled, self._filtered(logits, at.rows) + noise.gumbel(key, logits.shape[-1]), logits)
+        # The choice itself is put first by hand: a tie, or another rounding of the noise, must not leave it out.
+        others = logits.scatter(1, best, -torch.inf).topk(num - 1, dim=-1).indices
+        return torch.cat((best, others), dim=1)
 
     def probabilities(self, logits: Tensor, at: Places) -> Tensor:
         """The distribution [tokens, vocab] that the row samples from; one-hot for greedy rows."""
@@ -196,9 +222,7 @@ class _Penalties:
         slots = self._slot_of_row[at.rows]
         counts = self._counts[slots]
         tokens = at.window_tokens[at.rows]
-        steps = torch.arange(tokens.shape[1], device=tokens.device)
-        tentative = (steps >= 1) & (steps <= at.index.unsqueeze(-1))  # the window's first token is committed, so counted
-        counts.scatter_add_(1, tokens, (tentative & (slots > 0).unsqueeze(-1)).float())
+        counts.scatter_add_(1, tokens, (at.tentative() & (slots > 0).unsqueeze(-1)).float())
         repetition, presence, frequency = self._penalties[slots].unsqueeze(-1).unbind(1)
         seen = (counts > 0) | self._in_prompt[slots]
         logits.copy_(torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits))

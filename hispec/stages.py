@@ -16,6 +16,7 @@ from ee_models.config import ModelConfig
 from ee_models.exits import Exit
 
 from .sampling import Places, Sampler
+from .tree import DraftTree
 
 
 class DecoderLike(Protocol):
@@ -42,7 +43,8 @@ class Tier(IntEnum):
 
 @dataclass
 class RoundBatch:
-    """The rows of one round, on the device. Column j of the window is position starts + j of the row's sequence.
+    """The rows of one round, on the device. Column j of the window lies in the KV slot of position starts + j of the row's
+    sequence, and is that position except in the tree of a draft cycle, whose siblings share one.
 
     tokens           [rows, window + 1] int64: column 0 is x_n, the last committed token; the rest is filled by the tiers
     starts           [rows] int64: n, the position of x_n; KV is valid below it at every layer
@@ -69,14 +71,19 @@ class Span:
     """Live places of one pass, packed row after row.
 
     rows, index [tokens]: row, and column in the round's window; flat [tokens] = row * window + index;
-    place [tokens]: flat place in the rectangle [rows, q_len] that the span was picked from, whose sizes are `shape`.
+    first, node [tokens]: column of the draft cycle's first node, and which of its nodes this is: index = first + node;
+    place [tokens]: flat place in the rectangle [rows, q_len] that the span was picked from, whose sizes are `shape`;
+    paths [tokens, depth]: columns of the drafts on the way to each place; None for a chain, where they are those before it.
     """
 
     rows: Tensor
     index: Tensor
     flat: Tensor
+    first: Tensor
+    node: Tensor
     place: Tensor
     shape: tuple[int, int]
+    paths: Tensor | None
     view: BatchView
 
     @property
@@ -95,21 +102,26 @@ class Span:
 
 @dataclass
 class PassCounts:
-    """Layers of the model run, summed over passes; layers times positions; and passes over an adapter's blocks for logits."""
+    """Layers of the model run, summed over passes; those of prompts among them; layers times positions; and passes over an adapter's
+    blocks for logits."""
 
     layer_passes: int = 0
+    prefill_layer_passes: int = 0
     layer_positions: int = 0
     adapter_passes: int = 0
 
+    def reset(self) -> None:
+        self.layer_passes = self.prefill_layer_passes = self.layer_positions = self.adapter_passes = 0
+
 
 class Stages:
-    """The eager executor of stages, over one decoder with its exits, one KV and one hidden-state buffer.
+    """The eager executor of stages, over one decoder with its exits, one KV and one hidden-state buffer (None: no tier resumes).
 
     Exits that are not among `exits` are read through the model's own head. KV of each exit follows that of the model's
     layers and of the exits before it.
     """
 
-    def __init__(self, decoder: DecoderLike, num_layers: int, kv: PagedKV, hidden: HiddenBuffer, counts: PassCounts, exits: Iterable[Exit] = ()) -> None:
+    def __init__(self, decoder: DecoderLike, num_layers: int, kv: PagedKV, hidden: HiddenBuffer | None, counts: PassCounts, exits: Iterable[Exit] = ()) -> None:
         self.num_layers = num_layers
         self.counts = counts
         self._decoder, self._kv, self._hidden = decoder, kv, hidden
@@ -119,18 +131,28 @@ class Stages:
             self._exits[exit_.layer] = exit_, kv_layer
             kv_layer += exit_.num_kv_layers
 
-    def select(self, batch: RoundBatch, index: Tensor, live: Tensor) -> Span:
-        """The places of index [rows, q_len] that are live [rows, q_len]."""
+    @staticmethod
+    def select(batch: RoundBatch, tree: DraftTree, first: Tensor, nodes: Tensor, live: Tensor) -> Span:
+        """The live [rows, q_len] places of a draft cycle of this shape: `nodes` [q_len] of `tree`, of which node 0 stands in column
+        first [rows]. A live node's parents must be live in this round."""
         rows, q_len = live.shape
         place = live.reshape(-1).nonzero().squeeze(-1)
-        row = place // q_len
-        column = index.expand_as(live).reshape(-1)[place]
+        row, node = place // q_len, nodes[place % q_len]
+        first = first[row]
+        column = first + node
         positions = batch.starts[row] + column
         slots = packed_slots_of(batch.block_tables, row, positions, batch.block_size)
         cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=live.device)
         torch.cumsum(live.sum(-1), 0, out=cu_q_lens[1:])
-        view = BatchView(positions, slots, batch.block_tables, cu_q_lens, max_q_len=q_len, max_context_len=batch.max_context_len)
-        return Span(row, column, row * batch.window + column, place, (rows, q_len), view)
+        paths = path_slots = path_starts = None
+        if not tree.is_chain:
+            shape = tree.on(live.device)
+            path_starts = batch.starts[row] + first + 1
+            positions = path_starts - 1 + shape.depths[node]
+            paths = first.unsqueeze(-1) + shape.paths[node, 1:]
+            path_slots = packed_slots_of(batch.block_tables, row.unsqueeze(-1), batch.starts[row].unsqueeze(-1) + paths, batch.block_size)
+        view = BatchView(positions, slots, batch.block_tables, cu_q_lens, q_len, batch.max_context_len, path_slots, path_starts)
+        return Span(row, column, row * batch.window + column, first, node, place, (rows, q_len), paths, view)
 
     def embed(self, batch: RoundBatch, span: Span) -> Tensor:
         """Hidden states [tokens, hidden] of the tokens at the span's places."""
@@ -147,10 +169,12 @@ class Stages:
 
     def leave(self, tier: Tier, span: Span, hidden: Tensor) -> None:
         """Leaves hidden [tokens, hidden] for the tier that resumes here."""
+        assert self._hidden is not None
         self._hidden.write(tier, span.flat, hidden)
 
     def resume(self, tier: Tier, span: Span) -> Tensor:
         """What `tier` left at the span's places."""
+        assert self._hidden is not None
         return self._hidden.read(tier, span.flat)
 
     def logits(self, hidden: Tensor, exit_layer: int, span: Span) -> Tensor:
@@ -167,16 +191,40 @@ class Stages:
             exit_, kv_layer = self._exits[exit_layer]
             exit_.fill(hidden, self._kv, kv_layer, view)
 
+    def run_through(self, hidden: Tensor, lo: int, hi: int, view: BatchView) -> Tensor:
+        """As `run`, and fills every exit on the way: those after layers above `lo`, up to `hi`."""
+        for stop in sorted({layer for layer in self._exits if lo < layer < hi} | {hi}):
+            self.count(lo, stop, view.num_tokens)
+            hidden = self._decoder.run_layers(hidden, lo, stop, self._kv, view)
+            self.fill(hidden, stop, view)
+            lo = stop
+        return hidden
+
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
         """Writes the KV of all layers and of all exits for token_ids [tokens]."""
-        hidden, lo = self._decoder.embed(token_ids), 0
-        for hi in [*self._exits, self.num_layers]:
-            self.count(lo, hi, view.num_tokens)
-            hidden = self._decoder.run_layers(hidden, lo, hi, self._kv, view)
-            self.fill(hidden, hi, view)
-            lo = hi
+        before = self.counts.layer_passes
+        self.run_through(self._decoder.embed(token_ids), 0, self.num_layers, view)
+        self.counts.prefill_layer_passes += self.counts.layer_passes - before
+
+    def move(self, batch: RoundBatch, layer: int, sources: Tensor, targets: Tensor) -> None:
+        """Copies what stands in columns sources [rows, n] to columns targets [rows, n], -1 = nowhere: KV of layers [0, layer) and of
+        the exits there, and what the check tier left."""
+        slots_from, slots_to = self._slots(batch, sources), self._slots(batch, targets.clamp(min=0)).masked_fill((targets < 0).reshape(-1), -1)
+        self._kv.move(0, layer, slots_from, slots_to)
+        for exit_layer, (exit_, kv_layer) in self._exits.items():
+            if exit_layer <= layer and exit_.num_kv_layers:
+                self._kv.move(kv_layer, kv_layer + exit_.num_kv_layers, slots_from, slots_to)
+        if self._hidden is not None:
+            rows = torch.arange(sources.shape[0], device=sources.device).unsqueeze(-1) * batch.window
+            self._hidden.move(Tier.CHECK, (rows + sources).reshape(-1), torch.where(targets < 0, -1, rows + targets).reshape(-1))
+
+    @staticmethod
+    def _slots(batch: RoundBatch, columns: Tensor) -> Tensor:
+        """KV slots [rows * n] of columns [rows, n]."""
+        rows = torch.arange(columns.shape[0], device=columns.device).unsqueeze(-1)
+        return packed_slots_of(batch.block_tables, rows, batch.starts.unsqueeze(-1) + columns, batch.block_size).reshape(-1)
 
     @staticmethod
     def places(batch: RoundBatch, span: Span) -> Places:
         """Where the logits of the span's places belong."""
-        return Places(span.rows, span.index, span.view.positions + 1, batch.tokens)
+        return Places(span.rows, span.index, span.view.positions + 1, batch.tokens, span.first, span.paths)

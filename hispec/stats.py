@@ -1,6 +1,7 @@
 """Counts of what the engine did. Rates are derived where they are printed."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ class RoundCounts:
     tokens                   output tokens kept
     committed                tokens that rounds committed; more than `tokens` by what lay beyond a request's end
     drafted, draft_accepted  draft tokens that could be judged; of them, those that the tier above kept
+    looked_up, looked_up_accepted   of these, the ones that prompt lookup proposed
     tentative, accepted      tokens put before verify; of them, those that it kept
     accept_length_histogram  index = tokens that one row's round committed
     """
@@ -22,17 +24,21 @@ class RoundCounts:
     committed: int = 0
     drafted: int = 0
     draft_accepted: int = 0
+    looked_up: int = 0
+    looked_up_accepted: int = 0
     tentative: int = 0
     accepted: int = 0
     accept_length_histogram: list[int] = field(default_factory=list)
 
-    def add(self, committed: int, tokens: int, drafted: int, draft_accepted: int, tentative: int, accepted: int) -> None:
-        """Counts one row's round."""
+    def add(self, committed: int, tokens: int, drafted: Sequence[int], draft_accepted: Sequence[int], tentative: int, accepted: int) -> None:
+        """Counts one row's round; `drafted` and `draft_accepted` by Source (computed, looked up)."""
         self.rounds += 1
         self.committed += committed
         self.tokens += tokens
-        self.drafted += drafted
-        self.draft_accepted += draft_accepted
+        self.drafted += sum(drafted)
+        self.draft_accepted += sum(draft_accepted)
+        self.looked_up += drafted[1]
+        self.looked_up_accepted += draft_accepted[1]
         self.tentative += tentative
         self.accepted += accepted
         histogram = self.accept_length_histogram
@@ -46,15 +52,17 @@ class EngineStats:
 
     steps            engine steps that ran a round
     prefill_tokens   prompt positions computed
+    drafter_failures rounds that a drafter could not take part in, so that their requests went on with plain decoding
     """
 
     round: RoundCounts = field(default_factory=RoundCounts)
     steps: int = 0
     prefill_tokens: int = 0
     finished: int = 0
+    drafter_failures: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, in plain types."""
-        own = {"steps": self.steps, "prefill_tokens": self.prefill_tokens, "finished": self.finished}
+        own = {"steps": self.steps, "prefill_tokens": self.prefill_tokens, "finished": self.finished, "drafter_failures": self.drafter_failures}
         counts = dict(vars(self.round), accept_length_histogram=list(self.round.accept_length_histogram))
         return {**counts, **own}

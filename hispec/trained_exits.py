@@ -10,7 +10,7 @@ from ee_models.exit_files import INFO, ExitsError, ExitsFile, fingerprint
 from ee_models.exits import AdapterExit, load_exits
 from ee_models.loader import Checkpoint
 
-from .config import ExitConfig, SpeculativeConfig
+from .config import CheckConfig, DraftConfig, SpeculativeConfig
 
 SHIPPED = Path(ee_models.__file__).parent / "pretrained"
 
@@ -75,7 +75,7 @@ def shipped_exits(checkpoint: Checkpoint) -> ExitsFile:
     )
 
 
-def _named(speculative: SpeculativeConfig | None) -> Iterable[tuple[str, ExitConfig, int]]:
+def _named(speculative: SpeculativeConfig | None) -> Iterable[tuple[str, DraftConfig | CheckConfig, int]]:
     for name, layer in speculative.trained_layers().items() if speculative else ():
         config = getattr(speculative, name)
         yield name, config, layer

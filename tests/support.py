@@ -10,9 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hispec.config import EngineConfig, Plan, SpeculativeConfig
+from hispec.drafters.computed import ComputedDrafter, ExitSpeaker
 from hispec.engine import Engine
+from hispec.judges import Judge
 from hispec.sampling_params import SamplingParams
-from hispec.stages import DecoderLike
+from hispec.stages import DecoderLike, Stages
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PLANS = [
@@ -76,3 +78,8 @@ def transformers_greedy(model: PreTrainedModel, prompt: Sequence[int], num_token
             pad_token_id=0,
         )
     return out[0, len(prompt) :].tolist()
+
+
+def exit_drafter(stages: Stages, plan: Plan, judge: Judge) -> ComputedDrafter:
+    """What an engine makes for a plan that drafts by an early exit; plain plans do not ask it."""
+    return ComputedDrafter(ExitSpeaker(stages, plan.draft_layer), judge, plan.tree)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hispec import accept, noise
+from hispec.tree import DraftTree
 
 VOCAB = 4
 BISECTIONS = 26  # float32 has no finer uniforms than 2 ** -24 near 1
@@ -37,8 +38,8 @@ def coupled_by_hand(own: list[int], proposed: list[int], num_proposed: int) -> i
     ],
 )
 def test_coupled_accepts_the_leading_matches_and_adds_its_own_token(proposed: list[int], num_proposed: int, num_accepted: int, token: int | None) -> None:
-    count, own = accept.coupled(torch.tensor([[5, 6, 7]]), torch.tensor([proposed]), torch.tensor([num_proposed]))
-    assert count.tolist() == [num_accepted]
+    count, last, own = accept.coupled(torch.tensor([[5, 6, 7]]), torch.tensor([proposed]), torch.tensor([num_proposed]), DraftTree.chain(3))
+    assert count.tolist() == last.tolist() == [num_accepted]
     assert token is None or own.tolist() == [token]
 
 
@@ -49,7 +50,9 @@ def test_coupled_is_right_for_every_pattern_of_three_places_in_one_batch() -> No
         for proposed in itertools.product((0, 1), repeat=3)
         for num_proposed in range(4)
     ]
-    counts, tokens = accept.coupled(*(torch.tensor([case[i] for case in cases]) for i in range(3)))
+    owns, proposals, nums = (torch.tensor([case[i] for case in cases]) for i in range(3))
+    counts, lasts, tokens = accept.coupled(owns, proposals, nums, DraftTree.chain(3))
+    assert torch.equal(counts, lasts)
     for (own, proposed, num_proposed), count, token in zip(cases, counts.tolist(), tokens.tolist(), strict=True):
         assert count == coupled_by_hand(list(own), list(proposed), num_proposed)
         assert count == 3 or token == own[count]

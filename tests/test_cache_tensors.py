@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import gc
+import statistics
+import time
 import weakref
 
 import pytest
@@ -153,3 +155,64 @@ def test_a_slot_is_its_blocks_first_slot_and_the_offset_in_it(block_size: int) -
             block, offset = divmod(slot, block_size)
             assert (block, offset) == (int(tables[row, position // block_size]), position % block_size)
     assert slots.unique().numel() == slots.numel(), "two positions share a slot"
+
+
+MOVES = [
+    ([5, 2, 7], [0, 1, 3]),
+    ([4, 5, 6], [5, 6, 4]),  # a cycle: each is read before it is written
+    ([1, 2, 3], [0, 1, 2]),  # each moves to where the last one was
+    ([6], [6]),
+    ([3, 5, 7], [-1, 3, -1]),  # one that goes nowhere comes from where another goes to
+    ([0, 4, 0], [-1, 0, 7]),  # and the first of all slots likewise
+    ([-1, 2, 8], [-1, 4, -1]),  # and from no slot at all
+    ([3, 5], [-1, -1]),
+    ([-1, -1], [-1, -1]),
+    ([], []),
+]
+
+
+def moved(data: torch.Tensor, sources: list[int], targets: list[int]) -> torch.Tensor:
+    """A copy of data [..., n, size] with n-places moved, pair by pair."""
+    out = data.clone()
+    for source, target in zip(sources, targets, strict=True):
+        if target >= 0:
+            out[..., target, :] = data[..., source, :]
+    return out
+
+
+@pytest.mark.parametrize(("sources", "targets"), MOVES)
+@pytest.mark.parametrize(("first_layer", "last_layer"), [(0, 3), (1, 2), (1, 3), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kv_is_moved_at_its_layers_and_nowhere_else(first_layer: int, last_layer: int, sources: list[int], targets: list[int], dtype: torch.dtype) -> None:
+    kv = make_kv(dtype)
+    kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(1)))
+    expected = kv.data.clone()
+    span = slice(first_layer, last_layer)
+    expected[span] = moved(kv.data[span].flatten(3), sources, targets).view_as(kv.data[span])
+    kv.move(first_layer, last_layer, torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
+    assert torch.equal(kv.data, expected)
+
+
+@pytest.mark.parametrize(("sources", "targets"), MOVES)
+def test_hidden_states_are_moved_at_their_exit_and_nowhere_else(sources: list[int], targets: list[int]) -> None:
+    buffer = HiddenBuffer(2, 3, 3, 2, torch.float32, CPU)
+    buffer.data.copy_(torch.randn(buffer.data.shape, generator=torch.Generator().manual_seed(1)))
+    expected = buffer.data.clone()
+    expected[1] = moved(buffer.data[1].flatten(0, 1), sources, targets).view(3, 3, 2)
+    buffer.move(1, torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
+    assert torch.equal(buffer.data, expected)
+
+
+@pytest.mark.slow
+def test_a_move_of_a_small_models_kv_takes_little() -> None:
+    """SmolLM2-135M's shape, four places: far below a layer's time."""
+    kv = PagedKV(30, 400, 16, 3, 64, torch.float32, CPU)
+    sources, targets = torch.tensor([700, 1205, 3310, 77]), torch.tensor([701, 702, 703, -1])
+    times_s = []
+    for _ in range(100):
+        start = time.perf_counter()
+        kv.move(0, 30, sources, targets)
+        times_s.append(time.perf_counter() - start)
+    taken_ms = statistics.median(times_s[10:]) * 1e3
+    print(f"{taken_ms:.3f} ms")
+    assert taken_ms < 0.5

@@ -316,7 +316,7 @@ def test_llm_refuses_exits_before_it_loads_weights(tmp_path: Path, tiny_path: Pa
 @pytest.mark.parametrize(
     ("speculative", "words"),
     [
-        ({"draft": {"layer": 3, "path": "somewhere"}}, "path='somewhere' names trained exits, but kind='exit' reads the model's own head; set kind: adapter"),
+        ({"draft": {"layer": 3, "path": "somewhere"}}, "path='somewhere' means nothing for kind='exit'; leave it out, or choose .*: adapter, hybrid, model"),
         ({"draft": {"layer": 3}, "check": {"layer": 5, "path": "x"}}, r"speculative\.check: path='x' names trained exits"),
         ({"draft": {"layer": 3, "kind": "adaptor"}}, "kind.*adapter"),
         ({"draft": {"layer": 3, "kind": "adapter", "path": ""}}, "path"),

@@ -22,7 +22,7 @@ from hispec.stages import PassCounts, RoundBatch, Stages
 from tests.adapter_engines import CASES, MIXES, PROMPTS, Make, assert_always_accepted
 from tests.adapters import HistoryExit, adapter_engine, make_module
 from tests.scripted import ScriptedDecoder, tiny_config
-from tests.support import make_engine, run
+from tests.support import exit_drafter, make_engine, run
 from tests.test_laws_rejection import FIRST, LAYERS, VOCAB, Paths, paths  # noqa: F401 - `paths` is a fixture
 from tests.tiny import TINY_VOCAB
 
@@ -99,7 +99,7 @@ def one_round(decoder: ScriptedDecoder, exits: list[HistoryExit], plan: Plan, pa
     tokens[0, 0] = FIRST
     sampler = Sampler([RowSampling(params, 0, [FIRST], [], stop_ids)], VOCAB, torch.device("cpu"))
     batch = RoundBatch(tokens, torch.tensor([0]), torch.tensor([plan.window]), torch.tensor([[2, 0, 1, 3]]), 4, 16, sampler)
-    result = run_round(stages, plan, judge, batch)
+    result = run_round(stages, plan, judge, exit_drafter(stages, plan, judge), batch)
     return tuple(result.tokens[0, 1 : 1 + int(result.counts[0])].tolist())
 
 
@@ -202,17 +202,19 @@ def confident_below(limit: int, wrong: int = 0) -> Callable[[int, int, int], Ten
 @pytest.mark.parametrize(
     ("prompts", "drafted"),
     [
-        ([[3]], 5),  # sure: all K
-        ([[30]], 2),  # unsure: the first is never tested, the second is, and is kept
-        ([[30], [40]], 2),
-        ([[3], [30]], 5),  # drafting stops only when every row is unsure
+        ([[3]], [5]),  # sure: all K
+        ([[30]], [0]),  # unsure: not even the first
+        ([[30], [40]], [0, 0]),
+        ([[3], [30]], [5, 0]),  # a row stops for itself
     ],
 )
-def test_drafting_stops_when_every_live_row_is_unsure_and_never_before_the_second(prompts: list[list[int]], drafted: int) -> None:
+def test_a_row_drafts_no_further_than_the_exit_is_sure(prompts: list[list[int]], drafted: list[int]) -> None:
     script = confident_below(25)
     for exits in ([], [HistoryExit(2, script)]):
         engine = adapter_engine(ScriptedDecoder(script), Plan(2, None, 5, 1), exits, confidence=0.5)
-        run(engine, prompts, SamplingParams(temperature=0.0, max_tokens=(drafted + 1) * 4))
+        run(engine, prompts, [SamplingParams(temperature=0.0, max_tokens=(num + 1) * 4) for num in drafted])
         stats = engine.stats()
-        assert stats["drafted"] == drafted * stats["rounds"] == drafted * 4 * len(prompts)
-        assert stats["layer_passes"] == 4 * ((drafted + 1) * 2 + 7)
+        assert stats["rounds"] == 4 * len(prompts) and stats["drafted"] == stats["draft_accepted"] == 4 * sum(drafted)
+        assert stats["layer_passes"] == 4 * ((max(drafted) + 1) * 2 + 7)
+        for exit_ in exits:
+            assert exit_.num_read == 4 * sum(drafted) + 4 * drafted.count(0), "a row that stopped was drafted for"

@@ -23,6 +23,7 @@ from hispec.sampling import RowSampling, Sampler
 from hispec.sampling_params import SamplingParams
 from hispec.stages import PassCounts, RoundBatch, Stages
 from tests.scripted import ScriptedDecoder
+from tests.support import exit_drafter
 
 VOCAB, LAYERS, FIRST = 3, 4, 1
 PLANS = [Plan(), Plan(1, None, 1, 1), Plan(1, None, 2, 1), Plan(1, 2, 1, 1), Plan(1, 3, 2, 1), Plan(1, 2, 1, 2)]
@@ -94,7 +95,7 @@ def one_round(decoder: ScriptedDecoder, plan: Plan, limit: int) -> tuple[int, ..
     tokens[0, 0] = FIRST
     sampler = Sampler([RowSampling(SamplingParams(temperature=1.0), 0, [FIRST], [], frozenset())], VOCAB, torch.device("cpu"))
     batch = RoundBatch(tokens, torch.tensor([0]), torch.tensor([limit]), torch.tensor([[2, 0, 1, 3]]), 4, 16, sampler)
-    result = run_round(stages, plan, judge, batch)
+    result = run_round(stages, plan, judge, exit_drafter(stages, plan, judge), batch)
     return tuple(result.tokens[0, 1 : 1 + int(result.counts[0])].tolist())
 
 

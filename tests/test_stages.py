@@ -4,11 +4,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.hidden import HiddenBuffer
-from cache.paged_kv import PagedKV
 from hispec.sampling import Sampler
-from hispec.stages import PassCounts, RoundBatch, Stages
-from tests.scripted import ScriptedDecoder, one_hot_script
+from hispec.stages import RoundBatch, Stages
+from hispec.tree import DraftTree
 
 WINDOW = 6
 
@@ -20,15 +18,13 @@ WINDOW = 6
 def test_packing_agrees_with_a_walk(rows: int, q_len: int, block_size: int, share: float) -> None:
     generator = torch.Generator().manual_seed(rows * 100 + q_len * 10 + block_size)
     live = torch.rand(rows, q_len, generator=generator) < share
-    index = torch.randint(0, WINDOW - q_len + 1, (rows, 1), generator=generator) + torch.arange(q_len)
+    first, nodes = torch.randint(0, WINDOW - q_len + 1, (rows,), generator=generator), torch.arange(q_len)
+    index = first.unsqueeze(-1) + nodes
     starts = torch.randint(0, 40, (rows,), generator=generator)
     tables = torch.randperm(rows * 64, generator=generator).view(rows, 64)
     limits = torch.full((rows,), WINDOW)
     sampler = Sampler([None] * rows, 50, torch.device("cpu"))
     batch = RoundBatch(torch.zeros(rows, WINDOW + 1, dtype=torch.int64), starts, limits, tables, block_size, 64, sampler)
-    decoder = ScriptedDecoder(one_hot_script(lambda *_: 0))
-    cpu = torch.device("cpu")
-    stages = Stages(decoder, 9, PagedKV(9, 1, 1, 1, 2, torch.float32, cpu), HiddenBuffer(2, rows, WINDOW, 3, torch.float32, cpu), PassCounts())
     walked, ends = [], [0]
     for row in range(rows):
         for j in range(q_len):
@@ -38,7 +34,7 @@ def test_packing_agrees_with_a_walk(rows: int, q_len: int, block_size: int, shar
                 slot = int(tables[row, position // block_size]) * block_size + position % block_size
                 walked.append((row, column, row * WINDOW + column, row * q_len + j, position, slot))
         ends.append(len(walked))
-    span = stages.select(batch, index, live)
+    span = Stages.select(batch, DraftTree.chain(q_len), first, nodes, live)
     found = (span.rows, span.index, span.flat, span.place, span.view.positions, span.view.slots)
     assert list(zip(*(values.tolist() for values in found), strict=True)) == walked
     assert span.view.cu_q_lens.tolist() == ends

@@ -23,8 +23,8 @@ class AttentionBackend(Protocol):
 
     def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: Any) -> Tensor:
         """Causal attention of q [tokens, heads, head_dim] over the KV already written at `layer` -> [tokens, heads * head_dim].
-        A token sees positions 0 up to its own of its row; scores are scaled by head_dim ** -0.5; query head h reads KV
-        head h // (heads / kv_heads)."""
+        A token sees positions 0 up to its own of its row, in a tree those of its own path; scores are scaled by head_dim ** -0.5;
+        query head h reads KV head h // (heads / kv_heads)."""
 
 
 def select_backend(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:

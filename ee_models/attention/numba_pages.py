@@ -4,6 +4,9 @@ Work is cut into units of (row, KV head, a few tokens). A unit walks the context
 position 0, with an online softmax; its queries go through a tile four at a time, so that keys and values are loaded once
 for four. The tiles, and the order of every sum for one query, depend on nothing but that query's own position: so a
 token's output has the same bits whatever else is in the pass, and whatever the block size.
+
+In a tree the nodes of a unit share the tiles in which they see the same slots. From there on they take turns, each with its
+own path in the tile: the arithmetic, and so the bits, are those of a chain of the node and its ancestors.
 """
 from __future__ import annotations
 
@@ -24,30 +27,41 @@ from ..kernels.numba_math import ONE, ZERO, exp32, transpose_8x8
 _TILE = 64
 _QUERIES_PER_UNIT = 16
 _FAR_BELOW = np.float32(-1e30)
+_NO_PATH = 1 << 62  # the start of a chain's path: the block table tells every slot
 # Multiplications in a call from which it pays to wake other threads.
 _PARALLEL_FROM = 1 << 21
 _OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc"}, "error_model": "numpy", "cache": True, "nogil": True}
 
 
 @njit(**_OPTIONS)
-def _load_tile(keys: Any, values: Any, table: Any, block_size: int, kv_head: int, start: int, count: int, key_tile: Any, value_tile: Any) -> None:
-    """Copies `count` positions from `start` on: keys transposed to [head_dim, tile], values as [tile, head_dim].
+def _find_slots(table: Any, block_size: int, path: Any, path_start: int, start: int, count: int, slots: Any) -> None:
+    """Slots of `count` positions from `start` on; then, up to a multiple of eight, the last one again."""
+    by_table = max(0, min(count, path_start - start))
+    for j in range(by_table):
+        position = start + j
+        slots[j] = table[position // block_size] * block_size + position % block_size
+    for j in range(by_table, count):
+        slots[j] = path[start + j - path_start]
+    for j in range(count, (count + 7) // 8 * 8):
+        slots[j] = slots[count - 1]
+
+
+@njit(**_OPTIONS)
+def _load_tile(keys: Any, values: Any, slots: Any, kv_head: int, loaded: int, count: int, key_tile: Any, value_tile: Any) -> None:
+    """Copies `count` positions: keys transposed to [head_dim, tile], values as [tile, head_dim]. The first `loaded`, a multiple
+    of eight, are there already.
 
     Columns past `count`, up to a multiple of eight, repeat the last position; nothing reads them but with weight 0.
     """
     head_dim = key_tile.shape[0]
-    slots = np.empty(_TILE, np.int64)
-    for j in range(_TILE):
-        position = start + min(j, count - 1)
-        slots[j] = table[position // block_size] * block_size + position % block_size
-    for j in range(count):
+    for j in range(loaded, count):
         v, v_tile = values[slots[j], kv_head], value_tile[j]
         for d in range(head_dim):
             v_tile[d] = v[d]
     whole = head_dim // 8 * 8
     base, slot_stride = keys.ctypes.data + kv_head * keys.strides[1], keys.strides[0]
     out, out_stride = key_tile.ctypes.data, key_tile.strides[0]
-    for j in range(0, count, 8):
+    for j in range(loaded, count, 8):
         a0, a1 = base + slots[j] * slot_stride, base + slots[j + 1] * slot_stride
         a2, a3 = base + slots[j + 2] * slot_stride, base + slots[j + 3] * slot_stride
         a4, a5 = base + slots[j + 4] * slot_stride, base + slots[j + 5] * slot_stride
@@ -55,7 +69,7 @@ def _load_tile(keys: Any, values: Any, table: Any, block_size: int, kv_head: int
         for d in range(0, whole, 8):
             at = d * 4
             transpose_8x8((a0 + at, a1 + at, a2 + at, a3 + at, a4 + at, a5 + at, a6 + at, a7 + at), out + d * out_stride + j * 4, out_stride)
-    for j in range(count):
+    for j in range(loaded, count):
         k = keys[slots[j], kv_head]
         for d in range(whole, head_dim):
             key_tile[d, j] = k[d]
@@ -123,39 +137,64 @@ def _accumulate(weights: Any, count: int, value_tile: Any, sums: Any) -> None:
 
 @njit(**_OPTIONS)
 def _attend_unit(
-    q: Any, keys: Any, values: Any, table: Any, block_size: int, positions: Any, first: int, last: int, kv_head: int, scale: Any, out: Any
+    q: Any,
+    keys: Any,
+    values: Any,
+    table: Any,
+    block_size: int,
+    positions: Any,
+    paths: Any,
+    path_starts: Any,
+    first: int,
+    last: int,
+    kv_head: int,
+    scale: Any,
+    out: Any,
 ) -> None:
     """Attention of tokens first..last-1 of one row, for the query heads that read `kv_head`.
 
-    Queries are (token, head) pairs, made up to a multiple of four by ones that see nothing past the first tile.
+    Queries are (token, head) pairs, taken four at a time; those among the four that are not in turn see nothing.
     """
     head_dim, group = q.shape[2], q.shape[1] // keys.shape[1]
     num_queries = (last - first) * group
-    padded = (num_queries + 3) // 4 * 4
+    padded = num_queries + 3
     queries, sums = np.zeros((padded, head_dim), np.float32), np.zeros((padded, head_dim), np.float32)
     peak, total = np.full(padded, _FAR_BELOW), np.zeros(padded, np.float32)
-    lengths = np.ones(padded, np.int64)  # positions that each query sees
+    lengths = np.zeros(padded, np.int64)  # positions that each query sees
+    context_len, shared = 0, path_starts[first]  # positions below `shared` have the same slots for all
+    for token in range(first, last):
+        context_len, shared = max(context_len, positions[token] + 1), min(shared, path_starts[token])
     for i in range(num_queries):
         token, head = first + i // group, kv_head * group + i % group
         lengths[i] = positions[token] + 1
         for d in range(head_dim):
             queries[i, d] = q[token, head, d] * scale
     key_tile, value_tile = np.zeros((head_dim, _TILE), np.float32), np.zeros((_TILE, head_dim), np.float32)
-    scores = np.empty((4, _TILE), np.float32)
-    context_len = positions[last - 1] + 1  # a row's tokens are in order of position
+    slots, scores = np.empty(_TILE, np.int64), np.empty((4, _TILE), np.float32)
     for start in range(0, context_len, _TILE):
-        _load_tile(keys, values, table, block_size, kv_head, start, min(_TILE, context_len - start), key_tile, value_tile)
-        for i in range(0, padded, 4):
-            longest = min(_TILE, max(lengths[i], lengths[i + 1], lengths[i + 2], lengths[i + 3]) - start)
-            if longest <= 0:
+        together = start + _TILE <= shared
+        num_in_turn = last - first if together else 1
+        loaded = 0  # leading positions of the tile that stay from one turn to the next
+        for token in range(first, last, num_in_turn):
+            count = min(_TILE, (context_len if together else positions[token] + 1) - start)
+            if count <= 0:
                 continue
-            _score(queries[i : i + 4], key_tile, scores)
-            for k in range(i, i + 4):
-                peak[k], total[k], shrink = _weigh(scores[k - i], min(_TILE, lengths[k] - start), peak[k], total[k])
-                o = sums[k]
-                for d in range(head_dim):
-                    o[d] *= shrink
-            _accumulate(scores, longest, value_tile, sums[i : i + 4])
+            _find_slots(table, block_size, paths[token], path_starts[token], start, count, slots)
+            _load_tile(keys, values, slots, kv_head, loaded // 8 * 8, count, key_tile, value_tile)
+            loaded = max(loaded, min(count, shared - start))
+            end = (token - first + num_in_turn) * group
+            for i in range((token - first) * group, end, 4):
+                longest = min(count, max(lengths[i], lengths[i + 1], lengths[i + 2], lengths[i + 3]) - start)
+                if longest <= 0:
+                    continue
+                _score(queries[i : i + 4], key_tile, scores)
+                for k in range(i, i + 4):
+                    num_seen = min(count, lengths[k] - start) if k < end else 0
+                    peak[k], total[k], shrink = _weigh(scores[k - i], num_seen, peak[k], total[k])
+                    o = sums[k]
+                    for d in range(head_dim):
+                        o[d] *= shrink
+                _accumulate(scores, longest, value_tile, sums[i : i + 4])
     for i in range(num_queries):
         o, s, factor = out[first + i // group, kv_head * group + i % group], sums[i], ONE / total[i]
         for d in range(head_dim):
@@ -164,13 +203,25 @@ def _attend_unit(
 
 @njit(**_OPTIONS)
 def _attend(
-    q: Any, keys: Any, values: Any, tables: Any, block_size: int, positions: Any, units: Any, share: int, num_shares: int, scale: Any, out: Any
+    q: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    block_size: int,
+    positions: Any,
+    units: Any,
+    share: int,
+    num_shares: int,
+    scale: Any,
+    paths: Any,
+    path_starts: Any,
+    out: Any,
 ) -> None:
     """Every `num_shares`-th unit from `share` on. Units differ in size along a prompt, so neighbours go to different threads."""
     num_kv_heads = keys.shape[1]
     for i in range(share, units.shape[0] * num_kv_heads, num_shares):
         unit, kv_head = units[i // num_kv_heads], i % num_kv_heads
-        _attend_unit(q, keys, values, tables[unit[0]], block_size, positions, unit[1], unit[2], kv_head, scale, out)
+        _attend_unit(q, keys, values, tables[unit[0]], block_size, positions, paths, path_starts, unit[1], unit[2], kv_head, scale, out)
 
 
 @njit(cache=True)
@@ -194,6 +245,8 @@ class _Units:
     units: Any
     num_pairs: int
     scale: Any
+    paths: Any
+    path_starts: Any
 
 
 class NumbaAttention:
@@ -210,7 +263,11 @@ class NumbaAttention:
     def prepare(self, view: BatchView, kv: PagedKV) -> _Units:
         positions = view.positions.numpy()
         units, num_pairs = _cut(view.cu_q_lens.numpy(), positions, _QUERIES_PER_UNIT)
-        return _Units(view.block_tables.numpy(), positions, units, num_pairs, np.float32(kv.data.shape[-1] ** -0.5))
+        if view.paths is None or view.path_starts is None:
+            paths, path_starts = np.empty((view.num_tokens, 0), np.int64), np.full(view.num_tokens, _NO_PATH)
+        else:
+            paths, path_starts = np.ascontiguousarray(view.paths.numpy()), view.path_starts.numpy()
+        return _Units(view.block_tables.numpy(), positions, units, num_pairs, np.float32(kv.data.shape[-1] ** -0.5), paths, path_starts)
 
     def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: _Units) -> Tensor:
         num_heads, head_dim = q.shape[1:]
@@ -219,7 +276,7 @@ class NumbaAttention:
         num_shares = self._num_threads if prepared.num_pairs * num_heads * head_dim > _PARALLEL_FROM else 1
 
         def run(share: int) -> None:
-            _attend(*inputs, share, num_shares, prepared.scale, out)
+            _attend(*inputs, share, num_shares, prepared.scale, prepared.paths, prepared.path_starts, out)
 
         others = [self._pool.submit(run, share) for share in range(1, num_shares)]
         run(0)

@@ -29,6 +29,8 @@ class SdpaAttention:
     def prepare(self, view: BatchView, kv: PagedKV) -> _Rectangle:
         device = view.positions.device
         row_ids = view.row_ids()
+        if view.paths is not None and view.path_starts is not None:
+            return _prepare_tree(view, row_ids, view.paths, view.path_starts, kv.block_size)
         places = row_ids * view.max_q_len + torch.arange(view.num_tokens, device=device) - view.cu_q_lens[row_ids]
         query_index = torch.zeros(view.num_rows * view.max_q_len, dtype=torch.int64, device=device)
         query_index[places] = torch.arange(view.num_tokens, device=device)
@@ -47,3 +49,15 @@ class SdpaAttention:
         keys, values = (x[prepared.context_slots].transpose(1, 2).repeat_interleave(group, dim=1) for x in (kv.keys(layer), kv.values(layer)))
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=prepared.mask)
         return out.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2])[prepared.places]
+
+
+def _prepare_tree(view: BatchView, row_ids: Tensor, paths: Tensor, path_starts: Tensor, block_size: int) -> _Rectangle:
+    """Every token is a row of its own, with a context of its own."""
+    tokens, context = (torch.arange(size, device=row_ids.device) for size in (view.num_tokens, view.max_context_len))
+    positions, starts = view.positions.unsqueeze(-1), path_starts.unsqueeze(-1)
+    seen = torch.minimum(context, positions)  # as for chains: places past a token's own position repeat it
+    # Neither the table nor the path need cover the positions that the other tells.
+    by_table = slots_of(view.block_tables[row_ids], torch.minimum(seen, starts - 1).clamp(min=0), block_size)
+    by_path = paths.gather(1, (seen - starts).clamp(min=0))
+    mask = (context <= positions).view(view.num_tokens, 1, 1, -1)
+    return _Rectangle(tokens.unsqueeze(-1), mask, torch.where(seen < starts, by_table, by_path), tokens)

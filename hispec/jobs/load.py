@@ -81,7 +81,8 @@ def load_settings(
     """
     values = _read_yaml(path, model)
     for place in files:
-        _make_beside(path, values, place)  # before overrides: those are typed in the working directory, and stay relative to it
+        # Before overrides: those are typed in the working directory, and stay relative to it.
+        _make_beside(path, values, place)
     values.update(sections)
     apply_overrides(values, overrides)
     try:
@@ -102,7 +103,10 @@ def _make_beside(path: Path, values: Any, place: Sequence[str]) -> None:
         if rest:
             _make_beside(path, values[first], rest)
         elif isinstance(values[first], str) and values[first].strip():
-            values[first] = str(path.parent / Path(values[first]).expanduser())
+            beside = path.parent / Path(values[first]).expanduser()
+            # A draft model may be a folder beside this file, or a name as `model` takes it.
+            if values.get("kind") != "model" or beside.exists():
+                values[first] = str(beside)
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import SpeculativeConfig
+from ..config import NgramConfig, SpeculativeConfig
 
 FLOOR = 0.05  # exits that were never trained stay below this share of kept tokens
 
@@ -57,11 +57,21 @@ def plan_text(speculative: SpeculativeConfig | None, num_layers: int) -> str:
     """The plan in one line, such as `draft [0, 6) → check [6, 18) → verify [18, 30), K=2 drafts, R=2 checks`."""
     if speculative is None:
         return f"plain [0, {num_layers})"
-    tiers = [("draft", speculative.draft.layer)]
+    draft = speculative.draft
+    tiers = [] if draft.layer is None else [("draft", draft.layer)]
     if speculative.check is not None:
         tiers.append(("check", speculative.check.layer))
     tiers.append(("verify", num_layers))
     starts = [0] + [layer for _, layer in tiers]
     stages = " → ".join(f"{name} [{start}, {end})" for start, (name, end) in zip(starts, tiers, strict=False))
+    if draft.kind in ("ngram", "hybrid"):
+        sizes = draft.ngram or NgramConfig()
+        stages = f"n-grams of {sizes.max_size} to {sizes.min_size}" + (" or " if draft.kind == "hybrid" else " → ") + stages
+    elif draft.kind == "model":
+        stages = f"draft by {draft.path} → {stages}"
     checks = f", R={speculative.num_checks} checks" if speculative.check is not None else ""
-    return f"{stages}, K={speculative.num_draft_tokens} drafts{checks}"
+    exits = f" ({draft.num_exit_tokens} by the exit)" if draft.num_exit_tokens is not None else ""
+    branches = f", B={speculative.num_branches} branches" if speculative.num_branches > 1 else ""
+    sure = [("draft", speculative.draft_confidence), ("check", speculative.check.confidence if speculative.check is not None else None)]
+    confidence = "".join(f", {tier} p>={value:g}" for tier, value in sure if value is not None)
+    return f"{stages}, K={speculative.num_draft_tokens} drafts{exits}{branches}{checks}{confidence}"

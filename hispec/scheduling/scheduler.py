@@ -83,7 +83,7 @@ class Scheduler:
         """The only place where a request's computed length grows: sets it, and offers full blocks to the prefix cache.
         `release`, after a round, gives back the blocks that it had reserved beyond."""
         request.num_computed = num_computed
-        if self._enable_prefix_caching:
+        if self._enable_prefix_caching and not request.drafter_failed:  # its blocks may lack a draft model's KV
             self._pool.publish(request.table, request.token_ids, num_computed)
         if release:
             self._pool.truncate(request.table, num_computed)

@@ -1,0 +1,1 @@
+"""Tier one: what proposes tokens."""

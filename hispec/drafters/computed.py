@@ -1,0 +1,84 @@
+"""Drafters that compute: one token after the other, by an early exit of the model or by a small model of its own."""
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..judges import Judge, Proposals
+from ..stages import RoundBatch, Span, Stages, Tier
+from ..tree import DraftTree
+from .drafter import Draft, Source, Stateless, by, room
+
+
+class Speaker(Protocol):
+    """Turns tokens of the window into logits of the next."""
+
+    def feed(self, batch: RoundBatch, span: Span) -> Tensor:
+        """Computes the tokens at the span's places, and keeps what later ones need of them -> hidden [tokens, hidden]."""
+
+    def logits(self, hidden: Tensor, span: Span) -> Tensor:
+        """[tokens, vocab]"""
+
+    def fill(self, hidden: Tensor, span: Span) -> None:
+        """What `logits` keeps, at places whose logits nobody asks for."""
+
+
+class ExitSpeaker:
+    """An early exit: layers [0, D) of the trunk, whose hidden states are left for the tier that resumes there."""
+
+    def __init__(self, stages: Stages, layer: int) -> None:
+        self._stages, self._layer = stages, layer
+
+    def feed(self, batch: RoundBatch, span: Span) -> Tensor:
+        hidden = self._stages.run(self._stages.embed(batch, span), 0, self._layer, span)
+        if self._layer:
+            self._stages.leave(Tier.DRAFT, span, hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor, span: Span) -> Tensor:
+        return self._stages.logits(hidden, self._layer, span)
+
+    def fill(self, hidden: Tensor, span: Span) -> None:
+        self._stages.fill(hidden, self._layer, span.view)
+
+
+class ComputedDrafter(Stateless):
+    """Drafts by a speaker: K passes of one place per branch, and one more over the last drafts, so that no place is left out.
+
+    confidence   a row drafts no further where the speaker gives no token at least this probability; so a round without any draft
+                 costs one shallow pass. Kangaroo stops all rows by the last token's probability, keeps that token, and never tests the
+                 first [§3.2], which drafts one token too many wherever drafting does not pay
+    """
+
+    def __init__(self, speaker: Speaker, judge: Judge, tree: DraftTree, confidence: float | None = None) -> None:
+        self._speaker, self._judge, self._tree, self._confidence = speaker, judge, tree, confidence
+
+    def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
+        return self.propose_among(batch, first, batch.limits)
+
+    def propose_among(self, batch: RoundBatch, first: Tensor, limits: Tensor) -> Draft:
+        """As `propose`, with limits [rows] at or below the batch's."""
+        tree, shape = self._tree, self._tree.on(first.device)
+        drafting, num_sure = torch.ones_like(first, dtype=torch.bool), torch.zeros_like(first)
+        for depth, nodes in enumerate(shape.levels):
+            live = (first.unsqueeze(-1) + nodes < limits.unsqueeze(-1)) & drafting.unsqueeze(-1)
+            span = Stages.select(batch, tree, first, nodes, live)
+            if span.num_tokens == 0:
+                break
+            hidden = self._speaker.feed(batch, span)
+            if depth == tree.depth:
+                self._speaker.fill(hidden, span)
+                break
+            logits = self._speaker.logits(hidden, span)
+            num = tree.num_children(depth)
+            children = span.first.unsqueeze(-1) + shape.children[span.node, :num]
+            batch.tokens[span.rows.unsqueeze(-1), children] = self._judge.choose(logits, batch, span, num)
+            if self._confidence is not None:  # of a chain: trees have a fixed shape
+                drafting = span.spread(logits.float().softmax(-1).amax(-1) >= self._confidence).squeeze(-1)
+                num_sure += drafting
+        counts = room(limits, first).clamp(max=tree.num_drafts)
+        if self._confidence is not None:
+            counts = torch.minimum(counts, num_sure)
+        return Draft(Proposals(tree, first, counts), by(Source.COMPUTED, first))

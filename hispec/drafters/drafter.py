@@ -1,0 +1,94 @@
+"""What a drafter is: anything that proposes tokens to the tier above."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cache.view import BatchView
+
+from ..errors import HiSpecError
+from ..judges import Proposals
+from ..stages import RoundBatch
+
+
+class DrafterError(HiSpecError, RuntimeError):
+    """A drafter failed; nothing of its round was committed."""
+
+
+class Source(IntEnum):
+    """Who drafted: something that was computed for it (an exit, a model), or what was looked up in a text."""
+
+    COMPUTED = 0
+    LOOKED_UP = 1
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a drafter did in a cycle: its proposals, and of each row [rows] int64 by which Source."""
+
+    proposals: Proposals
+    source: Tensor
+
+
+class Drafter(Protocol):
+    """Tier one of a plan, made for one engine.
+
+    A drafter inside of the trunk runs layers [0, D) at every place that the next tier resumes from, and leaves hidden states
+    there; one outside leaves nothing, and the next tier begins at the embedding (D = 0). All tensors stay on the device, and
+    shapes depend on the plan only.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it holds besides weights."""
+
+    def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Before each round: (number, prompt and committed output) of the request in each row."""
+
+    def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
+        """A request has ended with this output."""
+
+    def prefill(self, token_ids: Tensor, view: BatchView) -> None:
+        """Prompt tokens [tokens], at the places that the trunk has just computed."""
+
+    def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
+        """Writes up to K drafts of each row into batch.tokens, after the token in column first [rows], never beyond the row's limit.
+        A row whose limit is at or before that column gets none."""
+
+    def move(self, batch: RoundBatch, sources: Tensor, targets: Tensor) -> None:
+        """Places of the window were copied, as by `Stages.move`; what the drafter keeps of them goes along."""
+
+
+class Stateless:
+    """The parts of a drafter that most leave empty."""
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
+    def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
+        pass
+
+    def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
+        pass
+
+    def prefill(self, token_ids: Tensor, view: BatchView) -> None:
+        pass
+
+    def move(self, batch: RoundBatch, sources: Tensor, targets: Tensor) -> None:
+        pass
+
+
+def room(limits: Tensor, first: Tensor) -> Tensor:
+    """[rows]: drafts that rows with these limits may still take after column first [rows]."""
+    return (limits - first - 1).clamp(min=0)
+
+
+def by(source: Source, like: Tensor) -> Tensor:
+    """Every row's drafts are of one source."""
+    return torch.full_like(like, source)

@@ -1,0 +1,43 @@
+"""Prompt lookup where it matches, an early exit where it does not: for each row, in each draft cycle."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..judges import Proposals
+from ..stages import RoundBatch, Stages
+from .computed import ComputedDrafter, Speaker
+from .drafter import Draft, Source, Stateless
+from .ngram import NgramDrafter
+
+
+class HybridDrafter(Stateless):
+    """The exit's layers run once over what was looked up too, so that the next tier resumes from the same place in all rows."""
+
+    def __init__(self, ngram: NgramDrafter, computed: ComputedDrafter, speaker: Speaker) -> None:
+        self._ngram, self._computed, self._speaker = ngram, computed, speaker
+
+    @property
+    def num_bytes(self) -> int:
+        return self._ngram.num_bytes
+
+    def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
+        self._ngram.follow(rows)
+
+    def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
+        self._ngram.finish(number, output_token_ids)
+
+    def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
+        looked_up = self._ngram.propose(batch, first).proposals
+        tree, counts = looked_up.tree, looked_up.counts
+        found = counts > 0
+        nodes = tree.on(first.device).nodes
+        live = found.unsqueeze(-1) & (nodes <= counts.unsqueeze(-1))
+        span = Stages.select(batch, tree, first, nodes, live)
+        if span.num_tokens:
+            self._speaker.fill(self._speaker.feed(batch, span), span)
+        computed = self._computed.propose_among(batch, first, torch.where(found, 0, batch.limits)).proposals
+        proposals = Proposals(tree, first, torch.where(found, counts, computed.counts))
+        return Draft(proposals, torch.where(found, Source.LOOKED_UP, Source.COMPUTED))

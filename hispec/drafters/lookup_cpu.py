@@ -1,0 +1,172 @@
+"""The index of prompt lookup in numba: for every size a hash table that says where each n-gram ended last."""
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from .lookup import MOST_MATCHED, SEPARATOR
+
+# One thread: a call takes microseconds, and a second pool of threads that spin beside torch's own costs both dearly.
+_kernel = njit(cache=True, nogil=True)
+
+
+class Texts(NamedTuple):
+    """`count` texts of at most `capacity` tokens each, indexed.
+
+    tokens   [count, capacity] int32
+    lengths  [count] int64
+    bases    [count] int64, grows by a text's length when it is cleared
+    tables   [count, sizes, slots] int64, open addressing with linear probing: base + 1 + the last token's place, in the
+             latest occurrence of an n-gram that another token follows. What is not above the text's base is of an earlier
+             text, or was never written, and means empty; so clearing touches no table. An n-gram has one slot however
+             often it occurs, and at most half of the slots are taken
+    probes   [1] int64, slots looked at so far: the work that must not grow with the text
+    """
+
+    tokens: Any
+    lengths: Any
+    bases: Any
+    tables: Any
+    probes: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self)
+
+
+def make_texts(count: int, capacity: int, num_sizes: int) -> Texts:
+    slots = 1 << (2 * capacity).bit_length()  # more than twice the n-grams
+    # Zeros, not empty or filled: pages that no text reaches are never mapped.
+    tokens, tables = np.zeros((count, capacity), np.int32), np.zeros((count, num_sizes, slots), np.int64)
+    return Texts(tokens, np.zeros(count, np.int64), np.zeros(count, np.int64), tables, np.zeros(1, np.int64))
+
+
+@_kernel
+def _same(text: Any, end: Any, other: Any, other_end: Any, size: Any) -> Any:
+    """Whether the n-grams that end at text[end] and other[other_end] are the same tokens."""
+    for back in range(size):  # noqa: SIM110 - all() of a generator is not numba
+        if text[end - back] != other[other_end - back]:
+            return False
+    return True
+
+
+@_kernel
+def _find(texts: Any, row: Any, index: Any, size: Any, other: Any, end: Any) -> Any:
+    """(slot, place) of the n-gram that ends at other[end]: where it last ended in text `row`, or -1 and the slot that would say so."""
+    hashed = np.uint64(0)
+    for back in range(size):
+        hashed = (hashed + np.uint64(other[end - back]) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        hashed ^= hashed >> np.uint64(32)
+    text, table, base = texts.tokens[row], texts.tables[row, index], texts.bases[row]
+    mask = table.shape[0] - 1
+    slot = np.int64(hashed & np.uint64(mask))
+    texts.probes[0] += 1
+    while table[slot] > base:
+        place = table[slot] - base - 1
+        if _same(text, place, other, end, size):
+            return slot, place
+        slot = (slot + 1) & mask
+        texts.probes[0] += 1
+    return slot, np.int64(-1)
+
+
+@_kernel
+def clear(texts: Any, row: Any) -> None:
+    texts.bases[row] += texts.lengths[row]
+    texts.lengths[row] = 0
+
+
+@_kernel
+def append(texts: Any, row: Any, token_ids: Any, min_size: Any) -> None:
+    """Adds `token_ids` (which must fit) to text `row`, and indexes the n-grams that a token follows now.
+
+    Those that span a separator are indexed too: nobody asks for them.
+    """
+    text, tables = texts.tokens[row], texts.tables[row]
+    max_size = min_size + tables.shape[0] - 1
+    start, stop = texts.lengths[row], texts.lengths[row] + token_ids.shape[0]
+    text[start:stop] = token_ids
+    texts.lengths[row] = stop
+    for end in range(max(start - 1, 0), stop - 1):
+        if text[end + 1] == SEPARATOR:
+            continue
+        for size in range(min_size, min(max_size, end + 1) + 1):
+            slot, _ = _find(texts, row, size - min_size, size, text, end)
+            tables[size - min_size, slot] = texts.bases[row] + end + 1
+
+
+@_kernel
+def _latest(texts: Any, row: Any, store: Any, current: Any, near: Any, num_near: Any, num_own: Any, min_size: Any) -> Any:
+    """(source, place) of the first token to propose: source 0 the text itself, 1 + h half h of the store, -1 nothing found.
+
+    near[:num_near] is the end of the text, of which all but the first num_own lies in the tail.
+    """
+    length, last = texts.lengths[row], num_near - 1
+    before = length - num_own  # the place of near[0] in the text
+    for index in range(texts.tables.shape[1] - 1, -1, -1):
+        size = min_size + index
+        if num_near <= size:
+            continue
+        # What ends in the tail, or at the last committed token, is indexed nowhere, and more recent than all that is.
+        for end in range(last - 1, max(num_own - 1, size - 1) - 1, -1):
+            if _same(near, end, near, last, size):
+                return 0, before + end + 1
+        _, place = _find(texts, row, index, size, near, last)
+        if place >= 0:
+            return 0, place + 1
+        for half in (current, 1 - current):
+            _, place = _find(store, half, index, size, near, last)
+            if place >= 0:
+                return 1 + half, place + 1
+    return -1, np.int64(0)
+
+
+@_kernel
+def _num_matched(source: Any, length: Any, tail: Any, end: Any, near: Any, num_near: Any) -> Any:
+    """Tokens that are the same up to `end` of a source and up to the text's end; the source goes on with `tail` after `length` tokens."""
+    matched = 0
+    while matched < min(MOST_MATCHED, num_near) and end - matched >= 0:
+        place = end - matched
+        if (source[place] if place < length else tail[place - length]) != near[num_near - 1 - matched]:
+            break
+        matched += 1
+    return matched
+
+
+@_kernel
+def propose(
+    texts: Any, store: Any, current: Any, min_size: Any, per_match: Any, rows: Any, tokens: Any, tail_lens: Any, most: Any, counts: Any
+) -> Any:
+    """As Lookup.propose. Returns the first i whose arguments are out of range, before anything is written, or -1."""
+    window = tokens.shape[1] - 1
+    for i in range(rows.shape[0]):
+        if rows[i] < 0 or rows[i] >= texts.lengths.shape[0] or tail_lens[i] < 0 or most[i] < 0 or tail_lens[i] + most[i] > window:
+            return i
+    # One token more than the longest n-gram: a text of more than `size` tokens shows as such.
+    deep = max(min_size + texts.tables.shape[1], MOST_MATCHED)
+    near = np.empty(deep + window, np.int32)
+    for i in range(rows.shape[0]):
+        row, tail, count = rows[i], tail_lens[i], 0
+        text, length = texts.tokens[row], texts.lengths[row]
+        num_own = min(length, deep)
+        near[:num_own] = text[length - num_own : length]
+        near[num_own : num_own + tail] = tokens[i, 1 : tail + 1]
+        source, place = (-1, np.int64(0)) if most[i] == 0 else _latest(texts, row, store, current, near, num_own + tail, num_own, min_size)
+        limit = most[i]
+        if source >= 0 and per_match > 0:
+            searched, end = (text, length) if source == 0 else (store.tokens[source - 1], store.lengths[source - 1])
+            limit = min(limit, per_match * _num_matched(searched, end, tokens[i, 1:], place - 1, near, num_own + tail))
+        if source == 0:
+            count = limit
+            for k in range(place, place + count):
+                # Proposals follow the tail, so that reading past the text's end goes on with them.
+                tokens[i, tail + 1 + k - place] = text[k] if k < length else tokens[i, 1 + k - length]
+        elif source > 0:
+            outputs = store.tokens[source - 1]
+            while count < limit and outputs[place + count] != SEPARATOR:  # there is one behind every output
+                tokens[i, tail + 1 + count] = outputs[place + count]
+                count += 1
+        counts[i] = count
+    return -1

@@ -1,0 +1,105 @@
+"""Prompt lookup in torch operations of fixed shape, without a host sync: runs on any device, and inside a captured CUDA graph."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .lookup import MOST_MATCHED, SEPARATOR, check_row, check_shapes, check_sizes, checked_tokens, output_to_store
+
+
+class TensorLookup:
+    """The same proposals as LookupIndex's, by comparison with all positions: work and scratch are rows * (max_len + store_tokens)."""
+
+    def __init__(
+        self, device: torch.device, num_rows: int, max_len: int, min_size: int, max_size: int, store_tokens: int = 0, per_match: int | None = None
+    ) -> None:
+        check_sizes(num_rows, max_len, min_size, max_size, store_tokens, per_match)
+        self._per_match = per_match
+        self._num_rows, self._max_len, self._min_size, self._max_size, self._half = num_rows, max_len, min_size, max_size, store_tokens // 2
+        # A graph reads these where they lie, so they are only ever written in place.
+        self._texts = torch.zeros(num_rows, max_len, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._store = torch.full((2, self._half), SEPARATOR, dtype=torch.int32, device=device)  # the previous half, the current one
+        self._host_lengths = [0] * num_rows  # the same, to be asked for without a sync
+        self._stored = 0  # tokens in the current half
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what lasts; scratch comes and goes with each proposal."""
+        return self._texts.nbytes + self._lengths.nbytes + self._store.nbytes
+
+    def reset(self, row: int, token_ids: Sequence[int]) -> None:
+        self._write(row, 0, token_ids)
+
+    def append(self, row: int, token_ids: Sequence[int]) -> None:
+        self._write(row, self.length(row), token_ids)
+
+    def length(self, row: int) -> int:
+        check_row(row, self._num_rows)
+        return self._host_lengths[row]
+
+    def store(self, token_ids: Sequence[int]) -> None:
+        output = output_to_store(token_ids, self._half)
+        if len(output) == 0:
+            return
+        if self._stored + len(output) > self._half:
+            self._store[0].copy_(self._store[1])
+            self._store[1].fill_(SEPARATOR)
+            self._stored = 0
+        self._store[1, self._stored : self._stored + len(output)].copy_(torch.from_numpy(output))
+        self._stored += len(output)
+
+    def propose(self, rows: Tensor, tokens: Tensor, tail_lens: Tensor, most: Tensor) -> Tensor:
+        """As Lookup.propose; values out of range are not noticed, since that would take a sync."""
+        check_shapes(rows, tokens, tail_lens, most)
+        device, window, num_stored = tokens.device, tokens.shape[1] - 1, self._store.numel()
+        lengths = self._lengths[rows]
+        totals = lengths + tail_lens
+        # All that is searched [n, columns]: the previous half, the current one, the text. Whatever comes later is preferred. Both halves end
+        # with a separator, so that nothing spans them.
+        text = pad(self._texts[rows], (0, window))
+        text.scatter_(1, lengths[:, None] + torch.arange(window, device=device), tokens[:, 1:].to(torch.int32))
+        searched = torch.cat([self._store.view(1, num_stored).expand(len(rows), num_stored), text], dim=1)
+        columns = torch.arange(searched.shape[1], device=device)
+
+        # sizes [n, columns]: the longest suffix that ends there, up to max_size, if a token follows.
+        last = num_stored + totals[:, None] - 1
+        padded = pad(searched, (self._max_size - 1, 0), value=SEPARATOR)
+        same = torch.where(columns < num_stored, searched.roll(-1, 1) != SEPARATOR, columns < last)
+        sizes = torch.zeros(searched.shape, dtype=torch.int16, device=device)
+        for back in range(self._max_size):
+            token = searched.gather(1, (last - back).clamp(min=0))
+            start = self._max_size - 1 - back
+            same = same & (padded[:, start : start + len(columns)] == token) & (totals[:, None] > back + 1)
+            sizes += same
+        # The largest size first, then the latest column.
+        best = (sizes.to(torch.int64) * len(columns) + columns).amax(1, keepdim=True)
+        found, end = best >= self._min_size * len(columns), best % len(columns)
+
+        if self._per_match is not None:
+            backs = torch.arange(MOST_MATCHED, device=device)
+            ours, theirs = (searched.gather(1, (place - backs).clamp(min=0)) for place in (last, end))
+            matched = ((ours == theirs) & (backs < totals[:, None]) & (backs <= end)).cumprod(1).sum(1)
+            most = torch.minimum(most, self._per_match * matched)
+
+        # proposed [n, window]: what follows; in the text its end repeats with the period of the copy, in the store a separator comes before that.
+        steps, period = torch.arange(window, device=device), (last - end).clamp(min=1)
+        proposed = searched.gather(1, (end + 1 + steps % period).clamp(max=len(columns) - 1))
+        unbroken = (proposed != SEPARATOR).cumprod(1).sum(1)
+        counts = torch.minimum(unbroken, most) * found[:, 0]
+
+        places = torch.arange(window + 1, device=device) - tail_lens[:, None] - 1  # of each column of tokens among the proposals
+        written = (places >= 0) & (places < counts[:, None])
+        moved = pad(proposed, (0, 1)).gather(1, places.clamp(min=0))
+        tokens.copy_(torch.where(written, moved.to(tokens.dtype), tokens))
+        return counts
+
+    def _write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
+        added = checked_tokens(row, self._num_rows, start, token_ids, self._max_len)
+        stop = start + len(added)
+        self._texts[row, start:stop].copy_(torch.from_numpy(added))
+        self._lengths[row].fill_(stop)
+        self._host_lengths[row] = stop

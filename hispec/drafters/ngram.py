@@ -1,0 +1,60 @@
+"""Prompt lookup: what followed the last tokens when they last stood in the text is proposed again."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..config import NgramConfig
+from ..judges import Judge, Proposals
+from ..stages import RoundBatch
+from ..tree import DraftTree
+from .drafter import Draft, Source, Stateless, by, room
+from .lookup import make_lookup
+
+
+class NgramDrafter(Stateless):
+    """Looks up to K tokens up in each request's own prompt and output, and in earlier outputs if it keeps any (`datastore_tokens`).
+
+    The index of a request stays in one place of the lookup while rows move; `follow` brings it up to date.
+    """
+
+    def __init__(self, config: NgramConfig, judge: Judge, num_tokens: int, max_num_seqs: int, max_len: int, device: torch.device) -> None:
+        self._judge, self._tree = judge, DraftTree.chain(num_tokens)
+        sizes = config.min_size, config.max_size, config.datastore_tokens, config.tokens_per_match
+        self._lookup = make_lookup(device, max_num_seqs, max_len, *sizes)
+        self._keeps_outputs = config.datastore_tokens > 0
+        self._place_of: dict[int, int] = {}  # number of a request -> its place in the lookup
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._places = torch.zeros(0, dtype=torch.int64, device=device)
+        self._device = device
+
+    @property
+    def num_bytes(self) -> int:
+        return self._lookup.num_bytes
+
+    def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
+        gone = self._place_of.keys() - {number for number, _ in rows}
+        self._free += [self._place_of.pop(number) for number in gone]
+        places = []
+        for number, token_ids in rows:
+            place = self._place_of.get(number)
+            if place is None:
+                place = self._place_of[number] = self._free.pop()
+                self._lookup.reset(place, token_ids)
+            elif (length := self._lookup.length(place)) < len(token_ids):
+                self._lookup.append(place, token_ids[length:])
+            places.append(place)
+        self._places = torch.tensor(places, dtype=torch.int64, device=self._device)
+
+    def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
+        if self._keeps_outputs and output_token_ids:
+            self._lookup.store(output_token_ids)
+
+    def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
+        most = room(batch.limits, first).clamp(max=self._tree.num_drafts)
+        counts = self._lookup.propose(self._places, batch.tokens, first, most)
+        proposals = Proposals(self._tree, first, counts)
+        self._judge.propose(batch, proposals)
+        return Draft(proposals, by(Source.LOOKED_UP, first))
