@@ -99,6 +99,9 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("job", type=Path, metavar="JOB.yaml")
     _add_preset(bench)
     bench.add_argument("--plan", type=Path, action="append", default=[], metavar="FILE.yaml", help="measure this preset's plan too, under the file's name")
+    bench.add_argument(
+        "--profile", type=Path, metavar="FILE.json", help="measure the best plan of each drafter too, two-tier and three-tier, of a `hispec profile --json`"
+    )
     _add_set(bench)
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
     bench.add_argument("--repeats", type=int, metavar="N", help="timed runs of each engine (default: 3)")
@@ -238,13 +241,15 @@ def _bench(options: argparse.Namespace) -> int:
 
     from .errors import ConfigError, build
     from .jobs.bench import BenchOptions, run_bench
-    from .jobs.load import load_job, load_preset
+    from .jobs.load import best_plans, load_job, load_preset
     from .jobs.report import print_bench
 
     limit = [] if options.limit is None else [f"input.limit={options.limit}"]
     job = load_job(options.job, options.set + limit, options.preset)
     values = {name: getattr(options, name) for name in BenchOptions.model_fields if getattr(options, name, None) is not None}
     values["plans"] = {path.stem: load_preset(path).speculative for path in options.plan}
+    if options.profile is not None:
+        values["plans"] |= best_plans(options.profile)
     bench_options = build(BenchOptions, values)
     if options.json is not None:
         try:

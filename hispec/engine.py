@@ -156,10 +156,14 @@ class Engine:
             self._finish(request, [], "")  # an interrupt came between its last token and its end
         step = self._scheduler.schedule(self.plan.window)
         self._tables.update([request.table.blocks for request in self._scheduler.running])
+        started = time.perf_counter()
         if step.chunks:
             self._prefill(step.chunks)
+        prefilled = time.perf_counter()
+        self._stats.prefill_s += prefilled - started
         if step.limits:
             self._round(step.limits)
+        self._stats.round_s += time.perf_counter() - prefilled
         # Deltas wait in `_pending` until here, so that none is lost if a step is interrupted.
         deltas, self._pending = self._pending, []
         return deltas

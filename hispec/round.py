@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .config import PLAIN, Plan
-from .drafters.drafter import Draft, Drafter, DrafterError, Source
+from .drafters.drafter import Draft, Drafter, DrafterError, Source, room
 from .judges import Judge, Proposals, Verdict
 from .outputs import TokenLogprobs
 from .stages import RoundBatch, Span, Stages, Tier
@@ -75,7 +75,7 @@ def run_round(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None,
     drafted = offset.new_zeros(len(offset), len(Source))
     draft_accepted = torch.zeros_like(drafted)
     for _ in range(plan.num_checks):
-        draft = _propose(drafter, batch, offset)
+        draft = _propose(drafter, stages, batch, offset)
         proposals, source = draft.proposals, torch.nn.functional.one_hot(draft.source, len(Source))
         drafted += source * proposals.counts.unsqueeze(-1)
         if plan.check_layer is None or (plan.num_checks == 1 and not bool(proposals.counts.any())):
@@ -142,14 +142,18 @@ def verify(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None, ba
     )
 
 
-def _propose(drafter: Drafter, batch: RoundBatch, first: Tensor) -> Draft:
-    """What the drafter is asked for. A drafter is a heuristic: it must not take requests down."""
+def _propose(drafter: Drafter, stages: Stages, batch: RoundBatch, first: Tensor) -> Draft:
+    """What the drafter is asked for, cut to what the row has room for. A drafter is a heuristic: whatever it does, it must not take
+    requests down."""
     try:
-        return drafter.propose(batch, first)
+        draft = drafter.propose(batch, first)
     except AssertionError:  # a broken invariant is ours, not the drafter's
         raise
     except Exception as error:
         raise DrafterError(f"{type(drafter).__name__}: {type(error).__name__}: {error}") from error
+    batch.tokens.clamp_(0, stages.vocab_size - 1)
+    tree, counts = draft.proposals.tree, draft.proposals.counts
+    return replace(draft, proposals=Proposals(tree, first, torch.minimum(counts, room(batch.limits, first)).clamp(0, tree.num_drafts)))
 
 
 def _trimmed(proposals: Proposals) -> Proposals:

@@ -52,17 +52,21 @@ class EngineStats:
 
     steps            engine steps that ran a round
     prefill_tokens   prompt positions computed
+    prefill_s        seconds spent on them; on a GPU only until they are queued
+    round_s          seconds spent on rounds
     drafter_failures rounds that a drafter could not take part in, so that their requests went on with plain decoding
     """
 
     round: RoundCounts = field(default_factory=RoundCounts)
     steps: int = 0
     prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    round_s: float = 0.0
     finished: int = 0
     drafter_failures: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, in plain types."""
-        own = {"steps": self.steps, "prefill_tokens": self.prefill_tokens, "finished": self.finished, "drafter_failures": self.drafter_failures}
+        own = {name: value for name, value in vars(self).items() if name != "round"}
         counts = dict(vars(self.round), accept_length_histogram=list(self.round.accept_length_histogram))
         return {**counts, **own}

@@ -95,6 +95,7 @@ class FakeLLM:
 
     def reset_stats(self) -> None:
         names = ("tokens", "rounds", "drafted", "draft_accepted", "tentative", "accepted", "committed", "layer_passes", "preemptions")
+        names += ("prefill_layer_passes", "looked_up", "looked_up_accepted", "draft_model_layer_passes", "round_s")
         self._stats: dict[str, Any] = dict.fromkeys(names, 0) | {"accept_length_histogram": [0, 0], "num_layers": NUM_LAYERS}
 
     def set_speculative(self, speculative: Any) -> None:
@@ -109,7 +110,7 @@ class FakeLLM:
 
     def _count(self, num_tokens: int) -> None:
         drafted = 0 if self.speculative is None else num_tokens
-        counts = {"tokens": num_tokens, "committed": num_tokens, "rounds": num_tokens, "layer_passes": NUM_LAYERS * num_tokens}
+        counts: dict[str, float] = {"round_s": num_tokens / 128, "tokens": num_tokens, "committed": num_tokens, "rounds": num_tokens, "layer_passes": NUM_LAYERS * num_tokens}
         counts |= {"drafted": drafted * 4, "draft_accepted": drafted * 2, "tentative": drafted * 2, "accepted": drafted}
         for name, count in counts.items():
             self._stats[name] += count

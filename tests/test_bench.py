@@ -56,10 +56,14 @@ def test_the_result_has_the_promised_keys_and_is_json(tmp_path: Path) -> None:
     assert all(len(engine["tokens_per_s_runs"]) == 3 and engine["tokens_per_s"] > 0 for engine in result["engines"].values())
     assert result["ratio_to_plain"]["plain"] == 1.0
     assert result["exact_match"] == {"transformers": [5, 6], "two_tier": [6, 6], "three_tier": [6, 6]}
+    looked_up = {"looked_up_accepted": None, "looked_up_share": None}
     assert result["acceptance"] == {
-        "two_tier": {"draft_accepted": 0.5, "tentative_accepted": None},
-        "three_tier": {"draft_accepted": 0.5, "tentative_accepted": 0.5},
+        "two_tier": {"draft_accepted": 0.5, "tentative_accepted": None, **looked_up},
+        "three_tier": {"draft_accepted": 0.5, "tentative_accepted": 0.5, **looked_up},
     }
+    # Every token of the stand-in takes 1/128 second of decoding.
+    assert result["decode_ratio_to_plain"] == {"plain": 1.0, "two_tier": 1.0, "three_tier": 1.0}
+    assert result["engines"]["plain"]["decode_tokens_per_s"] == 128 and "decode_tokens_per_s" not in result["engines"]["transformers"]
     assert result["engines"]["plain"]["full_passes_per_token"] == 1.0
     assert result["memory"]["kv_bytes"] == 100 and result["memory"]["peak_resident_bytes"] > 1e6
     assert {"cpu", "cores", "threads", "torch", "transformers", "python", "hispec"} <= result["environment"].keys()

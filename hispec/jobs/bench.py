@@ -47,16 +47,17 @@ class BenchOptions(Settings):
 
 @dataclass
 class Runs:
-    """The timed runs of one engine: seconds by run and task, token ids by run and prompt."""
+    """The timed runs of one engine: seconds by run and task, those of rounds alone (without prompts), token ids by run and prompt."""
 
     seconds: list[dict[str, float]] = field(default_factory=list)
+    decode_seconds: list[dict[str, float]] = field(default_factory=list)
     outputs: list[list[TokenIds]] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
 
-    def tokens_per_s(self, prompts: Sequence[int] | None = None, task: str | None = None) -> list[float]:
-        """Of each run: over all, or over one task, whose prompts have these numbers."""
+    def tokens_per_s(self, prompts: Sequence[int] | None = None, task: str | None = None, *, decode: bool = False) -> list[float]:
+        """Of each run: over all, or over one task, whose prompts have these numbers. `decode`: by the time of rounds alone."""
         speeds = []
-        for outputs, seconds in zip(self.outputs, self.seconds, strict=True):
+        for outputs, seconds in zip(self.outputs, self.decode_seconds if decode else self.seconds, strict=True):
             taken = outputs if prompts is None else [outputs[number] for number in prompts]
             speeds.append(sum(map(len, taken)) / (sum(seconds.values()) if task is None else seconds[task]))
         return speeds
@@ -118,24 +119,35 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
                 else:
                     llm.set_speculative(plans[name])
                     llm.reset_stats()
-                    _time(runs[name], prompts, tasks, lambda taken: generate(llm, taken, sampling))
+                    _time(runs[name], prompts, tasks, lambda taken: generate(llm, taken, sampling), lambda: float(llm.stats()["round_s"]))
                     runs[name].stats = llm.stats()
                 bar.update()
     return _result(job, options, prompts, tasks, plans, runs) | {"memory": memory, "row_invariant": llm.row_invariant}
 
 
-def _time(runs: Runs, prompts: list[TokenIds], tasks: dict[str, list[int]], run: Callable[[list[TokenIds]], list[TokenIds]]) -> None:
-    """One run: the prompts of each task together."""
+def _time(
+    runs: Runs,
+    prompts: list[TokenIds],
+    tasks: dict[str, list[int]],
+    run: Callable[[list[TokenIds]], list[TokenIds]],
+    decode_clock: Callable[[], float] | None = None,
+) -> None:
+    """One run: the prompts of each task together. `decode_clock`: seconds that rounds have taken so far."""
     seconds: dict[str, float] = {}
+    decode_seconds: dict[str, float] = {}
     outputs: list[TokenIds] = [[]] * len(prompts)
     for task, numbers in tasks.items():
         taken = [prompts[number] for number in numbers]
-        started = time.perf_counter()
+        decoded, started = decode_clock() if decode_clock else 0.0, time.perf_counter()
         results = run(taken)
         seconds[task] = time.perf_counter() - started
+        if decode_clock is not None:
+            decode_seconds[task] = decode_clock() - decoded
         for number, result in zip(numbers, results, strict=True):
             outputs[number] = result
     runs.seconds.append(seconds)
+    if decode_seconds:
+        runs.decode_seconds.append(decode_seconds)
     runs.outputs.append(outputs)
 
 
@@ -158,7 +170,8 @@ def _result(
         }
         if name in plans:
             rates = asdict(Rates.of(run.stats, plans[name]))
-            tiers = {key: rates.pop(key) for key in ("draft_accepted", "tentative_accepted")}
+            tiers = {key: rates.pop(key) for key in ("draft_accepted", "looked_up_accepted", "looked_up_share", "tentative_accepted")}
+            engines[name]["decode_tokens_per_s"] = statistics.median(run.tokens_per_s(decode=True))
             engines[name] |= {"plan": plan_text(plans[name], run.stats["num_layers"]), **rates}
             if plans[name] is not None:
                 acceptance[name] = tiers
@@ -171,17 +184,21 @@ def _result(
         "prompts": {"num": len(prompts), "tokens_min": min(lengths), "tokens_median": statistics.median(lengths), "tokens_max": max(lengths)},
         "engines": engines,
         "ratio_to_plain": {name: engine["tokens_per_s"] / plain for name, engine in engines.items()},
+        "decode_ratio_to_plain": {name: engines[name]["decode_tokens_per_s"] / engines["plain"]["decode_tokens_per_s"] for name in plans},
         "ratio_by_task": _ratios_by_task(tasks, runs),
+        "decode_ratio_by_task": _ratios_by_task(tasks, {name: runs[name] for name in plans}, decode=True),
         "exact_match": {name: _matches(run, runs["plain"]) for name, run in runs.items() if name != "plain"},
         "acceptance": acceptance,
     }
 
 
-def _ratios_by_task(tasks: dict[str, list[int]], runs: dict[str, Runs]) -> dict[str, dict[str, float]]:
+def _ratios_by_task(tasks: dict[str, list[int]], runs: dict[str, Runs], *, decode: bool = False) -> dict[str, dict[str, float]]:
     """By engine: tokens/s over plain's for each task, and their mean; empty if the prompts are of one task."""
     if len(tasks) < 2:
         return {}
-    speeds = {name: {task: statistics.median(run.tokens_per_s(numbers, task)) for task, numbers in tasks.items()} for name, run in runs.items()}
+    speeds = {
+        name: {task: statistics.median(run.tokens_per_s(numbers, task, decode=decode)) for task, numbers in tasks.items()} for name, run in runs.items()
+    }
     ratios = {name: {task: speed / speeds["plain"][task] for task, speed in of_tasks.items()} for name, of_tasks in speeds.items()}
     return {name: {**of_tasks, "mean": statistics.fmean(of_tasks.values())} for name, of_tasks in ratios.items()}
 

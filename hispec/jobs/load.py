@@ -1,6 +1,7 @@
 """From a YAML file and `--set key.path=value` overrides to checked settings."""
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from ..config import SpeculativeConfig
 from ..errors import ConfigError, Model, build
 from .schema import Job, RunConfig
 
@@ -69,6 +71,19 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), preset: str | Path
 def load_preset(path: str | Path) -> RunConfig:
     """As `load_job`, of a preset: a model, its engine, plan and sampling, without input and output."""
     return load_settings(RunConfig, Path(path), (), _EXIT_PATHS)
+
+
+def best_plans(path: Path) -> dict[str, SpeculativeConfig]:
+    """By name, the best plan of each drafter, two-tier and three-tier, in what `hispec profile --json` wrote. Raises ConfigError."""
+    try:
+        plans = json.loads(path.read_bytes())["best_of_kind"]
+        return {name: build(SpeculativeConfig, plan["speculative"], f"{path}: best_of_kind.{name}.speculative") for name, plan in plans.items()}
+    except OSError as error:
+        raise ConfigError(f"--profile: cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--profile: {path} is not what `hispec profile --json` writes ({type(error).__name__}: {error}); make it anew") from None
 
 
 def load_settings(

@@ -44,7 +44,7 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
     )
     console.print(hardware_text(result["environment"]))
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("", "tokens/s", "× plain", "same output", "draft kept", "tentative kept", "tokens/round", "passes/token"):
+    for title in ("", "tokens/s", "× plain", "× decoding", "same output", "draft kept", "looked up", "tentative kept", "tokens/round", "passes/token"):
         table.add_column(title, justify="right" if title else "left")
     for name, engine in result["engines"].items():
         acceptance = result["acceptance"].get(name, {})
@@ -53,8 +53,10 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
             ENGINE_NAMES.get(name, name),
             f"{engine['tokens_per_s']:.1f}",
             f"{result['ratio_to_plain'][name]:.2f}",
+            _number(result["decode_ratio_to_plain"].get(name)),
             f"{match[0]}/{match[1]}" if match else "",
             _percent(acceptance.get("draft_accepted")),
+            _looked_up(acceptance),
             _percent(acceptance.get("tentative_accepted")),
             _number(engine.get("mean_accepted_len")),
             _number(engine.get("full_passes_per_token")),
@@ -64,10 +66,12 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
         if engine.get("plan"):
             console.print(f"{ENGINE_NAMES.get(name, name)}: {engine['plan']}; rounds by tokens committed: {_histogram(engine['accept_len_histogram'])}")
     if result["ratio_by_task"]:
-        _print_tasks(console, result["ratio_by_task"])
+        _print_tasks(console, "× plain, by task", result["ratio_by_task"])
+        _print_tasks(console, "rounds alone", result["decode_ratio_by_task"])
     memory = [f"{name.removesuffix('_bytes').replace('_', ' ')} {_bytes(value)}" for name, value in result["memory"].items()]
     console.print(f"memory: {', '.join(memory)}")
-    if any(share is not None and share < FLOOR for tiers in result["acceptance"].values() for share in tiers.values()):
+    kept = [tiers[name] for tiers in result["acceptance"].values() for name in ("draft_accepted", "tentative_accepted")]
+    if any(share is not None and share < FLOOR for share in kept):
         console.print(AT_FLOOR)
     if not result["row_invariant"]:
         console.print(_NOT_INVARIANT)
@@ -75,9 +79,15 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
         console.print(f"Other programs were running when this began (load {result['environment']['load']:.1f}): do not rely on these speeds.")
 
 
-def _print_tasks(console: Console, ratios: dict[str, dict[str, float]]) -> None:
+def _looked_up(acceptance: dict[str, Any]) -> str:
+    """Share of drafts that prompt lookup proposed, and of these the share that was kept."""
+    share, kept = acceptance.get("looked_up_share"), acceptance.get("looked_up_accepted")
+    return "" if share is None else f"{share:.0%}, {kept:.0%} kept" if kept is not None else f"{share:.0%}"
+
+
+def _print_tasks(console: Console, title: str, ratios: dict[str, dict[str, float]]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("× plain, by task")
+    table.add_column(title)
     for task in next(iter(ratios.values())):
         table.add_column(task, justify="right")
     for name, of_tasks in ratios.items():
@@ -117,6 +127,8 @@ def _rate_lines(rates: Rates, num_layers: int) -> list[tuple[str, str]]:
     if rates.draft_accepted is not None:
         upper = "check" if rates.tentative_accepted is not None else "verify"
         kept = f"{_percent(rates.draft_accepted)} of drafted tokens kept by {upper}"
+        if rates.looked_up_share:
+            kept += f" ({rates.looked_up_share:.0%} were looked up, {_percent(rates.looked_up_accepted)} of these kept)"
         if rates.tentative_accepted is not None:
             kept += f", {_percent(rates.tentative_accepted)} of tentative tokens kept by verify"
         lines.append(("acceptance", kept))

@@ -19,31 +19,42 @@ class Rates:
     """What a run's counts say; None where the run has no such tier.
 
     draft_accepted          share of drafted tokens kept by the tier above the draft (check, or verify in two-tier)
+    looked_up_accepted      the same of those that prompt lookup proposed; None without it
+    looked_up_share         share of drafted tokens that prompt lookup proposed; None without it
     tentative_accepted      share of tentative tokens kept by verify; None without a check tier, where it is the same
     mean_accepted_len       tokens committed per row and round
-    layer_passes_per_token  layers run per output token, a pass over a whole batch counted once
+    layer_passes_per_token  layers run in rounds per output token, a pass over a whole batch counted once
     full_passes_per_token   the same, in passes over the whole model
+    draft_model_passes_per_token  layers of a separate draft model, likewise; None without one
     accept_len_histogram    [i] = rounds of a row that committed i tokens
     """
 
     draft_accepted: float | None
+    looked_up_accepted: float | None
+    looked_up_share: float | None
     tentative_accepted: float | None
     mean_accepted_len: float | None
     layer_passes_per_token: float | None
     full_passes_per_token: float | None
+    draft_model_passes_per_token: float | None
     accept_len_histogram: list[int]
 
     @classmethod
     def of(cls, stats: dict[str, Any], speculative: SpeculativeConfig | None) -> Rates:
         """From `LLM.stats()` of a run with these settings."""
         has_check = speculative is not None and speculative.check is not None
-        layers = rate(stats["layer_passes"], stats["tokens"])
+        kind = speculative.draft.kind if speculative is not None else None
+        looks_up = kind in ("ngram", "hybrid")
+        layers = rate(stats["layer_passes"] - stats["prefill_layer_passes"], stats["tokens"])
         return cls(
             draft_accepted=rate(stats["draft_accepted"], stats["drafted"]),
+            looked_up_accepted=rate(stats["looked_up_accepted"], stats["looked_up"]) if looks_up else None,
+            looked_up_share=rate(stats["looked_up"], stats["drafted"]) if looks_up else None,
             tentative_accepted=rate(stats["accepted"], stats["tentative"]) if has_check else None,
             mean_accepted_len=rate(stats["committed"], stats["rounds"]),
             layer_passes_per_token=layers,
             full_passes_per_token=None if layers is None else layers / stats["num_layers"],
+            draft_model_passes_per_token=rate(stats["draft_model_layer_passes"], stats["tokens"]) if kind == "model" else None,
             accept_len_histogram=list(stats["accept_length_histogram"]),
         )
 
