@@ -59,8 +59,8 @@ class LLM:
             plan_source.plan(checkpoint.config.num_layers)  # before minutes of loading
         self.trained_exits = TrainedExits(checkpoint)
         self.trained_exits.check(plan_source)
-        self._draft_models = DraftModels(config.attention)
-        self._draft_models.check(plan_source)
+        self.draft_models = DraftModels(config.attention)
+        self.draft_models.check(plan_source)
         length = max_model_len(config, checkpoint.config.max_position_embeddings, checkpoint.config.sliding_window)
         dtype = _dtype(config.dtype, checkpoint.dtype, device)
         try:
@@ -70,7 +70,7 @@ class LLM:
         except ValueError as error:
             raise ConfigError(f"engine: {error}") from error
         self.tokenizer: PreTrainedTokenizerBase | None = None if skip_tokenizer_init else load_tokenizer(checkpoint)
-        exits, draft_model = self.trained_exits.load(plan_source, self.decoder), self._draft_models.load(plan_source, self.decoder, self.tokenizer, length)
+        exits, draft_model = self.trained_exits.load(plan_source, self.decoder), self.draft_models.load(plan_source, self.decoder, self.tokenizer, length)
         self.engine = Engine(self.decoder, config, plan_source, exits=exits, draft_model=draft_model, eos_token_ids=checkpoint.config.eos_token_ids)
         self._defaults = checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}
@@ -165,7 +165,7 @@ class LLM:
         trained exits that cannot be used, and CheckpointError for a draft model that cannot be read."""
         config = _speculative(speculative)
         exits = self.trained_exits.load(config, self.decoder)
-        draft_model = self._draft_models.load(config, self.decoder, self.tokenizer, self.engine.max_model_len)
+        draft_model = self.draft_models.load(config, self.decoder, self.tokenizer, self.engine.max_model_len)
         self.engine.set_speculative(config, exits=exits, draft_model=draft_model)
 
     @property

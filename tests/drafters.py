@@ -68,10 +68,8 @@ class FixedDrafter(Stateless):
             counts[row] = len(tokens)
             room = batch.tokens.shape[1] - column - 1
             batch.tokens[row, column + 1 : column + 1 + len(tokens)] = torch.tensor(tokens[:room], dtype=torch.int64)
-        proposals = Proposals(self._tree, first, counts)
-        if bool((counts <= self._tree.num_drafts).all()):
-            self._judge.propose(batch, proposals)
-        return Draft(proposals, by(Source.LOOKED_UP, first))
+        self._judge.propose(batch, Proposals(self._tree, first, counts.clamp(max=self._tree.num_drafts)))
+        return Draft(Proposals(self._tree, first, counts), by(Source.LOOKED_UP, first))
 
 
 def with_drafter(engine: Engine, make: Callable[[Judge], Any]) -> Engine:

@@ -182,7 +182,7 @@ def test_bench_prints_a_table_and_writes_json(job: Path, tmp_path: Path, capsys:
     arguments = ["bench", str(job), "--json", str(path), "--no-transformers", "--limit", "5", "--repeats", "2", "--batch-size", "2", "--max-tokens", "6"]
     assert main([*arguments, "--set", *SPECULATIVE]) == 0
     result = json.loads(path.read_text())
-    assert result["options"] == {"repeats": 2, "batch_size": 2, "max_tokens": 6, "context": None, "transformers": False, "plans": {}}
+    assert result["options"] == {"repeats": 2, "batch_size": 2, "max_tokens": 6, "context": None, "temperature": 0.0, "transformers": False, "plans": {}}
     assert result["exact_match"] == {"two_tier": [5, 5], "three_tier": [5, 5]}
     assert "three-tier" in capsys.readouterr().out
 

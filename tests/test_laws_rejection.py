@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,14 @@ import hispec.sampling
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
 from hispec.config import Plan
+from hispec.drafters.computed import ExitSpeaker
+from hispec.drafters.hybrid import HybridDrafter
 from hispec.judges import RejectionJudge
 from hispec.round import run_round
 from hispec.sampling import RowSampling, Sampler
 from hispec.sampling_params import SamplingParams
 from hispec.stages import PassCounts, RoundBatch, Stages
+from tests.drafters import FixedDrafter
 from tests.scripted import ScriptedDecoder
 from tests.support import exit_drafter
 
@@ -87,7 +91,15 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> Paths:
     return paths
 
 
-def one_round(decoder: ScriptedDecoder, plan: Plan, limit: int) -> tuple[int, ...]:
+# What a looked-up draft may be, by the column that it follows: none, one, or more than the round has room for.
+LOOKED_UP: dict[str, Callable[[int, int], list[int]]] = {
+    "always": lambda row, column: [2, 0, 1],
+    "at first": lambda row, column: [1, 1] if column == 0 else [],
+    "later": lambda row, column: [] if column == 0 else [0, 2],
+}
+
+
+def one_round(decoder: ScriptedDecoder, plan: Plan, limit: int, looked_up: Callable[[int, int], list[int]] | None = None) -> tuple[int, ...]:
     kv = PagedKV(LAYERS, 4, 4, 1, 2, torch.float32, torch.device("cpu"))
     stages = Stages(decoder, LAYERS, kv, HiddenBuffer(2, 1, plan.window, 3, torch.float32, torch.device("cpu")), PassCounts())
     judge = RejectionJudge(1, plan.window, VOCAB, torch.device("cpu"), plan.check_layer is not None)
@@ -95,13 +107,28 @@ def one_round(decoder: ScriptedDecoder, plan: Plan, limit: int) -> tuple[int, ..
     tokens[0, 0] = FIRST
     sampler = Sampler([RowSampling(SamplingParams(temperature=1.0), 0, [FIRST], [], frozenset())], VOCAB, torch.device("cpu"))
     batch = RoundBatch(tokens, torch.tensor([0]), torch.tensor([limit]), torch.tensor([[2, 0, 1, 3]]), 4, 16, sampler)
-    result = run_round(stages, plan, judge, exit_drafter(stages, plan, judge), batch)
+    drafter: Any = exit_drafter(stages, plan, judge) if looked_up is None else FixedDrafter(judge, looked_up, plan.num_draft_tokens)
+    if looked_up is not None and plan.draft_layer:
+        drafter = HybridDrafter(drafter, exit_drafter(stages, plan, judge), ExitSpeaker(stages, plan.draft_layer))
+    result = run_round(stages, plan, judge, drafter, batch)
     return tuple(result.tokens[0, 1 : 1 + int(result.counts[0])].tolist())
+
+
+def test_one_round_with_looked_up_drafts_continues_the_full_models_law(paths: Paths) -> None:
+    """Drafts without probabilities, alone (D = 0) and where an exit drafts when there are none."""
+    for plan, name in itertools.product(
+        [Plan(0, None, 2, 1), Plan(0, 2, 1, 1), Plan(0, 2, 2, 1), Plan(0, 2, 1, 2), Plan(1, None, 2, 1), Plan(1, 2, 1, 2)], LOOKED_UP
+    ):
+        assert_law(paths, plan, 0, LOOKED_UP[name])
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_one_round_continues_the_full_models_law(paths: Paths, plan: Plan, seed: int) -> None:
+    assert_law(paths, plan, seed)
+
+
+def assert_law(paths: Paths, plan: Plan, seed: int, looked_up: Callable[[int, int], list[int]] | None = None) -> None:
     limits = {plan.window, max(1, plan.window - 1)}
     table = torch.randn(LAYERS + 1, 16, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
     decoder = ScriptedDecoder(lambda exit_layer, position, token: table[exit_layer, position, token], LAYERS, VOCAB)
@@ -110,9 +137,9 @@ def test_one_round_continues_the_full_models_law(paths: Paths, plan: Plan, seed:
         return table[LAYERS, position, token].double().softmax(-1).tolist()
 
     for limit in limits:
-        law = paths.all(lambda limit=limit: one_round(decoder, plan, limit))
+        law = paths.all(lambda limit=limit: one_round(decoder, plan, limit, looked_up))
         assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
-        if not plan.is_plain and limit > 1:
+        if not plan.is_plain and limit > 1 and looked_up is None:
             assert max(map(len, law)) == limit and min(map(len, law)) == 1, "some outcomes were never reached"
         for sequence in itertools.product(range(VOCAB), repeat=limit):
             wanted, continuation = 1.0, [1.0] * (limit + 1)

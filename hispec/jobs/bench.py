@@ -33,6 +33,7 @@ class BenchOptions(Settings):
     batch_size    prompts that run together, in every engine
     max_tokens    new tokens per prompt
     context       prompt tokens are repeated or cut to this length; None = as they are
+    temperature   0 = greedy; above it, each prompt has a seed of its own, and transformers is left out
     transformers  measure transformers' `generate` too; it loads the model a second time
     plans         further plans, by name, such as the best two-tier one of a preset
     """
@@ -41,6 +42,7 @@ class BenchOptions(Settings):
     batch_size: Annotated[int, Field(ge=1, le=4096)] = 16
     max_tokens: Annotated[int, Field(ge=1)] = 64
     context: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
     transformers: bool = True
     plans: dict[str, SpeculativeConfig | None] = Field(default_factory=dict)
 
@@ -95,18 +97,24 @@ def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict
 
 def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progress: bool) -> dict[str, Any]:
     prompts = [_fit(llm.encode(row.prompt, chat=row.is_chat), options.context) for row in rows]
-    sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=job.sampling.ignore_eos)
+    sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, ignore_eos=job.sampling.ignore_eos)
+    with_transformers = options.transformers and options.temperature == 0.0
+    seeds = {tuple(prompt): number for number, prompt in enumerate(prompts)}
+
+    def decode(taken: list[TokenIds]) -> list[TokenIds]:
+        return generate(llm, taken, [sampling.model_copy(update={"seed": seeds[tuple(prompt)]}) for prompt in taken])
+
     tasks: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         tasks.setdefault(task_of(row), []).append(number)
     plans = plans_of(job.speculative, options.plans)
-    runs = {name: Runs() for name in (["transformers"] if options.transformers else []) + list(plans)}
+    runs = {name: Runs() for name in (["transformers"] if with_transformers else []) + list(plans)}
     for speculative in plans.values():
         llm.set_speculative(speculative)
         warm_up(llm, prompts[: options.batch_size], sampling)
     # Transformers' copy of the model comes only now: the peak is the engine's own.
     memory = {"peak_resident_bytes": peak_memory_bytes(), **llm.memory()}
-    baseline = _baseline(job, options, prompts) if options.transformers else None
+    baseline = _baseline(job, options, prompts) if with_transformers else None
     order = list(runs)
     with tqdm(total=options.repeats * len(order), unit="run", disable=not progress, file=sys.stderr, dynamic_ncols=True) as bar:
         for repeat in range(options.repeats):
@@ -119,7 +127,7 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
                 else:
                     llm.set_speculative(plans[name])
                     llm.reset_stats()
-                    _time(runs[name], prompts, tasks, lambda taken: generate(llm, taken, sampling), lambda: float(llm.stats()["round_s"]))
+                    _time(runs[name], prompts, tasks, decode, lambda: float(llm.stats()["round_s"]))
                     runs[name].stats = llm.stats()
                 bar.update()
     return _result(job, options, prompts, tasks, plans, runs) | {"memory": memory, "row_invariant": llm.row_invariant}

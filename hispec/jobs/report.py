@@ -40,7 +40,7 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
     options, prompts = result["options"], result["prompts"]
     console.print(
         f"{result['model']}: {prompts['num']} prompts of {prompts['tokens_median']:.0f} tokens (median), {options['max_tokens']} new tokens,"
-        f" batch {options['batch_size']}, greedy, {options['repeats']} interleaved repeats"
+        f" batch {options['batch_size']}, {_sampling(options['temperature'])}, {options['repeats']} interleaved repeats"
     )
     console.print(hardware_text(result["environment"]))
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -77,6 +77,10 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
         console.print(_NOT_INVARIANT)
     if is_busy(result["environment"]):
         console.print(f"Other programs were running when this began (load {result['environment']['load']:.1f}): do not rely on these speeds.")
+
+
+def _sampling(temperature: float) -> str:
+    return f"temperature {temperature:g}" if temperature else "greedy"
 
 
 def _looked_up(acceptance: dict[str, Any]) -> str:

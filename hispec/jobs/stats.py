@@ -77,7 +77,9 @@ def plan_text(speculative: SpeculativeConfig | None, num_layers: int) -> str:
     stages = " → ".join(f"{name} [{start}, {end})" for start, (name, end) in zip(starts, tiers, strict=False))
     if draft.kind in ("ngram", "hybrid"):
         sizes = draft.ngram or NgramConfig()
-        stages = f"n-grams of {sizes.max_size} to {sizes.min_size}" + (" or " if draft.kind == "hybrid" else " → ") + stages
+        limit = f" x{sizes.tokens_per_match}" if sizes.tokens_per_match is not None else ""
+        store = f", store of {sizes.datastore_tokens}" if sizes.datastore_tokens else ""
+        stages = f"n-grams of {sizes.max_size} to {sizes.min_size}{limit}{store}" + (" or " if draft.kind == "hybrid" else " → ") + stages
     elif draft.kind == "model":
         stages = f"draft by {draft.path} → {stages}"
     checks = f", R={speculative.num_checks} checks" if speculative.check is not None else ""

@@ -1,7 +1,6 @@
 """The exits that plans are made of: trained ones where there are any, else the model's own head at a few layers."""
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +9,7 @@ from ee_models.decoder import Decoder
 from ee_models.exit_files import ExitsError, ExitsFile
 from ee_models.exits import AdapterExit
 
-from ..config import CheckConfig, DraftConfig, Plan, SpeculativeConfig
+from ..config import CheckConfig, DraftConfig, NgramConfig, SpeculativeConfig
 from ..errors import ConfigError
 from ..trained_exits import TrainedExits
 
@@ -36,17 +35,15 @@ class Candidates:
     def kind(self) -> Literal["exit", "adapter"]:
         return "adapter" if self.exits else "exit"
 
-    def speculative(self, plan: Plan) -> SpeculativeConfig | None:
-        """The settings that give `plan`; None for plain decoding."""
-        if plan.is_plain:
-            return None
-        exit_: dict[str, Any] = {"kind": self.kind, "path": self.path}
-        return SpeculativeConfig(
-            draft=DraftConfig(layer=plan.draft_layer, **exit_),
-            check=None if plan.check_layer is None else CheckConfig(layer=plan.check_layer, **exit_),
-            num_draft_tokens=plan.num_draft_tokens,
-            num_checks=plan.num_checks,
-        )
+    def draft(self, layer: int) -> DraftConfig:
+        return DraftConfig(kind=self.kind, path=self.path, layer=layer)
+
+    def hybrid(self, layer: int, ngram: NgramConfig, num_exit_tokens: int) -> DraftConfig:
+        """Prompt lookup, and the exit at `layer` where that finds nothing."""
+        return DraftConfig(kind="hybrid", exit=self.kind, path=self.path, layer=layer, ngram=ngram, num_exit_tokens=num_exit_tokens)
+
+    def check(self, layer: int, confidence: float | None = None) -> CheckConfig:
+        return CheckConfig(kind=self.kind, path=self.path, layer=layer, confidence=confidence)
 
     def as_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "layers": self.layers, "path": self.path, "note": self.note}
@@ -57,7 +54,7 @@ def exits_folder(option: str | None, speculative: SpeculativeConfig | None) -> s
 
     Raises ConfigError if the job names two, and ExitsError if there are no exits in it. Needs no model.
     """
-    named = [tier.path for tier in (speculative.draft, speculative.check) if tier is not None and tier.path is not None] if speculative else []
+    named = [tier.path for tier in _trained_tiers(speculative) if tier.path is not None]
     if option is None and len(set(named)) > 1:
         raise ConfigError(f"speculative names trained exits in two folders, {named[0]} and {named[1]}; say with --exits which to profile")
     path = option if option is not None else named[0] if named else None
@@ -102,5 +99,10 @@ def _load(trained: TrainedExits, decoder: Decoder, folder: str | None, layer: in
 
 def wants_shipped(speculative: SpeculativeConfig | None) -> bool:
     """Whether a job asks for trained exits without saying where they are."""
-    tiers: Iterable[Any] = (speculative.draft, speculative.check) if speculative else ()
-    return any(tier is not None and tier.kind == "adapter" and tier.path is None for tier in tiers)
+    return any(tier.path is None for tier in _trained_tiers(speculative))
+
+
+def _trained_tiers(speculative: SpeculativeConfig | None) -> list[DraftConfig | CheckConfig]:
+    """Those that read a trained exit."""
+    tiers = (speculative.draft, speculative.check) if speculative else ()
+    return [tier for tier in tiers if tier is not None and tier.is_trained]

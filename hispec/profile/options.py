@@ -1,12 +1,17 @@
-"""What `hispec profile` may be told, and which plans that makes it look at."""
+"""What `hispec profile` may be told."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from ..config import Plan, Settings
+from ..config import Settings
+
+Drafters = Literal["exit", "tree", "ngram", "hybrid", "model"]
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 class ProfileOptions(Settings):
@@ -14,22 +19,25 @@ class ProfileOptions(Settings):
 
     exits         folder of trained exits; None = those that the job names, else those that come with HiSpec for the model,
                   else the model's own head at a few layers
+    drafters      kinds of drafters to look at: exit (trained exits, where there are any), tree (of an exit's drafts), ngram, hybrid,
+                  model (the one that the job's speculative.draft.path names); None = all that apply
     batch_size    prompts that run together; None = the job's engine.max_num_seqs
     max_tokens    new tokens per prompt
-    max_drafts    largest K (num_draft_tokens) of a plan
+    max_drafts    largest K (num_draft_tokens) of exits and of a draft model; prompt lookup and trees go by max_window alone
     max_checks    largest R (num_checks)
-    max_window    positions that a round may process per row, R * (K + 1), at most
-    top           plans of two tiers, and of three, that are run for real
+    max_window    positions that a round may process per row, R * (B * K + 1), at most
+    top           plans of each kind of drafter, of two tiers, and of three, that are run for real
     repeats       timed runs of each; the median counts
     """
 
     exits: Annotated[str, Field(min_length=1)] | None = None
+    drafters: Annotated[tuple[Drafters, ...], BeforeValidator(_as_tuple), Field(min_length=1)] | None = None
     batch_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] = 64
     max_drafts: Annotated[int, Field(ge=1, le=32)] = 8
     max_checks: Annotated[int, Field(ge=1, le=16)] = 8
     max_window: Annotated[int, Field(ge=2, le=512)] = 32
-    top: Annotated[int, Field(ge=1)] = 5
+    top: Annotated[int, Field(ge=1)] = 2
     repeats: Annotated[int, Field(ge=1)] = 3
 
     @model_validator(mode="after")
@@ -40,12 +48,3 @@ class ProfileOptions(Settings):
                 f" lower max_drafts to {self.max_window - 1}, or raise max_window"
             )
         return self
-
-    def plans(self, layers: Sequence[int]) -> Iterator[Plan]:
-        """Every two-tier and three-tier plan over exits at `layers`."""
-        for draft in sorted(layers):
-            for num_drafts in range(1, self.max_drafts + 1):
-                yield Plan(draft, None, num_drafts)
-                for check in sorted(layer for layer in layers if layer > draft):
-                    for num_checks in range(1, min(self.max_checks, self.max_window // (num_drafts + 1)) + 1):
-                        yield Plan(draft, check, num_drafts, num_checks)

@@ -56,23 +56,23 @@ def _acceptance(result: Mapping[str, Any]) -> Figure:
 
 
 def _ratio(result: Mapping[str, Any]) -> Figure:
-    """Best predicted speed over plain's, by draft exit (across) and check exit (up); the lowest row has no check tier."""
+    """Best predicted speed over plain's, by draft exit (across) and check exit (up); the lowest row has no check tier, and in the first
+    column the drafter is outside of the model. In each field: the ratio, and by which kind of drafter."""
     from matplotlib.figure import Figure
 
-    layers: list[int] = result["exits"]["layers"]
-    checks: list[int | None] = [None, *layers[1:]]
-    best: dict[tuple[int, int | None], Mapping[str, Any]] = {}
+    best: dict[tuple[int | None, int | None], Mapping[str, Any]] = {}
     for plan in result["predictions"]:
         best.setdefault((plan["draft_layer"], plan["check_layer"]), plan)  # the fastest first
+    layers, checks = (sorted({place[at] for place in best}, key=lambda layer: layer or 0) for at in (0, 1))
     table = [[best[draft, check]["ratio_to_plain"] if (draft, check) in best else math.nan for draft in layers] for check in checks]
-    figure = Figure(figsize=(1.5 + 1.1 * len(layers), 1.5 + 0.8 * len(checks)))
+    figure = Figure(figsize=(1.5 + 1.3 * len(layers), 1.5 + 0.8 * len(checks)))
     axes = figure.subplots()
     spread = max(abs(plan["ratio_to_plain"] - 1.0) for plan in best.values()) or 1.0  # as fast as plain is the middle of the colours
     image = axes.imshow(table, origin="lower", aspect="auto", cmap="RdYlGn", vmin=1.0 - spread, vmax=1.0 + spread)
     for (draft, check), plan in best.items():
-        shape = f"K={plan['num_draft_tokens']}" + (f" R={plan['num_checks']}" if check is not None else "")
-        axes.text(layers.index(draft), checks.index(check), f"{plan['ratio_to_plain']:.2f}\n{shape}", ha="center", va="center", fontsize="x-small")
-    axes.set_xticks(range(len(layers)), [str(layer) for layer in layers])
+        shape = f"{plan['kind'].partition('_')[0]} K={plan['num_draft_tokens']}" + (f" R={plan['num_checks']}" if check is not None else "")
+        axes.text(layers.index(draft), checks.index(check), f"{plan['ratio_to_plain']:.2f}\n{shape}", ha="center", va="center", fontsize="xx-small")
+    axes.set_xticks(range(len(layers)), ["none" if layer is None else str(layer) for layer in layers])
     axes.set_yticks(range(len(checks)), ["none" if check is None else str(check) for check in checks])
     axes.set(xlabel="draft exit D", ylabel="check exit C")
     axes.set_title(f"{result['model']}: best predicted speed over plain, batch {result['options']['batch_size']}", fontsize="medium")

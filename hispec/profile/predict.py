@@ -3,15 +3,18 @@ from __future__ import annotations
 
 import heapq
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from ..config import PLAIN, Plan
+from ..config import SpeculativeConfig
 from .costs import StageCosts
+from .passes import RoundCost, round_costs
+from .plans import kind_of, short_text
 from .recording import Ints, Recording
+from .rounds import RoundCounter, Rounds
 from .runs import Step
 
 
@@ -42,35 +45,18 @@ def calibrate(steps: Sequence[Step], costs: StageCosts, batch_size: int) -> Cali
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """A plan's rounds over all answers: of each (`per_answer`), and in all, in the order in which `walk` counts."""
-
-    per_answer: Ints
-    rounds: int
-    tokens: int
-    draft_passes: int
-    fill_passes: int
-    checks: int
-    check_positions: int
-    verify_positions: int
-
-    @property
-    def tokens_per_round(self) -> float:
-        return self.tokens / self.rounds
-
-
-@dataclass(frozen=True)
 class Prediction:
-    """What a plan is expected to give.
+    """What a plan (None: plain decoding) is expected to give.
 
     tokens_per_round      tokens that a row's round adds: exact, under greedy decoding, where rows keep their bits
-    tokens_per_full_pass  tokens per as many layers as the model has; a pass over several rows counts once
+    tokens_per_full_pass  tokens per as many layers as the model has; a pass over several rows counts once. Prompts are left out, and
+                          so are a draft model's own layers
     verify_positions      positions of a row that verify computes in a round, on average
     round_ms              of a round of a full batch, the engine's own work included
     tokens_per_s          over all prompts, their processing included
     """
 
-    plan: Plan
+    plan: SpeculativeConfig | None
     tokens_per_round: float
     tokens_per_full_pass: float
     verify_positions: float
@@ -79,87 +65,75 @@ class Prediction:
     ratio_to_plain: float
 
     def as_dict(self) -> dict[str, Any]:
-        values = asdict(self)
-        return values.pop("plan") | values
+        """Figures, and what the plan is in a few fields."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "plan"}
+        if self.plan is None:
+            return {"kind": "plain", **values}
+        draft, check = self.plan.draft, self.plan.check
+        return {
+            "kind": kind_of(self.plan),
+            "plan": short_text(self.plan),
+            "draft_layer": draft.layer,
+            "check_layer": check.layer if check is not None else None,
+            "num_draft_tokens": self.plan.num_draft_tokens,
+            "num_checks": self.plan.num_checks if check is not None else 1,
+            **values,
+        }
 
 
 class Predictor:
-    """Predicts plans for one recording on one machine."""
+    """Predicts plans for one recording on one machine.
 
-    def __init__(self, recording: Recording, costs: StageCosts, calibration: Calibration, batch_size: int, num_layers: int) -> None:
-        self._recording, self._costs, self._calibration = recording, costs, calibration
-        self._batch_size, self._num_layers = batch_size, num_layers
-        self._right = {layer: recording.right(tokens) for layer, tokens in recording.said.items()}
-        self._same: dict[tuple[int, int], Ints] = {}
-        self.plain_tokens_per_s = self._tokens_per_s(PLAIN, self.rounds(PLAIN))
+    draft_model_share   what a draft model adds to the processing of prompts, as a share of the model's own
+    """
 
-    def rounds(self, plan: Plan) -> Rounds:
+    def __init__(
+        self, recording: Recording, costs: StageCosts, calibration: Calibration, batch_size: int, num_layers: int, draft_model_share: float = 0.0
+    ) -> None:
+        self._counter, self._groups = RoundCounter(recording), recording.groups()
+        self._costs, self._calibration = costs, calibration
+        self._batch_size, self._num_layers, self._draft_model_share = batch_size, num_layers, draft_model_share
+        plain = self.rounds(None)
+        steps = self._steps(plain)
+        self.plain_tokens_per_s = plain.tokens / self._seconds(None, steps, self.round_costs(None, plain, steps))
+
+    def rounds(self, plan: SpeculativeConfig | None) -> Rounds:
         """Counts the rounds of `plan`, row by row."""
-        lengths = self._recording.lengths
-        if plan.is_plain:
-            total = int(lengths.sum())
-            return Rounds(lengths, total, total, 0, 0, 0, 0, total)
-        same = self._right[plan.draft_layer]
-        if plan.check_layer is not None:
-            pair = plan.draft_layer, plan.check_layer
-            if pair not in self._same:
-                said = self._recording.said
-                self._same[pair] = self._recording.same(said[plan.draft_layer], said[plan.check_layer])
-            same = self._same[pair]
-        return count_rounds(self._recording, plan, same, self._right[plan.top_layer])
+        return self._counter.count(plan)
 
-    def predict(self, plan: Plan) -> Prediction:
+    def predict(self, plan: SpeculativeConfig | None) -> Prediction:
         rounds = self.rounds(plan)
-        tokens_per_s = self._tokens_per_s(plan, rounds)
-        occupancy = _occupancy(rounds.per_answer, self._batch_size)
+        steps = self._steps(rounds)
+        costs = self.round_costs(plan, rounds, {*steps, self._batch_size})
+        tokens_per_s = rounds.tokens / self._seconds(plan, steps, costs)
         return Prediction(
             plan=plan,
             tokens_per_round=rounds.tokens_per_round,
-            tokens_per_full_pass=rounds.tokens * self._num_layers / (len(occupancy) * self._layers_per_round(plan, rounds)),
-            verify_positions=rounds.verify_positions / rounds.rounds,
-            round_ms=self.round_ms(plan, rounds, self._batch_size),
+            tokens_per_full_pass=rounds.tokens * self._num_layers / sum(count * costs[rows].layers for rows, count in steps.items()),
+            verify_positions=rounds.verify_positions,
+            round_ms=self._calibration.host_ms + costs[self._batch_size].ms,
             tokens_per_s=tokens_per_s,
             ratio_to_plain=tokens_per_s / self.plain_tokens_per_s,
         )
 
-    def predict_all(self, plans: Iterable[Plan]) -> list[Prediction]:
+    def predict_all(self, plans: Iterable[SpeculativeConfig]) -> list[Prediction]:
         """The fastest first."""
         return sorted(map(self.predict, plans), key=lambda prediction: -prediction.tokens_per_s)
 
-    def round_ms(self, plan: Plan, rounds: Rounds, rows: int) -> float:
-        """Milliseconds of a round of `rows` rows, each of which does what a row does on average."""
-        costs, host_ms = self._costs, self._calibration.host_ms
-        if plan.is_plain:
-            return host_ms + costs.plain(rows)
-        ms = rounds.draft_passes * costs.draft[plan.draft_layer](rows) + rounds.fill_passes * costs.fill[plan.draft_layer](rows)
-        if plan.check_layer is not None:
-            ms += rounds.checks * costs.check[plan.draft_layer, plan.check_layer](rows * rounds.check_positions / rounds.checks)
-        return host_ms + ms / rounds.rounds + costs.verify[plan.top_layer](rows * rounds.verify_positions / rounds.rounds)
+    def round_costs(self, plan: SpeculativeConfig | None, rounds: Rounds, rows: Iterable[int]) -> dict[int, RoundCost]:
+        """{rows: of a round of so many}; without the engine's own work."""
+        return round_costs(plan, rounds, rows, self._costs, self._num_layers)
 
-    def _tokens_per_s(self, plan: Plan, rounds: Rounds) -> float:
-        steps = np.bincount(_occupancy(rounds.per_answer, self._batch_size))
-        decode_ms = sum(int(count) * self.round_ms(plan, rounds, rows) for rows, count in enumerate(steps) if count)
-        return rounds.tokens / (self._calibration.prefill_s + decode_ms / 1e3)
+    def _seconds(self, plan: SpeculativeConfig | None, steps: Mapping[int, int], costs: Mapping[int, RoundCost]) -> float:
+        """Of all prompts and answers."""
+        share = self._draft_model_share if plan is not None and plan.draft.kind == "model" else 0.0
+        decode_ms = sum(count * (self._calibration.host_ms + costs[rows].ms) for rows, count in steps.items())
+        return self._calibration.prefill_s * (1.0 + share) + decode_ms / 1e3
 
-    def _layers_per_round(self, plan: Plan, rounds: Rounds) -> float:
-        shallow = (rounds.draft_passes + rounds.fill_passes) * plan.draft_layer + rounds.checks * (plan.top_layer - plan.draft_layer)
-        return shallow / rounds.rounds + self._num_layers - plan.top_layer
-
-
-def count_rounds(recording: Recording, plan: Plan, same: Ints, right: Ints) -> Rounds:
-    """The rounds of a speculative plan; `same` and `right` as in `walk`.
-
-    What a round commits is exact: its drafts and checks are on the true context up to the first tentative token that is
-    wrong, and nothing is committed beyond that. After it, the tiers go on in that round from a wrong token, and what they
-    would say there was not recorded. They are taken to agree with each other as they do at those places on the true
-    context; only the width of verify depends on that.
-    """
-    from . import walk  # here: numba
-
-    per_answer, totals = np.zeros(len(recording.answers), np.int64), np.zeros(walk.NUM_TOTALS, np.int64)
-    shape = plan.num_draft_tokens, plan.num_checks, plan.check_layer is not None
-    walk.walk(recording.starts, recording.lengths, recording.caps, same, right, *shape, per_answer, totals)
-    return Rounds(per_answer, *map(int, totals))
+    def _steps(self, rounds: Rounds) -> dict[int, int]:
+        """{rows: steps with so many live rows}, if one task after the other is run."""
+        live = np.concatenate([_occupancy(rounds.per_answer[numbers], self._batch_size) for numbers in self._groups])
+        return {rows: count for rows, count in enumerate(np.bincount(live).tolist()) if count}
 
 
 def _occupancy(rounds: Ints, batch_size: int) -> Ints:

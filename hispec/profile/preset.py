@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..jobs.environment import hardware_text, is_busy
@@ -28,17 +28,26 @@ COMMENTS = {
     "engine.attention": "auto, or a backend by name: sdpa, numba",
     "engine.seed": "base of the seeds of rows that bring none",
     "speculative": "null = plain decoding",
-    "speculative.draft": "where tokens are drafted",
-    "speculative.draft.kind": "exit: the model's own head; adapter: a trained exit",
-    "speculative.draft.path": "folder of trained exits; null = the ones that come with HiSpec",
-    "speculative.draft.layer": "D: the draft tier runs layers 0 to D-1",
+    "speculative.draft": "what proposes tokens",
+    "speculative.draft.kind": "exit: the model's own head; adapter: a trained exit; ngram: prompt lookup; hybrid: that, else an exit; model: a small model",
+    "speculative.draft.layer": "D: the draft tier runs layers 0 to D-1; null = it is outside of the model (ngram, model)",
+    "speculative.draft.path": "folder of trained exits, null = the ones that come with HiSpec; or the small model; null for the model's own head",
+    "speculative.draft.ngram": "prompt lookup of ngram and hybrid; null = the defaults",
+    "speculative.draft.ngram.max_size": "longest run of tokens that is looked for in the text",
+    "speculative.draft.ngram.min_size": "shortest run of tokens that counts as found",
+    "speculative.draft.ngram.tokens_per_match": "propose at most this many tokens for each that matched; null = always num_draft_tokens",
+    "speculative.draft.ngram.datastore_tokens": "tokens of earlier outputs that are searched too; 0 = none",
+    "speculative.draft.exit": "of hybrid: adapter or exit, as in kind",
+    "speculative.draft.num_exit_tokens": "of hybrid: tokens that the exit drafts where nothing is found; null = num_draft_tokens",
     "speculative.check": "where drafts are checked; null = two tiers, no check",
-    "speculative.check.kind": "as of the draft tier",
-    "speculative.check.path": "as of the draft tier",
-    "speculative.check.layer": "C: the check tier runs layers D to C-1, verify the rest",
-    "speculative.num_draft_tokens": "K: tokens drafted before each check",
+    "speculative.check.kind": "exit: the model's own head; adapter: a trained exit",
+    "speculative.check.layer": "C: the check tier runs layers D (or 0) to C-1, verify the rest",
+    "speculative.check.path": "folder of trained exits; null = the ones that come with HiSpec, or the model's own head",
+    "speculative.check.confidence": "overrule a draft only where the check is this sure of its own token (0 to 1); null = always",
+    "speculative.num_draft_tokens": "K: tokens drafted before each check, at most",
     "speculative.num_checks": "R: checks before each verify; without effect where there is no check tier",
-    "speculative.draft_confidence": "stop drafting below this probability (0 to 1); null = never",
+    "speculative.num_branches": "B: chains of K drafts, which begin with the likeliest tokens; 1 = one chain",
+    "speculative.draft_confidence": "draft no further where no token has this probability (0 to 1); null = always K",
     "speculative.acceptance": "coupled: the output of plain decoding, token for token; rejection: equal in law",
     "speculative.control": "fixed: keep this plan throughout",
     "sampling": "of every row; measured was greedy decoding, whatever stands here",
@@ -62,10 +71,10 @@ COMMENTS = {
 }
 
 
-def preset_text(job: Job, result: Mapping[str, Any]) -> str:
-    """The fastest measured plan of a profile's `result` as YAML that a RunConfig accepts, with the figures in its header."""
-    best = result["best"]
-    chosen = next(run for run in result["measured"] if run["plan_text"] == best)
+def preset_text(job: Job, result: Mapping[str, Any], chosen: Mapping[str, Any] | None = None) -> str:
+    """A measured plan of a profile's `result`, the fastest unless one is `chosen`, as YAML that a RunConfig accepts, with the figures in
+    its header."""
+    chosen = chosen or max(result["measured"], key=lambda run: run["tokens_per_s"])
     config = RunConfig(
         model=job.model,
         engine=job.engine.model_copy(update={"max_num_seqs": result["options"]["batch_size"]}),
@@ -85,7 +94,7 @@ def _header(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> Iterator[st
         f" {options['max_tokens']} new tokens at most, batch {options['batch_size']}, greedy, medians of {options['repeats']} interleaved runs."
     )
     yield from textwrap.wrap(text, _WIDTH, break_long_words=False)
-    for run in result["measured"]:
+    for run in _best_of_each_kind(result["measured"], chosen):
         mark = " <- this plan" if run is chosen else ""
         yield (
             f"  {run['tokens_per_s']:9.1f} tokens/s, {run['ratio_to_plain']:.2f} x plain, {run['tokens_per_round']:.2f} tokens/round,"
@@ -93,6 +102,15 @@ def _header(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> Iterator[st
         )
     if is_busy(measured_on):
         yield f"Other programs were running when this began (load {measured_on['load']:.1f}): do not rely on these speeds."
+
+
+def _best_of_each_kind(measured: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Plain decoding, the fastest of each kind, and what was chosen, in the order in which they were run."""
+    fastest: dict[str, Mapping[str, Any]] = {}
+    for run in measured:
+        if run["kind"] not in fastest or run["tokens_per_s"] > fastest[run["kind"]]["tokens_per_s"]:
+            fastest[run["kind"]] = run
+    return [run for run in measured if run is chosen or run is fastest[run["kind"]]]
 
 
 def _reason(result: Mapping[str, Any]) -> str:

@@ -1,30 +1,22 @@
-"""What every exit says at every place of the target's own answers: one teacher-forced pass, and nothing else is ever asked of the model.
+"""What every tier says at every place of the target's own answers (`reading`), and what follows from it about drafts and checks.
 
 Under greedy decoding a draft's context is the true one for as long as all drafts before it were right, so what a round
 commits can be read off these tokens, exactly (`walk`).
 """
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from tqdm import tqdm
 
-from cache.paged_kv import PagedKV
-from cache.view import BatchView, packed_slots_of
-from ee_models.decoder import Decoder
-from ee_models.exits import Exit
+from ..config import NgramConfig
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 NOTHING = -1  # stands after the last token of each answer
-_PROMPT_TOKENS_PER_PASS = 512
-_ANSWER_TOKENS_PER_PASS = 256  # of logits over the whole vocabulary
-_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -37,29 +29,98 @@ class Answer:
     task: str
 
 
+@dataclass(frozen=True)
+class Said:
+    """What an exit or a model says.
+
+    ranked        [places, ranks]: its likeliest tokens, the likeliest first; of a draft model that one alone
+    probability   [places] float32: of the likeliest
+    """
+
+    ranked: Ints
+    probability: NDArray[np.float32]
+
+    @property
+    def tokens(self) -> Ints:
+        """[places]"""
+        return self.ranked[:, 0]
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """What prompt lookup proposes after the true text: counts [places], tokens [places, most]."""
+
+    counts: Ints
+    tokens: Ints
+
+
 class Recording:
     """Tokens at the places of all answers, answer after answer; after each answer's last place comes one without a token.
 
-    said    {layer: tokens [places]} of each candidate exit
-    own     {layer: tokens [places]} of the model's own norm and head after each layer, the last one included
+    exits       {layer: what the candidate exit there says}
+    own         {layer: tokens [places]} of the model's own norm and head after each layer, the last one included
+    looked_up   {sizes: what prompt lookup of these sizes proposes}
+    model       what the draft model says; None = there is none
     """
 
-    def __init__(self, answers: Sequence[Answer], said: dict[int, Ints], own: dict[int, Ints]) -> None:
-        self.answers, self.said, self.own = list(answers), said, own
+    def __init__(
+        self,
+        answers: Sequence[Answer],
+        exits: Mapping[int, Said],
+        own: Mapping[int, Ints],
+        looked_up: Mapping[NgramConfig, LookedUp] | None = None,
+        model: Said | None = None,
+    ) -> None:
+        self.answers, self.exits, self.own = list(answers), dict(exits), dict(own)
+        self.looked_up, self.model = dict(looked_up or {}), model
         self.lengths = np.array([len(answer.token_ids) for answer in answers], np.int64)
         self.caps = np.array([answer.cap for answer in answers], np.int64)
         self.starts = np.cumsum(self.lengths + 1) - self.lengths - 1
         self.truth = flat([answer.token_ids for answer in answers])
+        self._ends = np.repeat(self.starts + self.lengths, self.lengths + 1)
+
+    # ---- of drafts that are said one after the other ----
 
     def right(self, tokens: Ints) -> Ints:
         """[places]: how many of `tokens` from here on are the answer's."""
         return self._runs(tokens == self.truth)
 
-    def same(self, one: Ints, other: Ints) -> Ints:
-        """[places]: how many tokens from here on are the same in both."""
-        return self._runs(one == other)
+    def kept(self, tokens: Ints, check: Said, confidence: float | None = None) -> Ints:
+        """[places]: how many of `tokens` from here on a check keeps: says itself, or does not overrule with this confidence."""
+        kept = check.tokens == tokens
+        return self._runs(kept if confidence is None else kept | (check.probability < np.float32(confidence)))
 
-    def places(self, task: str | None = None) -> NDArray[np.bool_]:
+    def sure(self, said: Said, confidence: float) -> Ints:
+        """[places]: how many tokens from here on have at least this probability."""
+        return self._runs(said.probability >= np.float32(confidence))
+
+    @staticmethod
+    def rank(said: Said, tokens: Ints, most: int) -> Ints:
+        """[places]: which of the `most` likeliest tokens this one is, from 0; -1 if none."""
+        same = said.ranked[:, :most] == tokens[:, None]
+        return np.where(same.any(-1), same.argmax(-1), -1)
+
+    def after(self, runs: Ints) -> Ints:
+        """[places]: `runs` of the next place; 0 after an answer's last."""
+        return np.where(self.truth == NOTHING, 0, np.append(runs[1:], 0))
+
+    # ---- of what is looked up all at once ----
+
+    def right_looked_up(self, found: LookedUp) -> Ints:
+        """[places]: how many leading proposals are the answer's tokens."""
+        return self._leading(found, found.tokens == self._ahead(self.truth, found))
+
+    def kept_looked_up(self, found: LookedUp, check: Said, confidence: float | None = None) -> Ints:
+        """[places]: how many leading proposals a check keeps, as in `kept`. What it says after a wrong one that it keeps is not known: no
+        more than that one is counted."""
+        kept = self._ahead(check.tokens, found) == found.tokens
+        if confidence is not None:
+            kept |= self._ahead(check.probability, found) < np.float32(confidence)
+        return np.minimum(self._leading(found, kept), self.right_looked_up(found) + 1)
+
+    # ---- shares ----
+
+    def places(self, task: str | None = None) -> Bools:
         """[places]: where a token of an answer is, of those of `task` if given."""
         wanted = [task is None or answer.task == task for answer in self.answers]
         return (self.truth != NOTHING) & np.repeat(wanted, self.lengths + 1)
@@ -68,84 +129,54 @@ class Recording:
         """In the order in which they first appear."""
         return list(dict.fromkeys(answer.task for answer in self.answers))
 
-    def _runs(self, equal: NDArray[np.bool_]) -> Ints:
-        equal = equal & (self.truth != NOTHING)
-        index = np.arange(len(equal))
-        next_other = np.where(equal, len(equal), index)  # every answer is followed by a place that counts as other
-        return np.minimum.accumulate(next_other[::-1])[::-1] - index
+    def groups(self) -> list[Ints]:
+        """The numbers of each task's answers."""
+        return [np.array([at for at, answer in enumerate(self.answers) if answer.task == task], np.int64) for task in self.tasks()]
 
     def agreement(self, tokens: Ints, task: str | None = None) -> float:
         """Share of `tokens` that are the answer's."""
         places = self.places(task)
         return float((tokens == self.truth)[places].mean())
 
-    def first_right(self, tokens: Ints, most: int) -> list[float | None]:
-        """[j - 1] = probability that j drafts in a row from a random place are all right; None where no answer has j tokens."""
-        right = self.right(tokens)
-        left = np.repeat(self.starts + self.lengths, self.lengths + 1) - np.arange(len(right))
-        return [float((right[left >= j] >= j).mean()) if bool((left >= j).any()) else None for j in range(1, most + 1)]
+    def found(self, found: LookedUp, task: str | None = None) -> float:
+        """Share of places at which prompt lookup proposes anything."""
+        return float((found.counts > 0)[self.places(task)].mean())
+
+    def first_right(self, right: Ints, most: int, drafts: Ints | None = None) -> list[float | None]:
+        """[j - 1] = probability that the first j drafts from a random place are all right; None where no place has j.
+
+        right   [places]: drafts in a row that are right; drafts [places]: how many there are, None = as many as the answer has left
+        """
+        there = self._ends - np.arange(len(right))
+        if drafts is not None:
+            there = np.minimum(there, drafts)
+        return [float((right[there >= j] >= j).mean()) if bool((there >= j).any()) else None for j in range(1, most + 1)]
+
+    # ---- inside ----
+
+    def _runs(self, equal: Bools) -> Ints:
+        equal = equal & (self.truth != NOTHING)
+        index = np.arange(len(equal))
+        next_other = np.where(equal, len(equal), index)  # every answer is followed by a place that counts as other
+        return np.minimum.accumulate(next_other[::-1])[::-1] - index
+
+    def _ahead(self, values: NDArray[Any], found: LookedUp) -> NDArray[Any]:
+        """values [places] at the places of the proposals [places, most]."""
+        places = np.arange(len(self.truth))[:, None] + np.arange(found.tokens.shape[1])
+        return values[np.minimum(places, self._ends[:, None])]
+
+    def _leading(self, found: LookedUp, good: Bools) -> Ints:
+        """[places]: how many leading proposals are there, are for a place of the answer, and are `good` [places, most]."""
+        there = np.minimum(found.counts, self._ends - np.arange(len(self.truth)))
+        good = good & (np.arange(good.shape[1]) < there[:, None])
+        return np.cumprod(good, axis=1, dtype=np.int64).sum(axis=1)
+
+
+def said_of(tokens: Ints, probability: float = 1.0) -> Said:
+    """One that says these tokens [places], always with this probability."""
+    return Said(tokens[:, None], np.full(len(tokens), probability, np.float32))
 
 
 def flat(rows: Sequence[Sequence[int]]) -> Ints:
     """Rows of tokens as a Recording has them."""
     return np.concatenate([np.array([*row, NOTHING], np.int64) for row in rows])
-
-
-@torch.inference_mode()
-def record(decoder: Decoder, layers: Sequence[int], exits: Sequence[Exit], answers: Sequence[Answer], *, progress: bool = False) -> Recording:
-    """Feeds every prompt with its answer through the model, and notes what each exit says.
-
-    layers  of the candidate exits; those that are not among `exits` are read through the model's own head
-    """
-    reader = _Reader(decoder, exits, max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers))
-    bar = tqdm(answers, desc="agreement", unit="answer", disable=not progress, file=sys.stderr, dynamic_ncols=True)
-    rows = torch.cat([torch.nn.functional.pad(reader.read(answer), (0, 1), value=NOTHING) for answer in bar], dim=1).numpy()
-    num_layers = decoder.config.num_layers
-    own = {layer: rows[layer - 1] for layer in range(1, num_layers + 1)}
-    trained = {exit_.layer: rows[num_layers + at] for at, exit_ in enumerate(reader.exits)}
-    return Recording(answers, {layer: trained.get(layer, own[layer]) for layer in layers}, own)
-
-
-class _Reader:
-    """One row of scratch KV, used anew for every sequence. As in the engine, KV of exits follows that of the model's layers."""
-
-    def __init__(self, decoder: Decoder, exits: Sequence[Exit], longest: int) -> None:
-        self.exits = sorted(exits, key=lambda exit_: exit_.layer)
-        self._decoder = decoder
-        self._exit_at: dict[int, tuple[Exit, int]] = {}
-        num_kv_layers = decoder.config.num_layers
-        for exit_ in self.exits:
-            self._exit_at[exit_.layer] = exit_, num_kv_layers
-            num_kv_layers += exit_.num_kv_layers
-        config, num_blocks = decoder.config, -(-longest // _BLOCK_SIZE)
-        self._table = torch.arange(num_blocks, device=decoder.device).unsqueeze(0)
-        self._kv = PagedKV(num_kv_layers, num_blocks, _BLOCK_SIZE, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
-
-    def read(self, answer: Answer) -> Tensor:
-        """[layers of the model + exits, tokens of the answer]: the token that each says, of the true context."""
-        token_ids = [*answer.prompt_token_ids, *answer.token_ids[:-1]]
-        first = len(answer.prompt_token_ids) - 1  # the place that says the answer's first token
-        for start in range(0, first, _PROMPT_TOKENS_PER_PASS):
-            self._pass(token_ids, start, min(start + _PROMPT_TOKENS_PER_PASS, first), says=False)
-        stops = range(first, len(token_ids), _ANSWER_TOKENS_PER_PASS)
-        return torch.cat([self._pass(token_ids, start, min(start + _ANSWER_TOKENS_PER_PASS, len(token_ids)), says=True) for start in stops], dim=1)
-
-    def _pass(self, token_ids: list[int], start: int, stop: int, *, says: bool) -> Tensor:
-        """Computes positions start..stop-1, one layer at a time; with `says` every exit's choices there, else an empty tensor."""
-        decoder, device = self._decoder, self._decoder.device
-        positions = torch.arange(start, stop, device=device)
-        slots = packed_slots_of(self._table, torch.zeros_like(positions), positions, _BLOCK_SIZE)
-        view = BatchView(positions, slots, self._table, torch.tensor([0, stop - start], device=device), stop - start, stop)
-        hidden = decoder.embed(torch.tensor(token_ids[start:stop], device=device))
-        own, trained = [], []
-        for layer in range(1, decoder.config.num_layers + 1):
-            hidden = decoder.run_layers(hidden, layer - 1, layer, self._kv, view)
-            if says:
-                own.append(decoder.logits(hidden, layer).argmax(-1))
-            if layer in self._exit_at:
-                exit_, kv_layer = self._exit_at[layer]
-                if says:
-                    trained.append(exit_.logits(hidden, self._kv, kv_layer, view).argmax(-1))
-                else:
-                    exit_.fill(hidden, self._kv, kv_layer, view)
-        return torch.stack([*own, *trained]).cpu() if says else torch.empty(0)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from rich.console import Console
@@ -19,28 +19,44 @@ def print_profile(result: Mapping[str, Any], file: IO[str] | None = None) -> Non
     """The tables of a profile's result, on stdout unless `file` is given."""
     file = file or sys.stdout
     console = Console(file=file, markup=False, highlight=False, width=None if file.isatty() else NOT_A_TERMINAL_WIDTH)
-    options, prompts, exits = result["options"], result["prompts"], result["exits"]
+    options, prompts, found = result["options"], result["prompts"], result["agreement"]
     console.print(
         f"{result['model']}: {prompts['num']} prompts of {prompts['tokens_mean']:.0f} tokens (mean), {options['max_tokens']} new tokens at most,"
         f" batch {options['batch_size']}, greedy"
     )
     console.print(hardware_text(result["environment"]))
-    console.print(_exits_text(exits))
+    console.print(_exits_text(result["exits"]))
     console.print()
-    console.print(_agreement(result["agreement"]))
-    console.print(f"{result['agreement']['positions']} positions. Shares of the full model's tokens; p(j): the first j drafts are all right.")
+    console.print(_agreement(found, result["draft_model"]))
+    console.print(f"{found['positions']} positions. Shares of the full model's tokens; p(j): the first j drafts are all right.")
+    if found["ngrams"]:
+        console.print()
+        console.print(_ngrams(found))
+        console.print("found: share of places at which something is proposed; p(j): where j tokens are, they are all right.")
     console.print()
     console.print(_plans(result))
-    console.print(f"{len(result['predictions'])} plans predicted, the best of each kind run in {options['repeats']} interleaved repeats.")
-    found = result["calibration"]
-    if found["plain_step_ms"] is not None:
-        parts, added = f"{found['plain_parts_ms']:.2f} ms", f"{found['host_ms']:.2f} ms"
-        console.print(f"A plain step takes {found['plain_step_ms']:.2f} ms, its pass alone {parts}; {added} are added to every round.")
-    console.print(f"fastest: {result['best']}")
+    _print_about_plans(console, result)
     if not result["row_invariant"]:
         console.print("This platform does not give bit-identical rows whatever else is in a pass: near-ties may fall differently, and tokens/round with them.")
     if is_busy(result["environment"]):
         console.print(f"Other programs were running when this began (load {result['environment']['load']:.1f}): do not rely on these speeds.")
+
+
+def _print_about_plans(console: Console, result: Mapping[str, Any]) -> None:
+    """What the table of plans leaves out."""
+    console.print(f"{result['num_predicted']} plans predicted, the best of each kind run in {result['options']['repeats']} interleaved repeats.")
+    measured = result["measured"]
+    largest = {name: max((run["difference"][name] for run in measured), key=abs) for name in ("tokens_per_round", "tokens_per_full_pass")}
+    console.print(
+        f"Largest difference to the prediction: {largest['tokens_per_round']:+.2%} of tokens/round, {largest['tokens_per_full_pass']:+.2%} of tokens/full pass."
+    )
+    if result["draft_model"] is not None:
+        console.print("A draft model's own layers are left out of tokens/full pass.")
+    calibration = result["calibration"]
+    if calibration["plain_step_ms"] is not None:
+        parts, added = f"{calibration['plain_parts_ms']:.2f} ms", f"{calibration['host_ms']:.2f} ms"
+        console.print(f"A plain step takes {calibration['plain_step_ms']:.2f} ms, its pass alone {parts}; {added} are added to every round.")
+    console.print(f"fastest: {result['best']}")
 
 
 def _exits_text(exits: Mapping[str, Any]) -> str:
@@ -49,36 +65,59 @@ def _exits_text(exits: Mapping[str, Any]) -> str:
     return f"the model's own head as exit at some layers: {exits['note']}"
 
 
-def _agreement(agreement: Mapping[str, Any]) -> Table:
-    tasks = list(agreement["tasks"])[:_MOST_TASKS] if len(agreement["tasks"]) > 1 else []
+def _agreement(agreement: Mapping[str, Any], draft_model: str | None) -> Table:
+    tasks = _tasks(agreement)
     table = Table(box=None, padding=(0, 2, 0, 0))
     num_rows = [j for j in _ROWS if j <= len(agreement["exits"][0]["first_right"])]
     is_trained = agreement["exits"][0]["kind"] == "adapter"
     for title in ["exit after", "agreement", *(["own head"] if is_trained else []), *tasks, *(f"p({j})" for j in num_rows)]:
         table.add_column(title, justify="right")
     own = {exit_["layer"]: exit_["agreement"] for exit_ in agreement["own_head"]}
-    for exit_ in agreement["exits"]:
-        values = [exit_["agreement"], *([own[exit_["layer"]]] if is_trained else []), *(exit_["tasks"][task] for task in tasks)]
-        values += [exit_["first_right"][j - 1] for j in num_rows]
-        table.add_row(str(exit_["layer"]), *("" if value is None else f"{value:.1%}" for value in values))
+    rows = [(str(exit_["layer"]), own[exit_["layer"]], exit_) for exit_ in agreement["exits"]]
+    if agreement["draft_model"] is not None:
+        rows.append((str(draft_model), None, agreement["draft_model"]))
+    for name, of_own_head, said in rows:
+        values = [said["agreement"], *([of_own_head] if is_trained else []), *(said["tasks"][task] for task in tasks)]
+        table.add_row(name, *_shares([*values, *(said["first_right"][j - 1] for j in num_rows)]))
     return table
 
 
-def _plans(result: Mapping[str, Any]) -> Table:
+def _ngrams(agreement: Mapping[str, Any]) -> Table:
+    tasks = _tasks(agreement)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("plan")
-    for title in ("tokens/s", "predicted", "× plain", "predicted", "tokens/round", "predicted", "same output"):
+    num_rows = [j for j in _ROWS if j <= len(agreement["ngrams"][0]["first_right"])]
+    for title in ["n-grams of", "tokens per match", "found", *tasks, *(f"p({j})" for j in num_rows)]:
         table.add_column(title, justify="right")
+    for sizes in agreement["ngrams"]:
+        store = f" + {sizes['datastore_tokens']} stored" if sizes["datastore_tokens"] else ""
+        values = [sizes["found"], *(sizes["tasks"][task] for task in tasks), *(sizes["first_right"][j - 1] for j in num_rows)]
+        most = "any" if sizes["tokens_per_match"] is None else str(sizes["tokens_per_match"])
+        table.add_row(f"{sizes['max_size']} to {sizes['min_size']}{store}", most, *_shares(values))
+    return table
+
+
+def _tasks(agreement: Mapping[str, Any]) -> list[str]:
+    """Those that get a column; none if there is one task alone."""
+    return list(agreement["tasks"])[:_MOST_TASKS] if len(agreement["tasks"]) > 1 else []
+
+
+def _shares(values: Sequence[float | None]) -> list[str]:
+    return ["" if value is None else f"{value:.1%}" for value in values]
+
+
+def _plans(result: Mapping[str, Any]) -> Table:
+    """Plain decoding, and the fastest plan of each kind: what was measured, and beside it what was predicted."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("best of each kind", no_wrap=True)
+    for title in ("tokens\n/s", "× plain", "predicted", "tokens\n/round", "predicted", "tokens\n/full pass", "predicted", "same\noutput"):
+        table.add_column(title, justify="right")
+    fastest: dict[str, Mapping[str, Any]] = {}
     for run in result["measured"]:
-        guess = run["predicted"]
-        table.add_row(
-            run["plan_text"],
-            f"{run['tokens_per_s']:.1f}",
-            f"{guess['tokens_per_s']:.1f}",
-            f"{run['ratio_to_plain']:.2f}",
-            f"{guess['ratio_to_plain']:.2f}",
-            f"{run['tokens_per_round']:.3f}",
-            f"{guess['tokens_per_round']:.3f}",
-            f"{run['exact_match'][0]}/{run['exact_match'][1]}",
-        )
+        if run["kind"] not in fastest or run["tokens_per_s"] > fastest[run["kind"]]["tokens_per_s"]:
+            fastest[run["kind"]] = run
+    for run in fastest.values():
+        predicted = run["predicted"]
+        pairs = [(f"{run[name]:.2f}", f"{predicted[name]:.2f}") for name in ("ratio_to_plain", "tokens_per_round", "tokens_per_full_pass")]
+        same = f"{run['exact_match'][0]}/{run['exact_match'][1]}"
+        table.add_row(run["plan"], f"{run['tokens_per_s']:.1f}", *(value for pair in pairs for value in pair), same)
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
@@ -11,26 +12,32 @@ from cache.view import BatchView, packed_slots_of
 from ee_models.decoder import Decoder
 from ee_models.exits import Exit
 
-from ..config import PLAIN, Plan
-from ..judges import CoupledJudge
+from ..config import PLAIN, NgramConfig, Plan
+from ..drafters.computed import ComputedDrafter, ExitSpeaker
+from ..drafters.ngram import NgramDrafter
+from ..judges import CoupledJudge, Proposals
 from ..round import check, run_round, verify
 from ..sampling import Sampler
-from ..stages import PassCounts, RoundBatch, Stages, Tier
+from ..stages import PassCounts, RoundBatch, Span, Stages, Tier
+from ..tree import DraftTree
 
 _BLOCK_SIZE = 16
 _TOKENS_PER_PASS = 512
+_LOGITS = 64  # positions whose logits are kept at a time
 
 
 class Rig:
     """`rows` rows that all have the tokens `context`, the last of which is not processed yet: a round's entry invariant.
 
-    Every method returns what runs one stage once, in the code of `hispec.round`, except for a single draft pass, which
-    is a piece of its loop. Stages overwrite what they wrote before; nothing is ever committed.
+    Every method returns what runs one stage once, in the code of `hispec.round` and its drafters, except for a single draft
+    pass, which is a piece of a loop. Stages overwrite what they wrote before; nothing is ever committed. A draft model has a
+    rig of its own, whose draft passes go through all of its layers.
     """
 
     def __init__(self, decoder: Decoder, exits: Sequence[Exit], context: Sequence[int], rows: int, window: int) -> None:
         config = decoder.config
-        self._start = len(context) - 1
+        context = [min(token, config.vocab_size - 1) for token in context]  # as a draft model is fed
+        self._context, self._start = context, len(context) - 1
         max_blocks = -(-(self._start + window) // _BLOCK_SIZE)
         num_kv_layers = config.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
         self._tables = torch.arange(rows * max_blocks, device=decoder.device).view(rows, max_blocks)
@@ -38,7 +45,8 @@ class Rig:
         hidden = HiddenBuffer(len(Tier), rows, window, config.hidden_size, decoder.dtype, decoder.device)
         self._stages = Stages(decoder, config.num_layers, self._kv, hidden, PassCounts(), exits)
         self._judge = CoupledJudge()
-        self._vocab_size, self._device = config.vocab_size, decoder.device
+        self._num_layers, self._vocab_size, self._device = config.num_layers, config.vocab_size, decoder.device
+        self._logits = torch.randn(_LOGITS, config.vocab_size, dtype=decoder.dtype, device=decoder.device)
         self._tokens = torch.tensor([context[-1], *(context[at % len(context)] for at in range(window))], device=decoder.device).expand(rows, -1)
         with torch.inference_mode():
             self._prefill(context)
@@ -51,43 +59,87 @@ class Rig:
 
     def plain(self, rows: int) -> Callable[[], None]:
         batch = self._batch(rows, 1)
-        return _quietly(lambda: run_round(self._stages, PLAIN, self._judge, batch))
+        return _quietly(lambda: run_round(self._stages, PLAIN, self._judge, None, batch))
 
-    def draft(self, rows: int, layer: int) -> Callable[[], None]:
-        """As a step of `hispec.round.draft`, at the round's first column."""
-        batch = self._batch(rows, 1)
+    def draft(self, rows: int, q_len: int, layer: int | None) -> Callable[[], None]:
+        """As a step of `ComputedDrafter.propose`: over node 0 for one position, else over a level of a tree of so many branches.
+        `layer`: of the exit; None = all layers, as of a draft model."""
+        tree = DraftTree.branches(2, q_len) if q_len > 1 else DraftTree.chain(1)
+        batch, speaker = self._batch(rows, tree.num_nodes), self._speaker(layer)
+        nodes = tree.on(self._device).levels[1 if q_len > 1 else 0]
 
         def run() -> None:
-            span = self._stages.select(batch, torch.zeros(rows, 1, dtype=torch.int64, device=self._device), (batch.limits > 0).unsqueeze(-1))
-            hidden = self._stages.run(self._stages.embed(batch, span), 0, layer, span)
-            self._stages.leave(Tier.DRAFT, span, hidden)
-            batch.tokens[span.rows, span.index + 1] = self._judge.choose(self._stages.logits(hidden, layer, span), batch, span)
+            span = self._select(batch, tree, nodes)
+            chosen = self._judge.choose(speaker.logits(speaker.feed(batch, span), span), batch, span)
+            batch.tokens[span.rows.unsqueeze(-1), span.index.unsqueeze(-1) + 1] = chosen
 
         return _quietly(run)
 
-    def fill(self, rows: int, layer: int) -> Callable[[], None]:
-        """As the last step of `hispec.round.draft`."""
-        batch = self._batch(rows, 1)
+    def fill(self, rows: int, q_len: int, layer: int | None) -> Callable[[], None]:
+        """As the last step of `ComputedDrafter.propose`, or what `HybridDrafter` does with what it looked up: a chain. A level of a
+        tree has other positions to attend to, but not more of them."""
+        tree = DraftTree.chain(q_len - 1)
+        batch, speaker = self._batch(rows, q_len), self._speaker(layer)
 
         def run() -> None:
-            span = self._stages.select(batch, torch.zeros(rows, 1, dtype=torch.int64, device=self._device), (batch.limits > 0).unsqueeze(-1))
-            hidden = self._stages.run(self._stages.embed(batch, span), 0, layer, span)
-            self._stages.leave(Tier.DRAFT, span, hidden)
-            self._stages.fill(hidden, layer, span.view)
+            span = self._select(batch, tree, tree.on(self._device).nodes)
+            speaker.fill(speaker.feed(batch, span), span)
 
         return _quietly(run)
 
-    def check(self, rows: int, q_len: int, draft_layer: int, check_layer: int) -> Callable[[], None]:
-        """A check of q_len - 1 drafts in each row."""
-        batch, plan = self._batch(rows, q_len), Plan(draft_layer, check_layer, max(1, q_len - 1))
-        offset = torch.zeros_like(batch.limits)
-        return _quietly(lambda: check(self._stages, plan, check_layer, self._judge, batch, offset, batch.limits - 1))
+    def check(self, rows: int, q_len: int, lo: int, hi: int) -> Callable[[], None]:
+        """A check in layers [lo, hi) of a chain of q_len - 1 drafts in each row."""
+        batch, plan = self._batch(rows, q_len), Plan(lo, hi, max(1, q_len - 1))
+        drafter = self._drafter(plan)
+        return _quietly(lambda: check(self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len)))
 
-    def verify(self, rows: int, q_len: int, layer: int) -> Callable[[], None]:
-        """Verify from `layer` on, over q_len positions of each row."""
-        batch, plan = self._batch(rows, q_len), Plan(layer, None, max(1, q_len - 1))
-        none = torch.zeros_like(batch.limits)
-        return _quietly(lambda: verify(self._stages, plan, self._judge, batch, batch.limits, none, none))
+    def verify(self, rows: int, q_len: int, lo: int) -> Callable[[], None]:
+        """Verify from layer `lo` on, over a chain of q_len positions of each row. A tree of as many takes a little longer: its
+        places attend by their paths, and the accepted path is moved."""
+        batch, plan = self._batch(rows, q_len), Plan(lo, None, max(1, q_len - 1))
+        drafter = self._drafter(plan)
+        return _quietly(lambda: verify(self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len), batch.limits))
+
+    def choose(self, rows: int, num: int) -> Callable[[], None]:
+        """The `num` likeliest tokens of each row, from logits."""
+        batch, chain = self._batch(1, 1), DraftTree.chain(0)
+        places = self._stages.places(batch, self._select(batch, chain, chain.on(self._device).nodes))
+        return self._piecewise(rows, lambda logits: batch.sampler.choose_top(logits, places, num))
+
+    def probability(self, num_positions: int) -> Callable[[], None]:
+        """How likely the likeliest token of each position is, from logits."""
+        return self._piecewise(num_positions, lambda logits: logits.float().softmax(-1).amax(-1))
+
+    def lookup(self, rows: int, most: int) -> Callable[[], None]:
+        """One proposal of prompt lookup in each row."""
+        batch = self._batch(rows, most + 1)
+        drafter = NgramDrafter(NgramConfig(), self._judge, most, rows, len(self._context), self._device)
+        drafter.follow([(row, self._context) for row in range(rows)])
+        return _quietly(lambda: drafter.propose(batch, torch.zeros_like(batch.limits)))
+
+    # ---- inside ----
+
+    def _piecewise(self, num_positions: int, run: Callable[[Tensor], object]) -> Callable[[], None]:
+        """`run` over logits of so many positions; in pieces, since those of the widest passes would take more memory than the rest."""
+        pieces = [self._logits[: min(_LOGITS, num_positions - start)] for start in range(0, num_positions, _LOGITS)]
+        return _quietly(lambda: [run(piece) for piece in pieces])
+
+    def _speaker(self, layer: int | None) -> ExitSpeaker:
+        return ExitSpeaker(self._stages, self._num_layers if layer is None else layer)
+
+    def _drafter(self, plan: Plan) -> ComputedDrafter:
+        """For the tiers above, which only tell it of moves."""
+        return ComputedDrafter(ExitSpeaker(self._stages, plan.draft_layer), self._judge, plan.tree)
+
+    @staticmethod
+    def _select(batch: RoundBatch, tree: DraftTree, nodes: Tensor) -> Span:
+        """Places of these nodes, in every row."""
+        live = torch.ones(batch.limits.shape[0], nodes.shape[0], dtype=torch.bool, device=nodes.device)
+        return Stages.select(batch, tree, torch.zeros_like(batch.limits), nodes, live)
+
+    @staticmethod
+    def _proposals(batch: RoundBatch, q_len: int) -> Proposals:
+        return Proposals(DraftTree.chain(q_len - 1), torch.zeros_like(batch.limits), torch.full_like(batch.limits, q_len - 1))
 
     def _batch(self, rows: int, window: int) -> RoundBatch:
         """The first `rows` rows in a round of `window` positions."""

@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from ee_models.decoder import Decoder
 
-from ..config import PLAIN
+from ..config import NgramConfig, SpeculativeConfig
 from ..errors import ConfigError
 from ..jobs.environment import environment
 from ..jobs.measure import TokenIds, good_rows, task_of, warm_up
 from ..jobs.rows import count_rows
 from ..jobs.schema import Job
-from ..jobs.stats import plan_text
 from ..sampling_params import SamplingParams
 from .candidates import Candidates, exits_folder, find_candidates, wants_shipped
 from .costs import StageCosts, measure_costs
 from .files import Targets, write_atomically
 from .options import ProfileOptions
-from .predict import Prediction, Predictor, calibrate
-from .recording import Answer, Recording, record
-from .runs import PlanRuns, check_served, generate_in_steps, time_plans
+from .plans import Reach, all_plans
+from .predict import Predictor, calibrate
+from .reading import record
+from .recording import Answer, Recording
+from .results import agreement, best_of_kind, measured_plans
+from .runs import check_served, generate_in_steps, time_plans
+from .search import best_by_layers, best_of_each_kind, search
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -65,16 +68,18 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
 
     assert options.batch_size is not None
     settings = job.engine.model_dump() | {"max_num_seqs": options.batch_size, "enable_prefix_caching": False}
-    llm = LLM(job.model, **settings)
-    try:
-        candidates = find_candidates(llm.trained_exits, llm.decoder, folder, must_be_trained=wants_shipped(job.speculative))
+    own = job.speculative
+    # A draft model is loaded with the target, or refused; of trained exits others may be profiled than the job's.
+    with LLM(job.model, speculative=own if own is not None and own.draft.kind == "model" else None, **settings) as llm:
+        draft_model = llm.draft_models.load(own, llm.decoder, llm.tokenizer, llm.engine.max_model_len)
+        llm.set_speculative(None)
+        candidates = find_candidates(llm.trained_exits, llm.decoder, folder, must_be_trained=wants_shipped(own))
+        plans = all_plans(options, candidates, own)
         prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in rows]
-        session = Session(llm, llm.decoder, candidates, options, options.batch_size, progress)
+        session = Session(llm, llm.decoder, draft_model, candidates, plans, options, options.batch_size, progress)
         result = session.profile(prompts, [task_of(row) for row in rows], ignore_eos=job.sampling.ignore_eos)
-    finally:
-        llm.close()
     about = {"model": job.model, "date": datetime.date.today().isoformat(), "environment": measured_on, "options": options.model_dump()}
-    return about | {"exits": candidates.as_dict()} | result
+    return about | {"exits": candidates.as_dict(), "draft_model": own.draft.path if draft_model is not None and own is not None else None} | result
 
 
 @dataclass(frozen=True)
@@ -83,14 +88,16 @@ class Session:
 
     llm: LLM
     decoder: Decoder
+    draft_model: Decoder | None
     candidates: Candidates
+    plans: Sequence[SpeculativeConfig]
     options: ProfileOptions
     batch_size: int
     progress: bool
 
     def profile(self, prompts: list[TokenIds], tasks: list[str], *, ignore_eos: bool) -> dict[str, Any]:
         """Everything of the result that has to do with the model."""
-        options, num_layers = self.options, self.decoder.config.num_layers
+        options = self.options
         self._check_window()
         sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=ignore_eos)
         check_served(self.llm, prompts, sampling)
@@ -100,27 +107,43 @@ class Session:
         answers = [
             Answer(prompt, output, min(options.max_tokens, room - len(prompt)), task) for prompt, output, task in zip(prompts, outputs, tasks, strict=True)
         ]
-        recording = record(self.decoder, self.candidates.layers, self.candidates.exits, answers, progress=self.progress)
-        costs = self._costs(answers)
+        recording, costs = self._record(answers), self._costs(answers)
         calibration = calibrate(steps, costs, self.batch_size)
-        predictor = Predictor(recording, costs, calibration, self.batch_size, num_layers)
-        predictions = predictor.predict_all(options.plans(self.candidates.layers))
-        chosen = [predictor.predict(PLAIN), *best_of_each_kind(predictions, options.top)]
-        plans = [self.candidates.speculative(prediction.plan) for prediction in chosen]
-        runs = time_plans(self.llm, plans, prompts, sampling, options.repeats, batch_size=self.batch_size, progress=self.progress)
-        measured = measured_plans(chosen, runs, num_layers)
+        share = self.draft_model.num_bytes / self.decoder.num_bytes if self.draft_model is not None else 0.0
+        predictor = Predictor(recording, costs, calibration, self.batch_size, self.decoder.config.num_layers, share)
+        predictions, num_predicted = search(predictor, self.plans)
+        chosen = [predictor.predict(None), *best_of_each_kind(predictions, options.top)]
+        plans = [prediction.plan for prediction in chosen]
+        runs = time_plans(self.llm, plans, prompts, tasks, sampling, options.repeats, batch_size=self.batch_size, progress=self.progress)
+        measured = measured_plans(chosen, runs, self.decoder.config.num_layers)
         lengths = list(map(len, prompts))
         return {
-            "num_layers": num_layers,
+            "num_layers": self.decoder.config.num_layers,
             "prompts": {"num": len(prompts), "tokens_min": min(lengths), "tokens_mean": statistics.fmean(lengths), "tokens_max": max(lengths)},
             "agreement": agreement(recording, self.candidates, options.max_drafts),
             "costs": costs.as_dict(),
             "calibration": asdict(calibration),
-            "predictions": [prediction.as_dict() for prediction in predictions],
+            "num_predicted": num_predicted,
+            "predictions": [prediction.as_dict() for prediction in best_by_layers(predictions)],
             "measured": measured,
             "best": max(measured, key=lambda run: run["tokens_per_s"])["plan_text"],
+            "best_of_kind": best_of_kind(measured),
             "row_invariant": self.llm.row_invariant,
         }
+
+    def _record(self, answers: Sequence[Answer]) -> Recording:
+        sizes = dict.fromkeys(plan.draft.ngram or NgramConfig() for plan in self.plans if plan.draft.kind in ("ngram", "hybrid"))
+        return record(
+            self.decoder,
+            self.candidates.layers,
+            self.candidates.exits,
+            answers,
+            ngrams=list(sizes),
+            most_looked_up=Reach.of(self.plans).lookup,
+            draft_model=self.draft_model,
+            batch_size=self.batch_size,
+            progress=self.progress,
+        )
 
     def _costs(self, answers: Sequence[Answer]) -> StageCosts:
         """Of rows in the middle of an average answer to an average prompt."""
@@ -134,8 +157,8 @@ class Session:
             self.candidates.exits,
             context,
             batch_size=self.batch_size,
-            max_drafts=self.options.max_drafts,
-            max_window=self.options.max_window,
+            reach=Reach.of(self.plans),
+            draft_model=self.draft_model,
             progress=self.progress,
         )
 
@@ -145,51 +168,3 @@ class Session:
             raise ConfigError(
                 f"max_window={window} leaves no room for a prompt in max_model_len={room}; lower max_window (and max_drafts), or raise engine.max_model_len"
             )
-
-
-def best_of_each_kind(predictions: Sequence[Prediction], top: int) -> list[Prediction]:
-    """The first `top` of two tiers, then the first `top` of three; `predictions` has the fastest first."""
-    two = [prediction for prediction in predictions if prediction.plan.check_layer is None]
-    three = [prediction for prediction in predictions if prediction.plan.check_layer is not None]
-    return two[:top] + three[:top]
-
-
-def agreement(recording: Recording, candidates: Candidates, max_drafts: int) -> dict[str, Any]:
-    """Of each candidate, and of the model's own head after every layer; `full_model`: how much of the answers the pass itself gives."""
-    tasks = recording.tasks()
-
-    def shares(layer: int, tokens: Any) -> dict[str, Any]:
-        by_task = {task: recording.agreement(tokens, task) for task in tasks}
-        return {"layer": layer, "agreement": recording.agreement(tokens), "tasks": by_task}
-
-    exits = [
-        {"kind": candidates.kind, **shares(layer, tokens), "first_right": recording.first_right(tokens, max_drafts)} for layer, tokens in recording.said.items()
-    ]
-    *own, full = recording.own.items()
-    return {
-        "positions": int(recording.lengths.sum()),
-        "tasks": {task: int(recording.places(task).sum()) for task in tasks},
-        "exits": exits,
-        "own_head": [shares(layer, tokens) for layer, tokens in own],
-        "full_model": recording.agreement(full[1]),
-    }
-
-
-def measured_plans(chosen: Sequence[Prediction], runs: Sequence[PlanRuns], num_layers: int) -> list[dict[str, Any]]:
-    """What was predicted of each plan that was run, and what came out; the first is plain decoding."""
-    plain = runs[0]
-    return [
-        {
-            "plan_text": plan_text(run.speculative, num_layers),
-            "speculative": run.speculative.model_dump() if run.speculative else None,
-            "tokens_per_s": run.tokens_per_s,
-            "tokens_per_s_runs": run.tokens_per_s_runs,
-            "seconds_runs": run.seconds,
-            "tokens_per_round": run.tokens_per_round,
-            "tokens_per_full_pass": run.stats["tokens"] * num_layers / run.stats["layer_passes"],
-            "ratio_to_plain": run.tokens_per_s / plain.tokens_per_s,
-            "exact_match": [run.num_identical(plain.outputs[0]), len(plain.outputs[0])],
-            "predicted": prediction.as_dict(),
-        }
-        for prediction, run in zip(chosen, runs, strict=True)
-    ]

@@ -31,25 +31,45 @@ class Step:
 
 @dataclass
 class PlanRuns:
-    """Timed runs of one plan over all prompts, and what the engine counted in the last of them."""
+    """Timed runs of one plan over all prompts, one task after the other, and what the engine counted in the last of them.
+
+    tasks     {task: numbers of its prompts}
+    seconds   of each run: {task: seconds}; outputs: of each run, of each prompt
+    """
 
     speculative: SpeculativeConfig | None
-    seconds: list[float] = field(default_factory=list)
+    tasks: dict[str, list[int]]
+    seconds: list[dict[str, float]] = field(default_factory=list)
     outputs: list[list[TokenIds]] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokens_per_s_runs(self) -> list[float]:
-        return [sum(map(len, outputs)) / seconds for outputs, seconds in zip(self.outputs, self.seconds, strict=True)]
+        return [sum(map(len, outputs)) / sum(seconds.values()) for outputs, seconds in zip(self.outputs, self.seconds, strict=True)]
 
     @property
     def tokens_per_s(self) -> float:
         return statistics.median(self.tokens_per_s_runs)
 
     @property
+    def tokens_per_s_of_tasks(self) -> dict[str, float]:
+        """Medians."""
+        return {
+            task: statistics.median(
+                sum(len(outputs[number]) for number in numbers) / seconds[task] for outputs, seconds in zip(self.outputs, self.seconds, strict=True)
+            )
+            for task, numbers in self.tasks.items()
+        }
+
+    @property
     def tokens_per_round(self) -> float:
         """Tokens that a row's round added to its output; those beyond the output's end are left out."""
         return self.stats["tokens"] / self.stats["rounds"]
+
+    @property
+    def tokens_per_full_pass(self) -> float:
+        """Tokens per as many layers as the model has; without those of prompts, and of a draft model."""
+        return self.stats["tokens"] * self.stats["num_layers"] / (self.stats["layer_passes"] - self.stats["prefill_layer_passes"])
 
     def num_identical(self, reference: Sequence[TokenIds]) -> int:
         """Prompts whose output is the reference's in every run."""
@@ -95,21 +115,45 @@ def generate_in_steps(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingP
 
 
 def time_plans(
-    llm: LLM, plans: Sequence[SpeculativeConfig | None], prompts: Sequence[TokenIds], sampling: SamplingParams, repeats: int, *, batch_size: int, progress: bool
+    llm: LLM,
+    plans: Sequence[SpeculativeConfig | None],
+    prompts: Sequence[TokenIds],
+    tasks: Sequence[str],
+    sampling: SamplingParams,
+    repeats: int,
+    *,
+    batch_size: int,
+    progress: bool,
 ) -> list[PlanRuns]:
     """Runs every plan `repeats` times over all prompts, in turns: nobody is always first, or always after the same one."""
-    runs = [PlanRuns(speculative) for speculative in plans]
+    by_task: dict[str, list[int]] = {}
+    for number, task in enumerate(tasks):
+        by_task.setdefault(task, []).append(number)
+    runs = [PlanRuns(speculative, by_task) for speculative in plans]
     with tqdm(total=repeats * len(runs), desc="plans", unit="run", disable=not progress, file=sys.stderr, dynamic_ncols=True) as bar:
         for repeat in range(repeats):
             turn = repeat % len(runs)
             for run in runs[turn:] + runs[:turn]:
                 llm.set_speculative(run.speculative)
                 warm_up(llm, prompts[:batch_size], sampling)  # every time: KV memory of a plan with other exits is new
+                llm.set_speculative(run.speculative)  # again, for a drafter that has not seen anything
                 llm.reset_stats()
-                started = time.perf_counter()
-                outputs = generate(llm, prompts, sampling)
-                run.seconds.append(time.perf_counter() - started)
-                run.outputs.append(outputs)
-                run.stats = llm.stats()
+                _time(llm, run, prompts, sampling)
                 bar.update()
     return runs
+
+
+def _time(llm: LLM, run: PlanRuns, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
+    """One run: the prompts of each task together."""
+    seconds: dict[str, float] = {}
+    outputs: list[TokenIds] = [[]] * len(prompts)
+    for task, numbers in run.tasks.items():
+        taken = [prompts[number] for number in numbers]
+        started = time.perf_counter()
+        results = generate(llm, taken, sampling)
+        seconds[task] = time.perf_counter() - started
+        for number, result in zip(numbers, results, strict=True):
+            outputs[number] = result
+    run.seconds.append(seconds)
+    run.outputs.append(outputs)
+    run.stats = llm.stats()
