@@ -21,6 +21,9 @@ def coupled(own: Tensor, proposed: Tensor, num_proposed: Tensor, tree: DraftTree
     how many of these there are; unsure [rows, q_len] bool: where any proposal is accepted -> (num_accepted [rows], the last accepted
     node [rows], token [rows]). Of several paths the longest is taken, and of these the first.
     """
+    if tree.num_drafts == 0:  # prompt lookup found nothing: such a round is to cost no more than a plain one
+        nothing = torch.zeros_like(num_proposed)
+        return nothing, nothing, own[:, 0]
     shape = tree.on(own.device)
     parents = shape.parents[1:]
     right = own[:, parents] == proposed

@@ -17,9 +17,10 @@ import hispec.accept
 import hispec.sampling
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
-from hispec.config import Plan
+from hispec.config import NgramConfig, Plan
 from hispec.drafters.computed import ExitSpeaker
 from hispec.drafters.hybrid import HybridDrafter
+from hispec.drafters.ngram import NgramDrafter
 from hispec.judges import RejectionJudge
 from hispec.round import run_round
 from hispec.sampling import RowSampling, Sampler
@@ -91,11 +92,24 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> Paths:
     return paths
 
 
+def lookup(row: int, column: int) -> list[int]:
+    """Stands for prompt lookup itself."""
+    raise NotImplementedError
+
+
+def ngram_drafter(judge: RejectionJudge, num_tokens: int) -> NgramDrafter:
+    """Finds something after any token."""
+    drafter = NgramDrafter(NgramConfig(max_size=2, min_size=1, tokens_per_match=None), judge, num_tokens, 1, 32, torch.device("cpu"))
+    drafter.follow([(0, [0, 0, 2, 1, 0, 1, 2, 0, FIRST])])
+    return drafter
+
+
 # What a looked-up draft may be, by the column that it follows: none, one, or more than the round has room for.
 LOOKED_UP: dict[str, Callable[[int, int], list[int]]] = {
     "always": lambda row, column: [2, 0, 1],
     "at first": lambda row, column: [1, 1] if column == 0 else [],
     "later": lambda row, column: [] if column == 0 else [0, 2],
+    "lookup": lookup,
 }
 
 
@@ -107,9 +121,11 @@ def one_round(decoder: ScriptedDecoder, plan: Plan, limit: int, looked_up: Calla
     tokens[0, 0] = FIRST
     sampler = Sampler([RowSampling(SamplingParams(temperature=1.0), 0, [FIRST], [], frozenset())], VOCAB, torch.device("cpu"))
     batch = RoundBatch(tokens, torch.tensor([0]), torch.tensor([limit]), torch.tensor([[2, 0, 1, 3]]), 4, 16, sampler)
-    drafter: Any = exit_drafter(stages, plan, judge) if looked_up is None else FixedDrafter(judge, looked_up, plan.num_draft_tokens)
-    if looked_up is not None and plan.draft_layer:
-        drafter = HybridDrafter(drafter, exit_drafter(stages, plan, judge), ExitSpeaker(stages, plan.draft_layer))
+    drafter: Any = exit_drafter(stages, plan, judge)
+    if looked_up is not None:
+        drafter = FixedDrafter(judge, looked_up, plan.num_draft_tokens) if looked_up is not lookup else ngram_drafter(judge, plan.num_draft_tokens)
+        if plan.draft_layer:
+            drafter = HybridDrafter(drafter, exit_drafter(stages, plan, judge), ExitSpeaker(stages, plan.draft_layer))
     result = run_round(stages, plan, judge, drafter, batch)
     return tuple(result.tokens[0, 1 : 1 + int(result.counts[0])].tolist())
 
