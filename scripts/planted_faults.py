@@ -46,7 +46,8 @@ FAULTS = (
         "a stale hidden row: the last draft's is not stored",
         "hispec/drafters/computed.py",
         "            hidden = self._speaker.feed(batch, span)\n            if depth == tree.depth:\n",
-        "            if depth == tree.depth:\n                break\n            hidden = self._speaker.feed(batch, span)\n            if depth == tree.depth:\n",
+        "            if depth == tree.depth:\n                break\n"
+        "            hidden = self._speaker.feed(batch, span)\n            if depth == tree.depth:\n",
     ),
     Fault(
         "adapter KV of the last draft is not written (what Kangaroo has to catch up)",
@@ -212,7 +213,12 @@ FAULTS = (
         "(columns < 0) & (columns <= self.index.unsqueeze(-1))",
         ("tests/test_laws_sampled.py", "tests/test_sampling.py"),
     ),
-    Fault("verify resumes at the draft's hidden states", "hispec/round.py", "Tier.DRAFT if plan.check_layer is None else Tier.CHECK, depth", "Tier.DRAFT, depth"),
+    Fault(
+        "verify resumes at the draft's hidden states",
+        "hispec/round.py",
+        "Tier.DRAFT if plan.check_layer is None else Tier.CHECK, depth",
+        "Tier.DRAFT, depth",
+    ),
     Fault(
         "a request that was preempted trusts its old computed length",
         "hispec/scheduling/scheduler.py",

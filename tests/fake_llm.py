@@ -110,7 +110,8 @@ class FakeLLM:
 
     def _count(self, num_tokens: int) -> None:
         drafted = 0 if self.speculative is None else num_tokens
-        counts: dict[str, float] = {"round_s": num_tokens / 128, "tokens": num_tokens, "committed": num_tokens, "rounds": num_tokens, "layer_passes": NUM_LAYERS * num_tokens}
+        counts: dict[str, float] = {"round_s": num_tokens / 128, "tokens": num_tokens, "committed": num_tokens, "rounds": num_tokens}
+        counts["layer_passes"] = NUM_LAYERS * num_tokens
         counts |= {"drafted": drafted * 4, "draft_accepted": drafted * 2, "tentative": drafted * 2, "accepted": drafted}
         for name, count in counts.items():
             self._stats[name] += count

@@ -25,7 +25,8 @@ kinds = pytest.mark.parametrize("name", ALL)
 @pytest.fixture(scope="module")
 def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """Other sizes than the target's, and a few tokens fewer."""
-    return draft_decoder(tiny_checkpoint(tmp_path_factory.mktemp("draft") / "model", hidden=32, num_layers=2, vocab=250, bos_token_id=0, eos_token_id=1, pad_token_id=0, seed=5))
+    special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    return draft_decoder(tiny_checkpoint(tmp_path_factory.mktemp("draft") / "model", hidden=32, num_layers=2, vocab=250, seed=5, **special))
 
 
 @pytest.fixture(scope="module")
