@@ -88,9 +88,8 @@ class Sampler:
         logits = self._adjusted(logits, at)
         if not self._any_sampled:
             return logits.argmax(-1)
-        key = noise.keys(self._seeds[at.rows], at.positions, noise.Stream.CHOICE)
         sampled = self._temperature[at.rows] > 0
-        return torch.where(sampled, draw(self._filtered(logits, at.rows), key), logits.argmax(-1))
+        return torch.where(sampled, draw(self._filtered(logits, at.rows), self._choice_keys(at)), logits.argmax(-1))
 
     def choose_top(self, logits: Tensor, at: Places, num: int) -> Tensor:
         """The `num` likeliest tokens [tokens, num] under the position's noise, the coupled choice first."""
@@ -99,9 +98,8 @@ class Sampler:
             return best
         logits = self._adjusted(logits, at)
         if self._any_sampled:
-            key = noise.keys(self._seeds[at.rows], at.positions, noise.Stream.CHOICE)
             sampled = (self._temperature[at.rows] > 0).unsqueeze(-1)
-            logits = torch.where(sampled, self._filtered(logits, at.rows) + noise.gumbel(key, logits.shape[-1]), logits)
+            logits = torch.where(sampled, self._filtered(logits, at.rows) + noise.gumbel(self._choice_keys(at), logits.shape[-1]), logits)
         # The choice itself is put first by hand: a tie, or another rounding of the noise, must not leave it out.
         others = logits.scatter(1, best, -torch.inf).topk(num - 1, dim=-1).indices
         return torch.cat((best, others), dim=1)
@@ -118,6 +116,10 @@ class Sampler:
     def keys(self, rows: Tensor, positions: Tensor, stream: noise.Stream) -> Tensor:
         """Keys of the draws at `positions`, broadcast against rows' seeds."""
         return noise.keys(self._seeds[rows], positions, stream)
+
+    def _choice_keys(self, at: Places) -> Tensor:
+        """Of the noise by which every tier chooses at these places."""
+        return noise.keys(self._seeds[at.rows], at.positions, noise.Stream.CHOICE)
 
     def _adjusted(self, logits: Tensor, at: Places) -> Tensor:
         if not self._adjusters and not self._any_sampled:

@@ -64,12 +64,12 @@ def test_one_path_is_accepted_the_longest_of_those_that_are_right(tree: DraftTre
     unsure = torch.rand(rows, tree.num_nodes, generator=torch.Generator().manual_seed(0)) < 0.2
     for given in (None, unsure):
         num_accepted, last, token = accept.coupled(own, proposed, counts, tree, given)
+        taken = torch.zeros_like(unsure) if given is None else given
         for row in range(rows):
 
-            def right(node: int, row: int = row) -> bool:
+            def right(node: int, row: int = row, taken: torch.Tensor = taken) -> bool:
                 parent = tree.parents[node]
-                is_own = bool(proposed[row, node - 1] == own[row, parent]) or (given is not None and bool(given[row, parent]))
-                return node <= int(counts[row]) and is_own
+                return node <= int(counts[row]) and bool(proposed[row, node - 1] == own[row, parent] or taken[row, parent])
 
             accepted = [node for node in range(tree.num_nodes) if all(map(right, ancestors(tree, node)))]
             best = min(accepted, key=lambda node: (-tree.depths[node], node))
