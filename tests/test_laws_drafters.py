@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from ee_models.decoder import Decoder
 from hispec.config import SpeculativeConfig
@@ -118,6 +119,29 @@ def test_a_draft_model_that_is_the_target_is_always_right(tiny_decoder: Decoder,
     histogram = stats["accept_length_histogram"]
     # Only the last round of a request, cut short by max_tokens, commits fewer than K + 1.
     assert sum(histogram[: depth + 1]) <= 2 * len(PROMPTS), f"{branches} branches: a draft of the target itself was rejected"
+
+
+class SecondBest:
+    """The target, but for its likeliest token, which it puts last: so the right draft is always on the second branch."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.config, self.dtype, self.device, self.max_positions = decoder.config, decoder.dtype, decoder.device, decoder.max_positions
+        self.embed, self.run_layers, self._decoder = decoder.embed, decoder.run_layers, decoder
+
+    def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:
+        logits = self._decoder.logits(hidden, exit_layer)
+        best = logits.topk(2, dim=-1)
+        # Between the second and the third, so that it is the second token of the draft.
+        below = best.values[:, 1:] - 1e-4
+        return logits.scatter(1, best.indices[:, :1], below)
+
+
+def test_a_draft_models_kv_follows_the_accepted_path(tiny_decoder: Decoder, expected: list[list[int]]) -> None:
+    values = {"draft": {"kind": "model", "path": "tiny"}, "num_draft_tokens": 1, "num_branches": 2}
+    engine = drafter_engine(tiny_decoder, values, SecondBest(tiny_decoder))
+    assert run(engine, PROMPTS) == expected
+    stats = engine.stats()
+    assert stats["accepted"] == stats["rounds"] == 12 * len(PROMPTS), "a node's KV was left in its sibling's place"
 
 
 def test_the_datastore_serves_later_requests(tiny_decoder: Decoder, expected: list[list[int]]) -> None:
