@@ -251,7 +251,10 @@ def _bench(options: argparse.Namespace) -> int:
     values = {name: getattr(options, name) for name in BenchOptions.model_fields if getattr(options, name, None) is not None}
     values["plans"] = {path.stem: load_preset(path).speculative for path in options.plan}
     if options.profile is not None:
-        values["plans"] |= best_plans(options.profile)
+        found = best_plans(options.profile)
+        if taken := sorted(values["plans"].keys() & found.keys()):
+            raise ConfigError(f"--plan: {taken[0]!r} is also a name in {options.profile}; rename the file, which names the plan")
+        values["plans"] |= found
     bench_options = build(BenchOptions, values)
     if options.json is not None:
         try:

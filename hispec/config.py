@@ -83,7 +83,7 @@ class NgramConfig(Settings):
     max_size: Annotated[int, Field(ge=1, le=16)] = 4
     min_size: Annotated[int, Field(ge=1, le=16)] = 1
     tokens_per_match: Annotated[int, Field(ge=1, le=32)] | None = 2
-    datastore_tokens: Annotated[int, Field(ge=0, le=1 << 26)] = 0
+    datastore_tokens: Annotated[int, Field(ge=0, le=1 << 22)] = 0
 
     @model_validator(mode="after")
     def _ordered(self) -> NgramConfig:

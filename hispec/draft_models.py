@@ -41,9 +41,15 @@ class DraftModels:
         if path not in self._loaded:
             checkpoint = self._open(path)
             _check_tokens(path, checkpoint, target, tokenizer)
-            length = min(max_model_len, checkpoint.config.max_position_embeddings)
+            config = checkpoint.config
+            length = min(max_model_len, config.max_position_embeddings, config.sliding_window or max_model_len)
             self._loaded[path] = Decoder.load(checkpoint, target.dtype, target.device, self._attention, max_positions=length)
         return self._loaded[path]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights of all that are loaded."""
+        return sum(decoder.num_bytes for decoder in self._loaded.values())
 
     @staticmethod
     def _open(path: str) -> Checkpoint:

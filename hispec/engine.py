@@ -16,7 +16,7 @@ from ee_models.exits import Exit
 
 from .admission import default_num_blocks, kv_bytes_per_block, max_model_len, request_problems
 from .config import PLAIN, EngineConfig, Plan, SpeculativeConfig
-from .drafters.drafter import DrafterError, Source
+from .drafters.drafter import DrafterError, Source, guarded
 from .errors import ConfigError, RequestError
 from .outputs import Delta
 from .request import Request, TextStream
@@ -26,7 +26,7 @@ from .sampling_params import SamplingParams
 from .scheduling.policy import FirstComeFirstServed
 from .scheduling.scheduler import Chunk, Scheduler
 from .speculation import Limits, Speculation, make_speculation
-from .stages import DecoderLike, RoundBatch
+from .stages import DecoderLike, PassCounts, RoundBatch
 from .stats import EngineStats
 from .tables import RowTables
 
@@ -68,6 +68,7 @@ class Engine:
         self._pending: list[Delta] = []
         self._sampler: tuple[tuple[int, ...], Sampler] | None = None
         self._closed = self._draining = False
+        self._counts, self._draft_counts = PassCounts(), PassCounts()  # of the model, and of a draft model
         self._speculation: Speculation | None = None
         self.set_speculative(speculative, exits=exits, draft_model=draft_model, plan=plan)
         self.reset_stats()
@@ -87,7 +88,7 @@ class Engine:
             raise ConfigError(f"the plan cannot change while {len(self._requests)} requests are unfinished; drain() or abort them first")
         before = self._speculation
         limits = Limits(self._config.max_num_seqs, self.max_model_len, self._pool.num_blocks, self._config.block_size)
-        new = make_speculation(self._decoder, limits, speculative, plan, exits, draft_model, before.kv if before else None)
+        new = make_speculation(self._decoder, limits, speculative, plan, exits, draft_model, self._counts, self._draft_counts, before)
         # All buffers are there: nothing below can fail and leave one plan with another's buffers.
         if before is not None and new.kv_owners != before.kv_owners:
             self._pool.forget()  # what is cached lacks their KV
@@ -198,14 +199,14 @@ class Engine:
         self.abort(list(self._requests))
         self._pending.clear()
         self._closed = True
-        self._now.kv.release()
+        self._now.release()
 
     def stats(self) -> dict[str, Any]:
         """Counts since the last reset, and what is held now (see EngineStats)."""
         return {
             **self._stats.as_dict(),
-            **vars(self._now.counts),
-            "draft_model_layer_passes": self._now.draft_counts.layer_passes,
+            **vars(self._counts),
+            "draft_model_layer_passes": self._draft_counts.layer_passes - self._draft_counts.prefill_layer_passes,
             "num_layers": self._decoder.config.num_layers,
             "cached_tokens": self._scheduler.num_cached_tokens,
             "preemptions": self._scheduler.num_preemptions,
@@ -217,8 +218,8 @@ class Engine:
 
     def reset_stats(self) -> None:
         self._stats = EngineStats()
-        self._now.counts.reset()
-        self._now.draft_counts.reset()
+        self._counts.reset()
+        self._draft_counts.reset()
         self._scheduler.num_preemptions = self._scheduler.num_cached_tokens = 0
 
     def memory(self) -> dict[str, int]:
@@ -259,8 +260,12 @@ class Engine:
             max_context_len=max(chunk.end for chunk in chunks),
         )
         self._now.stages.prefill(token_ids, view)
-        if self._now.drafter is not None:
-            self._now.drafter.prefill(token_ids, view)
+        if (drafter := self._now.drafter) is not None:
+            try:
+                with guarded(drafter):
+                    drafter.prefill(token_ids, view)
+            except DrafterError as error:
+                self._give_up_drafting([chunk.request for chunk in chunks], error)
         for chunk in chunks:
             self._stats.prefill_tokens += chunk.end - chunk.start
             self._scheduler.commit(chunk.request, chunk.end, release=False)
@@ -280,19 +285,27 @@ class Engine:
             self._commit(request, row, rows[row], result)
 
     def _run(self, limits: dict[int, int]) -> RoundResult:
-        """One round by the plan; a plain one if no row may speculate, or if the drafter fails."""
+        """One round by the plan; a plain one if no row may speculate, or if the drafter fails. A draft model has to see opted-out rows
+        too, whose blocks others may reuse."""
         now, running = self._now, self._scheduler.running
-        if now.drafter is not None and not all(running[row].drafter_failed for row in limits):
+        may_speculate = max(limits.values()) > 1 or (now.draft_model is not None and not all(running[row].drafter_failed for row in limits))
+        if now.drafter is not None and may_speculate:
             try:
-                now.drafter.follow([(request.number, request.token_ids) for request in running])
+                with guarded(now.drafter):
+                    now.drafter.follow([(request.number, request.token_ids) for request in running])
                 return run_round(now.stages, now.plan, now.judge, now.drafter, self._batch(limits, now.plan.window))
             except DrafterError as error:
-                failed = [running[row] for row in limits]
-                for request in failed:
-                    request.drafter_failed = True
-                self._stats.drafter_failures += 1
-                _log.warning("the drafter failed (%s); %s go on with plain decoding", error, ", ".join(request.request_id for request in failed))
+                self._give_up_drafting([running[row] for row in limits], error)
         return run_round(now.stages, PLAIN, now.judge, None, self._batch(limits, PLAIN.window))
+
+    def _give_up_drafting(self, requests: Sequence[Request], error: DrafterError) -> None:
+        """These requests go on with plain decoding. Those that opted out are marked too, as a draft model's KV of theirs has a hole."""
+        named = [request.request_id for request in requests if request.params.speculative and not request.drafter_failed]
+        for request in requests:
+            request.drafter_failed = True
+        self._stats.drafter_failures += 1
+        if named:
+            _log.warning("the drafter failed (%s); go on with plain decoding: %s", error, ", ".join(named))
 
     def _batch(self, limits: dict[int, int], window: int) -> RoundBatch:
         """The rows in a round of at most `window` places."""
@@ -347,11 +360,16 @@ class Engine:
 
     def _finish(self, request: Request, token_ids: list[int], text: str, error: str | None = None) -> None:
         self._scheduler.remove(request)
-        if self._now.drafter is not None and request.finish_reason in ("stop", "length"):
-            self._now.drafter.finish(request.number, request.output_token_ids)
         del self._requests[request.request_id]
         self._stats.finished += 1
         self._pending.append(request.delta(token_ids, text, time.monotonic(), error))
+        if (drafter := self._now.drafter) is not None and request.finish_reason in ("stop", "length"):
+            try:
+                with guarded(drafter):
+                    drafter.finish(request.number, request.output_token_ids)
+            except DrafterError as problem:  # the request is done, and lacks nothing
+                self._stats.drafter_failures += 1
+                _log.warning("the drafter failed at the end of %s (%s)", request.request_id, problem)
 
 
 def _text_or_nothing(request: Request) -> str:

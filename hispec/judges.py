@@ -103,7 +103,9 @@ class RejectionJudge:
         looked_up = proposals.tree.on(columns.device).nodes[1:] <= proposals.counts.unsqueeze(-1)
         rows = torch.arange(columns.shape[0], device=columns.device).unsqueeze(-1) * batch.window
         before, tokens = (rows + columns - 1)[looked_up], proposed_tokens(batch, proposals)[looked_up]
-        self._kept[Tier.DRAFT][before] = torch.nn.functional.one_hot(tokens, self._kept.shape[-1]).to(self._kept.dtype)
+        kept = self._kept[Tier.DRAFT]
+        kept[before] = 0.0
+        kept[before, tokens] = 1.0
 
     def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals) -> Verdict:
         assert proposals.tree.is_chain

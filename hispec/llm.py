@@ -181,7 +181,7 @@ class LLM:
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by what they are for."""
-        return {"weights_bytes": self.decoder.num_bytes, **self.engine.memory()}
+        return {"weights_bytes": self.decoder.num_bytes, "draft_model_bytes": self.draft_models.num_bytes, **self.engine.memory()}
 
     def close(self) -> None:
         """Ends all requests and releases the KV memory. Idempotent."""

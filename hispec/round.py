@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .config import PLAIN, Plan
-from .drafters.drafter import Draft, Drafter, DrafterError, Source, room
+from .drafters.drafter import Draft, Drafter, Source, guarded, room
 from .judges import Judge, Proposals, Verdict
 from .outputs import TokenLogprobs
 from .stages import RoundBatch, Span, Stages, Tier
@@ -143,14 +143,9 @@ def verify(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None, ba
 
 
 def _propose(drafter: Drafter, stages: Stages, batch: RoundBatch, first: Tensor) -> Draft:
-    """What the drafter is asked for, cut to what the row has room for. A drafter is a heuristic: whatever it does, it must not take
-    requests down."""
-    try:
+    """What the drafter is asked for, cut to what the row has room for, and to tokens that there are."""
+    with guarded(drafter):
         draft = drafter.propose(batch, first)
-    except AssertionError:  # a broken invariant is ours, not the drafter's
-        raise
-    except Exception as error:
-        raise DrafterError(f"{type(drafter).__name__}: {type(error).__name__}: {error}") from error
     batch.tokens.clamp_(0, stages.vocab_size - 1)
     tree, counts = draft.proposals.tree, draft.proposals.counts
     return replace(draft, proposals=Proposals(tree, first, torch.minimum(counts, room(batch.limits, first)).clamp(0, tree.num_drafts)))
@@ -178,7 +173,8 @@ def _keep_path(stages: Stages, layer: int, drafter: Drafter, batch: RoundBatch, 
     targets = torch.where(accepted, first + steps, -1)
     batch.tokens.scatter_(1, torch.where(accepted, targets, 0), batch.tokens.gather(1, sources))
     stages.move(batch, layer, sources, targets)
-    drafter.move(batch, sources, targets)
+    with guarded(drafter):
+        drafter.move(batch, sources, targets)
 
 
 def _put(tokens: Tensor, column: Tensor, values: Tensor, where: Tensor) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
 from ee_models.exits import Exit
@@ -34,7 +32,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Speculation:
-    """A plan, ready to run. `drafter` is None for plain decoding. `counts` are of the model, `draft_counts` of a drafter's own."""
+    """A plan, ready to run. `drafter` is None for plain decoding; `draft_kv` is a draft model's."""
 
     plan: Plan
     exits: tuple[Exit, ...]
@@ -43,14 +41,19 @@ class Speculation:
     judge: Judge
     drafter: Drafter | None
     kv: PagedKV
+    draft_kv: PagedKV | None
     hidden: HiddenBuffer
-    counts: PassCounts
-    draft_counts: PassCounts
 
     @property
     def kv_owners(self) -> tuple[object, ...]:
         """Whose KV the blocks hold besides the model's own: what is cached is of no use to others."""
         return *self.exits, self.draft_model
+
+    def release(self) -> None:
+        """Gives the KV memory back."""
+        self.kv.release()
+        if self.draft_kv is not None:
+            self.draft_kv.release()
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, once, by what they are for."""
@@ -70,27 +73,39 @@ def make_speculation(
     plan: Plan | None,
     exits: Sequence[Exit],
     draft_model: DecoderLike | None,
-    kv: PagedKV | None,
+    counts: PassCounts,
+    draft_counts: PassCounts,
+    before: Speculation | None,
 ) -> Speculation:
-    """Raises ConfigError for what does not fit together, before anything is allocated. `kv` is taken over if it has layers enough."""
+    """Raises ConfigError for what does not fit together, before anything is allocated.
+
+    counts, draft_counts   where passes of the model, and of a draft model, are counted
+    before                 the plan until now: its KV is taken over where it serves
+    """
     model = decoder.config
     plan = plan or (speculative.plan(model.num_layers) if speculative else PLAIN)
     _check(plan, speculative, exits, decoder, draft_model, limits)
     num_kv_layers = model.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
-    if kv is None or kv.num_layers < num_kv_layers:
-        kv = PagedKV(num_kv_layers, limits.num_blocks, limits.block_size, model.num_kv_heads, model.head_dim, decoder.dtype, decoder.device)
+    kv = before.kv if before is not None and before.kv.num_layers >= num_kv_layers else _make_kv(decoder, num_kv_layers, limits)
+    draft_kv = None
+    if draft_model is not None:
+        draft_kv = before.draft_kv if before is not None and before.draft_model is draft_model else _make_kv(draft_model, draft_model.config.num_layers, limits)
     hidden = HiddenBuffer(len(Tier), limits.max_num_seqs, plan.window, model.hidden_size, decoder.dtype, decoder.device)
     judge: Judge = CoupledJudge(speculative.check.confidence if speculative and speculative.check else None)
     if speculative and speculative.acceptance == "rejection":
         judge = RejectionJudge(limits.max_num_seqs, plan.window, model.vocab_size, decoder.device, plan.check_layer is not None)
-    counts, draft_counts = PassCounts(), PassCounts()
     stages = Stages(decoder, model.num_layers, kv, hidden, counts, exits)
     drafter = None
     if not plan.is_plain:
         draft = speculative.draft if speculative else DraftConfig(layer=max(1, plan.draft_layer))
         confidence = speculative.draft_confidence if speculative else None
-        drafter = _drafter(draft, plan, confidence, stages, judge, limits, model.vocab_size, draft_model, draft_counts, decoder.device)
-    return Speculation(plan, tuple(exits), draft_model, stages, judge, drafter, kv, hidden, counts, draft_counts)
+        drafter = _drafter(draft, plan, confidence, stages, judge, limits, draft_model, draft_kv, draft_counts)
+    return Speculation(plan, tuple(exits), draft_model, stages, judge, drafter, kv, draft_kv, hidden)
+
+
+def _make_kv(decoder: DecoderLike, num_layers: int, limits: Limits) -> PagedKV:
+    model = decoder.config
+    return PagedKV(num_layers, limits.num_blocks, limits.block_size, model.num_kv_heads, model.head_dim, decoder.dtype, decoder.device)
 
 
 def _check(
@@ -110,11 +125,22 @@ def _check(
         raise ConfigError(
             f"a round of {plan} takes {plan.window} places, more than max_model_len={limits.max_model_len}; lower num_draft_tokens, num_checks or num_branches"
         )
+    if speculative is not None and not plan.is_plain:
+        _check_shape(plan, speculative)
     wants_model = speculative is not None and speculative.draft.kind == "model"
     if wants_model != (draft_model is not None):
         raise ConfigError("draft.kind='model' needs `draft_model`" if wants_model else "`draft_model` is given, but draft.kind is not 'model'")
     if draft_model is not None:
         check_draft_model(decoder, draft_model, limits.max_model_len)
+
+
+def _check_shape(plan: Plan, speculative: SpeculativeConfig) -> None:
+    """A plan of the caller's must be one that the drafter can draft for; those that SpeculativeConfig gives are."""
+    kind = speculative.draft.kind
+    if plan.draft_layer and kind in ("ngram", "model"):
+        raise ConfigError(f"{plan} resumes at layer {plan.draft_layer}, but draft.kind={kind!r} leaves nothing there; its draft_layer must be 0")
+    if plan.num_branches > 1 and (kind in ("ngram", "hybrid") or speculative.acceptance == "rejection" or speculative.draft_confidence is not None):
+        raise ConfigError(f"{plan} has branches, which need draft.kind exit, adapter or model, acceptance='coupled' and no draft_confidence")
 
 
 def check_draft_model(target: DecoderLike, draft_model: DecoderLike, max_model_len: int) -> None:
@@ -148,20 +174,19 @@ def _drafter(
     stages: Stages,
     judge: Judge,
     limits: Limits,
-    vocab_size: int,
     draft_model: DecoderLike | None,
+    draft_kv: PagedKV | None,
     draft_counts: PassCounts,
-    device: torch.device,
 ) -> Drafter:
     """The drafter of `draft`, in the shape of `plan`."""
     if draft.kind == "model":
-        assert draft_model is not None
-        speaker = ModelSpeaker(draft_model, limits.num_blocks, limits.block_size, vocab_size, draft_counts)
+        assert draft_model is not None and draft_kv is not None
+        speaker = ModelSpeaker(draft_model, draft_kv, stages.vocab_size, draft_counts)
         return ModelDrafter(speaker, judge, plan.tree, confidence)
     exit_speaker = ExitSpeaker(stages, plan.draft_layer)
     if draft.kind in ("exit", "adapter"):
         return ComputedDrafter(exit_speaker, judge, plan.tree, confidence)
-    ngram = NgramDrafter(draft.ngram or NgramConfig(), judge, plan.num_draft_tokens, limits.max_num_seqs, limits.max_model_len, device)
+    ngram = NgramDrafter(draft.ngram or NgramConfig(), judge, plan.num_draft_tokens, limits.max_num_seqs, limits.max_model_len, stages.device)
     if draft.kind == "ngram":
         return ngram
     computed = ComputedDrafter(exit_speaker, judge, DraftTree.chain(min(draft.num_exit_tokens or plan.num_draft_tokens, plan.num_draft_tokens)), confidence)

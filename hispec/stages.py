@@ -122,7 +122,7 @@ class Stages:
     """
 
     def __init__(self, decoder: DecoderLike, num_layers: int, kv: PagedKV, hidden: HiddenBuffer | None, counts: PassCounts, exits: Iterable[Exit] = ()) -> None:
-        self.num_layers, self.vocab_size = num_layers, decoder.config.vocab_size
+        self.num_layers, self.vocab_size, self.device = num_layers, decoder.config.vocab_size, decoder.device
         self.counts = counts
         self._decoder, self._kv, self._hidden = decoder, kv, hidden
         self._exits: dict[int, tuple[Exit, int]] = {}

@@ -81,7 +81,7 @@ def test_a_right_drafter_is_followed_to_the_last_token(tiny_decoder: Decoder, ex
 
 
 class Raises(FixedDrafter):
-    """Fails at its third call, and at every call for a row with many tokens."""
+    """Fails at its third call."""
 
     def propose(self, batch: RoundBatch, first: torch.Tensor) -> Draft:
         draft = super().propose(batch, first)
@@ -103,6 +103,21 @@ def test_a_drafter_that_raises_leaves_plain_decoding(
     assert "OSError: the drafter's disk is full" in warning and "request-0" in warning and "plain decoding" in warning
     assert engine.stats()["drafter_failures"] == 1
     assert drafter.num_asked > 10, "requests that came later are not drafted for"
+
+
+@pytest.mark.parametrize("where", ["follow", "prefill", "finish", "move"])
+def test_a_drafter_may_fail_anywhere(tiny_decoder: Decoder, expected: list[list[int]], where: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = drafter_engine(tiny_decoder, ALL["model tree"], tiny_decoder, max_num_seqs=3)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    assert engine._now.drafter is not None
+    setattr(engine._now.drafter, where, fail)
+    with caplog.at_level(logging.WARNING, "hispec"):
+        assert run(engine, PROMPTS) == expected  # which checks that nothing is lost or leaked
+    assert engine.stats()["drafter_failures"] > 0 and "MemoryError: no room" in caplog.messages[0] and "request-" in caplog.messages[0]
+    assert len(set(caplog.messages)) == len(caplog.messages), "a request failed twice"
 
 
 def test_blocks_of_requests_whose_drafter_failed_are_not_reused(tiny_decoder: Decoder, expected: list[list[int]]) -> None:
@@ -184,6 +199,37 @@ def test_an_engine_is_given_a_draft_model_if_and_only_if_it_needs_one(tiny_decod
     assert engine.plan == Plan(0, None, 5, 1), "a refused plan changed the engine"
 
 
+@pytest.mark.parametrize(
+    ("name", "plan", "changes", "words"),
+    [
+        ("ngram", Plan(3, None, 2, 1), {}, "resumes at layer 3, but draft.kind='ngram' leaves nothing there"),
+        ("ngram", Plan(0, None, 2, 1, 2), {}, "has branches"),
+        ("hybrid", Plan(3, None, 2, 1, 2), {}, "has branches"),
+        ("tree", Plan(3, None, 2, 1, 2), {"num_branches": 1, "acceptance": "rejection"}, "has branches"),
+        ("tree", Plan(3, None, 2, 1, 2), {"num_branches": 1, "draft_confidence": 0.5}, "has branches"),
+    ],
+    ids=str,
+)
+def test_a_plan_of_the_callers_that_the_drafter_cannot_serve(tiny_decoder: Decoder, name: str, plan: Plan, changes: dict[str, Any], words: str) -> None:
+    engine = drafter_engine(tiny_decoder, ALL["ngram"])
+    with pytest.raises(ConfigError, match=words):
+        engine.set_speculative(build(SpeculativeConfig, ALL[name] | changes), plan=plan)
+
+
+def test_opted_out_rows_are_not_drafted_for(tiny_decoder: Decoder, expected: list[list[int]]) -> None:
+    engine = drafter_engine(tiny_decoder, ALL["ngram"])
+    drafter = misbehaving(engine, lambda row, column: [1])
+    assert run(engine, PROMPTS, SamplingParams(temperature=0.0, max_tokens=24, speculative=False)) == expected
+    assert drafter.num_asked == 0
+
+
+def test_closing_gives_the_draft_models_memory_back(tiny_decoder: Decoder) -> None:
+    engine = drafter_engine(tiny_decoder, ALL["model"], tiny_decoder)
+    assert engine.memory()["drafter_bytes"] > 0
+    engine.close()
+    assert engine.memory()["drafter_bytes"] == engine.memory()["kv_bytes"] == 0
+
+
 def test_a_draft_model_larger_or_shorter_than_the_target_is_refused(tiny_decoder: Decoder, tmp_path: Path) -> None:
     larger = draft_decoder(tiny_checkpoint(tmp_path / "larger", num_layers=12))
     with pytest.raises(ConfigError, match=r"larger than the target \(.* M parameters\); choose a smaller one"):
@@ -202,7 +248,7 @@ def test_llm_loads_a_draft_model_once(tiny_path: Path, draft_path: Path) -> None
     params = SamplingParams(temperature=0.0, max_tokens=12)
     with LLM(str(tiny_path), speculative={"draft": {"kind": "model", "path": str(draft_path)}}, **SMALL) as llm:
         output = llm.generate("abcabcabc", params, use_tqdm=False)[0].outputs[0].token_ids
-        assert llm.stats()["drafted"] > 0 and llm.memory()["drafter_bytes"] > 0
+        assert llm.stats()["drafted"] > 0 and llm.memory()["drafter_bytes"] > 0 and llm.memory()["draft_model_bytes"] > 0
         model = llm.engine._now.draft_model
         llm.set_speculative(None)
         assert llm.generate("abcabcabc", params, use_tqdm=False)[0].outputs[0].token_ids == output

@@ -216,5 +216,6 @@ def test_a_row_drafts_no_further_than_the_exit_is_sure(prompts: list[list[int]],
         stats = engine.stats()
         assert stats["rounds"] == 4 * len(prompts) and stats["drafted"] == stats["draft_accepted"] == 4 * sum(drafted)
         assert stats["layer_passes"] == 4 * ((max(drafted) + 1) * 2 + 7)
+        num_rounds = 4 if any(drafted) else 3  # a last token alone is decoded plainly
         for exit_ in exits:
-            assert exit_.num_read == 4 * sum(drafted) + 4 * drafted.count(0), "a row that stopped was drafted for"
+            assert exit_.num_read == 4 * sum(drafted) + num_rounds * drafted.count(0), "a row that stopped was drafted for"

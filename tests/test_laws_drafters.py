@@ -9,8 +9,14 @@ import pytest
 from torch import Tensor
 
 from ee_models.decoder import Decoder
-from hispec.config import SpeculativeConfig
+from ee_models.exit_files import ExitsFile
+from ee_models.loader import Checkpoint
+from hispec.config import EngineConfig, SpeculativeConfig
+from hispec.engine import Engine
+from hispec.judges import CoupledJudge
 from hispec.sampling_params import SamplingParams
+from hispec.stages import RoundBatch, Span
+from tests.adapters import loaded
 from tests.drafters import ALL, KINDS, draft_decoder, drafter_engine
 from tests.support import make_engine, random_prompts, run
 from tests.tiny import tiny_checkpoint
@@ -121,6 +127,48 @@ def test_a_draft_model_that_is_the_target_is_always_right(tiny_decoder: Decoder,
     assert sum(histogram[: depth + 1]) <= 2 * len(PROMPTS), f"{branches} branches: a draft of the target itself was rejected"
 
 
+def test_another_plan_of_the_same_draft_model_finds_its_kv(tiny_decoder: Decoder, expected: list[list[int]]) -> None:
+    """What the prefix cache holds was computed under the plan before."""
+    engine = drafter_engine(tiny_decoder, ALL["model"], tiny_decoder)
+    for num_drafts in (3, 2, 4):
+        engine.set_speculative(SpeculativeConfig(**{**ALL["model"], "num_draft_tokens": num_drafts}), draft_model=tiny_decoder)
+        engine.reset_stats()
+        assert run(engine, PROMPTS) == expected
+        stats = engine.stats()
+        assert sum(stats["accept_length_histogram"][: num_drafts + 1]) <= len(PROMPTS), "the draft model lost its KV"
+    assert stats["cached_tokens"] > 0
+    for plan in (None, SpeculativeConfig(**ALL["model"])):  # plain decoding in between writes none
+        engine.set_speculative(plan, draft_model=tiny_decoder if plan else None)
+        engine.reset_stats()
+        assert run(engine, PROMPTS) == expected
+    assert sum(engine.stats()["accept_length_histogram"][:4]) <= len(PROMPTS)
+
+
+@pytest.mark.parametrize("roll", [1, 2])
+@pytest.mark.parametrize("check", [None, 6])
+def test_trees_of_trained_exits_move_the_exits_kv(
+    tiny_decoder: Decoder, checkpoint: Checkpoint, files: dict[str, ExitsFile], expected: list[list[int]], roll: int, check: int | None, monkeypatch: Any
+) -> None:
+    """Exits that are always right, whose likeliest token is put on a later branch: all but what a limit cuts off is accepted."""
+    choose = CoupledJudge.choose
+
+    def rolled(self: CoupledJudge, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
+        return choose(self, logits, batch, span, num).roll(roll if num > 1 else 0, dims=1)
+
+    monkeypatch.setattr(CoupledJudge, "choose", rolled)
+    num_checks = 2 if check else 1
+    values: dict[str, Any] = {"draft": {"kind": "adapter", "layer": 3}, "num_draft_tokens": 2, "num_checks": num_checks, "num_branches": 3}
+    if check:
+        values["check"] = {"kind": "adapter", "layer": check}
+    exits = loaded(files["right"], tiny_decoder, checkpoint, [3, check] if check else [3])
+    config = EngineConfig(max_num_seqs=8, max_model_len=256, block_size=3, num_kv_blocks=200, max_prefill_tokens=5)
+    engine = Engine(tiny_decoder, config, SpeculativeConfig(**values), exits=exits)
+    assert run(engine, PROMPTS) == expected
+    histogram = engine.stats()["accept_length_histogram"]
+    # In the last columns of a request the limit cuts branches off, the right one among them.
+    assert histogram[3 * num_checks] >= (24 - 7 * num_checks) // (3 * num_checks) * len(PROMPTS), "an exit was wrong: its KV is another node's"
+
+
 class SecondBest:
     """The target, but for its likeliest token, which it puts last: so the right draft is always on the second branch."""
 
@@ -141,7 +189,8 @@ def test_a_draft_models_kv_follows_the_accepted_path(tiny_decoder: Decoder, expe
     engine = drafter_engine(tiny_decoder, values, SecondBest(tiny_decoder))
     assert run(engine, PROMPTS) == expected
     stats = engine.stats()
-    assert stats["accepted"] == stats["rounds"] == 12 * len(PROMPTS), "a node's KV was left in its sibling's place"
+    # Of the 24 tokens the last two come one by one: the limit cuts the second branch off.
+    assert stats["accept_length_histogram"][2] == 11 * len(PROMPTS), "a node's KV was left in its sibling's place"
 
 
 def test_the_datastore_serves_later_requests(tiny_decoder: Decoder, expected: list[list[int]]) -> None:

@@ -113,7 +113,9 @@ LOOKED_UP: dict[str, Callable[[int, int], list[int]]] = {
 }
 
 
-def one_round(decoder: ScriptedDecoder, plan: Plan, limit: int, looked_up: Callable[[int, int], list[int]] | None = None) -> tuple[int, ...]:
+def one_round(
+    decoder: ScriptedDecoder, plan: Plan, limit: int, looked_up: Callable[[int, int], list[int]] | None = None, confidence: float | None = None
+) -> tuple[int, ...]:
     kv = PagedKV(LAYERS, 4, 4, 1, 2, torch.float32, torch.device("cpu"))
     stages = Stages(decoder, LAYERS, kv, HiddenBuffer(2, 1, plan.window, 3, torch.float32, torch.device("cpu")), PassCounts())
     judge = RejectionJudge(1, plan.window, VOCAB, torch.device("cpu"), plan.check_layer is not None)
@@ -121,7 +123,7 @@ def one_round(decoder: ScriptedDecoder, plan: Plan, limit: int, looked_up: Calla
     tokens[0, 0] = FIRST
     sampler = Sampler([RowSampling(SamplingParams(temperature=1.0), 0, [FIRST], [], frozenset())], VOCAB, torch.device("cpu"))
     batch = RoundBatch(tokens, torch.tensor([0]), torch.tensor([limit]), torch.tensor([[2, 0, 1, 3]]), 4, 16, sampler)
-    drafter: Any = exit_drafter(stages, plan, judge)
+    drafter: Any = exit_drafter(stages, plan, judge, confidence)
     if looked_up is not None:
         drafter = FixedDrafter(judge, looked_up, plan.num_draft_tokens) if looked_up is not lookup else ngram_drafter(judge, plan.num_draft_tokens)
         if plan.draft_layer:
@@ -138,13 +140,22 @@ def test_one_round_with_looked_up_drafts_continues_the_full_models_law(paths: Pa
         assert_law(paths, plan, 0, LOOKED_UP[name])
 
 
+@pytest.mark.parametrize("confidence", [0.5, 0.7])
+def test_one_round_that_stops_drafting_continues_the_full_models_law(paths: Paths, confidence: float) -> None:
+    """Where drafting stops depends on the drafter's distribution, and not on what was drawn from it."""
+    for plan in (Plan(1, None, 2, 1), Plan(1, 2, 1, 1), Plan(1, 3, 2, 1), Plan(1, 2, 1, 2)):
+        assert_law(paths, plan, 0, confidence=confidence)
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_one_round_continues_the_full_models_law(paths: Paths, plan: Plan, seed: int) -> None:
     assert_law(paths, plan, seed)
 
 
-def assert_law(paths: Paths, plan: Plan, seed: int, looked_up: Callable[[int, int], list[int]] | None = None) -> None:
+def assert_law(
+    paths: Paths, plan: Plan, seed: int, looked_up: Callable[[int, int], list[int]] | None = None, confidence: float | None = None
+) -> None:
     limits = {plan.window, max(1, plan.window - 1)}
     table = torch.randn(LAYERS + 1, 16, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
     decoder = ScriptedDecoder(lambda exit_layer, position, token: table[exit_layer, position, token], LAYERS, VOCAB)
@@ -153,9 +164,9 @@ def assert_law(paths: Paths, plan: Plan, seed: int, looked_up: Callable[[int, in
         return table[LAYERS, position, token].double().softmax(-1).tolist()
 
     for limit in limits:
-        law = paths.all(lambda limit=limit: one_round(decoder, plan, limit, looked_up))
+        law = paths.all(lambda limit=limit: one_round(decoder, plan, limit, looked_up, confidence))
         assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
-        if not plan.is_plain and limit > 1 and looked_up is None:
+        if not plan.is_plain and limit > 1 and looked_up is None and confidence is None:
             assert max(map(len, law)) == limit and min(map(len, law)) == 1, "some outcomes were never reached"
         for sequence in itertools.product(range(VOCAB), repeat=limit):
             wanted, continuation = 1.0, [1.0] * (limit + 1)

@@ -1,7 +1,8 @@
 """What a drafter is: anything that proposes tokens to the tier above."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -18,6 +19,17 @@ from ..stages import RoundBatch
 
 class DrafterError(HiSpecError, RuntimeError):
     """A drafter failed; nothing of its round was committed."""
+
+
+@contextmanager
+def guarded(drafter: object) -> Iterator[None]:
+    """Whatever a drafter raises becomes a DrafterError: a heuristic must not take requests down."""
+    try:
+        yield
+    except AssertionError:  # a broken invariant is ours, not the drafter's
+        raise
+    except Exception as error:
+        raise DrafterError(f"{type(drafter).__name__}: {type(error).__name__}: {error}") from error
 
 
 class Source(IntEnum):

@@ -17,20 +17,21 @@ class ModelSpeaker:
     """A decoder of its own. Its KV lies in the blocks that the target's lies in, so that prefix cache, preemption and rollback cover it:
     it is valid wherever the target's is, as it computes all that the target computes."""
 
-    def __init__(self, decoder: DecoderLike, num_blocks: int, block_size: int, vocab_size: int, counts: PassCounts) -> None:
+    def __init__(self, decoder: DecoderLike, kv: PagedKV, vocab_size: int, counts: PassCounts) -> None:
         """vocab_size: the target's; what is beyond the drafter's own can never be proposed."""
         config = decoder.config
         self._decoder, self._num_layers = decoder, config.num_layers
         self._last_token, self._num_missing = config.vocab_size - 1, vocab_size - config.vocab_size
-        self._kv = PagedKV(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
-        self._stages = Stages(decoder, config.num_layers, self._kv, None, counts)
+        self._kv = kv
+        self._stages = Stages(decoder, config.num_layers, kv, None, counts)
 
     @property
     def num_bytes(self) -> int:
         return self._kv.num_bytes
 
     def feed(self, batch: RoundBatch, span: Span) -> Tensor:
-        return self._stages.run(self._embed(batch.tokens[span.rows, span.index]), 0, self._num_layers, span)
+        hidden = self._decoder.embed(self._known(batch.tokens[span.rows, span.index]))
+        return self._stages.run(hidden, 0, self._num_layers, span)
 
     def logits(self, hidden: Tensor, span: Span) -> Tensor:
         logits = self._stages.logits(hidden, self._num_layers, span)
@@ -42,14 +43,14 @@ class ModelSpeaker:
         """`feed` has done it."""
 
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
-        self._stages.run_through(self._embed(token_ids), 0, self._num_layers, view)
+        self._stages.prefill(self._known(token_ids), view)
 
     def move(self, batch: RoundBatch, sources: Tensor, targets: Tensor) -> None:
         self._stages.move(batch, self._num_layers, sources, targets)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def _known(self, token_ids: Tensor) -> Tensor:
         """A target may pad its vocabulary further than the drafter does; such a token is hardly ever said, but must not be out of range."""
-        return self._decoder.embed(token_ids.clamp(max=self._last_token))
+        return token_ids.clamp(max=self._last_token)
 
 
 class ModelDrafter(ComputedDrafter):

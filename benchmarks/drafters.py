@@ -1,0 +1,179 @@
+"""What drafters, trees and checks are worth with a model's measured agreement, where no machine's noise reaches.
+
+    python benchmarks/drafters.py JOB.yaml [--profile FILE.json] [--max-tokens N] [--limit N] [--json FILE]
+
+The target's own greedy answers to the job's prompts are recorded with what every exit and prompt lookup say at each place, and the
+rounds of every plan are counted over them (`hispec.profile`), batch 1. A pass costs what it reads: its layers and its head, as shares
+of the model's weights, whatever its width. That is a GPU at a small batch, and the model of docs/performance.md's last section.
+With --profile, passes cost what `hispec profile --json` measured on its machine instead.
+
+The last table makes a check exit better than it is: at a random share of the places where it is wrong it is given the right token.
+It says how often the exit would have to be right for the best three-tier plan to be 1.05 times the best two-tier one.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ee_models.decoder import Decoder
+from ee_models.exits import AdapterExit
+from hispec.config import NgramConfig, SpeculativeConfig
+from hispec.jobs.load import load_job
+from hispec.jobs.measure import generate, good_rows, task_of
+from hispec.llm import LLM
+from hispec.profile.candidates import find_candidates
+from hispec.profile.costs import Curve, StageCosts
+from hispec.profile.options import ProfileOptions
+from hispec.profile.plans import Reach, all_plans, drafter_of, kind_of, short_text
+from hispec.profile.predict import Calibration, Prediction, Predictor
+from hispec.profile.reading import record
+from hispec.profile.recording import NOTHING, Answer, Recording, Said
+from hispec.profile.search import search
+from hispec.sampling_params import SamplingParams
+
+WIDEST = 64
+WANTED = 1.05  # three tiers over two
+SHARES = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the wrong places of a check exit that are made right
+
+
+def memory_bound(decoder: Decoder, exits: Sequence[AdapterExit]) -> StageCosts:
+    """Shares of a plain step: a pass reads its layers, and a head where logits are asked for."""
+    num_layers = decoder.config.num_layers
+    head = decoder.head.num_bytes / decoder.num_bytes
+    layer = (1.0 - head) / num_layers
+    heads = {exit_.layer: exit_.num_bytes / decoder.num_bytes for exit_ in exits}
+
+    def flat(cost: float) -> Curve:
+        return Curve((1, WIDEST), (cost, cost))
+
+    layers = [0, *heads]
+    return StageCosts(
+        context_len=0,
+        draft={at: flat(at * layer + heads[at]) for at in heads},
+        fill={at: flat(at * layer) for at in heads},
+        check={(lo, hi): flat((hi - lo) * layer + heads[hi]) for lo in layers for hi in heads if hi > lo},
+        verify={lo: flat((num_layers - lo) * layer + head) for lo in layers},
+        plain=flat(1.0),
+    )
+
+
+def measured(result: Mapping[str, Any]) -> tuple[StageCosts, Calibration]:
+    """Costs and host time of a profile's result."""
+
+    def curves(name: str, key: Callable[[Mapping[str, Any]], Any]) -> dict[Any, Curve]:
+        return {key(item): Curve(tuple(item["widths"]), tuple(item["ms"])) for item in result["costs"][name]}
+
+    def one(name: str) -> Curve | None:
+        return next(iter(curves(name, lambda item: 0).values()), None)
+
+    plain = one("plain")
+    assert plain is not None
+    costs = StageCosts(
+        context_len=result["costs"]["context_len"],
+        draft=curves("draft", lambda item: item["to_layer"]),
+        fill=curves("fill", lambda item: item["to_layer"]),
+        check=curves("check", lambda item: (item["from_layer"], item["to_layer"])),
+        verify=curves("verify", lambda item: item["from_layer"]),
+        plain=plain,
+        **{name: one(name) for name in ("ranks", "probability", "lookup")},
+    )
+    return costs, Calibration(1, None, costs.plain(1), result["calibration"]["host_ms"], 0.0)
+
+
+def improved(recording: Recording, layer: int, share: float) -> Recording:
+    """With the exit after `layer` right at `share` of the places where it is wrong; how sure it is stays as it was."""
+    said = recording.exits[layer]
+    wrong = (said.tokens != recording.truth) & (recording.truth != NOTHING)
+    mended = wrong & (np.random.default_rng(0).random(len(wrong)) < share)
+    ranked = said.ranked.copy()
+    ranked[mended, 0] = recording.truth[mended]
+    return Recording(recording.answers, {**recording.exits, layer: Said(ranked, said.probability)}, recording.own, recording.looked_up)
+
+
+def best(predictions: Sequence[Prediction], wanted: Callable[[SpeculativeConfig], bool]) -> Prediction:
+    """The fastest of those that are `wanted`; `predictions` has the fastest first."""
+    return next(prediction for prediction in predictions if prediction.plan is not None and wanted(prediction.plan))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--profile", type=Path, help="what `hispec profile --json` wrote: passes cost what it measured")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    job = load_job(arguments.job, [] if arguments.limit is None else [f"input.limit={arguments.limit}"])
+    rows = good_rows(job)
+    with LLM(job.model, **{**job.engine.model_dump(), "max_num_seqs": 16}) as llm:
+        candidates = find_candidates(llm.trained_exits, llm.decoder, None, must_be_trained=True)
+        plans = all_plans(ProfileOptions(), candidates, None)
+        prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in rows]
+        outputs = generate(llm, prompts, SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens))
+        answers = [Answer(prompt, output, arguments.max_tokens, task_of(row)) for prompt, output, row in zip(prompts, outputs, rows, strict=True)]
+        sizes = list(dict.fromkeys(plan.draft.ngram or NgramConfig() for plan in plans if plan.draft.kind in ("ngram", "hybrid")))
+        recording = record(
+            llm.decoder,
+            candidates.layers,
+            candidates.exits,
+            answers,
+            ngrams=sizes,
+            most_looked_up=Reach.of(plans).lookup,
+            draft_model=None,
+            batch_size=1,
+            progress=True,
+        )
+        costs, calibration = memory_bound(llm.decoder, candidates.exits), Calibration(1, None, 1.0, 0.0, 0.0)
+        num_layers = llm.decoder.config.num_layers
+    if arguments.profile is not None:
+        costs, calibration = measured(json.loads(arguments.profile.read_text()))
+
+    def predictor(of: Recording) -> Predictor:
+        return Predictor(of, costs, calibration, 1, num_layers)
+
+    found, num_plans = search(predictor(recording), plans)
+    kinds = dict.fromkeys(kind_of(prediction.plan) for prediction in found if prediction.plan is not None)
+    result: dict[str, Any] = {"costs": "memory-bound" if arguments.profile is None else str(arguments.profile), "answers": len(answers), "plans": num_plans}
+    print(f"{len(answers)} answers, {int(recording.lengths.sum())} tokens; {num_plans} plans; passes cost {result['costs']}")
+    print(f"{'best of':22s} {'x plain':>8s} {'tokens/round':>13s}  plan")
+    result["best_of_kind"] = {}
+    for kind in kinds:
+        prediction = best(found, lambda plan, kind=kind: kind_of(plan) == kind)  # type: ignore[misc]
+        result["best_of_kind"][kind] = prediction.as_dict()
+        print(f"{kind:22s} {prediction.ratio_to_plain:8.3f} {prediction.tokens_per_round:13.3f}  {short_text(prediction.plan)}")
+
+    def is_exit(plan: SpeculativeConfig) -> bool:
+        return drafter_of(plan) in ("exit", "adapter") and plan.check is None
+
+    tree, chain = best(found, lambda plan: drafter_of(plan) == "tree" and plan.check is None), best(found, is_exit)
+    two, three = best(found, lambda plan: plan.check is None), best(found, lambda plan: plan.check is not None)
+    result["tree_gain"] = tree.ratio_to_plain / chain.ratio_to_plain - 1.0
+    result["three_to_two"] = three.ratio_to_plain / two.ratio_to_plain
+    print(f"a tree of an exit's drafts over its best chain: {result['tree_gain']:+.1%}; three tiers over two, any drafter: {result['three_to_two']:.3f}")
+    print(f"\n{'check exit':>10s} {'right now':>10s} {f'for {WANTED}':>10s}")
+    result["needed"] = {}
+    for layer in candidates.layers:
+        of_layer = [plan for plan in plans if plan.check is not None and plan.check.layer == layer and drafter_of(plan) in ("ngram", "hybrid")]
+        if not of_layer:
+            continue
+        now, needed = recording.agreement(recording.exits[layer].tokens), None
+        for share in SHARES:
+            better = improved(recording, layer, share)
+            if search(predictor(better), of_layer)[0][0].ratio_to_plain >= WANTED * two.ratio_to_plain:
+                needed = better.agreement(better.exits[layer].tokens)
+                break
+        result["needed"][layer] = {"agreement": now, "for_three_tiers": needed}
+        print(f"{layer:10d} {now:10.1%} {'never' if needed is None else f'{needed:.0%}':>10s}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
