@@ -8,7 +8,8 @@ of the model's weights, whatever its width. That is a GPU at a small batch, and 
 With --profile, passes cost what `hispec profile --json` measured on its machine instead.
 
 The last table makes a check exit better than it is: at a random share of the places where it is wrong it is given the right token.
-It says how often the exit would have to be right for the best three-tier plan to be 1.05 times the best two-tier one.
+It says how often the exit would have to be right for the best three-tier plan to be 1.05 times the best two-tier one, and how often
+it agrees now with prompt lookup where that is right.
 """
 from __future__ import annotations
 
@@ -38,6 +39,7 @@ from hispec.profile.search import search
 from hispec.sampling_params import SamplingParams
 
 WIDEST = 64
+LOOKUP = NgramConfig(max_size=3, min_size=1, tokens_per_match=None)
 WANTED = 1.05  # three tiers over two
 SHARES = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the wrong places of a check exit that are made right
 
@@ -156,7 +158,9 @@ def main() -> int:
     result["tree_gain"] = tree.ratio_to_plain / chain.ratio_to_plain - 1.0
     result["three_to_two"] = three.ratio_to_plain / two.ratio_to_plain
     print(f"a tree of an exit's drafts over its best chain: {result['tree_gain']:+.1%}; three tiers over two, any drafter: {result['three_to_two']:.3f}")
-    print(f"\n{'check exit':>10s} {'right now':>10s} {f'for {WANTED}':>10s}")
+    copied = recording.looked_up[LOOKUP]
+    right = (copied.counts > 0) & (copied.tokens[:, 0] == recording.truth)
+    print(f"\n{'check exit':>10s} {'right now':>10s} {f'for {WANTED}':>10s} {'where prompt lookup is right':>30s}")
     result["needed"] = {}
     for layer in candidates.layers:
         of_layer = [plan for plan in plans if plan.check is not None and plan.check.layer == layer and drafter_of(plan) in ("ngram", "hybrid")]
@@ -168,8 +172,9 @@ def main() -> int:
             if search(predictor(better), of_layer)[0][0].ratio_to_plain >= WANTED * two.ratio_to_plain:
                 needed = better.agreement(better.exits[layer].tokens)
                 break
-        result["needed"][layer] = {"agreement": now, "for_three_tiers": needed}
-        print(f"{layer:10d} {now:10.1%} {'never' if needed is None else f'{needed:.0%}':>10s}")
+        agrees = float((recording.exits[layer].tokens == recording.truth)[right].mean())
+        result["needed"][layer] = {"agreement": now, "for_three_tiers": needed, "where_lookup_is_right": agrees}
+        print(f"{layer:10d} {now:10.1%} {'never' if needed is None else f'{needed:.0%}':>10s} {agrees:30.1%}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
