@@ -35,7 +35,7 @@ from hispec.profile.plans import Reach, all_plans, drafter_of, kind_of, short_te
 from hispec.profile.predict import Calibration, Prediction, Predictor
 from hispec.profile.reading import record
 from hispec.profile.recording import NOTHING, Answer, Recording, Said
-from hispec.profile.search import search
+from hispec.profile.search import best_of_each_kind, search
 from hispec.sampling_params import SamplingParams
 
 WIDEST = 64
@@ -146,7 +146,7 @@ def main() -> int:
     print(f"{'best of':22s} {'x plain':>8s} {'tokens/round':>13s}  plan")
     result["best_of_kind"] = {}
     for kind in kinds:
-        prediction = best(found, lambda plan, kind=kind: kind_of(plan) == kind)  # type: ignore[misc]
+        (prediction,) = best_of_each_kind((one for one in found if one.plan is not None and kind_of(one.plan) == kind), 1)
         result["best_of_kind"][kind] = prediction.as_dict()
         print(f"{kind:22s} {prediction.ratio_to_plain:8.3f} {prediction.tokens_per_round:13.3f}  {short_text(prediction.plan)}")
 

@@ -93,8 +93,8 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> Paths:
 
 
 def lookup(row: int, column: int) -> list[int]:
-    """Stands for prompt lookup itself."""
-    raise NotImplementedError
+    """Stands for prompt lookup itself, which looks for itself."""
+    return []
 
 
 def ngram_drafter(judge: RejectionJudge, num_tokens: int) -> NgramDrafter:
