@@ -131,7 +131,7 @@ def _rate_lines(rates: Rates, num_layers: int) -> list[tuple[str, str]]:
     if rates.draft_accepted is not None:
         upper = "check" if rates.tentative_accepted is not None else "verify"
         kept = f"{_percent(rates.draft_accepted)} of drafted tokens kept by {upper}"
-        if rates.looked_up_share:
+        if rates.looked_up_share is not None and 0.0 < rates.looked_up_share < 1.0:
             kept += f" ({rates.looked_up_share:.0%} were looked up, {_percent(rates.looked_up_accepted)} of these kept)"
         if rates.tentative_accepted is not None:
             kept += f", {_percent(rates.tentative_accepted)} of tentative tokens kept by verify"
