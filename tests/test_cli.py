@@ -254,3 +254,21 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(timeout=30) == 141
+
+
+def test_bench_measures_the_best_plans_of_a_profile(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"ngram_two_tier": {"draft": {"kind": "ngram"}, "num_draft_tokens": 4}, "exit_three_tier": {"draft": {"layer": 2}, "check": {"layer": 5}}}
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"best_of_kind": {name: {"speculative": plan, "tokens_per_s": 1.0} for name, plan in found.items()}}))
+    arguments = ["bench", str(job), "--profile", str(profile), "--no-transformers", "--repeats", "1", "--limit", "5", "--json", str(tmp_path / "bench.json")]
+    assert main(arguments) == 0
+    engines = json.loads((tmp_path / "bench.json").read_text())["engines"]
+    assert found.keys() <= engines.keys() and engines["ngram_two_tier"]["plan"].startswith("n-grams of 4 to 1")
+    taken = tmp_path / "ngram_two_tier.yaml"
+    taken.write_text("{model: fake, speculative: {draft: {kind: ngram}}}")
+    assert main([*arguments, "--plan", str(taken)]) == 2
+    assert "'ngram_two_tier' is also a name in" in capsys.readouterr().err
+    for content, words in (("{}", "is not what `hispec profile --json` writes"), ('{"best_of_kind": {"a": {"speculative": {"draft": {}}}}}', "best_of_kind.a")):
+        profile.write_text(content)
+        assert main(arguments) == 2
+        assert words in capsys.readouterr().err
