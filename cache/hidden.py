@@ -4,34 +4,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .view import live_moves
-
 
 class HiddenBuffer:
-    """One tensor [exits, rows, window, hidden], overwritten round after round, never concatenated.
+    """One tensor `data` [exits, rows, window, hidden], overwritten round after round, never concatenated.
 
-    Addressed by `index` [tokens] = row * window + position within the round. Holds uncommitted positions only: a
-    round reads nothing that it has not written itself.
+    Addressed by `index` [tokens] = row * window + position within the round; -1 is nowhere, a place of its own after all
+    others. Holds uncommitted positions only: a round reads nothing that it has not written itself.
     """
 
     def __init__(self, num_exits: int, num_rows: int, window: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.window = window
-        self.data = torch.empty(num_exits, num_rows, window, hidden_size, dtype=dtype, device=device)
+        # Zeros, not empty: what nobody will use is computed all the same, and must be finite.
+        self._storage = torch.zeros(num_exits, num_rows * window + 1, hidden_size, dtype=dtype, device=device)
+        self.data = self._storage[:, :-1].unflatten(1, (num_rows, window))
 
     @property
     def num_bytes(self) -> int:
-        return self.data.nbytes
+        return self._storage.nbytes
 
     def write(self, exit_index: int, index: Tensor, hidden: Tensor) -> None:
         """Stores hidden [tokens, hidden] at index [tokens]."""
-        self.data[exit_index].view(-1, self.data.shape[-1]).index_copy_(0, index, hidden)
+        self._storage[exit_index][index] = hidden
 
     def read(self, exit_index: int, index: Tensor) -> Tensor:
         """A copy [tokens, hidden] of what stands at index [tokens]."""
-        return self.data[exit_index].view(-1, self.data.shape[-1]).index_select(0, index)
+        return self._storage[exit_index][index]
 
     def move(self, exit_index: int, sources: Tensor, targets: Tensor) -> None:
         """Copies what stands at index sources [n] to index targets [n], all of it read before any is written; a target of -1 is nowhere."""
         if targets.shape[0]:
-            sources, targets = live_moves(sources, targets)
             self.write(exit_index, targets, self.read(exit_index, sources))

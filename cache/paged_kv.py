@@ -8,21 +8,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .view import live_moves
-
 
 class PagedKV:
-    """One tensor [layers, 2, slots, kv_heads, head_dim]; slot = block * block_size + offset.
+    """One tensor `data` [layers, 2, slots, kv_heads, head_dim]; slot = block * block_size + offset.
 
     A position is valid at a layer once written there; what lies beyond a sequence's length is garbage that the next
     write replaces. So rollback is the setting of a length, and nothing is ever zeroed or concatenated; nor copied, but for
     the accepted path of a token tree, whose nodes do not lie in order of position (`move`).
+
+    Slot -1 is nowhere: each layer has one place more than it has slots, as its last. It takes what is to be written nowhere,
+    so that shapes need not depend on values, which a captured graph does not allow.
     """
 
     def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         # Zeros, not empty: a tile may read past a sequence's end with weight 0, and 0 * NaN would not be 0.
-        self.data = _zeros((num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim), dtype, device)
+        self._storage = _zeros((num_layers, 2, num_blocks * block_size + 1, num_kv_heads, head_dim), dtype, device)
+        self.data = self._storage[:, :, :-1]
         # Views are made once: indexing a tensor costs as much as a small kernel, twice per layer and pass.
         self._keys, self._values = ([layer[part] for layer in self.data] for part in (0, 1))
         self._host_arrays: list[tuple[Any, Any]] = []
@@ -33,7 +35,7 @@ class PagedKV:
 
     @property
     def num_bytes(self) -> int:
-        return self.data.nbytes
+        return self._storage.nbytes
 
     def keys(self, layer: int) -> Tensor:
         """[slots, kv_heads, head_dim], a view."""
@@ -51,23 +53,20 @@ class PagedKV:
 
     def release(self) -> None:
         """Gives the memory back; nothing can be read or written afterwards."""
-        self.data = self.data.new_empty(0)
+        self.data = self._storage = self.data.new_empty(0)
         self._keys, self._values, self._host_arrays = [], [], []
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Writes keys and values [tokens, kv_heads, head_dim] at slots [tokens]; those at slot -1 are written nowhere."""
-        live = slots >= 0
-        slots = slots[live]
-        self._keys[layer].index_copy_(0, slots, keys[live].to(self.data.dtype))
-        self._values[layer].index_copy_(0, slots, values[live].to(self.data.dtype))
+        self._storage[layer, 0][slots] = keys.to(self.data.dtype)
+        self._storage[layer, 1][slots] = values.to(self.data.dtype)
 
     def move(self, first_layer: int, last_layer: int, sources: Tensor, targets: Tensor) -> None:
         """Copies the KV of layers [first_layer, last_layer) from slots sources [n] to slots targets [n] (int64), all of it read before any is
         written: so slots may be among both. Pairs with target -1 are moved nowhere, whatever their source."""
         if targets.shape[0]:
-            sources, targets = live_moves(sources, targets)
-            data = self.data[first_layer:last_layer]
-            data.index_copy_(2, targets, data.index_select(2, sources))
+            layers = self._storage[first_layer:last_layer]
+            layers[:, :, targets] = layers[:, :, sources]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

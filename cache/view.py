@@ -58,13 +58,3 @@ def slots_of(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor
 def packed_slots_of(block_tables: Tensor, row_ids: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """KV slots [tokens] of `positions` [tokens] in the rows `row_ids` [tokens] of `block_tables` [rows, max_blocks]."""
     return block_tables[row_ids, positions // block_size] * block_size + positions % block_size
-
-
-def live_moves(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Moves sources [n] -> targets [n] that say the same without a target of -1, in as many pairs: the shape is static, and nothing waits for
-    a GPU. A pair that goes nowhere repeats the first that goes somewhere; if none does, place 0 goes to itself."""
-    live = targets >= 0
-    first = live.int().argmax(0, keepdim=True)
-    sources, targets = torch.where(live, sources, sources[first]), torch.where(live, targets, targets[first])
-    nowhere = targets < 0
-    return sources.masked_fill(nowhere, 0), targets.masked_fill(nowhere, 0)

@@ -191,6 +191,7 @@ class SpeculativeConfig(Settings):
     acceptance         "coupled": the output is plain decoding's, token for token, at every temperature;
                        "rejection": standard speculative sampling, equal in law
     control            "fixed": always this plan
+    graphs             on a GPU, whether rounds are captured as CUDA graphs; False runs the same operations one by one
     """
 
     draft: DraftConfig
@@ -201,6 +202,7 @@ class SpeculativeConfig(Settings):
     draft_confidence: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     acceptance: Literal["coupled", "rejection"] = "coupled"
     control: Literal["fixed"] = "fixed"
+    graphs: bool = True
 
     @model_validator(mode="after")
     def _fits_together(self) -> SpeculativeConfig:
@@ -261,6 +263,7 @@ class EngineConfig(Settings):
 
     dtype                   "auto" = float32 on a CPU, the checkpoint's own on a GPU
     device                  "auto" = a GPU if there is one
+    quantization            "int8" or "int4" weights, exits and draft models included: another, smaller model [torchao]; None = as stored
     max_num_seqs            rows of a round at most: requests that run together
     max_model_len           prompt + output of one request at most; None = the model's own limit
     block_size              positions per KV block
@@ -269,10 +272,15 @@ class EngineConfig(Settings):
     enable_prefix_caching   reuse KV blocks of equal prefixes
     attention               "auto", or a backend by name
     seed                    base of the seeds of requests that bring none
+    graphs                  on a GPU, whether rounds are captured as CUDA graphs at all, those of plain decoding included
+    max_graphs              graphs kept, one per plan, number of rows, length of context and way of sampling; the least recently used makes room
+    max_graph_bytes         GPU memory kept free for them
+    warm_up                 capture all graphs when the engine starts, the largest first, instead of each when it is first needed
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+    quantization: Literal["int8", "int4"] | None = None
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 32
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
@@ -281,3 +289,7 @@ class EngineConfig(Settings):
     enable_prefix_caching: bool = True
     attention: Literal["auto", "sdpa", "numba"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    graphs: bool = True
+    max_graphs: Annotated[int, Field(ge=1)] = 64
+    max_graph_bytes: Annotated[int, Field(ge=0)] = 2 << 30
+    warm_up: bool = False

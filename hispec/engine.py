@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from cache.blocks import BlockPool
@@ -15,18 +14,21 @@ from cache.view import BatchView, packed_slots_of
 from ee_models.exits import Exit
 
 from .admission import default_num_blocks, kv_bytes_per_block, max_model_len, request_problems
-from .config import PLAIN, EngineConfig, Plan, SpeculativeConfig
-from .drafters.drafter import DrafterError, Source, guarded
+from .config import EngineConfig, Plan, SpeculativeConfig
+from .drafters.drafter import DrafterError, guarded
 from .errors import ConfigError, RequestError
+from .graphs import GraphDevice
+from .graphs import graph_device as default_graph_device
+from .launch import Flight, RowOutcome
 from .outputs import Delta
 from .request import Request, TextStream
-from .round import RoundResult, run_round
-from .sampling import RowSampling, Sampler
+from .round import RoundResult
+from .rounds import Rounds, give_up_drafting
 from .sampling_params import SamplingParams
 from .scheduling.policy import FirstComeFirstServed
 from .scheduling.scheduler import Chunk, Scheduler
 from .speculation import Limits, Speculation, make_speculation
-from .stages import DecoderLike, PassCounts, RoundBatch
+from .stages import DecoderLike, PassCounts
 from .stats import EngineStats
 from .tables import RowTables
 
@@ -50,9 +52,14 @@ class Engine:
         draft_model: DecoderLike | None = None,
         plan: Plan | None = None,
         eos_token_ids: Sequence[int] = (),
+        is_static: bool | None = None,
+        graph_device: GraphDevice | None = None,
     ) -> None:
         """As `set_speculative` for `speculative`, `exits`, `draft_model` and `plan`. Raises ConfigError for what does not fit the model
-        or memory."""
+        or memory.
+
+        is_static, graph_device   whether rounds have static shapes, and where they are captured; None = as the device wants it
+        """
         model = decoder.config
         self._decoder, self._config = decoder, config
         self.max_model_len = max_model_len(config, min(model.max_position_embeddings, decoder.max_positions), model.sliding_window)
@@ -66,10 +73,25 @@ class Engine:
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._pending: list[Delta] = []
-        self._sampler: tuple[tuple[int, ...], Sampler] | None = None
+        self._flight: Flight | None = None  # the round that was launched and not read yet
         self._closed = self._draining = False
         self._counts, self._draft_counts = PassCounts(), PassCounts()  # of the model, and of a draft model
+        on_gpu = decoder.device.type == "cuda"
+        graph_device = (graph_device or default_graph_device(decoder.device)) if config.graphs else None
+        is_static = on_gpu if is_static is None else is_static
+        self._rounds = Rounds(
+            config,
+            self._scheduler,
+            self._tables,
+            self.max_model_len,
+            model.vocab_size,
+            decoder.device,
+            graph_device,
+            is_static,
+            (self._counts, self._draft_counts),
+        )
         self._speculation: Speculation | None = None
+        self._stats = EngineStats()
         self.set_speculative(speculative, exits=exits, draft_model=draft_model, plan=plan)
         self.reset_stats()
 
@@ -155,16 +177,19 @@ class Engine:
         """Computes one piece of prefill and one round -> what every request gained; [] only if none is ready yet."""
         for request in [request for request in self._scheduler.running if request.finish_reason is not None]:
             self._finish(request, [], "")  # an interrupt came between its last token and its end
-        step = self._scheduler.schedule(self.plan.window)
-        self._tables.update([request.table.blocks for request in self._scheduler.running])
-        started = time.perf_counter()
-        if step.chunks:
-            self._prefill(step.chunks)
-        prefilled = time.perf_counter()
-        self._stats.prefill_s += prefilled - started
-        if step.limits:
-            self._round(step.limits)
-        self._stats.round_s += time.perf_counter() - prefilled
+        try:
+            if self._flight is None:
+                self._start()
+            if (flight := self._flight) is not None:
+                started = time.perf_counter()
+                self._flight = self._rounds.proceed(flight, self._stats)
+                self._read(flight)
+                self._stats.round_s += time.perf_counter() - started
+        except BaseException:
+            # What is in the air is lost: rounds begin again from what the host knows.
+            self._flight = None
+            self._rounds.forget()
+            raise
         # Deltas wait in `_pending` until here, so that none is lost if a step is interrupted.
         deltas, self._pending = self._pending, []
         return deltas
@@ -208,6 +233,7 @@ class Engine:
             **vars(self._counts),
             "draft_model_layer_passes": self._draft_counts.layer_passes - self._draft_counts.prefill_layer_passes,
             "num_layers": self._decoder.config.num_layers,
+            **self._rounds.stats(),
             "cached_tokens": self._scheduler.num_cached_tokens,
             "preemptions": self._scheduler.num_preemptions,
             "kv_blocks_used": self._pool.num_held,
@@ -238,6 +264,19 @@ class Engine:
 
     # ---- one step ----
 
+    def _start(self) -> None:
+        """Computes a piece of waiting prompts, and launches a round for whom is ready."""
+        step = self._scheduler.schedule(self.plan.window)
+        self._tables.update([request.table.blocks for request in self._scheduler.running])
+        started = time.perf_counter()
+        if step.chunks:
+            self._prefill(step.chunks)
+        prefilled = time.perf_counter()
+        self._stats.prefill_s += prefilled - started
+        if step.limits:
+            self._flight = self._rounds.launch(self._now, step.limits, self._stats)
+        self._stats.round_s += time.perf_counter() - prefilled
+
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Computes KV of prompt positions at every layer; several requests' chunks in one pass."""
         chunks = sorted(chunks, key=lambda chunk: chunk.request.row or 0)
@@ -265,98 +304,42 @@ class Engine:
                 with guarded(drafter):
                     drafter.prefill(token_ids, view)
             except DrafterError as error:
-                self._give_up_drafting([chunk.request for chunk in chunks], error)
+                give_up_drafting([chunk.request for chunk in chunks], error, self._stats)
         for chunk in chunks:
             self._stats.prefill_tokens += chunk.end - chunk.start
             self._scheduler.commit(chunk.request, chunk.end, release=False)
 
-    def _round(self, limits: dict[int, int]) -> None:
-        running = self._scheduler.running
-        for row in limits:
-            assert running[row].is_ready, "a round's entry invariant: all but the last committed token are computed"
-        result = self._run(limits)
-        # The one device-to-host copy of what a round committed.
-        columns = torch.stack((result.counts, result.tentative, result.accepted), dim=1)
-        rows = torch.cat((columns, result.drafted, result.draft_accepted, result.tokens[:, 1:]), dim=1).tolist()
+    def _read(self, flight: Flight) -> None:
+        """Commits what a round has committed on the device."""
+        outcomes = flight.outcomes()
         self._stats.steps += 1
-        # Requests are looked up before any of them leaves, since rows move up then.
-        live = [(row, running[row]) for row in sorted(limits)]
-        for row, request in live:
-            self._commit(request, row, rows[row], result)
+        for row, request in flight.rows.requests:
+            if request.finish_reason is None:  # else it ended after the round was launched
+                self._commit(request, row, outcomes[row], flight.result)
+        if self._flight is None:
+            self._rounds.follow_up(flight)
 
-    def _run(self, limits: dict[int, int]) -> RoundResult:
-        """One round by the plan; a plain one if no row may speculate, or if the drafter fails. A draft model has to see opted-out rows
-        too, whose blocks others may reuse."""
-        now, running = self._now, self._scheduler.running
-        may_speculate = max(limits.values()) > 1 or (now.draft_model is not None and not all(running[row].drafter_failed for row in limits))
-        if now.drafter is not None and may_speculate:
-            try:
-                with guarded(now.drafter):
-                    now.drafter.follow([(request.number, request.token_ids) for request in running])
-                return run_round(now.stages, now.plan, now.judge, now.drafter, self._batch(limits, now.plan.window))
-            except DrafterError as error:
-                self._give_up_drafting([running[row] for row in limits], error)
-        return run_round(now.stages, PLAIN, now.judge, None, self._batch(limits, PLAIN.window))
-
-    def _give_up_drafting(self, requests: Sequence[Request], error: DrafterError) -> None:
-        """These requests go on with plain decoding. Those that opted out are marked too, as a draft model's KV of theirs has a hole."""
-        named = [request.request_id for request in requests if request.params.speculative and not request.drafter_failed]
-        for request in requests:
-            request.drafter_failed = True
-        self._stats.drafter_failures += 1
-        if named:
-            _log.warning("the drafter failed (%s); go on with plain decoding: %s", error, ", ".join(named))
-
-    def _batch(self, limits: dict[int, int], window: int) -> RoundBatch:
-        """The rows in a round of at most `window` places."""
-        running, device = self._scheduler.running, self._decoder.device
-        num_rows = len(running)
-        host = np.zeros((num_rows, window + 3), np.int64)  # the window's tokens, start, limit
-        for row, request in enumerate(running):
-            host[row, 0], host[row, window + 1], host[row, window + 2] = request.token_ids[-1], len(request.token_ids) - 1, min(limits.get(row, 0), window)
-        rows = torch.from_numpy(host).to(device)
-        return RoundBatch(
-            tokens=rows[:, : window + 1].contiguous(),
-            starts=rows[:, window + 1],
-            limits=rows[:, window + 2],
-            block_tables=self._tables.tensor[:num_rows].to(device),
-            block_size=self._pool.block_size,
-            max_context_len=int(host[:, window + 1 :].sum(axis=1).max()),
-            sampler=self._sampler_of(running),
-        )
-
-    def _sampler_of(self, running: list[Request]) -> Sampler:
-        """The sampler of these rows; the last one as long as the rows are the same."""
-        numbers = tuple(request.number for request in running)
-        if self._sampler is None or self._sampler[0] != numbers:
-            rows = [RowSampling(r.params, r.seed, r.prompt_token_ids, r.output_token_ids, r.stop_ids) for r in running]
-            self._sampler = numbers, Sampler(rows, self._decoder.config.vocab_size, self._decoder.device)
-        return self._sampler[1]
-
-    def _commit(self, request: Request, row: int, values: list[int], result: RoundResult) -> None:
+    def _commit(self, request: Request, row: int, outcome: RowOutcome, result: RoundResult) -> None:
         """Commits a row's round: tokens up to the one that ends the request, KV below the last of them, counts of the same."""
-        count, tentative, accepted, *values = values
-        drafted, draft_accepted, tokens = values[: len(Source)], values[len(Source) : 2 * len(Source)], values[2 * len(Source) :]
         start = len(request.token_ids)
         error, text = None, ""
         try:
-            taken = request.append(tokens[:count])
+            taken = request.append(outcome.token_ids)
             text = request.release_text()
         except Exception as problem:  # a text hook is the caller's code: its request ends, the others go on
             request.finish_reason, error = "error", f"{type(problem).__name__}: {problem}"
             taken = len(request.token_ids) - start
-        kept = tokens[:taken]
+        kept = outcome.token_ids[:taken]
         if request.params.logprobs is not None:
             request.logprobs += result.logprobs(row, kept, request.params.logprobs)
         for counts in (request.counts, self._stats.round):
-            counts.add(count, taken, drafted, draft_accepted, tentative, accepted)
-        self._scheduler.commit(request, len(request.token_ids) - 1, release=True)
+            counts.add(len(outcome.token_ids), taken, outcome.drafted, outcome.draft_accepted, outcome.tentative, outcome.accepted)
+        # What the round in the air may need stays.
+        self._scheduler.commit(request, len(request.token_ids) - 1, release=self._flight is None)
         if request.finish_reason is not None:
             self._finish(request, kept, text, error)
-            return
-        assert self._sampler is not None
-        self._sampler[1].commit(row, kept)
-        self._pending.append(request.delta(kept, text, time.monotonic()))
+        else:
+            self._pending.append(request.delta(kept, text, time.monotonic()))
 
     def _finish(self, request: Request, token_ids: list[int], text: str, error: str | None = None) -> None:
         self._scheduler.remove(request)

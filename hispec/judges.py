@@ -84,7 +84,8 @@ class RejectionJudge:
     """
 
     def __init__(self, num_rows: int, window: int, vocab_size: int, device: torch.device, has_check: bool) -> None:
-        self._kept = torch.zeros(len(Tier), num_rows * window, vocab_size, device=device)
+        # One place more than the window has, as its last: what is kept at place -1 is kept nowhere.
+        self._kept = torch.zeros(len(Tier), num_rows * window + 1, vocab_size, device=device)
         self._has_check = has_check
 
     @property
@@ -102,10 +103,10 @@ class RejectionJudge:
         columns = proposals.columns()
         looked_up = proposals.tree.on(columns.device).nodes[1:] <= proposals.counts.unsqueeze(-1)
         rows = torch.arange(columns.shape[0], device=columns.device).unsqueeze(-1) * batch.window
-        before, tokens = (rows + columns - 1)[looked_up], proposed_tokens(batch, proposals)[looked_up]
+        before = torch.where(looked_up, rows + columns - 1, -1)
         kept = self._kept[Tier.DRAFT]
-        kept[before] = 0.0
-        kept[before, tokens] = 1.0
+        kept[before] = kept.new_zeros(())  # a tensor, since a number would be copied from the host
+        kept[before, proposed_tokens(batch, proposals)] = kept.new_ones(())
 
     def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals) -> Verdict:
         assert proposals.tree.is_chain

@@ -75,7 +75,11 @@ class Request:
 
     def round_limit(self, window: int) -> int:
         """Positions that a round may process for this request: never more than it may still output."""
-        return min(window if self.params.speculative and not self.drafter_failed else 1, self.max_tokens - self.num_output)
+        return min(self.cap(window), self.max_tokens - self.num_output)
+
+    def cap(self, window: int) -> int:
+        """The same, however much it may still output."""
+        return window if self.params.speculative and not self.drafter_failed else 1
 
     def append(self, token_ids: Sequence[int]) -> int:
         """Takes committed tokens in order up to the one that ends the request -> how many were taken.

@@ -40,7 +40,8 @@ class RoundResult:
     tokens, counts             [rows, window + 1], [rows]: tokens[:, 1:] begin with the `counts` tokens to commit
     drafted, draft_accepted    [rows, sources]: drafts that could be judged, by who made them; of them, those that the tier above kept
     tentative, accepted        [rows]: tokens put before verify; of them, those that it kept
-    logits, span, nodes        of verify: logits [tokens, vocab] at the places of `span`; nodes [rows, depth + 1] on the accepted path
+    logits, span, nodes        of verify: logits [tokens, vocab] at the places of `span`, None if the batch does not keep them; nodes
+                               [rows, depth + 1] on the accepted path
     """
 
     tokens: Tensor
@@ -49,12 +50,13 @@ class RoundResult:
     draft_accepted: Tensor
     tentative: Tensor
     accepted: Tensor
-    logits: Tensor
+    logits: Tensor | None
     span: Span
     nodes: Tensor
 
     def logprobs(self, row: int, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         """Of the tokens that `row` committed, by the full model's unprocessed logits; with the `num_top` likeliest at each."""
+        assert self.logits is not None
         first = int(self.span.view.cu_q_lens[row])
         out = []
         for node, token in zip(self.nodes[row].tolist(), token_ids, strict=False):
@@ -78,25 +80,26 @@ def run_round(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None,
         draft = _propose(drafter, stages, batch, offset)
         proposals, source = draft.proposals, torch.nn.functional.one_hot(draft.source, len(Source))
         drafted += source * proposals.counts.unsqueeze(-1)
-        if plan.check_layer is None or (plan.num_checks == 1 and not bool(proposals.counts.any())):
+        if plan.check_layer is None or (plan.num_checks == 1 and not batch.any(proposals.counts)):
             # Without drafts a check has nothing to say: verify resumes where the draft tier stopped.
-            two_tier = Plan(plan.draft_layer, None, plan.num_draft_tokens)
-            result = verify(stages, two_tier, judge, drafter, batch, proposals, torch.minimum(proposals.counts + 1, batch.limits))
+            two_tier = replace(plan, check_layer=None, num_checks=1)
+            result = _verify(stages, two_tier, judge, drafter, batch, proposals, torch.minimum(proposals.counts + 1, batch.limits))
             return replace(result, drafted=drafted, draft_accepted=source * result.accepted.unsqueeze(-1))
-        verdict = check(stages, plan, judge, drafter, batch, proposals)
+        verdict = _check(stages, plan, judge, drafter, batch, proposals)
         draft_accepted += source * verdict.num_accepted.unsqueeze(-1)
         offset = offset + (verdict.num_accepted + 1) * (offset < batch.limits)
-        if not bool((offset < batch.limits).any()):
+        if not batch.any(offset < batch.limits):
             break
-    tentative = Proposals(DraftTree.chain(int(offset.max())), torch.zeros_like(offset), offset)
-    return replace(verify(stages, plan, judge, drafter, batch, tentative, offset), drafted=drafted, draft_accepted=draft_accepted)
+    most_tentative = batch.most(offset, plan.num_checks * (plan.num_draft_tokens + 1))
+    tentative = Proposals(DraftTree.chain(most_tentative), torch.zeros_like(offset), offset)
+    return replace(_verify(stages, plan, judge, drafter, batch, tentative, offset), drafted=drafted, draft_accepted=draft_accepted)
 
 
 def check(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter, batch: RoundBatch, proposals: Proposals) -> Verdict:
     """Filters the drafts of a cycle. The check tier's own token follows the kept ones, so a row advances by one more than it kept, if
     it was live at all."""
     assert plan.check_layer is not None
-    proposals = _trimmed(proposals)
+    proposals = _trimmed(batch, proposals)
     nodes = proposals.tree.on(batch.limits.device).nodes
     is_live = proposals.first < batch.limits
     span = stages.select(batch, proposals.tree, proposals.first, nodes, (nodes <= proposals.counts.unsqueeze(-1)) & is_live.unsqueeze(-1))
@@ -114,7 +117,7 @@ def verify(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None, ba
     After a check the token after the last column is tentative too, but was not fed to any tier: the row ends with it if
     verify accepts it, so a row commits at most `num_live` tokens.
     """
-    proposals = _trimmed(proposals)
+    proposals = _trimmed(batch, proposals)
     tree, depth = proposals.tree, plan.top_layer
     nodes = tree.on(num_live.device).nodes[: max(1, tree.num_drafts) if plan.check_layer is not None else None]
     span = stages.select(batch, tree, proposals.first, nodes, nodes < num_live.unsqueeze(-1))
@@ -136,7 +139,7 @@ def verify(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None, ba
         draft_accepted=none,
         tentative=proposals.counts,
         accepted=accepted,
-        logits=logits,
+        logits=logits if batch.keeps_logits else None,
         span=span,
         nodes=tree.on(num_live.device).paths[last],
     )
@@ -151,9 +154,27 @@ def _propose(drafter: Drafter, stages: Stages, batch: RoundBatch, first: Tensor)
     return replace(draft, proposals=Proposals(tree, first, torch.minimum(counts, room(batch.limits, first)).clamp(0, tree.num_drafts)))
 
 
-def _trimmed(proposals: Proposals) -> Proposals:
+def _check(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter, batch: RoundBatch, proposals: Proposals) -> Verdict:
+    """`check` as a stage of its own."""
+
+    def run(first: Tensor, counts: Tensor) -> Verdict:
+        return check(stages, plan, judge, drafter, batch, Proposals(proposals.tree, first, counts))
+
+    return batch.stage(("check", plan), run, proposals.first, proposals.counts)
+
+
+def _verify(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter, batch: RoundBatch, proposals: Proposals, num_live: Tensor) -> RoundResult:
+    """`verify` as a stage of its own."""
+
+    def run(first: Tensor, counts: Tensor, num_live: Tensor) -> RoundResult:
+        return verify(stages, plan, judge, drafter, batch, Proposals(proposals.tree, first, counts), num_live)
+
+    return batch.stage(("verify", plan), run, proposals.first, proposals.counts, num_live)
+
+
+def _trimmed(batch: RoundBatch, proposals: Proposals) -> Proposals:
     """Without the nodes that no row has."""
-    return Proposals(proposals.tree.prefix(int(proposals.counts.max())), proposals.first, proposals.counts)
+    return replace(proposals, tree=proposals.tree.prefix(batch.most(proposals.counts, proposals.tree.num_drafts)))
 
 
 def _resume(stages: Stages, tier: Tier, layer: int, batch: RoundBatch, span: Span) -> Tensor:

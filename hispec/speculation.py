@@ -30,9 +30,13 @@ class Limits:
     block_size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Speculation:
-    """A plan, ready to run. `drafter` is None for plain decoding; `draft_kv` is a draft model's."""
+    """A plan, ready to run. `drafter` is None for plain decoding; `draft_kv` is a draft model's.
+
+    stops_early   whether the host decides in the middle of a round how far drafting goes
+    captures      whether its rounds may be captured as graphs
+    """
 
     plan: Plan
     exits: tuple[Exit, ...]
@@ -43,6 +47,11 @@ class Speculation:
     kv: PagedKV
     draft_kv: PagedKV | None
     hidden: HiddenBuffer
+    stops_early: bool
+    captures: bool
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.plan})"
 
     @property
     def kv_owners(self) -> tuple[object, ...]:
@@ -100,7 +109,8 @@ def make_speculation(
         draft = speculative.draft if speculative else DraftConfig(layer=max(1, plan.draft_layer))
         confidence = speculative.draft_confidence if speculative else None
         drafter = _drafter(draft, plan, confidence, stages, judge, limits, draft_model, draft_kv, draft_counts)
-    return Speculation(plan, tuple(exits), draft_model, stages, judge, drafter, kv, draft_kv, hidden)
+    stops_early, captures = (speculative.draft_confidence is not None, speculative.graphs) if speculative else (False, True)
+    return Speculation(plan, tuple(exits), draft_model, stages, judge, drafter, kv, draft_kv, hidden, stops_early, captures)
 
 
 def _make_kv(decoder: DecoderLike, num_layers: int, limits: Limits) -> PagedKV:

@@ -1,10 +1,10 @@
 """Runs one stage of a round: picks the live places, runs a span of layers over them, keeps what the next tier resumes from."""
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from cache.view import BatchView, packed_slots_of
 from ee_models.config import ModelConfig
 from ee_models.exits import Exit
 
-from .sampling import Places, Sampler
+from .places import Places
+from .sampling import Sampler
 from .tree import DraftTree
 
 
@@ -41,6 +42,30 @@ class Tier(IntEnum):
     CHECK = 1
 
 
+def directly(name: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
+    """A stage run eagerly."""
+    return run(*inputs)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the stages of a round are run.
+
+    is_static   a pass takes the whole rectangle of its places, live or not, so that shapes depend on the plan and the number of rows
+                alone: what a captured graph needs
+    may_ask     the host may look at values in the middle of a round, and leave out what they make needless
+    call        runs a stage: run(*inputs), perhaps from a captured graph known by `name`
+    """
+
+    is_static: bool = False
+    may_ask: bool = True
+    call: Callable[..., Any] = directly
+
+
+PACKED = Execution()  # eagerly, over the live places alone
+STATIC = Execution(is_static=True, may_ask=False)
+
+
 @dataclass
 class RoundBatch:
     """The rows of one round, on the device. Column j of the window lies in the KV slot of position starts + j of the row's
@@ -51,6 +76,7 @@ class RoundBatch:
     limits           [rows] int64: columns that the row may process: 0 = no row here, 1 = plain decoding, at most window
     block_tables     [rows, max_blocks] int64, covering starts + limits positions
     max_context_len  int, at least starts + limits of every row
+    keeps_logits     whether verify's logits are asked for after the round
     """
 
     tokens: Tensor
@@ -60,20 +86,39 @@ class RoundBatch:
     block_size: int
     max_context_len: int
     sampler: Sampler
+    execution: Execution = PACKED
+    keeps_logits: bool = True
 
     def __post_init__(self) -> None:
         self.window = self.tokens.shape[1] - 1
-        self.columns = torch.arange(self.window, device=self.tokens.device)
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens.shape[0]
+
+    def stage(self, name: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
+        """run(*inputs) as this batch's stages are run. Whatever else `run` reads must lie at the same place in every round."""
+        return self.execution.call(name, run, *inputs)
+
+    def any(self, flags: Tensor) -> bool:
+        """Whether any of flags holds, as far as the host may ask; else True."""
+        return not self.execution.may_ask or bool(flags.any())
+
+    def most(self, counts: Tensor, limit: int) -> int:
+        """The largest of counts [rows], where shapes may follow values; else `limit`, which it never exceeds."""
+        return limit if self.execution.is_static else int(counts.max())
 
 
 @dataclass(frozen=True)
 class Span:
-    """Live places of one pass, packed row after row.
+    """The places of one pass, row after row: the live ones, packed; or, where shapes are static, all places of the rectangle.
 
     rows, index [tokens]: row, and column in the round's window; flat [tokens] = row * window + index;
     first, node [tokens]: column of the draft cycle's first node, and which of its nodes this is: index = first + node;
     place [tokens]: flat place in the rectangle [rows, q_len] that the span was picked from, whose sizes are `shape`;
     paths [tokens, depth]: columns of the drafts on the way to each place; None for a chain, where they are those before it.
+    live [tokens] bool: which places count, None = all. Others are computed like the first position of their row and kept nowhere:
+    their slot is -1, and so is `flat`.
     """
 
     rows: Tensor
@@ -84,6 +129,7 @@ class Span:
     place: Tensor
     shape: tuple[int, int]
     paths: Tensor | None
+    live: Tensor | None
     view: BatchView
 
     @property
@@ -93,11 +139,20 @@ class Span:
     def spread(self, values: Tensor) -> Tensor:
         """values [tokens, ...] at their places of a rectangle [rows, q_len, ...]; zeros elsewhere."""
         rows, q_len = self.shape
+        if self.live is not None:
+            values = values.masked_fill(~self.live.view(-1, *(1,) * (values.dim() - 1)), 0)
         if self.num_tokens == rows * q_len:
             return values.view(rows, q_len, *values.shape[1:])
         out = values.new_zeros(rows * q_len, *values.shape[1:])
         out[self.place] = values
         return out.view(rows, q_len, *values.shape[1:])
+
+    def put(self, target: Tensor, columns: Tensor, values: Tensor) -> None:
+        """target[row, columns] = values, [tokens, n] each, at live places."""
+        rows = self.rows.unsqueeze(-1)
+        if self.live is not None:
+            values = torch.where(self.live.unsqueeze(-1), values, target[rows, columns])
+        target[rows, columns] = values
 
 
 @dataclass
@@ -111,11 +166,24 @@ class PassCounts:
     adapter_passes: int = 0
 
     def reset(self) -> None:
-        self.layer_passes = self.prefill_layer_passes = self.layer_positions = self.adapter_passes = 0
+        self.set(PassCounts())
+
+    def copy(self) -> PassCounts:
+        return replace(self)
+
+    def set(self, other: PassCounts) -> None:
+        vars(self).update(vars(other))
+
+    def add(self, other: PassCounts) -> None:
+        self.set(PassCounts(**{name: value + getattr(other, name) for name, value in vars(self).items()}))
+
+    def since(self, earlier: PassCounts) -> PassCounts:
+        """What was counted after `earlier`."""
+        return PassCounts(**{name: value - getattr(earlier, name) for name, value in vars(self).items()})
 
 
 class Stages:
-    """The eager executor of stages, over one decoder with its exits, one KV and one hidden-state buffer (None: no tier resumes).
+    """What the stages of a round do, over one decoder with its exits, one KV and one hidden-state buffer (None: no tier resumes).
 
     Exits that are not among `exits` are read through the model's own head. KV of each exit follows that of the model's
     layers and of the exits before it.
@@ -133,26 +201,38 @@ class Stages:
 
     @staticmethod
     def select(batch: RoundBatch, tree: DraftTree, first: Tensor, nodes: Tensor, live: Tensor) -> Span:
-        """The live [rows, q_len] places of a draft cycle of this shape: `nodes` [q_len] of `tree`, of which node 0 stands in column
-        first [rows]. A live node's parents must be live in this round."""
+        """The places of a draft cycle of this shape: `nodes` [q_len] of `tree`, of which node 0 stands in column first [rows], where
+        live [rows, q_len] holds. A live node's parents must be live in this round."""
         rows, q_len = live.shape
-        place = live.reshape(-1).nonzero().squeeze(-1)
+        alive = live.reshape(-1)
+        is_static = batch.execution.is_static
+        place = torch.arange(rows * q_len, device=live.device) if is_static else alive.nonzero().squeeze(-1)
         row, node = place // q_len, nodes[place % q_len]
         first = first[row]
         column = first + node
-        positions = batch.starts[row] + column
-        slots = packed_slots_of(batch.block_tables, row, positions, batch.block_size)
-        cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=live.device)
-        torch.cumsum(live.sum(-1), 0, out=cu_q_lens[1:])
+        flat, physical = row * batch.window + column, batch.starts[row] + column
+        if is_static:
+            flat, physical = flat.masked_fill(~alive, -1), physical.masked_fill(~alive, 0)
+        slots = packed_slots_of(batch.block_tables, row, physical, batch.block_size)
+        positions = physical
+        if is_static:
+            slots = slots.masked_fill(~alive, -1)
+            cu_q_lens = torch.arange(0, (rows + 1) * q_len, q_len, device=live.device)
+        else:
+            cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=live.device)
+            torch.cumsum(live.sum(-1), 0, out=cu_q_lens[1:])
         paths = path_slots = path_starts = None
         if not tree.is_chain:
             shape = tree.on(live.device)
             path_starts = batch.starts[row] + first + 1
             positions = path_starts - 1 + shape.depths[node]
             paths = first.unsqueeze(-1) + shape.paths[node, 1:]
+            if is_static:
+                path_starts, positions = path_starts.masked_fill(~alive, 1), positions.masked_fill(~alive, 0)
+                paths = paths.masked_fill(~alive.unsqueeze(-1), 0)
             path_slots = packed_slots_of(batch.block_tables, row.unsqueeze(-1), batch.starts[row].unsqueeze(-1) + paths, batch.block_size)
         view = BatchView(positions, slots, batch.block_tables, cu_q_lens, q_len, batch.max_context_len, path_slots, path_starts)
-        return Span(row, column, row * batch.window + column, first, node, place, (rows, q_len), paths, view)
+        return Span(row, column, flat, first, node, place, (rows, q_len), paths, alive if is_static else None, view)
 
     def embed(self, batch: RoundBatch, span: Span) -> Tensor:
         """Hidden states [tokens, hidden] of the tokens at the span's places."""

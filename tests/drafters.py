@@ -13,6 +13,7 @@ from hispec.config import EngineConfig, SpeculativeConfig
 from hispec.drafters.drafter import Draft, Source, Stateless, by
 from hispec.engine import Engine
 from hispec.errors import build
+from hispec.graphs import GraphDevice
 from hispec.judges import Judge, Proposals
 from hispec.stages import RoundBatch
 from hispec.tree import DraftTree
@@ -45,19 +46,36 @@ TREES: dict[str, dict[str, Any]] = {
 ALL = KINDS | TREES
 
 
-def drafter_engine(decoder: Any, values: dict[str, Any], draft_model: Any = None, eos: tuple[int, ...] = (), **config: Any) -> Engine:
+def drafter_engine(
+    decoder: Any,
+    values: dict[str, Any],
+    draft_model: Any = None,
+    eos: tuple[int, ...] = (),
+    *,
+    is_static: bool = False,
+    graph_device: GraphDevice | None = None,
+    **config: Any,
+) -> Engine:
     """As `support.make_engine`, by fields of SpeculativeConfig; `draft_model` is left out if they name none."""
     fields: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 256, "block_size": 8, "num_kv_blocks": 256, "max_prefill_tokens": 32, **config}
     speculative = build(SpeculativeConfig, values)
     wants_model = speculative.draft.kind == "model"
-    return Engine(decoder, EngineConfig(**fields), speculative, draft_model=draft_model if wants_model else None, eos_token_ids=eos)
+    return Engine(
+        decoder,
+        EngineConfig(**fields),
+        speculative,
+        draft_model=draft_model if wants_model else None,
+        eos_token_ids=eos,
+        is_static=is_static,
+        graph_device=graph_device,
+    )
 
 
 class FixedDrafter(Stateless):
     """Proposes what `tokens` says of (row, column): a list, however long. Looked up, for all that a judge knows."""
 
     def __init__(self, judge: Judge, tokens: Callable[[int, int], list[int]], length: int) -> None:
-        self._judge, self._tokens, self._tree = judge, tokens, DraftTree.chain(length)
+        self._judge, self._tokens, self.tree = judge, tokens, DraftTree.chain(length)
         self.num_asked = 0
 
     def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
@@ -68,8 +86,8 @@ class FixedDrafter(Stateless):
             counts[row] = len(tokens)
             room = batch.tokens.shape[1] - column - 1
             batch.tokens[row, column + 1 : column + 1 + len(tokens)] = torch.tensor(tokens[:room], dtype=torch.int64)
-        self._judge.propose(batch, Proposals(self._tree, first, counts.clamp(max=self._tree.num_drafts)))
-        return Draft(Proposals(self._tree, first, counts), by(Source.LOOKED_UP, first))
+        self._judge.propose(batch, Proposals(self.tree, first, counts.clamp(max=self.tree.num_drafts)))
+        return Draft(Proposals(self.tree, first, counts), by(Source.LOOKED_UP, first))
 
 
 def with_drafter(engine: Engine, make: Callable[[Judge], Any]) -> Engine:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hispec.config import EngineConfig, Plan, SpeculativeConfig
 from hispec.drafters.computed import ComputedDrafter, ExitSpeaker
 from hispec.engine import Engine
+from hispec.graphs import GraphDevice
 from hispec.judges import Judge
 from hispec.sampling_params import SamplingParams
 from hispec.stages import DecoderLike, Stages
@@ -32,14 +33,22 @@ PLANS = [
 
 
 def make_engine(
-    decoder: DecoderLike, plan: Plan | None = None, *, rejection: bool = False, confidence: float | None = None, eos: Sequence[int] = (), **config: Any
+    decoder: DecoderLike,
+    plan: Plan | None = None,
+    *,
+    rejection: bool = False,
+    confidence: float | None = None,
+    eos: Sequence[int] = (),
+    is_static: bool = False,
+    graph_device: GraphDevice | None = None,
+    **config: Any,
 ) -> Engine:
     """An engine of small sizes; `config` overrides fields of EngineConfig."""
     fields: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 256, "block_size": 8, "num_kv_blocks": 256, "max_prefill_tokens": 32, **config}
     speculative = None
     if rejection or confidence is not None:
         speculative = SpeculativeConfig(draft={"layer": 1}, acceptance="rejection" if rejection else "coupled", draft_confidence=confidence)
-    return Engine(decoder, EngineConfig(**fields), speculative, plan=plan, eos_token_ids=eos)
+    return Engine(decoder, EngineConfig(**fields), speculative, plan=plan, eos_token_ids=eos, is_static=is_static, graph_device=graph_device)
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] = GREEDY) -> list[list[int]]:

@@ -15,8 +15,9 @@ from cache.paged_kv import PagedKV
 from ee_models.decoder import Decoder
 from hispec.config import Plan
 from hispec.judges import RejectionJudge
+from hispec.places import RowSampling
 from hispec.round import run_round
-from hispec.sampling import RowSampling, Sampler
+from hispec.sampling import Sampler
 from hispec.sampling_params import SamplingParams
 from hispec.stages import PassCounts, RoundBatch, Stages
 from tests.adapter_engines import CASES, MIXES, PROMPTS, Make, assert_always_accepted

@@ -22,8 +22,9 @@ from hispec.drafters.computed import ExitSpeaker
 from hispec.drafters.hybrid import HybridDrafter
 from hispec.drafters.ngram import NgramDrafter
 from hispec.judges import RejectionJudge
+from hispec.places import RowSampling
 from hispec.round import run_round
-from hispec.sampling import RowSampling, Sampler
+from hispec.sampling import Sampler
 from hispec.sampling_params import SamplingParams
 from hispec.stages import PassCounts, RoundBatch, Stages
 from tests.drafters import FixedDrafter

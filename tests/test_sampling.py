@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from hispec import noise, sampling
-from hispec.sampling import Places, RowSampling, Sampler
+from hispec.places import Places, RowSampling
+from hispec.sampling import Sampler
 from hispec.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -142,9 +143,9 @@ def test_committed_tokens_count_as_if_the_sampler_were_built_anew() -> None:
     logits, params = random_logits(3), {"frequency_penalty": 0.7, "repetition_penalty": 1.4}
     committed = [30, 30, 31, 5]
     grown = Sampler([row(temperature=0.0), row(**params), row(presence_penalty=1.0)], VOCAB, CPU)
-    for token_ids in (committed[:1], committed[1:]):
-        grown.commit(1, token_ids)
-    grown.commit(0, [1])  # a row without penalties
+    # Column 0 is the last committed token; row 0 has no penalties, and row 2 commits nothing.
+    grown.advance(torch.tensor([[5, 1, 0, 0, 0], [5, 30, 9, 9, 9], [5, 7, 7, 7, 7]]), torch.tensor([1, 1, 0]))
+    grown.advance(torch.tensor([[5, 1, 0, 0, 0], [30, *committed[1:], 9], [5, 7, 7, 7, 7]]), torch.tensor([1, 3, 0]))
     anew = Sampler([row(temperature=0.0), row(**params, output=OUTPUT + committed), row(presence_penalty=1.0)], VOCAB, CPU)
     at = places([0, 1, 2], 3)
     assert torch.equal(grown.probabilities(logits, at), anew.probabilities(logits, at))

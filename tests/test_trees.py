@@ -9,7 +9,8 @@ import torch
 
 from hispec import accept
 from hispec.config import Plan
-from hispec.sampling import Places, RowSampling, Sampler
+from hispec.places import Places, RowSampling
+from hispec.sampling import Sampler
 from hispec.sampling_params import SamplingParams
 from hispec.tree import DraftTree
 

@@ -60,25 +60,38 @@ class ComputedDrafter(Stateless):
 
     def propose_among(self, batch: RoundBatch, first: Tensor, limits: Tensor) -> Draft:
         """As `propose`, with limits [rows] at or below the batch's."""
-        tree, shape = self._tree, self._tree.on(first.device)
+        tree = self._tree
         drafting, num_sure = torch.ones_like(first, dtype=torch.bool), torch.zeros_like(first)
-        for depth, nodes in enumerate(shape.levels):
-            live = (first.unsqueeze(-1) + nodes < limits.unsqueeze(-1)) & drafting.unsqueeze(-1)
-            span = Stages.select(batch, tree, first, nodes, live)
-            if span.num_tokens == 0:
+        for depth in range(tree.depth + 1):
+
+            def step(first: Tensor, limits: Tensor, drafting: Tensor, num_sure: Tensor, depth: int = depth) -> tuple[Tensor, Tensor]:
+                return self._step(batch, depth, first, limits, drafting, num_sure)
+
+            drafting, num_sure = batch.stage(("draft", depth), step, first, limits, drafting, num_sure)
+            if not batch.any(drafting):
                 break
-            hidden = self._speaker.feed(batch, span)
-            if depth == tree.depth:
-                self._speaker.fill(hidden, span)
-                break
-            logits = self._speaker.logits(hidden, span)
-            num = tree.num_children(depth)
-            children = span.first.unsqueeze(-1) + shape.children[span.node, :num]
-            batch.tokens[span.rows.unsqueeze(-1), children] = self._judge.choose(logits, batch, span, num)
-            if self._confidence is not None:  # of a chain: trees have a fixed shape
-                drafting = span.spread(logits.float().softmax(-1).amax(-1) >= self._confidence).squeeze(-1)
-                num_sure += drafting
         counts = room(limits, first).clamp(max=tree.num_drafts)
         if self._confidence is not None:
             counts = torch.minimum(counts, num_sure)
         return Draft(Proposals(tree, first, counts), by(Source.COMPUTED, first))
+
+    def _step(self, batch: RoundBatch, depth: int, first: Tensor, limits: Tensor, drafting: Tensor, num_sure: Tensor) -> tuple[Tensor, Tensor]:
+        """One pass, over the nodes at `depth` of the rows that are still `drafting` [rows] -> which go on after it, and how many drafts each is
+        sure of."""
+        tree, shape = self._tree, self._tree.on(first.device)
+        nodes = shape.levels[depth]
+        live = (first.unsqueeze(-1) + nodes < limits.unsqueeze(-1)) & drafting.unsqueeze(-1)
+        span = Stages.select(batch, tree, first, nodes, live)
+        if span.num_tokens == 0:
+            return torch.zeros_like(drafting), num_sure
+        hidden = self._speaker.feed(batch, span)
+        if depth == tree.depth:
+            self._speaker.fill(hidden, span)
+            return drafting, num_sure
+        logits = self._speaker.logits(hidden, span)
+        num = tree.num_children(depth)
+        span.put(batch.tokens, span.first.unsqueeze(-1) + shape.children[span.node, :num], self._judge.choose(logits, batch, span, num))
+        if self._confidence is not None:  # of a chain: trees have a fixed shape
+            drafting = span.spread(logits.float().softmax(-1).amax(-1) >= self._confidence).squeeze(-1)
+            num_sure = num_sure + drafting
+        return drafting, num_sure

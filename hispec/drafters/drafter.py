@@ -72,6 +72,10 @@ class Drafter(Protocol):
         """Writes up to K drafts of each row into batch.tokens, after the token in column first [rows], never beyond the row's limit.
         A row whose limit is at or before that column gets none."""
 
+    def advance(self, batch: RoundBatch, counts: Tensor) -> None:
+        """batch.tokens[:, 1 : counts + 1], counts [rows], are committed on the device, and the next round follows before the host has read
+        them: `follow` is not called in between."""
+
     def move(self, batch: RoundBatch, sources: Tensor, targets: Tensor) -> None:
         """Places of the window were copied, as by `Stages.move`; what the drafter keeps of them goes along."""
 
@@ -90,6 +94,9 @@ class Stateless:
         pass
 
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
+        pass
+
+    def advance(self, batch: RoundBatch, counts: Tensor) -> None:
         pass
 
     def move(self, batch: RoundBatch, sources: Tensor, targets: Tensor) -> None:

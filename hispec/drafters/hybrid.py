@@ -29,15 +29,23 @@ class HybridDrafter(Stateless):
     def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
         self._ngram.finish(number, output_token_ids)
 
+    def advance(self, batch: RoundBatch, counts: Tensor) -> None:
+        self._ngram.advance(batch, counts)
+
     def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
-        looked_up = self._ngram.propose(batch, first).proposals
-        tree, counts = looked_up.tree, looked_up.counts
+        tree = self._ngram.tree
+        counts = batch.stage("look up", lambda first: self._ngram.propose(batch, first).proposals.counts, first)
         found = counts > 0
-        nodes = tree.on(first.device).nodes
-        live = found.unsqueeze(-1) & (nodes <= counts.unsqueeze(-1))
-        span = Stages.select(batch, tree, first, nodes, live)
-        if span.num_tokens:
-            self._speaker.fill(self._speaker.feed(batch, span), span)
+        if batch.any(found):
+            batch.stage("feed", lambda first, counts: self._feed(batch, first, counts), first, counts)
         computed = self._computed.propose_among(batch, first, torch.where(found, 0, batch.limits)).proposals
         proposals = Proposals(tree, first, torch.where(found, counts, computed.counts))
         return Draft(proposals, torch.where(found, Source.LOOKED_UP, Source.COMPUTED))
+
+    def _feed(self, batch: RoundBatch, first: Tensor, counts: Tensor) -> None:
+        """Runs the exit's layers over the drafts that were looked up, counts [rows] of them, and the token before."""
+        tree = self._ngram.tree
+        nodes = tree.on(first.device).nodes
+        span = Stages.select(batch, tree, first, nodes, (counts > 0).unsqueeze(-1) & (nodes <= counts.unsqueeze(-1)))
+        if span.num_tokens:
+            self._speaker.fill(self._speaker.feed(batch, span), span)

@@ -20,7 +20,9 @@ class TensorLookup:
         self._per_match = per_match
         self._num_rows, self._max_len, self._min_size, self._max_size, self._half = num_rows, max_len, min_size, max_size, store_tokens // 2
         # A graph reads these where they lie, so they are only ever written in place.
-        self._texts = torch.zeros(num_rows, max_len, dtype=torch.int32, device=device)
+        # One token more than the texts have takes what is to be written nowhere.
+        self._flat_texts = torch.zeros(num_rows * max_len + 1, dtype=torch.int32, device=device)
+        self._texts = self._flat_texts[:-1].view(num_rows, max_len)
         self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._store = torch.full((2, self._half), SEPARATOR, dtype=torch.int32, device=device)  # the previous half, the current one
         self._host_lengths = [0] * num_rows  # the same, to be asked for without a sync
@@ -36,6 +38,14 @@ class TensorLookup:
 
     def append(self, row: int, token_ids: Sequence[int]) -> None:
         self._write(row, self.length(row), token_ids)
+
+    def extend(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        steps = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+        places = self._lengths[rows].unsqueeze(1) + steps
+        is_new = (steps < counts.unsqueeze(1)) & (places < self._max_len)
+        places = torch.where(is_new, rows.unsqueeze(1) * self._max_len + places, -1)
+        self._flat_texts[places] = tokens[:, 1:].to(torch.int32)
+        self._lengths.index_add_(0, rows, counts)
 
     def length(self, row: int) -> int:
         check_row(row, self._num_rows)

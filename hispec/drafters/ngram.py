@@ -21,14 +21,13 @@ class NgramDrafter(Stateless):
     """
 
     def __init__(self, config: NgramConfig, judge: Judge, num_tokens: int, max_num_seqs: int, max_len: int, device: torch.device) -> None:
-        self._judge, self._tree = judge, DraftTree.chain(num_tokens)
+        self._judge, self.tree = judge, DraftTree.chain(num_tokens)
         sizes = config.min_size, config.max_size, config.datastore_tokens, config.tokens_per_match
         self._lookup = make_lookup(device, max_num_seqs, max_len, *sizes)
         self._keeps_outputs = config.datastore_tokens > 0
         self._place_of: dict[int, int] = {}  # number of a request -> its place in the lookup
         self._free = list(range(max_num_seqs - 1, -1, -1))
-        self._places = torch.zeros(0, dtype=torch.int64, device=device)
-        self._device = device
+        self._places = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # of each row; a graph reads it where it lies
 
     @property
     def num_bytes(self) -> int:
@@ -46,15 +45,18 @@ class NgramDrafter(Stateless):
             elif (length := self._lookup.length(place)) < len(token_ids):
                 self._lookup.append(place, token_ids[length:])
             places.append(place)
-        self._places = torch.tensor(places, dtype=torch.int64, device=self._device)
+        self._places[: len(places)].copy_(torch.tensor(places, dtype=torch.int64))
 
     def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
         if self._keeps_outputs and output_token_ids:
             self._lookup.store(output_token_ids)
 
+    def advance(self, batch: RoundBatch, counts: Tensor) -> None:
+        self._lookup.extend(self._places[: batch.num_rows], batch.tokens, counts)
+
     def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
-        most = room(batch.limits, first).clamp(max=self._tree.num_drafts)
-        counts = self._lookup.propose(self._places, batch.tokens, first, most)
-        proposals = Proposals(self._tree, first, counts)
+        most = room(batch.limits, first).clamp(max=self.tree.num_drafts)
+        counts = self._lookup.propose(self._places[: batch.num_rows], batch.tokens, first, most)
+        proposals = Proposals(self.tree, first, counts)
         self._judge.propose(batch, proposals)
         return Draft(proposals, by(Source.LOOKED_UP, first))

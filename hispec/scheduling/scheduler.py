@@ -88,6 +88,15 @@ class Scheduler:
         if release:
             self._pool.truncate(request.table, num_computed)
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether somebody waits for whom there is a row."""
+        return bool(self.waiting) and len(self.running) < self._max_num_seqs
+
+    def reserve(self, request: Request, num_positions: int) -> bool:
+        """Extends the request's blocks to so many positions, if that takes nobody else's."""
+        return self._pool.extend(request.table, num_positions)
+
     def tables(self) -> list[BlockTable]:
         """Of all live requests, for integrity checks."""
         return [request.table for request in (*self.waiting, *self.running)]

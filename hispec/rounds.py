@@ -1,0 +1,146 @@
+"""Rounds of an engine: with which plan, over which rows, and how far ahead of the host."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from .config import PLAIN, EngineConfig, Plan
+from .drafters.drafter import DrafterError, guarded
+from .graphs import GraphCache, GraphDevice
+from .launch import Flight, Input, Launcher, PackedLauncher, Rows, StaticLauncher, buckets
+from .places import RowSampling
+from .request import Request
+from .sampling import Sampler
+from .scheduling.scheduler import Scheduler
+from .speculation import Speculation
+from .stages import PassCounts
+from .stats import EngineStats
+from .tables import RowTables
+
+_log = logging.getLogger(__name__)
+
+
+class Rounds:
+    """Launches rounds for the requests in the scheduler's rows."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        tables: RowTables,
+        max_model_len: int,
+        vocab_size: int,
+        device: torch.device,
+        graph_device: GraphDevice | None,
+        is_static: bool,
+        counters: Sequence[PassCounts],
+    ) -> None:
+        """graph_device: where rounds are captured, None = they run eagerly; counters: what their passes are counted in."""
+        self._scheduler, self._tables = scheduler, tables
+        self._sampler = Sampler([], vocab_size, device, config.max_num_seqs)
+        self._seated: tuple[int, ...] | None = None  # numbers of the requests that the sampler knows
+        self.graphs: GraphCache | None = None
+        self._launcher: Launcher = PackedLauncher(tables, self._sampler, config.block_size, device)
+        if is_static:
+            self.graphs = GraphCache(graph_device, counters, config.max_graphs, config.max_graph_bytes) if graph_device is not None else None
+            self._launcher = StaticLauncher(tables, self._sampler, config.block_size, max_model_len, device, self.graphs)
+
+    def launch(self, now: Speculation, limits: Mapping[int, int], stats: EngineStats) -> Flight:
+        """A round for the rows of `limits`, which may process so many places each. If the drafter fails, its requests go on with plain
+        decoding from this round on."""
+        running = self._scheduler.running
+        for row in limits:
+            assert running[row].is_ready, "a round's entry invariant: all but the last committed token are computed"
+        self._seat(running)
+        plan = self._plan(now, limits)
+        if plan is not PLAIN and now.drafter is not None:
+            try:
+                with guarded(now.drafter):
+                    now.drafter.follow([(request.number, request.token_ids) for request in running])
+                return self._launcher.launch(now, plan, self._rows(plan, limits))
+            except DrafterError as error:
+                give_up_drafting([running[row] for row in limits], error, stats)
+        return self._launcher.launch(now, PLAIN, self._rows(PLAIN, limits))
+
+    def proceed(self, flight: Flight, stats: EngineStats) -> Flight | None:
+        """The round after `flight`, which the host has not read yet; None if that has to be read first.
+
+        What ends a request is found out when its round is read. By then it may be in the next round too: what that commits for it is
+        dropped, and what it writes lies above the request's end.
+        """
+        running = self._scheduler.running
+        if not self._launcher.runs_ahead or flight.rows.keeps_logits or self._scheduler.may_admit:
+            return None
+        if list(flight.rows.requests) != list(enumerate(running)):  # somebody came, left, or is not ready yet
+            return None
+        cap, room = flight.rows.inputs[Input.CAP], [request.max_tokens - request.num_output for request in running]
+        if max(room) <= 1:  # all end with the round in the air
+            return None
+        # In both rounds together a row goes no further than this.
+        ends = [len(request.token_ids) - 1 + min(2 * int(most), left) for request, most, left in zip(running, cap, room, strict=True)]
+        if not all(self._scheduler.reserve(request, end) for request, end in zip(running, ends, strict=True)):
+            return None
+        self._tables.update([request.table.blocks for request in running])
+        try:
+            return self._launcher.proceed(flight, max(ends))
+        except DrafterError as error:
+            give_up_drafting(running, error, stats)
+            return None
+
+    def follow_up(self, flight: Flight) -> None:
+        """`flight` was read and committed, and no other is in the air."""
+        self._sampler.advance(flight.tokens, flight.result.counts)
+
+    def forget(self) -> None:
+        """The sampler may have been told of tokens that were not committed: an interrupt, or an error, came in between."""
+        self._seated = None
+
+    def warm_up(self, now: Speculation, context_len: int) -> None:
+        """Captures the rounds of a plan for every number of rows, the largest first: without any row in them, so that nothing changes."""
+        for plan in {now.plan, PLAIN}:
+            for num_rows in buckets(self._tables.tensor.shape[0]):
+                rows = Rows(np.zeros((len(Input), num_rows), np.int64), (), context_len, False)
+                self._launcher.launch(now, plan, rows).outcomes()
+
+    def stats(self) -> dict[str, int]:
+        """Of captured graphs; nothing where rounds are not captured."""
+        graphs = self.graphs
+        if graphs is None:
+            return {}
+        return {"graphs": len(graphs), "graph_captures": graphs.num_captures, "graph_replays": graphs.num_replays, "graph_bytes": graphs.num_bytes}
+
+    def _plan(self, now: Speculation, limits: Mapping[int, int]) -> Plan:
+        """A plain round if no row may speculate. A draft model has to see opted-out rows too, whose blocks others may reuse."""
+        running = self._scheduler.running
+        may_speculate = max(limits.values()) > 1 or (now.draft_model is not None and not all(running[row].drafter_failed for row in limits))
+        return now.plan if may_speculate else PLAIN
+
+    def _rows(self, plan: Plan, limits: Mapping[int, int]) -> Rows:
+        running = self._scheduler.running
+        inputs = np.zeros((len(Input), len(running)), np.int64)
+        for row, request in enumerate(running):
+            cap = min(plan.window, request.cap(plan.window)) if row in limits else 0
+            inputs[:, row] = request.token_ids[-1], len(request.token_ids) - 1, cap, request.max_tokens - request.num_output
+        context_len = int((inputs[Input.START] + np.minimum(inputs[Input.CAP], inputs[Input.ROOM])).max())
+        keeps_logits = any(running[row].params.logprobs is not None for row in limits)
+        return Rows(inputs, tuple((row, running[row]) for row in sorted(limits)), context_len, keeps_logits)
+
+    def _seat(self, running: Sequence[Request]) -> None:
+        """Tells the sampler whose parameters are in which row, if that has changed."""
+        numbers = tuple(request.number for request in running)
+        if self._seated != numbers:
+            self._sampler.load([RowSampling(r.params, r.seed, r.prompt_token_ids, r.output_token_ids, r.stop_ids) for r in running])
+            self._seated = numbers
+
+
+def give_up_drafting(requests: Sequence[Request], error: DrafterError, stats: EngineStats) -> None:
+    """These requests go on with plain decoding. Those that opted out are marked too, as a draft model's KV of theirs has a hole."""
+    named = [request.request_id for request in requests if request.params.speculative and not request.drafter_failed]
+    for request in requests:
+        request.drafter_failed = True
+    stats.drafter_failures += 1
+    if named:
+        _log.warning("the drafter failed (%s); go on with plain decoding: %s", error, ", ".join(named))

@@ -1,0 +1,79 @@
+"""A GPU's graphs, played on a CPU: a capture records operations with the tensors that they read and write, a replay does these again.
+
+It is as strict as a GPU. While it captures nothing is computed for the host: whoever reads a value, or makes a tensor from a list,
+is refused. A replay knows no Python: it reads and writes where the capture did, whatever the code would do by then.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ee_models.attention.sdpa import SdpaAttention
+from ee_models.decoder import Decoder
+from ee_models.kernels.reference import ReferenceKernels
+
+# What makes the host wait for a GPU, or copies from the host's memory.
+FORBIDDEN = {"_local_scalar_dense", "item", "nonzero", "masked_select", "lift_fresh", "lift_fresh_copy", "is_nonzero", "equal", "unique"}
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().split("::")[1].split(".")[0]
+        assert name not in FORBIDDEN, f"{func.name()} in a capture: a GPU would have to wait for the host"
+        if name in ("index", "index_put", "index_put_"):
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), "a boolean index in a capture: its size is a value"
+        kwargs = kwargs or {}
+        # As on a GPU nothing is computed yet: what the code holds until the replay is garbage.
+        result = func(*args, **kwargs)
+        self.operations.append((func, args, kwargs, result))
+        return result
+
+
+class RecordedGraphs:
+    """A GraphDevice."""
+
+    def __init__(self) -> None:
+        self.num_captured = 0
+        self.bytes_of_a_graph = 0
+        self.out_of_memory = False
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        if self.out_of_memory:
+            raise torch.OutOfMemoryError("no memory for a graph")
+        recorder = _Recorder()
+        with recorder:
+            result = run()
+        self.num_captured += 1
+
+        def replay() -> None:
+            for func, args, kwargs, held in recorder.operations:
+                again = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(held), tree_leaves(again), strict=True):
+                    # A view, or what was written in place, is there already.
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+        return replay, result
+
+    def num_bytes(self) -> int:
+        return self.num_captured * self.bytes_of_a_graph
+
+
+def poison(value: Any) -> Any:
+    """Overwrites the tensors of a result with what nobody would take for one."""
+    return tree_map_only(Tensor, lambda tensor: tensor.fill_(77), value)
+
+
+def recordable(decoder: Decoder) -> Decoder:
+    """The decoder by torch operations alone: a recorder does not see what numba does."""
+    decoder.attention, decoder.kernels = SdpaAttention(), ReferenceKernels()
+    return decoder
