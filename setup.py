@@ -9,6 +9,7 @@ README = ROOT / "README.md"
 PACKAGES = ["hispec", "ee_models", "cache"]
 TRAIN = ["accelerate>=1.10", "peft>=0.17"]  # hispec train
 PLOTS = ["matplotlib>=3.9"]  # pictures of hispec profile
+QUANTIZE = ["torchao>=0.18"]  # engine.quantization
 
 setup(
     name="hispec",
@@ -39,9 +40,11 @@ setup(
     extras_require={
         "train": TRAIN,
         "plots": PLOTS,
+        "quantize": QUANTIZE,
         "test": [
             *TRAIN,
             *PLOTS,
+            *QUANTIZE,
             "pytest>=8.0",
             "hypothesis>=6.100",
             "ruff>=0.9",

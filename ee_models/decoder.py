@@ -14,8 +14,9 @@ from cache.view import BatchView
 from .attention import AttentionBackend, select_backend
 from .config import ModelConfig
 from .kernels import select_kernels
-from .linear import Linear, can_pack, make_linear
+from .linear import Linear, LinearMaker, PackedLinear
 from .loader import Checkpoint
+from .quantized import Quantization, QuantizedLinear
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,10 @@ class Decoder:
         head: Linear,
         attention: AttentionBackend,
         max_positions: int,
+        make_linear: LinearMaker,
     ) -> None:
         self.config = config
+        self.make_linear = make_linear
         self.dtype, self.device = embedding.dtype, embedding.device
         self.attention = attention
         self.kernels = select_kernels(self.device, self.dtype)
@@ -85,13 +88,17 @@ class Decoder:
         attention: str = "auto",
         max_positions: int | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        quantization: Quantization | None = None,
+        exact: bool = False,
     ) -> Decoder:
         """Reads, fuses and packs the weights layer by layer, so that no second copy of the model is ever held.
 
         max_positions: rows of the rotary table, the model's own limit if None. `progress(layers done, layers)`.
-        Raises CheckpointError for what is missing or unreadable.
+        `quantization` and `exact` are LinearMaker's. A tied head is quantized too, in a copy: every token reads all of it,
+        so the copy saves more than it takes, while of the embedding only rows are gathered, which stay as they are.
+        Raises CheckpointError for what is missing or unreadable, ValueError for what cannot run here.
         """
-        config, packed = checkpoint.config, can_pack(device, dtype)
+        config, make_linear = checkpoint.config, LinearMaker(device, dtype, quantization, exact)
 
         def read(name: str) -> Tensor:
             return checkpoint.tensor(name).to(device=device, dtype=dtype)
@@ -99,7 +106,7 @@ class Decoder:
         def linear(*names: str) -> Linear:
             weight = torch.cat([read(f"{name}.weight") for name in names]) if len(names) > 1 else read(f"{names[0]}.weight")
             bias = torch.cat([read(f"{name}.bias") for name in names]) if checkpoint.has(f"{names[0]}.bias") else None
-            return make_linear(weight, bias, packed)
+            return make_linear(weight, bias)
 
         layers = []
         for index in range(config.num_layers):
@@ -122,15 +129,16 @@ class Decoder:
             )
             progress(index + 1, config.num_layers)
         embedding = read("model.embed_tokens.weight")
-        head = make_linear(embedding, None, packed) if config.tie_word_embeddings else linear("lm_head")
+        head = make_linear(embedding, None) if config.tie_word_embeddings else linear("lm_head")
         return cls(
             config,
             embedding,
             layers,
             read("model.norm.weight"),
             head,
-            select_backend(attention, device, dtype),
+            select_backend(attention, device, dtype, exact),
             max_positions or config.max_position_embeddings,
+            make_linear,
         )
 
     @property
@@ -143,7 +151,7 @@ class Decoder:
     def num_bytes(self) -> int:
         """Of all weights, as they are held."""
         linears = [self.head, *(linear for layer in self._layers for linear in layer.linears)]
-        tied_in_place = self.config.tie_word_embeddings and not can_pack(self.device, self.dtype)
+        tied_in_place = self.config.tie_word_embeddings and not isinstance(self.head, PackedLinear | QuantizedLinear)
         return self._embedding.nbytes + sum(linear.num_bytes for linear in linears) - (self._embedding.nbytes if tied_in_place else 0)
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from cache.view import BatchView
 
 from .decoder import AttentionWeights, Decoder, LayerWeights, MlpWeights
 from .exit_files import ExitInfo, ExitsFile
-from .linear import Linear, can_pack, make_linear
+from .linear import Linear
 from .loader import Checkpoint
 
 
@@ -78,7 +78,7 @@ class AdapterExit:
 
 
 def load_exits(file: ExitsFile, layers: list[int], decoder: Decoder, checkpoint: Checkpoint) -> list[AdapterExit]:
-    """The exits at `layers` of `file`, on the decoder's device and in its dtype.
+    """The exits at `layers` of `file`, on the decoder's device, in its dtype, quantized if it is.
 
     Raises ExitsError if the file belongs to another model, is damaged, or has no such exit.
     """
@@ -87,14 +87,13 @@ def load_exits(file: ExitsFile, layers: list[int], decoder: Decoder, checkpoint:
 
 
 def _load(file: ExitsFile, info: ExitInfo, decoder: Decoder, checkpoint: Checkpoint) -> AdapterExit:
-    packed = can_pack(decoder.device, decoder.dtype)
     tensors = file.tensors(info, checkpoint.config)
 
     def read(name: str) -> Tensor:
         return tensors[name].to(device=decoder.device, dtype=decoder.dtype)
 
     def linear(*names: str) -> Linear:
-        return make_linear(torch.cat([read(name) for name in names]), None, packed)
+        return decoder.make_linear(torch.cat([read(name) for name in names]), None)
 
     blocks = []
     for index in range(info.num_blocks):
@@ -111,7 +110,7 @@ def _load(file: ExitsFile, info: ExitInfo, decoder: Decoder, checkpoint: Checkpo
         ids = tensors["vocabulary"].long()
         vocabulary = ids.to(decoder.device)
         weight = checkpoint.tensor(head_name(checkpoint))[ids]
-        head = make_linear(weight.to(device=decoder.device, dtype=decoder.dtype), None, packed)
+        head = decoder.make_linear(weight.to(device=decoder.device, dtype=decoder.dtype), None)
     return AdapterExit(decoder, info.layer, blocks, read("norm"), head, vocabulary)
 
 

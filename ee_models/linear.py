@@ -5,11 +5,17 @@ with plain decoding over a rounding error. Packed oneDNN kernels give that; a pr
 """
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .quantized import Quantization
 
 # Rows that the weight's layout is chosen for. 1 would pick a layout whose results depend on the number of rows.
 _PACKING_HINT = 16
@@ -31,7 +37,7 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
         self.num_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
-        self.row_invariant = _probe(self, "plain", weight) == (1, True)
+        self.row_invariant = probe_rows(self, "plain", weight) == (1, True)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
@@ -46,7 +52,7 @@ class PackedLinear:
         self._min_rows = 1
         self._op = torch.ops.mkldnn._linear_pointwise.default  # the overload itself: resolving it anew costs 2 µs a call
         self.num_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
-        self._min_rows, self.row_invariant = _probe(self, "packed", weight)
+        self._min_rows, self.row_invariant = probe_rows(self, "packed", weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] < self._min_rows:  # a single row would take a kernel of its own, with another order of sums
@@ -60,7 +66,7 @@ class PackedLinear:
 _probes: dict[tuple[str, tuple[int, ...], torch.dtype, int], tuple[int, bool]] = {}
 
 
-def _probe(linear: Linear, kind: str, weight: Tensor) -> tuple[int, bool]:
+def probe_rows(linear: Callable[[Tensor], Tensor], kind: str, weight: Tensor) -> tuple[int, bool]:
     """(fewest rows to compute at once so that bits do not depend on their number, whether that was found).
 
     Probed once per kind, shape, dtype and number of threads; never on a GPU, where a pass's kernels are chosen elsewhere.
@@ -75,7 +81,7 @@ def _probe(linear: Linear, kind: str, weight: Tensor) -> tuple[int, bool]:
     return _probes[key]
 
 
-def _invariant_from(linear: Linear, x: Tensor, min_rows: int) -> bool:
+def _invariant_from(linear: Callable[[Tensor], Tensor], x: Tensor, min_rows: int) -> bool:
     """Whether every pass of `min_rows` rows or more gives the same bits per row."""
     alone = torch.cat([linear(x[i : i + 1].expand(min_rows, -1).contiguous())[:1] for i in range(min(x.shape[0], 66))])
     for rows in _PROBED_ROWS:
@@ -100,6 +106,40 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return bool(torch.allclose(got, F.linear(x, weight), atol=1e-4))
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, packed: bool) -> Linear:
-    """A Linear over weight [out, in] and bias [out]; `packed` as `can_pack` said."""
-    return PackedLinear(weight, bias) if packed else PlainLinear(weight, bias)
+@dataclass(frozen=True)
+class LinearMaker:
+    """Makes the Linears of a model, its exits and its draft model from weights [out, in] and biases [out], all in one way.
+
+    quantization  weight-only "int8" or "int4", every matrix product included; None = the weights as they are
+    exact         on a GPU, kernels in which rows keep their bits; packed linears of a CPU give that by themselves
+    Raises ValueError for what cannot be combined, or cannot run on `device` in `dtype`.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    quantization: Quantization | None = None
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.quantization is None:
+            return
+        if self.exact and self.device.type != "cpu":
+            raise ValueError(f"exact_verify and quantization={self.quantization!r} cannot be combined on {self.device}; leave one of them out")
+        from .quantized import check_quantization
+
+        check_quantization(self.quantization, self.device, self.dtype)
+
+    @cached_property
+    def packs(self) -> bool:
+        return can_pack(self.device, self.dtype)
+
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if self.quantization is not None:
+            from .quantized import quantized_linear
+
+            return quantized_linear(weight, bias, self.quantization)
+        if self.exact and self.device.type != "cpu":
+            from .kernels.triton_linear import InvariantLinear
+
+            return InvariantLinear(weight, bias)
+        return PackedLinear(weight, bias) if self.packs else PlainLinear(weight, bias)

@@ -4,8 +4,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from cache.paged_kv import PagedKV
 from ee_models.exits import Exit
 
@@ -34,19 +32,17 @@ def kv_bytes_per_block(config: EngineConfig, decoder: DecoderLike, exits: Sequen
     return of(decoder, num_layers) + (of(draft_model, draft_model.config.num_layers) if draft_model is not None else 0)
 
 
-def default_num_blocks(config: EngineConfig, device: torch.device, bytes_per_block: int, model_len: int) -> int:
+def host_num_blocks(config: EngineConfig, bytes_per_block: int, model_len: int) -> int:
     """Blocks for max_num_seqs sequences of `model_len`, within half of the free memory. Raises ConfigError if not one fits."""
     wanted = config.max_num_seqs * -(-model_len // config.block_size)
-    affordable = free_memory_bytes(device) // 2 // bytes_per_block
+    affordable = free_memory_bytes() // 2 // bytes_per_block
     if affordable < 1:
         raise ConfigError(f"one KV block takes {bytes_per_block} bytes, more than half of the free memory; choose a smaller engine.block_size")
     return min(wanted, affordable)
 
 
-def free_memory_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device`."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+def free_memory_bytes() -> int:
+    """Bytes of the host's memory that can still be allocated."""
     try:
         # What the kernel could free for us; "free" alone leaves out the page cache.
         with open("/proc/meminfo", encoding="ascii") as file:

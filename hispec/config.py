@@ -267,12 +267,16 @@ class EngineConfig(Settings):
     max_num_seqs            rows of a round at most: requests that run together
     max_model_len           prompt + output of one request at most; None = the model's own limit
     block_size              positions per KV block
-    num_kv_blocks           None = enough for max_num_seqs requests of max_model_len, within half of the free memory
+    num_kv_blocks           None = enough for max_num_seqs requests of max_model_len, within half of the free memory; on a GPU within what a
+                            trial run of the largest passes leaves free
+    gpu_memory_utilization  share of a GPU's free memory that may be used, weights not counted
     max_prefill_tokens      prompt positions computed per step at most (chunked prefill)
     enable_prefix_caching   reuse KV blocks of equal prefixes
     attention               "auto", or a backend by name
     seed                    base of the seeds of requests that bring none
     graphs                  on a GPU, whether rounds are captured as CUDA graphs at all, those of plain decoding included
+    exact_verify            on a GPU, kernels that compute a token alike whatever else is in the pass, so that speculative and plain output agree
+                            bit for bit; slower. On a CPU in float32 it is so anyway
     max_graphs              graphs kept, one per plan, number of rows, length of context and way of sampling; the least recently used makes room
     max_graph_bytes         GPU memory kept free for them
     warm_up                 capture all graphs when the engine starts, the largest first, instead of each when it is first needed
@@ -285,11 +289,13 @@ class EngineConfig(Settings):
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     num_kv_blocks: Annotated[int, Field(ge=1)] | None = None
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     max_prefill_tokens: Annotated[int, Field(ge=1)] = 512
     enable_prefix_caching: bool = True
-    attention: Literal["auto", "sdpa", "numba"] = "auto"
+    attention: Literal["auto", "sdpa", "numba", "triton"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     graphs: bool = True
     max_graphs: Annotated[int, Field(ge=1)] = 64
     max_graph_bytes: Annotated[int, Field(ge=0)] = 2 << 30
     warm_up: bool = False
+    exact_verify: bool = False

@@ -30,7 +30,7 @@ class DraftModels:
             self._open(path)
 
     def load(self, speculative: SpeculativeConfig | None, target: Decoder, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int) -> Decoder | None:
-        """The draft model of `speculative`, on the target's device and in its dtype; None if it names none.
+        """The draft model of `speculative`, on the target's device, in its dtype, quantized if it is; None if it names none.
 
         tokenizer   the target's; None = token ids only, then the vocabularies must be of one size
         Raises CheckpointError if it cannot be read, ConfigError if its tokens are not the target's.
@@ -43,7 +43,15 @@ class DraftModels:
             _check_tokens(path, checkpoint, target, tokenizer)
             config = checkpoint.config
             length = min(max_model_len, config.max_position_embeddings, config.sliding_window or max_model_len)
-            self._loaded[path] = Decoder.load(checkpoint, target.dtype, target.device, self._attention, max_positions=length)
+            self._loaded[path] = Decoder.load(
+                checkpoint,
+                target.dtype,
+                target.device,
+                self._attention,
+                max_positions=length,
+                quantization=target.make_linear.quantization,
+                exact=target.make_linear.exact,
+            )
         return self._loaded[path]
 
     @property

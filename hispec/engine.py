@@ -4,35 +4,38 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from cache.blocks import BlockPool
-from cache.view import BatchView, packed_slots_of
 from ee_models.exits import Exit
 
-from .admission import default_num_blocks, kv_bytes_per_block, max_model_len, request_problems
+from .admission import max_model_len, request_problems
 from .config import EngineConfig, Plan, SpeculativeConfig
 from .drafters.drafter import DrafterError, guarded
 from .errors import ConfigError, RequestError
 from .graphs import GraphDevice
-from .graphs import graph_device as default_graph_device
-from .launch import Flight, RowOutcome
+from .launch import Flight, RowOutcome, context_buckets
+from .memory import is_out_of_memory
 from .outputs import Delta
+from .prefill import prefill_pass
 from .request import Request, TextStream
 from .round import RoundResult
 from .rounds import Rounds, give_up_drafting
 from .sampling_params import SamplingParams
 from .scheduling.policy import FirstComeFirstServed
 from .scheduling.scheduler import Chunk, Scheduler
+from .sizing import default_num_blocks
 from .speculation import Limits, Speculation, make_speculation
 from .stages import DecoderLike, PassCounts
 from .stats import EngineStats
 from .tables import RowTables
 
 _log = logging.getLogger(__name__)
+_LEAST_PREFILL = 16  # positions; below that an allocation failure is no matter of their number
+_MOST_MADE = 16  # plans whose buffers are kept
 
 
 class Engine:
@@ -63,8 +66,10 @@ class Engine:
         model = decoder.config
         self._decoder, self._config = decoder, config
         self.max_model_len = max_model_len(config, min(model.max_position_embeddings, decoder.max_positions), model.sliding_window)
-        bytes_per_block = kv_bytes_per_block(config, decoder, exits, draft_model)
-        num_blocks = config.num_kv_blocks or default_num_blocks(config, decoder.device, bytes_per_block, self.max_model_len)
+        self._counts, self._draft_counts = PassCounts(), PassCounts()  # of the model, and of a draft model
+        num_blocks = config.num_kv_blocks or default_num_blocks(
+            config, decoder, exits, draft_model, self.max_model_len, lambda: self._make(1, speculative, exits, draft_model, plan)
+        )
         self._pool = BlockPool(num_blocks, config.block_size)
         self._scheduler = Scheduler(self._pool, FirstComeFirstServed(), config.max_num_seqs, config.max_prefill_tokens, config.enable_prefix_caching)
         max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
@@ -75,24 +80,13 @@ class Engine:
         self._pending: list[Delta] = []
         self._flight: Flight | None = None  # the round that was launched and not read yet
         self._closed = self._draining = False
-        self._counts, self._draft_counts = PassCounts(), PassCounts()  # of the model, and of a draft model
-        on_gpu = decoder.device.type == "cuda"
-        graph_device = (graph_device or default_graph_device(decoder.device)) if config.graphs else None
-        is_static = on_gpu if is_static is None else is_static
-        self._rounds = Rounds(
-            config,
-            self._scheduler,
-            self._tables,
-            self.max_model_len,
-            model.vocab_size,
-            decoder.device,
-            graph_device,
-            is_static,
-            (self._counts, self._draft_counts),
-        )
+        counters = self._counts, self._draft_counts
+        self._rounds = Rounds(config, self._scheduler, self._tables, self.max_model_len, decoder, counters, is_static, graph_device)
         self._speculation: Speculation | None = None
-        self._stats = EngineStats()
+        self._made: dict[Hashable, Speculation] = {}  # of plans that were set, so that their graphs serve again
         self.set_speculative(speculative, exits=exits, draft_model=draft_model, plan=plan)
+        if config.warm_up:
+            self.warm_up()
         self.reset_stats()
 
     # ---- what users call ----
@@ -109,12 +103,28 @@ class Engine:
         if self._requests:
             raise ConfigError(f"the plan cannot change while {len(self._requests)} requests are unfinished; drain() or abort them first")
         before = self._speculation
-        limits = Limits(self._config.max_num_seqs, self.max_model_len, self._pool.num_blocks, self._config.block_size)
-        new = make_speculation(self._decoder, limits, speculative, plan, exits, draft_model, self._counts, self._draft_counts, before)
+        key = speculative, plan, tuple(map(id, exits)), id(draft_model)
+        new = self._made.get(key) or self._make(self._pool.num_blocks, speculative, exits, draft_model, plan, before)
+        if before is not None and new.kv is not before.kv:  # a larger one: what was made or captured for the other is of no use
+            self._made.clear()
+            self._rounds.forget_graphs()
+        self._made[key] = new
+        if len(self._made) > _MOST_MADE:
+            self._rounds.forget_graphs()
+            self._made = {key: new}
         # All buffers are there: nothing below can fail and leave one plan with another's buffers.
         if before is not None and new.kv_owners != before.kv_owners:
             self._pool.forget()  # what is cached lacks their KV
         self._speculation = new
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Captures all graphs of the plan now, the largest first, instead of each when it is first needed. Nothing where rounds are not
+        captured. Raises ConfigError while requests are unfinished."""
+        if self._requests:
+            raise ConfigError(f"warm_up() runs rounds without requests, but {len(self._requests)} are unfinished; drain() or abort them first")
+        if self._rounds.graphs is not None:
+            self._rounds.warm_up(self._now, context_buckets(self.max_model_len))
 
     @property
     def plan(self) -> Plan:
@@ -250,7 +260,8 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, once, by what they are for."""
-        return self._now.memory()
+        graphs = self._rounds.graphs
+        return {**self._now.memory(), **({"graph_bytes": graphs.num_bytes} if graphs is not None else {})}
 
     def check(self) -> None:
         """Asserts the integrity of blocks and rows; for tests, at any time between steps."""
@@ -262,6 +273,38 @@ class Engine:
             assert request.num_computed < len(request.token_ids)
             assert len(request.table.blocks) >= self._pool.blocks_for(request.num_computed)
 
+    # ---- sizes ----
+
+    def _make(
+        self,
+        num_blocks: int,
+        speculative: SpeculativeConfig | None,
+        exits: Sequence[Exit],
+        draft_model: DecoderLike | None,
+        plan: Plan | None,
+        before: Speculation | None = None,
+    ) -> Speculation:
+        limits = Limits(self._config.max_num_seqs, self.max_model_len, num_blocks, self._config.block_size)
+        return make_speculation(self._decoder, limits, speculative, plan, exits, draft_model, self._counts, self._draft_counts, before)
+
+    def _shrink(self, requests: Sequence[Request], what: str, error: BaseException) -> None:
+        """Memory was too little for these requests at once: fewer from now on. One that fails alone ends."""
+        if self._rounds.graphs is not None:
+            self._rounds.graphs.clear()
+        if self._decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if what == "prefill" and (tokens := self._scheduler.max_prefill_tokens) > _LEAST_PREFILL:
+            self._scheduler.max_prefill_tokens = max(_LEAST_PREFILL, tokens // 2)
+            _log.warning("out of memory (%s): prefill goes on with max_prefill_tokens=%d", error, self._scheduler.max_prefill_tokens)
+        elif len(self._scheduler.running) > 1:
+            rows = len(self._scheduler.running) // 2
+            self._scheduler.shrink(rows)
+            _log.warning("out of memory (%s): goes on with max_num_seqs=%d", error, rows)
+        else:
+            for request in requests:
+                request.finish_reason = "error"
+                self._finish(request, [], "", f"out of memory, even alone: {error}; lower engine.num_kv_blocks or max_prefill_tokens")
+
     # ---- one step ----
 
     def _start(self) -> None:
@@ -269,35 +312,25 @@ class Engine:
         step = self._scheduler.schedule(self.plan.window)
         self._tables.update([request.table.blocks for request in self._scheduler.running])
         started = time.perf_counter()
-        if step.chunks:
-            self._prefill(step.chunks)
-        prefilled = time.perf_counter()
-        self._stats.prefill_s += prefilled - started
-        if step.limits:
-            self._flight = self._rounds.launch(self._now, step.limits, self._stats)
-        self._stats.round_s += time.perf_counter() - prefilled
+        what, concerned = "prefill", [chunk.request for chunk in step.chunks]
+        try:
+            if step.chunks:
+                self._prefill(step.chunks)
+            prefilled = time.perf_counter()
+            self._stats.prefill_s += prefilled - started
+            what, concerned = "a round", [self._scheduler.running[row] for row in step.limits]
+            if step.limits:
+                self._flight = self._rounds.launch(self._now, step.limits, self._stats)
+            self._stats.round_s += time.perf_counter() - prefilled
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._rounds.forget()
+            self._shrink(concerned, what, error)
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Computes KV of prompt positions at every layer; several requests' chunks in one pass."""
-        chunks = sorted(chunks, key=lambda chunk: chunk.request.row or 0)
-        device = self._decoder.device
-        num_rows = len(self._scheduler.running)
-        token_ids = torch.tensor([token for chunk in chunks for token in chunk.request.token_ids[chunk.start : chunk.end]], device=device)
-        positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]).to(device)
-        q_lens = torch.zeros(num_rows + 1, dtype=torch.int64)
-        for chunk in chunks:
-            assert chunk.request.row is not None
-            q_lens[chunk.request.row + 1] = chunk.end - chunk.start
-        tables = self._tables.tensor[:num_rows].to(device)
-        row_ids = torch.repeat_interleave(torch.arange(num_rows), q_lens[1:]).to(device)
-        view = BatchView(
-            positions=positions,
-            slots=packed_slots_of(tables, row_ids, positions, self._pool.block_size),
-            block_tables=tables,
-            cu_q_lens=q_lens.cumsum(0).to(device),
-            max_q_len=int(q_lens.max()),
-            max_context_len=max(chunk.end for chunk in chunks),
-        )
+        token_ids, view = prefill_pass(chunks, self._tables.tensor[: len(self._scheduler.running)], self._pool.block_size, self._decoder.device)
         self._now.stages.prefill(token_ids, view)
         if (drafter := self._now.drafter) is not None:
             try:

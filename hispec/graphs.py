@@ -131,8 +131,3 @@ class GraphCache:
             _log.warning("captured graphs take %d MB, more than engine.max_graph_bytes=%d; raise it", num_bytes >> 20, self._max_bytes)
             if len(self._graphs) > 1:
                 self.clear()
-
-
-def graph_device(device: torch.device) -> GraphDevice | None:
-    """Where graphs are captured for work on `device`; None where they are not."""
-    return CudaGraphs(device) if device.type == "cuda" else None

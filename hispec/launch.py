@@ -247,6 +247,14 @@ def context_bucket(context_len: int, most: int) -> int:
     return min(length, max(most, context_len))
 
 
+def context_buckets(most: int) -> list[int]:
+    """All of them."""
+    lengths = [context_bucket(1, most)]
+    while lengths[-1] < most:
+        lengths.append(context_bucket(lengths[-1] + 1, most))
+    return lengths
+
+
 def _stage(graphs: GraphCache, key: Hashable, name: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
     return graphs.run((key, name), run, *inputs)
 

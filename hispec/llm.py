@@ -64,7 +64,9 @@ class LLM:
         length = max_model_len(config, checkpoint.config.max_position_embeddings, checkpoint.config.sliding_window)
         dtype = _dtype(config.dtype, checkpoint.dtype, device)
         try:
-            self.decoder = Decoder.load(checkpoint, dtype, device, config.attention, max_positions=length)
+            self.decoder = Decoder.load(
+                checkpoint, dtype, device, config.attention, max_positions=length, quantization=config.quantization, exact=config.exact_verify
+            )
         except CheckpointError:
             raise
         except ValueError as error:

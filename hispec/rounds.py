@@ -7,16 +7,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from cache.view import BatchView
+
 from .config import PLAIN, EngineConfig, Plan
 from .drafters.drafter import DrafterError, guarded
-from .graphs import GraphCache, GraphDevice
+from .graphs import CudaGraphs, GraphCache, GraphDevice
 from .launch import Flight, Input, Launcher, PackedLauncher, Rows, StaticLauncher, buckets
+from .memory import is_out_of_memory
 from .places import RowSampling
 from .request import Request
 from .sampling import Sampler
 from .scheduling.scheduler import Scheduler
 from .speculation import Speculation
-from .stages import PassCounts
+from .stages import DecoderLike, PassCounts
 from .stats import EngineStats
 from .tables import RowTables
 
@@ -29,24 +32,35 @@ class Rounds:
     def __init__(
         self,
         config: EngineConfig,
-        scheduler: Scheduler,
+        scheduler: Scheduler | None,
         tables: RowTables,
         max_model_len: int,
-        vocab_size: int,
-        device: torch.device,
-        graph_device: GraphDevice | None,
-        is_static: bool,
+        decoder: DecoderLike,
         counters: Sequence[PassCounts],
+        is_static: bool | None = None,
+        graph_device: GraphDevice | None = None,
     ) -> None:
-        """graph_device: where rounds are captured, None = they run eagerly; counters: what their passes are counted in."""
-        self._scheduler, self._tables = scheduler, tables
-        self._sampler = Sampler([], vocab_size, device, config.max_num_seqs)
+        """scheduler: None = for `try_out` alone; counters: what passes are counted in; is_static, graph_device: whether rounds have static
+        shapes, and where they are captured: None = as the decoder's device wants it."""
+        device = decoder.device
+        if is_static is None:
+            is_static = device.type == "cuda"
+        if graph_device is None and device.type == "cuda":
+            graph_device = CudaGraphs(device)
+        self._scheduled, self._tables = scheduler, tables
+        self._sampler = Sampler([], decoder.config.vocab_size, device, config.max_num_seqs)
         self._seated: tuple[int, ...] | None = None  # numbers of the requests that the sampler knows
         self.graphs: GraphCache | None = None
         self._launcher: Launcher = PackedLauncher(tables, self._sampler, config.block_size, device)
         if is_static:
-            self.graphs = GraphCache(graph_device, counters, config.max_graphs, config.max_graph_bytes) if graph_device is not None else None
+            if config.graphs and graph_device is not None:
+                self.graphs = GraphCache(graph_device, counters, config.max_graphs, config.max_graph_bytes)
             self._launcher = StaticLauncher(tables, self._sampler, config.block_size, max_model_len, device, self.graphs)
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        assert self._scheduled is not None
+        return self._scheduled
 
     def launch(self, now: Speculation, limits: Mapping[int, int], stats: EngineStats) -> Flight:
         """A round for the rows of `limits`, which may process so many places each. If the drafter fails, its requests go on with plain
@@ -88,7 +102,12 @@ class Rounds:
             return self._launcher.proceed(flight, max(ends))
         except DrafterError as error:
             give_up_drafting(running, error, stats)
-            return None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.forget_graphs()  # the next round shows whether that is enough
+        self.forget()
+        return None
 
     def follow_up(self, flight: Flight) -> None:
         """`flight` was read and committed, and no other is in the air."""
@@ -98,12 +117,32 @@ class Rounds:
         """The sampler may have been told of tokens that were not committed: an interrupt, or an error, came in between."""
         self._seated = None
 
-    def warm_up(self, now: Speculation, context_len: int) -> None:
-        """Captures the rounds of a plan for every number of rows, the largest first: without any row in them, so that nothing changes."""
-        for plan in {now.plan, PLAIN}:
-            for num_rows in buckets(self._tables.tensor.shape[0]):
-                rows = Rows(np.zeros((len(Input), num_rows), np.int64), (), context_len, False)
-                self._launcher.launch(now, plan, rows).outcomes()
+    def warm_up(self, now: Speculation, context_lens: Sequence[int]) -> None:
+        """Runs, and so captures, the rounds of a plan for every number of rows and these lengths of context, the largest first: without any
+        row in them, so that nothing changes."""
+        for num_rows in buckets(self._tables.tensor.shape[0]):
+            for context_len in sorted(context_lens, reverse=True):
+                for plan in dict.fromkeys((now.plan, PLAIN)):
+                    rows = Rows(np.zeros((len(Input), num_rows), np.int64), (), context_len, False)
+                    self._launcher.launch(now, plan, rows).outcomes()
+
+    def try_out(self, now: Speculation, num_tokens: int, context_len: int) -> None:
+        """The largest passes that there can be, for their memory: prefill of num_tokens, and rounds of all rows. Nobody is in them."""
+        device = now.kv.data.device
+        nowhere = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+        tables = torch.zeros(1, self._tables.tensor.shape[1], dtype=torch.int64, device=device)
+        places = torch.tensor([0, num_tokens], device=device)
+        view = BatchView(torch.arange(num_tokens, device=device), nowhere, tables, places, num_tokens, num_tokens)
+        now.stages.prefill(torch.zeros_like(nowhere), view)
+        if now.drafter is not None:
+            now.drafter.prefill(torch.zeros_like(nowhere), view)
+        for plan in dict.fromkeys((now.plan, PLAIN)):
+            rows = Rows(np.zeros((len(Input), self._tables.tensor.shape[0]), np.int64), (), context_len, False)
+            self._launcher.launch(now, plan, rows).outcomes()
+
+    def forget_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def stats(self) -> dict[str, int]:
         """Of captured graphs; nothing where rounds are not captured."""

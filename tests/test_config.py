@@ -93,7 +93,7 @@ ENGINE: list[tuple[str, Any, str]] = [
     ("num_kv_blocks", 0, "greater than or equal to 1"),
     ("max_prefill_tokens", 0, "greater than or equal to 1"),
     ("enable_prefix_caching", "true", "boolean"),
-    ("attention", "flash", "'auto', 'sdpa' or 'numba'"),
+    ("attention", "flash", "'auto', 'sdpa', 'numba' or 'triton'"),
     ("seed", -1, "greater than or equal to 0"),
     ("seed", 2**63, f"less than {2**63}"),
 ]

@@ -206,16 +206,17 @@ def test_modules_with_numba_are_imported_lazily() -> None:
         assert not eager & with_numba, module
 
 
-def test_everything_that_a_gpu_needs_is_imported_without_numba() -> None:
+@pytest.mark.parametrize(("missing", "chosen"), [("", "triton TritonKernels"), (", triton=None", "sdpa ReferenceKernels")])
+def test_everything_that_a_gpu_needs_is_imported_without_numba(missing: str, chosen: str) -> None:
     result = run(
-        "import sys; sys.modules.update(numba=None, llvmlite=None)\n"
+        f"import sys; sys.modules.update(numba=None, llvmlite=None{missing})\n"
         "import torch, hispec.engine, hispec.llm, hispec.round, hispec.judges, ee_models.decoder\n"
         "from ee_models.attention import select_backend\n"
         "from ee_models.kernels import select_kernels\n"
         "gpu = torch.device('cuda')\n"
         "print(select_backend('auto', gpu, torch.bfloat16).name, type(select_kernels(gpu, torch.bfloat16)).__name__)\n"
     )
-    assert (result.stdout.strip(), result.returncode) == ("sdpa ReferenceKernels", 0), result.stderr
+    assert (result.stdout.strip(), result.returncode) == (chosen, 0), result.stderr
 
 
 @pytest.mark.parametrize("name", ["cache", "ee_models"])

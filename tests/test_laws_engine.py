@@ -120,7 +120,7 @@ def test_hidden_buffer_and_kv_are_allocated_once() -> None:
         while engine.has_unfinished():
             engine.step()
     assert before == (engine._now.kv.data.data_ptr(), engine._now.hidden.data.data_ptr(), engine.memory())
-    assert engine.memory()["kv_bytes"] == engine._now.kv.data.nbytes
+    assert engine.memory()["kv_bytes"] == engine._now.kv.data.untyped_storage().nbytes()
 
 
 def test_first_come_first_served_even_under_preemption() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ee_models.decoder import Decoder
 from ee_models.loader import open_checkpoint
 from hispec import noise
-from hispec.config import Plan
+from hispec.config import Plan, SpeculativeConfig
 from hispec.drafters.lookup_tensors import TensorLookup
 from hispec.engine import Engine
 from hispec.sampling_params import SamplingParams
@@ -203,16 +203,99 @@ def captured(decoder: Decoder, values: dict[str, Any], draft_model: Decoder | No
     return drafter_engine(decoder, values, draft_model, is_static=True, graph_device=graphs, **config), graphs
 
 
+MIXED = [SamplingParams(temperature=0.0, max_tokens=16), *SAMPLED[1:4]]
+
+
+@pytest.fixture(scope="module")
+def plain_mixed(tiny_decoder: Decoder) -> list[list[int]]:
+    return run(make_engine(tiny_decoder), PROMPTS[3:7], MIXED)
+
+
 @kinds
-def test_replay_equals_eager(
-    torch_decoder: Decoder, torch_draft_model: Decoder, no_numba: None, expected: list[list[int]], plain_sampled: list[list[int]], name: str
-) -> None:
-    engine, graphs = captured(torch_decoder, ALL[name], torch_draft_model, attention="sdpa")
-    assert run(engine, PROMPTS) == expected
-    assert run(engine, PROMPTS, SAMPLED) == plain_sampled
+def test_replay_equals_eager(torch_decoder: Decoder, torch_draft_model: Decoder, no_numba: None, plain_mixed: list[list[int]], name: str) -> None:
+    engine, graphs = captured(torch_decoder, ALL[name], torch_draft_model)
+    for _ in range(2):  # the second time from the prefix cache, so that requests come and go otherwise
+        assert run(engine, PROMPTS[3:7], MIXED) == plain_mixed
+    captures, replays = graphs.num_captured, engine.stats()["graph_replays"]
+    assert captures > 0 and engine.stats()["drafted"] > 0 and engine.stats()["drafter_failures"] == 0
+    assert run(engine, PROMPTS[3:7], MIXED) == plain_mixed
+    assert engine.stats()["graph_replays"] - replays >= 4
+    # Rounds as they were before are not captured again. But a drafter that stops early may go further, and a datastore has grown.
+    assert graphs.num_captured == captures or engine._now.stops_early or name == "ngram by length"
+
+
+@pytest.mark.parametrize("name", ["ngram checks", "hybrid checks", "model"])
+def test_replay_of_rejection_equals_eager(torch_decoder: Decoder, torch_draft_model: Decoder, no_numba: None, name: str) -> None:
+    """Not plain decoding's tokens, and not those of packed rounds, which leave needless checks out; but the eager twin's."""
+    values = {**ALL[name], "acceptance": "rejection"}
+    twin = drafter_engine(torch_decoder, values, torch_draft_model, is_static=True)
+    engine, _ = captured(torch_decoder, values, torch_draft_model)
+    for _ in range(2):  # the second time from the prefix cache
+        assert run(engine, PROMPTS[3:7], SAMPLED[3:7]) == run(twin, PROMPTS[3:7], SAMPLED[3:7])
+    assert engine.stats()["graph_replays"] > 10
+
+
+def test_preemption_and_aborts_under_replay(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+    engine, _ = captured(torch_decoder, ALL["hybrid checks"], num_kv_blocks=15, max_prefill_tokens=5)
+    assert run(engine, PROMPTS[2:7]) == expected[2:7]
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    ids = [engine.add_request(prompt, params) for prompt in PROMPTS[2:7]]
+    outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    for step in range(1000):
+        if step == 4:
+            engine.abort([ids[1]], notify=False)
+        for delta in engine.step():
+            outputs[delta.request_id] += delta.token_ids
+        if not engine.has_unfinished():
+            break
+    assert engine.stats()["preemptions"] > 0
+    assert [outputs[request_id] for request_id in (ids[0], *ids[2:])] == [expected[2], *expected[4:7]]
+
+
+def test_counts_of_passes_are_the_same_by_replay(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+    found = []
+    for graph_device in (None, RecordedGraphs()):
+        engine = make_engine(torch_decoder, Plan(3, 6, 2, 2), is_static=True, graph_device=graph_device)
+        assert run(engine, PROMPTS[3:5]) == expected[3:5]
+        found.append({name: engine.stats()[name] for name in ("layer_passes", "layer_positions", "prefill_layer_passes", "adapter_passes", "steps")})
+    assert found[0] == found[1]
+
+
+def test_plans_switch_without_another_capture(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+    engine, graphs = captured(torch_decoder, ALL["tree checks"])
+    plans = [ALL["tree checks"], ALL["ngram"], None, ALL["hybrid"]]
+    configs = [SpeculativeConfig(**values) if values else None for values in plans]
+    for config in configs:
+        engine.set_speculative(config)
+        assert run(engine, PROMPTS[3:5]) == expected[3:5]
     captures = graphs.num_captured
-    before = engine.stats()
-    assert run(engine, PROMPTS[::-1], SAMPLED[::-1]) == plain_sampled[::-1]
-    assert run(engine, PROMPTS[::-1]) == expected[::-1]
-    assert engine.stats()["graph_replays"] > before["graph_replays"] > 0
-    assert graphs.num_captured - captures <= captures, "rounds as they were before are not captured again"
+    for config in (*configs, *configs[::-1]):
+        engine.set_speculative(config)
+        assert run(engine, PROMPTS[3:5]) == expected[3:5]
+    assert graphs.num_captured == captures
+
+
+def test_warming_up_captures_what_is_needed_later(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+    engine, graphs = captured(torch_decoder, ALL["tree checks"], warm_up=True, max_num_seqs=4)
+    captures = graphs.num_captured
+    assert captures >= 6, "three numbers of rows, the plan and plain decoding"
+    assert engine.stats()["layer_passes"] == 0, "what warms up is not counted"
+    assert run(engine, PROMPTS[2:7]) == expected[2:7]
+    assert graphs.num_captured == captures
+
+
+def test_few_graphs_and_no_memory_for_graphs_change_nothing(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+    engine, graphs = captured(torch_decoder, ALL["hybrid sure"], max_graphs=2)
+    assert run(engine, PROMPTS[2:6]) == expected[2:6]
+    assert engine.stats()["graphs"] <= 2 < graphs.num_captured
+    engine, graphs = captured(torch_decoder, ALL["hybrid"])
+    graphs.out_of_memory = True
+    assert run(engine, PROMPTS[2:6]) == expected[2:6]
+    assert engine.stats()["graph_replays"] == graphs.num_captured == 0
+
+
+def test_graphs_false_runs_the_same_eagerly(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+    for values, config in (({**ALL["hybrid"], "graphs": False}, {}), (ALL["hybrid"], {"graphs": False})):
+        engine, graphs = captured(torch_decoder, values, **config)
+        assert run(engine, PROMPTS[2:6]) == expected[2:6]
+        assert graphs.num_captured == 0

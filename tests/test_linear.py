@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ee_models import decoder, linear
+from ee_models import linear
 from ee_models.decoder import Decoder
-from ee_models.linear import PackedLinear, PlainLinear, can_pack, make_linear
+from ee_models.linear import LinearMaker, PackedLinear, PlainLinear, can_pack
 from ee_models.loader import open_checkpoint
 
 CPU = torch.device("cpu")
@@ -33,9 +33,9 @@ def test_a_linear_equals_the_product_it_stands_for(shape: tuple[int, int], with_
     x = randn(66, shape[1], seed=2)
     expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0.0)
     for min_rows in (1, 2):
-        monkeypatch.setattr(linear, "_probe", lambda *_, found=min_rows: (found, True))
-        for packed in {False, PACKS}:
-            layer = make_linear(weight.clone(), bias, packed)
+        monkeypatch.setattr(linear, "probe_rows", lambda *_, found=min_rows: (found, True))
+        for make in {PlainLinear, PackedLinear if PACKS else PlainLinear}:
+            layer = make(weight.clone(), bias)
             for rows in (0, 1, 2, 17, 66):
                 torch.testing.assert_close(layer(x[:rows]), expected[:rows].float(), atol=1e-4, rtol=0)
             assert layer.num_bytes == weight.nbytes + (bias.nbytes if bias is not None else 0)
@@ -43,7 +43,7 @@ def test_a_linear_equals_the_product_it_stands_for(shape: tuple[int, int], with_
 
 @pytest.mark.parametrize(("shape", "with_bias"), [*((shape, False) for shape in SHAPES[:4]), (SHAPES[0], True)])
 def test_a_row_invariant_linear_gives_a_row_the_same_bits_among_any_others(shape: tuple[int, int], with_bias: bool) -> None:
-    layer = make_linear(randn(*shape), randn(shape[0], seed=1) if with_bias else None, PACKS)
+    layer = LinearMaker(CPU, torch.float32)(randn(*shape), randn(shape[0], seed=1) if with_bias else None)
     assert layer.row_invariant or not PACKS, f"no packed linear of shape {shape} is row-invariant on this CPU, so law 8 cannot hold on it"
     x = randn(66, shape[1], seed=3)
     alone = torch.cat([layer(x[i : i + 1]) for i in range(66)])
@@ -86,7 +86,7 @@ def test_the_probe_finds_bits_that_depend_on_the_number_of_rows(
 ) -> None:
     monkeypatch.setattr(linear, "_probes", {})
     weight = randn(5, 6)
-    assert linear._probe(Fake(weight, differs), "fake", weight) == found
+    assert linear.probe_rows(Fake(weight, differs), "fake", weight) == found
 
 
 def test_the_probe_runs_once_per_shape_and_anew_for_another_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_the_probe_runs_once_per_shape_and_anew_for_another_number_of_threads(mo
     def num_new_calls(out_features: int) -> int:
         before = num_calls
         weight = randn(out_features, 6)
-        linear._probe(Fake(weight, never), "fake", weight)
+        linear.probe_rows(Fake(weight, never), "fake", weight)
         return num_calls - before
 
     assert num_new_calls(5) > 0
@@ -143,8 +143,8 @@ def test_packing_is_off_where_the_op_is_missing_or_wrong(monkeypatch: pytest.Mon
 
 
 def test_a_decoder_without_the_op_computes_the_same_with_plain_linears(tiny_path: Path, tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "can_pack", lambda *_: False)
-    monkeypatch.setattr(linear, "_probe", lambda *_: (1, False))
+    monkeypatch.setattr(linear, "can_pack", lambda *_: False)
+    monkeypatch.setattr(linear, "probe_rows", lambda *_: (1, False))
     plain = Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU)
     assert isinstance(plain.head, PlainLinear)
     assert isinstance(tiny_decoder.head, PackedLinear if PACKS else PlainLinear)

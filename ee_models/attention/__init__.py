@@ -9,7 +9,9 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
-BACKENDS = ("sdpa", "numba")
+from ..kernels import runs_triton
+
+BACKENDS = ("sdpa", "numba", "triton")
 
 
 class AttentionBackend(Protocol):
@@ -27,11 +29,22 @@ class AttentionBackend(Protocol):
         query head h reads KV head h // (heads / kv_heads)."""
 
 
-def select_backend(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """The backend called `name`; "auto" takes numba's on a CPU in float32, else sdpa. Raises ValueError where it cannot run."""
-    numba_runs = device.type == "cpu" and dtype == torch.float32
+def select_backend(name: str, device: torch.device, dtype: torch.dtype, exact: bool = False) -> AttentionBackend:
+    """The backend called `name`; "auto" takes numba's on a CPU in float32, Triton's on a GPU, else sdpa. Raises ValueError where it cannot run.
+
+    exact   on a GPU, whether a token's output must keep its bits whatever else is in the pass, which takes Triton's
+    """
+    numba_runs, triton_runs = device.type == "cpu" and dtype == torch.float32, runs_triton(device)
     if name == "auto":
-        name = "numba" if numba_runs else "sdpa"
+        name = "numba" if numba_runs else "triton" if triton_runs else "sdpa"
+    if exact and device.type != "cpu" and name != "triton":
+        raise ValueError(f"exact_verify needs the attention backend 'triton' on {device}, not {name!r}; use attention 'auto', or leave exact_verify out")
+    if name == "triton":
+        if not triton_runs:
+            raise ValueError(f"attention backend 'triton' needs a CUDA GPU and the package triton, not {device}; use 'sdpa' or 'auto'")
+        from .triton_pages import TritonAttention
+
+        return TritonAttention(invariant=exact)
     if name == "numba":
         if not numba_runs:
             raise ValueError(f"attention backend 'numba' runs on a CPU in float32, not on {device} in {dtype}; use 'sdpa' or 'auto'")

@@ -1,9 +1,11 @@
 """The work between matrix products: norms, rotary embedding with the KV write, the gated activation.
 
-`reference` runs everywhere and says what is meant; `cpu` (numba, float32) must agree with it.
+`reference` runs everywhere and says what is meant; `cpu` (numba, float32) and `gpu` (Triton) must agree with it.
 """
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -30,12 +32,22 @@ class Kernels(Protocol):
         """silu(gate) * up of gate_up [tokens, 2 * intermediate]."""
 
 
+@cache
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run on tensors there; torch for CUDA brings Triton along, but not on every system."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """numba's on a CPU in float32, else the reference."""
+    """numba's on a CPU in float32, Triton's on a GPU, else the reference."""
     from . import reference
 
     if device.type == "cpu" and dtype == torch.float32:
         from . import cpu  # here, so that a machine without numba can still use a GPU
 
         return cpu.NumbaKernels()
+    if runs_triton(device):
+        from . import gpu
+
+        return gpu.TritonKernels()
     return reference.ReferenceKernels()

@@ -37,7 +37,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = self.num_cached_tokens = 0
         self._pool, self._policy = pool, policy
-        self._max_num_seqs, self._max_prefill_tokens = max_num_seqs, max_prefill_tokens
+        self._max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self._enable_prefix_caching = enable_prefix_caching
 
     def add(self, request: Request) -> None:
@@ -64,7 +64,7 @@ class Scheduler:
                 self._make_room(request, window)
         if self.num_preemptions == preempted_before:
             self._admit(window)
-        budget = self._max_prefill_tokens
+        budget = self.max_prefill_tokens
         for request in sorted(self.running, key=lambda request: request.number):
             assert request.row is not None
             if not request.is_ready and budget > 0:
@@ -92,6 +92,12 @@ class Scheduler:
     def may_admit(self) -> bool:
         """Whether somebody waits for whom there is a row."""
         return bool(self.waiting) and len(self.running) < self._max_num_seqs
+
+    def shrink(self, max_num_seqs: int) -> None:
+        """From now on at most so many rows; who is beyond them is preempted."""
+        self._max_num_seqs = max_num_seqs
+        while len(self.running) > max_num_seqs:
+            self._preempt(self.running[self._policy.victim(self.running)])
 
     def reserve(self, request: Request, num_positions: int) -> bool:
         """Extends the request's blocks to so many positions, if that takes nobody else's."""
