@@ -26,9 +26,14 @@ def default_num_blocks(
     if device.type != "cuda":
         return host_num_blocks(config, bytes_per_block, max_model_len)
     trial = make()
-    tables = RowTables(config.max_num_seqs, -(-max_model_len // config.block_size))
-    rounds = Rounds(config.model_copy(update={"graphs": False}), None, tables, max_model_len, decoder, ())
-    with torch.inference_mode():
-        peak = peak_bytes(device, lambda: rounds.try_out(trial, min(config.max_prefill_tokens, max_model_len), max_model_len))
+    peak = peak_bytes(device, lambda: try_largest_passes(config, decoder, max_model_len, trial))
     trial.release()
     return num_blocks_beside(config, free_bytes(device), peak, bytes_per_block, max_model_len)
+
+
+@torch.inference_mode()
+def try_largest_passes(config: EngineConfig, decoder: DecoderLike, max_model_len: int, trial: Speculation) -> None:
+    """The most prefill at once, and rounds of all rows, eagerly. Nobody is in them: all positions lie in block 0, and nothing is written."""
+    tables = RowTables(config.max_num_seqs, -(-max_model_len // config.block_size))
+    rounds = Rounds(config.model_copy(update={"graphs": False}), None, tables, max_model_len, decoder, (), is_static=True)
+    rounds.try_out(trial, min(config.max_prefill_tokens, max_model_len), max_model_len)

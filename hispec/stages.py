@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -206,8 +207,14 @@ class Stages:
         rows, q_len = live.shape
         alive = live.reshape(-1)
         is_static = batch.execution.is_static
-        place = torch.arange(rows * q_len, device=live.device) if is_static else alive.nonzero().squeeze(-1)
-        row, node = place // q_len, nodes[place % q_len]
+        if is_static:
+            place, row, cu_q_lens = _rectangle(rows, q_len, live.device)
+            node = nodes.repeat(rows)
+        else:
+            place = alive.nonzero().squeeze(-1)
+            row, node = place // q_len, nodes[place % q_len]
+            cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=live.device)
+            torch.cumsum(live.sum(-1), 0, out=cu_q_lens[1:])
         first = first[row]
         column = first + node
         flat, physical = row * batch.window + column, batch.starts[row] + column
@@ -217,10 +224,6 @@ class Stages:
         positions = physical
         if is_static:
             slots = slots.masked_fill(~alive, -1)
-            cu_q_lens = torch.arange(0, (rows + 1) * q_len, q_len, device=live.device)
-        else:
-            cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=live.device)
-            torch.cumsum(live.sum(-1), 0, out=cu_q_lens[1:])
         paths = path_slots = path_starts = None
         if not tree.is_chain:
             shape = tree.on(live.device)
@@ -308,3 +311,11 @@ class Stages:
     def places(batch: RoundBatch, span: Span) -> Places:
         """Where the logits of the span's places belong."""
         return Places(span.rows, span.index, span.view.positions + 1, batch.tokens, span.first, span.paths)
+
+
+@lru_cache(maxsize=1024)
+def _rectangle(rows: int, q_len: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """All places [rows * q_len], the row of each, and where rows begin [rows + 1]; made once."""
+    with torch.inference_mode(False):
+        place = torch.arange(rows * q_len, device=device)
+        return place, place // q_len, torch.arange(0, (rows + 1) * q_len, q_len, device=device)
