@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from . import accept, noise, sampling
-from .stages import RoundBatch, Span, Stages, Tier
+from .batch import RoundBatch, Span
+from .stages import Stages, Tier
 from .tree import DraftTree
 
 

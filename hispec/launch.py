@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .batch import STATIC, Execution, RoundBatch, directly
 from .config import Plan
 from .drafters.drafter import Drafter, Source, guarded
 from .graphs import GraphCache
@@ -23,7 +24,6 @@ from .request import Request
 from .round import RoundResult, run_round
 from .sampling import Sampler
 from .speculation import Speculation
-from .stages import STATIC, Execution, RoundBatch, directly
 from .tables import RowTables
 
 _LEAST_CONTEXT = 512  # positions; a static round attends within one of few lengths, each four times the one before

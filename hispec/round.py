@@ -25,11 +25,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .batch import RoundBatch, Span
 from .config import PLAIN, Plan
 from .drafters.drafter import Draft, Drafter, Source, guarded, room
 from .judges import Judge, Proposals, Verdict
 from .outputs import TokenLogprobs
-from .stages import RoundBatch, Span, Stages, Tier
+from .stages import Stages, Tier
 from .tree import DraftTree
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ee_models.decoder import Decoder
+from hispec.batch import RoundBatch
 from hispec.config import EngineConfig, SpeculativeConfig
 from hispec.drafters.drafter import Draft, Source, Stateless, by
 from hispec.engine import Engine
 from hispec.errors import build
 from hispec.graphs import GraphDevice
 from hispec.judges import Judge, Proposals
-from hispec.stages import RoundBatch
 from hispec.tree import DraftTree
 
 SHORT = {"max_size": 3, "min_size": 1, "tokens_per_match": None}

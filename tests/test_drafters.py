@@ -11,13 +11,13 @@ import torch
 
 from ee_models.decoder import Decoder
 from hispec import LLM, SamplingParams, SpeculativeConfig
+from hispec.batch import RoundBatch
 from hispec.config import NgramConfig, Plan
 from hispec.drafters.drafter import Draft
 from hispec.drafters.ngram import NgramDrafter
 from hispec.engine import Engine
 from hispec.errors import ConfigError, HiSpecError, build
 from hispec.judges import CoupledJudge
-from hispec.stages import RoundBatch
 from tests.drafters import ALL, FixedDrafter, draft_decoder, drafter_engine, with_drafter
 from tests.support import make_engine, random_prompts, run
 from tests.tiny import EOS_ID, TINY_VOCAB, tiny_checkpoint

@@ -13,13 +13,14 @@ import hispec.sampling
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
 from ee_models.decoder import Decoder
+from hispec.batch import RoundBatch
 from hispec.config import Plan
 from hispec.judges import RejectionJudge
 from hispec.places import RowSampling
 from hispec.round import run_round
 from hispec.sampling import Sampler
 from hispec.sampling_params import SamplingParams
-from hispec.stages import PassCounts, RoundBatch, Stages
+from hispec.stages import PassCounts, Stages
 from tests.adapter_engines import CASES, MIXES, PROMPTS, Make, assert_always_accepted
 from tests.adapters import HistoryExit, adapter_engine, make_module
 from tests.scripted import ScriptedDecoder, tiny_config

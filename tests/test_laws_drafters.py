@@ -11,11 +11,11 @@ from torch import Tensor
 from ee_models.decoder import Decoder
 from ee_models.exit_files import ExitsFile
 from ee_models.loader import Checkpoint
+from hispec.batch import RoundBatch, Span
 from hispec.config import EngineConfig, SpeculativeConfig
 from hispec.engine import Engine
 from hispec.judges import CoupledJudge
 from hispec.sampling_params import SamplingParams
-from hispec.stages import RoundBatch, Span
 from tests.adapters import loaded
 from tests.drafters import ALL, KINDS, draft_decoder, drafter_engine
 from tests.support import make_engine, random_prompts, run

@@ -17,6 +17,7 @@ import hispec.accept
 import hispec.sampling
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
+from hispec.batch import RoundBatch
 from hispec.config import NgramConfig, Plan
 from hispec.drafters.computed import ExitSpeaker
 from hispec.drafters.hybrid import HybridDrafter
@@ -26,7 +27,7 @@ from hispec.places import RowSampling
 from hispec.round import run_round
 from hispec.sampling import Sampler
 from hispec.sampling_params import SamplingParams
-from hispec.stages import PassCounts, RoundBatch, Stages
+from hispec.stages import PassCounts, Stages
 from tests.drafters import FixedDrafter
 from tests.scripted import ScriptedDecoder
 from tests.support import exit_drafter

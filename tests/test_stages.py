@@ -4,8 +4,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hispec.batch import RoundBatch
 from hispec.sampling import Sampler
-from hispec.stages import RoundBatch, Stages
+from hispec.stages import Stages
 from hispec.tree import DraftTree
 
 WINDOW = 6

@@ -6,8 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..batch import RoundBatch, Span
 from ..judges import Judge, Proposals
-from ..stages import RoundBatch, Span, Stages, Tier
+from ..stages import Stages, Tier
 from ..tree import DraftTree
 from .drafter import Draft, Source, Stateless, by, room
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cache.view import BatchView
 
+from ..batch import RoundBatch
 from ..errors import HiSpecError
 from ..judges import Proposals
-from ..stages import RoundBatch
 
 
 class DrafterError(HiSpecError, RuntimeError):

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..batch import RoundBatch
 from ..judges import Proposals
-from ..stages import RoundBatch, Stages
+from ..stages import Stages
 from .computed import ComputedDrafter, Speaker
 from .drafter import Draft, Source, Stateless
 from .ngram import NgramDrafter

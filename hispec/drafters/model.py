@@ -7,8 +7,9 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
+from ..batch import RoundBatch, Span
 from ..judges import Judge
-from ..stages import DecoderLike, PassCounts, RoundBatch, Span, Stages
+from ..stages import DecoderLike, PassCounts, Stages
 from ..tree import DraftTree
 from .computed import ComputedDrafter
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..batch import RoundBatch
 from ..config import NgramConfig
 from ..judges import Judge, Proposals
-from ..stages import RoundBatch
 from ..tree import DraftTree
 from .drafter import Draft, Source, Stateless, by, room
 from .lookup import make_lookup

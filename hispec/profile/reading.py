@@ -16,11 +16,11 @@ from cache.view import BatchView, packed_slots_of
 from ee_models.decoder import Decoder
 from ee_models.exits import Exit
 
+from ..batch import RoundBatch
 from ..config import NgramConfig
 from ..drafters.ngram import NgramDrafter
 from ..judges import CoupledJudge
 from ..sampling import Sampler
-from ..stages import RoundBatch
 from .recording import NOTHING, Answer, Ints, LookedUp, Recording, Said
 
 RANKS = 8  # likeliest tokens that are noted of each candidate exit
