@@ -187,6 +187,8 @@ class Engine:
         """Computes one piece of prefill and one round -> what every request gained; [] only if none is ready yet."""
         for request in [request for request in self._scheduler.running if request.finish_reason is not None]:
             self._finish(request, [], "")  # an interrupt came between its last token and its end
+        if self._flight is not None and all(request.finish_reason is not None for _, request in self._flight.rows.requests):
+            self._flight = None  # nobody in it is left
         try:
             if self._flight is None:
                 self._start()
@@ -234,6 +236,8 @@ class Engine:
         self.abort(list(self._requests))
         self._pending.clear()
         self._closed = True
+        self._flight = None
+        self._rounds.forget_graphs()
         self._now.release()
 
     def stats(self) -> dict[str, Any]:
