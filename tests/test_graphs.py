@@ -43,7 +43,7 @@ def test_the_first_run_is_eager_and_later_ones_are_replays() -> None:
 
 
 def test_a_replay_knows_no_python() -> None:
-    cache, _, counts = make()
+    cache, _, _ = make()
     factor = [1.0]
 
     def run(x: Tensor) -> Tensor:
