@@ -50,6 +50,7 @@ setup(
             "ruff>=0.9",
             "mypy>=1.15",
             "types-PyYAML>=6.0",
+            "triton>=3.6; platform_system == 'Linux'",  # GPU kernels, by its interpreter; torch for CUDA brings its own
             "setuptools>=77",  # tests/test_packaging.py reads setup.py
             "packaging>=24.0",
         ],

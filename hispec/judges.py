@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import accept, noise, sampling
+from . import accept, noise, probability, sampling
 from .batch import RoundBatch, Span
 from .stages import Stages, Tier
 from .tree import DraftTree
@@ -72,7 +72,7 @@ class CoupledJudge:
     def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals) -> Verdict:
         own, unsure = self.choose(logits, batch, span), None
         if tier is Tier.CHECK and self._check_confidence is not None:
-            unsure = span.spread(logits.float().softmax(-1).gather(1, own).squeeze(-1) < self._check_confidence)
+            unsure = span.spread(probability.of(logits, own).squeeze(-1) < self._check_confidence)
         return Verdict(*accept.coupled(span.spread(own.squeeze(-1)), proposed_tokens(batch, proposals), proposals.counts, proposals.tree, unsure))
 
 

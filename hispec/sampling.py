@@ -63,17 +63,20 @@ class Sampler:
     def choose(self, logits: Tensor, at: Places) -> Tensor:
         """The coupled choice [tokens] from logits [tokens, vocab]: argmax, at temperature > 0 with the position's noise."""
         logits = self._adjusted(logits, at)
-        if not self._any_sampled:
-            return logits.argmax(-1)
         if runs_triton(logits.device):
             return self._choose_on_gpu(logits, at)
+        if not self._any_sampled:
+            return logits.argmax(-1)
         sampled = self._temperature[at.rows] > 0
         return torch.where(sampled, draw(self._filtered(logits, at.rows), self._choice_keys(at)), logits.argmax(-1))
 
     def _choose_on_gpu(self, logits: Tensor, at: Places) -> Tensor:
-        """As `choose`, without a copy of the logits in float32, and without sorting any."""
+        """As `choose`, without a copy of the logits in float32, and without sorting any. Of equal logits, of which bfloat16 has many, the
+        lowest token wins in every pass; torch's argmax on a GPU promises none."""
         from . import noise_gpu
 
+        if not self._any_sampled:
+            return noise_gpu.argmax_with_noise(logits, None)
         temperature, floor = self._temperature[at.rows], None
         if self._max_top_k or self._any_top_p or self._any_min_p:
             floor = noise_gpu.nucleus_floor(logits, temperature, self._top_k[at.rows], self._top_p[at.rows], self._min_p[at.rows])

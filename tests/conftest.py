@@ -1,7 +1,6 @@
 """Models shared by the tests: one tiny random checkpoint, its decoder, and transformers' own model of it."""
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,6 @@ from ee_models.decoder import Decoder
 from ee_models.loader import open_checkpoint
 from tests.adapter_engines import checkpoint, engine_of, expected, files  # noqa: F401 - fixtures
 from tests.tiny import tiny_checkpoint, tiny_model
-
-if not torch.cuda.is_available():
-    # Before Triton is imported: its kernels then run on the CPU, through its interpreter.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
