@@ -73,7 +73,7 @@ def test_a_launch_reads_nothing_on_the_host(invariant: bool, tree: bool) -> None
     attend, combine = launches(TritonAttention(invariant), (32, 8, 64), torch.bfloat16, 6, tree)
     block_pairs = 16 if tree else 32
     assert [call[0] for call in attend.calls] == [(2 * -(-24 // block_pairs), 8, 4)]
-    assert [call[0] for call in combine.calls] == [(2 * 6 * 32 // 64,)]
+    assert [call[0] for call in combine.calls] == [(2 * 6 * 32 // triton_pages._COMBINED_PAIRS,)]
     attend, combine = launches(TritonAttention(invariant), (32, 8, 64), torch.bfloat16, 500, tree)
     assert [call[0][1:] for call in attend.calls] == [(8, 1)]
     assert combine.calls == []
