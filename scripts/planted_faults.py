@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAWS = ("tests/test_laws_exact.py", "tests/test_scripted_patterns.py", "tests/test_laws_engine.py", "tests/test_laws_finish.py")
+STATIC = ("tests/test_laws_static.py",)
 
 
 @dataclass(frozen=True)
@@ -38,22 +39,22 @@ FAULTS = (
     ),
     Fault(
         "rollback off by one: the round starts a position early",
-        "hispec/engine.py",
-        "token_ids[-1], len(request.token_ids) - 1, min(limits.get",
-        "token_ids[-1], len(request.token_ids) - 2, min(limits.get",
+        "hispec/rounds.py",
+        "token_ids[-1], len(request.token_ids) - 1, cap,",
+        "token_ids[-1], len(request.token_ids) - 2, cap,",
     ),
     Fault(
         "a stale hidden row: the last draft's is not stored",
         "hispec/drafters/computed.py",
-        "            hidden = self._speaker.feed(batch, span)\n            if depth == tree.depth:\n",
-        "            if depth == tree.depth:\n                break\n"
-        "            hidden = self._speaker.feed(batch, span)\n            if depth == tree.depth:\n",
+        "        hidden = self._speaker.feed(batch, span)\n        if depth == tree.depth:\n",
+        "        if depth == tree.depth:\n            return drafting, num_sure\n"
+        "        hidden = self._speaker.feed(batch, span)\n        if depth == tree.depth:\n",
     ),
     Fault(
         "adapter KV of the last draft is not written (what Kangaroo has to catch up)",
         "hispec/drafters/computed.py",
-        "                self._speaker.fill(hidden, span)\n",
-        "",
+        "            self._speaker.fill(hidden, span)\n            return drafting",
+        "            return drafting",
         ("tests/test_laws_adapters.py", "tests/test_adapter_plans.py"),
     ),
     Fault(
@@ -93,8 +94,8 @@ FAULTS = (
     Fault(
         "KV of a padding row written (reference)",
         "cache/paged_kv.py",
-        "live = slots >= 0",
-        "live = slots >= -9\n        slots = slots.clamp(min=0)",
+        "        self._storage[layer, 0][slots] = keys.to(self.data.dtype)\n",
+        "        slots = slots.clamp(min=0)\n        self._storage[layer, 0][slots] = keys.to(self.data.dtype)\n",
         ("tests/test_cache_tensors.py", "tests/test_kernels.py"),
     ),
     Fault(
@@ -113,8 +114,8 @@ FAULTS = (
     Fault(
         "a draft model is not told of prompts",
         "hispec/engine.py",
-        "            self._now.drafter.prefill(token_ids, view)",
-        "            pass",
+        "                    drafter.prefill(token_ids, view)",
+        "                    pass",
         ("tests/test_laws_drafters.py",),
     ),
     Fault(
@@ -147,7 +148,7 @@ FAULTS = (
     ),
     Fault(
         "penalties see a node's siblings",
-        "hispec/sampling.py",
+        "hispec/places.py",
         "        if self.first is None or self.paths is None:",
         "        if True:",
         ("tests/test_laws_drafters.py", "tests/test_trees.py"),
@@ -208,7 +209,7 @@ FAULTS = (
     ),
     Fault(
         "penalties do not see tentative tokens",
-        "hispec/sampling.py",
+        "hispec/places.py",
         "(columns >= 1) & (columns <= self.index.unsqueeze(-1))",
         "(columns < 0) & (columns <= self.index.unsqueeze(-1))",
         ("tests/test_laws_sampled.py", "tests/test_sampling.py"),
@@ -224,6 +225,76 @@ FAULTS = (
         "hispec/scheduling/scheduler.py",
         "request.num_computed = num_cached",
         "request.num_computed = max(request.num_computed, num_cached)",
+    ),
+    Fault(
+        "padding places keep their hidden states",
+        "hispec/stages.py",
+        "flat.masked_fill(~alive, -1), physical",
+        "flat, physical",
+        STATIC,
+    ),
+    Fault(
+        "padding places write their KV",
+        "hispec/stages.py",
+        "            slots = slots.masked_fill(~alive, -1)\n",
+        "            pass\n",
+        STATIC,
+    ),
+    Fault(
+        "the round in the air begins with a token before the last committed one",
+        "hispec/launch.py",
+        "gather(1, counts.unsqueeze(1))",
+        "gather(1, (counts - 1).clamp(min=0).unsqueeze(1))",
+        STATIC,
+    ),
+    Fault(
+        "the round in the air may output more than is left",
+        "hispec/launch.py",
+        "            room -= counts\n",
+        "",
+        STATIC,
+    ),
+    Fault(
+        "blocks that the round in the air needs are given back",
+        "hispec/engine.py",
+        "release=self._flight is None)",
+        "release=True)",
+        STATIC,
+    ),
+    Fault(
+        "what ended a round ago is committed once more",
+        "hispec/engine.py",
+        "            if request.finish_reason is None:  # else it ended",
+        "            if True:  # else it ended",
+        STATIC,
+    ),
+    Fault(
+        "a stage's graph reads another round's limits",
+        "hispec/launch.py",
+        "torch.minimum(cap, room, out=self._limits[:num_rows])",
+        "torch.minimum(cap, room)",
+        STATIC,
+    ),
+    Fault(
+        "a capture's passes are counted too",
+        "hispec/graphs.py",
+        "                counter.set(earlier)\n",
+        "                pass\n",
+        STATIC,
+    ),
+    Fault(
+        "tokens of a round that failed count for penalties",
+        "hispec/rounds.py",
+        "        self._seated = None\n\n    def warm_up",
+        "        pass\n\n    def warm_up",
+        ("tests/test_memory.py",),
+    ),
+    Fault(
+        "the sampler's mode is no part of a graph's key",
+        "hispec/launch.py",
+        "context_len, self._sampler.mode, rows",
+        "context_len, rows",
+        STATIC,
     ),
 )
 

@@ -12,13 +12,16 @@ from cache.view import BatchView, packed_slots_of
 from ee_models.decoder import Decoder
 from ee_models.exits import Exit
 
+from ..batch import PACKED, STATIC, RoundBatch, Span
 from ..config import PLAIN, NgramConfig, Plan
 from ..drafters.computed import ComputedDrafter, ExitSpeaker
 from ..drafters.ngram import NgramDrafter
+from ..graphs import CudaGraphs, GraphDevice
 from ..judges import CoupledJudge, Proposals
+from ..launch import context_bucket
 from ..round import check, run_round, verify
 from ..sampling import Sampler
-from ..stages import PassCounts, RoundBatch, Span, Stages, Tier
+from ..stages import PassCounts, Stages, Tier
 from ..tree import DraftTree
 
 _BLOCK_SIZE = 16
@@ -32,13 +35,21 @@ class Rig:
     Every method returns what runs one stage once, in the code of `hispec.round` and its drafters, except for a single draft
     pass, which is a piece of a loop. Stages overwrite what they wrote before; nothing is ever committed. A draft model has a
     rig of its own, whose draft passes go through all of its layers.
+
+    On a GPU a stage has static shapes, attends within the bucket of its context as an engine's rounds do, and is replayed from a graph
+    that its first run is followed by: so what is timed is what the device does, not the launches.
     """
 
-    def __init__(self, decoder: Decoder, exits: Sequence[Exit], context: Sequence[int], rows: int, window: int) -> None:
+    def __init__(
+        self, decoder: Decoder, exits: Sequence[Exit], context: Sequence[int], rows: int, window: int, graph_device: GraphDevice | None = None
+    ) -> None:
+        """graph_device: where stages are captured; None = as the decoder's device wants it, which on a CPU is nowhere."""
         config = decoder.config
+        self._graphs = graph_device or (CudaGraphs(decoder.device) if decoder.device.type == "cuda" else None)
         context = [min(token, config.vocab_size - 1) for token in context]  # as a draft model is fed
         self._context, self._start = context, len(context) - 1
         max_blocks = -(-(self._start + window) // _BLOCK_SIZE)
+        self._most_context = max(decoder.max_positions, self._start + window)
         num_kv_layers = config.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
         self._tables = torch.arange(rows * max_blocks, device=decoder.device).view(rows, max_blocks)
         self._kv = PagedKV(num_kv_layers, rows * max_blocks, _BLOCK_SIZE, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
@@ -59,7 +70,7 @@ class Rig:
 
     def plain(self, rows: int) -> Callable[[], None]:
         batch = self._batch(rows, 1)
-        return _quietly(lambda: run_round(self._stages, PLAIN, self._judge, None, batch))
+        return self._stage(lambda: run_round(self._stages, PLAIN, self._judge, None, batch))
 
     def draft(self, rows: int, q_len: int, layer: int | None) -> Callable[[], None]:
         """As a step of `ComputedDrafter.propose`: over node 0 for one position, else over a level of a tree of so many branches.
@@ -73,7 +84,7 @@ class Rig:
             chosen = self._judge.choose(speaker.logits(speaker.feed(batch, span), span), batch, span)
             batch.tokens[span.rows.unsqueeze(-1), span.index.unsqueeze(-1) + 1] = chosen
 
-        return _quietly(run)
+        return self._stage(run)
 
     def fill(self, rows: int, q_len: int, layer: int | None) -> Callable[[], None]:
         """As the last step of `ComputedDrafter.propose`, or what `HybridDrafter` does with what it looked up: a chain. A level of a
@@ -85,20 +96,20 @@ class Rig:
             span = self._select(batch, tree, tree.on(self._device).nodes)
             speaker.fill(speaker.feed(batch, span), span)
 
-        return _quietly(run)
+        return self._stage(run)
 
     def check(self, rows: int, q_len: int, lo: int, hi: int) -> Callable[[], None]:
         """A check in layers [lo, hi) of a chain of q_len - 1 drafts in each row."""
         batch, plan = self._batch(rows, q_len), Plan(lo, hi, max(1, q_len - 1))
         drafter = self._drafter(plan)
-        return _quietly(lambda: check(self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len)))
+        return self._stage(lambda: check(self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len)))
 
     def verify(self, rows: int, q_len: int, lo: int) -> Callable[[], None]:
         """Verify from layer `lo` on, over a chain of q_len positions of each row. A tree of as many takes a little longer: its
         places attend by their paths, and the accepted path is moved."""
         batch, plan = self._batch(rows, q_len), Plan(lo, None, max(1, q_len - 1))
         drafter = self._drafter(plan)
-        return _quietly(lambda: verify(self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len), batch.limits))
+        return self._stage(lambda: verify(self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len), batch.limits))
 
     def choose(self, rows: int, num: int) -> Callable[[], None]:
         """The `num` likeliest tokens of each row, from logits."""
@@ -115,14 +126,25 @@ class Rig:
         batch = self._batch(rows, most + 1)
         drafter = NgramDrafter(NgramConfig(), self._judge, most, rows, len(self._context), self._device)
         drafter.follow([(row, self._context) for row in range(rows)])
-        return _quietly(lambda: drafter.propose(batch, torch.zeros_like(batch.limits)))
+        return self._stage(lambda: drafter.propose(batch, torch.zeros_like(batch.limits)))
 
     # ---- inside ----
+
+    def _stage(self, run: Callable[[], object]) -> Callable[[], None]:
+        """`run` without autograd's bookkeeping, as the engine runs it; on a GPU from a graph."""
+
+        @torch.inference_mode()
+        def quiet() -> None:
+            run()
+
+        if self._graphs is None:
+            return quiet
+        return torch.inference_mode()(_captured(quiet, self._graphs))
 
     def _piecewise(self, num_positions: int, run: Callable[[Tensor], object]) -> Callable[[], None]:
         """`run` over logits of so many positions; in pieces, since those of the widest passes would take more memory than the rest."""
         pieces = [self._logits[: min(_LOGITS, num_positions - start)] for start in range(0, num_positions, _LOGITS)]
-        return _quietly(lambda: [run(piece) for piece in pieces])
+        return self._stage(lambda: [run(piece) for piece in pieces])
 
     def _speaker(self, layer: int | None) -> ExitSpeaker:
         return ExitSpeaker(self._stages, self._num_layers if layer is None else layer)
@@ -149,8 +171,10 @@ class Rig:
             limits=torch.full((rows,), window, device=self._device),
             block_tables=self._tables[:rows],
             block_size=_BLOCK_SIZE,
-            max_context_len=self._start + window,
+            max_context_len=self._start + window if self._graphs is None else context_bucket(self._start + window, self._most_context),
             sampler=Sampler([None] * rows, self._vocab_size, self._device),
+            execution=PACKED if self._graphs is None else STATIC,
+            keeps_logits=self._graphs is None,
         )
 
     def _prefill(self, context: Sequence[int]) -> None:
@@ -165,11 +189,16 @@ class Rig:
         of_rows[:, :, 1:] = of_rows[:, :, :1]
 
 
-def _quietly(run: Callable[[], object]) -> Callable[[], None]:
-    """`run` without autograd's bookkeeping, as the engine runs it."""
+def _captured(run: Callable[[], None], device: GraphDevice) -> Callable[[], None]:
+    """`run`, which is captured once it was run, and replayed from then on."""
+    replay: Callable[[], None] | None = None
 
-    def quiet() -> None:
-        with torch.inference_mode():
+    def replayed() -> None:
+        nonlocal replay
+        if replay is None:
             run()
+            replay, _ = device.capture(run)
+        else:
+            replay()
 
-    return quiet
+    return replayed
