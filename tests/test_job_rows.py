@@ -60,12 +60,12 @@ def test_a_row_without_a_seed_gets_one_that_depends_on_its_place_alone() -> None
 
 
 def test_the_content_hash_tells_prompt_sampling_and_model_apart() -> None:
-    def content_hash(raw: dict[str, Any], model: str = "fake") -> str:
-        return parse_row(build(RunConfig, {"model": model}), 0, 1, json.dumps(raw).encode()).content_hash
+    def content_hash(raw: dict[str, Any], model: str = "fake", **engine: Any) -> str:
+        return parse_row(build(RunConfig, {"model": model, "engine": engine}), 0, 1, json.dumps(raw).encode()).content_hash
 
     base = content_hash({"prompt": "a"})
     assert base == content_hash({"id": 5, "prompt": "a", "metadata": 1})
-    others = [content_hash({"prompt": "b"}), content_hash({"prompt": "a", "sampling": {"top_k": 3}}), content_hash({"prompt": "a"}, "other")]
+    others = [content_hash({"prompt": "b"}), content_hash({"prompt": "a", "sampling": {"top_k": 3}}), content_hash({"prompt": "a"}, "other"), content_hash({"prompt": "a"}, quantization="int8")]
     assert base not in others and len(set(others)) == 3
 
 

@@ -122,6 +122,8 @@ def parse_row(job: RunConfig, index: int, line: int, raw: bytes) -> Row | BadRow
     except ConfigError as error:
         return BadRow(index, line, _digest(raw), f"line {line}: {error}"[:_MAX_MESSAGE_LEN], row_id)
     identity = [job.model, content.prompt, content.prompt_token_ids, content.model_dump()["messages"], sampling.model_dump()]
+    if job.engine.quantization is not None:  # another model, with other outputs
+        identity.append(job.engine.quantization)
     return Row(index, line, _digest(_canonical(identity)), content, sampling)
 
 
