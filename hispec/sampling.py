@@ -44,7 +44,9 @@ class Sampler:
         self._ints.copy_(torch.tensor([[min(p.top_k, self._vocab_size) for p in params], [row.seed if row else 0 for row in rows]]))
         sampled = [p for p in params if p.temperature > 0]
         self._any_sampled = bool(sampled)
-        self._max_top_k = min(self._vocab_size, max((p.top_k for p in sampled), default=0))
+        # A power of two, as graphs are captured anew for another number.
+        most = max((p.top_k for p in sampled), default=0)
+        self._max_top_k = min(self._vocab_size, 1 << (most - 1).bit_length()) if most else 0
         self._any_top_p, self._any_min_p = any(p.top_p < 1.0 for p in sampled), any(p.min_p > 0.0 for p in sampled)
         for adjuster in self._adjusters:
             adjuster.load(rows)

@@ -65,8 +65,9 @@ def test_the_content_hash_tells_prompt_sampling_and_model_apart() -> None:
 
     base = content_hash({"prompt": "a"})
     assert base == content_hash({"id": 5, "prompt": "a", "metadata": 1})
-    others = [content_hash({"prompt": "b"}), content_hash({"prompt": "a", "sampling": {"top_k": 3}}), content_hash({"prompt": "a"}, "other"), content_hash({"prompt": "a"}, quantization="int8")]
-    assert base not in others and len(set(others)) == 3
+    others = [content_hash({"prompt": "b"}), content_hash({"prompt": "a", "sampling": {"top_k": 3}}), content_hash({"prompt": "a"}, "other")]
+    others += [content_hash({"prompt": "a"}, quantization=kind) for kind in ("int8", "int4")]
+    assert base not in others and len(set(others)) == 5
 
 
 def test_blank_lines_count_as_lines_but_are_no_rows(tmp_path: Path) -> None:

@@ -252,6 +252,21 @@ def test_preemption_and_aborts_under_replay(torch_decoder: Decoder, no_numba: No
     assert [outputs[request_id] for request_id in (ids[0], *ids[2:])] == [expected[2], *expected[4:7]]
 
 
+@pytest.mark.parametrize("name", ["hybrid sure", "model sure"])
+def test_graphs_of_stages_take_each_rounds_own_limits(
+    torch_decoder: Decoder, torch_draft_model: Decoder, no_numba: None, expected: list[list[int]], name: str
+) -> None:
+    """Rows that may go far and rows near their end, one after the other in the same rows of the same graphs."""
+    engine, _ = captured(torch_decoder, ALL[name], torch_draft_model)
+    twin = drafter_engine(torch_decoder, ALL[name], torch_draft_model, is_static=True)
+    for lengths in ((2, 2, 3), (16, 3, 9), (9, 16, 2), (16, 16, 1)):
+        params = [SamplingParams(temperature=0.0, max_tokens=length) for length in lengths]
+        for each in (engine, twin):
+            assert run(each, PROMPTS[3:6], params) == [tokens[:length] for tokens, length in zip(expected[3:6], lengths, strict=True)]
+    for count in ("rounds", "drafted", "looked_up", "accepted", "committed"):
+        assert engine.stats()[count] == twin.stats()[count], count
+
+
 def test_counts_of_passes_are_the_same_by_replay(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
     found = []
     for graph_device in (None, RecordedGraphs()):

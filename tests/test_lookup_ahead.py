@@ -80,3 +80,17 @@ def test_rows_of_padding_share_a_place_and_change_nothing(make: Any) -> None:
     after = proposals(lookup, [1, 1, 3, 1])
     assert (after[1], after[3]) == (before[1], before[3]) and lookup.length(0) == 3
     assert after[0] == [2, 1, 2, 1, 2] and after[2] == []
+
+
+@both
+def test_a_text_longer_than_what_is_searched_within_is_left_alone(make: Any) -> None:
+    """A row that is still computing its prompt may be longer than any that takes part; others see all of theirs."""
+    lookup = make(ROWS, MAX_LEN, 1, 3)
+    for row, length in enumerate((8, 50, 3, 11)):
+        lookup.reset(row, [step % 4 for step in range(length)])
+    tokens = torch.zeros(ROWS, WINDOW + 1, dtype=torch.int64)
+    tokens[:, 0] = torch.tensor([3, 1, 2, 2])
+    most = torch.tensor([WINDOW, 0, WINDOW, WINDOW])
+    counts = lookup.propose(torch.arange(ROWS), tokens, torch.zeros(ROWS, dtype=torch.int64), most, 12)
+    assert counts.tolist() == [WINDOW, 0, 0, WINDOW]
+    assert tokens[0].tolist() == [3, 0, 1, 2, 3, 0] and tokens[3].tolist() == [2, 3, 0, 1, 2, 3]

@@ -47,11 +47,12 @@ class Lookup(Protocol):
     def store(self, token_ids: Sequence[int]) -> None:
         """An output joins the store; its last tokens if it is longer than half of it, nothing if it is empty or the store is off."""
 
-    def propose(self, rows: Tensor, tokens: Tensor, tail_lens: Tensor, most: Tensor) -> Tensor:
+    def propose(self, rows: Tensor, tokens: Tensor, tail_lens: Tensor, most: Tensor, within: int | None = None) -> Tensor:
         """Writes proposals for texts `rows` [n] into `tokens` [n, window + 1] in place -> how many for each, [n]; all int64.
 
         tokens[i, 0] is the last committed token, which the index has already; the tail is tokens[i, 1 : tail_lens[i] + 1].
-        At most most[i] <= window - tail_lens[i] proposals follow it; all other places stay as they are.
+        At most most[i] <= window - tail_lens[i] proposals follow it; all other places stay as they are. `within`: committed tokens that
+        no text has more of, but for those with most[i] = 0.
         """
 
 
@@ -112,7 +113,7 @@ class LookupIndex:
             self._kernels.clear(self._store, self._current)
         self._kernels.append(self._store, self._current, output, self._min_size)
 
-    def propose(self, rows: Tensor, tokens: Tensor, tail_lens: Tensor, most: Tensor) -> Tensor:
+    def propose(self, rows: Tensor, tokens: Tensor, tail_lens: Tensor, most: Tensor, within: int | None = None) -> Tensor:
         check_shapes(rows, tokens, tail_lens, most)
         counts = torch.empty_like(rows)
         wrong = self._kernels.propose(

@@ -11,7 +11,7 @@ from .lookup import MOST_MATCHED, SEPARATOR, check_row, check_shapes, check_size
 
 
 class TensorLookup:
-    """The same proposals as LookupIndex's, by comparison with all positions: work and scratch are rows * (max_len + store_tokens)."""
+    """The same proposals as LookupIndex's, by comparison with all positions: work and scratch are rows * (within + store_tokens)."""
 
     def __init__(
         self, device: torch.device, num_rows: int, max_len: int, min_size: int, max_size: int, store_tokens: int = 0, per_match: int | None = None
@@ -62,15 +62,16 @@ class TensorLookup:
         self._store[1, self._stored : self._stored + len(output)].copy_(torch.from_numpy(output))
         self._stored += len(output)
 
-    def propose(self, rows: Tensor, tokens: Tensor, tail_lens: Tensor, most: Tensor) -> Tensor:
+    def propose(self, rows: Tensor, tokens: Tensor, tail_lens: Tensor, most: Tensor, within: int | None = None) -> Tensor:
         """As Lookup.propose; values out of range are not noticed, since that would take a sync."""
         check_shapes(rows, tokens, tail_lens, most)
         device, window, num_stored = tokens.device, tokens.shape[1] - 1, self._store.numel()
-        lengths = self._lengths[rows]
+        within = min(within or self._max_len, self._max_len)
+        lengths = self._lengths[rows].clamp(max=within)
         totals = lengths + tail_lens
         # All that is searched [n, columns]: the previous half, the current one, the text. Whatever comes later is preferred. Both halves end
         # with a separator, so that nothing spans them.
-        text = pad(self._texts[rows], (0, window))
+        text = pad(self._texts[rows, :within], (0, window))
         text.scatter_(1, lengths[:, None] + torch.arange(window, device=device), tokens[:, 1:].to(torch.int32))
         searched = torch.cat([self._store.view(1, num_stored).expand(len(rows), num_stored), text], dim=1)
         columns = torch.arange(searched.shape[1], device=device)

@@ -56,7 +56,7 @@ class NgramDrafter(Stateless):
 
     def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
         most = room(batch.limits, first).clamp(max=self.tree.num_drafts)
-        counts = self._lookup.propose(self._places[: batch.num_rows], batch.tokens, first, most)
+        counts = self._lookup.propose(self._places[: batch.num_rows], batch.tokens, first, most, batch.max_context_len)
         proposals = Proposals(self.tree, first, counts)
         self._judge.propose(batch, proposals)
         return Draft(proposals, by(Source.LOOKED_UP, first))
