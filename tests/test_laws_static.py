@@ -267,6 +267,14 @@ def test_graphs_of_stages_take_each_rounds_own_limits(
         assert engine.stats()[count] == twin.stats()[count], count
 
 
+def test_another_way_of_sampling_takes_other_graphs(torch_decoder: Decoder, no_numba: None, expected: list[list[int]], plain_sampled: list[list[int]]) -> None:
+    engine, _ = captured(torch_decoder, ALL["ngram checks"])
+    for _ in range(2):
+        assert run(engine, PROMPTS[3:6]) == expected[3:6]
+        for number in (3, 4, 5):  # each with other settings, alone
+            assert run(engine, PROMPTS[number : number + 1], SAMPLED[number : number + 1]) == plain_sampled[number : number + 1]
+
+
 def test_counts_of_passes_are_the_same_by_replay(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
     found = []
     for graph_device in (None, RecordedGraphs()):

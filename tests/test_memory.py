@@ -114,6 +114,35 @@ def test_penalties_count_each_token_once_when_a_round_fails(tiny_decoder: Decode
     assert memory.num_failures > 0
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()])
+def test_penalties_count_each_token_once_when_the_round_after_fails(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """What the round before committed was counted already, so that this one could follow it."""
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, repetition_penalty=1.3, frequency_penalty=0.3)
+    plain = run(make_engine(tiny_decoder), PROMPTS[:2], params)
+    engine = drafter_engine(tiny_decoder, ALL["ngram"], is_static=True)
+    run_round, num_ahead = round.run_round, 0
+
+    def fails_when_ahead(*args: Any) -> Any:
+        nonlocal num_ahead
+        result = run_round(*args)
+        num_ahead += engine._flight is not None
+        if engine._flight is not None and num_ahead % 3 == 2:
+            raise error
+        return result
+
+    monkeypatch.setattr(launch, "run_round", fails_when_ahead)
+    ids = [engine.add_request(prompt, params) for prompt in PROMPTS[:2]]
+    outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    while engine.has_unfinished():
+        try:
+            for delta in engine.step():
+                outputs[delta.request_id] += delta.token_ids
+        except KeyboardInterrupt:
+            assert isinstance(error, KeyboardInterrupt)
+    assert [outputs[request_id] for request_id in ids] == plain
+    assert num_ahead > 6
+
+
 def test_a_request_that_does_not_fit_alone_ends_and_others_go_on(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(tiny_decoder, Plan(3, 6, 2, 2), max_prefill_tokens=64)
     prefill = Stages.prefill
