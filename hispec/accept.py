@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ee_models.kernels import runs_triton
+
 from .sampling import draw
 from .tree import DraftTree
 
@@ -24,6 +26,11 @@ def coupled(own: Tensor, proposed: Tensor, num_proposed: Tensor, tree: DraftTree
     if tree.num_drafts == 0:  # prompt lookup found nothing: such a round is to cost no more than a plain one
         nothing = torch.zeros_like(num_proposed)
         return nothing, nothing, own[:, 0]
+    if tree.is_chain and runs_triton(own.device):
+        from . import accept_gpu
+
+        num_accepted, token = accept_gpu.coupled_chain(own, proposed, num_proposed, unsure)
+        return num_accepted, num_accepted, token
     shape = tree.on(own.device)
     parents = shape.parents[1:]
     right = own[:, parents] == proposed

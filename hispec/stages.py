@@ -15,6 +15,7 @@ from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
 from ee_models.config import ModelConfig
 from ee_models.exits import Exit
+from ee_models.kernels import runs_triton
 
 from .batch import RoundBatch, Span
 from .places import Places
@@ -97,20 +98,16 @@ class Stages:
         if is_static:
             place, row, cu_q_lens = _rectangle(rows, q_len, live.device)
             node = nodes.repeat(rows)
+            first, column, flat, positions, slots = _addresses(batch, first, nodes, live, row)
         else:
             place = alive.nonzero().squeeze(-1)
             row, node = place // q_len, nodes[place % q_len]
             cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=live.device)
             torch.cumsum(live.sum(-1), 0, out=cu_q_lens[1:])
-        first = first[row]
-        column = first + node
-        flat, physical = row * batch.window + column, batch.starts[row] + column
-        if is_static:
-            flat, physical = flat.masked_fill(~alive, -1), physical.masked_fill(~alive, 0)
-        slots = packed_slots_of(batch.block_tables, row, physical, batch.block_size)
-        positions = physical
-        if is_static:
-            slots = slots.masked_fill(~alive, -1)
+            first = first[row]
+            column = first + node
+            flat, positions = row * batch.window + column, batch.starts[row] + column
+            slots = packed_slots_of(batch.block_tables, row, positions, batch.block_size)
         paths = path_slots = path_starts = None
         if not tree.is_chain:
             shape = tree.on(live.device)
@@ -206,3 +203,16 @@ def _rectangle(rows: int, q_len: int, device: torch.device) -> tuple[Tensor, Ten
     with torch.inference_mode(False):
         place = torch.arange(rows * q_len, device=device)
         return place, place // q_len, torch.arange(0, (rows + 1) * q_len, q_len, device=device)
+
+
+def _addresses(batch: RoundBatch, first: Tensor, nodes: Tensor, live: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of all places of live [rows, q_len], which are in `row` [rows * q_len]: first, column, flat place in the window, position, slot."""
+    if runs_triton(live.device):
+        from . import places_gpu
+
+        return places_gpu.addresses(live.contiguous(), first, batch.starts, nodes, batch.block_tables, batch.block_size, batch.window)
+    alive, first = live.reshape(-1), first[row]
+    column = first + nodes.repeat(live.shape[0])
+    positions = (batch.starts[row] + column).masked_fill(~alive, 0)
+    slots = packed_slots_of(batch.block_tables, row, positions, batch.block_size).masked_fill(~alive, -1)
+    return first, column, (row * batch.window + column).masked_fill(~alive, -1), positions, slots

@@ -229,15 +229,15 @@ FAULTS = (
     Fault(
         "padding places keep their hidden states",
         "hispec/stages.py",
-        "flat.masked_fill(~alive, -1), physical",
-        "flat, physical",
+        "(row * batch.window + column).masked_fill(~alive, -1)",
+        "row * batch.window + column",
         STATIC,
     ),
     Fault(
         "padding places write their KV",
         "hispec/stages.py",
-        "            slots = slots.masked_fill(~alive, -1)\n",
-        "            pass\n",
+        "batch.block_size).masked_fill(~alive, -1)",
+        "batch.block_size)",
         STATIC,
     ),
     Fault(

@@ -14,7 +14,7 @@ from ee_models.decoder import Decoder
 from ee_models.kernels.gpu import TritonKernels
 from ee_models.kernels.triton_linear import InvariantLinear
 from ee_models.loader import open_checkpoint
-from hispec import probability, sampling
+from hispec import accept, probability, sampling, stages
 from hispec.config import Plan
 from hispec.sampling_params import SamplingParams
 from tests.drafters import drafter_engine
@@ -38,7 +38,7 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sampling, probability):
+    for module in (sampling, probability, stages, accept):
         monkeypatch.setattr(module, "runs_triton", lambda device: True)
 
 
