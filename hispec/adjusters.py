@@ -26,17 +26,19 @@ class Adjuster:
 
     def load(self, rows: Sequence[RowSampling | None]) -> None:
         wanted = [(index, row) for index, row in enumerate(rows) if row is not None and self.wants(row)]
-        self.num_lines = len(wanted)
+        self.num_lines = 0  # until all is there: memory may be too little
         if not wanted:
             return
         if self._capacity <= len(wanted):
-            self._capacity = 1 << len(wanted).bit_length()
-            self.make_tables(self._capacity)
+            self._capacity, capacity = 0, 1 << len(wanted).bit_length()
+            self.make_tables(capacity)
+            self._capacity = capacity
         line_of_row = torch.zeros_like(self._line_of_row, device="cpu")
         for line, (index, _) in enumerate(wanted, start=1):
             line_of_row[index] = line
         self._line_of_row.copy_(line_of_row)
         self.fill([row for _, row in wanted])
+        self.num_lines = len(wanted)
 
     def wants(self, row: RowSampling) -> bool:
         raise NotImplementedError

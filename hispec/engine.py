@@ -28,14 +28,14 @@ from .sampling_params import SamplingParams
 from .scheduling.policy import FirstComeFirstServed
 from .scheduling.scheduler import Chunk, Scheduler
 from .sizing import default_num_blocks
-from .speculation import Limits, Speculation, make_speculation
+from .speculation import Limits, Speculation, make_speculation, total_memory
 from .stages import DecoderLike, PassCounts
 from .stats import EngineStats
 from .tables import RowTables
 
 _log = logging.getLogger(__name__)
 _LEAST_PREFILL = 16  # positions; below that an allocation failure is no matter of their number
-_MOST_MADE = 16  # plans whose buffers are kept
+_MOST_MADE = 8  # plans whose buffers are kept
 
 
 class Engine:
@@ -67,6 +67,8 @@ class Engine:
         self._decoder, self._config = decoder, config
         self.max_model_len = max_model_len(config, min(model.max_position_embeddings, decoder.max_positions), model.sliding_window)
         self._counts, self._draft_counts = PassCounts(), PassCounts()  # of the model, and of a draft model
+        self._speculation: Speculation | None = None
+        self._made: dict[Hashable, Speculation] = {}  # of plans that were set, so that their graphs serve again
         num_blocks = config.num_kv_blocks or default_num_blocks(
             config, decoder, exits, draft_model, self.max_model_len, lambda: self._make(1, speculative, exits, draft_model, plan)
         )
@@ -82,8 +84,6 @@ class Engine:
         self._closed = self._draining = False
         counters = self._counts, self._draft_counts
         self._rounds = Rounds(config, self._scheduler, self._tables, self.max_model_len, decoder, counters, is_static, graph_device)
-        self._speculation: Speculation | None = None
-        self._made: dict[Hashable, Speculation] = {}  # of plans that were set, so that their graphs serve again
         self.set_speculative(speculative, exits=exits, draft_model=draft_model, plan=plan)
         if config.warm_up:
             self.warm_up()
@@ -104,14 +104,12 @@ class Engine:
             raise ConfigError(f"the plan cannot change while {len(self._requests)} requests are unfinished; drain() or abort them first")
         before = self._speculation
         key = speculative, plan, tuple(map(id, exits)), id(draft_model)
-        new = self._made.get(key) or self._make(self._pool.num_blocks, speculative, exits, draft_model, plan, before)
-        if before is not None and new.kv is not before.kv:  # a larger one: what was made or captured for the other is of no use
-            self._made.clear()
+        new = self._made.get(key) or self._make(self._pool.num_blocks, speculative, exits, draft_model, plan)
+        self._flight = None  # of requests that are gone
+        if before is None or new.kv is not before.kv or self._rounds.graphs is None or len(self._made) >= _MOST_MADE:
+            self._made.clear()  # of use for their graphs alone, and none with another KV
             self._rounds.forget_graphs()
         self._made[key] = new
-        if len(self._made) > _MOST_MADE:
-            self._rounds.forget_graphs()
-            self._made = {key: new}
         # All buffers are there: nothing below can fail and leave one plan with another's buffers.
         if before is not None and new.kv_owners != before.kv_owners:
             self._pool.forget()  # what is cached lacks their KV
@@ -119,12 +117,11 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Captures all graphs of the plan now, the largest first, instead of each when it is first needed. Nothing where rounds are not
-        captured. Raises ConfigError while requests are unfinished."""
+        """Captures the graphs of the plan's greedy rounds now, the largest first and at most max_graphs, instead of each when it is first
+        needed. Nothing where rounds are not captured. Raises ConfigError while requests are unfinished."""
         if self._requests:
-            raise ConfigError(f"warm_up() runs rounds without requests, but {len(self._requests)} are unfinished; drain() or abort them first")
-        if self._rounds.graphs is not None:
-            self._rounds.warm_up(self._now, context_buckets(self.max_model_len))
+            raise ConfigError(f"warm_up() cannot run while {len(self._requests)} requests are unfinished; drain() or abort them first")
+        self._rounds.warm_up(self._now, context_buckets(self.max_model_len))
 
     @property
     def plan(self) -> Plan:
@@ -238,7 +235,8 @@ class Engine:
         self._closed = True
         self._flight = None
         self._rounds.forget_graphs()
-        self._now.release()
+        for speculation in self._made.values():
+            speculation.release()
 
     def stats(self) -> dict[str, Any]:
         """Counts since the last reset, and what is held now (see EngineStats)."""
@@ -263,9 +261,9 @@ class Engine:
         self._scheduler.num_preemptions = self._scheduler.num_cached_tokens = 0
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated, once, by what they are for."""
+        """Bytes allocated, by what they are for; on a GPU those of earlier plans too, up to eight, whose graphs are kept."""
         graphs = self._rounds.graphs
-        return {**self._now.memory(), **({"graph_bytes": graphs.num_bytes} if graphs is not None else {})}
+        return {**total_memory(self._made.values()), **({"graph_bytes": graphs.num_bytes} if graphs is not None else {})}
 
     def check(self) -> None:
         """Asserts the integrity of blocks and rows; for tests, at any time between steps."""
@@ -286,10 +284,11 @@ class Engine:
         exits: Sequence[Exit],
         draft_model: DecoderLike | None,
         plan: Plan | None,
-        before: Speculation | None = None,
     ) -> Speculation:
         limits = Limits(self._config.max_num_seqs, self.max_model_len, num_blocks, self._config.block_size)
-        return make_speculation(self._decoder, limits, speculative, plan, exits, draft_model, self._counts, self._draft_counts, before)
+        kv = self._speculation.kv if self._speculation is not None else None
+        draft_kv = next((each.draft_kv for each in self._made.values() if each.draft_model is draft_model), None)
+        return make_speculation(self._decoder, limits, speculative, plan, exits, draft_model, self._counts, self._draft_counts, kv, draft_kv)
 
     def _shrink(self, requests: Sequence[Request], what: str, error: BaseException) -> None:
         """Memory was too little for these requests at once: fewer from now on. One that fails alone ends."""
@@ -387,7 +386,9 @@ class Engine:
             try:
                 with guarded(drafter):
                     drafter.finish(request.number, request.output_token_ids)
-            except DrafterError as problem:  # the request is done, and lacks nothing
+            except Exception as problem:  # the request is done, and lacks nothing
+                if not isinstance(problem, DrafterError) and not is_out_of_memory(problem):
+                    raise
                 self._stats.drafter_failures += 1
                 _log.warning("the drafter failed at the end of %s (%s)", request.request_id, problem)
 

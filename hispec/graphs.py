@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .memory import is_out_of_memory
 from .stages import PassCounts
 
 _log = logging.getLogger(__name__)
@@ -26,15 +27,18 @@ class GraphDevice(Protocol):
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Records what `run` does, without doing it -> what does it, and run's result, whose tensors each replay writes anew."""
 
+    def renew(self) -> None:
+        """All graphs captured before are gone: later ones take memory of their own."""
+
     def num_bytes(self) -> int:
-        """Memory that graphs captured here hold."""
+        """Memory that graphs captured since hold."""
 
 
 class CudaGraphs:
     """CUDA graphs in one memory pool: only one of them runs at a time, so all share what they compute in."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self.renew()
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -42,6 +46,10 @@ class CudaGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = run()
         return graph.replay, result
+
+    def renew(self) -> None:
+        # A pool whose last graph is gone cannot be captured into again, while a tensor of its lives.
+        self._pool = torch.cuda.graph_pool_handle()
 
     def num_bytes(self) -> int:
         segments = torch.cuda.memory_snapshot()
@@ -69,7 +77,7 @@ class GraphCache:
     def __init__(self, device: GraphDevice, counters: Sequence[PassCounts], max_graphs: int, max_bytes: int) -> None:
         """counters: what runs count in; a replay adds what its capture did."""
         self._device, self._counters = device, tuple(counters)
-        self._max_graphs, self._max_bytes = max_graphs, max_bytes
+        self.max_graphs, self._max_bytes = max_graphs, max_bytes
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._refused: set[Hashable] = set()
         self.num_captures = self.num_replays = self.num_evictions = 0
@@ -82,7 +90,8 @@ class GraphCache:
         return self._device.num_bytes()
 
     def run(self, key: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
-        """run(*inputs), by a replay if it was run before under this key. Its result may be overwritten by the next run of the same key.
+        """run(*inputs), by a replay if it was run before under this key. Its result may be overwritten by the next run of any key, since
+        graphs share memory.
 
         Under one key `run` must do the same operations each time, on tensors that lie in the same places, apart from `inputs`.
         Doing it twice must be the same as doing it once.
@@ -109,14 +118,18 @@ class GraphCache:
         self._refused.clear()
 
     def _capture(self, key: Hashable, run: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
-        while len(self._graphs) >= self._max_graphs:
+        while len(self._graphs) >= self.max_graphs:
             self._graphs.popitem(last=False)
             self.num_evictions += 1
+        if not self._graphs:
+            self._device.renew()
         held = tuple(value.clone() for value in inputs)
         before = [counter.copy() for counter in self._counters]
         try:
             replay, result = self._device.capture(lambda: run(*held))
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             self._refused.add(key)
             _log.warning("no memory to capture a graph of %s: it runs eagerly; lower engine.num_kv_blocks or engine.max_graphs", key)
             return

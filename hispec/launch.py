@@ -165,15 +165,17 @@ class StaticLauncher:
         return self._run(flight.now, plan, rows)
 
     def _run(self, now: Speculation, plan: Plan, rows: Rows) -> Flight:
-        if self._tables.take_changed():
+        if self._tables.has_changed:
             self._copy(self._block_tables, self._tables.tensor)
+            self._tables.has_changed = False  # last, since a copy may be interrupted
         num_rows, context_len = bucket(rows.inputs.shape[1], self._num_rows), context_bucket(rows.context_len, self._max_model_len)
         key = (now, plan, num_rows, context_len, self._sampler.mode, rows.keeps_logits)
         graphs = self._graphs if now.captures else None
         by_stage = now.stops_early and not plan.is_plain  # the host decides how far drafting goes, so there is a graph per stage
         execution = STATIC
         if by_stage:
-            execution = Execution(is_static=True, may_ask=True, call=directly if graphs is None else partial(_stage, graphs, key))
+            # Where nobody is in the rows, as when warming up, all stages are gone through.
+            execution = Execution(is_static=True, may_ask=bool(rows.requests), call=directly if graphs is None else partial(_stage, graphs, key))
 
         def run() -> tuple[RoundResult, Tensor]:
             batch = self._batch(plan, num_rows, context_len, execution, rows.keeps_logits)

@@ -10,8 +10,9 @@ from .errors import ConfigError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. torch has a class for it on a GPU, and only words on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    """Whether an allocation failed. torch has a class for it on a GPU; on a CPU, and where a library on the GPU was who failed, only words."""
+    words = "can't allocate memory", "out of memory", "ALLOC_FAILED"
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and any(each in str(error) for each in words))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -17,6 +17,7 @@ from .memory import is_out_of_memory
 from .places import RowSampling
 from .request import Request
 from .sampling import Sampler
+from .sampling_params import SamplingParams
 from .scheduling.scheduler import Scheduler
 from .speculation import Speculation
 from .stages import DecoderLike, PassCounts
@@ -47,7 +48,7 @@ class Rounds:
             is_static = device.type == "cuda"
         if graph_device is None and device.type == "cuda":
             graph_device = CudaGraphs(device)
-        self._scheduled, self._tables = scheduler, tables
+        self._scheduled, self._tables, self._counters = scheduler, tables, tuple(counters)
         self._sampler = Sampler([], decoder.config.vocab_size, device, config.max_num_seqs)
         self._seated: tuple[int, ...] | None = None  # numbers of the requests that the sampler knows
         self.graphs: GraphCache | None = None
@@ -111,7 +112,12 @@ class Rounds:
 
     def follow_up(self, flight: Flight) -> None:
         """`flight` was read and committed, and no other is in the air."""
-        self._sampler.advance(flight.tokens, flight.result.counts)
+        try:
+            self._sampler.advance(flight.tokens, flight.result.counts)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.forget()
 
     def forget(self) -> None:
         """The sampler may have been told of tokens that were not committed: an interrupt, or an error, came in between."""
@@ -120,15 +126,27 @@ class Rounds:
     def warm_up(self, now: Speculation, context_lens: Sequence[int]) -> None:
         """Runs, and so captures, the rounds of a plan for every number of rows and these lengths of context, the largest first: without any
         row in them, so that nothing changes."""
-        for num_rows in buckets(self._tables.tensor.shape[0]):
-            for context_len in sorted(context_lens, reverse=True):
-                for plan in dict.fromkeys((now.plan, PLAIN)):
-                    rows = Rows(np.zeros((len(Input), num_rows), np.int64), (), context_len, False)
-                    self._launcher.launch(now, plan, rows).outcomes()
+        if self.graphs is None:
+            return
+        self._sampler.load([])
+        self.forget()
+        plans = list(dict.fromkeys((now.plan, PLAIN)))
+        kinds = [(rows, length, plan) for rows in buckets(self._tables.tensor.shape[0]) for length in sorted(context_lens, reverse=True) for plan in plans]
+        most = self.graphs.max_graphs
+        if len(kinds) > most:
+            _log.warning("%d graphs are needed for all numbers of rows and lengths of context, more than engine.max_graphs=%d; raise it", len(kinds), most)
+        before = [counter.copy() for counter in self._counters]
+        for num_rows, context_len, plan in kinds[:most]:
+            self._launcher.launch(now, plan, Rows(np.zeros((len(Input), num_rows), np.int64), (), context_len, False)).outcomes()
+        for counter, counts in zip(self._counters, before, strict=True):
+            counter.set(counts)
 
     def try_out(self, now: Speculation, num_tokens: int, context_len: int) -> None:
         """The largest passes that there can be, for their memory: prefill of num_tokens, and rounds of all rows. Nobody is in them."""
         device = now.kv.data.device
+        # Rows that ask for all that takes memory.
+        params = SamplingParams(temperature=1.0, top_k=100, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1)
+        self._sampler.load([RowSampling(params, 0, [0], [0], frozenset())] * self._tables.tensor.shape[0])
         nowhere = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
         tables = torch.zeros(1, self._tables.tensor.shape[1], dtype=torch.int64, device=device)
         places = torch.tensor([0, num_tokens], device=device)

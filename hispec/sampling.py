@@ -147,7 +147,7 @@ def _nucleus_floor(logits: Tensor, top_p: Tensor) -> Tensor:
         largest, token = logits.topk(size, dim=-1)
         before = probabilities.gather(-1, token).cumsum(-1).roll(1, -1)
         inside = before < top_p
-        inside[:, 0] = True
+        inside[:, 0].fill_(True)
         if size == logits.shape[-1] or not bool((inside[:, -1:] & (top_p < 1.0)).any()):
             floor = largest.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
             return torch.where(top_p < 1.0, floor, -torch.inf)

@@ -1,7 +1,8 @@
 """What a plan needs besides the model: its exits and drafter, a judge, and buffers. Checked, then made all at once."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cache.hidden import HiddenBuffer
@@ -75,6 +76,15 @@ class Speculation:
         }
 
 
+def total_memory(speculations: Iterable[Speculation]) -> dict[str, int]:
+    """Speculation.memory() of several that share KV."""
+    each, total = list(speculations), Counter[str]()
+    for speculation in each:
+        total.update(speculation.memory())
+    total["kv_bytes"] = max(speculation.kv.num_bytes for speculation in each)
+    return dict(total)
+
+
 def make_speculation(
     decoder: DecoderLike,
     limits: Limits,
@@ -84,21 +94,21 @@ def make_speculation(
     draft_model: DecoderLike | None,
     counts: PassCounts,
     draft_counts: PassCounts,
-    before: Speculation | None,
+    kv: PagedKV | None,
+    draft_kv: PagedKV | None,
 ) -> Speculation:
     """Raises ConfigError for what does not fit together, before anything is allocated.
 
     counts, draft_counts   where passes of the model, and of a draft model, are counted
-    before                 the plan until now: its KV is taken over where it serves
+    kv, draft_kv           what there is already: it is taken over where it serves
     """
     model = decoder.config
     plan = plan or (speculative.plan(model.num_layers) if speculative else PLAIN)
     _check(plan, speculative, exits, decoder, draft_model, limits)
     num_kv_layers = model.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
-    kv = before.kv if before is not None and before.kv.num_layers >= num_kv_layers else _make_kv(decoder, num_kv_layers, limits)
-    draft_kv = None
+    kv = kv if kv is not None and kv.num_layers >= num_kv_layers else _make_kv(decoder, num_kv_layers, limits)
     if draft_model is not None:
-        draft_kv = before.draft_kv if before is not None and before.draft_model is draft_model else _make_kv(draft_model, draft_model.config.num_layers, limits)
+        draft_kv = draft_kv or _make_kv(draft_model, draft_model.config.num_layers, limits)
     hidden = HiddenBuffer(len(Tier), limits.max_num_seqs, plan.window, model.hidden_size, decoder.dtype, decoder.device)
     judge: Judge = CoupledJudge(speculative.check.confidence if speculative and speculative.check else None)
     if speculative and speculative.acceptance == "rejection":

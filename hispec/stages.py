@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import lru_cache
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -197,7 +197,7 @@ class Stages:
         return Places(span.rows, span.index, span.view.positions + 1, batch.tokens, span.first, span.paths)
 
 
-@lru_cache(maxsize=1024)
+@cache  # never dropped: a graph reads them where they lie
 def _rectangle(rows: int, q_len: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """All places [rows * q_len], the row of each, and where rows begin [rows + 1]; made once."""
     with torch.inference_mode(False):

@@ -12,7 +12,7 @@ class RowTables:
     def __init__(self, num_rows: int, max_blocks: int) -> None:
         self.tensor = torch.zeros(num_rows, max_blocks, dtype=torch.int64)
         self._written: list[list[int]] = [[] for _ in range(num_rows)]
-        self._changed = True
+        self.has_changed = True  # since whoever copies the tensor said so last
 
     def update(self, blocks_of_rows: Sequence[Sequence[int]]) -> None:
         """Brings the first rows up to date with their blocks."""
@@ -22,10 +22,5 @@ class RowTables:
                 common = 0
             if common < len(blocks):
                 self.tensor[row, common : len(blocks)] = torch.tensor(blocks[common:])
-                self._changed = True
+                self.has_changed = True
             written[common:] = blocks[common:]
-
-    def take_changed(self) -> bool:
-        """Whether anything has changed since this was last asked."""
-        changed, self._changed = self._changed, False
-        return changed

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the scheduler reads plans, and runs without torch
@@ -102,7 +102,7 @@ class TreeTensors:
     levels: tuple[Tensor, ...]
 
 
-@lru_cache(maxsize=1024)
+@cache  # never dropped: a graph reads them where they lie
 def _tensors(tree: DraftTree, device: torch.device) -> TreeTensors:
     import torch
 

@@ -42,7 +42,7 @@ class RecordedGraphs:
     """A GraphDevice."""
 
     def __init__(self) -> None:
-        self.num_captured = 0
+        self.num_captured = self.num_renewed = 0
         self.bytes_of_a_graph = 0
         self.out_of_memory = False
 
@@ -63,6 +63,9 @@ class RecordedGraphs:
                         old.copy_(new)
 
         return replay, result
+
+    def renew(self) -> None:
+        self.num_renewed += 1
 
     def num_bytes(self) -> int:
         return self.num_captured * self.bytes_of_a_graph

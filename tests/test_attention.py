@@ -212,10 +212,11 @@ def test_a_pass_without_tokens_gives_nothing(threads: None) -> None:
     assert Pass.of([Row.random(5, 0, (4, 2, 16))]).attend(NumbaAttention()).shape == (0, 64)
 
 
-def test_auto_takes_numba_on_a_cpu_in_float32_and_sdpa_elsewhere() -> None:
+def test_auto_takes_numba_on_a_cpu_in_float32_triton_on_a_gpu_and_sdpa_elsewhere() -> None:
     assert isinstance(select_backend("auto", CPU, torch.float32), NumbaAttention)
     assert isinstance(select_backend("auto", CPU, torch.bfloat16), SdpaAttention)
-    assert isinstance(select_backend("auto", torch.device("cuda"), torch.float32), SdpaAttention)
+    assert select_backend("auto", torch.device("cuda"), torch.float32).name == "triton"
+    assert select_backend("auto", torch.device("cuda"), torch.bfloat16, exact=True).row_invariant
     assert isinstance(select_backend("sdpa", CPU, torch.float32), SdpaAttention)
     assert isinstance(select_backend("numba", CPU, torch.float32), NumbaAttention)
 

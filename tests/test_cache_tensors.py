@@ -126,7 +126,7 @@ def test_what_was_read_does_not_change_when_its_place_is_written_again() -> None
 
 
 def test_the_hidden_buffer_counts_its_bytes() -> None:
-    assert HiddenBuffer(2, 3, 5, 7, torch.bfloat16, CPU).num_bytes == 2 * 3 * 5 * 7 * 2
+    assert HiddenBuffer(2, 3, 5, 7, torch.bfloat16, CPU).num_bytes == 2 * (3 * 5 + 1) * 7 * 2  # and nowhere
 
 
 @pytest.mark.parametrize("q_lens", [[1], [3], [1, 1, 1], [2, 0, 3], [0, 4], [4, 0, 0], [0, 0]])

@@ -89,6 +89,21 @@ def test_a_pool_that_has_grown_too_large_is_given_back_as_a_whole(caplog: pytest
     assert torch.equal(cache.run("a", work, torch.ones(3)), torch.full((3,), 3.0))
 
 
+def test_a_pool_whose_last_graph_is_gone_is_not_captured_into_again() -> None:
+    cache, device, counts = make(max_graphs=1)
+    work = Work(counts)
+    for key in "aab":
+        cache.run(key, work, torch.ones(3))
+    assert device.num_renewed == 2
+    cache.clear()
+    cache.run("a", work, torch.ones(3))
+    assert device.num_renewed == 3
+    cache, device, counts = make(max_graphs=2)
+    for key in "abcd":
+        cache.run(key, Work(counts), torch.ones(3))
+    assert device.num_renewed == 1
+
+
 def test_one_graph_that_is_too_large_stays() -> None:
     cache, device, counts = make(max_bytes=5)
     device.bytes_of_a_graph = 10

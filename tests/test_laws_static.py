@@ -30,6 +30,7 @@ SAMPLED = [
         repetition_penalty=1.2 if number % 2 else 1.0,
         top_k=20 if number % 3 else 0,
         min_p=0.01 if number % 4 == 1 else 0.0,
+        top_p=0.8 if number in (3, 6) else 1.0,
         min_tokens=3 if number == 4 else 0,
         stop_token_ids=[17] if number == 4 else [],
         logit_bias={5: 3.0} if number == 5 else {},
@@ -305,6 +306,13 @@ def test_warming_up_captures_what_is_needed_later(torch_decoder: Decoder, no_num
     assert engine.stats()["layer_passes"] == 0, "what warms up is not counted"
     assert run(engine, PROMPTS[2:7]) == expected[2:7]
     assert graphs.num_captured == captures
+
+
+def test_warming_up_goes_through_all_stages_of_a_drafter_that_may_stop(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+    engine, graphs = captured(torch_decoder, ALL["hybrid sure"], warm_up=True, max_num_seqs=2)
+    captures = graphs.num_captured
+    assert run(engine, PROMPTS[2:6]) == expected[2:6]
+    assert graphs.num_captured == captures > 8
 
 
 def test_few_graphs_and_no_memory_for_graphs_change_nothing(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:

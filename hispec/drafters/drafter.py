@@ -15,6 +15,7 @@ from cache.view import BatchView
 from ..batch import RoundBatch
 from ..errors import HiSpecError
 from ..judges import Proposals
+from ..memory import is_out_of_memory
 
 
 class DrafterError(HiSpecError, RuntimeError):
@@ -23,12 +24,13 @@ class DrafterError(HiSpecError, RuntimeError):
 
 @contextmanager
 def guarded(drafter: object) -> Iterator[None]:
-    """Whatever a drafter raises becomes a DrafterError: a heuristic must not take requests down."""
+    """Whatever a drafter raises becomes a DrafterError: a heuristic must not take requests down. Broken invariants are ours, not the
+    drafter's, and so is memory."""
     try:
         yield
-    except AssertionError:  # a broken invariant is ours, not the drafter's
-        raise
     except Exception as error:
+        if isinstance(error, AssertionError) or is_out_of_memory(error):
+            raise
         raise DrafterError(f"{type(drafter).__name__}: {type(error).__name__}: {error}") from error
 
 

@@ -36,6 +36,7 @@ class HybridDrafter(Stateless):
     def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
         tree = self._ngram.tree
         counts = batch.stage("look up", lambda first: self._ngram.propose(batch, first).proposals.counts, first)
+        counts = counts.clone()  # other stages' graphs may use the memory that it lies in
         found = counts > 0
         if batch.any(found):
             batch.stage("feed", lambda first, counts: self._feed(batch, first, counts), first, counts)

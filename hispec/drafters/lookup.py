@@ -38,11 +38,11 @@ class Lookup(Protocol):
         """Further committed tokens."""
 
     def extend(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """As `append` of tokens[i, 1 : counts[i] + 1] to row rows[i], without the host's knowing: `length` does not change, and the next
-        `append` writes them again, before whatever it adds."""
+        """As `append` of tokens[i, 1 : counts[i] + 1] to row rows[i], without the host's knowing how many: before the next `append` to any of
+        these rows comes a `reset`."""
 
     def length(self, row: int) -> int:
-        """Committed tokens of the row, those of `extend` apart."""
+        """Committed tokens of the row; of one that was extended, unknown."""
 
     def store(self, token_ids: Sequence[int]) -> None:
         """An output joins the store; its last tokens if it is longer than half of it, nothing if it is empty or the store is off."""
@@ -69,7 +69,6 @@ class LookupIndex:
         self._texts = lookup_cpu.make_texts(num_rows, max_len, max_size - min_size + 1)
         self._store = lookup_cpu.make_texts(2, self._half, max_size - min_size + 1)
         self._current = 0
-        self._extended: dict[int, int] = {}  # length of each row before it was extended
 
     @property
     def num_bytes(self) -> int:
@@ -83,26 +82,21 @@ class LookupIndex:
 
     def reset(self, row: int, token_ids: Sequence[int]) -> None:
         added = checked_tokens(row, self._num_rows, 0, token_ids, self._max_len)
-        self._extended.pop(row, None)
         self._kernels.clear(self._texts, row)
         self._kernels.append(self._texts, row, added, self._min_size)
 
     def append(self, row: int, token_ids: Sequence[int]) -> None:
         added = checked_tokens(row, self._num_rows, self.length(row), token_ids, self._max_len)
-        num_known = int(self._texts.lengths[row]) - self.length(row)
-        self._extended.pop(row, None)
-        self._kernels.append(self._texts, row, added[num_known:], self._min_size)
+        self._kernels.append(self._texts, row, added, self._min_size)
 
     def extend(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> None:
         for row, token_ids, count in zip(rows.tolist(), tokens.tolist(), counts.tolist(), strict=True):
-            if count:
-                self._extended.setdefault(row, int(self._texts.lengths[row]))
-                added = checked_tokens(row, self._num_rows, int(self._texts.lengths[row]), token_ids[1 : count + 1], self._max_len)
-                self._kernels.append(self._texts, row, added, self._min_size)
+            room = self._max_len - self.length(row)
+            self.append(row, token_ids[1 : min(count, room) + 1])
 
     def length(self, row: int) -> int:
         check_row(row, self._num_rows)
-        return self._extended.get(row, int(self._texts.lengths[row]))
+        return int(self._texts.lengths[row])
 
     def store(self, token_ids: Sequence[int]) -> None:
         output = output_to_store(token_ids, self._half)

@@ -46,6 +46,7 @@ class TensorLookup:
         places = torch.where(is_new, rows.unsqueeze(1) * self._max_len + places, -1)
         self._flat_texts[places] = tokens[:, 1:].to(torch.int32)
         self._lengths.index_add_(0, rows, counts)
+        self._lengths.clamp_(max=self._max_len)
 
     def length(self, row: int) -> int:
         check_row(row, self._num_rows)

@@ -27,6 +27,7 @@ class NgramDrafter(Stateless):
         self._keeps_outputs = config.datastore_tokens > 0
         self._place_of: dict[int, int] = {}  # number of a request -> its place in the lookup
         self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._is_ahead = False  # whether texts were extended by what the host has not read
         self._places = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # of each row; a graph reads it where it lies
 
     @property
@@ -42,9 +43,12 @@ class NgramDrafter(Stateless):
             if place is None:
                 place = self._place_of[number] = self._free.pop()
                 self._lookup.reset(place, token_ids)
+            elif self._is_ahead:  # of what the host knew; a round may have been lost since
+                self._lookup.reset(place, token_ids)
             elif (length := self._lookup.length(place)) < len(token_ids):
                 self._lookup.append(place, token_ids[length:])
             places.append(place)
+        self._is_ahead = False
         self._places[: len(places)].copy_(torch.tensor(places, dtype=torch.int64))
 
     def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
@@ -52,6 +56,7 @@ class NgramDrafter(Stateless):
             self._lookup.store(output_token_ids)
 
     def advance(self, batch: RoundBatch, counts: Tensor) -> None:
+        self._is_ahead = True
         self._lookup.extend(self._places[: batch.num_rows], batch.tokens, counts)
 
     def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
