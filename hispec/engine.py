@@ -102,10 +102,9 @@ class Engine:
         """
         if self._requests:
             raise ConfigError(f"the plan cannot change while {len(self._requests)} requests are unfinished; drain() or abort them first")
-        before = self._speculation
+        before, self._flight = self._speculation, None  # the round in the air is of requests that are gone
         key = speculative, plan, tuple(map(id, exits)), id(draft_model)
         new = self._made.get(key) or self._make(self._pool.num_blocks, speculative, exits, draft_model, plan)
-        self._flight = None  # of requests that are gone
         if before is None or new.kv is not before.kv or self._rounds.graphs is None or len(self._made) >= _MOST_MADE:
             self._made.clear()  # of use for their graphs alone, and none with another KV
             self._rounds.forget_graphs()

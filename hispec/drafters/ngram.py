@@ -39,11 +39,10 @@ class NgramDrafter(Stateless):
         self._free += [self._place_of.pop(number) for number in gone]
         places = []
         for number, token_ids in rows:
-            place = self._place_of.get(number)
-            if place is None:
+            place, is_new = self._place_of.get(number, -1), number not in self._place_of
+            if is_new:
                 place = self._place_of[number] = self._free.pop()
-                self._lookup.reset(place, token_ids)
-            elif self._is_ahead:  # of what the host knew; a round may have been lost since
+            if is_new or self._is_ahead:  # ahead of what the host knew: a round may have been lost since
                 self._lookup.reset(place, token_ids)
             elif (length := self._lookup.length(place)) < len(token_ids):
                 self._lookup.append(place, token_ids[length:])
