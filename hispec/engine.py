@@ -339,6 +339,8 @@ class Engine:
                 with guarded(drafter):
                     drafter.prefill(token_ids, view)
             except DrafterError as error:
+                if error.lacks_memory and len(self._scheduler.running) > 1:
+                    raise
                 give_up_drafting([chunk.request for chunk in chunks], error, self._stats)
         for chunk in chunks:
             self._stats.prefill_tokens += chunk.end - chunk.start
@@ -385,9 +387,7 @@ class Engine:
             try:
                 with guarded(drafter):
                     drafter.finish(request.number, request.output_token_ids)
-            except Exception as problem:  # the request is done, and lacks nothing
-                if not isinstance(problem, DrafterError) and not is_out_of_memory(problem):
-                    raise
+            except DrafterError as problem:  # the request is done, and lacks nothing
                 self._stats.drafter_failures += 1
                 _log.warning("the drafter failed at the end of %s (%s)", request.request_id, problem)
 

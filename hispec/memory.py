@@ -11,6 +11,8 @@ from .errors import ConfigError
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed. torch has a class for it on a GPU; on a CPU, and where a library on the GPU was who failed, only words."""
+    if isinstance(error.__cause__, RuntimeError) and is_out_of_memory(error.__cause__):  # of a drafter, for example
+        return True
     words = "can't allocate memory", "out of memory", "ALLOC_FAILED"
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and any(each in str(error) for each in words))
 

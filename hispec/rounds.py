@@ -77,6 +77,8 @@ class Rounds:
                     now.drafter.follow([(request.number, request.token_ids) for request in running])
                 return self._launcher.launch(now, plan, self._rows(plan, limits))
             except DrafterError as error:
+                if error.lacks_memory and len(running) > 1:
+                    raise
                 give_up_drafting([running[row] for row in limits], error, stats)
         return self._launcher.launch(now, PLAIN, self._rows(PLAIN, limits))
 
@@ -101,12 +103,13 @@ class Rounds:
         self._tables.update([request.table.blocks for request in running])
         try:
             return self._launcher.proceed(flight, max(ends))
-        except DrafterError as error:
-            give_up_drafting(running, error, stats)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if is_out_of_memory(error):
+                self.forget_graphs()  # the next round shows whether that is enough
+            elif isinstance(error, DrafterError):
+                give_up_drafting(running, error, stats)
+            else:
                 raise
-            self.forget_graphs()  # the next round shows whether that is enough
         self.forget()
         return None
 

@@ -21,16 +21,21 @@ from ..memory import is_out_of_memory
 class DrafterError(HiSpecError, RuntimeError):
     """A drafter failed; nothing of its round was committed."""
 
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether fewer requests at once might do."""
+        cause = self.__cause__
+        return cause is not None and is_out_of_memory(cause) and not isinstance(cause, MemoryError)  # which is Python's, and the drafter's own
+
 
 @contextmanager
 def guarded(drafter: object) -> Iterator[None]:
-    """Whatever a drafter raises becomes a DrafterError: a heuristic must not take requests down. Broken invariants are ours, not the
-    drafter's, and so is memory."""
+    """Whatever a drafter raises becomes a DrafterError: a heuristic must not take requests down."""
     try:
         yield
+    except AssertionError:  # a broken invariant is ours, not the drafter's
+        raise
     except Exception as error:
-        if isinstance(error, AssertionError) or is_out_of_memory(error):
-            raise
         raise DrafterError(f"{type(drafter).__name__}: {type(error).__name__}: {error}") from error
 
 
