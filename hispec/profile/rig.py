@@ -197,6 +197,7 @@ def _captured(run: Callable[[], None], device: GraphDevice) -> Callable[[], None
         nonlocal replay
         if replay is None:
             run()
+            device.renew()  # the stage before may be gone, and its pool with it
             replay, _ = device.capture(run)
         else:
             replay()
