@@ -284,6 +284,8 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"engine.device={name!r} cannot be used here: {str(error).splitlines()[0]}; choose auto or cpu") from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"engine.device={name!r}: this runtime runs on cpu and cuda")
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # where Triton launches its kernels
     return device
 
 
