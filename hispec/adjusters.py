@@ -1,6 +1,7 @@
 """What is done to logits before they are tempered: logit_bias, penalties, min_tokens; for the rows that ask for it."""
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from .places import Places, RowSampling
 
 
-class Adjuster:
+class Adjuster(ABC):
     """What some rows want done to their logits. Each of these has a line in tables [lines, vocab]; line 0 is all others', and does
     nothing. Tables are made when a row first needs one, and grow by doubling."""
 
@@ -40,23 +41,25 @@ class Adjuster:
         self.fill([row for _, row in wanted])
         self.num_lines = len(wanted)
 
+    @abstractmethod
     def wants(self, row: RowSampling) -> bool:
-        raise NotImplementedError
+        """Whether it has a line."""
 
+    @abstractmethod
     def make_tables(self, num_lines: int) -> None:
         """With nothing in line 0."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fill(self, rows: Sequence[RowSampling]) -> None:
         """Lines from 1 on are these rows'."""
-        raise NotImplementedError
 
     def advance(self, tokens: Tensor, counts: Tensor) -> None:
-        """As Sampler.advance."""
+        """As Sampler.advance; most have nothing to do."""
+        return
 
+    @abstractmethod
     def apply(self, logits: Tensor, at: Places) -> None:
         """Changes logits [tokens, vocab] float32 in place."""
-        raise NotImplementedError
 
 
 class Bias(Adjuster):

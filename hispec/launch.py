@@ -80,13 +80,14 @@ class Flight:
 class Launcher(Protocol):
     """Runs rounds of an engine, on its rows' tables and sampler."""
 
-    runs_ahead: bool  # whether `proceed` can be called
+    runs_ahead: bool  # whether `proceed` ever launches one
 
     def launch(self, now: Speculation, plan: Plan, rows: Rows) -> Flight:
         """A round from what the host knows."""
 
-    def proceed(self, flight: Flight, context_len: int) -> Flight:
-        """The round after `flight` for the same rows, from what the device knows. Rows that `flight` brings to their end do nothing in it."""
+    def proceed(self, flight: Flight, context_len: int) -> Flight | None:
+        """The round after `flight` for the same rows, from what the device knows. Rows that `flight` brings to their end do nothing in it.
+        None where the host is never behind."""
 
 
 class PackedLauncher:
@@ -114,8 +115,8 @@ class PackedLauncher:
         result = run_round(now.stages, plan, now.judge, None if plan.is_plain else now.drafter, batch)
         return Flight(now, plan, rows, result, partial(_outcomes, _packed(result)), batch.tokens)
 
-    def proceed(self, flight: Flight, context_len: int) -> Flight:
-        raise NotImplementedError("on a CPU the host is never behind")
+    def proceed(self, flight: Flight, context_len: int) -> Flight | None:
+        return None
 
 
 class StaticLauncher:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -67,6 +68,18 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams
         engine.check()
     assert finished == set(ids)
     assert engine.stats()["kv_blocks_used"] == 0, "blocks leaked"
+    return [outputs[request_id] for request_id in ids]
+
+
+def run_through_interrupts(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    """As `run`; whenever a step is interrupted, the next follows."""
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    while engine.has_unfinished():
+        with suppress(KeyboardInterrupt):
+            for delta in engine.step():
+                outputs[delta.request_id] += delta.token_ids
+        engine.check()
     return [outputs[request_id] for request_id in ids]
 
 

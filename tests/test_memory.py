@@ -19,7 +19,7 @@ from hispec.sampling_params import SamplingParams
 from hispec.sizing import try_largest_passes
 from hispec.stages import Stages
 from tests.drafters import ALL, draft_decoder, drafter_engine
-from tests.support import make_engine, random_prompts, run
+from tests.support import make_engine, random_prompts, run, run_through_interrupts
 from tests.tiny import tiny_checkpoint
 
 PROMPTS = random_prompts((1, 2, 7, 8, 9, 31, 33, 70))
@@ -131,15 +131,7 @@ def test_penalties_count_each_token_once_when_the_round_after_fails(tiny_decoder
         return result
 
     monkeypatch.setattr(launch, "run_round", fails_when_ahead)
-    ids = [engine.add_request(prompt, params) for prompt in PROMPTS[:2]]
-    outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
-    while engine.has_unfinished():
-        try:
-            for delta in engine.step():
-                outputs[delta.request_id] += delta.token_ids
-        except KeyboardInterrupt:
-            assert isinstance(error, KeyboardInterrupt)
-    assert [outputs[request_id] for request_id in ids] == plain
+    assert run_through_interrupts(engine, PROMPTS[:2], params) == plain
     assert num_ahead > 6
 
 

@@ -17,24 +17,11 @@ from hispec.launch import StaticLauncher
 from hispec.sampling import Sampler
 from hispec.sampling_params import SamplingParams
 from tests.drafters import ALL, draft_decoder, drafter_engine
-from tests.support import make_engine, random_prompts, run
+from tests.support import make_engine, random_prompts, run, run_through_interrupts
 from tests.tiny import tiny_checkpoint
 
 PROMPTS = random_prompts((1, 2, 7, 8, 9, 31, 33, 70))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
-
-
-def run_through_interrupts(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    ids = [engine.add_request(prompt, params) for prompt in prompts]
-    outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
-    while engine.has_unfinished():
-        try:
-            for delta in engine.step():
-                outputs[delta.request_id] += delta.token_ids
-        except KeyboardInterrupt:
-            pass
-        engine.check()
-    return [outputs[request_id] for request_id in ids]
 
 
 @pytest.mark.parametrize("at", range(1, 9))
