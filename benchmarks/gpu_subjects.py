@@ -19,7 +19,8 @@ from ee_models.attention import select_backend
 from ee_models.config import ModelConfig, RopeConfig
 from ee_models.decoder import AttentionWeights, Decoder, LayerWeights, MlpWeights
 from ee_models.exits import Exit
-from ee_models.linear import Linear, LinearMaker
+from ee_models.linear import Linear
+from ee_models.linear_maker import LinearMaker
 from hispec.config import SpeculativeConfig
 from hispec.errors import HiSpecError
 from hispec.fetch import resolve_model

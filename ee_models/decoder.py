@@ -14,7 +14,8 @@ from cache.view import BatchView
 from .attention import AttentionBackend, select_backend
 from .config import ModelConfig
 from .kernels import select_kernels
-from .linear import Linear, LinearMaker, PackedLinear
+from .linear import Linear, PackedLinear
+from .linear_maker import LinearMaker
 from .loader import Checkpoint
 from .quantized import Quantization, QuantizedLinear
 

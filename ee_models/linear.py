@@ -6,16 +6,11 @@ with plain decoding over a rounding error. Packed oneDNN kernels give that; a pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .quantized import Quantization
 
 # Rows that the weight's layout is chosen for. 1 would pick a layout whose results depend on the number of rows.
 _PACKING_HINT = 16
@@ -104,42 +99,3 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     except (RuntimeError, AttributeError):
         return False
     return bool(torch.allclose(got, F.linear(x, weight), atol=1e-4))
-
-
-@dataclass(frozen=True)
-class LinearMaker:
-    """Makes the Linears of a model, its exits and its draft model from weights [out, in] and biases [out], all in one way.
-
-    quantization  weight-only "int8" or "int4", every matrix product included; None = the weights as they are
-    exact         on a GPU, kernels in which rows keep their bits; packed linears of a CPU give that by themselves
-    Raises ValueError for what cannot be combined, or cannot run on `device` in `dtype`.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    quantization: Quantization | None = None
-    exact: bool = False
-
-    def __post_init__(self) -> None:
-        if self.quantization is None:
-            return
-        if self.exact and self.device.type != "cpu":
-            raise ValueError(f"exact_verify and quantization={self.quantization!r} cannot be combined on {self.device}; leave one of them out")
-        from .quantized import check_quantization
-
-        check_quantization(self.quantization, self.device, self.dtype)
-
-    @cached_property
-    def packs(self) -> bool:
-        return can_pack(self.device, self.dtype)
-
-    def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        if self.quantization is not None:
-            from .quantized import quantized_linear
-
-            return quantized_linear(weight, bias, self.quantization)
-        if self.exact and self.device.type != "cpu":
-            from .kernels.triton_linear import InvariantLinear
-
-            return InvariantLinear(weight, bias)
-        return PackedLinear(weight, bias) if self.packs else PlainLinear(weight, bias)

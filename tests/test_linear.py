@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ee_models import linear
 from ee_models.decoder import Decoder
-from ee_models.linear import LinearMaker, PackedLinear, PlainLinear, can_pack
+from ee_models.linear import PackedLinear, PlainLinear, can_pack
+from ee_models.linear_maker import LinearMaker
 from ee_models.loader import open_checkpoint
 
 CPU = torch.device("cpu")

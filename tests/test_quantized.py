@@ -16,7 +16,8 @@ from cache.view import BatchView, packed_slots_of
 from ee_models import quantized
 from ee_models.decoder import Decoder
 from ee_models.exit_files import ExitInfo
-from ee_models.linear import Linear, LinearMaker, PlainLinear, can_pack
+from ee_models.linear import Linear, PlainLinear, can_pack
+from ee_models.linear_maker import LinearMaker
 from ee_models.loader import open_checkpoint
 from ee_models.quantized import Quantization, QuantizedLinear, quantized_linear, takes_int4
 from hispec import LLM, SamplingParams

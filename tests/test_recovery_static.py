@@ -21,7 +21,6 @@ from tests.support import make_engine, random_prompts, run, run_through_interrup
 from tests.tiny import tiny_checkpoint
 
 PROMPTS = random_prompts((1, 2, 7, 8, 9, 31, 33, 70))
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
 @pytest.mark.parametrize("at", range(1, 9))
