@@ -144,7 +144,7 @@ def test_packing_is_off_where_the_op_is_missing_or_wrong(monkeypatch: pytest.Mon
 
 
 def test_a_decoder_without_the_op_computes_the_same_with_plain_linears(tiny_path: Path, tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "can_pack", lambda *_: False)
+    monkeypatch.setattr("ee_models.linear_maker.can_pack", lambda *_: False)
     monkeypatch.setattr(linear, "probe_rows", lambda *_: (1, False))
     plain = Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU)
     assert isinstance(plain.head, PlainLinear)
