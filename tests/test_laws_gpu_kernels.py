@@ -21,6 +21,7 @@ from tests.drafters import drafter_engine
 from tests.support import make_engine, random_prompts, run, transformers_greedy
 from tests.tiny import tiny_checkpoint, tiny_model
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES: dict[str, Any] = {"num_layers": 3, "hidden": 32}
 PROMPTS = random_prompts((3, 9))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
@@ -43,7 +44,7 @@ def on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(path: Path, invariant: bool = False) -> Decoder:
-    decoder = Decoder.load(open_checkpoint(path), torch.float32, torch.device("cpu"))
+    decoder = Decoder.load(open_checkpoint(path), torch.float32, DEVICE)
     decoder.attention, decoder.kernels = TritonAttention(invariant=invariant), TritonKernels()
     return decoder
 
@@ -69,7 +70,7 @@ def test_sampled_output_is_plain_sampled_decodings(small_path: Path, on_gpu_kern
 
 def test_bfloat16_runs_end_to_end(small_path: Path, on_gpu_kernels: None) -> None:
     """Other rounding than float32's, so not its tokens; but all tokens, and the same ones again."""
-    decoder = Decoder.load(open_checkpoint(small_path), torch.bfloat16, torch.device("cpu"))
+    decoder = Decoder.load(open_checkpoint(small_path), torch.bfloat16, DEVICE)
     decoder.attention, decoder.kernels = TritonAttention(), TritonKernels()
     engine = drafter_engine(decoder, PLANS["three tiers"], is_static=True)
     first = run(engine, PROMPTS, GREEDY)
@@ -78,8 +79,8 @@ def test_bfloat16_runs_end_to_end(small_path: Path, on_gpu_kernels: None) -> Non
 
 def test_exact_verify_takes_kernels_that_keep_bits(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `exact_verify` chooses on a GPU, chosen here by hand."""
-    linear = InvariantLinear(torch.randn(40, 24, generator=torch.Generator().manual_seed(0)), None)
-    x = torch.randn(9, 24, generator=torch.Generator().manual_seed(1))
+    linear = InvariantLinear(torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE), None)
+    x = torch.randn(9, 24, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     assert linear.row_invariant and TritonAttention(invariant=True).row_invariant and not TritonAttention().row_invariant
     together = linear(x)
     assert all(torch.equal(linear(x[i : i + 1])[0], together[i]) for i in range(9))
