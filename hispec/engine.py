@@ -291,8 +291,7 @@ class Engine:
 
     def _shrink(self, requests: Sequence[Request], what: str, error: BaseException) -> None:
         """Memory was too little for these requests at once: fewer from now on. One that fails alone ends."""
-        if self._rounds.graphs is not None:
-            self._rounds.graphs.clear()
+        self._rounds.forget_graphs()
         if self._decoder.device.type == "cuda":
             torch.cuda.empty_cache()
         if what == "prefill" and (tokens := self._scheduler.max_prefill_tokens) > _LEAST_PREFILL:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ee_models.attention.sdpa import SdpaAttention
 from ee_models.decoder import Decoder
@@ -69,11 +69,6 @@ class RecordedGraphs:
 
     def num_bytes(self) -> int:
         return self.num_captured * self.bytes_of_a_graph
-
-
-def poison(value: Any) -> Any:
-    """Overwrites the tensors of a result with what nobody would take for one."""
-    return tree_map_only(Tensor, lambda tensor: tensor.fill_(77), value)
 
 
 def recordable(decoder: Decoder) -> Decoder:

@@ -17,6 +17,7 @@ from ee_models.attention.sdpa import SdpaAttention
 from ee_models.decoder import Decoder
 from tests.support import random_prompts
 from tests.test_attention import CPU, INVARIANT_HEADS, LAYER, Pass, Row, use_threads
+from tests.token_trees import random_parents
 
 HEADS = (6, 2, 16)
 BLOCK_SIZES = [1, 5, 16]
@@ -56,17 +57,6 @@ class Tree:
         path = self.path(node)
         keys, values, queries = (torch.cat((context, nodes[path])) for context, nodes in zip(self.committed, self.nodes, strict=True))
         return Row(keys, values, queries, self.context_len + len(path), len(path))
-
-
-def random_parents(num_nodes: int, generator: random.Random) -> list[int]:
-    """One root, at most eight levels; now and then many siblings, now and then a long branch."""
-    parents, levels = [-1], [1]
-    for node in range(1, num_nodes):
-        parent = generator.choice([node - 1, generator.randrange(node), 0])
-        parent = parent if levels[parent] < 8 else 0
-        parents.append(parent)
-        levels.append(levels[parent] + 1)
-    return parents
 
 
 def shuffled(parents: list[int], generator: random.Random) -> list[int]:

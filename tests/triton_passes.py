@@ -17,6 +17,7 @@ from cache.paged_kv import PagedKV
 from cache.view import BatchView, slots_of
 from ee_models.attention import AttentionBackend, triton_pages
 from ee_models.attention.sdpa import SdpaAttention
+from tests.token_trees import random_parents as ordered_parents
 
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 LAYER = 1
@@ -131,12 +132,7 @@ class Pass:
 
 def random_parents(num_nodes: int, generator: random.Random) -> list[int]:
     """Any order of nodes, children before parents too; at most eight levels; now and then a long branch, now and then many siblings."""
-    parents, levels = [-1], [1]
-    for node in range(1, num_nodes):
-        parent = generator.choice([node - 1, generator.randrange(node), 0])
-        parent = parent if levels[parent] < 8 else 0
-        parents.append(parent)
-        levels.append(levels[parent] + 1)
+    parents = ordered_parents(num_nodes, generator)
     order = generator.sample(range(num_nodes), num_nodes)
     return [parents[old] if parents[old] < 0 else order.index(parents[old]) for old in order]
 
