@@ -17,7 +17,7 @@ from ee_models.attention.sdpa import SdpaAttention
 from ee_models.decoder import Decoder
 from tests.support import random_prompts
 from tests.test_attention import CPU, INVARIANT_HEADS, LAYER, Pass, Row, use_threads
-from tests.token_trees import random_parents
+from tests.token_trees import random_parents, shuffled
 
 HEADS = (6, 2, 16)
 BLOCK_SIZES = [1, 5, 16]
@@ -57,12 +57,6 @@ class Tree:
         path = self.path(node)
         keys, values, queries = (torch.cat((context, nodes[path])) for context, nodes in zip(self.committed, self.nodes, strict=True))
         return Row(keys, values, queries, self.context_len + len(path), len(path))
-
-
-def shuffled(parents: list[int], generator: random.Random) -> list[int]:
-    """The same tree, its nodes in any order, children before parents too."""
-    order = generator.sample(range(len(parents)), len(parents))
-    return [parents[old] if parents[old] < 0 else order.index(parents[old]) for old in order]
 
 
 def random_forest(seed: int, heads: tuple[int, int, int] = HEADS) -> list[Tree]:

@@ -13,3 +13,9 @@ def random_parents(num_nodes: int, generator: random.Random) -> list[int]:
         parents.append(parent)
         levels.append(levels[parent] + 1)
     return parents
+
+
+def shuffled(parents: list[int], generator: random.Random) -> list[int]:
+    """The same tree, its nodes in any order, children before parents too."""
+    order = generator.sample(range(len(parents)), len(parents))
+    return [parents[old] if parents[old] < 0 else order.index(parents[old]) for old in order]

@@ -18,6 +18,7 @@ from cache.view import BatchView, slots_of
 from ee_models.attention import AttentionBackend, triton_pages
 from ee_models.attention.sdpa import SdpaAttention
 from tests.token_trees import random_parents as ordered_parents
+from tests.token_trees import shuffled
 
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 LAYER = 1
@@ -131,10 +132,8 @@ class Pass:
 
 
 def random_parents(num_nodes: int, generator: random.Random) -> list[int]:
-    """Any order of nodes, children before parents too; at most eight levels; now and then a long branch, now and then many siblings."""
-    parents = ordered_parents(num_nodes, generator)
-    order = generator.sample(range(num_nodes), num_nodes)
-    return [parents[old] if parents[old] < 0 else order.index(parents[old]) for old in order]
+    """A random tree, its nodes in any order."""
+    return shuffled(ordered_parents(num_nodes, generator), generator)
 
 
 def forest(seed: int) -> list[Row]:
