@@ -19,7 +19,7 @@ PACKAGES = ("hispec", "ee_models", "cache")  # each may import those after it
 LEVELS: list[set[str]] = [
     {"__main__"},
     {"cli"},
-    {"profile", "training"},
+    {"profile", "training", "simulate"},
     {"jobs", "integrations"},
     {"llm"},
     {"engine"},
@@ -191,10 +191,13 @@ def test_cache_imports_nothing_but_torch_and_numpy() -> None:
             assert {target for target in targets(module) if target.split(".")[0] != "cache"} <= {*sys.stdlib_module_names, "torch", "numpy"}, module
 
 
-def test_scheduling_runs_without_torch() -> None:
-    modules = [module for module in graph() if module.split(".")[:2] in (["hispec", "scheduling"], ["hispec", "control"])]
-    assert "hispec.scheduling.scheduler" in modules
-    result = run(f"import sys; sys.modules.update(torch=None, numpy=None); import {', '.join([*modules, 'hispec.request', 'cache.blocks'])}")
+@pytest.mark.parametrize(
+    ("package", "missing", "others"), [("scheduling", "torch=None, numpy=None", ["hispec.request", "cache.blocks"]), ("control", "torch=None", [])]
+)
+def test_scheduling_and_control_run_without_torch(package: str, missing: str, others: list[str]) -> None:
+    modules = [module for module in graph() if module.split(".")[:2] == ["hispec", package]]
+    assert modules
+    result = run(f"import sys; sys.modules.update({missing}); import {', '.join([*modules, *others])}")
     assert result.returncode == 0, result.stderr
 
 

@@ -97,7 +97,7 @@ class Scheduler:
         """From now on at most so many rows; who is beyond them is preempted."""
         self._max_num_seqs = max_num_seqs
         while len(self.running) > max_num_seqs:
-            self._preempt(self.running[self._policy.victim(self.running)])
+            self._preempt(max(self.running, key=lambda request: self._policy.key(request.number, 0.0)))
 
     def reserve(self, request: Request, num_positions: int) -> bool:
         """Extends the request's blocks to so many positions, if that takes nobody else's."""
@@ -115,7 +115,7 @@ class Scheduler:
         """
         needed = len(request.token_ids) - 1 + request.round_limit(window)
         while not self._pool.extend(request.table, needed):
-            victim = self.running[self._policy.victim(self.running)]
+            victim = max(self.running, key=lambda request: self._policy.key(request.number, 0.0))
             self._preempt(victim)
             if victim is request:
                 return
@@ -129,7 +129,7 @@ class Scheduler:
 
     def _admit(self, window: int) -> None:
         while self.waiting and len(self.running) < self._max_num_seqs:
-            request = self.waiting[self._policy.next(self.waiting)]
+            request = min(self.waiting, key=lambda request: self._policy.key(request.number, 0.0))
             num_cached = 0
             if self._enable_prefix_caching:
                 # The last token is never taken from the cache: a round begins by processing it.

@@ -1,74 +1,15 @@
-"""Frozen, validated settings: how the engine runs, and how it speculates."""
+"""How to speculate: who drafts, who checks, how much, and who decides."""
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from .errors import ConfigError
-from .tree import DraftTree
+from ..errors import ConfigError
+from .base import Settings, Tuple
+from .plan import Plan
 
 _MOST_DRAFTS = 64  # of a tree, per cycle
-
-
-class Settings(BaseModel):
-    """Base of every settings class: frozen, no unknown keys, no silent conversions between types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one round does (design: D, C, K, R). `PLAIN` is plain decoding: the same round with two tiers left out.
-
-    draft_layer        D: the draft tier runs layers [0, D); 0 = the drafter is outside of the trunk, and the next tier begins at the embedding
-    check_layer        C: the check tier runs layers [D, C); None = no check tier
-    num_draft_tokens   K: tokens drafted per draft cycle, one after the other
-    num_checks         R: draft cycles, each ended by a check, before one verify (1 without a check tier)
-    num_branches       B: chains of K drafts per cycle, that begin with the drafter's B likeliest tokens; 1 = one chain
-    """
-
-    draft_layer: int = 0
-    check_layer: int | None = None
-    num_draft_tokens: int = 0
-    num_checks: int = 1
-    num_branches: int = 1
-
-    def __post_init__(self) -> None:
-        if self.check_layer is not None and self.num_draft_tokens < 1:
-            raise ConfigError("a check tier needs num_draft_tokens >= 1; leave `check` out for plain decoding")
-        if self.num_draft_tokens == 0 and self.draft_layer != 0:
-            raise ConfigError(f"draft_layer={self.draft_layer} needs num_draft_tokens >= 1; plain decoding has draft_layer=0")
-        if self.check_layer is not None and self.check_layer < self.draft_layer:
-            raise ConfigError(f"check_layer={self.check_layer} lies below draft_layer={self.draft_layer}")
-        if self.check_layer is None and self.num_checks != 1:
-            raise ConfigError(f"num_checks={self.num_checks} needs a check tier; without one it must be 1")
-        if self.num_branches != 1 and self.num_draft_tokens < 1:
-            raise ConfigError(f"num_branches={self.num_branches} needs num_draft_tokens >= 1; plain decoding has one branch")
-
-    @cached_property
-    def tree(self) -> DraftTree:
-        """What a draft cycle looks like: B chains of K drafts after its first token."""
-        return DraftTree.branches(self.num_draft_tokens, self.num_branches)
-
-    @property
-    def window(self) -> int:
-        """Places that one round can process: R * (B * K + 1)."""
-        return self.num_checks * self.tree.num_nodes
-
-    @property
-    def top_layer(self) -> int:
-        """The layer at which verify resumes."""
-        return self.draft_layer if self.check_layer is None else self.check_layer
-
-    @property
-    def is_plain(self) -> bool:
-        return self.num_draft_tokens == 0
-
-
-PLAIN = Plan()
 
 
 class NgramConfig(Settings):
@@ -179,6 +120,36 @@ class CheckConfig(Settings):
         return self.kind == "adapter"
 
 
+class GoodputConfig(Settings):
+    """How `control: goodput` decides. A plan's goodput is the tokens that it is expected to commit per second [SmartSpec].
+
+    latency            profile of this model on this machine (`hispec profile --latency`); None = the one that is kept for them, which is measured
+                       first if there is none
+    interval           rounds between two decisions
+    margin             another plan is taken only if it promises so many times the goodput of the present one
+    probe_share        share of rounds, at most, that try plans that were not tried of late
+    shadow_share       share of rounds on which exits that are not in use are read too [DEL]
+    window             rounds after which an observation counts half
+    prior_acceptance   share of drafts assumed right before any was seen, by any drafter
+    prior_weight       drafts that the assumption counts for; per request, that what is known of all requests counts for
+    per_request        whether K and R of a request follow its own acceptance
+    drafters           kinds of drafters to choose from; None = that of `draft`, what it consists of, and prompt lookup
+    layers             exits to choose D and C from; None = the ones that `draft` and `check` name, and all trained ones
+    """
+
+    latency: Annotated[str, Field(min_length=1)] | None = None
+    interval: Annotated[int, Field(ge=1, le=4096)] = 16
+    margin: Annotated[float, Field(ge=1.0, le=10.0)] = 1.03
+    probe_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.02
+    shadow_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.02
+    window: Annotated[float, Field(gt=0.0)] = 512.0
+    prior_acceptance: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    prior_weight: Annotated[float, Field(gt=0.0)] = 16.0
+    per_request: bool = True
+    drafters: Tuple[DraftKind] | None = None
+    layers: Tuple[Annotated[int, Field(ge=1)]] | None = None
+
+
 class SpeculativeConfig(Settings):
     """How to speculate. The default of R = 2 checks of K = 2 drafts is the paper's N_d = 2, N_i = 4 [HiSpec §4].
 
@@ -190,7 +161,8 @@ class SpeculativeConfig(Settings):
     draft_confidence   a row drafts no further where the drafter gives no token at least this probability [Kangaroo]; None = always K
     acceptance         "coupled": the output is plain decoding's, token for token, at every temperature;
                        "rejection": standard speculative sampling, equal in law
-    control            "fixed": always this plan
+    control            "fixed": always this plan; "goodput": the plan that promises the most tokens per second, plain decoding among them, with
+                       num_draft_tokens and num_checks as the most it may choose; `goodput` says how
     graphs             on a GPU, whether rounds are captured as CUDA graphs; False runs the same operations one by one
     """
 
@@ -201,7 +173,8 @@ class SpeculativeConfig(Settings):
     num_branches: Annotated[int, Field(ge=1, le=16)] = 1
     draft_confidence: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     acceptance: Literal["coupled", "rejection"] = "coupled"
-    control: Literal["fixed"] = "fixed"
+    control: Literal["fixed", "goodput"] = "fixed"
+    goodput: GoodputConfig | None = None
     graphs: bool = True
 
     @model_validator(mode="after")
@@ -217,6 +190,8 @@ class SpeculativeConfig(Settings):
             raise ValueError(f"draft_confidence={self.draft_confidence} means nothing for draft.kind='ngram', which has no probabilities; leave it out")
         if self.num_branches > 1:
             self._check_branches()
+        if self.goodput is not None and self.control != "goodput":
+            raise ValueError(f"goodput={self.goodput!r} means nothing for control={self.control!r}; set control: goodput, or leave it out")
         if self.acceptance == "rejection" and check is not None and check.confidence is not None:
             raise ValueError(
                 f"check.confidence={check.confidence} keeps drafts that the check tier would overrule, which acceptance='rejection' does not allow;"
@@ -232,6 +207,8 @@ class SpeculativeConfig(Settings):
             raise ValueError(f"{what} takes tokens by rank, which acceptance='rejection' does not allow; use 'coupled', or num_branches=1")
         if self.draft_confidence is not None:
             raise ValueError(f"{what} and draft_confidence={self.draft_confidence} cannot be combined: a tree's shape is fixed; leave one of them out")
+        if self.control == "goodput":
+            raise ValueError(f"{what} has a fixed shape, and control='goodput' chooses among chains; use control='fixed', or num_branches=1")
         if self.num_branches * self.num_draft_tokens > _MOST_DRAFTS:
             raise ValueError(f"{what} times num_draft_tokens={self.num_draft_tokens} is more than {_MOST_DRAFTS} drafts per cycle; lower one of them")
 
@@ -256,46 +233,3 @@ class SpeculativeConfig(Settings):
             num_checks=self.num_checks if self.check else 1,
             num_branches=self.num_branches,
         )
-
-
-class EngineConfig(Settings):
-    """How the engine runs. Sizes are in tokens unless named otherwise.
-
-    dtype                   "auto" = float32 on a CPU, the checkpoint's own on a GPU
-    device                  "auto" = a GPU if there is one
-    quantization            "int8" or "int4" weights, exits and draft models included: another, smaller model [torchao]; None = as stored
-    max_num_seqs            rows of a round at most: requests that run together
-    max_model_len           prompt + output of one request at most; None = the model's own limit
-    block_size              positions per KV block
-    num_kv_blocks           None = enough for max_num_seqs requests of max_model_len, within half of the free memory; on a GPU within what a
-                            trial run of the largest passes leaves free
-    gpu_memory_utilization  share of a GPU's free memory that may be used, weights not counted
-    max_prefill_tokens      prompt positions computed per step at most (chunked prefill)
-    enable_prefix_caching   reuse KV blocks of equal prefixes
-    attention               "auto", or a backend by name
-    seed                    base of the seeds of requests that bring none
-    graphs                  on a GPU, whether rounds are captured as CUDA graphs at all, those of plain decoding included
-    exact_verify            on a GPU, kernels that compute a token alike whatever else is in the pass, so that speculative and plain output agree
-                            bit for bit; slower. On a CPU in float32 it is so anyway
-    max_graphs              graphs kept, one per plan, number of rows, length of context and way of sampling; the least recently used makes room
-    max_graph_bytes         GPU memory kept free for them
-    warm_up                 capture all graphs when the engine starts, the largest first, instead of each when it is first needed
-    """
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "auto"
-    quantization: Literal["int8", "int4"] | None = None
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 32
-    max_model_len: Annotated[int, Field(ge=2)] | None = None
-    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
-    num_kv_blocks: Annotated[int, Field(ge=1)] | None = None
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
-    max_prefill_tokens: Annotated[int, Field(ge=1)] = 512
-    enable_prefix_caching: bool = True
-    attention: Literal["auto", "sdpa", "numba", "triton"] = "auto"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    graphs: bool = True
-    max_graphs: Annotated[int, Field(ge=1)] = 64
-    max_graph_bytes: Annotated[int, Field(ge=0)] = 2 << 30
-    warm_up: bool = False
-    exact_verify: bool = False
