@@ -1,0 +1,51 @@
+"""The command line, one module per command. Everything heavy is imported when a command runs, so that `--help` answers at once."""
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from ..version import __version__
+from . import bench, fetch, generate, profile, run, train
+from .common import BROKEN_PIPE, INTERRUPTED, USER_ERROR
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code (docs/jobs.md). HISPEC_DEBUG=1 lets errors through, with their traceback."""
+    options = _parser().parse_args(arguments)
+    debug = os.environ.get("HISPEC_DEBUG", "") not in ("", "0")
+    try:
+        code: int = options.command(options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt as interrupt:
+        print(f"\nInterrupted. {interrupt}".rstrip(), file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has gone; what Python would still flush at exit must go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if debug or not _is_users(error):
+            raise
+        print(f"hispec: {error}", file=sys.stderr)
+        return USER_ERROR
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether the message of `error` is all that a user needs."""
+    from ee_models.errors import CheckpointError, TrainingError
+
+    from ..errors import HiSpecError
+
+    return isinstance(error, HiSpecError | CheckpointError | TrainingError | OSError)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hispec", description="Early-exit hierarchical speculative decoding.")
+    parser.add_argument("--version", action="version", version=f"hispec {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in (run, generate, bench, profile, train, fetch):
+        command.add(commands)
+    return parser

@@ -1,0 +1,21 @@
+"""hispec fetch: a known model."""
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .common import OK
+
+
+def add(commands: Any) -> None:
+    fetch = commands.add_parser("fetch", help="get a model", description="Download and convert a known model; prints its folder.")
+    fetch.add_argument("name", metavar="NAME", help="such as smollm2")
+    fetch.add_argument("--force", action="store_true", help="do it again even if it is there")
+    fetch.set_defaults(command=_fetch)
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    from ..fetch import fetch
+
+    print(fetch(options.name, force=options.force))
+    return OK

@@ -1,0 +1,94 @@
+"""hispec generate: one prompt, streamed."""
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from .common import OK, add_preset, add_set
+
+if TYPE_CHECKING:
+    from ..jobs.schema import RunConfig
+
+
+def add(commands: Any) -> None:
+    generate = commands.add_parser(
+        "generate", help="answer one prompt", description="Stream the answer to one prompt. Without --draft-layer, decoding is plain."
+    )
+    generate.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
+    generate.add_argument("--model", help="a name that `hispec fetch` knows, a hub id, or a folder")
+    add_preset(generate)
+    generate.add_argument("--chat", action=argparse.BooleanOptionalAction, default=True, help="put the prompt into the model's chat template (default: yes)")
+    generate.add_argument("--draft-layer", type=int, metavar="D", help="draft with layers [0, D)")
+    generate.add_argument("--check-layer", type=int, metavar="C", help="check drafts with layers [D, C)")
+    generate.add_argument("--num-draft-tokens", type=int, metavar="K", help="tokens per draft cycle")
+    generate.add_argument("--num-checks", type=int, metavar="R", help="draft cycles per verify")
+    generate.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default: 256)")
+    generate.add_argument("--temperature", type=float, metavar="T", help="0 = greedy (default: 0)")
+    generate.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling")
+    generate.add_argument("--seed", type=int, help="of sampling")
+    add_set(generate)
+    generate.set_defaults(command=_generate)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    config = _generate_config(options)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    from ..llm import LLM
+
+    llm = LLM(config.model, speculative=config.speculative, **config.engine.model_dump())
+    try:
+        arrivals: list[tuple[float, int]] = []  # seconds since the start, tokens
+        started = time.perf_counter()
+        for delta in llm.stream([{"role": "user", "content": prompt}] if options.chat else prompt, config.sampling, chat=options.chat):
+            arrivals.append((time.perf_counter() - started, len(delta.token_ids)))
+            print(delta.text, end="", flush=True)
+            if delta.error is not None:
+                raise RuntimeError(delta.error)
+        print(flush=True)
+        _print_generate_stats(arrivals, llm.stats(), config)
+    finally:
+        llm.close()
+    return OK
+
+
+def _generate_config(options: argparse.Namespace) -> RunConfig:
+    """The same settings as a job's, from flags and --set."""
+    from ..errors import build
+    from ..jobs.load import apply_overrides, load_preset
+    from ..jobs.schema import RunConfig
+
+    def given(**values: Any) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if value is not None}
+
+    speculative = given(
+        draft=None if options.draft_layer is None else {"layer": options.draft_layer},
+        check=None if options.check_layer is None else {"layer": options.check_layer},
+        num_draft_tokens=options.num_draft_tokens,
+        num_checks=options.num_checks,
+    )
+    sampling = given(max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed)
+    values: dict[str, Any] = {} if options.preset is None else load_preset(options.preset).model_dump(exclude_unset=True)
+    values |= given(model=options.model, speculative=speculative or None)
+    values["engine"] = {**values.get("engine", {}), "max_num_seqs": 1}
+    values["sampling"] = {"max_tokens": 256, "temperature": 0.0, **values.get("sampling", {}), **sampling}
+    apply_overrides(values, options.set)
+    return build(RunConfig, values)
+
+
+def _print_generate_stats(arrivals: list[tuple[float, int]], stats: dict[str, Any], config: RunConfig) -> None:
+    """One line. The speed is that after the first tokens: before them lie the prompt and, the first time, compiling."""
+    from ..jobs.stats import Rates
+
+    rates = Rates.of(stats, config.speculative)
+    counts = [count for _, count in arrivals]
+    parts = [f"{sum(counts)} tokens, the first after {arrivals[0][0]:.1f} s"]
+    if sum(counts[1:]):
+        parts.append(f"then {sum(counts[1:]) / (arrivals[-1][0] - arrivals[0][0]):.1f} tokens/s")
+    for share, name in ((rates.draft_accepted, "of drafted"), (rates.tentative_accepted, "of tentative")):
+        if share is not None:
+            parts.append(f"{share:.0%} {name} tokens kept")
+    if config.speculative is not None and rates.mean_accepted_len is not None:
+        parts.append(f"{rates.mean_accepted_len:.2f} tokens per round")
+    print(", ".join(parts), file=sys.stderr)
