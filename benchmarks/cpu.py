@@ -25,8 +25,8 @@ from ee_models.decoder import Decoder
 from ee_models.loader import open_checkpoint
 from hispec.config import EngineConfig
 from hispec.engine import Engine
+from hispec.environment import environment, peak_memory_bytes
 from hispec.fetch import resolve_model
-from hispec.jobs.environment import environment, peak_memory_bytes
 from hispec.sampling import Sampler
 from hispec.sampling_params import SamplingParams
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_timing import Clock, copy_bandwidth
-from hispec.jobs.environment import environment
+from hispec.environment import environment
 
 BENCHMARK = "hispec gpu"
 SYNTHETIC = "random weights, forced acceptance: times are real, the text and its acceptance are not"

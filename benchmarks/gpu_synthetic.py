@@ -63,15 +63,15 @@ class SyntheticJudge:
 
 def forced(engine: Engine, agreement: Agreement) -> Speculation:
     """The engine's plan with tiers that agree at these rates, whatever they say; for `use`."""
-    now = engine._speculation
-    assert now is not None and isinstance(now.judge, CoupledJudge)
+    now = engine._now
+    assert isinstance(now.judge, CoupledJudge)
     return replace(now, judge=SyntheticJudge(now.judge, agreement, now.stages.device))
 
 
 def use(engine: Engine, speculation: Speculation) -> None:
     """From now on the engine runs this; graphs are kept by it, so going back and forth costs nothing."""
     assert not engine.has_unfinished()
-    engine._speculation = speculation
+    engine._speculations.now = speculation
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a round is run over: its rows on the device, how its stages are run, and the places of one pass."""
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,35 @@ PACKED = Execution()  # eagerly, over the live places alone
 STATIC = Execution(is_static=True, may_ask=False)
 
 
+class Watch:
+    """What exits that are not in use would have said in a round [DEL's shadow tokens], and what was drafted.
+
+    layers   of the exits
+    tokens   [layers, rows, window + 1]: tokens[i, row, j] would have followed column j
+    drafts   [rows, window + 1]: the draft that was put into column j, -1 = none
+    """
+
+    def __init__(self, layers: Sequence[int], num_rows: int, window: int, device: torch.device) -> None:
+        self.layers = tuple(layers)
+        self.tokens = torch.full((len(self.layers), num_rows, window + 1), -1, dtype=torch.int64, device=device)
+        self.drafts = torch.full((num_rows, window + 1), -1, dtype=torch.int64, device=device)
+
+    def saw_drafts(self, tokens: Tensor, columns: Tensor, counts: Tensor) -> None:
+        """A cycle's drafts: the first counts [rows] of tokens[row, columns [rows, n]]."""
+        columns = columns.clamp(max=self.drafts.shape[1] - 1)
+        is_draft = torch.arange(columns.shape[1], device=columns.device) < counts.unsqueeze(-1)
+        self.drafts.scatter_(1, columns, torch.where(is_draft, tokens.gather(1, columns), -1))
+
+    def counts(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """[rows, layers, 4]: of the columns whose context was committed, that is of the first counts [rows]: all of them; those after which the
+        exit would have said what was committed, tokens [rows, window + 1]; those that a draft followed; those after which it agreed with that."""
+        valid = torch.arange(tokens.shape[1] - 1, device=tokens.device) < counts.unsqueeze(-1)
+        said, drafts = self.tokens[:, :, :-1], self.drafts[:, 1:]
+        has_draft = valid & (drafts >= 0)
+        each = torch.stack((valid.expand(said.shape), valid & (said == tokens[:, 1:]), has_draft.expand(said.shape), has_draft & (said == drafts)))
+        return each.sum(-1).permute(2, 1, 0)
+
+
 @dataclass
 class RoundBatch:
     """The rows of one round, on the device. Column j of the window lies in the KV slot of position starts + j of the row's
@@ -45,20 +74,24 @@ class RoundBatch:
     tokens           [rows, window + 1] int64: column 0 is x_n, the last committed token; the rest is filled by the tiers
     starts           [rows] int64: n, the position of x_n; KV is valid below it at every layer
     limits           [rows] int64: columns that the row may process: 0 = no row here, 1 = plain decoding, at most window
+    most_drafts      [rows] int64: drafts that a cycle of the row's may have, if these are a chain
     block_tables     [rows, max_blocks] int64, covering starts + limits positions
     max_context_len  int, at least starts + limits of every row
     keeps_logits     whether verify's logits are asked for after the round
+    watch            where exits that the plan does not use leave what they would have said; None = they are not asked
     """
 
     tokens: Tensor
     starts: Tensor
     limits: Tensor
+    most_drafts: Tensor
     block_tables: Tensor
     block_size: int
     max_context_len: int
     sampler: Sampler
     execution: Execution = PACKED
     keeps_logits: bool = True
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         self.window = self.tokens.shape[1] - 1

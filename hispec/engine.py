@@ -4,38 +4,48 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from cache.blocks import BlockPool
+from cache.host_kv import HostKV
 from ee_models.exits import Exit
 
 from .admission import max_model_len, request_problems
-from .config import EngineConfig, Plan, SpeculativeConfig
+from .catch_up import fall_behind
+from .config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
+from .control.choice import Choice
+from .control.latency import LatencyModel
+from .controls import make_control
 from .drafters.drafter import DrafterError, guarded
 from .errors import ConfigError, RequestError
 from .graphs import GraphDevice
-from .launch import Flight, RowOutcome, context_buckets
+from .keeping import KVKeeper, cheaper_to_move
+from .launch import Flight, context_buckets
 from .memory import is_out_of_memory
+from .outcomes import RowOutcome
 from .outputs import Delta
 from .prefill import prefill_pass
+from .recorder import Recorder
 from .request import Request, TextStream
 from .round import RoundResult
 from .rounds import Rounds, give_up_drafting
 from .sampling_params import SamplingParams
-from .scheduling.policy import FirstComeFirstServed
+from .scheduling.lengths import LengthPredictor
+from .scheduling.make import make_policy
+from .scheduling.policy import Service
 from .scheduling.scheduler import Chunk, Scheduler
 from .sizing import default_num_blocks
-from .speculation import Limits, Speculation, make_speculation, total_memory
+from .speculation import Speculation
+from .speculations import Speculations, Wanted
 from .stages import DecoderLike, PassCounts
 from .stats import EngineStats
 from .tables import RowTables
 
 _log = logging.getLogger(__name__)
 _LEAST_PREFILL = 16  # positions; below that an allocation failure is no matter of their number
-_MOST_MADE = 8  # plans whose buffers are kept
 
 
 class Engine:
@@ -54,26 +64,34 @@ class Engine:
         exits: Sequence[Exit] = (),
         draft_model: DecoderLike | None = None,
         plan: Plan | None = None,
+        latency: LatencyModel | None = None,
+        scheduling: SchedulingConfig | None = None,
+        length_predictor: LengthPredictor | None = None,
         eos_token_ids: Sequence[int] = (),
         is_static: bool | None = None,
         graph_device: GraphDevice | None = None,
     ) -> None:
-        """As `set_speculative` for `speculative`, `exits`, `draft_model` and `plan`. Raises ConfigError for what does not fit the model
-        or memory.
+        """As `set_speculative` for `speculative`, `exits`, `draft_model`, `plan` and `latency`. Raises ConfigError for what does not fit the
+        model or memory.
 
+        scheduling                who is served first; None = who came first
+        length_predictor          how long outputs will be, for policies that ask; None = learnt from those that have ended
         is_static, graph_device   whether rounds have static shapes, and where they are captured; None = as the device wants it
         """
         model = decoder.config
+        scheduling = scheduling or SchedulingConfig()
         self._decoder, self._config = decoder, config
         self.max_model_len = max_model_len(config, min(model.max_position_embeddings, decoder.max_positions), model.sliding_window)
         self._counts, self._draft_counts = PassCounts(), PassCounts()  # of the model, and of a draft model
-        self._speculation: Speculation | None = None
-        self._made: dict[Hashable, Speculation] = {}  # of plans that were set, so that their graphs serve again
+        self._speculations = Speculations(decoder, config, self.max_model_len, self._counts, self._draft_counts)
+        wanted = Wanted(speculative, exits, draft_model, plan, latency)
         num_blocks = config.num_kv_blocks or default_num_blocks(
-            config, decoder, exits, draft_model, self.max_model_len, lambda: self._make(1, speculative, exits, draft_model, plan)
+            config, decoder, exits, draft_model, self.max_model_len, lambda: self._speculations.make(1, wanted)
         )
         self._pool = BlockPool(num_blocks, config.block_size)
-        self._scheduler = Scheduler(self._pool, FirstComeFirstServed(), config.max_num_seqs, config.max_prefill_tokens, config.enable_prefix_caching)
+        sizes = config.max_num_seqs, config.max_prefill_tokens, config.enable_prefix_caching
+        keeper = KVKeeper(HostKV(scheduling.swap_bytes), lambda: self._now.kvs, cheaper_to_move(latency, config.max_prefill_tokens))
+        self._scheduler = Scheduler(self._pool, make_policy(scheduling), *sizes, predictor=length_predictor, keeper=keeper)
         max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
         self._tables = RowTables(config.max_num_seqs, max_blocks)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -84,7 +102,11 @@ class Engine:
         self._closed = self._draining = False
         counters = self._counts, self._draft_counts
         self._rounds = Rounds(config, self._scheduler, self._tables, self.max_model_len, decoder, counters, is_static, graph_device)
-        self.set_speculative(speculative, exits=exits, draft_model=draft_model, plan=plan)
+        about = f"{model.num_layers} layers of {model.hidden_size}, vocabulary of {model.vocab_size}"
+        self._recorder = Recorder(config, about, scheduling.policy)
+        self._choice = Choice()  # of the round in the air
+        self._read_s = 0.0  # when the last round was read
+        self.set_speculative(speculative, exits=exits, draft_model=draft_model, plan=plan, latency=latency)
         if config.warm_up:
             self.warm_up()
         self.reset_stats()
@@ -92,27 +114,35 @@ class Engine:
     # ---- what users call ----
 
     def set_speculative(
-        self, speculative: SpeculativeConfig | None, *, exits: Sequence[Exit] = (), draft_model: DecoderLike | None = None, plan: Plan | None = None
+        self,
+        speculative: SpeculativeConfig | None,
+        *,
+        exits: Sequence[Exit] = (),
+        draft_model: DecoderLike | None = None,
+        plan: Plan | None = None,
+        latency: LatencyModel | None = None,
     ) -> None:
         """Changes the plan between requests: plain decoding for None. Raises ConfigError while requests are unfinished.
 
-        exits        the trained ones of this plan (`ee_models.exits.load_exits`); others are read through the model's own head
+        exits        the trained ones of this plan, or of those to choose from (`ee_models.exits.load_exits`); others are read through the model's
+                     own head
         draft_model  the small model, if draft.kind is "model"
         plan         overrides the one that `speculative` gives
+        latency      what stages cost, which control="goodput" needs (`hispec.measure`)
         """
         if self._requests:
             raise ConfigError(f"the plan cannot change while {len(self._requests)} requests are unfinished; drain() or abort them first")
-        before, self._flight = self._speculation, None  # the round in the air is of requests that are gone
-        key = speculative, plan, tuple(map(id, exits)), id(draft_model)
-        new = self._made.get(key) or self._make(self._pool.num_blocks, speculative, exits, draft_model, plan)
-        if before is None or new.kv is not before.kv or self._rounds.graphs is None or len(self._made) >= _MOST_MADE:
-            self._made.clear()  # of use for their graphs alone, and none with another KV
-            self._rounds.forget_graphs()
-        self._made[key] = new
+        self._flight = None  # the round in the air is of requests that are gone
+        wanted = Wanted(speculative, exits, draft_model, plan, latency)
+        new = self._speculations.get(self._pool.num_blocks, wanted)
+        control = make_control(new, speculative, latency, self._recorder.decided)
+        is_anew, is_cache_stale = self._speculations.use(new, wanted, self._rounds.graphs is not None)
         # All buffers are there: nothing below can fail and leave one plan with another's buffers.
-        if before is not None and new.kv_owners != before.kv_owners:
+        if is_anew:
+            self._rounds.forget_graphs()
+        if is_cache_stale:
             self._pool.forget()  # what is cached lacks their KV
-        self._speculation = new
+        self._recorder.use(control)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -128,8 +158,7 @@ class Engine:
 
     @property
     def _now(self) -> Speculation:
-        assert self._speculation is not None
-        return self._speculation
+        return self._speculations.now
 
     def add_request(
         self,
@@ -190,7 +219,7 @@ class Engine:
                 self._start()
             if (flight := self._flight) is not None:
                 started = time.perf_counter()
-                self._flight = self._rounds.proceed(flight, self._stats)
+                self._flight = self._rounds.proceed(flight, self._stats) if not self._recorder.control.is_due else None
                 self._read(flight)
                 self._stats.round_s += time.perf_counter() - started
         except BaseException:
@@ -234,8 +263,8 @@ class Engine:
         self._closed = True
         self._flight = None
         self._rounds.forget_graphs()
-        for speculation in self._made.values():
-            speculation.release()
+        self._speculations.release()
+        self._recorder.close()
 
     def stats(self) -> dict[str, Any]:
         """Counts since the last reset, and what is held now (see EngineStats)."""
@@ -245,6 +274,7 @@ class Engine:
             "draft_model_layer_passes": self._draft_counts.layer_passes - self._draft_counts.prefill_layer_passes,
             "num_layers": self._decoder.config.num_layers,
             **self._rounds.stats(),
+            **self._recorder.control.stats(),
             "cached_tokens": self._scheduler.num_cached_tokens,
             "preemptions": self._scheduler.num_preemptions,
             "kv_blocks_used": self._pool.num_held,
@@ -262,7 +292,7 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by what they are for; on a GPU those of earlier plans too, up to eight, whose graphs are kept."""
         graphs = self._rounds.graphs
-        return {**total_memory(self._made.values()), **({"graph_bytes": graphs.num_bytes} if graphs is not None else {})}
+        return {**self._speculations.memory(), **({"graph_bytes": graphs.num_bytes} if graphs is not None else {})}
 
     def check(self) -> None:
         """Asserts the integrity of blocks and rows; for tests, at any time between steps."""
@@ -275,19 +305,6 @@ class Engine:
             assert len(request.table.blocks) >= self._pool.blocks_for(request.num_computed)
 
     # ---- sizes ----
-
-    def _make(
-        self,
-        num_blocks: int,
-        speculative: SpeculativeConfig | None,
-        exits: Sequence[Exit],
-        draft_model: DecoderLike | None,
-        plan: Plan | None,
-    ) -> Speculation:
-        limits = Limits(self._config.max_num_seqs, self.max_model_len, num_blocks, self._config.block_size)
-        kv = self._speculation.kv if self._speculation is not None else None
-        draft_kv = next((each.draft_kv for each in self._made.values() if each.draft_model is draft_model), None)
-        return make_speculation(self._decoder, limits, speculative, plan, exits, draft_model, self._counts, self._draft_counts, kv, draft_kv)
 
     def _shrink(self, requests: Sequence[Request], what: str, error: BaseException) -> None:
         """Memory was too little for these requests at once: fewer from now on. One that fails alone ends."""
@@ -310,7 +327,9 @@ class Engine:
 
     def _start(self) -> None:
         """Computes a piece of waiting prompts, and launches a round for whom is ready."""
-        step = self._scheduler.schedule(self.plan.window)
+        coming = [*self._scheduler.running, *self._scheduler.waiting][: self._config.max_num_seqs]
+        self._choice = self._recorder.control.choose([request.number for request in coming], sum(len(request.token_ids) for request in coming))
+        step = self._scheduler.schedule(self._choice.plan.window, time.monotonic())
         self._tables.update([request.table.blocks for request in self._scheduler.running])
         started = time.perf_counter()
         what, concerned = "prefill", [chunk.request for chunk in step.chunks]
@@ -321,7 +340,7 @@ class Engine:
             self._stats.prefill_s += prefilled - started
             what, concerned = "a round", [self._scheduler.running[row] for row in step.limits]
             if step.limits:
-                self._flight = self._rounds.launch(self._now, step.limits, self._stats)
+                self._flight = self._rounds.launch(self._now, self._choice, step.limits, self._stats)
             self._stats.round_s += time.perf_counter() - prefilled
         except Exception as error:
             if not is_out_of_memory(error):
@@ -331,9 +350,10 @@ class Engine:
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Computes KV of prompt positions at every layer; several requests' chunks in one pass."""
+        started = time.perf_counter()
         token_ids, view = prefill_pass(chunks, self._tables.tensor[: len(self._scheduler.running)], self._pool.block_size, self._decoder.device)
         self._now.stages.prefill(token_ids, view)
-        if (drafter := self._now.drafter) is not None:
+        for drafter in self._now.drafters:
             try:
                 with guarded(drafter):
                     drafter.prefill(token_ids, view)
@@ -341,17 +361,27 @@ class Engine:
                 if error.lacks_memory and len(self._scheduler.running) > 1:
                     raise
                 give_up_drafting([chunk.request for chunk in chunks], error, self._stats)
+        seconds = time.perf_counter() - started
         for chunk in chunks:
             self._stats.prefill_tokens += chunk.end - chunk.start
             self._scheduler.commit(chunk.request, chunk.end, release=False)
+            self._scheduler.served(chunk.request, Service(rounds=0, tokens=0, drafted=0, accepted=0, passes=1.0, seconds=seconds))
 
     def _read(self, flight: Flight) -> None:
         """Commits what a round has committed on the device."""
         outcomes = flight.outcomes()
+        began_s, self._read_s = max(flight.launched_s, self._read_s), time.perf_counter()
         self._stats.steps += 1
-        for row, request in flight.rows.requests:
-            if request.finish_reason is None:  # else it ended after the round was launched
-                self._commit(request, row, outcomes[row], flight.result)
+        # Others ended after the round was launched.
+        rows = [(request, row, outcomes[row]) for row, request in flight.rows.requests if request.finish_reason is None]
+        seconds = self._read_s - began_s
+        self._recorder.round(flight, self._choice, rows, seconds)
+        behind = self._now.all_owners - flight.owners
+        passes = flight.layer_passes / self._decoder.config.num_layers
+        for request, row, outcome in rows:
+            fall_behind(request, behind)
+            self._scheduler.served(request, outcome.service(passes, seconds))
+            self._commit(request, row, outcome, flight.result)
         if self._flight is None:
             self._rounds.follow_up(flight)
 
@@ -369,7 +399,8 @@ class Engine:
         if request.params.logprobs is not None:
             request.logprobs += result.logprobs(row, kept, request.params.logprobs)
         for counts in (request.counts, self._stats.round):
-            counts.add(len(outcome.token_ids), taken, outcome.drafted, outcome.draft_accepted, outcome.tentative, outcome.accepted)
+            by_source = outcome.by_source(outcome.drafted), outcome.by_source(outcome.kept)
+            counts.add(len(outcome.token_ids), taken, *by_source, outcome.tentative, outcome.accepted)
         # What the round in the air may need stays.
         self._scheduler.commit(request, len(request.token_ids) - 1, release=self._flight is None)
         if request.finish_reason is not None:
@@ -381,8 +412,10 @@ class Engine:
         self._scheduler.remove(request)
         del self._requests[request.request_id]
         self._stats.finished += 1
-        self._pending.append(request.delta(token_ids, text, time.monotonic(), error))
-        if (drafter := self._now.drafter) is not None and request.finish_reason in ("stop", "length"):
+        delta = request.delta(token_ids, text, time.monotonic(), error)
+        self._pending.append(delta)
+        self._recorder.finished(request, delta.metrics)
+        for drafter in self._now.drafters if request.finish_reason in ("stop", "length") else ():
             try:
                 with guarded(drafter):
                     drafter.finish(request.number, request.output_token_ids)

@@ -1,6 +1,7 @@
 """The two ways of acceptance, as one interface for the round: choose tokens, judge a row of proposals."""
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,6 +89,12 @@ class RejectionJudge:
         # One place more than the window has, as its last: what is kept at place -1 is kept nowhere.
         self._kept = torch.zeros(len(Tier), num_rows * window + 1, vocab_size, device=device)
         self._has_check = has_check
+
+    def of_plan(self, has_check: bool) -> RejectionJudge:
+        """For rounds of another plan, in the same scratch."""
+        other = copy(self)
+        other._has_check = has_check
+        return other
 
     @property
     def num_bytes(self) -> int:

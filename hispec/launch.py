@@ -6,7 +6,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import STATIC, Execution, RoundBatch, directly
+from .batch import STATIC, Execution, RoundBatch, Watch, directly
 from .config import Plan
-from .drafters.drafter import Drafter, Source, guarded
+from .drafters.drafter import Drafter, guarded
 from .graphs import GraphCache
-from .request import Request
+from .outcomes import RowOutcome, outcomes_of
+from .request import Owner, Request
 from .round import RoundResult, run_round
 from .sampling import Sampler
 from .speculation import Speculation
@@ -30,40 +31,32 @@ _LEAST_CONTEXT = 512  # positions; a static round attends within one of few leng
 
 
 class Input(IntEnum):
-    """What a round needs to know of a row: its last committed token, that one's position, the places that it may take in a round, and
-    the tokens that it may still output."""
+    """What a round needs to know of a row: its last committed token, that one's position, the places that it may take in a round, the
+    tokens that it may still output, and the drafts that a cycle may have."""
 
     TOKEN = 0
     START = 1
     CAP = 2
     ROOM = 3
+    DRAFTS = 4
 
 
 @dataclass(frozen=True)
 class Rows:
-    """inputs [4, rows] int64 by Input; requests in them that take part, by row; context_len: positions that any may reach; whether logits
-    are asked for after the round."""
+    """inputs [5, rows] int64 by Input; requests in them that take part, by row; context_len: positions that any may reach; whether logits
+    are asked for after the round; whether exits that are not in use are asked too."""
 
     inputs: np.ndarray[Any, np.dtype[np.int64]]
     requests: tuple[tuple[int, Request], ...]
     context_len: int
     keeps_logits: bool
-
-
-@dataclass(frozen=True)
-class RowOutcome:
-    """What a round says of one row; drafted and draft_accepted by Source."""
-
-    token_ids: list[int]
-    tentative: int
-    accepted: int
-    drafted: list[int]
-    draft_accepted: list[int]
+    watches: bool = False
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A round that was launched; outcomes(): of all its rows, once the device has done it."""
+    """A round that was launched; outcomes(): of all its rows, once the device has done it; layers of the model that it runs; when it was
+    launched, by time.perf_counter."""
 
     now: Speculation
     plan: Plan
@@ -71,6 +64,13 @@ class Flight:
     result: RoundResult
     outcomes: Callable[[], list[RowOutcome]]
     tokens: Tensor
+    layer_passes: int = 0
+    launched_s: float = 0.0
+
+    @property
+    def owners(self) -> frozenset[Owner]:
+        """Exits and models whose own KV the round writes."""
+        return self.now.owners - {"model"} if self.plan.is_plain else self.now.owners
 
     @property
     def drafter(self) -> Drafter | None:
@@ -98,22 +98,25 @@ class PackedLauncher:
 
     def launch(self, now: Speculation, plan: Plan, rows: Rows) -> Flight:
         num_rows = rows.inputs.shape[1]
-        host = np.zeros((num_rows, plan.window + 3), np.int64)  # the window's tokens, start, limit
-        host[:, 0], host[:, -2] = rows.inputs[Input.TOKEN], rows.inputs[Input.START]
-        host[:, -1] = np.minimum(rows.inputs[Input.CAP], rows.inputs[Input.ROOM])
+        host = np.zeros((num_rows, plan.window + 4), np.int64)  # the window's tokens, start, limit, drafts
+        host[:, 0], host[:, -3], host[:, -1] = rows.inputs[Input.TOKEN], rows.inputs[Input.START], rows.inputs[Input.DRAFTS]
+        host[:, -2] = np.minimum(rows.inputs[Input.CAP], rows.inputs[Input.ROOM])
         inputs = torch.from_numpy(host).to(self._device)
         batch = RoundBatch(
             tokens=inputs[:, : plan.window + 1].contiguous(),
-            starts=inputs[:, -2],
-            limits=inputs[:, -1],
+            starts=inputs[:, -3],
+            limits=inputs[:, -2],
+            most_drafts=inputs[:, -1],
             block_tables=self._tables.tensor[:num_rows].to(self._device),
             block_size=self._block_size,
             max_context_len=rows.context_len,
             sampler=self._sampler,
             keeps_logits=rows.keeps_logits,
+            watch=_watch(now, plan, rows, num_rows, self._device),
         )
         result = run_round(now.stages, plan, now.judge, None if plan.is_plain else now.drafter, batch)
-        return Flight(now, plan, rows, result, partial(_outcomes, _packed(result)), batch.tokens)
+        packed = _packed(result, batch.watch)
+        return Flight(now, plan, rows, result, partial(outcomes_of, packed, plan), batch.tokens)
 
     def proceed(self, flight: Flight, context_len: int) -> Flight | None:
         return None
@@ -151,55 +154,60 @@ class StaticLauncher:
         num_rows, plan, drafter = bucket(flight.rows.inputs.shape[1], self._num_rows), flight.plan, flight.drafter
 
         def advance(counts: Tensor) -> None:
-            token, start, _, room = self._inputs[:, :num_rows]
+            token, start, _, room, _ = self._inputs[:, :num_rows]
             self._sampler.advance(flight.tokens, counts)
             if drafter is not None:
                 with guarded(drafter):
-                    drafter.advance(self._batch(plan, num_rows, context_len, STATIC, False), counts)
+                    drafter.advance(self._batch(plan, num_rows, context_len, STATIC), counts)
             token.copy_(flight.tokens.gather(1, counts.unsqueeze(1)).squeeze(1))
             start += counts
             room -= counts
 
         # Not to be done twice, as a capture does; it is a handful of operations, and the device is busy with the round before.
         advance(flight.result.counts)
-        rows = Rows(flight.rows.inputs, flight.rows.requests, context_len, False)
-        return self._run(flight.now, plan, rows)
+        return self._run(flight.now, plan, Rows(flight.rows.inputs, flight.rows.requests, context_len, False))
 
     def _run(self, now: Speculation, plan: Plan, rows: Rows) -> Flight:
         if self._tables.has_changed:
             self._copy(self._block_tables, self._tables.tensor)
             self._tables.has_changed = False  # last, since a copy may be interrupted
         num_rows, context_len = bucket(rows.inputs.shape[1], self._num_rows), context_bucket(rows.context_len, self._max_model_len)
-        key = (now, plan, num_rows, context_len, self._sampler.mode, rows.keeps_logits)
-        graphs = self._graphs if now.captures else None
         by_stage = now.stops_early and not plan.is_plain  # the host decides how far drafting goes, so there is a graph per stage
+        watches = rows.watches and not by_stage and bool(now.watched)
+        key = (now, plan, num_rows, context_len, self._sampler.mode, rows.keeps_logits, watches)
+        graphs = self._graphs if now.captures else None
         execution = STATIC
         if by_stage:
             # Where nobody is in the rows, as when warming up, all stages are gone through.
             execution = Execution(is_static=True, may_ask=bool(rows.requests), call=directly if graphs is None else partial(_stage, graphs, key))
 
         def run() -> tuple[RoundResult, Tensor]:
-            batch = self._batch(plan, num_rows, context_len, execution, rows.keeps_logits)
+            watch = _watch(now, plan, rows, num_rows, self._device) if watches else None
+            batch = self._batch(plan, num_rows, context_len, execution, rows.keeps_logits, watch)
             batch.tokens[:, 0] = self._inputs[Input.TOKEN, :num_rows]
             result = run_round(now.stages, plan, now.judge, None if plan.is_plain else now.drafter, batch)
-            return result, _packed(result)
+            return result, _packed(result, watch)
 
         result, packed = run() if by_stage or graphs is None else graphs.run(key, run)
-        return Flight(now, plan, rows, result, _to_host(packed), self._window(plan)[:num_rows])
+        return Flight(now, plan, rows, result, _to_host(packed, plan), self._window(plan)[:num_rows])
 
-    def _batch(self, plan: Plan, num_rows: int, context_len: int, execution: Execution, keeps_logits: bool) -> RoundBatch:
-        _, start, cap, room = self._inputs[:, :num_rows]
+    def _batch(
+        self, plan: Plan, num_rows: int, context_len: int, execution: Execution, keeps_logits: bool = False, watch: Watch | None = None
+    ) -> RoundBatch:
+        _, start, cap, room, drafts = self._inputs[:, :num_rows]
         limits = torch.minimum(cap, room, out=self._limits[:num_rows])  # where every stage's graph reads them
         return RoundBatch(
             tokens=self._window(plan)[:num_rows],
             starts=start,
             limits=limits,
+            most_drafts=drafts,
             block_tables=self._block_tables[:num_rows],
             block_size=self._block_size,
             max_context_len=context_len,
             sampler=self._sampler,
             execution=execution,
             keeps_logits=keeps_logits,
+            watch=watch,
         )
 
     def _window(self, plan: Plan) -> Tensor:
@@ -262,17 +270,24 @@ def _stage(graphs: GraphCache, key: Hashable, name: Hashable, run: Callable[...,
     return graphs.run((key, name), run, *inputs)
 
 
-def _packed(result: RoundResult) -> Tensor:
-    """All that the host needs to know, as one tensor [rows, ...]."""
+def _watch(now: Speculation, plan: Plan, rows: Rows, num_rows: int, device: torch.device) -> Watch | None:
+    return Watch(now.watched, num_rows, plan.window, device) if rows.watches and now.watched else None
+
+
+def _packed(result: RoundResult, watch: Watch | None) -> Tensor:
+    """All that the host needs to know, as one tensor [rows, ...]; `outcomes_of` knows the columns."""
     columns = torch.stack((result.counts, result.tentative, result.accepted), dim=1)
-    return torch.cat((columns, result.drafted, result.draft_accepted, result.tokens[:, 1:]), dim=1)
+    parts = [columns, result.drafted, result.kept, result.source, result.tokens[:, 1:]]
+    if watch is not None:
+        parts.append(watch.counts(result.tokens, result.counts).flatten(1))
+    return torch.cat(parts, dim=1)
 
 
-def _to_host(packed: Tensor) -> Callable[[], list[RowOutcome]]:
+def _to_host(packed: Tensor, plan: Plan) -> Callable[[], list[RowOutcome]]:
     """Begins the copy -> waits for it."""
     if packed.device.type != "cuda":
         copy = packed.clone()  # the next round overwrites it
-        return lambda: _outcomes(copy)
+        return partial(outcomes_of, copy, plan)
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
     host.copy_(packed, non_blocking=True)
     done = torch.cuda.Event()
@@ -280,16 +295,6 @@ def _to_host(packed: Tensor) -> Callable[[], list[RowOutcome]]:
 
     def wait() -> list[RowOutcome]:
         done.synchronize()
-        return _outcomes(host)
+        return outcomes_of(host, plan)
 
     return wait
-
-
-def _outcomes(packed: Tensor) -> list[RowOutcome]:
-    return [_outcome(values) for values in packed.tolist()]
-
-
-def _outcome(values: Sequence[int]) -> RowOutcome:
-    count, tentative, accepted, *rest = values
-    drafted, draft_accepted, tokens = rest[: len(Source)], rest[len(Source) : 2 * len(Source)], rest[2 * len(Source) :]
-    return RowOutcome(tokens[:count], tentative, accepted, drafted, draft_accepted)

@@ -12,14 +12,16 @@ from ee_models.decoder import Decoder
 from ee_models.loader import CheckpointError, load_tokenizer, open_checkpoint
 
 from .admission import max_model_len
+from .candidates import exit_layers
 from .collect import GrowingOutput, PendingRequest
-from .config import EngineConfig, SpeculativeConfig
+from .config import EngineConfig, GoodputConfig, SchedulingConfig, SpeculativeConfig
 from .draft_models import DraftModels
 from .engine import Engine
 from .errors import ConfigError, RequestError, build
 from .fetch import resolve_model
 from .outputs import Delta, RequestOutput
 from .sampling_params import SamplingParams
+from .scheduling.lengths import LengthPredictor
 from .text import IncrementalText
 from .trained_exits import TrainedExits
 
@@ -36,6 +38,8 @@ class LLM:
 
     model        a hub id, a folder, a .gguf file, or a name that `hispec fetch` knows
     speculative  a SpeculativeConfig or its fields; None is plain decoding
+    scheduling   a SchedulingConfig or its fields: who is served first; None = who came first
+    length_predictor   how long outputs will be, for scheduling policies that ask; None = learnt from those that have ended
     skip_tokenizer_init   take and give token ids only
     engine       fields of EngineConfig: dtype, device, max_num_seqs, max_model_len, block_size, num_kv_blocks, ...
 
@@ -47,11 +51,14 @@ class LLM:
         model: str,
         *,
         speculative: SpeculativeConfig | dict[str, Any] | None = None,
+        scheduling: SchedulingConfig | dict[str, Any] | None = None,
+        length_predictor: LengthPredictor | None = None,
         skip_tokenizer_init: bool = False,
         revision: str | None = None,
         **engine: Any,
     ) -> None:
         config = build(EngineConfig, engine, "engine")
+        order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
         device = _device(config.device)
         checkpoint = open_checkpoint(resolve_model(model), revision)
         plan_source = _speculative(speculative)
@@ -72,8 +79,16 @@ class LLM:
         except ValueError as error:
             raise ConfigError(f"engine: {error}") from error
         self.tokenizer: PreTrainedTokenizerBase | None = None if skip_tokenizer_init else load_tokenizer(checkpoint)
-        exits, draft_model = self.trained_exits.load(plan_source, self.decoder), self.draft_models.load(plan_source, self.decoder, self.tokenizer, length)
-        self.engine = Engine(self.decoder, config, plan_source, exits=exits, draft_model=draft_model, eos_token_ids=checkpoint.config.eos_token_ids)
+        self._max_num_seqs, self._max_model_len = config.max_num_seqs, length
+        self.engine = Engine(
+            self.decoder,
+            config,
+            plan_source,
+            **self._parts(plan_source),
+            scheduling=order,
+            length_predictor=length_predictor,
+            eos_token_ids=checkpoint.config.eos_token_ids,
+        )
         self._defaults = checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}
         self._of_sequence: dict[str, PendingRequest] = {}
@@ -166,9 +181,7 @@ class LLM:
         """Changes the plan of the loaded model; plain decoding for None. Raises ConfigError while requests are unfinished, ExitsError for
         trained exits that cannot be used, and CheckpointError for a draft model that cannot be read."""
         config = _speculative(speculative)
-        exits = self.trained_exits.load(config, self.decoder)
-        draft_model = self.draft_models.load(config, self.decoder, self.tokenizer, self.engine.max_model_len)
-        self.engine.set_speculative(config, exits=exits, draft_model=draft_model)
+        self.engine.set_speculative(config, **self._parts(config))
 
     @property
     def row_invariant(self) -> bool:
@@ -197,6 +210,26 @@ class LLM:
         self.close()
 
     # ---- inside ----
+
+    def _parts(self, config: SpeculativeConfig | None) -> dict[str, Any]:
+        """What a plan needs, or all those that a controller may choose from: trained exits, a draft model, and what stages cost."""
+        exits = self.trained_exits.load(config, self.decoder)
+        draft_model = self.draft_models.load(config, self.decoder, self.tokenizer, self._max_model_len)
+        latency = None
+        if config is not None and config.control == "goodput":
+            from .measure.latency import latency_for
+
+            goodput = config.goodput or GoodputConfig()
+            latency = latency_for(
+                self.decoder,
+                exit_layers(config, [exit_.layer for exit_ in exits]),
+                exits,
+                max_num_seqs=self._max_num_seqs,
+                max_window=config.num_checks * (config.num_draft_tokens + 1),
+                draft_model=draft_model,
+                path=goodput.latency,
+            ).model()
+        return {"exits": exits, "draft_model": draft_model, "latency": latency}
 
     def _run(self, prompts: list[Any], sampling_params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
         if self.has_unfinished():

@@ -22,17 +22,21 @@ class TextStream(Protocol):
         """Text that is certain and not handed out yet; with `final`, all of it up to a stop string."""
 
 
+Owner = int | str  # of KV besides the model's own: the exit at a layer, or "model" for a draft model
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence that the engine works on.
 
     number         order of arrival
     token_ids      prompt and committed output
-    num_computed   positions whose KV is valid at every layer, while it has a row; len(token_ids) - 1 when ready for a round
+    num_computed   positions whose KV is valid at every layer, while it has blocks; len(token_ids) - 1 when ready for a round
     stop_ids       tokens that end it; params.ignore_eos has been applied
     num_cached     prompt positions found in the prefix cache at its last admission
     row            its place in the batch, None while it waits
     drafter_failed whether it goes on with plain decoding because the drafter could not serve it
+    gaps           the first position that lacks KV of an exit or a draft model, whose rounds it was not in since; it is made up for before the next
     """
 
     request_id: str
@@ -56,6 +60,7 @@ class Request:
     num_preemptions: int = 0
     num_cached: int = 0
     drafter_failed: bool = False
+    gaps: dict[Owner, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .batch import RoundBatch, Span
 from .config import PLAIN, Plan
-from .drafters.drafter import Draft, Drafter, Source, guarded, room
+from .drafters.drafter import Draft, Drafter, guarded, room
 from .judges import Judge, Proposals, Verdict
 from .outputs import TokenLogprobs
 from .stages import Stages, Tier
@@ -39,7 +39,7 @@ class RoundResult:
     """What a round committed.
 
     tokens, counts             [rows, window + 1], [rows]: tokens[:, 1:] begin with the `counts` tokens to commit
-    drafted, draft_accepted    [rows, sources]: drafts that could be judged, by who made them; of them, those that the tier above kept
+    drafted, kept, source      [rows, cycles]: drafts that could be judged; of them, those that the tier above kept; who made them
     tentative, accepted        [rows]: tokens put before verify; of them, those that it kept
     logits, span, nodes        of verify: logits [tokens, vocab] at the places of `span`, None if the batch does not keep them; nodes
                                [rows, depth + 1] on the accepted path
@@ -48,7 +48,8 @@ class RoundResult:
     tokens: Tensor
     counts: Tensor
     drafted: Tensor
-    draft_accepted: Tensor
+    kept: Tensor
+    source: Tensor
     tentative: Tensor
     accepted: Tensor
     logits: Tensor | None
@@ -75,25 +76,26 @@ def run_round(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None,
     if plan.is_plain:
         return verify(stages, PLAIN, judge, None, batch, Proposals(PLAIN.tree, offset, offset), batch.limits.clamp(max=1))
     assert drafter is not None
-    drafted = offset.new_zeros(len(offset), len(Source))
-    draft_accepted = torch.zeros_like(drafted)
-    for _ in range(plan.num_checks):
-        draft = _propose(drafter, stages, batch, offset)
-        proposals, source = draft.proposals, torch.nn.functional.one_hot(draft.source, len(Source))
-        drafted += source * proposals.counts.unsqueeze(-1)
+    drafted = offset.new_zeros(len(offset), plan.num_checks)
+    kept, source = torch.zeros_like(drafted), torch.zeros_like(drafted)
+    for cycle in range(plan.num_checks):
+        draft = _propose(drafter, stages, batch, offset, plan.tree)
+        proposals = draft.proposals
+        drafted[:, cycle], source[:, cycle] = proposals.counts, draft.source
         if plan.check_layer is None or (plan.num_checks == 1 and not batch.any(proposals.counts)):
             # Without drafts a check has nothing to say: verify resumes where the draft tier stopped.
             two_tier = replace(plan, check_layer=None, num_checks=1)
             result = _verify(stages, two_tier, judge, drafter, batch, proposals, torch.minimum(proposals.counts + 1, batch.limits))
-            return replace(result, drafted=drafted, draft_accepted=source * result.accepted.unsqueeze(-1))
+            kept[:, cycle] = result.accepted
+            return replace(result, drafted=drafted, kept=kept, source=source)
         verdict = _check(stages, plan, judge, drafter, batch, proposals)
-        draft_accepted += source * verdict.num_accepted.unsqueeze(-1)
+        kept[:, cycle] = verdict.num_accepted
         offset = offset + (verdict.num_accepted + 1) * (offset < batch.limits)
         if not batch.any(offset < batch.limits):
             break
     most_tentative = batch.most(offset, plan.num_checks * (plan.num_draft_tokens + 1))
     tentative = Proposals(DraftTree.chain(most_tentative), torch.zeros_like(offset), offset)
-    return replace(_verify(stages, plan, judge, drafter, batch, tentative, offset), drafted=drafted, draft_accepted=draft_accepted)
+    return replace(_verify(stages, plan, judge, drafter, batch, tentative, offset), drafted=drafted, kept=kept, source=source)
 
 
 def check(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter, batch: RoundBatch, proposals: Proposals) -> Verdict:
@@ -104,7 +106,7 @@ def check(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter, batch: Rou
     nodes = proposals.tree.on(batch.limits.device).nodes
     is_live = proposals.first < batch.limits
     span = stages.select(batch, proposals.tree, proposals.first, nodes, (nodes <= proposals.counts.unsqueeze(-1)) & is_live.unsqueeze(-1))
-    hidden = stages.run(_resume(stages, Tier.DRAFT, plan.draft_layer, batch, span), plan.draft_layer, plan.check_layer, span)
+    hidden = stages.run(_resume(stages, Tier.DRAFT, plan.draft_layer, batch, span), plan.draft_layer, plan.check_layer, batch, span)
     stages.leave(Tier.CHECK, span, hidden)
     verdict = judge.judge(Tier.CHECK, stages.logits(hidden, plan.check_layer, span), batch, span, proposals)
     _keep_path(stages, plan.check_layer, drafter, batch, proposals, verdict)
@@ -123,7 +125,7 @@ def verify(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None, ba
     nodes = tree.on(num_live.device).nodes[: max(1, tree.num_drafts) if plan.check_layer is not None else None]
     span = stages.select(batch, tree, proposals.first, nodes, nodes < num_live.unsqueeze(-1))
     hidden = _resume(stages, Tier.DRAFT if plan.check_layer is None else Tier.CHECK, depth, batch, span)
-    logits = stages.logits(stages.run_through(hidden, depth, stages.num_layers, span.view), stages.num_layers, span)
+    logits = stages.logits(stages.run(hidden, depth, stages.num_layers, batch, span), stages.num_layers, span)
     if drafter is None:
         accepted = last = torch.zeros_like(num_live)
         batch.tokens[:, 1:2] = span.spread(judge.choose(logits, batch, span)).view(-1, 1)
@@ -132,12 +134,13 @@ def verify(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None, ba
         accepted, last = verdict.num_accepted, verdict.last
         _keep_path(stages, stages.num_layers, drafter, batch, proposals, verdict)
         _put(batch.tokens, accepted + 1, verdict.token, accepted < num_live)
-    none = num_live.new_zeros(len(num_live), len(Source))
+    none = num_live.new_zeros(len(num_live), plan.num_checks)
     return RoundResult(
         tokens=batch.tokens,
         counts=torch.minimum(accepted + 1, num_live),
         drafted=none,
-        draft_accepted=none,
+        kept=none,
+        source=none,
         tentative=proposals.counts,
         accepted=accepted,
         logits=logits if batch.keeps_logits else None,
@@ -146,13 +149,15 @@ def verify(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None, ba
     )
 
 
-def _propose(drafter: Drafter, stages: Stages, batch: RoundBatch, first: Tensor) -> Draft:
+def _propose(drafter: Drafter, stages: Stages, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
     """What the drafter is asked for, cut to what the row has room for, and to tokens that there are."""
     with guarded(drafter):
-        draft = drafter.propose(batch, first)
+        draft = drafter.propose(batch, first, tree)
     batch.tokens.clamp_(0, stages.vocab_size - 1)
-    tree, counts = draft.proposals.tree, draft.proposals.counts
-    return replace(draft, proposals=Proposals(tree, first, torch.minimum(counts, room(batch.limits, first)).clamp(0, tree.num_drafts)))
+    proposals = Proposals(tree, first, torch.minimum(draft.proposals.counts, room(batch, first, tree)).clamp(min=0))
+    if batch.watch is not None:
+        batch.watch.saw_drafts(batch.tokens, proposals.columns(), proposals.counts)
+    return replace(draft, proposals=proposals)
 
 
 def _check(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter, batch: RoundBatch, proposals: Proposals) -> Verdict:

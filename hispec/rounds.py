@@ -2,14 +2,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from cache.view import BatchView
 
+from .catch_up import catch_up
 from .config import PLAIN, EngineConfig, Plan
+from .control.choice import Choice
 from .drafters.drafter import DrafterError, guarded
 from .graphs import CudaGraphs, GraphCache, GraphDevice
 from .launch import Flight, Input, Launcher, PackedLauncher, Rows, StaticLauncher, buckets
@@ -48,7 +52,8 @@ class Rounds:
             is_static = device.type == "cuda"
         if graph_device is None and device.type == "cuda":
             graph_device = CudaGraphs(device)
-        self._scheduled, self._tables, self._counters = scheduler, tables, tuple(counters)
+        self._scheduled, self._tables, self._counters = scheduler, tables, tuple(counters) or (PassCounts(),)
+        self._block_size, self._most_prefill = config.block_size, config.max_prefill_tokens
         self._sampler = Sampler([], decoder.config.vocab_size, device, config.max_num_seqs)
         self._seated: tuple[int, ...] | None = None  # numbers of the requests that the sampler knows
         self.graphs: GraphCache | None = None
@@ -63,24 +68,26 @@ class Rounds:
         assert self._scheduled is not None
         return self._scheduled
 
-    def launch(self, now: Speculation, limits: Mapping[int, int], stats: EngineStats) -> Flight:
-        """A round for the rows of `limits`, which may process so many places each. If the drafter fails, its requests go on with plain
-        decoding from this round on."""
-        running = self._scheduler.running
+    def launch(self, now: Speculation, choice: Choice, limits: Mapping[int, int], stats: EngineStats) -> Flight:
+        """A round as chosen, for the rows of `limits`, which may process so many places each. If the drafter fails, its requests go on with
+        plain decoding from this round on."""
+        running, now = self._scheduler.running, now.of(choice.route)
         for row in limits:
             assert running[row].is_ready, "a round's entry invariant: all but the last committed token are computed"
         self._seat(running)
-        plan = self._plan(now, limits)
-        if plan is not PLAIN and now.drafter is not None:
+        rows = self._rows(choice, limits)
+        if now.drafter is not None and np.minimum(rows.inputs[Input.CAP], rows.inputs[Input.ROOM]).max() > 1:  # else no row may speculate
             try:
                 with guarded(now.drafter):
                     now.drafter.follow([(request.number, request.token_ids) for request in running])
-                return self._launcher.launch(now, plan, self._rows(plan, limits))
+                    tables = self._tables.tensor[: len(running)]
+                    stats.caught_up_tokens += catch_up(now, [running[row] for row in limits], tables, self._block_size, self._most_prefill)
+                return self._launch(now, choice.plan, rows)
             except DrafterError as error:
                 if error.lacks_memory and len(running) > 1:
                     raise
                 give_up_drafting([running[row] for row in limits], error, stats)
-        return self._launcher.launch(now, PLAIN, self._rows(PLAIN, limits))
+        return self._launch(now, PLAIN, self._rows(Choice(watches=choice.watches), limits))
 
     def proceed(self, flight: Flight, stats: EngineStats) -> Flight | None:
         """The round after `flight`, which the host has not read yet; None if that has to be read first.
@@ -101,8 +108,10 @@ class Rounds:
         if not all(self._scheduler.reserve(request, end) for request, end in zip(running, ends, strict=True)):
             return None
         self._tables.update([request.table.blocks for request in running])
+        before = self._counters[0].layer_passes
         try:
-            return self._launcher.proceed(flight, max(ends))
+            ahead = self._launcher.proceed(flight, max(ends))
+            return ahead and replace(ahead, layer_passes=self._counters[0].layer_passes - before)
         except Exception as error:
             if is_out_of_memory(error):
                 self.forget_graphs()  # the next round shows whether that is enough
@@ -133,14 +142,15 @@ class Rounds:
             return
         self._sampler.load([])
         self.forget()
-        plans = list(dict.fromkeys((now.plan, PLAIN)))
+        plans = [(each, each.plan) for each in now.routes] or [(now, now.plan)]
+        plans += [(now, PLAIN)] if now.routes or not now.plan.is_plain else []
         kinds = [(rows, length, plan) for rows in buckets(self._tables.tensor.shape[0]) for length in sorted(context_lens, reverse=True) for plan in plans]
         most = self.graphs.max_graphs
         if len(kinds) > most:
             _log.warning("%d graphs are needed for all numbers of rows and lengths of context, more than engine.max_graphs=%d; raise it", len(kinds), most)
         before = [counter.copy() for counter in self._counters]
-        for num_rows, context_len, plan in kinds[:most]:
-            self._launcher.launch(now, plan, Rows(np.zeros((len(Input), num_rows), np.int64), (), context_len, False)).outcomes()
+        for num_rows, context_len, (each, plan) in kinds[:most]:
+            self._launcher.launch(each, plan, Rows(np.zeros((len(Input), num_rows), np.int64), (), context_len, False)).outcomes()
         for counter, counts in zip(self._counters, before, strict=True):
             counter.set(counts)
 
@@ -155,11 +165,11 @@ class Rounds:
         places = torch.tensor([0, num_tokens], device=device)
         view = BatchView(torch.arange(num_tokens, device=device), nowhere, tables, places, num_tokens, num_tokens)
         now.stages.prefill(torch.zeros_like(nowhere), view)
-        if now.drafter is not None:
-            now.drafter.prefill(torch.zeros_like(nowhere), view)
-        for plan in dict.fromkeys((now.plan, PLAIN)):
+        for drafter in now.drafters:
+            drafter.prefill(torch.zeros_like(nowhere), view)
+        for each, plan in dict.fromkeys(((now, PLAIN), (now, now.plan), *((route, route.plan) for route in now.routes))):
             rows = Rows(np.zeros((len(Input), self._tables.tensor.shape[0]), np.int64), (), context_len, False)
-            self._launcher.launch(now, plan, rows).outcomes()
+            self._launcher.launch(each, plan, rows).outcomes()
 
     def forget_graphs(self) -> None:
         if self.graphs is not None:
@@ -172,21 +182,21 @@ class Rounds:
             return {}
         return {"graphs": len(graphs), "graph_captures": graphs.num_captures, "graph_replays": graphs.num_replays, "graph_bytes": graphs.num_bytes}
 
-    def _plan(self, now: Speculation, limits: Mapping[int, int]) -> Plan:
-        """A plain round if no row may speculate. A draft model has to see opted-out rows too, whose blocks others may reuse."""
-        running = self._scheduler.running
-        may_speculate = max(limits.values()) > 1 or (now.draft_model is not None and not all(running[row].drafter_failed for row in limits))
-        return now.plan if may_speculate else PLAIN
+    def _launch(self, now: Speculation, plan: Plan, rows: Rows) -> Flight:
+        before, started_s = self._counters[0].layer_passes, time.perf_counter()
+        flight = self._launcher.launch(now, plan, rows)
+        return replace(flight, layer_passes=self._counters[0].layer_passes - before, launched_s=started_s)
 
-    def _rows(self, plan: Plan, limits: Mapping[int, int]) -> Rows:
-        running = self._scheduler.running
+    def _rows(self, choice: Choice, limits: Mapping[int, int]) -> Rows:
+        running, plan = self._scheduler.running, choice.plan
         inputs = np.zeros((len(Input), len(running)), np.int64)
         for row, request in enumerate(running):
-            cap = min(plan.window, request.cap(plan.window)) if row in limits else 0
-            inputs[:, row] = request.token_ids[-1], len(request.token_ids) - 1, cap, request.max_tokens - request.num_output
+            drafts = choice.most_drafts.get(request.number, plan.num_draft_tokens)
+            cap = request.cap(choice.window(request.number)) if row in limits else 0
+            inputs[:, row] = request.token_ids[-1], len(request.token_ids) - 1, cap, request.max_tokens - request.num_output, drafts
         context_len = int((inputs[Input.START] + np.minimum(inputs[Input.CAP], inputs[Input.ROOM])).max())
         keeps_logits = any(running[row].params.logprobs is not None for row in limits)
-        return Rows(inputs, tuple((row, running[row]) for row in sorted(limits)), context_len, keeps_logits)
+        return Rows(inputs, tuple((row, running[row]) for row in sorted(limits)), context_len, keeps_logits, choice.watches)
 
     def _seat(self, running: Sequence[Request]) -> None:
         """Tells the sampler whose parameters are in which row, if that has changed."""

@@ -1,7 +1,7 @@
 """Runs one stage of a round: picks the live places, runs a span of layers over them, keeps what the next tier resumes from."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
@@ -75,10 +75,20 @@ class Stages:
     """What the stages of a round do, over one decoder with its exits, one KV and one hidden-state buffer (None: no tier resumes).
 
     Exits that are not among `exits` are read through the model's own head. KV of each exit follows that of the model's
-    layers and of the exits before it.
+    layers and of the exits before it. A pass that goes through the layer of an exit in `written` writes its KV along the way.
     """
 
-    def __init__(self, decoder: DecoderLike, num_layers: int, kv: PagedKV, hidden: HiddenBuffer | None, counts: PassCounts, exits: Iterable[Exit] = ()) -> None:
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        num_layers: int,
+        kv: PagedKV,
+        hidden: HiddenBuffer | None,
+        counts: PassCounts,
+        exits: Iterable[Exit] = (),
+        written: Collection[int] | None = None,
+    ) -> None:
+        """written: layers of exits; None = all of `exits`."""
         self.num_layers, self.vocab_size, self.device = num_layers, decoder.config.vocab_size, decoder.device
         self.counts = counts
         self._decoder, self._kv, self._hidden = decoder, kv, hidden
@@ -87,6 +97,7 @@ class Stages:
         for exit_ in sorted(exits, key=lambda exit_: exit_.layer):
             self._exits[exit_.layer] = exit_, kv_layer
             kv_layer += exit_.num_kv_layers
+        self._written = frozenset(self._exits if written is None else written)
 
     @staticmethod
     def select(batch: RoundBatch, tree: DraftTree, first: Tensor, nodes: Tensor, live: Tensor) -> Span:
@@ -125,10 +136,18 @@ class Stages:
         """Hidden states [tokens, hidden] of the tokens at the span's places."""
         return self._decoder.embed(batch.tokens[span.rows, span.index])
 
-    def run(self, hidden: Tensor, lo: int, hi: int, span: Span) -> Tensor:
-        """Runs layers [lo, hi) and writes their KV."""
-        self.count(lo, hi, span.num_tokens)
-        return self._decoder.run_layers(hidden, lo, hi, self._kv, span.view)
+    def run(self, hidden: Tensor, lo: int, hi: int, batch: RoundBatch, span: Span) -> Tensor:
+        """Runs layers [lo, hi) over the span's places, and writes their KV and that of exits on the way, between lo and hi."""
+        watched = () if batch.watch is None else batch.watch.layers
+
+        def pass_by(hidden: Tensor, layer: int) -> None:
+            if batch.watch is None or layer not in watched:
+                self.fill(hidden, layer, span.view)
+                return
+            said = batch.sampler.choose_top(self.logits(hidden, layer, span), self.places(batch, span), 1)
+            span.put(batch.watch.tokens[watched.index(layer)], span.index.unsqueeze(-1), said)
+
+        return self._through(hidden, lo, hi, span.view, {*self._written, *watched}, pass_by)
 
     def count(self, lo: int, hi: int, num_tokens: int) -> None:
         self.counts.layer_passes += hi - lo
@@ -158,20 +177,29 @@ class Stages:
             exit_, kv_layer = self._exits[exit_layer]
             exit_.fill(hidden, self._kv, kv_layer, view)
 
-    def run_through(self, hidden: Tensor, lo: int, hi: int, view: BatchView) -> Tensor:
-        """As `run`, and fills every exit on the way: those after layers above `lo`, up to `hi`."""
-        for stop in sorted({layer for layer in self._exits if lo < layer < hi} | {hi}):
-            self.count(lo, stop, view.num_tokens)
-            hidden = self._decoder.run_layers(hidden, lo, stop, self._kv, view)
-            self.fill(hidden, stop, view)
-            lo = stop
-        return hidden
-
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
         """Writes the KV of all layers and of all exits for token_ids [tokens]."""
         before = self.counts.layer_passes
-        self.run_through(self._decoder.embed(token_ids), 0, self.num_layers, view)
+        self._through(self._decoder.embed(token_ids), 0, self.num_layers, view, self._exits, lambda hidden, layer: self.fill(hidden, layer, view))
         self.counts.prefill_layer_passes += self.counts.layer_passes - before
+
+    def catch_up(self, token_ids: Tensor, view: BatchView, layers: Collection[int]) -> None:
+        """Writes the KV of the exits at `layers` for token_ids [tokens], whose own KV is there at all layers of the model."""
+        hidden = self._decoder.embed(token_ids)
+        hidden = self._through(hidden, 0, max(layers), view, layers, lambda hidden, layer: self.fill(hidden, layer, view))
+        self.fill(hidden, max(layers), view)
+
+    def _through(
+        self, hidden: Tensor, lo: int, hi: int, view: BatchView, stops: Collection[int], pass_by: Callable[[Tensor, int], None]
+    ) -> Tensor:
+        """Runs layers [lo, hi), and calls pass_by(hidden, layer) after those of `stops` that lie between."""
+        for stop in sorted({layer for layer in stops if lo < layer < hi} | {hi}):
+            self.count(lo, stop, view.num_tokens)
+            hidden = self._decoder.run_layers(hidden, lo, stop, self._kv, view)
+            if stop < hi:
+                pass_by(hidden, stop)
+            lo = stop
+        return hidden
 
     def move(self, batch: RoundBatch, layer: int, sources: Tensor, targets: Tensor) -> None:
         """Copies what stands in columns sources [rows, n] to columns targets [rows, n], -1 = nowhere: KV of layers [0, layer) and of

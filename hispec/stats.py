@@ -55,6 +55,7 @@ class EngineStats:
     prefill_s        seconds spent on them; on a GPU only until they are queued
     round_s          seconds spent on rounds
     drafter_failures rounds that a drafter could not take part in, so that their requests went on with plain decoding
+    caught_up_tokens positions whose KV an exit or a draft model made up for, since it had sat out their rounds
     """
 
     round: RoundCounts = field(default_factory=RoundCounts)
@@ -64,6 +65,7 @@ class EngineStats:
     round_s: float = 0.0
     finished: int = 0
     drafter_failures: int = 0
+    caught_up_tokens: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, in plain types."""

@@ -10,7 +10,8 @@ from ee_models.exit_files import INFO, ExitsError, ExitsFile, fingerprint
 from ee_models.exits import AdapterExit, load_exits
 from ee_models.loader import Checkpoint
 
-from .config import CheckConfig, DraftConfig, SpeculativeConfig
+from .candidates import exit_layers, trained_path, uses_trained
+from .config import SpeculativeConfig
 
 SHIPPED = Path(ee_models.__file__).parent / "pretrained"
 
@@ -26,9 +27,9 @@ class TrainedExits:
 
     def check(self, speculative: SpeculativeConfig | None) -> None:
         """Raises ExitsError if an exit that `speculative` names is not there, or belongs to another model. Loads nothing."""
-        for name, config, layer in _named(speculative):
+        for name, path, layer in self._named(speculative):
             try:
-                self._file(config.path).info(layer)
+                self._file(path).info(layer)
             except ExitsError as error:
                 raise ExitsError(f"speculative.{name}: {error}") from None
 
@@ -36,8 +37,8 @@ class TrainedExits:
         """The trained exits of `speculative`; those used before are not read again. Raises ExitsError."""
         self.check(speculative)
         exits = []
-        for _, config, layer in _named(speculative):
-            file = self._file(config.path)
+        for path, layer in dict.fromkeys((path, layer) for _, path, layer in self._named(speculative)):
+            file = self._file(path)
             key = file.about.tensors_sha256, layer  # exits trained anew in the same folder are others
             if key not in self._loaded:
                 (self._loaded[key],) = load_exits(file, [layer], decoder, self._checkpoint)
@@ -47,6 +48,21 @@ class TrainedExits:
     def layers(self, path: str | None) -> list[int]:
         """Where the folder at `path`, or with None what comes with HiSpec, has exits for this model. Raises ExitsError."""
         return sorted(self._file(path).layers)
+
+    def _named(self, speculative: SpeculativeConfig | None) -> Iterable[tuple[str, str | None, int]]:
+        """(what names it, folder, layer): those of the tiers, and those that a controller may choose from."""
+        if speculative is None:
+            return
+        for name, layer in speculative.trained_layers().items():
+            yield name, getattr(speculative, name).path, layer
+        if speculative.control == "goodput" and uses_trained(speculative):
+            path = trained_path(speculative)
+            try:
+                layers = self.layers(path)
+            except ExitsError as error:
+                raise ExitsError(f"speculative: {error}") from None
+            for layer in exit_layers(speculative, layers):
+                yield "goodput.layers", path, layer
 
     def _file(self, path: str | None) -> ExitsFile:
         if path is None:
@@ -73,9 +89,3 @@ def shipped_exits(checkpoint: Checkpoint) -> ExitsFile:
         f"HiSpec comes with exits for {', '.join(names) or 'no model'} only, not for {checkpoint.path}; train some with"
         " `hispec train` and give their folder as `path`"
     )
-
-
-def _named(speculative: SpeculativeConfig | None) -> Iterable[tuple[str, DraftConfig | CheckConfig, int]]:
-    for name, layer in speculative.trained_layers().items() if speculative else ():
-        config = getattr(speculative, name)
-        yield name, config, layer

@@ -74,11 +74,11 @@ def drafter_engine(
 class FixedDrafter(Stateless):
     """Proposes what `tokens` says of (row, column): a list, however long. Looked up, for all that a judge knows."""
 
-    def __init__(self, judge: Judge, tokens: Callable[[int, int], list[int]], length: int) -> None:
-        self._judge, self._tokens, self.tree = judge, tokens, DraftTree.chain(length)
+    def __init__(self, judge: Judge, tokens: Callable[[int, int], list[int]]) -> None:
+        self._judge, self._tokens = judge, tokens
         self.num_asked = 0
 
-    def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
+    def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
         self.num_asked += 1
         counts = torch.zeros_like(first)
         for row, column in enumerate(first.tolist()):
@@ -86,13 +86,13 @@ class FixedDrafter(Stateless):
             counts[row] = len(tokens)
             room = batch.tokens.shape[1] - column - 1
             batch.tokens[row, column + 1 : column + 1 + len(tokens)] = torch.tensor(tokens[:room], dtype=torch.int64)
-        self._judge.propose(batch, Proposals(self.tree, first, counts.clamp(max=self.tree.num_drafts)))
-        return Draft(Proposals(self.tree, first, counts), by(Source.LOOKED_UP, first))
+        self._judge.propose(batch, Proposals(tree, first, counts.clamp(max=tree.num_drafts)))
+        return Draft(Proposals(tree, first, counts), by(Source.LOOKED_UP, first))
 
 
 def with_drafter(engine: Engine, make: Callable[[Judge], Any]) -> Engine:
     """The engine, with another drafter in the place of its own."""
-    engine._speculation = replace(engine._now, drafter=make(engine._now.judge))
+    engine._speculations.now = replace(engine._now, drafter=make(engine._now.judge))
     return engine
 
 

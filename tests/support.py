@@ -104,4 +104,4 @@ def transformers_greedy(model: PreTrainedModel, prompt: Sequence[int], num_token
 
 def exit_drafter(stages: Stages, plan: Plan, judge: Judge, confidence: float | None = None) -> ComputedDrafter:
     """What an engine makes for a plan that drafts by an early exit; plain plans do not ask it."""
-    return ComputedDrafter(ExitSpeaker(stages, plan.draft_layer), judge, plan.tree, confidence)
+    return ComputedDrafter(ExitSpeaker(stages, plan.draft_layer), judge, confidence)

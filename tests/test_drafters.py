@@ -18,6 +18,7 @@ from hispec.drafters.ngram import NgramDrafter
 from hispec.engine import Engine
 from hispec.errors import ConfigError, HiSpecError, build
 from hispec.judges import CoupledJudge
+from hispec.tree import DraftTree
 from tests.drafters import ALL, FixedDrafter, draft_decoder, drafter_engine, with_drafter
 from tests.support import make_engine, random_prompts, run
 from tests.tiny import EOS_ID, TINY_VOCAB, tiny_checkpoint
@@ -28,7 +29,7 @@ TWO_TIER, THREE_TIER, MANY_CHECKS = "ngram", "ngram check", "ngram checks"
 
 
 def misbehaving(engine: Engine, tokens: Any) -> FixedDrafter:
-    drafter = FixedDrafter(engine._now.judge, tokens, engine.plan.num_draft_tokens)
+    drafter = FixedDrafter(engine._now.judge, tokens)
     with_drafter(engine, lambda _: drafter)
     return drafter
 
@@ -83,8 +84,8 @@ def test_a_right_drafter_is_followed_to_the_last_token(tiny_decoder: Decoder, ex
 class Raises(FixedDrafter):
     """Fails at its third call."""
 
-    def propose(self, batch: RoundBatch, first: torch.Tensor) -> Draft:
-        draft = super().propose(batch, first)
+    def propose(self, batch: RoundBatch, first: torch.Tensor, tree: DraftTree) -> Draft:
+        draft = super().propose(batch, first, tree)
         if self.num_asked == 3:
             raise OSError("the drafter's disk is full")
         return draft
@@ -95,7 +96,7 @@ def test_a_drafter_that_raises_leaves_plain_decoding(
     tiny_decoder: Decoder, expected: list[list[int]], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = drafter_engine(tiny_decoder, ALL[name], max_num_seqs=3)
-    drafter = Raises(engine._now.judge, lambda row, column: [1, 2], engine.plan.num_draft_tokens)
+    drafter = Raises(engine._now.judge, lambda row, column: [1, 2])
     with_drafter(engine, lambda _: drafter)
     with caplog.at_level(logging.WARNING, "hispec"):
         assert run(engine, PROMPTS) == expected
@@ -127,11 +128,11 @@ def test_blocks_of_requests_whose_drafter_failed_are_not_reused(tiny_decoder: De
     assert drafter is not None
     propose, calls = drafter.propose, []
 
-    def fail_first(batch: RoundBatch, first: torch.Tensor) -> Draft:
+    def fail_first(batch: RoundBatch, first: torch.Tensor, tree: DraftTree) -> Draft:
         calls.append(1)
         if len(calls) == 1:
             raise RuntimeError("once")
-        return propose(batch, first)
+        return propose(batch, first, tree)
 
     setattr(drafter, "propose", fail_first)  # noqa: B010 - a method of this one object
     assert run(engine, PROMPTS) == expected
@@ -145,7 +146,7 @@ def test_blocks_of_requests_whose_drafter_failed_are_not_reused(tiny_decoder: De
 
 def test_what_a_drafter_sees_is_what_the_request_is(tiny_decoder: Decoder) -> None:
     """Rows move when requests leave, and are taken by others: the index follows."""
-    drafter = NgramDrafter(NgramConfig(max_size=2, min_size=1, tokens_per_match=None), CoupledJudge(), 4, 2, 32, torch.device("cpu"))
+    drafter = NgramDrafter(NgramConfig(max_size=2, min_size=1, tokens_per_match=None), CoupledJudge(), 2, 32, torch.device("cpu"))
     drafter.follow([(0, [1, 2, 3, 1]), (1, [5, 6, 5])])
     assert drafter._lookup.length(int(drafter._places[1])) == 3
     drafter.follow([(1, [5, 6, 5, 6])])

@@ -162,7 +162,7 @@ def test_nothing_that_it_imports_needs_numba() -> None:
         "        if name.split('.')[0] in ('numba', 'llvmlite'):\n"
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Blocked())\n"
-        f"import hispec.profile.rig, hispec.drafters.lookup_tensors, {', '.join(f'benchmarks.{module}' for module in modules)}\n"
+        f"import hispec.measure.rig, hispec.drafters.lookup_tensors, {', '.join(f'benchmarks.{module}' for module in modules)}\n"
     )
     assert {"gpu", *(part.rpartition(".")[2] for part in gpu.PARTS.values())} < set(modules)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

@@ -14,7 +14,7 @@ from ee_models.loader import open_checkpoint
 from hispec.config import CheckConfig, DraftConfig, SpeculativeConfig
 from hispec.drafters.lookup_tensors import TensorLookup
 from hispec.jobs.stats import rate
-from hispec.profile.rig import Rig
+from hispec.measure.rig import Rig
 from tests.recorded_graphs import RecordedGraphs, recordable
 from tests.support import random_prompts
 

@@ -22,6 +22,7 @@ LEVELS: list[set[str]] = [
     {"profile", "training", "simulate"},
     {"jobs", "integrations"},
     {"llm"},
+    {"measure"},
     {"engine"},
     {"scheduling", "control", "round"},
     {"judges"},

@@ -99,9 +99,9 @@ def lookup(row: int, column: int) -> list[int]:
     return []
 
 
-def ngram_drafter(judge: RejectionJudge, num_tokens: int) -> NgramDrafter:
+def ngram_drafter(judge: RejectionJudge) -> NgramDrafter:
     """Finds something after any token."""
-    drafter = NgramDrafter(NgramConfig(max_size=2, min_size=1, tokens_per_match=None), judge, num_tokens, 1, 32, torch.device("cpu"))
+    drafter = NgramDrafter(NgramConfig(max_size=2, min_size=1, tokens_per_match=None), judge, 1, 32, torch.device("cpu"))
     drafter.follow([(0, [0, 0, 2, 1, 0, 1, 2, 0, FIRST])])
     return drafter
 
@@ -124,10 +124,10 @@ def one_round(
     tokens = torch.zeros(1, plan.window + 1, dtype=torch.int64)
     tokens[0, 0] = FIRST
     sampler = Sampler([RowSampling(SamplingParams(temperature=1.0), 0, [FIRST], [], frozenset())], VOCAB, torch.device("cpu"))
-    batch = RoundBatch(tokens, torch.tensor([0]), torch.tensor([limit]), torch.tensor([[2, 0, 1, 3]]), 4, 16, sampler)
+    batch = RoundBatch(tokens, torch.tensor([0]), torch.tensor([limit]), torch.tensor([plan.num_draft_tokens]), torch.tensor([[2, 0, 1, 3]]), 4, 16, sampler)
     drafter: Any = exit_drafter(stages, plan, judge, confidence)
     if looked_up is not None:
-        drafter = FixedDrafter(judge, looked_up, plan.num_draft_tokens) if looked_up is not lookup else ngram_drafter(judge, plan.num_draft_tokens)
+        drafter = FixedDrafter(judge, looked_up) if looked_up is not lookup else ngram_drafter(judge)
         if plan.draft_layer:
             drafter = HybridDrafter(drafter, exit_drafter(stages, plan, judge), ExitSpeaker(stages, plan.draft_layer))
     result = run_round(stages, plan, judge, drafter, batch)

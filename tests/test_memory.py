@@ -17,6 +17,7 @@ from hispec.errors import ConfigError, build
 from hispec.memory import is_out_of_memory, num_blocks_beside
 from hispec.sampling_params import SamplingParams
 from hispec.sizing import try_largest_passes
+from hispec.speculations import Wanted
 from hispec.stages import Stages
 from tests.drafters import ALL, draft_decoder, drafter_engine
 from tests.support import make_engine, random_prompts, run, run_through_interrupts
@@ -57,7 +58,7 @@ def test_the_largest_passes_can_be_tried_over_a_single_block(tiny_decoder: Decod
     """As is done on a GPU to see what they need; nothing that they leave disturbs what comes after."""
     draft_model = draft_decoder(tiny_checkpoint(tmp_path, hidden=32, num_layers=2)) if "model" in name else None
     engine = drafter_engine(tiny_decoder, ALL[name], draft_model, is_static=True)
-    trial = engine._make(1, build(SpeculativeConfig, ALL[name]), (), draft_model, None)
+    trial = engine._speculations.make(1, Wanted(build(SpeculativeConfig, ALL[name]), draft_model=draft_model))
     before = engine.stats()["layer_passes"]
     for speculation in (trial, engine._now):
         try_largest_passes(EngineConfig(max_num_seqs=8, block_size=8, max_prefill_tokens=40), tiny_decoder, 256, speculation)

@@ -12,6 +12,7 @@ from ee_models.decoder import Decoder
 from ee_models.exit_files import ExitInfo
 from ee_models.loader import open_checkpoint
 from hispec.config import SpeculativeConfig
+from hispec.measure.rig import Rig
 from hispec.profile.candidates import Candidates
 from hispec.profile.costs import Curve, grid, measure_costs
 from hispec.profile.options import ProfileOptions
@@ -19,7 +20,6 @@ from hispec.profile.plans import Reach, all_plans, ngram_sizes
 from hispec.profile.predict import Calibration, Predictor
 from hispec.profile.reading import look_up
 from hispec.profile.recording import Answer, Recording, flat, said_of
-from hispec.profile.rig import Rig
 from hispec.tree import DraftTree
 from tests.adapters import loaded, make_exits
 
@@ -100,7 +100,7 @@ def test_every_row_of_a_rig_has_the_context(tiny_decoder: Decoder) -> None:
     with torch.inference_mode():
         for row in range(3):
             span = rig._stages.select(batch, chain, torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.arange(3).unsqueeze(-1) == row)
-            said.append(rig._stages.logits(rig._stages.run(rig._stages.embed(batch, span), 0, 9, span), 9, span))
+            said.append(rig._stages.logits(rig._stages.run(rig._stages.embed(batch, span), 0, 9, batch, span), 9, span))
     kv = PagedKV(9, 4, 8, tiny_decoder.config.num_kv_heads, tiny_decoder.config.head_dim, tiny_decoder.dtype, tiny_decoder.device)
     table, positions = torch.arange(4).unsqueeze(0), torch.arange(32)
     view = BatchView(positions, positions, table, torch.tensor([0, 32]), 32, 32)

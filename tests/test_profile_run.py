@@ -15,6 +15,7 @@ from ee_models.decoder import Decoder
 from ee_models.exit_files import ExitInfo
 from ee_models.exits import AdapterExit
 from ee_models.loader import open_checkpoint
+from hispec.atomic import write_atomically
 from hispec.cli import main
 from hispec.config import NgramConfig
 from hispec.errors import ConfigError
@@ -22,7 +23,6 @@ from hispec.jobs.load import load_job, load_preset
 from hispec.jobs.schema import RunConfig
 from hispec.profile import run as profile_run
 from hispec.profile.candidates import Candidates, default_layers, exits_folder, wants_shipped
-from hispec.profile.files import write_atomically
 from hispec.profile.plots import ACCEPTANCE, RATIO, draw_plots
 from hispec.profile.preset import COMMENTS, preset_text
 from hispec.profile.report import print_profile

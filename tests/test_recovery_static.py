@@ -140,8 +140,8 @@ def test_what_plans_keep_is_counted_and_released(tiny_decoder: Decoder, tmp_path
     for length in range(1, 30):
         engine.set_speculative(SpeculativeConfig(**{**ALL["model"], "num_draft_tokens": length}), draft_model=draft_model)
         kept.append(engine._now)
-        assert len(engine._made) <= 8
-    assert engine.memory()["hidden_bytes"] == sum(each.hidden.num_bytes for each in engine._made.values()) > held
-    assert all(each.draft_kv is kept[0].draft_kv for each in engine._made.values())
+        assert len(engine._speculations.kept) <= 8
+    assert engine.memory()["hidden_bytes"] == sum(each.hidden.num_bytes for each in engine._speculations.kept) > held
+    assert all(each.draft_kv is kept[0].draft_kv for each in engine._speculations.kept)
     engine.close()
-    assert all(each.kv.num_bytes == 0 and each.draft_kv is not None and each.draft_kv.num_bytes == 0 for each in engine._made.values())
+    assert all(each.kv.num_bytes == 0 and each.draft_kv is not None and each.draft_kv.num_bytes == 0 for each in engine._speculations.kept)

@@ -28,6 +28,7 @@ def test_addresses_are_those_of_torch(rows: int, q_len: int, block_size: int, mo
         torch.zeros(rows, window + 1, dtype=torch.int64, device=DEVICE),
         starts.to(DEVICE),
         torch.full((rows,), window, device=DEVICE),
+        torch.full((rows,), window, device=DEVICE),
         wide[:, :width].to(DEVICE),  # rows of a table may lie apart
         block_size,
         64,

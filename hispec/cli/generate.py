@@ -37,7 +37,7 @@ def _generate(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     from ..llm import LLM
 
-    llm = LLM(config.model, speculative=config.speculative, **config.engine.model_dump())
+    llm = LLM(config.model, speculative=config.speculative, scheduling=config.scheduling, **config.engine.model_dump())
     try:
         arrivals: list[tuple[float, int]] = []  # seconds since the start, tokens
         started = time.perf_counter()

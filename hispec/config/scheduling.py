@@ -27,8 +27,8 @@ class SchedulingConfig(Settings):
 
     policy: Literal["fcfs", "sjf", "mlfq", "laps"] = "fcfs"
     num_queues: Annotated[int, Field(ge=1, le=16)] = 6
-    first_quantum: Annotated[float, Field(gt=0.0)] = 16.0
-    quantum_growth: Annotated[float, Field(gt=1.0)] = 2.0
+    first_quantum: Annotated[float, Field(gt=0.0, le=1e9)] = 16.0
+    quantum_growth: Annotated[float, Field(gt=1.0, le=100.0)] = 2.0
     stability_window: Annotated[int, Field(ge=2, le=256)] = 8
     stability_tolerance: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05
     max_slowdown: Annotated[float, Field(ge=1.0)] | None = 20.0

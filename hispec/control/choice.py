@@ -65,6 +65,13 @@ class Choice:
     watches: bool = False
     is_probe: bool = False
 
+    def window(self, number: int) -> int:
+        """Places that the round may process for a request."""
+        if number not in self.most_drafts and number not in self.most_checks:
+            return self.plan.window
+        num_drafts = self.most_drafts.get(number, self.plan.num_draft_tokens)
+        return self.most_checks.get(number, self.plan.num_checks) * (num_drafts + 1) if num_drafts else 1
+
 
 @dataclass(frozen=True)
 class Shadow:
@@ -118,7 +125,11 @@ class Control(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Whether the next `choose` may say something else than the last one did."""
+        """Whether the next `choose` may say something else than the last one did, with one round under way that was not observed yet."""
+
+    @property
+    def rounds_left(self) -> int:
+        """For how many rounds the last choice holds, counted from the last one observed, while the rows stay what they are; at least 1."""
 
     def choose(self, numbers: Sequence[int], context_tokens: int) -> Choice:
         """For the next round, of these requests, which attend to so many positions in all. `numbers` may be empty: it then says what it would
@@ -137,6 +148,7 @@ class FixedControl:
     """Always the same plan."""
 
     is_due = False
+    rounds_left = 1 << 62
 
     def __init__(self, route: Route | None, plan: Plan = PLAIN) -> None:
         self.routes: Sequence[Route] = () if route is None else (route,)

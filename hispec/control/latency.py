@@ -2,36 +2,73 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ConfigError
+
+Value = TypeVar("Value", float, NDArray[np.float64])
+_LEAST_ROWS = 1e-9  # in whose place no rows stand, over which nothing is run
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Milliseconds of a pass: constant + row * rows + token * tokens + context * context tokens.
+    """Milliseconds of a pass:
+
+        constant + row * rows + token * max(tokens - free_tokens, 0) + context * context tokens + pair * tokens * context tokens / rows
 
     tokens          batched tokens: positions that the pass computes, over all rows
     context tokens  positions that the rows attend to, summed over rows
+    free_tokens     tokens that cost no more than one does, since the weights are read for it anyway
+    pair_ms         of one position that attends to another: several positions of a row read its context once, but each computes with it.
+                    SmartSpec has neither this nor free tokens; on a CPU the error is a third with both of what it is without
+                    (docs/performance.md)
     """
 
     constant_ms: float = 0.0
     row_ms: float = 0.0
     token_ms: float = 0.0
     context_ms: float = 0.0
+    pair_ms: float = 0.0
+    free_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
             if not math.isfinite(value) or value < 0:
-                raise ConfigError(f"{each.name}={value!r} of a stage's cost must be a number of milliseconds >= 0; measure again: hispec profile --latency")
+                raise ConfigError(f"{each.name}={value!r} of a stage's cost must be a number >= 0; measure again: hispec profile JOB.yaml --latency")
 
-    def __call__(self, rows: float, tokens: float, context_tokens: float) -> float:
-        return self.constant_ms + self.row_ms * rows + self.token_ms * tokens + self.context_ms * context_tokens
+    def __call__(self, rows: Value, tokens: Value, context_tokens: Value) -> Value:
+        """Numbers, or arrays of one shape."""
+        each = context_tokens / np.maximum(rows, _LEAST_ROWS)
+        paid = np.maximum(tokens - self.free_tokens, 0.0)
+        return self.constant_ms + self.row_ms * rows + self.token_ms * paid + self.context_ms * context_tokens + self.pair_ms * tokens * each
 
 
 NOTHING = Linear()
+
+
+def stage_names(layers: Collection[int], trained: Collection[int], has_draft_model: bool) -> list[str]:
+    """The stages that a profile has for exits at `layers`, of which those in `trained` are trained: as LatencyModel says."""
+    above = {lo: [layer for layer in sorted(layers) if layer > max(lo, 1)] for lo in (0, *sorted(layers))}
+    return [
+        "plain",
+        *(f"draft/{layer}" for layer in sorted(layers)),
+        *(f"fill/{layer}" for layer in sorted(layers)),
+        *(("draft_model", "fill_model") if has_draft_model else ()),
+        *(f"check/{lo}-{hi}" for lo, his in above.items() for hi in his),
+        *(f"verify/{lo}" for lo in above),
+        *(f"along/{layer}" for layer in sorted(trained)),
+        *(f"shadow/{layer}" for layer in sorted(layers)),
+        "lookup",
+        "prefill",
+        "swap",
+        "round",
+    ]
 
 
 @dataclass(frozen=True)
@@ -64,7 +101,7 @@ class LatencyModel:
             return self.stages[name]
         except KeyError:
             there = ", ".join(sorted(self.stages))
-            raise ConfigError(f"the latency profile has no stage {name!r}, only {there}; measure again: hispec profile --latency") from None
+            raise ConfigError(f"the latency profile has no stage {name!r}, only {there}; measure again: hispec profile JOB.yaml --latency") from None
 
     def __contains__(self, name: str) -> bool:
         return name in self.stages

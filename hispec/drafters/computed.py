@@ -34,7 +34,7 @@ class ExitSpeaker:
         self._stages, self._layer = stages, layer
 
     def feed(self, batch: RoundBatch, span: Span) -> Tensor:
-        hidden = self._stages.run(self._stages.embed(batch, span), 0, self._layer, span)
+        hidden = self._stages.run(self._stages.embed(batch, span), 0, self._layer, batch, span)
         if self._layer:
             self._stages.leave(Tier.DRAFT, span, hidden)
         return hidden
@@ -54,35 +54,35 @@ class ComputedDrafter(Stateless):
                  first [§3.2], which drafts one token too many wherever drafting does not pay
     """
 
-    def __init__(self, speaker: Speaker, judge: Judge, tree: DraftTree, confidence: float | None = None) -> None:
-        self._speaker, self._judge, self._tree, self._confidence = speaker, judge, tree, confidence
+    def __init__(self, speaker: Speaker, judge: Judge, confidence: float | None = None) -> None:
+        self._speaker, self._judge, self._confidence = speaker, judge, confidence
 
-    def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
-        return self.propose_among(batch, first, batch.limits)
+    def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
+        return self.propose_among(batch, first, tree, torch.ones_like(first, dtype=torch.bool))
 
-    def propose_among(self, batch: RoundBatch, first: Tensor, limits: Tensor) -> Draft:
-        """As `propose`, with limits [rows] at or below the batch's."""
-        tree = self._tree
-        drafting, num_sure = torch.ones_like(first, dtype=torch.bool), torch.zeros_like(first)
+    def propose_among(self, batch: RoundBatch, first: Tensor, tree: DraftTree, drafting: Tensor) -> Draft:
+        """As `propose`, for the rows in drafting [rows] bool; the others get nothing."""
+        num_sure, counts = torch.zeros_like(first), torch.where(drafting, room(batch, first, tree), 0)
         for depth in range(tree.depth + 1):
 
-            def step(first: Tensor, limits: Tensor, drafting: Tensor, num_sure: Tensor, depth: int = depth) -> tuple[Tensor, Tensor]:
-                return self._step(batch, depth, first, limits, drafting, num_sure)
+            def step(first: Tensor, drafting: Tensor, num_sure: Tensor, depth: int = depth) -> tuple[Tensor, Tensor]:
+                return self._step(batch, tree, depth, first, drafting, num_sure)
 
-            drafting, num_sure = batch.stage(("draft", depth), step, first, limits, drafting, num_sure)
+            drafting, num_sure = batch.stage(("draft", tree, depth), step, first, drafting, num_sure)
             if not batch.any(drafting):
                 break
-        counts = room(limits, first).clamp(max=tree.num_drafts)
         if self._confidence is not None:
             counts = torch.minimum(counts, num_sure)
         return Draft(Proposals(tree, first, counts), by(Source.COMPUTED, first))
 
-    def _step(self, batch: RoundBatch, depth: int, first: Tensor, limits: Tensor, drafting: Tensor, num_sure: Tensor) -> tuple[Tensor, Tensor]:
+    def _step(
+        self, batch: RoundBatch, tree: DraftTree, depth: int, first: Tensor, drafting: Tensor, num_sure: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """One pass, over the nodes at `depth` of the rows that are still `drafting` [rows] -> which go on after it, and how many drafts each is
         sure of."""
-        tree, shape = self._tree, self._tree.on(first.device)
+        shape = tree.on(first.device)
         nodes = shape.levels[depth]
-        live = (first.unsqueeze(-1) + nodes < limits.unsqueeze(-1)) & drafting.unsqueeze(-1)
+        live = (first.unsqueeze(-1) + nodes < batch.limits.unsqueeze(-1)) & (drafting & (depth <= batch.most_drafts)).unsqueeze(-1)
         span = Stages.select(batch, tree, first, nodes, live)
         if span.num_tokens == 0:
             return torch.zeros_like(drafting), num_sure

@@ -16,6 +16,7 @@ from ..batch import RoundBatch
 from ..errors import HiSpecError
 from ..judges import Proposals
 from ..memory import is_out_of_memory
+from ..tree import DraftTree
 
 
 class DrafterError(HiSpecError, RuntimeError):
@@ -75,9 +76,8 @@ class Drafter(Protocol):
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
         """Prompt tokens [tokens], at the places that the trunk has just computed."""
 
-    def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
-        """Writes up to K drafts of each row into batch.tokens, after the token in column first [rows], never beyond the row's limit.
-        A row whose limit is at or before that column gets none."""
+    def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
+        """Writes up to `room` drafts of each row into batch.tokens, as nodes of `tree` whose node 0 is the token in column first [rows]."""
 
     def advance(self, batch: RoundBatch, counts: Tensor) -> None:
         """batch.tokens[:, 1 : counts + 1], counts [rows], are committed on the device, and the next round follows before the host has read
@@ -110,9 +110,11 @@ class Stateless:
         pass
 
 
-def room(limits: Tensor, first: Tensor) -> Tensor:
-    """[rows]: drafts that rows with these limits may still take after column first [rows]."""
-    return (limits - first - 1).clamp(min=0)
+def room(batch: RoundBatch, first: Tensor, tree: DraftTree) -> Tensor:
+    """[rows]: drafts of `tree` that a row may take after column first [rows]: never beyond its limit, and of a chain never more than it may
+    have. A row whose limit is at or before that column gets none."""
+    left = (batch.limits - first - 1).clamp(0, tree.num_drafts)
+    return torch.minimum(left, batch.most_drafts) if tree.is_chain else left
 
 
 def by(source: Source, like: Tensor) -> Tensor:

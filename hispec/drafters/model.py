@@ -10,7 +10,6 @@ from cache.view import BatchView
 from ..batch import RoundBatch, Span
 from ..judges import Judge
 from ..stages import DecoderLike, PassCounts, Stages
-from ..tree import DraftTree
 from .computed import ComputedDrafter
 
 
@@ -32,7 +31,7 @@ class ModelSpeaker:
 
     def feed(self, batch: RoundBatch, span: Span) -> Tensor:
         hidden = self._decoder.embed(self._known(batch.tokens[span.rows, span.index]))
-        return self._stages.run(hidden, 0, self._num_layers, span)
+        return self._stages.run(hidden, 0, self._num_layers, batch, span)
 
     def logits(self, hidden: Tensor, span: Span) -> Tensor:
         logits = self._stages.logits(hidden, self._num_layers, span)
@@ -57,8 +56,8 @@ class ModelSpeaker:
 class ModelDrafter(ComputedDrafter):
     """Drafts by a separate model."""
 
-    def __init__(self, speaker: ModelSpeaker, judge: Judge, tree: DraftTree, confidence: float | None = None) -> None:
-        super().__init__(speaker, judge, tree, confidence)
+    def __init__(self, speaker: ModelSpeaker, judge: Judge, confidence: float | None = None) -> None:
+        super().__init__(speaker, judge, confidence)
         self._model = speaker
 
     @property

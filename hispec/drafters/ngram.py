@@ -20,8 +20,8 @@ class NgramDrafter(Stateless):
     The index of a request stays in one place of the lookup while rows move; `follow` brings it up to date.
     """
 
-    def __init__(self, config: NgramConfig, judge: Judge, num_tokens: int, max_num_seqs: int, max_len: int, device: torch.device) -> None:
-        self._judge, self.tree = judge, DraftTree.chain(num_tokens)
+    def __init__(self, config: NgramConfig, judge: Judge, max_num_seqs: int, max_len: int, device: torch.device) -> None:
+        self._judge = judge
         sizes = config.min_size, config.max_size, config.datastore_tokens, config.tokens_per_match
         self._lookup = make_lookup(device, max_num_seqs, max_len, *sizes)
         self._keeps_outputs = config.datastore_tokens > 0
@@ -58,9 +58,8 @@ class NgramDrafter(Stateless):
         self._is_ahead = True
         self._lookup.extend(self._places[: batch.num_rows], batch.tokens, counts)
 
-    def propose(self, batch: RoundBatch, first: Tensor) -> Draft:
-        most = room(batch.limits, first).clamp(max=self.tree.num_drafts)
-        counts = self._lookup.propose(self._places[: batch.num_rows], batch.tokens, first, most, batch.max_context_len)
-        proposals = Proposals(self.tree, first, counts)
+    def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
+        counts = self._lookup.propose(self._places[: batch.num_rows], batch.tokens, first, room(batch, first, tree), batch.max_context_len)
+        proposals = Proposals(tree, first, counts)
         self._judge.propose(batch, proposals)
         return Draft(proposals, by(Source.LOOKED_UP, first))

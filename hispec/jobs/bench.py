@@ -12,9 +12,9 @@ from pydantic import Field
 from tqdm import tqdm
 
 from ..config import Settings, SpeculativeConfig
+from ..environment import environment, peak_memory_bytes
 from ..errors import ConfigError
 from ..sampling_params import SamplingParams
-from .environment import environment, peak_memory_bytes
 from .measure import TokenIds, generate, good_rows, task_of, warm_up
 from .rows import Row, count_rows
 from .schema import Job
@@ -88,7 +88,7 @@ def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict
     count_rows(job.input)
     rows = good_rows(job)
     measured_on = environment()  # now, so that its load is that of others
-    llm = LLM(job.model, speculative=job.speculative, **_engine_settings(job, options))
+    llm = LLM(job.model, speculative=job.speculative, scheduling=job.scheduling, **_engine_settings(job, options))
     try:
         return _measure(llm, job, options, rows, progress) | {"environment": measured_on}
     finally:

@@ -7,7 +7,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from .environment import hardware_text, is_busy
+from ..environment import hardware_text, is_busy
 from .runner import JobReport
 from .stats import FLOOR, Rates, plan_text
 

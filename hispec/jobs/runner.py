@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from ..config import EngineConfig
+from ..environment import environment
 from ..errors import RequestError
 from ..outputs import RequestOutput
-from .environment import environment
 from .output import OrderedWriter, Outcome, RowError, count_done, output_row, prepare_output
 from .rows import BadRow, Row, count_rows, read_rows
 from .schema import Job
@@ -102,7 +102,7 @@ def run_job(job: Job, *, progress: bool = True) -> JobReport:
     if num_done == num_rows:
         return report
     report.environment = environment()
-    llm = LLM(job.model, speculative=job.speculative, **_engine_settings(job))
+    llm = LLM(job.model, speculative=job.speculative, scheduling=job.scheduling, **_engine_settings(job))
     try:
         _run(llm, job, report, num_bytes, progress)
     finally:

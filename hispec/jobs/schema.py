@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..config import EngineConfig, Settings, SpeculativeConfig
+from ..config import EngineConfig, SchedulingConfig, Settings, SpeculativeConfig
 from ..sampling_params import SamplingParams
 
 
@@ -63,12 +63,14 @@ class RunConfig(Settings):
 
     model        a name that `hispec fetch` knows, a hub id, or a folder with a checkpoint
     speculative  None = plain decoding
+    scheduling   who is served first; None = who came first
     sampling     of every row; a row may override single fields
     """
 
     model: Annotated[str, Field(min_length=1)]
     engine: EngineConfig = EngineConfig()
     speculative: SpeculativeConfig | None = None
+    scheduling: SchedulingConfig | None = None
     sampling: SamplingParams = SamplingParams()
 
 

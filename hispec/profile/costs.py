@@ -5,25 +5,20 @@ each of so many rows, as in drafting; larger ones are several positions of every
 """
 from __future__ import annotations
 
-import random
-import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from ee_models.decoder import Decoder
 from ee_models.exits import Exit
 
+from ..measure.clock import medians
+from ..measure.rig import Rig
 from .plans import Reach
-from .rig import Rig
 
 Key = tuple[str, Any, int]  # stage, layers, width
 _SAMPLES = 5  # timings of each pass, of which the median counts
@@ -112,9 +107,8 @@ def measure_costs(
     rig = Rig(decoder, exits, context, batch_size, window)
     of_model = None if draft_model is None else Rig(draft_model, [], context, batch_size, 1)
     passes = dict(_passes(rig, of_model, sorted(layers), batch_size, reach))
-    sync = torch.cuda.synchronize if decoder.device.type == "cuda" else lambda: None
     try:
-        ms = _time(passes, sync, progress)
+        ms = medians(passes, decoder.device, samples=_SAMPLES, what="costs", progress=progress)
     finally:
         for one in (rig, of_model):
             if one is not None:
@@ -195,22 +189,3 @@ def _passes(rig: Rig, of_model: Rig | None, layers: Sequence[int], batch_size: i
             yield ("verify", lo, rows * q_len), rig.verify(rows, q_len, lo)
     for rows, q_len in shapes(max(most_checked, reach.level, 1)):
         yield ("probability", None, rows * q_len), rig.probability(rows * q_len)
-
-
-def _time(passes: dict[Key, Callable[[], None]], sync: Callable[[], None], progress: bool) -> dict[Key, float]:
-    """Medians in milliseconds. All passes take turns, so that a machine that slows down slows all of them; in another order each
-    time, so that none always finds in the caches what the one before it left there."""
-    samples: dict[Key, list[float]] = {key: [] for key in passes}
-    order, shuffled = list(passes), random.Random(0)
-    with tqdm(total=(_SAMPLES + 1) * len(passes), desc="costs", unit="pass", disable=not progress, file=sys.stderr, dynamic_ncols=True) as bar:
-        for sample in range(_SAMPLES + 1):
-            shuffled.shuffle(order)
-            for key in order:
-                sync()
-                started = time.perf_counter()
-                passes[key]()
-                sync()
-                if sample:  # the first is a warm-up
-                    samples[key].append(1e3 * (time.perf_counter() - started))
-                bar.update()
-    return {key: statistics.median(values) for key, values in samples.items()}

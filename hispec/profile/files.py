@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,17 +40,6 @@ def check_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ConfigError("--plots needs matplotlib, which is not installed: pip install 'hispec[plots]', or leave --plots out") from None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Puts `content` at `path`, or leaves what was there. Raises OSError."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_bytes(content)
-        os.replace(draft, path)
-    finally:
-        with suppress(OSError):
-            draft.unlink()
 
 
 def _try_folder(flag: str, folder: Path) -> None:

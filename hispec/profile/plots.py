@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .files import check_matplotlib, write_atomically
+from ..atomic import write_atomically
+from .files import check_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

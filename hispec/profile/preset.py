@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..jobs.environment import hardware_text, is_busy
+from ..environment import hardware_text, is_busy
 from ..jobs.schema import Job, RunConfig
 
 _COLUMN = 32  # of the comments
@@ -32,6 +32,7 @@ COMMENTS = {
     "engine.max_graphs": "graphs kept; the least recently used makes room",
     "engine.max_graph_bytes": "GPU memory kept free for them",
     "engine.warm_up": "capture graphs at the start instead of each on first use",
+    "engine.trace": "file to record decisions, rounds and requests in",
     "engine.exact_verify": "on a GPU, bit-for-bit the same output as plain decoding, slower",
     "engine.gpu_memory_utilization": "share of a GPU's free memory that may be used, weights not counted",
     "speculative": "null = plain decoding",
@@ -56,7 +57,8 @@ COMMENTS = {
     "speculative.num_branches": "B: chains of K drafts, which begin with the likeliest tokens; 1 = one chain",
     "speculative.draft_confidence": "draft no further where no token has this probability (0 to 1); null = always K",
     "speculative.acceptance": "coupled: the output of plain decoding, token for token; rejection: equal in law",
-    "speculative.control": "fixed: keep this plan throughout",
+    "speculative.control": "fixed: keep this plan throughout; goodput: the one that promises most (docs/control.md)",
+    "speculative.goodput": "of control goodput: how it decides",
     "speculative.graphs": "on a GPU, capture this plan's rounds",
     "sampling": "of every row; measured was greedy decoding, whatever stands here",
     "sampling.n": "outputs per prompt",

@@ -21,6 +21,7 @@ from ..config import NgramConfig
 from ..drafters.ngram import NgramDrafter
 from ..judges import CoupledJudge
 from ..sampling import Sampler
+from ..tree import DraftTree
 from .recording import NOTHING, Answer, Ints, LookedUp, Recording, Said
 
 RANKS = 8  # likeliest tokens that are noted of each candidate exit
@@ -155,7 +156,7 @@ def look_up(sizes: NgramConfig, answers: Sequence[Answer], most: int, batch_size
     """
     num_rows = batch_size if sizes.datastore_tokens else _ROWS
     longest = max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers)
-    drafter = NgramDrafter(sizes, CoupledJudge(), most, num_rows, longest, device)
+    drafter = NgramDrafter(sizes, CoupledJudge(), num_rows, longest, device)
     counts = [np.zeros(len(answer.token_ids) + 1, np.int64) for answer in answers]
     tokens = [np.full((len(answer.token_ids) + 1, most), NOTHING, np.int64) for answer in answers]
     by_task = [number for task in dict.fromkeys(answer.task for answer in answers) for number, answer in enumerate(answers) if answer.task == task]
@@ -165,7 +166,7 @@ def look_up(sizes: NgramConfig, answers: Sequence[Answer], most: int, batch_size
             texts = [answers[number].prompt_token_ids + answers[number].token_ids[:place] for number in live]
             drafter.follow(list(zip(live, texts, strict=True)))
             batch = _text_ends(texts, most, device)
-            proposed = drafter.propose(batch, torch.zeros_like(batch.limits)).proposals.counts.tolist()
+            proposed = drafter.propose(batch, torch.zeros_like(batch.limits), DraftTree.chain(most)).proposals.counts.tolist()
             window = batch.tokens[:, 1:].cpu().numpy()
             for row, number in enumerate(live):
                 counts[number][place], tokens[number][place, : proposed[row]] = proposed[row], window[row, : proposed[row]]
@@ -185,6 +186,7 @@ def _text_ends(texts: Sequence[Sequence[int]], most: int, device: torch.device) 
         tokens=tokens.to(device),
         starts=starts.to(device),
         limits=torch.full((len(texts),), most + 1, device=device),
+        most_drafts=torch.full((len(texts),), most, device=device),
         block_tables=torch.zeros(len(texts), 0, dtype=torch.int64, device=device),
         block_size=_BLOCK_SIZE,
         max_context_len=int(starts.max()) + most + 1,

@@ -8,7 +8,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from ..jobs.environment import hardware_text, is_busy
+from ..environment import hardware_text, is_busy
 from ..jobs.report import NOT_A_TERMINAL_WIDTH
 
 _MOST_TASKS = 6  # columns; the JSON has all

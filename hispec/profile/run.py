@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from ee_models.decoder import Decoder
 
+from ..atomic import write_atomically
 from ..config import NgramConfig, SpeculativeConfig
+from ..environment import environment
 from ..errors import ConfigError
-from ..jobs.environment import environment
 from ..jobs.measure import TokenIds, good_rows, task_of, warm_up
 from ..jobs.rows import count_rows
 from ..jobs.schema import Job
 from ..sampling_params import SamplingParams
 from .candidates import Candidates, exits_folder, find_candidates, wants_shipped
 from .costs import StageCosts, measure_costs
-from .files import Targets, write_atomically
+from .files import Targets
 from .options import ProfileOptions
 from .plans import Reach, all_plans
 from .predict import Predictor, calibrate

@@ -1,15 +1,16 @@
 """Rows in the middle of an answer, on which single stages of a round can be run again and again."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from cache.hidden import HiddenBuffer
+from cache.host_kv import HostKV
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
-from ee_models.decoder import Decoder
 from ee_models.exits import Exit
 
 from ..batch import PACKED, STATIC, RoundBatch, Span
@@ -21,7 +22,7 @@ from ..judges import CoupledJudge, Proposals
 from ..launch import context_bucket
 from ..round import check, run_round, verify
 from ..sampling import Sampler
-from ..stages import PassCounts, Stages, Tier
+from ..stages import DecoderLike, PassCounts, Stages, Tier
 from ..tree import DraftTree
 
 _BLOCK_SIZE = 16
@@ -41,20 +42,28 @@ class Rig:
     """
 
     def __init__(
-        self, decoder: Decoder, exits: Sequence[Exit], context: Sequence[int], rows: int, window: int, graph_device: GraphDevice | None = None
+        self,
+        decoder: DecoderLike,
+        exits: Sequence[Exit],
+        context: Sequence[int],
+        rows: int,
+        window: int,
+        graph_device: GraphDevice | None = None,
+        written: Collection[int] | None = None,
     ) -> None:
-        """graph_device: where stages are captured; None = as the decoder's device wants it, which on a CPU is nowhere."""
+        """graph_device: where stages are captured; None = as the decoder's device wants it, which on a CPU is nowhere.
+        written: layers of exits whose KV passes write on their way; None = all of `exits`."""
         config = decoder.config
         self._graphs = graph_device or (CudaGraphs(decoder.device) if decoder.device.type == "cuda" else None)
         context = [min(token, config.vocab_size - 1) for token in context]  # as a draft model is fed
-        self._context, self._start = context, len(context) - 1
+        self._context, self._start, self._window = context, len(context) - 1, window
         max_blocks = -(-(self._start + window) // _BLOCK_SIZE)
         self._most_context = max(decoder.max_positions, self._start + window)
         num_kv_layers = config.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
         self._tables = torch.arange(rows * max_blocks, device=decoder.device).view(rows, max_blocks)
         self._kv = PagedKV(num_kv_layers, rows * max_blocks, _BLOCK_SIZE, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
         hidden = HiddenBuffer(len(Tier), rows, window, config.hidden_size, decoder.dtype, decoder.device)
-        self._stages = Stages(decoder, config.num_layers, self._kv, hidden, PassCounts(), exits)
+        self._stages = Stages(decoder, config.num_layers, self._kv, hidden, PassCounts(), exits, written)
         self._judge = CoupledJudge()
         self._num_layers, self._vocab_size, self._device = config.num_layers, config.vocab_size, decoder.device
         self._logits = torch.randn(_LOGITS, config.vocab_size, dtype=decoder.dtype, device=decoder.device)
@@ -63,6 +72,20 @@ class Rig:
             self._prefill(context)
             # Tiers resume from hidden states of an ordinary size, not from what the memory held.
             hidden.data[:] = decoder.embed(self._tokens[:, :window].reshape(-1)).view(rows, window, -1)
+
+    def laid_out(self, context_len: int) -> Rig:
+        """The memory of this rig as that of rows with context_len positions each: shorter ones of the same text, or fewer and longer ones. What a
+        longer one attends to is as much as it should be, but not its own text. Raises ValueError if not one such row has room."""
+        rig = copy.copy(self)
+        rig._context = (self._context * -(-context_len // len(self._context)))[:context_len]
+        rig._start = context_len - 1
+        if context_len > len(self._context):
+            max_blocks = -(-(rig._start + self._window) // _BLOCK_SIZE)
+            if not (rows := self._tables.numel() // max_blocks):
+                raise ValueError(f"{context_len} positions and a window of {self._window} do not fit into {self._tables.numel()} blocks")
+            rig._tables = self._tables.flatten()[: rows * max_blocks].view(rows, max_blocks)
+            rig._most_context = max(self._most_context, rig._start + self._window)
+        return rig
 
     def close(self) -> None:
         """Gives the KV memory back."""
@@ -124,19 +147,58 @@ class Rig:
     def lookup(self, rows: int, most: int) -> Callable[[], None]:
         """One proposal of prompt lookup in each row."""
         batch = self._batch(rows, most + 1)
-        drafter = NgramDrafter(NgramConfig(), self._judge, most, rows, len(self._context), self._device)
+        drafter = NgramDrafter(NgramConfig(), self._judge, rows, len(self._context), self._device)
         drafter.follow([(row, self._context) for row in range(rows)])
-        return self._stage(lambda: drafter.propose(batch, torch.zeros_like(batch.limits)))
+        return self._stage(lambda: drafter.propose(batch, torch.zeros_like(batch.limits), DraftTree.chain(most)))
+
+    def along(self, rows: int, q_len: int, layer: int) -> Callable[[], None]:
+        """The KV of the trained exit at `layer`, at q_len places of each row, from hidden states that are there."""
+        _, span, hidden = self._left(rows, q_len)
+        return self._stage(lambda: self._stages.fill(hidden, layer, span.view))
+
+    def shadow(self, rows: int, q_len: int, layer: int) -> Callable[[], None]:
+        """What the exit at `layer` says at q_len places of each row, from hidden states that are there."""
+        batch, span, hidden = self._left(rows, q_len)
+        said = torch.zeros_like(batch.tokens)
+
+        def run() -> None:
+            logits = self._stages.logits(hidden, layer, span)
+            span.put(said, span.index.unsqueeze(-1), batch.sampler.choose_top(logits, Stages.places(batch, span), 1))
+
+        return self._stage(run)
+
+    def prefill(self, num_tokens: int) -> Callable[[], None]:
+        """The last num_tokens positions of one row's context, at all layers and exits: eagerly, as an engine computes prompts."""
+        start = self._start - num_tokens
+        token_ids, view = self._chunk(self._context, start, self._start)
+        return self._quiet(lambda: self._stages.prefill(token_ids, view))
+
+    def swap(self, num_positions: int) -> Callable[[], None]:
+        """The KV of the first num_positions positions of one row at all layers and exits: to host memory and back, as for a request that makes
+        room, which no graph does."""
+        host, blocks = HostKV(self._kv.num_bytes), self._tables[0].tolist()
+
+        def run() -> None:
+            host.save(0, [self._kv], blocks, num_positions)
+            host.restore(0, [self._kv], blocks)
+
+        return self._quiet(run)
 
     # ---- inside ----
 
-    def _stage(self, run: Callable[[], object]) -> Callable[[], None]:
-        """`run` without autograd's bookkeeping, as the engine runs it; on a GPU from a graph."""
+    @staticmethod
+    def _quiet(run: Callable[[], object]) -> Callable[[], None]:
+        """`run` without autograd's bookkeeping, as the engine runs it."""
 
         @torch.inference_mode()
         def quiet() -> None:
             run()
 
+        return quiet
+
+    def _stage(self, run: Callable[[], object]) -> Callable[[], None]:
+        """`run` as `_quiet` has it; on a GPU from a graph."""
+        quiet = self._quiet(run)
         if self._graphs is None:
             return quiet
         return torch.inference_mode()(_captured(quiet, self._graphs))
@@ -151,7 +213,14 @@ class Rig:
 
     def _drafter(self, plan: Plan) -> ComputedDrafter:
         """For the tiers above, which only tell it of moves."""
-        return ComputedDrafter(ExitSpeaker(self._stages, plan.draft_layer), self._judge, plan.tree)
+        return ComputedDrafter(ExitSpeaker(self._stages, plan.draft_layer), self._judge)
+
+    def _left(self, rows: int, q_len: int) -> tuple[RoundBatch, Span, Tensor]:
+        """q_len places of each row, and hidden states that a tier has left there."""
+        batch, tree = self._batch(rows, q_len), DraftTree.chain(q_len - 1)
+        with torch.inference_mode():
+            span = self._select(batch, tree, tree.on(self._device).nodes)
+            return batch, span, self._stages.resume(Tier.DRAFT, span)
 
     @staticmethod
     def _select(batch: RoundBatch, tree: DraftTree, nodes: Tensor) -> Span:
@@ -169,6 +238,7 @@ class Rig:
             tokens=self._tokens[:rows, : window + 1].clone(),
             starts=torch.full((rows,), self._start, device=self._device),
             limits=torch.full((rows,), window, device=self._device),
+            most_drafts=torch.full((rows,), window - 1, device=self._device),
             block_tables=self._tables[:rows],
             block_size=_BLOCK_SIZE,
             max_context_len=self._start + window if self._graphs is None else context_bucket(self._start + window, self._most_context),
@@ -180,13 +250,16 @@ class Rig:
     def _prefill(self, context: Sequence[int]) -> None:
         """KV of all but the last token: computed for the first row, copied for the others."""
         for start in range(0, self._start, _TOKENS_PER_PASS):
-            stop = min(start + _TOKENS_PER_PASS, self._start)
-            positions = torch.arange(start, stop, device=self._device)
-            slots = packed_slots_of(self._tables[:1], torch.zeros_like(positions), positions, _BLOCK_SIZE)
-            view = BatchView(positions, slots, self._tables[:1], torch.tensor([0, stop - start], device=self._device), stop - start, stop)
-            self._stages.prefill(torch.tensor(context[start:stop], device=self._device), view)
+            self._stages.prefill(*self._chunk(context, start, min(start + _TOKENS_PER_PASS, self._start)))
         of_rows = self._kv.data.unflatten(2, (self._tables.shape[0], -1))
         of_rows[:, :, 1:] = of_rows[:, :, :1]
+
+    def _chunk(self, context: Sequence[int], start: int, stop: int) -> tuple[Tensor, BatchView]:
+        """Positions [start, stop) of the first row's context, for one pass."""
+        positions = torch.arange(start, stop, device=self._device)
+        slots = packed_slots_of(self._tables[:1], torch.zeros_like(positions), positions, _BLOCK_SIZE)
+        view = BatchView(positions, slots, self._tables[:1], torch.tensor([0, stop - start], device=self._device), stop - start, stop)
+        return torch.tensor(context[start:stop], device=self._device), view
 
 
 def _captured(run: Callable[[], None], device: GraphDevice) -> Callable[[], None]:

@@ -1,0 +1,123 @@
+"""HostKV: keys and values of sequences that have no blocks for a while, in host memory."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .paged_kv import PagedKV
+
+# Copied as integers, so that every dtype keeps its bits, and none needs a kernel of its own.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """One sequence: for each PagedKV, all layers' keys and values [layers, 2, positions, kv_heads, head_dim], as integers."""
+
+    num_positions: int
+    dtypes: tuple[torch.dtype, ...]
+    parts: tuple[Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+class HostKV:
+    """Copies of KV out of and back into paged KV, bit for bit, within `max_bytes`. Sequences are known by a number.
+
+    All tensors of a sequence travel together: what exits and a draft model wrote lies in further layers, or a tensor of its own, at the same slots.
+    For KV on a GPU the copies are in pinned memory.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes={max_bytes} must be at least 0")
+        self.max_bytes = max_bytes
+        self._saved: dict[int, _Saved] = {}
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Held now."""
+        return self._num_bytes
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._saved
+
+    def save(self, number: int, kvs: Sequence[PagedKV], blocks: Sequence[int], num_positions: int) -> bool:
+        """Copies positions [0, num_positions) of the sequence in `blocks`. False, and nothing changed, if they do not fit in max_bytes. Raises
+        ValueError if the sequence is there already, or has fewer blocks than positions; an error of the allocator leaves nothing behind."""
+        if number in self._saved:
+            raise ValueError(f"sequence {number} is saved already; restore or drop it first")
+        needed = sum(_bytes_per_position(kv) for kv in kvs) * num_positions
+        if self._num_bytes + needed > self.max_bytes:
+            return False
+        parts = tuple(_copy_out(kv, _slots(kv, blocks, num_positions)) for kv in kvs)
+        _wait_for(kvs)
+        self._saved[number] = saved = _Saved(num_positions, tuple(kv.data.dtype for kv in kvs), parts)
+        self._num_bytes += saved.num_bytes
+        return True
+
+    def restore(self, number: int, kvs: Sequence[PagedKV], blocks: Sequence[int]) -> bool:
+        """Copies a saved sequence into `blocks` and forgets it. False, with nothing written, if these are not tensors like those that it was
+        saved from; it is kept then. Raises KeyError if it is not there, ValueError if there are fewer blocks than positions."""
+        saved = self._saved[number]
+        if len(kvs) != len(saved.parts):
+            return False
+        for kv, part, dtype in zip(kvs, saved.parts, saved.dtypes, strict=True):
+            data = kv.data
+            if (data.dtype, data.shape[:2], data.shape[3:]) != (dtype, part.shape[:2], part.shape[3:]):
+                return False
+        slots = [_slots(kv, blocks, saved.num_positions) for kv in kvs]
+        for kv, part, where in zip(kvs, saved.parts, slots, strict=True):
+            _copy_in(kv, part, where)
+        _wait_for(kvs)
+        self.drop(number)
+        return True
+
+    def drop(self, number: int) -> None:
+        """Forgets a sequence; unknown ones are passed over."""
+        saved = self._saved.pop(number, None)
+        if saved is not None:
+            self._num_bytes -= saved.num_bytes
+
+
+def _bytes_per_position(kv: PagedKV) -> int:
+    return PagedKV.bytes_per_block(kv.num_layers, 1, kv.data.shape[3], kv.data.shape[4], kv.data.dtype)
+
+
+def _slots(kv: PagedKV, blocks: Sequence[int], num_positions: int) -> Tensor:
+    """[num_positions] int64, on the KV's device."""
+    if num_positions > len(blocks) * kv.block_size:
+        raise ValueError(f"{num_positions} positions do not lie in {len(blocks)} blocks of {kv.block_size}")
+    first = torch.tensor(blocks, dtype=torch.int64).unsqueeze(-1) * kv.block_size
+    return (first + torch.arange(kv.block_size)).flatten()[:num_positions].to(kv.data.device)
+
+
+def _copy_out(kv: PagedKV, slots: Tensor) -> Tensor:
+    data = _as_integers(kv.data)
+    shape = (*data.shape[:2], slots.shape[0], *data.shape[3:])
+    part = torch.empty(shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
+    for layer in range(data.shape[0]):  # one at a time: a GPU that ran out of blocks has little room for what is gathered
+        part[layer].copy_(data[layer].index_select(1, slots), non_blocking=True)
+    return part
+
+
+def _copy_in(kv: PagedKV, part: Tensor, slots: Tensor) -> None:
+    data = _as_integers(kv.data)
+    for layer in range(data.shape[0]):
+        data[layer].index_copy_(1, slots, part[layer].to(data.device, non_blocking=True))
+
+
+def _as_integers(data: Tensor) -> Tensor:
+    return data.view(_INTEGERS[data.dtype.itemsize])
+
+
+def _wait_for(kvs: Sequence[PagedKV]) -> None:
+    """Until copies on a GPU are done: those out of it are read next, and the memory that those into it come from is given back."""
+    for device in {kv.data.device for kv in kvs if kv.data.device.type == "cuda"}:
+        torch.cuda.synchronize(device)

@@ -1,0 +1,68 @@
+"""hispec report: what a trace says."""
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from .common import OK
+
+
+def add(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="show what an engine decided and did",
+        description="Sum up a trace (engine.trace=FILE) and draw it: plans, speed, acceptance and load over time (docs/control.md).",
+    )
+    report.add_argument("trace", type=Path, metavar="TRACE")
+    report.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="the picture (default: beside the trace, with the suffix .png)")
+    report.add_argument("--json", type=Path, metavar="FILE", help="write the summary as JSON")
+    report.set_defaults(command=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    import json
+
+    from ..atomic import write_atomically
+    from ..control.trace import read_trace
+    from ..report.picture import check_matplotlib, draw_trace, has_matplotlib
+    from ..report.summary import summarize
+    from ..report.text import print_report
+
+    picture = options.trace.with_suffix(".png") if options.output is None else options.output
+    _check_targets(options.trace, picture, options.json)
+    if options.output is not None:
+        check_matplotlib()
+    trace = read_trace(options.trace)
+    summary = summarize(trace)
+    print_report(summary)
+    if options.json is not None:
+        write_atomically(options.json, (json.dumps(summary, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    if has_matplotlib():
+        draw_trace(trace, picture)
+        print(f"drawn: {picture}")
+    else:
+        print("not drawn: matplotlib is not installed: pip install 'hispec[plots]'", file=sys.stderr)
+    return OK
+
+
+def _check_targets(trace: Path, picture: Path, summary: Path | None) -> None:
+    """Creates missing folders. Raises ConfigError for what must not be written, or can't be."""
+    from ..errors import ConfigError
+
+    if picture.suffix.lower() != ".png":
+        raise ConfigError(f"-o: {picture} is drawn as PNG; give it a name that ends with .png")
+    for flag, path in (("-o", picture), ("--json", summary)):
+        if path is None:
+            continue
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{flag}: {path} is not a regular file; choose another path")
+        if path.absolute() == trace.absolute() or (path.exists() and trace.exists() and path.samefile(trace)):
+            raise ConfigError(f"{flag}: {path} is the trace itself; choose another path")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{flag}: cannot write to {path.parent}: {error.strerror}; choose another place") from None
+    if summary is not None and summary.absolute() == picture.absolute():
+        raise ConfigError(f"-o and --json both name {picture}; give each a path of its own")

@@ -1,0 +1,165 @@
+"""What the lines of a trace say, typed and checked."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from ..config import Settings
+from ..config.base import Tuple
+from ..outputs import FinishReason
+
+PLAIN_NAME = "plain"
+
+Number = Annotated[float, Field(ge=0.0)]
+Count = Annotated[int, Field(ge=0)]
+FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Alternative = Annotated[tuple[str, Number | None], FromList]
+RowRound = Annotated[tuple[Annotated[int, Field(ge=-1)], Count, Tuple[Count], Tuple[Count]], FromList]
+
+
+class _Line(Settings):
+    """Fields that are not known here are passed over: a later HiSpec may write more of them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Header(_Line):
+    """Whose trace it is. `routes`: their names, by number, until a line of type "routes" gives others, which the engine writes whenever its plan is set."""
+
+    model: str
+    policy: str
+    max_num_seqs: Annotated[int, Field(ge=1)]
+    routes: Tuple[str]
+    environment: dict[str, Any]
+
+
+class RoutesChange(_Line):
+    """The plan was changed: from here on numbers of routes mean these."""
+
+    t: Number
+    routes: Tuple[str]
+
+
+class _OfRoute(_Line):
+    """What happened at `t`, with a route (None = plain decoding), whose name is filled in as the trace is read."""
+
+    t: Number
+    route: Count | None
+    name: str = PLAIN_NAME
+    num_drafts: Count
+    num_checks: Count
+    rows: Count
+    context_tokens: Number
+
+    @property
+    def plan(self) -> str:
+        """Such as "hybrid D=4 C=15 K=8 R=2"; R is named where there is a check tier."""
+        if self.route is None:
+            return PLAIN_NAME
+        return f"{self.name} K={self.num_drafts}" + (f" R={self.num_checks}" if self.has_check else "")
+
+    @property
+    def has_check(self) -> bool:
+        return " C=" in self.name
+
+
+class Decision(_OfRoute):
+    """What was decided in round number `round`, and why.
+
+    predicted, measured   tokens/s expected of it; tokens/s since the decision before. None: not known
+    previous              the plan until then, in words
+    alternatives          the best ones, and what was predicted of them
+    acceptance            {route: {tier: share}}, as estimated
+    """
+
+    round: Count
+    predicted: Number | None
+    measured: Number | None
+    previous: str | None
+    reason: str
+    is_probe: bool
+    alternatives: Tuple[Alternative] = ()
+    acceptance: Mapping[str, dict[str, float | None]] = Field(default_factory=dict)
+
+
+class Rounds(_OfRoute):
+    """Sums over consecutive rounds of one choice over as many rows, the last of which ended at `t`; context_tokens is their mean.
+
+    seconds           None = not to be learnt from: something else was timed too
+    drafted, kept     drafts of all cycles; of them, those that the tier above kept
+    tentative, accepted   tokens put before verify; of them, those that it kept
+    """
+
+    rounds: Annotated[int, Field(ge=1)]
+    seconds: Number | None
+    tokens: Count
+    drafted: Count
+    kept: Count
+    tentative: Count
+    accepted: Count
+    is_probe: bool = False
+
+    @model_validator(mode="after")
+    def _shares(self) -> Rounds:
+        for part, whole in (("kept", "drafted"), ("accepted", "tentative")):
+            if getattr(self, part) > getattr(self, whole):
+                raise ValueError(f"{part}={getattr(self, part)} is more than {whole}={getattr(self, whole)}")
+        return self
+
+
+class RequestRecord(_Line):
+    """A request that ended.
+
+    rounds   (number of the route, -1 = plain decoding; tokens committed; drafts, and those kept, of each cycle)
+    routes   the names of these numbers, filled in as the trace is read
+    """
+
+    number: Count
+    arrival: float
+    first_token: float | None
+    finished: float
+    prompt_tokens: Count
+    cached_tokens: Count
+    output_tokens: Count
+    max_tokens: Count
+    finish_reason: FinishReason
+    preemptions: Count
+    rounds: Tuple[RowRound] = ()
+    routes: Tuple[str] = ()
+
+    @model_validator(mode="after")
+    def _in_order(self) -> RequestRecord:
+        times = [at for at in (self.arrival, self.first_token, self.finished) if at is not None]
+        if times != sorted(times):
+            raise ValueError(f"arrival={self.arrival}, first_token={self.first_token} and finished={self.finished} are not in this order")
+        for at, (_, _, drafted, kept) in enumerate(self.rounds):
+            if len(drafted) != len(kept) or any(more > most for more, most in zip(kept, drafted, strict=True)):
+                raise ValueError(f"rounds[{at}]: kept={list(kept)} does not fit drafted={list(drafted)}")
+        return self
+
+    @property
+    def latency_s(self) -> float:
+        return self.finished - self.arrival
+
+
+Record = Header | RoutesChange | Decision | Rounds | RequestRecord
+RECORDS: dict[str, type[Record]] = {"trace": Header, "routes": RoutesChange, "decision": Decision, "rounds": Rounds, "request": RequestRecord}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace that was read; what it holds is in the order of its lines.
+
+    routes   the names of all that were ever to be chosen from
+    is_cut   the last line was cut off, and is left out
+    """
+
+    header: Header
+    routes: Sequence[str]
+    decisions: Sequence[Decision]
+    rounds: Sequence[Rounds]
+    requests: Sequence[RequestRecord]
+    is_cut: bool = False

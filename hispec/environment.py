@@ -1,0 +1,65 @@
+"""What a measurement ran on."""
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+BUSY_SHARE = 0.5  # of the cores
+
+
+def environment() -> dict[str, Any]:
+    """Hardware and versions; `cores` are those this process may use, `load` is how many programs wanted one in the last minute."""
+    import torch
+
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "hispec": _version("hispec"),
+    }
+
+
+def hardware_text(values: dict[str, Any]) -> str:
+    """One line of `environment()` for a summary."""
+    gpu = f"{values['gpu']}, " if values["gpu"] else ""
+    return f"{gpu}{values['cpu']}, {values['cores']} cores, {values['threads']} threads, torch {values['torch']}"
+
+
+def is_busy(values: dict[str, Any]) -> bool:
+    """Whether other programs took enough of the machine, just before `environment()`, to spoil a measurement."""
+    return values["load"] is not None and values["load"] > BUSY_SHARE * values["cores"]
+
+
+def peak_memory_bytes() -> int | None:
+    """The most memory that this process has had resident, in bytes; None where the system doesn't tell."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,52 @@
+"""Times passes against each other."""
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from tqdm import tqdm
+
+Key = TypeVar("Key")
+
+
+def medians(
+    passes: Mapping[Key, Callable[[], None]], device: torch.device, *, samples: int, what: str, progress: bool, budget_s: float = math.inf
+) -> dict[Key, float]:
+    """Milliseconds of each pass on `device`, the median of its samples. All passes take turns, so that a machine that slows down slows all of them;
+    in another order each time, so that none always finds in the caches what the one before it left there.
+
+    budget_s   seconds after which no further turn begins once each pass has a sample; half of them go to all passes alike, the rest to those that
+               take less than the mean, since short ones vary more, and are sampled the more cheaply
+    """
+    taken: dict[Key, list[float]] = {key: [] for key in passes}
+    order, shuffled = list(passes), random.Random(0)
+    sync = sync_of(device)
+    began = time.monotonic()
+    with tqdm(total=(samples + 1) * len(passes), desc=what, unit="pass", disable=not progress, file=sys.stderr, dynamic_ncols=True) as bar:
+        for turn in range(samples + 1):
+            if turn > 1 and time.monotonic() - began > budget_s:
+                break
+            if turn > 1 and time.monotonic() - began > budget_s / 2:
+                mean = statistics.fmean(values[0] for values in taken.values())
+                order = [key for key in passes if taken[key][0] < mean]
+            shuffled.shuffle(order)
+            for key in order:
+                sync()
+                started = time.perf_counter()
+                passes[key]()
+                sync()
+                if turn:  # the first is a warm-up
+                    taken[key].append(1e3 * (time.perf_counter() - started))
+                bar.update()
+    return {key: statistics.median(values) for key, values in taken.items()}
+
+
+def sync_of(device: torch.device) -> Callable[[], None]:
+    """What waits until the device has done all that it was given."""
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None

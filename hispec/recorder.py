@@ -1,0 +1,73 @@
+"""What rounds did, told to whoever decides what the next ones do, and to the trace."""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .config import EngineConfig
+from .control.choice import Choice, Control, FixedControl
+from .control.trace import TraceWriter
+from .environment import environment
+from .launch import Flight, Input
+from .outcomes import RowOutcome, observed
+from .outputs import RequestMetrics
+from .request import Request
+
+
+class Recorder:
+    """Of one engine."""
+
+    def __init__(self, config: EngineConfig, model: str, policy: str) -> None:
+        """Raises ConfigError if the trace cannot be written."""
+        self.control: Control = FixedControl(None)
+        self._trace: TraceWriter | None = None
+        self._rounds: dict[int, list[tuple[int, int, Sequence[int], Sequence[int]]]] = {}  # of unfinished requests, by number
+        if config.trace is not None:
+            about = environment()
+            self._trace = TraceWriter(Path(config.trace), model=model, policy=policy, max_num_seqs=config.max_num_seqs, routes=[], environment=about)
+
+    def use(self, control: Control) -> None:
+        """Who decides from now on."""
+        self.control = control
+        if self._trace is not None:
+            self._trace.routes([str(route) for route in control.routes])
+
+    def decided(self, record: Mapping[str, Any]) -> None:
+        if self._trace is not None:
+            self._trace.decision(record)
+
+    def round(self, flight: Flight, choice: Choice, rows: Sequence[tuple[Request, int, RowOutcome]], seconds: float) -> None:
+        """A round of these requests, in these rows, before it is committed. seconds: nan if something else was timed too."""
+        if flight.plan != choice.plan:  # the drafter failed, or no row could speculate
+            choice = Choice(None, flight.plan)
+        inputs = flight.rows.inputs
+        seen = observed(
+            choice,
+            [(request.number, outcome) for request, _, outcome in rows],
+            limits=[min(int(inputs[Input.CAP, row]), request.max_tokens - request.num_output) for request, row, _ in rows],
+            most_drafts=[int(inputs[Input.DRAFTS, row]) for _, row, _ in rows],
+            watched=flight.now.watched,
+            context_tokens=sum(len(request.token_ids) for request, _, _ in rows),
+            seconds=seconds,
+        )
+        self.control.observe(seen)
+        if self._trace is not None:
+            self._trace.round(seen)
+            route = -1 if choice.route is None else choice.route
+            for request, _, outcome in rows:
+                self._rounds.setdefault(request.number, []).append((route, len(outcome.token_ids), outcome.drafted, outcome.kept))
+
+    def finished(self, request: Request, metrics: RequestMetrics | None) -> None:
+        self.control.forget(request.number)
+        rounds = self._rounds.pop(request.number, [])
+        if self._trace is not None and metrics is not None and request.finish_reason is not None:
+            self._trace.request(request.number, metrics, request.max_tokens, request.finish_reason, rounds)
+
+    def close(self) -> None:
+        if self._trace is not None:
+            self._trace.close()
+
+
+NOT_TIMED = math.nan

@@ -1,0 +1,1 @@
+"""`hispec report`: what a trace says, in words, as JSON and as a picture."""

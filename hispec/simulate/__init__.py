@@ -1,0 +1,1 @@
+"""A discrete-event simulator of engines: the same policies and controllers, over a cost model and an acceptance model."""

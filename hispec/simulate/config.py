@@ -1,0 +1,294 @@
+"""What `hispec simulate` may be told (docs/simulation.md)."""
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ..config import DraftKind, GoodputConfig, SchedulingConfig, Settings
+from ..config.base import Tuple
+from ..control.choice import Route
+from .arrivals import ArrivalsConfig
+from .distributions import Distribution, constant
+
+Name = Annotated[str, Field(min_length=1, max_length=80)]
+Cost = Annotated[float, Field(ge=0.0, le=1e9)]
+_LOOKING_UP = ("ngram", "hybrid")
+
+
+class EngineSettings(Settings):
+    """Each replica's engine, in the words of EngineConfig.
+
+    num_kv_tokens       positions that KV blocks hold; None = enough for all rows
+    kv_bytes_per_token  of one position, for scheduling.swap_bytes
+    num_layers          L, for attained service, which is counted in passes
+    """
+
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 32
+    max_prefill_tokens: Annotated[int, Field(ge=1)] = 512
+    num_kv_tokens: Annotated[int, Field(ge=1)] | None = None
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    kv_bytes_per_token: Annotated[int, Field(ge=1)] = 1 << 17
+    num_layers: Annotated[int, Field(ge=1)] = 32
+
+
+class StageSettings(Settings):
+    """What a stage costs, as `Linear` says."""
+
+    constant_ms: Cost = 0.0
+    row_ms: Cost = 0.0
+    token_ms: Cost = 0.0
+    context_ms: Cost = 0.0
+    pair_ms: Cost = 0.0
+    free_tokens: Cost = 0.0
+
+
+class LatencySettings(Settings):
+    """What stages cost: either each by name (`LatencyModel` lists them), or a profile that `hispec profile --latency` wrote.
+
+    is_static, row_buckets  whether passes take their whole rectangle, and to which numbers of rows they are rounded up
+    """
+
+    stages: dict[str, StageSettings] | None = None
+    path: Annotated[str, Field(min_length=1)] | None = None
+    is_static: bool = False
+    row_buckets: Tuple[Annotated[int, Field(ge=1)]] = ()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> LatencySettings:
+        if (self.stages is None) == (self.path is None):
+            raise ValueError("give either latency.stages or latency.path, the file of a profile")
+        if self.path is not None and (self.is_static or self.row_buckets):
+            raise ValueError("is_static and row_buckets are said by the profile that latency.path names; leave them out")
+        if list(self.row_buckets) != sorted(set(self.row_buckets)):
+            raise ValueError(f"row_buckets={list(self.row_buckets)} must ascend")
+        return self
+
+
+class AcceptanceSettings(Settings):
+    """Chance that a draft is kept, those before it in its cycle having been: share * by_position * drift, cut to 0 to 1.
+
+    share        drawn once per request
+    by_position  factor of the first, second, ... draft of a cycle; the last goes on
+    drift        points [seconds, factor] over time, linear in between; none = 1
+    """
+
+    share: Distribution
+    by_position: Annotated[Tuple[Annotated[float, Field(ge=0.0, le=10.0)]], Field(min_length=1, max_length=32)] = (1.0,)
+    drift: Tuple[Tuple[Annotated[float, Field(ge=0.0, le=1e9)]]] = ()
+
+    @model_validator(mode="after")
+    def _ascending(self) -> AcceptanceSettings:
+        if any(len(point) != 2 for point in self.drift):
+            raise ValueError(f"drift={[list(point) for point in self.drift]} must be pairs [seconds, factor]")
+        times = [point[0] for point in self.drift]
+        if times != sorted(set(times)):
+            raise ValueError(f"drift={[list(point) for point in self.drift]} must ascend in its seconds")
+        return self
+
+
+class RouteSettings(Settings):
+    """Tiers to choose from, and how right they are.
+
+    kind               who drafts
+    draft_layer        D; 0 = ngram, model
+    check_layer        C; None = two tiers
+    most_drafts        K at most
+    most_checks        R at most
+    num_exit_tokens    of hybrid: drafts of the exit at most, where nothing matches
+    acceptance         of drafts, by the tier above; of hybrid: of those that were looked up
+    exit_acceptance    of hybrid: of the exit's drafts
+    verify_acceptance  of three tiers: of tentative tokens, by verify
+    match              of ngram and hybrid: share of cycles in which something is looked up, drawn once per request
+    """
+
+    kind: DraftKind
+    draft_layer: Annotated[int, Field(ge=0)] = 0
+    check_layer: Annotated[int, Field(ge=1)] | None = None
+    most_drafts: Annotated[int, Field(ge=1, le=32)] = 8
+    most_checks: Annotated[int, Field(ge=1, le=16)] = 1
+    num_exit_tokens: Annotated[int, Field(ge=1, le=32)] | None = None
+    acceptance: AcceptanceSettings
+    exit_acceptance: AcceptanceSettings | None = None
+    verify_acceptance: AcceptanceSettings | None = None
+    match: Distribution = constant(1.0)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RouteSettings:
+        is_inside = self.kind in ("exit", "adapter", "hybrid")
+        if is_inside != (self.draft_layer > 0):
+            raise ValueError(f"draft_layer={self.draft_layer} of kind={self.kind!r}: {'give the layer, >= 1' if is_inside else 'must be 0, it is outside'}")
+        if self.check_layer is not None and self.check_layer <= self.draft_layer:
+            raise ValueError(f"check_layer={self.check_layer} must lie above draft_layer={self.draft_layer}")
+        for name, given, allowed, why in (
+            ("most_checks", self.most_checks > 1, self.check_layer is not None, "check_layer"),
+            ("verify_acceptance", self.verify_acceptance is not None, self.check_layer is not None, "check_layer"),
+            ("exit_acceptance", self.exit_acceptance is not None, self.kind == "hybrid", "kind='hybrid'"),
+            ("num_exit_tokens", self.num_exit_tokens is not None, self.kind == "hybrid", "kind='hybrid'"),
+            ("match", "match" in self.model_fields_set, self.kind in _LOOKING_UP, "kind='ngram' or 'hybrid'"),
+        ):
+            if given and not allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} needs {why}; leave it out")
+        if self.check_layer is not None and self.verify_acceptance is None:
+            raise ValueError(f"check_layer={self.check_layer} needs verify_acceptance: how often verify keeps what the check kept")
+        if self.kind == "hybrid" and self.exit_acceptance is None:
+            raise ValueError("kind='hybrid' needs exit_acceptance: how often the exit's drafts are kept")
+        return self
+
+    @property
+    def route(self) -> Route:
+        return Route(self.kind, self.draft_layer, self.check_layer, self.most_drafts, self.most_checks, self.num_exit_tokens)
+
+
+class ClassSettings(Settings):
+    """Requests of one kind: how many of all (weight over the sum of weights), and what differs from `requests`.
+
+    has_template  whether their prompts begin alike, so that a length predictor can tell the class
+    acceptance    share by route, in place of the route's acceptance.share
+    """
+
+    weight: Annotated[float, Field(gt=0.0, le=1e9)] = 1.0
+    prompt_tokens: Distribution | None = None
+    output_tokens: Distribution | None = None
+    has_template: bool = False
+    acceptance: dict[Name, Distribution] = Field(default_factory=dict)
+
+
+class RequestsSettings(Settings):
+    """What is asked for.
+
+    num            requests per run
+    warm_up        share of them, the first, that no figure counts
+    prompt_tokens, output_tokens   lengths; where an output ends is not known before
+    max_tokens     that a request may output at most, as its policy is told
+    classes        by name; none = all alike
+    trace          a file that the engine recorded (engine.trace): lengths, drafts and what was kept of them; arrivals too if these are
+                   `recorded`. It is run through again as often as `num` needs
+    """
+
+    num: Annotated[int, Field(ge=1, le=100_000_000)] = 10_000
+    warm_up: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    prompt_tokens: Distribution = constant(128.0)
+    output_tokens: Distribution = constant(128.0)
+    max_tokens: Annotated[int, Field(ge=1)] = 2048
+    classes: dict[Name, ClassSettings] = Field(default_factory=dict)
+    trace: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> RequestsSettings:
+        if self.trace is not None and (self.classes or {"prompt_tokens", "output_tokens", "max_tokens"} & self.model_fields_set):
+            raise ValueError(f"trace={self.trace!r} says all lengths; leave prompt_tokens, output_tokens, max_tokens and classes out")
+        return self
+
+
+class ControlSettings(Settings):
+    """Who decides what a round does.
+
+    kind        "plain"; "fixed": always num_drafts of `route`, with num_checks; "goodput": the controller, with settings `goodput`
+    routes      that goodput chooses from; None = all
+    """
+
+    kind: Literal["plain", "fixed", "goodput"] = "plain"
+    route: Name | None = None
+    num_drafts: Annotated[int, Field(ge=1, le=32)] | None = None
+    num_checks: Annotated[int, Field(ge=1, le=16)] = 1
+    goodput: GoodputConfig | None = None
+    routes: Annotated[Tuple[Name], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _fields_of_kind(self) -> ControlSettings:
+        if self.kind == "fixed" and (self.route is None or self.num_drafts is None):
+            raise ValueError("kind='fixed' needs route and num_drafts")
+        takes = {"plain": set(), "fixed": {"route", "num_drafts", "num_checks"}, "goodput": {"goodput", "routes"}}[self.kind]
+        for name in sorted(self.model_fields_set - {"kind"} - takes):
+            raise ValueError(f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}; leave it out")
+        return self
+
+
+class PredictorSettings(Settings):
+    """How policies predict output lengths.
+
+    kind   "online": the engine's own; "noisy": the truth times a lognormal error; "exact": the truth
+    sigma  of noisy: standard deviation of the error's logarithm
+    """
+
+    kind: Literal["online", "noisy", "exact"] = "online"
+    sigma: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
+
+    @model_validator(mode="after")
+    def _fields_of_kind(self) -> PredictorSettings:
+        if (self.sigma is not None) != (self.kind == "noisy"):
+            raise ValueError(f"sigma={self.sigma!r} and kind={self.kind!r}: sigma belongs to kind='noisy', which needs it")
+        return self
+
+
+class SystemSettings(Settings):
+    """One of the systems that are compared.
+
+    scheduling  as an engine takes it
+    oracle      serve by true remaining service, shortest first, in place of scheduling.policy; a bound, not a policy that could be run
+    """
+
+    scheduling: SchedulingConfig = SchedulingConfig()
+    oracle: bool = False
+    control: ControlSettings = ControlSettings()
+    predictor: PredictorSettings = PredictorSettings()
+
+    @model_validator(mode="after")
+    def _oracle_needs_a_plan(self) -> SystemSettings:
+        if self.oracle and self.control.kind == "goodput":
+            raise ValueError("oracle=true knows the service that is left only if the plan is fixed; set control.kind to plain or fixed")
+        if self.oracle and "policy" in self.scheduling.model_fields_set:
+            raise ValueError(f"oracle=true takes the place of scheduling.policy={self.scheduling.policy!r}; leave one of them out")
+        return self
+
+
+class SimulationConfig(Settings):
+    """One experiment: every system at every load.
+
+    replicas  engines behind one router
+    router    "round_robin", or "least_work": fewest predicted tokens outstanding
+    seed      of arrivals, lengths and acceptance, which are the same for every system
+    repeats   runs with seeds of their own, for confidence
+    """
+
+    engine: EngineSettings = EngineSettings()
+    latency: LatencySettings
+    routes: dict[Name, RouteSettings] = Field(default_factory=dict)
+    requests: RequestsSettings = RequestsSettings()
+    arrivals: ArrivalsConfig
+    systems: Annotated[dict[Name, SystemSettings], Field(min_length=1)]
+    replicas: Annotated[int, Field(ge=1, le=100_000)] = 1
+    router: Literal["round_robin", "least_work"] = "round_robin"
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    repeats: Annotated[int, Field(ge=1, le=1000)] = 1
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> SimulationConfig:
+        known = ", ".join(self.routes) or "none"
+        named = [(f"requests.classes.{name}.acceptance", route) for name, each in self.requests.classes.items() for route in each.acceptance]
+        for name, system in self.systems.items():
+            control = system.control
+            named += [(f"systems.{name}.control", route) for route in (*((control.route,) if control.route else ()), *(control.routes or ()))]
+            if control.kind == "goodput" and not self.routes:
+                raise ValueError(f"systems.{name}.control.kind='goodput' has nothing to choose from; give routes")
+        for where, route in named:
+            if route not in self.routes:
+                raise ValueError(f"{where} names a route {route!r}; there are: {known}")
+        for name, system in self.systems.items():
+            if system.control.kind == "fixed" and system.control.route is not None:
+                _check_plan(name, system.control, self.routes[system.control.route])
+        if self.arrivals.reference is not None and self.arrivals.reference not in self.systems:
+            raise ValueError(f"arrivals.reference={self.arrivals.reference!r} is no system; there are: {', '.join(self.systems)}")
+        for name, each in self.routes.items():
+            if max(each.draft_layer, each.check_layer or 0) >= self.engine.num_layers:
+                raise ValueError(f"routes.{name} has an exit beyond engine.num_layers={self.engine.num_layers}; lower it, or raise num_layers")
+        if self.arrivals.kind == "recorded" and self.arrivals.times is None and self.requests.trace is None:
+            raise ValueError("arrivals.kind='recorded' needs arrivals.times or requests.trace")
+        return self
+
+
+def _check_plan(name: str, control: ControlSettings, route: RouteSettings) -> None:
+    for field, value, most in (("num_drafts", control.num_drafts or 0, route.most_drafts), ("num_checks", control.num_checks, route.most_checks)):
+        if value > most:
+            raise ValueError(f"systems.{name}.control.{field}={value} is more than route {control.route!r} allows ({most}); lower it, or raise the route's")

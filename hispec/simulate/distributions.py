@@ -1,0 +1,97 @@
+"""Random numbers as settings say: lengths in tokens, shares of drafts that are right."""
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from ..config import Settings
+from ..config.base import Tuple
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Number = Annotated[float, Field(ge=0.0, le=1e9)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "constant": ("value",),
+    "uniform": ("low", "high"),
+    "exponential": ("mean",),
+    "lognormal": ("mean", "cv"),
+    "beta": ("mean", "concentration"),
+    "empirical": ("values",),
+}
+_PARTS = ("value", "low", "high", "mean", "cv", "concentration", "values")
+
+
+class Distribution(Settings):
+    """One of:
+
+    constant     value
+    uniform      low to high
+    exponential  mean; of tokens, rounded up: geometric
+    lognormal    mean, and cv: standard deviation / mean
+    beta         mean, and concentration: how little it spreads (a + b of Beta(a, b))
+    empirical    values, each as likely
+    least, most  what lies beyond is moved to them
+    """
+
+    kind: Literal["constant", "uniform", "exponential", "lognormal", "beta", "empirical"] = "constant"
+    value: Number | None = None
+    low: Number | None = None
+    high: Number | None = None
+    mean: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
+    cv: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
+    concentration: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    values: Annotated[Tuple[Number], Field(min_length=1)] | None = None
+    least: Number | None = None
+    most: Number | None = None
+
+    @model_validator(mode="after")
+    def _fields_of_kind(self) -> Distribution:
+        for name in _PARTS:
+            given, needed = getattr(self, name) is not None, name in _NEEDS[self.kind]
+            if given and not needed:
+                takes = ", ".join(_NEEDS[self.kind])
+                raise ValueError(f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}, which takes {takes}; leave it out")
+            if needed and not given:
+                raise ValueError(f"kind={self.kind!r} needs {name}")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}; exchange them")
+        if self.kind == "beta" and self.mean is not None and self.mean >= 1.0:
+            raise ValueError(f"mean={self.mean} of kind='beta' must lie below 1")
+        if self.least is not None and self.most is not None and self.least > self.most:
+            raise ValueError(f"least={self.least} is above most={self.most}; exchange them")
+        return self
+
+    def sample(self, num: int, chance: np.random.Generator) -> Floats:
+        """[num]"""
+        mean, cv = self.mean or 0.0, self.cv or 0.0
+        if self.kind == "constant":
+            drawn = np.full(num, self.value, np.float64)
+        elif self.kind == "uniform":
+            drawn = chance.uniform(self.low or 0.0, self.high or 0.0, num)
+        elif self.kind == "exponential":
+            drawn = chance.exponential(mean, num)
+        elif self.kind == "lognormal":
+            variance = np.log1p(cv * cv)
+            drawn = np.exp(chance.normal(np.log(mean) - variance / 2, np.sqrt(variance), num))
+        elif self.kind == "beta":
+            weight = self.concentration or 0.0
+            drawn = chance.beta(mean * weight, (1.0 - mean) * weight, num)
+        else:
+            drawn = chance.choice(np.asarray(self.values, np.float64), num)
+        return np.clip(drawn, self.least if self.least is not None else -np.inf, self.most if self.most is not None else np.inf)
+
+    def tokens(self, num: int, chance: np.random.Generator) -> Ints:
+        """[num] whole numbers, at least 1."""
+        return np.maximum(1, np.ceil(self.sample(num, chance))).astype(np.int64)
+
+    def shares(self, ranks: Ints, chance: np.random.Generator) -> Floats:
+        """[num] of 0 to 1, dealt out by the rank of each request: who is drafted well by one drafter is drafted well by all."""
+        return np.sort(np.clip(self.sample(len(ranks), chance), 0.0, 1.0))[ranks]
+
+
+def constant(value: float) -> Distribution:
+    return Distribution(kind="constant", value=value)
