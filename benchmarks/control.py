@@ -19,7 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +72,6 @@ class Run:
         return self.tokens / self.seconds
 
 
-@dataclass
-class Runs:
-    """Of one plan at one batch size."""
-
-    runs: list[Run] = field(default_factory=list)
-
-    def median(self, name: str) -> float:
-        return statistics.median(getattr(run, name) for run in self.runs)
-
-
 def sizes(max_tokens: int) -> itertools.cycle[int]:
     """Lengths of outputs, in turn: half to all of max_tokens."""
     return itertools.cycle(max(1, max_tokens * eighths // 8) for eighths in (8, 5, 7, 4, 6))
@@ -127,45 +117,46 @@ def warm_up(llm: LLM, prompts: Sequence[TokenIds], batch_size: int, max_tokens: 
         closed_loop(llm, prompts, batch_size, max_tokens)
 
 
-def measure(llm: LLM, prompts: Sequence[TokenIds], batch_size: int, arguments: argparse.Namespace) -> dict[str, Runs]:
+def measure(llm: LLM, prompts: Sequence[TokenIds], batch_size: int, arguments: argparse.Namespace) -> dict[str, list[Run]]:
     """Every plan's runs at one batch size."""
     compared = plans(not arguments.fixed_only)
     num_requests = max(arguments.least_requests, 2 * batch_size)
     asked = list(itertools.islice(itertools.cycle(prompts), num_requests))
-    found = {name: Runs() for name in compared}
+    found: dict[str, list[Run]] = {name: [] for name in compared}
     names = list(compared)
     for repeat in range(arguments.repeats):
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
             llm.set_speculative(compared[name])
             # The controller learns while it serves: another repeat finds it as a long-lived engine would have it, or begins anew.
             warm_up(llm, asked, batch_size, arguments.max_tokens, arguments.warm_up if name == GOODPUT else 0.0)
-            found[name].runs.append(closed_loop(llm, asked, batch_size, arguments.max_tokens))
-            print(f"batch {batch_size}, repeat {repeat}: {name} {found[name].runs[-1].tokens_per_s:.1f} tokens/s", file=sys.stderr)
+            found[name].append(closed_loop(llm, asked, batch_size, arguments.max_tokens))
+            print(f"batch {batch_size}, repeat {repeat}: {name} {found[name][-1].tokens_per_s:.1f} tokens/s", file=sys.stderr)
     return found
 
 
-def summary(found: dict[str, Runs]) -> dict[str, Any]:
+def summary(found: dict[str, list[Run]]) -> dict[str, Any]:
     """Of one batch size: speeds by plan, ratios of goodput, outputs that are not plain's."""
-    speeds = {name: runs.median("tokens_per_s") for name, runs in found.items()}
-    plain = found["plain"].runs[0].outputs
+    speeds = {name: statistics.median(run.tokens_per_s for run in runs) for name, runs in found.items()}
+    plain = found["plain"][0].outputs
     fixed = {name: speed for name, speed in speeds.items() if name != GOODPUT}
 
-    def num_different(runs: Runs) -> int:
-        return sum(ours != theirs for run in runs.runs for ours, theirs in zip(run.outputs, plain, strict=True))
+    def num_different(runs: Sequence[Run]) -> int:
+        return sum(ours != theirs for run in runs for ours, theirs in zip(run.outputs, plain, strict=True))
 
     result: dict[str, Any] = {
         "tokens_per_s": speeds,
-        "tokens_per_s_runs": {name: [run.tokens_per_s for run in runs.runs] for name, runs in found.items()},
+        "tokens_per_s_runs": {name: [run.tokens_per_s for run in runs] for name, runs in found.items()},
         "different_outputs": {name: num_different(runs) for name, runs in found.items()},
         "best_fixed": max(fixed, key=lambda name: fixed[name]),
         "worst_fixed": min(fixed, key=lambda name: fixed[name]),
         "goodput": None,
     }
     if GOODPUT in found:
+        shares = [run.control_share for run in found[GOODPUT] if run.control_share is not None]
         result["goodput"] = {
             "to_best": speeds[GOODPUT] / max(fixed.values()),
             "to_worst": speeds[GOODPUT] / min(fixed.values()),
-            "control_share": found[GOODPUT].median("control_share"),
+            "control_share": statistics.median(shares) if shares else None,
         }
     return result
 
@@ -177,9 +168,10 @@ def print_summary(batch_size: int, result: dict[str, Any]) -> None:
         different = f"  {result['different_outputs'][name]} outputs differ" if result["different_outputs"][name] else ""
         print(f"{name:28s} {speed:9.1f} {speed / speeds['plain']:8.2f} {speed / speeds[result['best_fixed']]:8.2f}{different}")
     if (goodput := result["goodput"]) is not None:
+        share = "not counted" if goodput["control_share"] is None else f"{goodput['control_share']:.2%}"
         print(
             f"goodput / best fixed ({result['best_fixed']}) {goodput['to_best']:.3f}, / worst ({result['worst_fixed']}) {goodput['to_worst']:.3f};"
-            f" control {goodput['control_share']:.2%} of rounds' time"
+            f" control's share of rounds' time: {share}"
         )
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -106,6 +107,7 @@ class Engine:
         self._recorder = Recorder(config, about, scheduling.policy)
         self._choice = Choice()  # of the round in the air
         self._read_s = 0.0  # when the last round was read
+        self._is_timed = True  # whether the round in the air has the device to itself
         self.set_speculative(speculative, exits=exits, draft_model=draft_model, plan=plan, latency=latency)
         if config.warm_up:
             self.warm_up()
@@ -135,14 +137,14 @@ class Engine:
         self._flight = None  # the round in the air is of requests that are gone
         wanted = Wanted(speculative, exits, draft_model, plan, latency)
         new = self._speculations.get(self._pool.num_blocks, wanted)
-        control = make_control(new, speculative, latency, self._recorder.decided)
+        control = self._recorder.known(wanted) or make_control(new, speculative, latency, self._recorder.decided)
         is_anew, is_cache_stale = self._speculations.use(new, wanted, self._rounds.graphs is not None)
         # All buffers are there: nothing below can fail and leave one plan with another's buffers.
         if is_anew:
             self._rounds.forget_graphs()
         if is_cache_stale:
             self._pool.forget()  # what is cached lacks their KV
-        self._recorder.use(control)
+        self._recorder.use(control, wanted)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -332,6 +334,8 @@ class Engine:
         step = self._scheduler.schedule(self._choice.plan.window, time.monotonic())
         self._tables.update([request.table.blocks for request in self._scheduler.running])
         started = time.perf_counter()
+        # On a GPU prefill is only queued, and the round waits for it.
+        self._is_timed = not step.chunks or self._decoder.device.type == "cpu"
         what, concerned = "prefill", [chunk.request for chunk in step.chunks]
         try:
             if step.chunks:
@@ -375,7 +379,8 @@ class Engine:
         # Others ended after the round was launched.
         rows = [(request, row, outcomes[row]) for row, request in flight.rows.requests if request.finish_reason is None]
         seconds = self._read_s - began_s
-        self._recorder.round(flight, self._choice, rows, seconds)
+        self._recorder.round(flight, self._choice, rows, seconds if self._is_timed else math.nan)
+        self._is_timed = True
         behind = self._now.all_owners - flight.owners
         passes = flight.layer_passes / self._decoder.config.num_layers
         for request, row, outcome in rows:

@@ -1,8 +1,7 @@
 """What rounds did, told to whoever decides what the next ones do, and to the trace."""
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,31 @@ from .outputs import RequestMetrics
 from .request import Request
 
 
+_MOST_KEPT = 8
+
+
 class Recorder:
     """Of one engine."""
 
     def __init__(self, config: EngineConfig, model: str, policy: str) -> None:
         """Raises ConfigError if the trace cannot be written."""
         self.control: Control = FixedControl(None)
+        self._controls: dict[Hashable, Control] = {}  # with what they have learnt, for when their plan comes back
         self._trace: TraceWriter | None = None
         self._rounds: dict[int, list[tuple[int, int, Sequence[int], Sequence[int]]]] = {}  # of unfinished requests, by number
         if config.trace is not None:
             about = environment()
             self._trace = TraceWriter(Path(config.trace), model=model, policy=policy, max_num_seqs=config.max_num_seqs, routes=[], environment=about)
 
-    def use(self, control: Control) -> None:
+    def known(self, key: Hashable) -> Control | None:
+        """Who decided when this was asked for before."""
+        return self._controls.get(key)
+
+    def use(self, control: Control, key: Hashable = None) -> None:
         """Who decides from now on."""
-        self.control = control
+        if len(self._controls) >= _MOST_KEPT:
+            self._controls.clear()
+        self._controls[key] = self.control = control
         if self._trace is not None:
             self._trace.routes([str(route) for route in control.routes])
 
@@ -68,6 +77,3 @@ class Recorder:
     def close(self) -> None:
         if self._trace is not None:
             self._trace.close()
-
-
-NOT_TIMED = math.nan

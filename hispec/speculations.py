@@ -14,9 +14,9 @@ from .stages import DecoderLike, PassCounts
 _MOST_KEPT = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Wanted:
-    """What `Engine.set_speculative` is asked for."""
+    """What `Engine.set_speculative` is asked for. Equal if it is the same: of models and exits, the same objects."""
 
     speculative: SpeculativeConfig | None = None
     exits: Sequence[Exit] = ()
@@ -25,8 +25,14 @@ class Wanted:
     latency: LatencyModel | None = None
 
     @property
-    def key(self) -> Hashable:
-        return self.speculative, self.plan, tuple(map(id, self.exits)), id(self.draft_model), id(self.latency)
+    def _key(self) -> Hashable:
+        return self.speculative, self.plan, tuple(map(id, self.exits)), id(self.draft_model), self.latency
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Wanted) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash((self.speculative, self.plan))
 
 
 class Speculations:
@@ -35,7 +41,7 @@ class Speculations:
     def __init__(self, decoder: DecoderLike, config: EngineConfig, max_model_len: int, counts: PassCounts, draft_counts: PassCounts) -> None:
         self._decoder, self._config, self._max_model_len = decoder, config, max_model_len
         self._counts, self._draft_counts = counts, draft_counts
-        self._kept: dict[Hashable, Speculation] = {}
+        self._kept: dict[Wanted, Speculation] = {}
         self._now: Speculation | None = None
 
     @property
@@ -69,7 +75,7 @@ class Speculations:
 
     def get(self, num_blocks: int, wanted: Wanted) -> Speculation:
         """What there is already, or `make`."""
-        return self._kept.get(wanted.key) or self.make(num_blocks, wanted)
+        return self._kept.get(wanted) or self.make(num_blocks, wanted)
 
     def use(self, new: Speculation, wanted: Wanted, keeps_graphs: bool) -> tuple[bool, bool]:
         """Makes it the one in use -> whether graphs of the others are of no use any more, and whether what blocks hold is."""
@@ -77,7 +83,7 @@ class Speculations:
         is_anew = before is None or new.kv is not before.kv or not keeps_graphs or len(self._kept) >= _MOST_KEPT
         if is_anew:
             self._kept.clear()  # of use for their graphs alone, and none with another KV
-        self._kept[wanted.key] = self._now = new
+        self._kept[wanted] = self._now = new
         return is_anew, before is not None and new.kv_owners != before.kv_owners
 
     @property

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import bench, fetch, generate, profile, report, run, train
+from . import bench, fetch, generate, profile, report, run, simulate, train
 from .common import BROKEN_PIPE, INTERRUPTED, USER_ERROR
 
 
@@ -46,6 +46,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hispec", description="Early-exit hierarchical speculative decoding.")
     parser.add_argument("--version", action="version", version=f"hispec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (run, generate, bench, profile, report, train, fetch):
+    for command in (run, generate, bench, profile, simulate, report, train, fetch):
         command.add(commands)
     return parser

@@ -30,11 +30,20 @@ def add(commands: Any) -> None:
     profile.add_argument("--drafters", nargs="+", metavar="KIND", help="drafters to look at: exit, tree, ngram, hybrid, model (default: all that apply)")
     profile.add_argument("--top", type=int, metavar="N", help="plans of each kind that are run for real (default: 2)")
     profile.add_argument("--repeats", type=int, metavar="N", help="timed runs of each (default: 3)")
+    profile.add_argument(
+        "--latency",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="only measure what stages cost here, for control: goodput and simulations, and write FILE (default: where it is kept)",
+    )
     profile.add_argument("--no-progress", action="store_true", help="no progress bars")
     profile.set_defaults(command=_profile)
 
 
 def _profile(options: argparse.Namespace) -> int:
+    if options.latency is not None:
+        return _latency(options)
     from ..errors import build
     from ..jobs.load import load_job
     from ..profile.files import Targets
@@ -49,4 +58,21 @@ def _profile(options: argparse.Namespace) -> int:
     from ..profile.run import profile_to_files
 
     print_profile(profile_to_files(job, profile_options, targets, progress=not options.no_progress))
+    return OK
+
+
+def _latency(options: argparse.Namespace) -> int:
+    from ..errors import ConfigError
+    from ..jobs.load import load_job
+
+    taken = {"job", "set", "latency", "max_window", "no_progress", "command"}
+    if given := [name for name, value in vars(options).items() if name not in taken and value not in (None, False)]:
+        names = ", ".join("--write-preset" if name == "preset" else "--" + name.replace("_", "-") for name in sorted(given))
+        raise ConfigError(f"{names}: means nothing with --latency, which only measures stages; leave it out")
+    job = load_job(options.job, options.set)
+    from ..profile.latency import print_latency, profile_latency
+
+    path = Path(options.latency).expanduser() if options.latency else None
+    profile, place = profile_latency(job, path, max_window=options.max_window, progress=not options.no_progress)
+    print_latency(profile, place)
     return OK

@@ -17,7 +17,7 @@ DRAFT, VERIFY = 0, 1
 MOST_TENTATIVE = 96  # tentative tokens of a round that are told apart
 _OFFERED = 0.8  # of drafts that a drafter may leave out, before any was seen
 _FOUND = 0.3  # likewise of cycles that prompt lookup serves
-_RELATED = 4.0  # what other routes, exits that were watched included, count for at most, in prior weights
+_RELATED, _WATCHED = 4.0, 16.0  # what other routes, and exits that were watched, count for at most, in prior weights
 _LEAST_COUNTS = 4.0  # by which old knowledge is judged at least: what was seen once is not forgotten quite
 _SUREST = 0.98
 
@@ -169,21 +169,22 @@ class Acceptance:
         accepted, accepted_counts = total(self.accepted)
         right, right_counts = (with_none(a + self._tells_of_layer @ b) for a, b in zip(total(self._right), (kept, kept_counts), strict=True))
         agreed, agreed_counts = (values.reshape(len(self._drafters), -1) for values in total(self._agreed))
-        verified = self._blend(base, right[self._check_at], right_counts[self._check_at])
-        verified = self._blend(verified, self._same_check @ accepted, self._same_check @ accepted_counts)
+        verified = self._blend(base, right[self._check_at], right_counts[self._check_at], _WATCHED)
+        verified = self._blend(verified, self._same_check @ accepted, self._same_check @ accepted_counts, _RELATED)
         passed = np.where(self._has_check, (accepted + weight * verified[0]) / (accepted_counts + weight), 1.0)
-        drafts = self._blend(base, np.where(self._has_check, 0.0, right[self._draft_at]), np.where(self._has_check, 0.0, right_counts[self._draft_at]))
-        drafts = self._blend(drafts, self._same_drafter @ (kept * passed), self._same_drafter @ kept_counts)
+        unchecked = np.where(self._has_check, 0.0, 1.0)
+        drafts = self._blend(base, unchecked * right[self._draft_at], unchecked * right_counts[self._draft_at], _WATCHED)
+        drafts = self._blend(drafts, self._same_drafter @ (kept * passed), self._same_drafter @ kept_counts, _RELATED)
         if self._layers:
             at = self._drafter_of, self._check_at
-            drafts = self._blend(drafts, np.where(self._has_check, agreed[at], 0.0), np.where(self._has_check, agreed_counts[at], 0.0))
+            drafts = self._blend(drafts, np.where(self._has_check, agreed[at], 0.0), np.where(self._has_check, agreed_counts[at], 0.0), _WATCHED)
         return drafts, verified
 
-    def _blend(self, prior: Floats | tuple[Floats, Floats], survived: Floats, at_risk: Floats) -> tuple[Floats, Floats]:
-        """A prior and counts, of which there may be many: they are of something else -> their mean, and the counts in it."""
+    def _blend(self, prior: Floats | tuple[Floats, Floats], survived: Floats, at_risk: Floats, most: float) -> tuple[Floats, Floats]:
+        """A prior and counts, of which there may be too many: they are of something else -> their mean, and the counts in it."""
         mean, counts = prior if isinstance(prior, tuple) else (prior, np.zeros(len(prior)))
         weight = self._config.prior_weight
-        taken = np.minimum(at_risk, _RELATED * weight)
+        taken = np.minimum(at_risk, most * weight)
         share = np.where(at_risk > 0, survived / np.maximum(at_risk, 1e-9), 0.0)
         return (mean * (counts + weight) + taken * share) / (counts + weight + taken), counts + taken
 

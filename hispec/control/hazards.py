@@ -11,6 +11,7 @@ from .choice import Ints
 Floats = NDArray[np.float64]
 _NEAR = 0.5  # what an earlier place's counts weigh per place of distance, where a place is to be told from those before it
 _SURPRISE = 3.0  # standard errors between what was expected and what was seen, beyond which older counts lose weight
+_RECENT = 16.0  # rounds, after which surprise is halved
 _CORRELATED = 2.0  # variance of real runs, in that of independent ones: easy and hard passages
 
 
@@ -27,6 +28,7 @@ class HazardTable:
     def __init__(self, num: int, width: int, window: float, weight: float) -> None:
         self.survived, self.at_risk = np.zeros((num, width)), np.zeros((num, width))
         self.seen_at = np.full(num, -np.inf)  # round of the last observation
+        self._excess, self._spread = np.zeros(num), np.zeros(num)  # of what was seen lately over what was expected
         self._width, self._weight, self._halving = width, weight, math.log(2.0) / window
         distance = np.arange(width)[None, :] - np.arange(width)[:, None]
         self._nearness = np.where(distance > 0, _NEAR ** np.maximum(distance, 0), 0.0)
@@ -49,15 +51,27 @@ class HazardTable:
         if old > 0:
             age = max(now - self.seen_at[index], 0.0)
             factor = max(math.exp(-self._halving * age), min(1.0, self._weight / old))
-            hazards = (old_survived + 1.0) / (old_risk + 2.0)
-            expected = at_risk * hazards
-            variance = _CORRELATED * ((expected - expected * hazards) * (1.0 + at_risk / (old_risk + 2.0))).sum() + 1.0
-            surprise = (survived.sum() - expected.sum()) ** 2 / variance
-            factor *= min(1.0, _SURPRISE**2 / max(surprise, 1e-9))
+            factor *= self._trust(index, survived, at_risk, 0.5 ** (age / _RECENT))
         fresh = -math.expm1(-self._halving * rounds) / (self._halving * rounds)  # their mean weight
         self.survived[index] = factor * old_survived + fresh * survived
         self.at_risk[index] = factor * old_risk + fresh * at_risk
         self.seen_at[index] = now
+
+    def _trust(self, index: int, survived: Floats, at_risk: Floats, kept: float) -> float:
+        """What older counts are worth beside these: less if the last ones, of which so much is kept, contradict them."""
+        old_risk = self.at_risk[index]
+        hazards = (self.survived[index] + 1.0) / (old_risk + 2.0)
+        expected = at_risk * hazards
+        variance = ((expected - expected * hazards) * (1.0 + at_risk / (old_risk + 2.0))).sum()
+        self._excess[index] = kept * self._excess[index] + survived.sum() - expected.sum()
+        self._spread[index] = kept * self._spread[index] + variance
+        surprise = self._excess[index] ** 2 / (_CORRELATED * self._spread[index] + 1.0)
+        if surprise <= _SURPRISE**2:
+            return 1.0
+        factor = float(_SURPRISE**2 / surprise)
+        self._excess[index] *= factor
+        self._spread[index] *= factor
+        return factor
 
     def pooled(self, prior: Floats) -> Floats:
         """[num]: the share of all places that were got to, with `weight` counts of the prior [num]."""

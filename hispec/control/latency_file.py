@@ -17,6 +17,7 @@ from .latency import LatencyModel, Linear, stage_names
 from .latency_fit import Point, StageFit
 
 _FORMAT = "hispec latency profile"
+_NOTHING_BESIDE = 0.02  # share of a round of plain decoding
 _AGAIN = "measure again: hispec profile JOB.yaml --latency"
 
 Count = Annotated[int, Field(ge=0)]
@@ -135,8 +136,10 @@ class LatencyProfile(Settings):
         return LatencyModel({name: stage.cost for name, stage in self.stages.items()}, self.is_static, self.row_buckets)
 
     def poor_stages(self) -> list[str]:
-        """Those whose held-out points are foretold badly."""
-        return [name for name, stage in self.stages.items() if stage.is_poor]
+        """Those whose held-out points are foretold badly, but for those that cost next to nothing beside a round."""
+        longest = {stage: max(point.ms for point in self.points if point.stage == stage) for stage in {point.stage for point in self.points}}
+        least = _NOTHING_BESIDE * self.stages["plain"].constant_ms
+        return [name for name, stage in self.stages.items() if stage.is_poor and longest.get(name, 0.0) > least]
 
 
 def kept_path(subject: Subject) -> Path:

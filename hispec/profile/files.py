@@ -15,11 +15,12 @@ class Targets:
     json: Path | None = None
     preset: Path | None = None
     plots: Path | None = None
+    latency: Path | None = None
     overwrite: bool = False
 
     def check(self) -> None:
         """Creates missing folders. Raises ConfigError for what can't be written, or must not be."""
-        for flag, path in (("--json", self.json), ("--write-preset", self.preset)):
+        for flag, path in (("--json", self.json), ("--write-preset", self.preset), ("--latency", self.latency)):
             if path is None:
                 continue
             if path.exists() and not path.is_file():

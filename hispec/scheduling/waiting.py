@@ -57,10 +57,13 @@ class WaitingOrder:
             key, _, request = entry
             if self._entries.get(request.number) is not entry:
                 heapq.heappop(self._heap)
-            elif (now := self._key(request)) != key:
-                self._push(request, now)
-            else:
+            elif (now := self._key(request)) == key:
                 return key, request
+            else:
+                heapq.heappop(self._heap)
+                self._push(request, now)
+                if now < key:
+                    return now, request
 
     def heads(self, count: int) -> list[tuple[Key, Request]]:
         """The first `count`, or all, in order."""

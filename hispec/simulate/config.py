@@ -226,21 +226,27 @@ class SystemSettings(Settings):
     """One of the systems that are compared.
 
     scheduling  as an engine takes it
-    oracle      serve by true remaining service, shortest first, in place of scheduling.policy; a bound, not a policy that could be run
+    srtf        in place of scheduling.policy: shortest remaining first, preempting, by the true "service" (rounds; the oracle that others are measured
+                against), the true "tokens", or the tokens that are "predicted" to be left; to find out what knowledge is worth
     """
 
     scheduling: SchedulingConfig = SchedulingConfig()
-    oracle: bool = False
+    srtf: Literal["service", "tokens", "predicted"] | None = None
     control: ControlSettings = ControlSettings()
     predictor: PredictorSettings = PredictorSettings()
 
     @model_validator(mode="after")
-    def _oracle_needs_a_plan(self) -> SystemSettings:
-        if self.oracle and self.control.kind == "goodput":
-            raise ValueError("oracle=true knows the service that is left only if the plan is fixed; set control.kind to plain or fixed")
-        if self.oracle and "policy" in self.scheduling.model_fields_set:
-            raise ValueError(f"oracle=true takes the place of scheduling.policy={self.scheduling.policy!r}; leave one of them out")
+    def _one_order(self) -> SystemSettings:
+        if self.srtf == "service" and self.control.kind == "goodput":
+            raise ValueError("srtf='service' knows the rounds that are left only if the plan is fixed; set control.kind to plain or fixed, or srtf: tokens")
+        if self.srtf is not None and "policy" in self.scheduling.model_fields_set:
+            raise ValueError(f"srtf={self.srtf!r} takes the place of scheduling.policy={self.scheduling.policy!r}; leave one of them out")
         return self
+
+    @property
+    def is_oracle(self) -> bool:
+        """Whether it knows what nobody can."""
+        return self.srtf in ("service", "tokens") or self.predictor.kind == "exact"
 
 
 class SimulationConfig(Settings):

@@ -89,7 +89,7 @@ def plan_shares(config: SimulationConfig, counts: Sequence[Counts]) -> dict[str,
 def compare(config: SimulationConfig, policies: Mapping[str, dict[str, Any]]) -> None:
     """Adds to each system's figures its mean latency over the best of the other systems; oracles are nobody's other."""
     for name, own in policies.items():
-        others = [figures["mean_s"] for other, figures in policies.items() if other != name and not config.systems[other].oracle]
+        others = [figures["mean_s"] for other, figures in policies.items() if other != name and not config.systems[other].is_oracle]
         own["mean_over_best_other"] = own["mean_s"] / min(others) if others else None
 
 

@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..control.choice import Choice, Control, FixedControl, Observation
-from ..control.controller import GoodputControl
 from ..scheduling.lengths import LengthPredictor
 from ..scheduling.policy import FirstComeFirstServed, Job, Key, Policy, Service
 from .config import EngineSettings
@@ -111,7 +111,7 @@ class Replica:
         self._kept_bytes, self._moved = 0, dict[int, int]()  # bytes in host memory, by request
         self._new: list[int] = []
         self._rounds_since_review = 0
-        self._arrivals: dict[int, float] = {}
+        self._predict: dict[int, Callable[[int], float]] = {}
         self._choice, self._max_rounds = control.choose((), 0) if self._is_fixed else Choice(), _MANY
 
     # ---- events ----
@@ -124,7 +124,7 @@ class Replica:
         max_tokens = int(workload.max_tokens[request])
         predict = self.predictor.predictor(prompt, max_tokens)
         self.policy.add(Job(request, now_s, len(prompt), max_tokens, predict))
-        self._arrivals[request] = now_s
+        self._predict[request] = predict
         self.waiting.append(request)
         self._new.append(request)
         if self.end_s == math.inf:
@@ -151,6 +151,10 @@ class Replica:
         else:
             self.end_s = math.inf
         return finished
+
+    def predicted(self, request: int, output: int) -> float:
+        """Length of the output of a request that is here, and has so many tokens."""
+        return self._predict[request](output)
 
     def progress_of(self, request: int) -> tuple[int, int]:
         """Of a request that is here: tokens that it has, positions that are to be computed before it gets more."""
@@ -194,7 +198,7 @@ class Replica:
             self.policy.remove(request)
             self.control.forget(request)
             self.predictor.finished(prompt_of(self.setup.workload, request), num_output)
-            del self._arrivals[request]
+            del self._predict[request]
         return finished
 
     # ---- a run of rounds ----
@@ -226,8 +230,7 @@ class Replica:
             self._order[: self.num_running] = sorted(range(self.num_running), key=keys.__getitem__)
         else:
             self._order[: self.num_running] = np.argsort(whole[:, REQUEST])
-        self._max_rounds = self.control.rounds_left if isinstance(self.control, GoodputControl) else _MANY
-        self._max_rounds = min(self._max_rounds, _ROUNDS_PER_RUN) if self._kept.is_kept else _MANY
+        self._max_rounds = min(self.control.rounds_left, _ROUNDS_PER_RUN) if self._kept.is_kept else _MANY
         if self.policy.preempts and self.waiting:
             self._max_rounds = min(self._max_rounds, max(1, self.policy.review_rounds - self._rounds_since_review))
 

@@ -1,6 +1,8 @@
 """One of the systems that are compared, with all its parts."""
 from __future__ import annotations
 
+from typing import Literal
+
 from ..config import GoodputConfig
 from ..control.choice import Control, FixedControl
 from ..control.controller import GoodputControl
@@ -24,11 +26,11 @@ def make_replicas(config: SimulationConfig, system: SystemSettings, costs: Costs
     replicas = []
     for index in range(config.replicas):
         control = make_control(config, system.control, costs, seed + index)
-        oracle = _Oracle(setup, system.control.num_drafts or 0) if system.oracle else None
-        policy: Policy = make_policy(system.scheduling) if oracle is None else ShortestRemaining(oracle.remaining, system.scheduling.review_rounds)
+        left = None if system.srtf is None else _Left(setup, system.srtf, system.control.num_drafts or 0)
+        policy: Policy = make_policy(system.scheduling) if left is None else ShortestRemaining(left, system.scheduling.review_rounds)
         replicas.append(Replica(index, setup, policy, control, make_predictor(totals, system.scheduling.expected_tokens)))
-        if oracle is not None:
-            oracle.replica = replicas[-1]
+        if left is not None:
+            left.replica = replicas[-1]
     return replicas
 
 
@@ -53,22 +55,26 @@ def make_control(config: SimulationConfig, settings: ControlSettings, costs: Cos
     return GoodputControl(routes, costs.latency, settings.goodput or GoodputConfig(), seed=seed)
 
 
-class _Oracle:
-    """Knows the rounds that a request still needs, what is left of its prompt by what that costs in rounds."""
+class _Left:
+    """What a request still needs: the true rounds, what is left of its prompt by what that costs in rounds; its true tokens; or those predicted."""
 
     replica: Replica
 
-    def __init__(self, setup: Setup, num_drafts: int) -> None:
+    def __init__(self, setup: Setup, what: Literal["service", "tokens", "predicted"], num_drafts: int) -> None:
         from .kernels import rounds_left
 
-        self._setup, self._num_drafts, self._rounds_left = setup, num_drafts, rounds_left
+        self._setup, self._what, self._num_drafts, self._rounds_left = setup, what, num_drafts, rounds_left
         self._route = setup.route_numbers[0] if setup.route_numbers else 0
         self._prefill_rounds = setup.costs.prefill_s(1024) / 1024 / setup.costs.plain_s(1, 256)
         self._known: dict[int, tuple[int, int]] = {}  # by request: output tokens when it was asked last, rounds left then
 
-    def remaining(self, request: int) -> float:
+    def __call__(self, request: int) -> float:
         workload, costs = self._setup.workload, self._setup.costs
         output, left = self.replica.progress_of(request)
+        if self._what == "predicted":
+            return self.replica.predicted(request, output) - output
+        if self._what == "tokens":
+            return float(workload.output_tokens[request] - output)
         known = self._known.get(request)
         if known is None or known[0] != output:
             rounds = self._rounds_left(

@@ -1,0 +1,98 @@
+"""`hispec profile --latency`: measures what stages of a job's model cost here, keeps it, and says how good it is."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+from rich.table import Table
+
+from ee_models.exit_files import ExitsError
+from ee_models.exits import AdapterExit
+
+from ..candidates import exit_layers, trained_path, uses_trained
+from ..config import DraftConfig, SpeculativeConfig
+from ..control.latency_file import LatencyProfile, StageCost, kept_path, save
+from ..environment import hardware_text, is_busy
+from ..jobs.report import NOT_A_TERMINAL_WIDTH
+from ..jobs.schema import Job
+from ..llm import LLM
+from ..measure.latency import measure_latency, subject_of
+from .files import Targets
+
+_WINDOW = 32  # places of a round, where the job says nothing of them
+
+
+def profile_latency(job: Job, path: Path | None, *, max_window: int | None = None, progress: bool = True) -> tuple[LatencyProfile, Path]:
+    """Measures the job's model with the exits and the draft model that its plans may use, and writes the profile -> it, and where it is.
+
+    path        None = where it is kept for this model on this machine
+    max_window  places of a row's round at most; None = those of the job's plan
+    Raises ConfigError and CheckpointError before anything is measured.
+    """
+    Targets(latency=path).check()
+    own = job.speculative
+    # The rows that are measured have KV of their own, and nothing is served meanwhile.
+    settings = job.engine.model_dump() | {"num_kv_blocks": 1, "warm_up": False, "trace": None}
+    with LLM(job.model, **settings) as llm:
+        exits = _exits(llm, own)
+        layers = [each.layer for each in exits] if exits or own is None else exit_layers(own, [])
+        draft_model = llm.draft_models.load(own, llm.decoder, llm.tokenizer, llm.engine.max_model_len)
+        place = path or kept_path(subject_of(llm.decoder, layers, exits, draft_model))
+        Targets(latency=place).check()
+        window = max_window or (_WINDOW if own is None else own.plan(llm.decoder.config.num_layers).window)
+        profile = measure_latency(
+            llm.decoder, layers, exits, max_num_seqs=job.engine.max_num_seqs, max_window=window, draft_model=draft_model, progress=progress
+        )
+    save(profile, place)
+    return profile, place
+
+
+def _exits(llm: LLM, speculative: SpeculativeConfig | None) -> list[AdapterExit]:
+    """The trained exits that the job's plans may use; without a plan those that come with HiSpec, if there are any."""
+    if speculative is not None and not uses_trained(speculative):
+        return []
+    path = None if speculative is None else trained_path(speculative)
+    try:
+        trained = llm.trained_exits.layers(path)
+    except ExitsError:
+        if speculative is not None:
+            raise
+        return []
+    layers = trained if speculative is None else exit_layers(speculative, trained)
+    ways = [SpeculativeConfig(draft=DraftConfig(kind="adapter", path=path, layer=layer)) for layer in layers]
+    return [exit_ for way in ways for exit_ in llm.trained_exits.load(way, llm.decoder)]
+
+
+def print_latency(profile: LatencyProfile, path: Path, file: IO[str] | None = None) -> None:
+    """The table of a profile, on stdout unless `file` is given."""
+    file = file or sys.stdout
+    console = Console(file=file, markup=False, highlight=False, width=None if file.isatty() else NOT_A_TERMINAL_WIDTH)
+    console.print(f"{hardware_text(profile.subject.machine | profile.subject.versions)}; up to {profile.max_num_seqs} rows")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("ms of a stage")
+    for name in ("constant", "per token", "free tokens", "per row", "per 1k context", "per 1k pairs", "points", "R²", "mean error"):
+        table.add_column(name, justify="right")
+    for name, stage in profile.stages.items():
+        table.add_row(name, *_cells(stage))
+    console.print(table)
+    console.print("context: positions attended to, of all rows; pairs: of a token and such a position. R² and mean error are of points that were held out.")
+    console.print(f"{len(profile.points)} passes timed in {profile.seconds:.0f} s; {path}")
+    if poor := profile.poor_stages():
+        console.print(f"Costs of these stages are not well foretold: {', '.join(poor)}. Measure again on a quiet machine.")
+    if is_busy({"load": profile.load, "cores": profile.subject.machine["cores"]}):
+        console.print(f"Other programs were running when this began (load {profile.load:.1f}): do not rely on these costs.")
+
+
+def _cells(stage: StageCost) -> Iterator[str]:
+    yield f"{stage.constant_ms:.3f}"
+    yield f"{stage.token_ms:.4f}"
+    yield f"{stage.free_tokens:g}"
+    yield f"{stage.row_ms:.4f}"
+    yield f"{1e3 * stage.context_ms:.3f}"
+    yield f"{1e3 * stage.pair_ms:.4f}"
+    yield str(stage.num_points)
+    yield "" if stage.r2 is None else f"{stage.r2:.3f}"
+    yield "" if stage.mean_error is None else f"{stage.mean_error:.1%}"
