@@ -127,7 +127,6 @@ def measure(llm: LLM, prompts: Sequence[TokenIds], batch_size: int, arguments: a
     for repeat in range(arguments.repeats):
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
             llm.set_speculative(compared[name])
-            # The controller learns while it serves: another repeat finds it as a long-lived engine would have it, or begins anew.
             warm_up(llm, asked, batch_size, arguments.max_tokens, arguments.warm_up if name == GOODPUT else 0.0)
             found[name].append(closed_loop(llm, asked, batch_size, arguments.max_tokens))
             print(f"batch {batch_size}, repeat {repeat}: {name} {found[name][-1].tokens_per_s:.1f} tokens/s", file=sys.stderr)
@@ -181,10 +180,10 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path, default=CONFIGS / "quickstart_prompts.jsonl", help="rows as of a job's input")
     parser.add_argument("--limit", type=int, help="use the first N prompts")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--max-tokens", type=int, default=48, help="of a request's output, at most")
+    parser.add_argument("--max-tokens", type=int, default=40, help="of a request's output, at most")
     parser.add_argument("--least-requests", type=int, default=5, help="requests of a run, at least; 2 B if that is more")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--warm-up", type=float, default=10.0, help="seconds that the controlled plan has to learn before it is timed")
+    parser.add_argument("--warm-up", type=float, default=15.0, help="seconds that the controlled plan has to learn before it is timed")
     parser.add_argument("--fixed-only", action="store_true", help="leave the controlled plan out")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

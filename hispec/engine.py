@@ -14,21 +14,21 @@ from cache.blocks import BlockPool
 from cache.host_kv import HostKV
 from ee_models.exits import Exit
 
-from .admission import max_model_len, request_problems
+from .admission import Admission, max_model_len
 from .catch_up import fall_behind
 from .config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
 from .control.choice import Choice
 from .control.latency import LatencyModel
 from .controls import make_control
 from .drafters.drafter import DrafterError, guarded
-from .errors import ConfigError, RequestError
+from .errors import ConfigError
 from .graphs import GraphDevice
 from .keeping import KVKeeper, cheaper_to_move
 from .launch import Flight, context_buckets
 from .memory import is_out_of_memory
 from .outcomes import RowOutcome
 from .outputs import Delta
-from .prefill import prefill_pass
+from .prefill import prefill
 from .recorder import Recorder
 from .request import Request, TextStream
 from .round import RoundResult
@@ -95,7 +95,8 @@ class Engine:
         self._scheduler = Scheduler(self._pool, make_policy(scheduling), *sizes, predictor=length_predictor, keeper=keeper)
         max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
         self._tables = RowTables(config.max_num_seqs, max_blocks)
-        self._eos_token_ids = frozenset(eos_token_ids)
+        limits = self.max_model_len, num_blocks, config.block_size
+        self._admission = Admission(model.vocab_size, *limits, config.seed, frozenset(eos_token_ids))
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._pending: list[Delta] = []
@@ -175,36 +176,12 @@ class Engine:
         """
         number = next(self._numbers)
         request_id = request_id if request_id is not None else f"request-{number}"
-        problems = list(
-            request_problems(
-                prompt_token_ids,
-                params,
-                has_text=text is not None,
-                vocab_size=self._decoder.config.vocab_size,
-                model_len=self.max_model_len,
-                num_blocks=self._pool.num_blocks,
-                block_size=self._pool.block_size,
-            )
-        )
+        also = []
         if self._closed or self._draining:
-            problems.append("the engine is closed" if self._closed else "the engine is draining and takes no more requests")
+            also.append("the engine is closed" if self._closed else "the engine is draining and takes no more requests")
         if request_id in self._requests or any(delta.request_id == request_id for delta in self._pending):
-            problems.append("a request of this id is unfinished; ids must be unique while they live")
-        if problems:
-            raise RequestError(f"{request_id}: " + "; ".join(problems))
-        prompt = [int(token) for token in prompt_token_ids]
-        room = self.max_model_len - len(prompt)
-        request = Request(
-            request_id=request_id,
-            number=number,
-            prompt_token_ids=prompt,
-            params=params,
-            seed=params.seed if params.seed is not None else (self._config.seed + number) % 2**63,
-            max_tokens=min(params.max_tokens or room, room),
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids),
-            text=text,
-            arrival_s=time.monotonic(),
-        )
+            also.append("a request of this id is unfinished; ids must be unique while they live")
+        request = self._admission.request(number, request_id, prompt_token_ids, params, text, also)
         self._requests[request_id] = request
         self._scheduler.add(request)
         return request_id
@@ -241,7 +218,7 @@ class Engine:
             request = self._requests.get(request_id)
             if request is not None:
                 request.finish_reason = "abort"
-                self._finish(request, [], _text_or_nothing(request))
+                self._finish(request, [], request.release_text_or_nothing())
         if not notify:
             self._pending = [delta for delta in self._pending if delta.request_id not in request_ids]
 
@@ -329,7 +306,8 @@ class Engine:
 
     def _start(self) -> None:
         """Computes a piece of waiting prompts, and launches a round for whom is ready."""
-        coming = [*self._scheduler.running, *self._scheduler.waiting][: self._config.max_num_seqs]
+        running, waiting = self._scheduler.running, self._scheduler.waiting
+        coming = [*running, *waiting[: self._config.max_num_seqs - len(running)]]
         self._choice = self._recorder.control.choose([request.number for request in coming], sum(len(request.token_ids) for request in coming))
         step = self._scheduler.schedule(self._choice.plan.window, time.monotonic())
         self._tables.update([request.table.blocks for request in self._scheduler.running])
@@ -355,16 +333,11 @@ class Engine:
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Computes KV of prompt positions at every layer; several requests' chunks in one pass."""
         started = time.perf_counter()
-        token_ids, view = prefill_pass(chunks, self._tables.tensor[: len(self._scheduler.running)], self._pool.block_size, self._decoder.device)
-        self._now.stages.prefill(token_ids, view)
-        for drafter in self._now.drafters:
-            try:
-                with guarded(drafter):
-                    drafter.prefill(token_ids, view)
-            except DrafterError as error:
-                if error.lacks_memory and len(self._scheduler.running) > 1:
-                    raise
-                give_up_drafting([chunk.request for chunk in chunks], error, self._stats)
+        num_rows = len(self._scheduler.running)
+        for error in prefill(self._now, chunks, self._tables.tensor[:num_rows], self._pool.block_size):
+            if error.lacks_memory and num_rows > 1:
+                raise error
+            give_up_drafting([chunk.request for chunk in chunks], error, self._stats)
         seconds = time.perf_counter() - started
         for chunk in chunks:
             self._stats.prefill_tokens += chunk.end - chunk.start
@@ -427,11 +400,3 @@ class Engine:
             except DrafterError as problem:  # the request is done, and lacks nothing
                 self._stats.drafter_failures += 1
                 _log.warning("the drafter failed at the end of %s (%s)", request.request_id, problem)
-
-
-def _text_or_nothing(request: Request) -> str:
-    """The text that an aborted request still owes; nothing if its hook fails, since it ends in any case."""
-    try:
-        return request.release_text()
-    except Exception:  # a text hook is the caller's code
-        return ""

@@ -8,7 +8,24 @@ from torch import Tensor
 
 from cache.view import BatchView, packed_slots_of
 
+from .drafters.drafter import DrafterError, guarded
 from .scheduling.scheduler import Chunk
+from .speculation import Speculation
+
+
+def prefill(now: Speculation, chunks: Sequence[Chunk], block_tables: Tensor, block_size: int) -> list[DrafterError]:
+    """Computes the KV of prompt positions at every layer, of all exits and of the draft model; several requests' chunks in one pass. block_tables
+    [rows, max_blocks] of all rows. -> what drafters failed with."""
+    token_ids, view = prefill_pass(chunks, block_tables, block_size, now.kv.data.device)
+    now.stages.prefill(token_ids, view)
+    errors = []
+    for drafter in now.drafters:
+        try:
+            with guarded(drafter):
+                drafter.prefill(token_ids, view)
+        except DrafterError as error:
+            errors.append(error)
+    return errors
 
 
 def prefill_pass(chunks: Sequence[Chunk], block_tables: Tensor, block_size: int, device: torch.device) -> tuple[Tensor, BatchView]:

@@ -14,7 +14,6 @@ from .outcomes import RowOutcome, observed
 from .outputs import RequestMetrics
 from .request import Request
 
-
 _MOST_KEPT = 8
 
 

@@ -110,6 +110,13 @@ class Request:
         """Text that became certain with the tokens appended so far; all of it once the request is finished."""
         return self.text.release(final=self.finish_reason is not None) if self.text is not None else ""
 
+    def release_text_or_nothing(self) -> str:
+        """The text that an aborted request still owes; nothing if its hook fails, since it ends in any case."""
+        try:
+            return self.release_text()
+        except Exception:  # a text hook is the caller's code
+            return ""
+
     def delta(self, token_ids: list[int], text: str, now_s: float, error: str | None = None) -> Delta:
         """What the engine says of this step's `token_ids` and `text`."""
         finished = self.finish_reason is not None

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,11 @@ def test_a_profile_has_every_stage_that_plans_over_its_exits_run() -> None:
 
 def test_the_fit_finds_the_coefficients_under_noise() -> None:
     true = Linear(constant_ms=25.0, row_ms=0.4, token_ms=1.2, context_ms=0.008, pair_ms=0.0018)
-    found = fit_stage(points(true, noise=0.03))
+    found = fit_stage(points(true, noise=0.01))
     for name, value in vars(true).items():
         assert getattr(found.cost, name) == pytest.approx(value, rel=0.25, abs=0.02), name
     assert found.num_points == len(SHAPES) and found.r2 is not None and found.r2 > 0.99
-    assert found.mean_error is not None and found.mean_error < 0.05 and not found.is_poor
+    assert found.mean_error is not None and found.mean_error < 0.02 and not found.is_poor
 
 
 def test_without_noise_the_fit_is_exact() -> None:
@@ -91,7 +92,7 @@ def test_no_coefficient_is_negative() -> None:
     falling = fit_stage(points(lambda rows, tokens, context_tokens: 50.0 - 0.1 * tokens)).cost
     assert falling.token_ms == falling.row_ms == falling.pair_ms == falling.context_ms == 0.0
     rng = np.random.default_rng(0)
-    for _ in range(10):
+    for _ in range(4):
         cost = fit_stage(points(lambda rows, tokens, context_tokens: float(rng.uniform(1.0, 50.0)), SHAPES[::4])).cost
         assert min(vars(cost).values()) >= 0.0
 
@@ -207,12 +208,10 @@ def spoilt(path: Path, change: Callable[[Any], None]) -> str:
 )
 def test_a_file_with_a_bad_value_is_refused_by_its_place(path: Path, place: str, value: Any, message: str) -> None:
     def change(values: Any) -> None:
-        *parents, last = [int(name) if name.isdigit() and name == "0" else name for name in place.split(".")]
+        *parents, last = [int(name) if name.isdigit() else name for name in place.split(".")]
         for name in parents:
             values = values[name]
         values[last] = value
-
-    import re
 
     assert re.search(message, spoilt(path, change))
 

@@ -180,7 +180,7 @@ def test_what_the_controller_decides_can_be_read(tmp_path: Path) -> None:
     read = read_trace(tmp_path / "t")
     summary = summarize(read)
     assert summary["rounds"] == 200 and summary["control"]["decisions"] == len(read.decisions) == control.stats()["decisions"]
-    assert summary["control"]["probes"] == control.stats()["probes"]
+    assert summary["control"]["probes"] == control.stats()["probes"] >= summary["control"]["probes_at_start"] > 0
     assert all(decision.plan == "plain" or decision.plan.startswith("ngram K=") for decision in read.decisions)
     assert {line.plan for line in read.rounds} == {decision.plan for decision in read.decisions}, "both are worded alike"
     settled = summary["control"]["predicted_to_measured"]["p50"]

@@ -11,7 +11,7 @@ from .choice import Ints
 Floats = NDArray[np.float64]
 _NEAR = 0.5  # what an earlier place's counts weigh per place of distance, where a place is to be told from those before it
 _SURPRISE = 3.0  # standard errors between what was expected and what was seen, beyond which older counts lose weight
-_RECENT = 16.0  # rounds, after which surprise is halved
+_RECENT = 8.0  # rounds, after which surprise is halved
 _CORRELATED = 2.0  # variance of real runs, in that of independent ones: easy and hard passages
 
 
@@ -68,7 +68,7 @@ class HazardTable:
         surprise = self._excess[index] ** 2 / (_CORRELATED * self._spread[index] + 1.0)
         if surprise <= _SURPRISE**2:
             return 1.0
-        factor = float(_SURPRISE**2 / surprise)
+        factor = min(0.5, float(_SURPRISE**2 / surprise))
         self._excess[index] *= factor
         self._spread[index] *= factor
         return factor

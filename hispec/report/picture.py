@@ -5,7 +5,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..atomic import write_atomically
 from ..control.trace_records import PLAIN_NAME, Decision, Rounds, Trace
@@ -20,6 +20,12 @@ _IDLE_SHARE = 0.03  # of the span, without rounds, that ends a line
 _LEAST_SHARE = 0.06  # of the span, for a stretch of one plan to be named
 _PLAIN_HEIGHT = 0.5  # of K = 0
 _GREY = "0.6"
+_STYLES: dict[str, dict[str, Any]] = {
+    "draft, measured": {"linestyle": "none", "marker": "o"},
+    "draft, estimated": {"linestyle": "-"},
+    "check, measured": {"linestyle": "none", "marker": "o", "fillstyle": "none"},
+    "check, estimated": {"linestyle": "--"},
+}
 
 
 def has_matplotlib() -> bool:
@@ -50,8 +56,9 @@ def draw_trace(trace: Trace, path: Path) -> None:
     for axes in (plans, speed, kept, load):
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0)
-        if axes.get_legend_handles_labels()[1]:
-            axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.06, 1.0), borderaxespad=0.0)
+    if plans.get_legend_handles_labels()[1]:
+        plans.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)  # of all panes: there may be many routes
+    speed.legend(fontsize="xx-small", loc="lower left", ncols=3)
     load.set_xlabel("seconds since the engine started")
     plans.set_title(f"{trace.header.model}, policy {trace.header.policy}" + ("" if trace.rounds else ": no round was recorded"))
     buffer = io.BytesIO()
@@ -129,19 +136,18 @@ def _draw_speed(axes: Axes, trace: Trace) -> None:
 
 
 def _draw_acceptance(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> None:
-    """Measured: dots; as the controller estimates it: lines. The check tier's, of its tentative tokens: hollow, dashed."""
-    used = dict.fromkeys(line.name for line in trace.rounds if line.drafted)
-    for name in used:
-        parts = _parts([line for line in trace.rounds if line.name == name], _MOST_DOTS)
-        shares = [(part[len(part) // 2].t, acceptance(part)) for part in parts]
-        for key, tier, face in (("draft_accepted", "draft", colors[name]), ("tentative_accepted", "check", "none")):
+    """By route, in its colour: what was measured, and what the controller believes of those that ran."""
+    for name in dict.fromkeys(line.name for line in trace.rounds if line.drafted):
+        shares = [(part[len(part) // 2].t, acceptance(part)) for part in _parts([line for line in trace.rounds if line.name == name], _MOST_DOTS)]
+        for key, face in (("draft_accepted", colors[name]), ("tentative_accepted", "none")):
             points = [(at, value) for at, share in shares if (value := share[key]) is not None]
-            if points:
-                times, values = [at for at, _ in points], [value for _, value in points]
-                axes.scatter(times, values, s=8, alpha=0.6, facecolor=face, edgecolor=colors[name], linewidth=0.7, label=f"{name}, {tier}")
+            axes.scatter([at for at, _ in points], [value for _, value in points], s=8, alpha=0.6, facecolor=face, edgecolor=colors[name], linewidth=0.7)
         for tier, style in (("draft", "-"), ("check", "--")):
             times, values = _estimates(trace.decisions, name, tier)
             axes.plot(times, values, linestyle=style, linewidth=0.8, color=colors[name], alpha=0.7)
+    for label, look in _STYLES.items():
+        axes.plot([], [], color=_GREY, markersize=3, linewidth=0.8, label=label, **look)
+    axes.legend(fontsize="xx-small", loc="lower left", ncols=4)
     axes.set_ylim(0, 1.03)
     axes.set_ylabel("share kept, by tier")
 

@@ -80,6 +80,7 @@ def _control(decisions: Sequence[Decision], rounds: Sequence[Rounds]) -> dict[st
         "switches": sum(before.plan != after.plan for before, after in pairs),
         "route_switches": sum(before.route != after.route for before, after in pairs),
         "probes": sum(decision.is_probe for decision in decisions),
+        "probes_at_start": sum(decision.is_probe and decision.reason == "start" for decision in decisions),
         "probe_rounds_share": rate(sum(line.rounds for line in probes), sum(line.rounds for line in rounds)),
         "probe_seconds_share": rate(sum(line.seconds or 0.0 for line in probes), sum(line.seconds or 0.0 for line in rounds)),
         "predicted_to_measured": {

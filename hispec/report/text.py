@@ -54,7 +54,8 @@ def _control(control: Mapping[str, Any] | None) -> str:
     if control is None:
         return "No decisions: the plan was fixed."
     reasons = ", ".join(f"{reason} {count}" for reason, count in control["reasons"].items())
-    probes = f"{control['probes']} probes ({_percent(control['probe_rounds_share'])} of rounds, {_percent(control['probe_seconds_share'])} of their seconds)"
+    shares = f"{_percent(control['probe_rounds_share'])} of rounds, {_percent(control['probe_seconds_share'])} of their seconds"
+    probes = f"{control['probes']} probes, {control['probes_at_start']} of them at the start ({shares})"
     text = f"{control['decisions']} decisions ({reasons}): {control['switches']} switches, {control['route_switches']} of them to other tiers; {probes}"
     ratios = control["predicted_to_measured"]
     if ratios["mean"] is not None:

@@ -127,7 +127,7 @@ class Replica:
         self._predict[request] = predict
         self.waiting.append(request)
         self._new.append(request)
-        if self.end_s == math.inf:
+        if self.end_s == math.inf or now_s <= self._now_s:  # idle, or it comes as the run begins
             self._now_s = max(self._now_s, now_s)
             self._begin()
         elif self.num_running < self.setup.engine.max_num_seqs or self.policy.preempts:

@@ -91,7 +91,7 @@ def _plain_round(rows: Any, num_rows: Any, ready: Any, tables: Any, totals: Any)
     paid = rows_paid(tables, ready)
     totals[T_TOKENS] += ready
     totals[T_CONTEXT] += context
-    return cost(tables, PLAIN_STAGE, paid, paid, context) + cost(tables, ROUND_STAGE, paid, paid, context)
+    return cost(tables, PLAIN_STAGE, paid, paid, context) + cost(tables, ROUND_STAGE, ready, ready, context)
 
 
 @kernel
@@ -142,7 +142,7 @@ def _round(now: Any, rows: Any, num_rows: Any, ready: Any, route_index: Any, num
     if has_check and not skipped:
         seconds += _verify_seconds(rows, num_rows, ready, offset, route_index, num_drafts, num_checks, tables, accepted, kept, factors[2], totals)
         num_passes += passes[2]
-    return seconds + _commit(rows, num_rows, offset, all_drafted, accepted, num_passes, tables, paid, totals)
+    return seconds + _commit(rows, num_rows, offset, all_drafted, accepted, num_passes, tables, ready, totals)
 
 
 @kernel
@@ -168,7 +168,7 @@ def _verify_seconds(
 
 
 @kernel
-def _commit(rows: Any, num_rows: Any, offset: Any, drafted: Any, accepted: Any, num_passes: Any, tables: Any, paid: Any, totals: Any) -> Any:
+def _commit(rows: Any, num_rows: Any, offset: Any, drafted: Any, accepted: Any, num_passes: Any, tables: Any, ready: Any, totals: Any) -> Any:
     """Commits what a round accepted, up to the end of outputs -> seconds of what a round costs besides its passes."""
     whole, context = rows.whole, 0
     for r in range(num_rows):
@@ -186,7 +186,7 @@ def _commit(rows: Any, num_rows: Any, offset: Any, drafted: Any, accepted: Any, 
             totals[T_DRAFTED] += drafted[r]
             totals[T_ACCEPTED] += right
     totals[T_CONTEXT] += context
-    return cost(tables, ROUND_STAGE, paid, paid, context)
+    return cost(tables, ROUND_STAGE, ready, ready, context)
 
 
 @kernel
