@@ -69,6 +69,7 @@ class Engine:
         scheduling: SchedulingConfig | None = None,
         length_predictor: LengthPredictor | None = None,
         eos_token_ids: Sequence[int] = (),
+        name: str = "",
         is_static: bool | None = None,
         graph_device: GraphDevice | None = None,
     ) -> None:
@@ -77,6 +78,7 @@ class Engine:
 
         scheduling                who is served first; None = who came first
         length_predictor          how long outputs will be, for policies that ask; None = learnt from those that have ended
+        name                      of the model, for the trace
         is_static, graph_device   whether rounds have static shapes, and where they are captured; None = as the device wants it
         """
         model = decoder.config
@@ -104,8 +106,7 @@ class Engine:
         self._closed = self._draining = False
         counters = self._counts, self._draft_counts
         self._rounds = Rounds(config, self._scheduler, self._tables, self.max_model_len, decoder, counters, is_static, graph_device)
-        about = f"{model.num_layers} layers of {model.hidden_size}, vocabulary of {model.vocab_size}"
-        self._recorder = Recorder(config, about, scheduling.policy)
+        self._recorder = Recorder(config, name, scheduling.policy)
         self._choice = Choice()  # of the round in the air
         self._read_s = 0.0  # when the last round was read
         self._is_timed = True  # whether the round in the air has the device to itself
@@ -253,7 +254,7 @@ class Engine:
             "draft_model_layer_passes": self._draft_counts.layer_passes - self._draft_counts.prefill_layer_passes,
             "num_layers": self._decoder.config.num_layers,
             **self._rounds.stats(),
-            **self._recorder.control.stats(),
+            "control": self._recorder.control.stats(),
             "cached_tokens": self._scheduler.num_cached_tokens,
             "preemptions": self._scheduler.num_preemptions,
             "kv_blocks_used": self._pool.num_held,

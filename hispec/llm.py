@@ -88,6 +88,7 @@ class LLM:
             scheduling=order,
             length_predictor=length_predictor,
             eos_token_ids=checkpoint.config.eos_token_ids,
+            name=model,
         )
         self._defaults = checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}

@@ -132,7 +132,7 @@ def test_it_follows_the_number_of_rows() -> None:
     decisions = control.stats()["decisions"]
     plans = {}
     for _ in range(3):
-        for rows in (64, 16, 4, 1):
+        for rows in (16, 4, 1, 64):
             choice = control.choose(range(rows), 300 * rows)
             assert control.stats()["decisions"] > decisions  # at once
             decisions = control.stats()["decisions"]
@@ -168,8 +168,7 @@ def test_a_machine_that_slows_down_as_a_whole_changes_no_plan() -> None:
     machine, control = Machine(routes, cpu_like(), LAWS[:4]), made(routes)
     machine.run(control, range(4), 600)
     before, switches = control.choose(range(4), 1200).route, control.stats()["switches"]
-    slow = {name: Linear(*(2.0 * value for value in (stage.constant_ms, stage.row_ms, stage.token_ms, stage.context_ms))) for name, stage in cpu_like().stages.items()}
-    machine.latency = LatencyModel(slow)
+    machine.latency = cpu_like(dict.fromkeys(cpu_like().stages, 2.0))
     machine.run(control, range(4), 400)
     standing = [choice.route for choice, *_ in machine.history[-100:] if not choice.is_probe]
     assert set(standing) == {before}
@@ -264,7 +263,7 @@ def test_exits_that_are_all_in_use_are_not_watched() -> None:
 def test_requests_get_drafts_in_proportion_to_what_they_make_of_them() -> None:
     """And one that makes nothing of them none, but is tried again."""
     routes = (Route("exit", 4, None, 8),)
-    machine, control = Machine(routes, cpu_like(), [Law(0.6)], request=lambda number: {0: 2.0, 1: 0.0, 2: 0.0, 3: -6.0}[number]), made(routes)
+    machine, control = Machine(routes, cpu_like(), [Law(0.85)], request=lambda number: {0: 2.0, 1: 0.0, 2: 0.0, 3: -6.0}[number]), made(routes)
     machine.run(control, range(4), 400)
     sizes: dict[int, list[int]] = {number: [] for number in range(4)}
     for _ in range(300):
@@ -278,7 +277,7 @@ def test_requests_get_drafts_in_proportion_to_what_they_make_of_them() -> None:
     assert means[3] < 0.5 * means[1]
     assert 0 in sizes[3]
     assert max(sizes[3]) > 0
-    same = Machine(routes, cpu_like(), [Law(0.6)], request=machine.request)
+    same = Machine(routes, cpu_like(), [Law(0.85)], request=machine.request)
     alike = made(routes, config=GoodputConfig(per_request=False))
     same.run(alike, range(4), 400)
     assert all(not choice.most_drafts for choice, *_ in same.history)
@@ -294,17 +293,17 @@ def test_requests_of_three_tiers_get_checks_in_proportion_too() -> None:
     for _ in range(200):
         choice = control.choose(range(3), 900)
         seen = machine.round(choice, range(3))
-        accepted = np.where(seen.rows == 0, seen.tentative, np.minimum(seen.tentative, rng.integers(0, 3, len(seen.rows))))
+        accepted = np.where(seen.rows < 2, seen.tentative, np.minimum(seen.tentative, rng.integers(0, 3, len(seen.rows))))
         control.observe(replace(seen, accepted=accepted))
     choice = next(choice for _ in range(20) if not (choice := control.choose(range(3), 900)).is_probe or control.observe(machine.round(choice, range(3))))
     checks = [choice.most_checks.get(number, choice.plan.num_checks) for number in range(3)]
-    assert checks[0] > checks[1] >= 1
+    assert checks[0] > checks[2] >= 1
 
 
 def test_static_shapes_never_exceed_the_batchs_plan() -> None:
     latency = cpu_like(is_static=True)
     routes = (Route("exit", 4, None, 8),)
-    machine, control = Machine(routes, latency, [Law(0.6)], request=lambda number: 3.0 if number == 0 else -2.0), made(routes, latency)
+    machine, control = Machine(routes, latency, [Law(0.85)], request=lambda number: 2.0 if number < 2 else -3.0), made(routes, latency)
     machine.run(control, range(4), 300)
     capped = [choice for choice, *_ in machine.history if choice.most_drafts]
     assert capped

@@ -95,7 +95,7 @@ def test_the_controller_itself_changes_no_token(engine_of: Make, expected: list[
     engine = engine_of(WAYS[name], goodput=eager)
     for _ in range(2):
         assert run(engine, PROMPTS) == expected
-    stats = engine.stats()
+    stats = engine.stats()["control"]
     assert stats["decisions"] > 20 and stats["probes"] > 3 and stats["shadow_rounds"] > 0 and len(stats["rounds_by_plan"]) > 3
 
 

@@ -168,7 +168,7 @@ class Acceptance:
         kept, kept_counts = total(self.kept)
         accepted, accepted_counts = total(self.accepted)
         right, right_counts = (with_none(a + self._tells_of_layer @ b) for a, b in zip(total(self._right), (kept, kept_counts), strict=True))
-        agreed, agreed_counts = (values.reshape(len(self._drafters), -1) for values in total(self._agreed))
+        agreed, agreed_counts = (values.reshape(len(self._drafters), len(self._layers)) for values in total(self._agreed))
         verified = self._blend(base, right[self._check_at], right_counts[self._check_at], _WATCHED)
         verified = self._blend(verified, self._same_check @ accepted, self._same_check @ accepted_counts, _RELATED)
         passed = np.where(self._has_check, (accepted + weight * verified[0]) / (accepted_counts + weight), 1.0)

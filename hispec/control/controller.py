@@ -20,6 +20,7 @@ from .probes import Evenly, Probes
 _MOST_BUFFERED = 512  # observations
 _DEVIATIONS = 1.5  # standard errors of acceptance that a route is given the benefit of
 _RESTLESS = 4.0  # switches of late that double what the margin is above 1
+_NOISE, _PATIENCE = 0.003, 4.0  # of what other plans promise beyond the present: not counted; margins of it, added up over decisions
 _NUM_ALTERNATIVES = 5
 _COUNTED = ("decisions", "switches", "probes", "start_rounds", "probe_rounds", "shadow_rounds")
 
@@ -27,8 +28,8 @@ _COUNTED = ("decisions", "switches", "probes", "start_rounds", "probe_rounds", "
 class GoodputControl:
     """Chooses among plain decoding and the plans of `routes`. Whoever runs rounds tells it of each (`observe`); decisions are made in `choose`.
 
-    Another plan is taken if it promises `margin` times what the present one does, both by the newest estimates; the margin widens while plans
-    change often. What was never run is tried by probes before it is taken, unless there are none (probe_share = 0).
+    Another plan is taken if it promises `margin` times what the present one does, both by the newest estimates, or less but for long; the margin
+    widens while plans change often. What was never run is tried by probes before it is taken, unless there are none (probe_share = 0).
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class GoodputControl:
         self._may_watch = self._is_watched = False
         self._watching = Choice(watches=True)
         self._now = self._decide_at = self._decided_at = 0
-        self._restless, self._restless_at = 0.0, 0
+        self._restless, self._restless_at, self._missed = 0.0, 0, 0.0
         self._buffer: list[Observation] = []
         self._tokens, self._seconds, self._measured = 0, 0.0, math.nan
         self._counts: Counter[str] = Counter()
@@ -177,14 +178,21 @@ class GoodputControl:
             reason = "only plan"
         elif self._standing is None:
             reason = "start"
-        elif index != self._standing.index and not promised[index] > self._margin(resized) * promised[self._standing.index]:
+        elif index != self._standing.index and not self._is_worth(float(promised[index] / promised[self._standing.index]), resized):
             index, reason = self._standing.index, "kept: within margin"
         return self._outlooks.stand(index, reason, outlook)
 
-    def _margin(self, resized: bool) -> float:
+    def _is_worth(self, ratio: float, resized: bool) -> bool:
+        """Whether to switch to what promises so many times as much: beyond the margin, or within it for long."""
         self._restless *= 0.5 ** ((self._now - self._restless_at) / self._config.window)
         self._restless_at = self._now
-        return 1.0 + (self._config.margin - 1.0) * (1.0 if resized else 1.0 + min(self._restless / _RESTLESS, 1.0))
+        calm = 1.0 if resized else 1.0 + min(self._restless / _RESTLESS, 1.0)
+        least = (self._config.margin - 1.0) * calm
+        self._missed = max(0.0, self._missed + ratio - 1.0 - _NOISE) if not resized else 0.0
+        if ratio - 1.0 <= least and self._missed <= _PATIENCE * calm * least:
+            return False
+        self._missed = 0.0
+        return True
 
     def _probe(self, outlook: Outlook, standing: Standing) -> Standing | None:
         """A candidate to try now, if the budget allows."""

@@ -22,6 +22,7 @@ class Probes:
     def __init__(self, num_routes: int, config: GoodputConfig) -> None:
         self._share, self._window = config.probe_share, config.window
         self._saved, self._look_at = 0.0, 0.0
+        self._is_turn = False  # whether what was not run for long goes before what promises most: every other time
         self._tried_at = np.full(num_routes + 1, -np.inf)
         self._left_at_start = min(num_routes + 1, _MOST_TRIED_AT_START) if self._share > 0.0 else 0
         self.is_start = self._left_at_start > 0  # whether rounds are not yet counted
@@ -67,12 +68,13 @@ class Probes:
         at_start, age = self._left_at_start > 0, now - self._tried_at
         age[-1 if present is None else present] = -1.0
         least = np.inf if at_start else _AGAIN * self._window
-        index = int(np.where((age >= least)[route_of], hopeful, 0.0).argmax())
-        if age[route_of[index]] < least or hopeful[index] <= bar:
-            oldest = int(age.argmax())
-            if at_start or age[oldest] < _IN_TURN * self._window:
-                self._found_nothing(now)
-                return None
+        index, oldest = int(np.where((age >= least)[route_of], hopeful, 0.0).argmax()), int(age.argmax())
+        promises = age[route_of[index]] >= least and hopeful[index] > bar
+        is_overdue = not at_start and age[oldest] >= _IN_TURN * self._window
+        if not promises and not is_overdue:
+            self._found_nothing(now)
+            return None
+        if is_overdue and (self._is_turn or not promises):
             index = int(np.where(route_of == oldest, hopeful, 0.0).argmax())
         price = max(1.0, float(cost[index]))
         if at_start:
@@ -80,6 +82,7 @@ class Probes:
         elif not self._allows(price * self.rounds(rows, price)):
             self._found_nothing(now)
             return None
+        self._is_turn = not self._is_turn
         return index
 
     def _allows(self, rounds: float) -> bool:
