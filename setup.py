@@ -8,7 +8,7 @@ ROOT = Path(__file__).parent
 README = ROOT / "README.md"
 PACKAGES = ["hispec", "ee_models", "cache"]
 TRAIN = ["accelerate>=1.10", "peft>=0.17"]  # hispec train
-PLOTS = ["matplotlib>=3.9"]  # pictures of hispec profile
+PLOTS = ["matplotlib>=3.9"]  # pictures of hispec profile, report and simulate
 QUANTIZE = ["torchao>=0.18"]  # engine.quantization
 
 setup(

@@ -146,7 +146,7 @@ class Acceptance:
         return self._estimates(kept, _raised(self.accepted.hazards(verified), self.accepted.counts(now), verified, verify_counts, deviations))
 
     def _estimates(self, kept: Floats, accepted: Floats) -> Estimates:
-        offered = self._offered.hazards(self._offered_prior).reshape(len(self._drafters), 2, -1)
+        offered = self._offered.hazards(self._offered_prior).reshape(len(self._drafters), 2, self.kept.at_risk.shape[1])
         ngram = [2 * index + LOOKED_UP for index, drafter in enumerate(self._drafters) if drafter[0] == "ngram"]
         survived, risk = self._offered.survived[ngram, 0].sum(), self._offered.at_risk[ngram, 0].sum()
         weight = self._config.prior_weight

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ..environment import hardware_text, is_busy
 from .runner import JobReport
-from .stats import FLOOR, Rates, plan_text
+from .stats import FLOOR, Rates, plan_text, shares_text
 
 NOT_A_TERMINAL_WIDTH = 140  # columns: rich would take 80 and break paths
 ENGINE_NAMES = {"transformers": "transformers", "plain": "plain", "two_tier": "two-tier", "three_tier": "three-tier"}
@@ -120,6 +120,8 @@ def _job_lines(report: JobReport) -> list[tuple[str, str]]:
         ratio = timed.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else float("nan")
         lines.append(("plain", f"{plain.tokens_per_s:.1f} tokens/s; speculative is {ratio:.2f} × plain"))
         lines.append(("same output", f"{compared.num_identical}/{compared.num_compared} rows are plain decoding's, token for token"))
+    if shares := report.stats.get("control", {}).get("rounds_by_plan"):
+        lines.append(("plans", f"{shares_text(shares)} of the rounds"))
     if report.rates is not None:
         lines += _rate_lines(report.rates, report.stats["num_layers"])
     lines.append(("output", str(job.output.path)))

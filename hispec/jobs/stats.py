@@ -1,6 +1,7 @@
 """Rates from the engine's counts. The engine keeps counts only; this is where they are divided."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +43,11 @@ class Rates:
     @classmethod
     def of(cls, stats: dict[str, Any], speculative: SpeculativeConfig | None) -> Rates:
         """From `LLM.stats()` of a run with these settings."""
-        has_check = speculative is not None and speculative.check is not None
+        # Of plans that change, what was put before verify is drafts at one time and what a check kept at another: no rate of either.
+        is_fixed = speculative is not None and speculative.control == "fixed"
+        has_check = speculative is not None and is_fixed and speculative.check is not None
         kind = speculative.draft.kind if speculative is not None else None
-        looks_up = kind in ("ngram", "hybrid")
+        looks_up = kind in ("ngram", "hybrid") or (speculative is not None and not is_fixed)
         layers = rate(stats["layer_passes"] - stats["prefill_layer_passes"], stats["tokens"])
         return cls(
             draft_accepted=rate(stats["draft_accepted"], stats["drafted"]),
@@ -64,10 +67,22 @@ class Rates:
         return any(share is not None and share < FLOOR for share in (self.draft_accepted, self.tentative_accepted))
 
 
+def shares_text(rounds_by_plan: Mapping[str, int], most: int = 4) -> str:
+    """Of a controller's rounds, such as `61% hybrid D=4 K=16, 30% plain, 9% 3 others`."""
+    total = sum(rounds_by_plan.values())
+    ordered = sorted(rounds_by_plan.items(), key=lambda item: -item[1])
+    parts = [f"{count / total:.0%} {name}" for name, count in ordered[:most]]
+    if rest := ordered[most:]:
+        parts.append(f"{sum(count for _, count in rest) / total:.0%} {len(rest)} others")
+    return ", ".join(parts)
+
+
 def plan_text(speculative: SpeculativeConfig | None, num_layers: int) -> str:
     """The plan in one line, such as `draft [0, 6) → check [6, 18) → verify [18, 30), K=2 drafts, R=2 checks`."""
     if speculative is None:
         return f"plain [0, {num_layers})"
+    if speculative.control == "goodput":
+        return f"chosen by goodput, up to K={speculative.num_draft_tokens} drafts, R={speculative.num_checks} checks"
     draft = speculative.draft
     tiers = [] if draft.layer is None else [("draft", draft.layer)]
     if speculative.check is not None:
