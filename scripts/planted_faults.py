@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LAWS = ("tests/test_laws_exact.py", "tests/test_scripted_patterns.py", "tests/test_laws_engine.py", "tests/test_laws_finish.py")
 STATIC = ("tests/test_laws_static.py",)
+CONTROL = ("tests/test_laws_control.py",)
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ FAULTS = (
     Fault(
         "adapter KV is not filled at prefill",
         "hispec/stages.py",
-        "            self.fill(hidden, stop, view)\n",
-        "",
+        "0, self.num_layers, view, self._exits, lambda",
+        "0, self.num_layers, view, (), lambda",
         ("tests/test_laws_adapters.py", "tests/test_adapter_plans.py"),
     ),
     Fault(
@@ -101,7 +102,7 @@ FAULTS = (
     Fault(
         "prefix cache fed uncommitted blocks",
         "hispec/scheduling/scheduler.py",
-        "self._pool.publish(request.table, request.token_ids, num_computed)",
+        "self._pool.publish(request.table, request.token_ids, min(num_computed, *request.gaps.values()) if request.gaps else num_computed)",
         "self._pool.publish(request.table, request.token_ids, min(len(request.token_ids), len(request.table.blocks) * self._pool.block_size))",
     ),
     Fault(
@@ -113,9 +114,9 @@ FAULTS = (
     ),
     Fault(
         "a draft model is not told of prompts",
-        "hispec/engine.py",
-        "                    drafter.prefill(token_ids, view)",
-        "                    pass",
+        "hispec/prefill.py",
+        "                drafter.prefill(token_ids, view)",
+        "                pass",
         ("tests/test_laws_drafters.py",),
     ),
     Fault(
@@ -264,8 +265,8 @@ FAULTS = (
     Fault(
         "what ended a round ago is committed once more",
         "hispec/engine.py",
-        "            if request.finish_reason is None:  # else it ended",
-        "            if True:  # else it ended",
+        "for row, request in flight.rows.requests if request.finish_reason is None]",
+        "for row, request in flight.rows.requests]",
         STATIC,
     ),
     Fault(
@@ -295,6 +296,62 @@ FAULTS = (
         "context_len, self._sampler.mode, rows",
         "context_len, rows",
         STATIC,
+    ),
+    Fault(
+        "exits that sat out are not caught up with",
+        "hispec/catch_up.py",
+        "            now.stages.catch_up(token_ids, view, layers)",
+        "            pass",
+        CONTROL,
+    ),
+    Fault(
+        "a pass writes no KV of exits on the way",
+        "hispec/stages.py",
+        "{*self._written, *watched}, pass_by)",
+        "watched, pass_by)",
+        CONTROL,
+    ),
+    Fault(
+        "blocks that lack an exit's KV are published",
+        "hispec/scheduling/scheduler.py",
+        "min(num_computed, *request.gaps.values()) if request.gaps else num_computed",
+        "num_computed",
+        CONTROL,
+    ),
+    Fault(
+        "a round that began late is where a gap begins",
+        "hispec/catch_up.py",
+        "request.gaps.setdefault(owner, request.num_computed)",
+        "request.gaps[owner] = request.num_computed",
+        CONTROL,
+    ),
+    Fault(
+        "a request drafts more than it may",
+        "hispec/drafters/drafter.py",
+        "torch.minimum(left, batch.most_drafts) if tree.is_chain else left",
+        "left",
+        CONTROL,
+    ),
+    Fault(
+        "shadows are read one place late",
+        "hispec/batch.py",
+        "valid & (said == tokens[:, 1:])",
+        "valid & (said == tokens[:, :-1])",
+        CONTROL,
+    ),
+    Fault(
+        "whether exits are watched is no part of a graph's key",
+        "hispec/launch.py",
+        "rows.keeps_logits, watches)",
+        "rows.keeps_logits)",
+        CONTROL,
+    ),
+    Fault(
+        "KV that was moved out comes back in another order",
+        "cache/host_kv.py",
+        "            _copy_in(kv, part, where)",
+        "            _copy_in(kv, part, where.flip(0))",
+        CONTROL,
     ),
 )
 
