@@ -88,24 +88,21 @@ class Engine:
         self._counts, self._draft_counts = PassCounts(), PassCounts()  # of the model, and of a draft model
         self._speculations = Speculations(decoder, config, self.max_model_len, self._counts, self._draft_counts)
         wanted = Wanted(speculative, exits, draft_model, plan, latency)
-        num_blocks = config.num_kv_blocks or default_num_blocks(
-            config, decoder, exits, draft_model, self.max_model_len, lambda: self._speculations.make(1, wanted)
-        )
+        parts = config, decoder, exits, draft_model, self.max_model_len
+        num_blocks = config.num_kv_blocks or default_num_blocks(*parts, lambda: self._speculations.make(1, wanted))
         self._pool = BlockPool(num_blocks, config.block_size)
         sizes = config.max_num_seqs, config.max_prefill_tokens, config.enable_prefix_caching
         keeper = KVKeeper(HostKV(scheduling.swap_bytes), lambda: self._now.kvs, cheaper_to_move(latency, config.max_prefill_tokens))
         self._scheduler = Scheduler(self._pool, make_policy(scheduling), *sizes, predictor=length_predictor, keeper=keeper)
-        max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
-        self._tables = RowTables(config.max_num_seqs, max_blocks)
-        limits = self.max_model_len, num_blocks, config.block_size
-        self._admission = Admission(model.vocab_size, *limits, config.seed, frozenset(eos_token_ids))
+        self._tables = RowTables(config.max_num_seqs, min(num_blocks, self._pool.blocks_for(self.max_model_len)))
+        self._admission = Admission(model.vocab_size, self.max_model_len, num_blocks, config.block_size, config.seed, frozenset(eos_token_ids))
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._pending: list[Delta] = []
         self._flight: Flight | None = None  # the round that was launched and not read yet
         self._closed = self._draining = False
-        counters = self._counts, self._draft_counts
-        self._rounds = Rounds(config, self._scheduler, self._tables, self.max_model_len, decoder, counters, is_static, graph_device)
+        counts = self._counts, self._draft_counts
+        self._rounds = Rounds(config, self._scheduler, self._tables, self.max_model_len, decoder, counts, is_static, graph_device)
         self._recorder = Recorder(config, name, scheduling.policy)
         self._choice = Choice()  # of the round in the air
         self._read_s = 0.0  # when the last round was read

@@ -182,6 +182,14 @@ def test_impossible_sizes_are_refused(tiny_decoder: Decoder, exits: list[Adapter
         measure_latency(tiny_decoder, layers, exits, **{**SIZES, **sizes})
 
 
+def test_a_short_model_is_measured_within_its_length(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_SAMPLES", 1)
+    profile = measure_latency(Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU, max_positions=32), [], max_num_seqs=1, max_window=32)
+    assert max(point.context_tokens + point.tokens for point in profile.points if point.stage == "verify/0") <= 32
+    with pytest.raises(ConfigError, match="max_model_len=31 leaves no room to measure in; a latency profile needs 32 positions"):
+        measure_latency(Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU, max_positions=31), [], **SIZES)
+
+
 # ---- what is kept ----
 
 

@@ -133,7 +133,8 @@ class GoodputConfig(Settings):
     prior_acceptance   share of drafts assumed right before any was seen, by any drafter
     prior_weight       drafts that the assumption counts for; per request, that what is known of all requests counts for
     per_request        whether K and R of a request follow its own acceptance
-    drafters           kinds of drafters to choose from; None = that of `draft`, what it consists of, and prompt lookup
+    drafters           kinds of drafters to choose from; None = all that can be had: prompt lookup, exits and hybrids where there are exits, the
+                       draft model that `draft` names
     layers             exits to choose D and C from; None = the ones that `draft` and `check` name, and all trained ones
     """
 

@@ -18,6 +18,7 @@ MOST_TENTATIVE = 96  # tentative tokens of a round that are told apart
 _OFFERED = 0.8  # of drafts that a drafter may leave out, before any was seen
 _FOUND = 0.3  # likewise of cycles that prompt lookup serves
 _RELATED, _WATCHED = 4.0, 16.0  # what other routes, and exits that were watched, count for at most, in prior weights
+_TRUSTED = 0.5  # what such counts are worth against a route's own
 _LEAST_COUNTS = 4.0  # by which old knowledge is judged at least: what was seen once is not forgotten quite
 _SUREST = 0.98
 
@@ -136,8 +137,9 @@ class Acceptance:
         return self._estimated
 
     def _estimate(self) -> Estimates:
-        (drafts, _), (verified, _) = self._priors(None)
-        return self._estimates(self.kept.hazards(drafts), self.accepted.hazards(verified))
+        (drafts, draft_counts), (verified, verify_counts) = self._priors(None)
+        kept = self.kept.hazards(drafts, self._config.prior_weight + _TRUSTED * draft_counts)
+        return self._estimates(kept, self.accepted.hazards(verified, self._config.prior_weight + _TRUSTED * verify_counts))
 
     def optimistic(self, now: float, deviations: float) -> Estimates:
         """So many standard errors above what is known, which grow with its age. What related routes and exits show since counts too."""

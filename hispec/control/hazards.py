@@ -73,16 +73,17 @@ class HazardTable:
         self._spread[index] *= factor
         return factor
 
-    def pooled(self, prior: Floats) -> Floats:
-        """[num]: the share of all places that were got to, with `weight` counts of the prior [num]."""
-        return (self.survived.sum(1) + self._weight * prior) / (self.at_risk.sum(1) + self._weight)
+    def pooled(self, prior: Floats, weight: Floats | float | None = None) -> Floats:
+        """[num]: the share of all places that were got to, with so many counts of the prior [num]; None = `weight`."""
+        weight = self._weight if weight is None else weight
+        return (self.survived.sum(1) + weight * prior) / (self.at_risk.sum(1) + weight)
 
-    def hazards(self, prior: Floats) -> Floats:
+    def hazards(self, prior: Floats, prior_weight: Floats | float | None = None) -> Floats:
         """[num, width]: the chance to get from one place to the next. A place with few counts takes after those before it, the nearest most, and
         these after all of the thing's places, and these after the prior [num]."""
         weight = self._weight
         near_risk = self.at_risk @ self._nearness
-        near = (self.survived @ self._nearness + weight * self.pooled(prior)[:, None]) / (near_risk + weight)
+        near = (self.survived @ self._nearness + weight * self.pooled(prior, prior_weight)[:, None]) / (near_risk + weight)
         return (self.survived + weight * near) / (self.at_risk + weight)
 
     def counts(self, now: float) -> Floats:

@@ -87,6 +87,9 @@ class LatencyModel:
     swap           KV of so many positions to host memory and back
     round          what a round costs besides its passes
 
+    plain, lookup and round are of as many tokens as rows; prefill of a chunk that ends at so many context tokens; swap of as many context tokens as
+    tokens; both of one row.
+
     is_static   whether rounds have static shapes: every pass takes its whole rectangle of places, whatever was drafted, and rows are rounded up
                 to `row_buckets`
     """

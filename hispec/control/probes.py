@@ -8,7 +8,7 @@ from .choice import Ints
 from .hazards import Floats
 
 _MOST_SAVED = 64.0  # rounds
-_MOST_TRIED_AT_START = 12  # routes
+_LEAST_AT_START, _MORE_AT_START = 6, 1  # probes, and by route
 _ROW_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS = 16, 2, 8  # a probe's: fewer rounds where there are many rows
 _AGAIN, _IN_TURN = 0.125, 4.0  # windows: since a route was run, before it may be probed again; until it is, whatever it promises
 _LOOK_AGAIN = 0.0625  # windows after nothing was found
@@ -17,14 +17,14 @@ _LOOK_AGAIN = 0.0625  # windows after nothing was found
 class Probes:
     """Which routes to try, and when: one that might be better than the present plan, or that was not run for long. A round that takes longer than
     those of the present plan counts as so many. Plain decoding is the last of the routes. At the start what is most promising is tried, a few
-    rounds each, before the share counts."""
+    rounds each and perhaps again, before the share counts."""
 
     def __init__(self, num_routes: int, config: GoodputConfig) -> None:
         self._share, self._window = config.probe_share, config.window
         self._saved, self._look_at = 0.0, 0.0
         self._is_turn = False  # whether what was not run for long goes before what promises most: every other time
         self._tried_at = np.full(num_routes + 1, -np.inf)
-        self._left_at_start = min(num_routes + 1, _MOST_TRIED_AT_START) if self._share > 0.0 else 0
+        self._left_at_start = _LEAST_AT_START + _MORE_AT_START * num_routes if self._share > 0.0 and num_routes else 0
         self.is_start = self._left_at_start > 0  # whether rounds are not yet counted
 
     @property
@@ -67,7 +67,7 @@ class Probes:
         whose route, and what it promises, is given."""
         at_start, age = self._left_at_start > 0, now - self._tried_at
         age[-1 if present is None else present] = -1.0
-        least = np.inf if at_start else _AGAIN * self._window
+        least = 0.0 if at_start else _AGAIN * self._window
         index, oldest = int(np.where((age >= least)[route_of], hopeful, 0.0).argmax()), int(age.argmax())
         promises = age[route_of[index]] >= least and hopeful[index] > bar
         is_overdue = not at_start and age[oldest] >= _IN_TURN * self._window

@@ -13,12 +13,11 @@ class LogRatios:
     Every part drifts back to nothing over `memory` rounds of its own, so that it is re-learnt, too.
     """
 
-    _LEAST, _MOST = np.log(0.25), np.log(4.0)
-
-    def __init__(self, num: int, num_groups: int, deviations: tuple[float, float, float], memories: tuple[float, float, float]) -> None:
-        """deviations, memories: of the common part, of things, of groups: standard deviation before anything was seen; rounds."""
+    def __init__(self, num: int, num_groups: int, most: float, deviations: tuple[float, float, float], memories: tuple[float, float, float]) -> None:
+        """most: factor, up or down, beyond which nothing is believed; deviations, memories: of the common part, of things, of groups: standard
+        deviation before anything was seen; rounds."""
         sizes = (1, num, num * num_groups)
-        self._num, self._num_groups = num, num_groups
+        self._num, self._num_groups, self._most = num, num_groups, np.log(most)
         self._prior = np.repeat(np.square(deviations), sizes)
         self._rate = np.repeat(1.0 / np.array(memories), sizes)
         self._mean, self._cov = np.zeros(sum(sizes)), np.diag(self._prior)
@@ -43,7 +42,7 @@ class LogRatios:
         if self._num_groups:
             in_group = slice(1 + self._num + group, None, self._num_groups)
             mean, variance = mean + self._mean[in_group], variance + np.diagonal(self._cov)[in_group]
-        return np.clip(mean, self._LEAST, self._MOST), np.sqrt(np.maximum(variance, 0.0))
+        return np.clip(mean, -self._most, self._most), np.sqrt(np.maximum(variance, 0.0))
 
     def _places(self, index: int, group: int) -> list[int]:
         return [0, 1 + index] + ([1 + self._num + index * self._num_groups + group] if self._num_groups else [])

@@ -16,6 +16,7 @@ _GROUPS = 8  # of numbers of rows: 1, 2 to 3, 4 to 7, ...
 _ROUND_VARIANCE, _LEAST_VARIANCE = 0.02, 0.0005  # of log seconds: of a single round, and of what more rounds do not mend
 _PAUSE = 5.0  # times what was predicted: something else happened, which hardly counts
 _MOST_OF_MEDIAN = 2.0
+_MOST_SECONDS, _MOST_EXTRAS = 4.0, 2.0  # factors that are believed, and their inverses
 _MOST_LOG = math.log(8.0)
 
 
@@ -26,8 +27,8 @@ class Refinement:
     def __init__(self, grid: PlanGrid, window: float) -> None:
         num = len(grid.routes) + 1
         self._grid = grid
-        self._seconds = LogRatios(num, _GROUPS, (0.7, 0.35, 0.15), (min(window, 512.0), 32.0 * window, 32.0 * window))
-        self._extras = LogRatios(num, 0, (0.05, 0.2, 0.0), (window, window, window))
+        self._seconds = LogRatios(num, _GROUPS, _MOST_SECONDS, (0.7, 0.35, 0.15), (min(window, 512.0), 32.0 * window, 32.0 * window))
+        self._extras = LogRatios(num, 0, _MOST_EXTRAS, (0.05, 0.2, 0.0), (window, window, window))
         self._counts = np.zeros((2, num))  # rounds that each stands on
 
     def time_factors(self, rows: int) -> tuple[Floats, Floats]:

@@ -30,6 +30,7 @@ from .rounds import overheads
 _log = logging.getLogger(__name__)
 _SAMPLES = 9
 _BUDGET_S = 60.0  # that timing may take, as far as a first look at each pass leaves any
+_LEAST_CONTEXT, _LEAST_ROOM = 8, 32  # positions
 _MOST_LOOKED_UP = 8  # drafts of a proposal: a proposal costs next to nothing, whatever their number
 _PERIOD = 61  # of the context: text that prompt lookup finds something in
 
@@ -58,9 +59,9 @@ class Grid:
         """Within what a CPU computes in a third of a second, or a GPU keeps logits of, and within a few GB of KV."""
         most_tokens, most_kv, longest = (2048, 2**15, 4096) if is_cuda else (128, 2**13, 512)
         all_rows = sorted(buckets(max_num_seqs)) if is_static else list(range(1, max_num_seqs + 1))
-        positions = _powers(2, min(max_window, most_tokens))
-        longest = max(2, min(longest, max_positions - positions[-1]))
-        shortest = max(2, min(64, longest // 8))
+        positions = _powers(2, min(max_window, most_tokens, max_positions - _LEAST_CONTEXT))
+        longest = min(longest, max_positions - positions[-1])
+        shortest = min(longest, max(_LEAST_CONTEXT, min(64, longest // 8)))
         most_kv = max(most_kv, max_num_seqs * shortest)
         return Grid(max_num_seqs, is_static, _among(all_rows, 2), _among(all_rows, 4), positions, most_tokens, (shortest, longest), most_kv)
 
@@ -206,6 +207,8 @@ def _check_sizes(max_num_seqs: int, max_window: int, layers: Sequence[int], exit
     for name, value in (("max_num_seqs", max_num_seqs), ("max_window", max_window)):
         if value < 1:
             raise ConfigError(f"{name}={value} of a latency profile must be at least 1")
+    if decoder.max_positions < _LEAST_ROOM:
+        raise ConfigError(f"max_model_len={decoder.max_positions} leaves no room to measure in; a latency profile needs {_LEAST_ROOM} positions")
     num_layers = decoder.config.num_layers
     if bad := [layer for layer in layers if not 0 < layer < num_layers]:
         raise ConfigError(f"layers={bad} of a latency profile are no early exits of a model of {num_layers} layers; choose 1 to {num_layers - 1}")

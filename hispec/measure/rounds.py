@@ -28,8 +28,9 @@ class NoModel:
     """A model of one layer that computes nothing, so that what is around it can be timed."""
 
     def __init__(self, like: DecoderLike) -> None:
-        self.config = replace(like.config, num_layers=1)
-        self.dtype, self.device, self.max_positions = like.dtype, like.device, like.max_positions
+        self.max_positions = 1024
+        self.config = replace(like.config, num_layers=1, max_position_embeddings=self.max_positions, sliding_window=None)
+        self.dtype, self.device = like.dtype, like.device
         self._hidden = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device)
         self._logits = torch.zeros(1, self.config.vocab_size, dtype=self.dtype, device=self.device)
 
@@ -48,7 +49,7 @@ def overheads(decoder: DecoderLike, rows: Sequence[int], is_static: bool, graph_
     pass they would be lost in its noise. On a GPU the real model is taken, since the host's work is hidden behind the device's there."""
     model = decoder if decoder.device.type == "cuda" else NoModel(decoder)
     most = max(rows)
-    steps = max(1, min(_STEPS, decoder.max_positions // (_BLOCKS + 2) - len(_PROMPT)))
+    steps = max(1, min(_STEPS, (model.max_positions - len(_PROMPT)) // (_BLOCKS + 2)))
     length = len(_PROMPT) + steps * (_BLOCKS + 2)
     config = EngineConfig(max_num_seqs=most, max_model_len=length, num_kv_blocks=most * -(-length // 16), max_prefill_tokens=most * len(_PROMPT))
     engine = Engine(model, config, is_static=is_static, graph_device=graph_device)

@@ -23,6 +23,7 @@ from .rows import (
     LAST,
     LEFT,
     LENGTH,
+    MANY,
     MOST,
     NO_ROOM,
     NUM_REAL,
@@ -43,7 +44,6 @@ from .rows import (
 )
 from .workload import Workload
 
-_MANY = 1 << 40
 _ROUNDS_PER_RUN = 64  # of controllers that are told what rounds did, at most
 
 
@@ -112,7 +112,7 @@ class Replica:
         self._new: list[int] = []
         self._rounds_since_review = 0
         self._predict: dict[int, Callable[[int], float]] = {}
-        self._choice, self._max_rounds = control.choose((), 0) if self._is_fixed else Choice(), _MANY
+        self._choice, self._max_rounds = control.choose((), 0) if self._is_fixed else Choice(), MANY
 
     # ---- events ----
 
@@ -230,7 +230,7 @@ class Replica:
             self._order[: self.num_running] = sorted(range(self.num_running), key=keys.__getitem__)
         else:
             self._order[: self.num_running] = np.argsort(whole[:, REQUEST])
-        self._max_rounds = min(self.control.rounds_left, _ROUNDS_PER_RUN) if self._kept.is_kept else _MANY
+        self._max_rounds = min(self.control.rounds_left, _ROUNDS_PER_RUN) if self._kept.is_kept else MANY
         if self.policy.preempts and self.waiting:
             self._max_rounds = min(self._max_rounds, max(1, self.policy.review_rounds - self._rounds_since_review))
 

@@ -14,12 +14,10 @@ from .rows import (
     CHECKS,
     DRAFTS,
     FINISHED,
-    FIRST,
     FIRST_TOKEN,
     JOINED,
     LEFT,
     LENGTH,
-    MOST,
     NO_ROOM,
     OUTPUT,
     REQUEST,
@@ -238,22 +236,3 @@ def run_rounds(
             return now, ROUNDS
         if has_prefill and kept.is_kept:
             return now, JOINED
-
-
-@kernel
-def alone_seconds(
-    requests: Any, prompt_tokens: Any, output_tokens: Any, seeds: Any, shares: Any, rows: Any, route_index: Any, num_drafts: Any, num_checks: Any,
-    tables: Any, max_prefill_tokens: Any, kept: Any, totals: Any,
-) -> Any:  # fmt: skip
-    """Seconds [requests] that each would take with an engine for itself, by a fixed plan. rows, kept, totals: for one row; overwritten."""
-    seconds, order = np.zeros(len(requests)), np.zeros(1, np.int64)
-    for i in range(len(requests)):
-        request, row = requests[i], rows.whole[0]
-        row[:] = 0
-        row[LEFT], row[LENGTH], row[TARGET] = prompt_tokens[request] - 1, prompt_tokens[request], output_tokens[request]
-        row[MOST], row[FIRST], row[DRAFTS], row[CHECKS] = output_tokens[request], -1, -1, -1
-        rows.seeds[0], rows.shares[0] = seeds[request], shares[:, request]
-        seconds[i] = run_rounds(
-            rows, 1, order, route_index, num_drafts, num_checks, tables, max_prefill_tokens, 1, -1, 0.0, np.inf, 1 << 40, kept, totals
-        )[0]
-    return seconds

@@ -17,6 +17,7 @@ FINISHED, TIME, ROUNDS, JOINED, NO_ROOM = range(5)
 # drafted, kept, tentative, accepted, row-rounds
 T_ROUNDS, T_ROUND_S, T_STEP_S, T_TOKENS, T_CONTEXT, T_DRAFTED, T_KEPT, T_TENTATIVE, T_ACCEPTED, T_ROWS = range(10)
 NUM_TOTALS = 10
+MANY = 1 << 40  # rounds, where nothing limits them
 
 
 class Rows(NamedTuple):

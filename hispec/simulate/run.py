@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from .costs import Costs, latency_of, make_costs
 from .distributions import Floats
 from .figures import Run, compare, figures
 from .recording import read_recording
-from .rows import NUM_REAL, NUM_TOTALS, NUM_WHOLE, Kept, Rows
+from .rows import CHECKS, DRAFTS, FIRST, LEFT, LENGTH, MANY, MOST, NUM_REAL, NUM_TOTALS, NUM_WHOLE, TARGET, Kept, Rows
 from .workload import Workload, make_workload
 
 if TYPE_CHECKING:
@@ -166,12 +167,20 @@ class Experiment:
         return seeded.capacity
 
     def _alone(self, workload: Workload, route: int, num_drafts: int, num_checks: int) -> Floats:
-        from .rounds import alone_seconds
+        """Seconds [requests] that each would take with an engine for itself, by a fixed plan."""
+        from .rounds import run_rounds
         from .system import tables_of
 
         rows = Rows(np.zeros((1, NUM_WHOLE), np.int64), np.zeros((1, NUM_REAL)), np.zeros(1, np.uint64), np.zeros((1, workload.shares.shape[0], 4)))
         kept = Kept(False, np.zeros((1, 5), np.int64), np.zeros((1, 3), np.int64), np.zeros(2, np.int64))
-        return alone_seconds(
-            np.arange(len(workload)), workload.prompt_tokens, workload.output_tokens, workload.seeds, workload.shares, rows, route, num_drafts, num_checks,
-            tables_of(self._costs, workload), self.config.engine.max_prefill_tokens, kept, np.zeros(NUM_TOTALS),
-        )  # fmt: skip
+        order, totals, tables = np.zeros(1, np.int64), np.zeros(NUM_TOTALS), tables_of(self._costs, workload)
+        engine, seconds, row = self.config.engine, np.zeros(len(workload)), rows.whole[0]
+        lengths = zip(workload.prompt_tokens.tolist(), workload.cached_tokens.tolist(), workload.output_tokens.tolist(), strict=True)
+        for request, (prompt, cached, output) in enumerate(lengths):
+            row[:] = 0
+            row[[LEFT, LENGTH, TARGET, MOST, FIRST, DRAFTS, CHECKS]] = prompt - 1 - cached, prompt, output, output, -1, -1, -1
+            rows.seeds[0], rows.shares[0] = workload.seeds[request], workload.shares[:, request]
+            seconds[request], _ = run_rounds(
+                rows, 1, order, route, num_drafts, num_checks, tables, engine.max_prefill_tokens, engine.block_size, -1, 0.0, math.inf, MANY, kept, totals
+            )
+        return seconds
