@@ -3,9 +3,12 @@
     python benchmarks/simulator.py [--prompts FILE.jsonl] [--requests N] [--rate R ...] [--rows N] [--max-tokens N] [--policy NAME] [--json FILE]
 
 The engine serves prompts that come at Poisson times, with outputs of half to all of --max-tokens, greedy, and records a trace. What stages cost is
-measured in the same process, on the idle engine, before and after; the profile is of both. Then the simulator serves the requests of the trace, which
-come when they came, with the drafts that were kept as they were kept. Prints mean and p90 latency of both, and their ratios. Plans: plain decoding, and
-prompt lookup. Prefix caching is off. On a machine that is busy with other programs the two need not agree: they were not timed at the same time.
+measured in the same process, on the idle engine, before and after; the mean of both counts. Then the simulator serves the requests of the trace,
+which come when they came, with the drafts that were kept as they were kept. Prints mean and p90 latency of both, and their ratios. Plans: plain
+decoding, and prompt lookup. Prefix caching is off.
+
+*drift* is what rounds of the engine took over what the profile says of them: 1 on an idle machine. The ratio without it is of a simulator whose costs
+are all scaled by that one number, and so says what is left: the simulator's own error.
 """
 from __future__ import annotations
 
@@ -21,8 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hispec.config import SchedulingConfig, SpeculativeConfig
-from hispec.control.latency_file import LatencyProfile, save
+from hispec.control.latency import Linear
 from hispec.control.trace import read_trace
 from hispec.environment import environment, hardware_text, is_busy
 from hispec.errors import build
@@ -32,7 +37,9 @@ from hispec.llm import LLM
 from hispec.measure.latency import measure_latency
 from hispec.sampling_params import SamplingParams
 from hispec.simulate.config import SimulationConfig
-from hispec.simulate.run import simulate
+from hispec.simulate.distributions import Floats
+from hispec.simulate.rows import T_ROUND_S, T_ROUNDS
+from hispec.simulate.run import Experiment
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 NUM_DRAFTS = 4
@@ -51,7 +58,8 @@ def main() -> None:
         results.append(result)
         print(
             f"{name}, {rate:g}/s: engine {result['engine_mean_s']:.3f} s mean, {result['engine_p90_s']:.3f} s p90; simulator {result['simulated_mean_s']:.3f} s"
-            f" and {result['simulated_p90_s']:.3f} s; ratio of means {result['ratio']:.3f}",
+            f" and {result['simulated_p90_s']:.3f} s; ratio of means {result['ratio']:.3f}; drift {result['drift']:.3f}, ratio without it"
+            f" {result['ratio_without_drift']:.3f}; {result['engine_rounds']} and {result['simulated_rounds']} rounds",
             flush=True,
         )
     print(hardware_text(about) + (f"; other programs were running (load {about['load']})" if is_busy(about) else ""))
@@ -59,7 +67,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"results": results, "environment": about}, indent=1) + "\n", encoding="utf-8")
 
 
-def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Mean and p90 latency of both, after the warm-up."""
     trace = folder / "trace.jsonl"
     settings = {"dtype": "float32", "max_num_seqs": arguments.rows, "max_model_len": 1024, "enable_prefix_caching": False, "trace": str(trace)}
@@ -69,23 +77,31 @@ def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.
         profile = profile_of(llm, arguments.rows)
         serve(llm, prompts, rate, arguments)
         profiles = [profile, profile_of(llm, arguments.rows)]
-    requests = [each.latency_s for each in sorted(read_trace(trace).requests, key=lambda each: each.number)][WARM_UP:]
-    simulated = [simulated_latencies(each, name, trace, folder, arguments) for each in profiles]
-    mean = statistics.fmean(each["mean_s"] for each in simulated)
-    engine = statistics.fmean(requests)
+    recorded = read_trace(trace)
+    latencies = [each.latency_s for each in sorted(recorded.requests, key=lambda each: each.number)][WARM_UP:]
+    engine = statistics.fmean(latencies)
+    round_s = sum(each.seconds for each in recorded.rounds if each.seconds is not None)
+    costs = {name: Linear(**{field: statistics.fmean(getattr(each[name], field) for each in profiles) for field in vars(cost)})
+             for name, cost in profiles[0].items()}  # fmt: skip
+    found, num_rounds, simulated_round_s = simulated(costs, 1.0, name, trace, arguments)
+    timed = sum(each.rounds for each in recorded.rounds if each.seconds is not None)
+    drift = (round_s / timed) / (simulated_round_s / num_rounds)
+    scaled, _, _ = simulated(costs, drift, name, trace, arguments)
     return {
         "engine_mean_s": engine,
-        "engine_p90_s": statistics.quantiles(requests, n=10)[-1],
-        "simulated_mean_s": mean,
-        "simulated_p90_s": statistics.fmean(each["p90_s"] for each in simulated),
-        "simulated_before_s": simulated[0]["mean_s"],
-        "simulated_after_s": simulated[1]["mean_s"],
-        "ratio": mean / engine,
+        "engine_p90_s": statistics.quantiles(latencies, n=10)[-1],
+        "simulated_mean_s": float(found.mean()),
+        "simulated_p90_s": float(np.percentile(found, 90)),
+        "ratio": float(found.mean()) / engine,
+        "drift": drift,
+        "ratio_without_drift": float(scaled.mean()) / engine,
+        "engine_rounds": sum(each.rounds for each in recorded.rounds),
+        "simulated_rounds": num_rounds,
     }
 
 
-def profile_of(llm: LLM, rows: int) -> LatencyProfile:
-    return measure_latency(llm.decoder, (), max_num_seqs=rows, max_window=NUM_DRAFTS + 1)
+def profile_of(llm: LLM, rows: int) -> dict[str, Linear]:
+    return dict(measure_latency(llm.decoder, (), max_num_seqs=rows, max_window=NUM_DRAFTS + 1).model().stages)
 
 
 def serve(llm: LLM, prompts: Sequence[TokenIds], rate: float, arguments: argparse.Namespace) -> None:
@@ -111,21 +127,23 @@ def serve(llm: LLM, prompts: Sequence[TokenIds], rate: float, arguments: argpars
     print(f"served {arguments.requests} requests in {time.perf_counter() - started:.1f} s", file=sys.stderr)
 
 
-def simulated_latencies(profile: LatencyProfile, name: str, trace: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    save(profile, folder / "latency.json")
-    route = {"kind": "ngram", "most_drafts": NUM_DRAFTS, "acceptance": {"share": {"value": 0.5}}}
+def simulated(costs: dict[str, Linear], factor: float, name: str, trace: Path, arguments: argparse.Namespace) -> tuple[Floats, int, float]:
+    """Latencies after the warm-up; rounds, and seconds of all of them. factor: of all costs."""
+    scale = {field: 1.0 if field == "free_tokens" else factor for field in vars(costs["plain"])}
+    stages = {stage: {field: value * scale[field] for field, value in vars(cost).items()} for stage, cost in costs.items()}
     control = {"kind": "plain"} if name == "plain" else {"kind": "fixed", "route": "lookup", "num_drafts": NUM_DRAFTS}
-    num = WARM_UP + arguments.requests
     values = {
         "engine": {"max_num_seqs": arguments.rows},
-        "latency": {"path": str(folder / "latency.json")},
-        "routes": {"lookup": route},
-        "requests": {"num": num, "warm_up": WARM_UP / num + 1e-9, "trace": str(trace)},
+        "latency": {"stages": stages},
+        "routes": {"lookup": {"kind": "ngram", "most_drafts": NUM_DRAFTS, "acceptance": {"share": {"value": 0.5}}}},
+        "requests": {"num": WARM_UP + arguments.requests, "warm_up": 0.0, "trace": str(trace)},
         "arrivals": {"kind": "recorded"},
         "systems": {"engine": {"control": control, "scheduling": {"policy": arguments.policy}}},
     }
-    figures: dict[str, float] = simulate(build(SimulationConfig, values), progress=False)["loads"][0]["policies"]["engine"]
-    return figures
+    config = build(SimulationConfig, values)
+    run = Experiment(config).run(config.systems["engine"], 1.0, None, 0, lambda _: None)
+    latencies = run.outcomes.finished_s - run.outcomes.arrival_s
+    return latencies[WARM_UP:], int(run.totals[T_ROUNDS]), float(run.totals[T_ROUND_S])
 
 
 def _arguments() -> argparse.Namespace:

@@ -102,15 +102,22 @@ def _copy_out(kv: PagedKV, slots: Tensor) -> Tensor:
     data = _as_integers(kv.data)
     shape = (*data.shape[:2], slots.shape[0], *data.shape[3:])
     part = torch.empty(shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
-    for layer in range(data.shape[0]):  # one at a time: a GPU that ran out of blocks has little room for what is gathered
-        part[layer].copy_(data[layer].index_select(1, slots), non_blocking=True)
+    # Each layer's keys, then its values: a GPU that ran out of blocks has little room for what is gathered, and several at once are not contiguous,
+    # of which index_select copies all before it begins.
+    for source, target in zip(_pieces(data), _pieces(part), strict=True):
+        target.copy_(source.index_select(0, slots), non_blocking=True)
     return part
 
 
 def _copy_in(kv: PagedKV, part: Tensor, slots: Tensor) -> None:
     data = _as_integers(kv.data)
-    for layer in range(data.shape[0]):
-        data[layer].index_copy_(1, slots, part[layer].to(data.device, non_blocking=True))
+    for target, source in zip(_pieces(data), _pieces(part), strict=True):
+        target.index_copy_(0, slots, source.to(data.device, non_blocking=True))
+
+
+def _pieces(data: Tensor) -> Tensor:
+    """[layers, 2, ...] -> [layers * 2, ...], always a view."""
+    return data.view(-1, *data.shape[2:])
 
 
 def _as_integers(data: Tensor) -> Tensor:

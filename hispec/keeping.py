@@ -50,8 +50,8 @@ class KVKeeper:
 def cheaper_to_move(latency: LatencyModel | None, max_prefill_tokens: int) -> Callable[[int], bool]:
     """For KVKeeper: whether moving so many positions out and in costs less than prefill of them, in chunks of max_prefill_tokens, by the profile.
 
-    Without a profile, or without these stages in it: always. Of a 135 M model on a CPU, as of an 8 B one behind PCIe, a position's KV is copied at
-    least ten times as fast as it is computed.
+    Without a profile, or without these stages in it: always. Of SmolLM2-135M in float32 a position's KV goes out and in within 0.1 ms on a CPU, and
+    takes 0.9 ms to compute; the larger the model, the more layers' products there are for each byte of KV.
     """
     if latency is None or "swap" not in latency or "prefill" not in latency:
         return lambda num_positions: True

@@ -27,6 +27,7 @@ STAGES: dict[str, dict[str, float]] = {
     "swap": {"constant_ms": 0.5, "token_ms": 0.01},
     "round": {"constant_ms": 0.3, "row_ms": 0.02},
 }
+EXPONENTIAL = {"kind": "exponential", "mean": 30}
 
 
 def share(value: float) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def experiment(**changes: Any) -> SimulationConfig:
     values: dict[str, Any] = {
         "engine": {"max_num_seqs": 4},
         "latency": {"stages": STAGES},
-        "requests": {"num": 200, "warm_up": 0.0, "prompt_tokens": {"kind": "uniform", "low": 1, "high": 40}, "output_tokens": {"kind": "exponential", "mean": 30}},
+        "requests": {"num": 200, "warm_up": 0.0, "prompt_tokens": {"kind": "uniform", "low": 1, "high": 40}, "output_tokens": EXPONENTIAL},
         "arrivals": {"rates": [1.0]},
         "systems": {"only": {}},
     }

@@ -296,6 +296,23 @@ def test_nobody_is_displaced_for_one_that_would_not_get_in() -> None:
     assert step(scheduler) == [0, 1] and scheduler.num_preemptions == 0
 
 
+def test_a_paused_request_does_not_give_up_its_own_blocks_to_get_in() -> None:
+    ranks = {0: 1.0, 1: 0.0, 2: 0.5}
+    scheduler = make_scheduler(Ranks(ranks), num_blocks=5, rows=1)
+    paused = add(scheduler, 0, num_prompt=8)
+    step(scheduler)
+    short = add(scheduler, 1, num_prompt=3)
+    step(scheduler)
+    assert len(paused.table.blocks) == 2
+    scheduler.remove(short)
+    other = make_request(9)
+    assert scheduler.reserve(other, 3 * SIZE), "as if somebody else held the rest"
+    scheduler.schedule(1)
+    assert paused.row is None and len(paused.table.blocks) == 2 and paused.num_computed == 8
+    scheduler._pool.free(other.table)
+    assert not scheduler.schedule(1).chunks and paused.row == 0
+
+
 @pytest.mark.parametrize(("takes", "loses"), [(True, False), (False, False), (True, True)])
 def test_kv_goes_to_the_keeper_and_comes_back_or_is_computed_again(takes: bool, loses: bool) -> None:
     pool = BlockPool(4, SIZE)
@@ -468,6 +485,7 @@ class History(RuleBasedStateMachine):
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert {*running, *waiting} == set(self.requests) and len(running) + len(waiting) == len(self.requests)
         assert [request.row for request in running] == list(range(len(running))) and len(running) <= self.rows
+        assert self.scheduler.kv._paused.keys() == {request.number for request in waiting if request.table.blocks}
         assert self.policy.live == {request.number for request in self.requests} >= self.keeper.kept.keys()
         for request in self.requests:
             if request.table.blocks:

@@ -163,12 +163,13 @@ def test_requests_of_a_class_are_drafted_as_the_class_says() -> None:
 
 def test_kv_goes_to_host_memory_where_that_is_cheaper() -> None:
     engine: dict[str, Any] = {"max_num_seqs": 3, "num_kv_tokens": 400, "kv_bytes_per_token": 1024}
-    requests = {"num": 200, "prompt_tokens": {"kind": "uniform", "low": 50, "high": 150}, "output_tokens": {"kind": "exponential", "mean": 60}, "max_tokens": 200}
+    outputs, prompts = {"kind": "exponential", "mean": 60}, {"kind": "uniform", "low": 50, "high": 150}
+    requests = {"num": 200, "prompt_tokens": prompts, "output_tokens": outputs, "max_tokens": 200}
     dear = {**STAGES, "swap": {"constant_ms": 1000.0}}
     counts = {}
     for name, stages, swap_bytes in (("kept", STAGES, 1 << 30), ("dear", dear, 1 << 30), ("no room", STAGES, 0)):
-        scheduling = {"policy": "mlfq", "swap_bytes": swap_bytes}
-        config = experiment(engine=engine, requests=requests, latency={"stages": stages}, arrivals={"rates": [3.0]}, systems={"only": {"scheduling": scheduling}})
+        systems = {"only": {"scheduling": {"policy": "mlfq", "swap_bytes": swap_bytes}}}
+        config = experiment(engine=engine, requests=requests, latency={"stages": stages}, arrivals={"rates": [3.0]}, systems=systems)
         done = run(config)
         assert done.totals[T_TOKENS] == done.output_tokens
         counts[name] = (sum(each.swaps for each in done.counts), sum(each.recomputed for each in done.counts))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,6 @@ class Estimates:
     computed: Floats
     looked: Floats
     found: Floats
-
-    def shifted(self, kept: float, accepted: float) -> Estimates:
-        """For requests whose log odds are higher by so much."""
-        return replace(self, kept=shifted(self.kept, kept), accepted=shifted(self.accepted, accepted))
 
 
 class Acceptance:

@@ -19,6 +19,7 @@ from .probes import Evenly, Probes
 
 _MOST_BUFFERED = 512  # observations
 _DEVIATIONS = 1.5  # standard errors of acceptance that a route is given the benefit of
+_LEAST_PROBED = 3  # drafts: fewer say little of a route
 _RESTLESS = 4.0  # switches of late that double what the margin is above 1
 _NOISE, _PATIENCE = 0.003, 4.0  # of what other plans promise beyond the present: not counted; margins of it, added up over decisions
 _NUM_ALTERNATIVES = 5
@@ -202,6 +203,7 @@ class GoodputControl:
         hopeful = self._outlooks.hopeful(outlook.numbers, outlook.context_tokens, self._now, _DEVIATIONS)
         cost = outlook.milliseconds / max(standing.milliseconds, 1e-9)
         index = self._probes.pick(route_of, hopeful, cost, standing.choice.route, standing.tokens_per_s, outlook.rows, self._now)
+        index = None if index is None else self._outlooks.grid.telling(index, _LEAST_PROBED)
         return None if index is None else self._outlooks.stand(index, "start" if self._probes.is_start else "probe", outlook, is_probe=True)
 
     def _for_one(self, context_tokens: int) -> Choice:

@@ -108,6 +108,12 @@ class PlanGrid:
         route = self.route(index)
         return PLAIN if route is None else self.routes[route].plan(int(self.sizes.drafts[index]), int(self.sizes.checks[index]))
 
+    def telling(self, index: int, least: int) -> int:
+        """The same candidate with so many drafts at least, if the route allows."""
+        same = (self.sizes.route == self.sizes.route[index]) & (self.sizes.checks == self.sizes.checks[index])
+        fits = np.flatnonzero(same & (self.sizes.drafts >= max(least, self.sizes.drafts[index])))
+        return int(fits[0]) if len(fits) else index
+
     def round_up(self, route: int, num_drafts: int) -> int:
         """The least K among the route's candidates that is no less."""
         most = self.routes[route].most_drafts

@@ -24,7 +24,8 @@ _NO_SHIFTS = (np.zeros(0), np.zeros(0))
 class Outlook:
     """All candidates, for these requests.
 
-    shifts         of the requests' log odds, and the tries that they stand on, by tier
+    shifts         of the requests' log odds, and the tries that they stand on, by tier. They share a plan out; it is chosen by what is known of all,
+                   which these requests are in: to count them twice makes a small batch swing
     extras         drafts that a row is expected to have accepted in a round, before refinement
     milliseconds, tokens_per_s   of a round of all rows, refined
     """
@@ -98,12 +99,11 @@ class Outlooks:
     def look(self, numbers: Sequence[int], context_tokens: float, estimates: Estimates | None = None) -> Outlook:
         """For these requests (none = for one of which nothing is known), by what was learnt, or by other estimates."""
         rows, shifts = max(1, len(numbers)), (_NO_SHIFTS, _NO_SHIFTS)
-        estimates = shifted = estimates or self.acceptance.estimates()
-        if self._config.per_request and numbers:
+        estimates = estimates or self.acceptance.estimates()
+        if self._config.per_request and len(numbers) > 1:
             requests = self.acceptance.requests
             shifts = requests.shifts(DRAFT, numbers), requests.shifts(VERIFY, numbers)
-            shifted = estimates.shifted(float(shifts[0][0].mean()), float(shifts[1][0].mean()))
-        widths, route = self.grid.widths(shifted), self.grid.sizes.route
+        widths, route = self.grid.widths(estimates), self.grid.sizes.route
         extras = self.grid.tokens(widths) - 1.0
         milliseconds = self.grid.milliseconds(widths, rows, context_tokens) * self._refinement.time_factors(rows)[0][route]
         tokens = rows * (1.0 + extras * self._refinement.extra_factors()[route])
