@@ -56,10 +56,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             result = {"plan": name, "rate": rate} | compare(job, name, rate, Path(folder), arguments)
         results.append(result)
+        rounds = [result[key] for key in ("engine_rounds", "simulated_rounds", "simulated_rounds_without_drift")]
         print(
             f"{name}, {rate:g}/s: engine {result['engine_mean_s']:.3f} s mean, {result['engine_p90_s']:.3f} s p90; simulator {result['simulated_mean_s']:.3f} s"
             f" and {result['simulated_p90_s']:.3f} s; ratio of means {result['ratio']:.3f}; drift {result['drift']:.3f}, ratio without it"
-            f" {result['ratio_without_drift']:.3f}; {result['engine_rounds']} and {result['simulated_rounds']} rounds",
+            f" {result['ratio_without_drift']:.3f}; {rounds} rounds",
             flush=True,
         )
     print(hardware_text(about) + (f"; other programs were running (load {about['load']})" if is_busy(about) else ""))
@@ -86,7 +87,7 @@ def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.
     found, num_rounds, simulated_round_s = simulated(costs, 1.0, name, trace, arguments)
     timed = sum(each.rounds for each in recorded.rounds if each.seconds is not None)
     drift = (round_s / timed) / (simulated_round_s / num_rounds)
-    scaled, _, _ = simulated(costs, drift, name, trace, arguments)
+    scaled, num_scaled, _ = simulated(costs, drift, name, trace, arguments)
     return {
         "engine_mean_s": engine,
         "engine_p90_s": statistics.quantiles(latencies, n=10)[-1],
@@ -97,6 +98,7 @@ def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.
         "ratio_without_drift": float(scaled.mean()) / engine,
         "engine_rounds": sum(each.rounds for each in recorded.rounds),
         "simulated_rounds": num_rounds,
+        "simulated_rounds_without_drift": num_scaled,
     }
 
 

@@ -117,7 +117,7 @@ def _copy_in(kv: PagedKV, part: Tensor, slots: Tensor) -> None:
 
 def _pieces(data: Tensor) -> Tensor:
     """[layers, 2, ...] -> [layers * 2, ...], always a view."""
-    return data.view(-1, *data.shape[2:])
+    return data.view(data.shape[0] * data.shape[1], *data.shape[2:])
 
 
 def _as_integers(data: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ def make_control(
     if speculative is not None and speculative.control == "goodput":
         if latency is None:
             raise ConfigError(
-                "speculative.control='goodput' needs `latency`, what stages cost here; LLM measures it, an Engine is given it: hispec.measure.latency.latency_for(...)"
+                "speculative.control='goodput' needs `latency`, what stages cost here: LLM measures it; an Engine is given it, by"
+                " hispec.measure.latency.latency_for(...).model()"
             )
         routes = [route for each in speculation.routes if (route := each.route) is not None]
         along = frozenset(owner for owner in speculation.owners if isinstance(owner, int))

@@ -35,9 +35,9 @@ from .round import RoundResult
 from .rounds import Rounds, give_up_drafting
 from .sampling_params import SamplingParams
 from .scheduling.lengths import LengthPredictor
-from .scheduling.make import make_policy
+from .scheduling.make import make_scheduler
 from .scheduling.policy import Service
-from .scheduling.scheduler import Chunk, Scheduler
+from .scheduling.scheduler import Chunk
 from .sizing import default_num_blocks
 from .speculation import Speculation
 from .speculations import Speculations, Wanted
@@ -91,9 +91,8 @@ class Engine:
         parts = config, decoder, exits, draft_model, self.max_model_len
         num_blocks = config.num_kv_blocks or default_num_blocks(*parts, lambda: self._speculations.make(1, wanted))
         self._pool = BlockPool(num_blocks, config.block_size)
-        sizes = config.max_num_seqs, config.max_prefill_tokens, config.enable_prefix_caching
         keeper = KVKeeper(HostKV(scheduling.swap_bytes), lambda: self._now.kvs, cheaper_to_move(latency, config.max_prefill_tokens))
-        self._scheduler = Scheduler(self._pool, make_policy(scheduling), *sizes, predictor=length_predictor, keeper=keeper)
+        self._scheduler = make_scheduler(scheduling, config, self._pool, length_predictor, keeper)
         self._tables = RowTables(config.max_num_seqs, min(num_blocks, self._pool.blocks_for(self.max_model_len)))
         self._admission = Admission(model.vocab_size, self.max_model_len, num_blocks, config.block_size, config.seed, frozenset(eos_token_ids))
         self._numbers = itertools.count()
@@ -254,6 +253,8 @@ class Engine:
             "control": self._recorder.control.stats(),
             "cached_tokens": self._scheduler.num_cached_tokens,
             "preemptions": self._scheduler.num_preemptions,
+            "kv_moved_out": self._scheduler.kv.num_kept,
+            "kv_moved_in": self._scheduler.kv.num_restored,
             "kv_blocks_used": self._pool.num_held,
             "kv_blocks_total": self._pool.num_blocks,
             "running": len(self._scheduler.running),
@@ -265,6 +266,7 @@ class Engine:
         self._counts.reset()
         self._draft_counts.reset()
         self._scheduler.num_preemptions = self._scheduler.num_cached_tokens = 0
+        self._scheduler.kv.num_kept = self._scheduler.kv.num_restored = 0
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by what they are for; on a GPU those of earlier plans too, up to eight, whose graphs are kept."""

@@ -111,6 +111,7 @@ class Rounds:
         before = self._counters[0].layer_passes
         try:
             ahead = self._launcher.proceed(flight, max(ends))
+            self._scheduler.ran_ahead()
             return ahead and replace(ahead, layer_passes=self._counters[0].layer_passes - before)
         except Exception as error:
             if is_out_of_memory(error):

@@ -103,9 +103,9 @@ def test_nobody_is_starved_beyond_the_bound(config: SchedulingConfig, tasks: lis
         older = sum(1 for other in range(number) for now in ran[other] if now >= since)
         if policy.preempts:
             assert waited <= config.review_rounds + older / rows
-        else:  # also until one of those that ran has ended
-            runs = [sum(1 for now in ran[other] if now >= since) for other in ran if since in ran[other]]
-            assert waited <= min(runs, default=0) + older / rows + 1
+        else:  # also for those that ran when it became urgent
+            younger = sum(1 for other in ran if other > number and since in ran[other] for now in ran[other] if now >= since)
+            assert waited <= (older + younger) / rows
 
 
 @given(tasks, st.integers(1, 3))

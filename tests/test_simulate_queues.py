@@ -10,7 +10,7 @@ from hispec.simulate.config import SimulationConfig
 from hispec.simulate.rows import T_ROWS, T_STEP_S, T_TOKENS
 from tests.simulations import experiment, latencies, run, share
 
-NUM = 20_000
+NUM = 12_000
 POLICIES: dict[str, dict[str, Any]] = {name: {"scheduling": {"policy": name}} for name in ("fcfs", "sjf", "mlfq", "laps")} | {"oracle": {"srtf": "service"}}
 
 
@@ -55,7 +55,7 @@ def test_shortest_remaining_first_is_as_much_faster_as_schrage_says() -> None:
     """M/M/1 at rho = 0.7: FCFS 3.333 E[S], SRPT 1.875 E[S] [Schrage and Miller; integrated numerically below]."""
     rate, mean = 0.7, 1.0
     config = single_server({"kind": "exponential", "mean": 100.0}, rate, fcfs={}, oracle={"srtf": "service"})
-    config = config.model_copy(update={"requests": config.requests.model_copy(update={"num": 8000})})
+    config = config.model_copy(update={"requests": config.requests.model_copy(update={"num": 5000})})
     x = np.linspace(1e-4, 30.0, 60_000)
     dx = x[1] - x[0]
     density, tail = np.exp(-x), np.exp(-x)

@@ -13,8 +13,9 @@ from hispec.scheduling.policy import FirstComeFirstServed
 from hispec.simulate.config import SimulationConfig
 from hispec.simulate.costs import latency_of, make_costs
 from hispec.simulate.predictors import make_predictor
-from hispec.simulate.replica import Replica, Setup
+from hispec.simulate.replica import Replica
 from hispec.simulate.rows import T_DRAFTED, T_KEPT, T_ROUND_S, T_ROUNDS, T_TOKENS
+from hispec.simulate.seats import Setup
 from hispec.simulate.system import route_numbers, tables_of
 from hispec.simulate.workload import make_workload
 from tests.simulations import STAGES, experiment, run, share

@@ -28,8 +28,9 @@ class Ageing:
     From then on it waits only
         for urgent requests that arrived before it: while it waits, each review leaves only those in rows, and new arrivals never delay it. In
         rounds: at most review_rounds + the rounds that older requests still need, divided by the rows;
-        if the policy does not preempt, also until one of those that were running ends;
+        if the policy does not preempt, also for those that were running, whose rounds then count as those of older requests do;
         and for blocks until the requests that it displaces, or all others that wait, have given up theirs.
+    Among more than a few hundred waiting requests the scheduler may notice some looks late (WaitingOrder).
     Before the first service seconds per pass are unknown, and nobody is urgent. An unserved request's prefill is not predicted, so a long prompt ages
     somewhat early. Under overload most requests become urgent, and the order tends to that of arrival.
     """

@@ -1,12 +1,26 @@
 """From settings to a policy."""
 from __future__ import annotations
 
-from ..config.scheduling import SchedulingConfig
+from cache.blocks import BlockPool
+
+from ..config import EngineConfig, SchedulingConfig
 from .ageing import Ageing
+from .keeper import Keeper
 from .laps import Laps
+from .lengths import LengthPredictor, make_lengths
 from .policy import FirstComeFirstServed, Policy
 from .queues import MultiLevelFeedback, queue_bounds
+from .scheduler import Scheduler
 from .shortest import ShortestJobFirst
+
+
+def make_scheduler(
+    config: SchedulingConfig, engine: EngineConfig, pool: BlockPool, length_predictor: LengthPredictor | None, keeper: Keeper | None
+) -> Scheduler:
+    """length_predictor: the user's; None = the default. keeper: of KV whose blocks others need."""
+    sizes = engine.max_num_seqs, engine.max_prefill_tokens, engine.enable_prefix_caching
+    predictor = make_lengths(config.expected_tokens, length_predictor)
+    return Scheduler(pool, make_policy(config), *sizes, predictor=predictor, keeper=keeper)
 
 
 def make_policy(config: SchedulingConfig) -> Policy:

@@ -131,6 +131,8 @@ class WaitingKV:
             is_restored = self._keeper.restore(request)
             self.num_restored += is_restored
             request.num_computed = num_kept if is_restored else 0
+            if not is_restored:
+                request.gaps.clear()  # prefill writes all KV
         return True
 
     def drop(self, request: Request) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..atomic import write_atomically
-from ..profile.files import check_matplotlib
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +26,14 @@ def draw_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
         paths.append(folder / f"{name}.png")
         write_atomically(paths[-1], buffer.getvalue())
     return paths
+
+
+def check_matplotlib() -> None:
+    """Raises ConfigError, with what to install, if plots cannot be drawn here."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError("--plots needs matplotlib, which is not installed: pip install 'hispec[plots]', or leave --plots out") from None
 
 
 def _by_load(result: Mapping[str, Any], name: str, label: str) -> Figure:

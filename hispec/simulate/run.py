@@ -16,7 +16,6 @@ from tqdm import tqdm
 from ..atomic import write_atomically
 from ..environment import environment
 from ..jobs.load import load_settings
-from ..profile.files import check_matplotlib
 from ..scheduling.ageing import Ageing
 from .arrivals import repeated
 from .cluster import Outcomes, Router, serve_closed, serve_open
@@ -24,6 +23,7 @@ from .config import SimulationConfig, SystemSettings
 from .costs import Costs, latency_of, make_costs
 from .distributions import Floats
 from .figures import Run, compare, figures
+from .plots import check_matplotlib, draw_plots
 from .recording import read_recording
 from .rows import CHECKS, DRAFTS, FIRST, LEFT, LENGTH, MANY, MOST, NUM_REAL, NUM_TOTALS, NUM_WHOLE, TARGET, Kept, Rows
 from .workload import Workload, make_workload
@@ -53,8 +53,6 @@ def simulate_to_files(config: SimulationConfig, json_path: Path | None, plots: P
     if json_path is not None:
         write_atomically(json_path, (json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
     if plots is not None:
-        from .plots import draw_plots
-
         draw_plots(result, plots)
     return result
 

@@ -13,8 +13,9 @@ from ..scheduling.shortest import ShortestRemaining
 from .config import ControlSettings, SimulationConfig, SystemSettings
 from .costs import Costs
 from .predictors import make_predictor, predicted_lengths
-from .replica import Replica, Setup
+from .replica import Replica
 from .rows import Tables
+from .seats import Setup
 from .workload import Workload
 
 
