@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ class Recorder:
         """A round of these requests, in these rows, before it is committed. seconds: nan if something else was timed too."""
         if flight.plan != choice.plan:  # the drafter failed, or no row could speculate
             choice = Choice(None, flight.plan)
+        if choice.watches != flight.rows.watches:  # rounds that run ahead of the host are not watched
+            choice = replace(choice, watches=flight.rows.watches)
         inputs = flight.rows.inputs
         seen = observed(
             choice,
