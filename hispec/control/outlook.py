@@ -11,7 +11,7 @@ from ..config import GoodputConfig, Plan
 from .acceptance import DRAFT, VERIFY, Acceptance, Estimates
 from .caps import make_caps
 from .choice import Choice, Observation, Route
-from .expected import PlanGrid, Widths
+from .expected import PlanGrid, Sizes, Widths
 from .hazards import Floats
 from .latency import LatencyModel
 from .refinement import Refinement
@@ -116,26 +116,30 @@ class Outlooks:
         return outlook.tokens_per_s * unsure[self.grid.sizes.route]
 
     def stand(self, index: int, reason: str, outlook: Outlook, is_probe: bool = False) -> Standing:
-        """What follows from taking a candidate: requests that are drafted better or worse than others get K and R of their own."""
+        """What follows from taking a candidate: requests that are drafted better or worse than others get K and R of their own, if that promises
+        more than the same for all. A pass costs its constant for as long as a single row drafts, so it need not."""
         route, plan, milliseconds = self.grid.route(index), self.grid.plan(index), float(outlook.milliseconds[index])
         standing = Standing(index, Choice(route, plan, is_probe=is_probe), 1.0, milliseconds, float(outlook.tokens_per_s[index]), reason)
-        if route is None or is_probe or not self._config.per_request or len(outlook.numbers) < 2:
-            return standing
-        caps = make_caps(self.grid, route, plan, outlook.estimates, outlook.widths, outlook.shifts, outlook.numbers, self._is_static)
+        if route is None or is_probe or self._is_static or not self._config.per_request or len(outlook.numbers) < 2:
+            return standing  # where shapes are static, who drafts less costs as much
+        caps = make_caps(self.grid, route, plan, outlook.estimates, outlook.widths, outlook.shifts, outlook.numbers)
         if caps is None:
             return standing
-        sizes = self.grid.one(route, caps.plan, caps.cycles)
-        extras = float(self.grid.tokens(caps.widths, sizes)[0]) - 1.0
+        _, _, alike = self._promise(route, self.grid.one(route, plan), caps.alike, outlook)
+        extras, milliseconds, tokens_per_s = self._promise(route, self.grid.one(route, caps.plan, caps.cycles), caps.widths, outlook)
+        if tokens_per_s <= alike:
+            return standing
+        choice = Choice(route, caps.plan, caps.most_drafts, caps.most_checks)
+        share = extras / max(float(outlook.extras[index]), 1e-9)
+        return replace(standing, choice=choice, share=share, milliseconds=milliseconds, tokens_per_s=tokens_per_s)
+
+    def _promise(self, route: int, sizes: Sizes, widths: Widths, outlook: Outlook) -> tuple[float, float, float]:
+        """Of one plan with widths of its own: drafts that a row is expected to have accepted, milliseconds and tokens per second, both refined."""
+        extras = float(self.grid.tokens(widths, sizes)[0]) - 1.0
         factor = float(self._refinement.time_factors(outlook.rows)[0][route])
-        milliseconds = float(self.grid.milliseconds(caps.widths, outlook.rows, outlook.context_tokens, sizes)[0]) * factor
+        milliseconds = max(float(self.grid.milliseconds(widths, outlook.rows, outlook.context_tokens, sizes)[0]) * factor, 1e-9)
         tokens = outlook.rows * (1.0 + extras * float(self._refinement.extra_factors()[route]))
-        return replace(
-            standing,
-            choice=Choice(route, caps.plan, caps.most_drafts, caps.most_checks),
-            share=extras / max(float(outlook.extras[index]), 1e-9),
-            milliseconds=milliseconds,
-            tokens_per_s=tokens * 1e3 / max(milliseconds, 1e-9),
-        )
+        return extras, milliseconds, tokens * 1e3 / milliseconds
 
     def name(self, choice: Choice) -> str:
         return self.grid.name(choice.route, choice.plan)
