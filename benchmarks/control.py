@@ -5,7 +5,7 @@
 Closed loop: at batch B there are B requests in flight, and a new one enters when one ends. Greedy. Requests are the prompts in turn, with
 outputs of half to all of --max-tokens, so that they do not end together. A run is timed from when B requests are in flight until they
 are no longer. One process; in each repeat every plan runs once, another one first each time; medians are compared. Before each timed
-run the plan answers a few requests untimed: a fixed one to warm its caches, the controlled one until it has had --warm-up seconds to
+run the plan answers a few requests untimed, to warm its caches; the controlled one, the first time, until it has had --warm-up seconds to
 learn. Prefix caching is off. Prints tokens/s by batch and plan, and of goodput: its ratio to the best and worst fixed plan, and the
 controller's own time as a share of that of rounds. Fails where an output is not plain decoding's although rows keep their bits.
 """
@@ -127,7 +127,8 @@ def measure(llm: LLM, prompts: Sequence[TokenIds], batch_size: int, arguments: a
     for repeat in range(arguments.repeats):
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
             llm.set_speculative(compared[name])
-            warm_up(llm, asked, batch_size, arguments.max_tokens, arguments.warm_up if name == GOODPUT else 0.0)
+            # What the controller has learnt is kept while other plans run.
+            warm_up(llm, asked, batch_size, arguments.max_tokens, arguments.warm_up if name == GOODPUT and repeat == 0 else 0.0)
             found[name].append(closed_loop(llm, asked, batch_size, arguments.max_tokens))
             print(f"batch {batch_size}, repeat {repeat}: {name} {found[name][-1].tokens_per_s:.1f} tokens/s", file=sys.stderr)
     return found
@@ -181,9 +182,9 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="use the first N prompts")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--max-tokens", type=int, default=40, help="of a request's output, at most")
-    parser.add_argument("--least-requests", type=int, default=5, help="requests of a run, at least; 2 B if that is more")
+    parser.add_argument("--least-requests", type=int, default=12, help="requests of a run, at least; 2 B if that is more")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--warm-up", type=float, default=15.0, help="seconds that the controlled plan has to learn before it is timed")
+    parser.add_argument("--warm-up", type=float, default=40.0, help="seconds that the controlled plan has to learn at each batch size")
     parser.add_argument("--fixed-only", action="store_true", help="leave the controlled plan out")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -1,6 +1,7 @@
 """The simulator against the engine: the same requests, arrivals and acceptance, on SmolLM2.
 
-    python benchmarks/simulator.py [--prompts FILE.jsonl] [--requests N] [--rate R ...] [--rows N] [--max-tokens N] [--policy NAME] [--json FILE]
+    python benchmarks/simulator.py [--prompts FILE.jsonl] [--requests N] [--rate R ...] [--rows N] [--max-tokens N] [--policy NAME] [--plans NAME ...]
+                                   [--json FILE]
 
 The engine serves prompts that come at Poisson times, with outputs of half to all of --max-tokens, greedy, and records a trace. What stages cost is
 measured in the same process, on the idle engine, before and after; the mean of both counts. Then the simulator serves the requests of the trace,
@@ -52,7 +53,7 @@ def main() -> None:
     arguments = _arguments()
     job = load_job(CONFIGS / "quickstart.yaml", [f"input.path={arguments.prompts}"] if arguments.prompts else [])
     about, results = environment(), []
-    for name, rate in itertools.product(PLANS, arguments.rate):
+    for name, rate in itertools.product(arguments.plans, arguments.rate):
         with tempfile.TemporaryDirectory() as folder:
             result = {"plan": name, "rate": rate} | compare(job, name, rate, Path(folder), arguments)
         results.append(result)
@@ -151,6 +152,7 @@ def simulated(costs: dict[str, Linear], factor: float, name: str, trace: Path, a
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="rows with prompts (default: the quickstart's)")
+    parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
     parser.add_argument("--requests", type=int, default=40, metavar="N")
     parser.add_argument("--rate", type=float, nargs="+", default=[0.5], metavar="R", help="requests per second")
     parser.add_argument("--rows", type=int, default=4, metavar="N", help="max_num_seqs")

@@ -4,14 +4,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
-from .config import CheckConfig, DraftConfig, DraftKind, GoodputConfig, SpeculativeConfig
+from .config import CheckConfig, DraftConfig, DraftKind, GoodputConfig, NgramConfig, SpeculativeConfig
 from .control.choice import Route
 from .errors import ConfigError
 
 
+_CAUTIOUS = NgramConfig(max_size=4, min_size=2, tokens_per_match=1)
+
+
 def candidates(speculative: SpeculativeConfig, trained: Collection[int]) -> list[SpeculativeConfig]:
     """Each drafter at each layer, without a check and with one at each layer above; K and R as in `speculative`, which says the most. The exits
-    are those at layers `trained` if it names trained ones, else those that it names. Raises ConfigError if nothing is left to choose from."""
+    are those at layers `trained` if it names trained ones, else those that it names. Prompt lookup comes as `speculative` has it, and as a
+    cautious one, for batches in which a wrong draft costs more. Raises ConfigError for kinds that cannot be had."""
     goodput, draft = speculative.goodput or GoodputConfig(), speculative.draft
     layers = exit_layers(speculative, trained)
     there: list[DraftKind] = ["ngram", *((_exit_kind(speculative), "hybrid") if layers else ()), *(("model",) if draft.kind == "model" else ())]
@@ -22,6 +26,8 @@ def candidates(speculative: SpeculativeConfig, trained: Collection[int]) -> list
             " name exits (draft.layer, check.layer or goodput.layers) or a model (draft.kind: model) to draft with"
         )
     found = [way for kind in dict.fromkeys(kinds) for each in _drafts(speculative, kind, layers) for way in _ways(speculative, each, layers)]
+    if "ngram" in kinds:
+        found.append(_two_tier(speculative, DraftConfig(kind="ngram", ngram=_CAUTIOUS)))
     return list(dict.fromkeys(found))
 
 
@@ -62,6 +68,7 @@ def route_of(way: SpeculativeConfig) -> Route:
         most_checks=way.num_checks if way.check else 1,
         num_exit_tokens=way.draft.num_exit_tokens,
         has_confidence=way.draft_confidence is not None,
+        lookup="cautious" if way.draft.kind == "ngram" and way.draft.ngram == _CAUTIOUS else None,
     )
 
 
@@ -93,11 +100,16 @@ def _drafts(speculative: SpeculativeConfig, kind: DraftKind, layers: Sequence[in
 
 
 def _ways(speculative: SpeculativeConfig, draft: DraftConfig, layers: Sequence[int]) -> Iterator[SpeculativeConfig]:
-    confidence = None if draft.kind == "ngram" else speculative.draft_confidence
-    given = {"draft": draft, "control": "fixed", "goodput": None, "draft_confidence": confidence}
-    yield speculative.model_copy(update={**given, "check": None, "num_checks": 1})
+    two_tier = _two_tier(speculative, draft)
+    yield two_tier
     is_trained, sure = uses_trained(speculative), speculative.check.confidence if speculative.check else None
     for layer in layers:
         if layer > max(draft.layer or 0, 1):
             check = CheckConfig(kind="adapter" if is_trained else "exit", layer=layer, path=trained_path(speculative), confidence=sure)
-            yield speculative.model_copy(update={**given, "check": check})
+            yield two_tier.model_copy(update={"check": check, "num_checks": speculative.num_checks})
+
+
+def _two_tier(speculative: SpeculativeConfig, draft: DraftConfig) -> SpeculativeConfig:
+    confidence = None if draft.kind == "ngram" else speculative.draft_confidence
+    given = {"draft": draft, "check": None, "num_checks": 1, "control": "fixed", "goodput": None, "draft_confidence": confidence}
+    return speculative.model_copy(update=given)

@@ -28,6 +28,7 @@ class Route:
     most_checks      R at most (1 without a check tier)
     num_exit_tokens  of hybrid: drafts of the exit at most, where nothing matches
     has_confidence   whether rows stop drafting early
+    lookup           what counts as a match of prompt lookup, where there are several ways
     """
 
     kind: DraftKind
@@ -37,13 +38,14 @@ class Route:
     most_checks: int = 1
     num_exit_tokens: int | None = None
     has_confidence: bool = False
+    lookup: str | None = None
 
     def plan(self, num_drafts: int, num_checks: int = 1) -> Plan:
         return Plan(self.draft_layer, self.check_layer, num_drafts, num_checks)
 
     def __str__(self) -> str:
         layers = ([f"D={self.draft_layer}"] if self.draft_layer else []) + ([f"C={self.check_layer}"] if self.check_layer is not None else [])
-        return " ".join([self.kind, *layers])
+        return " ".join([self.kind, *([self.lookup] if self.lookup is not None else []), *layers])
 
 
 @dataclass(frozen=True)
