@@ -49,10 +49,9 @@ class HostKV:
         return number in self._saved
 
     def save(self, number: int, kvs: Sequence[PagedKV], blocks: Sequence[int], num_positions: int) -> bool:
-        """Copies positions [0, num_positions) of the sequence in `blocks`. False, and nothing changed, if they do not fit in max_bytes. Raises
-        ValueError if the sequence is there already, or has fewer blocks than positions; an error of the allocator leaves nothing behind."""
-        if number in self._saved:
-            raise ValueError(f"sequence {number} is saved already; restore or drop it first")
+        """Copies positions [0, num_positions) of the sequence in `blocks`, in place of an earlier copy. False, with nothing kept of it, if they do
+        not fit in max_bytes. Raises ValueError if there are fewer blocks than positions; an error of the allocator leaves nothing behind."""
+        self.drop(number)
         needed = sum(_bytes_per_position(kv) for kv in kvs) * num_positions
         if self._num_bytes + needed > self.max_bytes:
             return False

@@ -8,7 +8,6 @@ from .config import CheckConfig, DraftConfig, DraftKind, GoodputConfig, NgramCon
 from .control.choice import Route
 from .errors import ConfigError
 
-
 _CAUTIOUS = NgramConfig(max_size=4, min_size=2, tokens_per_match=1)
 
 

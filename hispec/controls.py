@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .candidates import route_of
 from .config import GoodputConfig, SpeculativeConfig
 from .control.choice import Control, FixedControl, Route
 from .control.controller import GoodputControl
@@ -29,5 +28,5 @@ def make_control(
     plan = speculation.plan
     if plan.is_plain:
         return FixedControl(None)
-    route = Route("exit", plan.draft_layer, plan.check_layer, plan.num_draft_tokens, plan.num_checks) if speculative is None else route_of(speculative)
-    return FixedControl(route, plan)
+    kind = speculative.draft.kind if speculative is not None else "exit"
+    return FixedControl(Route(kind, plan.draft_layer, plan.check_layer, plan.num_draft_tokens, plan.num_checks), plan)

@@ -20,8 +20,8 @@ from .config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
 from .control.choice import Choice
 from .control.latency import LatencyModel
 from .controls import make_control
-from .drafters.drafter import DrafterError, guarded
 from .errors import ConfigError
+from .giving_up import tell_of_end
 from .graphs import GraphDevice
 from .keeping import KVKeeper, cheaper_to_move
 from .launch import Flight, context_buckets
@@ -32,7 +32,7 @@ from .prefill import prefill
 from .recorder import Recorder
 from .request import Request, TextStream
 from .round import RoundResult
-from .rounds import Rounds, give_up_drafting
+from .rounds import Rounds
 from .sampling_params import SamplingParams
 from .scheduling.lengths import LengthPredictor
 from .scheduling.make import make_scheduler
@@ -91,7 +91,8 @@ class Engine:
         parts = config, decoder, exits, draft_model, self.max_model_len
         num_blocks = config.num_kv_blocks or default_num_blocks(*parts, lambda: self._speculations.make(1, wanted))
         self._pool = BlockPool(num_blocks, config.block_size)
-        keeper = KVKeeper(HostKV(scheduling.swap_bytes), lambda: self._now.kvs, cheaper_to_move(latency, config.max_prefill_tokens))
+        self._is_move_cheaper = cheaper_to_move(latency, config.max_prefill_tokens)
+        keeper = KVKeeper(HostKV(scheduling.swap_bytes), lambda: self._now.kvs, lambda num: self._is_move_cheaper(num))
         self._scheduler = make_scheduler(scheduling, config, self._pool, length_predictor, keeper)
         self._tables = RowTables(config.max_num_seqs, min(num_blocks, self._pool.blocks_for(self.max_model_len)))
         self._admission = Admission(model.vocab_size, self.max_model_len, num_blocks, config.block_size, config.seed, frozenset(eos_token_ids))
@@ -101,8 +102,9 @@ class Engine:
         self._flight: Flight | None = None  # the round that was launched and not read yet
         self._closed = self._draining = False
         counts = self._counts, self._draft_counts
-        self._rounds = Rounds(config, self._scheduler, self._tables, self.max_model_len, decoder, counts, is_static, graph_device)
         self._recorder = Recorder(config, name, scheduling.policy)
+        sizes = config, self._scheduler, self._tables, self.max_model_len
+        self._rounds = Rounds(*sizes, decoder, counts, is_static, graph_device, lambda route: self._recorder.control.failed(route))
         self._choice = Choice()  # of the round in the air
         self._read_s = 0.0  # when the last round was read
         self._is_timed = True  # whether the round in the air has the device to itself
@@ -143,11 +145,13 @@ class Engine:
         if is_cache_stale:
             self._pool.forget()  # what is cached lacks their KV
         self._recorder.use(control, wanted)
+        if latency is not None:
+            self._is_move_cheaper = cheaper_to_move(latency, self._config.max_prefill_tokens)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Captures the graphs of the plan's greedy rounds now, the largest first and at most max_graphs, instead of each when it is first
-        needed. Nothing where rounds are not captured. Raises ConfigError while requests are unfinished."""
+        """Captures the graphs of the plan's greedy rounds now, the largest first and at most max_graphs, instead of each on first use. Nothing where
+        rounds are not captured. Raises ConfigError while requests are unfinished."""
         if self._requests:
             raise ConfigError(f"warm_up() cannot run while {len(self._requests)} requests are unfinished; drain() or abort them first")
         self._rounds.warm_up(self._now, context_buckets(self.max_model_len))
@@ -179,14 +183,15 @@ class Engine:
         if request_id in self._requests or any(delta.request_id == request_id for delta in self._pending):
             also.append("a request of this id is unfinished; ids must be unique while they live")
         request = self._admission.request(number, request_id, prompt_token_ids, params, text, also)
-        self._requests[request_id] = request
-        self._scheduler.add(request)
+        with self._scheduler.repaired(self._requests):
+            self._scheduler.add(request)
+            self._requests[request_id] = request
         return request_id
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
         """Computes one piece of prefill and one round -> what every request gained; [] only if none is ready yet."""
-        for request in [request for request in self._scheduler.running if request.finish_reason is not None]:
+        for request in [request for request in self._scheduler.running if request.has_ended]:
             self._finish(request, [], "")  # an interrupt came between its last token and its end
         if self._flight is not None and all(request.finish_reason is not None for _, request in self._flight.rows.requests):
             self._flight = None  # nobody in it is left
@@ -202,6 +207,7 @@ class Engine:
             # What is in the air is lost: rounds begin again from what the host knows.
             self._flight = None
             self._rounds.forget()
+            self._scheduler.repair(self._requests.values())
             raise
         # Deltas wait in `_pending` until here, so that none is lost if a step is interrupted.
         deltas, self._pending = self._pending, []
@@ -210,12 +216,13 @@ class Engine:
     def abort(self, request_ids: Iterable[str], *, notify: bool = True) -> None:
         """Ends requests at once; unknown and finished ids are passed over. With `notify` each gets a last Delta with the
         next step, and its id is free again after that; without, nothing more is said of them."""
-        request_ids = list(request_ids)
-        for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is not None:
-                request.finish_reason = "abort"
-                self._finish(request, [], request.release_text_or_nothing())
+        request_ids = dict.fromkeys(request_ids)
+        with self._scheduler.repaired(self._requests):
+            for request_id in request_ids:
+                request = self._requests.get(request_id)
+                if request is not None:
+                    request.finish_reason = "abort"
+                    self._finish(request, [], request.release_text_or_nothing())
         if not notify:
             self._pending = [delta for delta in self._pending if delta.request_id not in request_ids]
 
@@ -243,7 +250,7 @@ class Engine:
         self._recorder.close()
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the last reset, and what is held now (see EngineStats)."""
+        """Counts since the last reset, what is held now (see EngineStats), and under "control" what the controller counts, since it was made."""
         return {
             **self._stats.as_dict(),
             **vars(self._counts),
@@ -306,10 +313,11 @@ class Engine:
 
     def _start(self) -> None:
         """Computes a piece of waiting prompts, and launches a round for whom is ready."""
-        running, waiting = self._scheduler.running, self._scheduler.waiting
-        coming = [*running, *waiting[: self._config.max_num_seqs - len(running)]]
-        self._choice = self._recorder.control.choose([request.number for request in coming], sum(len(request.token_ids) for request in coming))
         step = self._scheduler.schedule(self._choice.plan.window, time.monotonic())
+        if step.limits:
+            ready = [self._scheduler.running[row] for row in step.limits]
+            self._choice = self._recorder.control.choose([request.number for request in ready], sum(len(request.token_ids) for request in ready))
+            self._scheduler.fit(step, self._choice.plan.window)
         self._tables.update([request.table.blocks for request in self._scheduler.running])
         started = time.perf_counter()
         # On a GPU prefill is only queued, and the round waits for it.
@@ -333,11 +341,7 @@ class Engine:
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Computes KV of prompt positions at every layer; several requests' chunks in one pass."""
         started = time.perf_counter()
-        num_rows = len(self._scheduler.running)
-        for error in prefill(self._now, chunks, self._tables.tensor[:num_rows], self._pool.block_size):
-            if error.lacks_memory and num_rows > 1:
-                raise error
-            give_up_drafting([chunk.request for chunk in chunks], error, self._stats)
+        prefill(self._now, chunks, self._tables.tensor[: len(self._scheduler.running)], self._pool.block_size, self._stats)
         seconds = time.perf_counter() - started
         for chunk in chunks:
             self._stats.prefill_tokens += chunk.end - chunk.start
@@ -352,7 +356,7 @@ class Engine:
         # Others ended after the round was launched.
         rows = [(request, row, outcomes[row]) for row, request in flight.rows.requests if request.finish_reason is None]
         seconds = self._read_s - began_s
-        self._recorder.round(flight, self._choice, rows, seconds if self._is_timed else math.nan)
+        self._recorder.round(flight, self._choice, rows, seconds if self._is_timed and flight.is_timed else math.nan)
         self._is_timed = True
         behind = self._now.all_owners - flight.owners
         passes = flight.layer_passes / self._decoder.config.num_layers
@@ -387,16 +391,11 @@ class Engine:
             self._pending.append(request.delta(kept, text, time.monotonic()))
 
     def _finish(self, request: Request, token_ids: list[int], text: str, error: str | None = None) -> None:
+        if self._requests.pop(request.request_id, None) is not None:  # else an interrupt came after that
+            self._stats.finished += 1
+            delta = request.delta(token_ids, text, time.monotonic(), error)
+            self._pending.append(delta)
+            self._recorder.finished(request, delta.metrics)
         self._scheduler.remove(request)
-        del self._requests[request.request_id]
-        self._stats.finished += 1
-        delta = request.delta(token_ids, text, time.monotonic(), error)
-        self._pending.append(delta)
-        self._recorder.finished(request, delta.metrics)
-        for drafter in self._now.drafters if request.finish_reason in ("stop", "length") else ():
-            try:
-                with guarded(drafter):
-                    drafter.finish(request.number, request.output_token_ids)
-            except DrafterError as problem:  # the request is done, and lacks nothing
-                self._stats.drafter_failures += 1
-                _log.warning("the drafter failed at the end of %s (%s)", request.request_id, problem)
+        if request.finish_reason in ("stop", "length"):
+            tell_of_end(self._now.drafters, request, self._stats)

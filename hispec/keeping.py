@@ -33,9 +33,9 @@ class KVKeeper:
             return False
 
     def restore(self, request: Request) -> bool:
-        """False also where the plan has other tensors than when it was saved."""
+        """False also where the plan has other tensors than when it was saved, and where an interrupt came between."""
         try:
-            if self._host.restore(request.number, self._kvs(), request.table.blocks):
+            if request.number in self._host and self._host.restore(request.number, self._kvs(), request.table.blocks):
                 return True
         except Exception as error:
             if not is_out_of_memory(error):

@@ -56,7 +56,7 @@ class Rows:
 @dataclass(frozen=True)
 class Flight:
     """A round that was launched; outcomes(): of all its rows, once the device has done it; layers of the model that it runs; when it was
-    launched, by time.perf_counter."""
+    launched, by time.perf_counter; the controller's route; whether nothing else was done meanwhile, such as capturing it."""
 
     now: Speculation
     plan: Plan
@@ -66,6 +66,8 @@ class Flight:
     tokens: Tensor
     layer_passes: int = 0
     launched_s: float = 0.0
+    route: int | None = None
+    is_timed: bool = True
 
     @property
     def owners(self) -> frozenset[Owner]:

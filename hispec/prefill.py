@@ -1,6 +1,7 @@
 """Pieces of several prompts as one pass."""
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -9,23 +10,34 @@ from torch import Tensor
 from cache.view import BatchView, packed_slots_of
 
 from .drafters.drafter import DrafterError, guarded
+from .giving_up import give_up_drafting
 from .scheduling.scheduler import Chunk
 from .speculation import Speculation
+from .stats import EngineStats
+
+_log = logging.getLogger(__name__)
 
 
-def prefill(now: Speculation, chunks: Sequence[Chunk], block_tables: Tensor, block_size: int) -> list[DrafterError]:
+def prefill(now: Speculation, chunks: Sequence[Chunk], block_tables: Tensor, block_size: int, stats: EngineStats) -> None:
     """Computes the KV of prompt positions at every layer, of all exits and of the draft model; several requests' chunks in one pass. block_tables
-    [rows, max_blocks] of all rows. -> what drafters failed with."""
+    [rows, max_blocks] of all rows. If the draft model fails, its requests go on without it; where there are other drafters too, it has to make up
+    for it when it is asked again. Raises DrafterError if it lacks memory and fewer rows might do."""
     token_ids, view = prefill_pass(chunks, block_tables, block_size, now.kv.data.device)
     now.stages.prefill(token_ids, view)
-    errors = []
     for drafter in now.drafters:
         try:
             with guarded(drafter):
                 drafter.prefill(token_ids, view)
         except DrafterError as error:
-            errors.append(error)
-    return errors
+            if error.lacks_memory and block_tables.shape[0] > 1:
+                raise
+            if now.routes:
+                stats.drafter_failures += 1
+                _log.warning("a drafter failed at a prompt (%s)", error)
+                for chunk in chunks:
+                    chunk.request.gaps.setdefault("model", chunk.start)
+            else:
+                give_up_drafting([chunk.request for chunk in chunks], error, stats)
 
 
 def prefill_pass(chunks: Sequence[Chunk], block_tables: Tensor, block_size: int, device: torch.device) -> tuple[Tensor, BatchView]:

@@ -22,26 +22,28 @@ class Recorder:
     """Of one engine."""
 
     def __init__(self, config: EngineConfig, model: str, policy: str) -> None:
-        """Raises ConfigError if the trace cannot be written."""
         self.control: Control = FixedControl(None)
         self._controls: dict[Hashable, Control] = {}  # with what they have learnt, for when their plan comes back
+        self._config, self._model, self._policy = config, model, policy
         self._trace: TraceWriter | None = None
         self._rounds: dict[int, list[tuple[int, int, Sequence[int], Sequence[int]]]] = {}  # of unfinished requests, by number
-        if config.trace is not None:
-            about = environment()
-            self._trace = TraceWriter(Path(config.trace), model=model, policy=policy, max_num_seqs=config.max_num_seqs, routes=[], environment=about)
 
     def known(self, key: Hashable) -> Control | None:
         """Who decided when this was asked for before."""
         return self._controls.get(key)
 
     def use(self, control: Control, key: Hashable = None) -> None:
-        """Who decides from now on."""
-        if len(self._controls) >= _MOST_KEPT:
-            self._controls.clear()
+        """Who decides from now on. Raises ConfigError, the first time, if the trace cannot be written."""
+        routes = [str(route) for route in control.routes]
+        path = self._config.trace
+        if path is not None and self._trace is None:  # not before all else was found right: an earlier trace is replaced
+            about, rows = environment(), self._config.max_num_seqs
+            self._trace = TraceWriter(Path(path), model=self._model, policy=self._policy, max_num_seqs=rows, routes=routes, environment=about)
+        elif self._trace is not None:
+            self._trace.routes(routes)
+        if key not in self._controls and len(self._controls) >= _MOST_KEPT:
+            del self._controls[next(iter(self._controls))]
         self._controls[key] = self.control = control
-        if self._trace is not None:
-            self._trace.routes([str(route) for route in control.routes])
 
     def decided(self, record: Mapping[str, Any]) -> None:
         if self._trace is not None:
@@ -49,6 +51,8 @@ class Recorder:
 
     def round(self, flight: Flight, choice: Choice, rows: Sequence[tuple[Request, int, RowOutcome]], seconds: float) -> None:
         """A round of these requests, in these rows, before it is committed. seconds: nan if something else was timed too."""
+        if self._trace is None and isinstance(self.control, FixedControl):
+            return
         if flight.plan != choice.plan:  # the drafter failed, or no row could speculate
             choice = Choice(None, flight.plan)
         if choice.watches != flight.rows.watches:  # rounds that run ahead of the host are not watched

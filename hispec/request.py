@@ -78,6 +78,13 @@ class Request:
         """Whether the round's entry invariant holds: all but the last token computed."""
         return self.num_computed == len(self.token_ids) - 1
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it needs no more rounds; sets the reason, if an interrupt came before that was done."""
+        if self.finish_reason is None and self.num_output >= self.max_tokens:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
     def round_limit(self, window: int) -> int:
         """Positions that a round may process for this request: never more than it may still output."""
         return min(self.cap(window), self.max_tokens - self.num_output)

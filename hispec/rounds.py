@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from .catch_up import catch_up
 from .config import PLAIN, EngineConfig, Plan
 from .control.choice import Choice
 from .drafters.drafter import DrafterError, guarded
+from .giving_up import give_up_drafting
 from .graphs import CudaGraphs, GraphCache, GraphDevice
 from .launch import Flight, Input, Launcher, PackedLauncher, Rows, StaticLauncher, buckets
 from .memory import is_out_of_memory
@@ -44,16 +45,18 @@ class Rounds:
         counters: Sequence[PassCounts],
         is_static: bool | None = None,
         graph_device: GraphDevice | None = None,
+        on_failure: Callable[[int], None] | None = None,
     ) -> None:
         """scheduler: None = for `try_out` alone; counters: what passes are counted in; is_static, graph_device: whether rounds have static
-        shapes, and where they are captured: None = as the decoder's device wants it."""
+        shapes, and where they are captured: None = as the decoder's device wants it; on_failure: told of the controller's route whose drafter
+        failed."""
         device = decoder.device
         if is_static is None:
             is_static = device.type == "cuda"
         if graph_device is None and device.type == "cuda":
             graph_device = CudaGraphs(device)
         self._scheduled, self._tables, self._counters = scheduler, tables, tuple(counters) or (PassCounts(),)
-        self._block_size, self._most_prefill = config.block_size, config.max_prefill_tokens
+        self._block_size, self._on_failure = config.block_size, on_failure
         self._sampler = Sampler([], decoder.config.vocab_size, device, config.max_num_seqs)
         self._seated: tuple[int, ...] | None = None  # numbers of the requests that the sampler knows
         self.graphs: GraphCache | None = None
@@ -71,7 +74,8 @@ class Rounds:
     def launch(self, now: Speculation, choice: Choice, limits: Mapping[int, int], stats: EngineStats) -> Flight:
         """A round as chosen, for the rows of `limits`, which may process so many places each. If the drafter fails, its requests go on with
         plain decoding from this round on."""
-        running, now = self._scheduler.running, now.of(choice.route)
+        running, route, started_s = self._scheduler.running, choice.route if now.routes else None, time.perf_counter()
+        now = now.of(choice.route)
         for row in limits:
             assert running[row].is_ready, "a round's entry invariant: all but the last committed token are computed"
         self._seat(running)
@@ -81,13 +85,14 @@ class Rounds:
                 with guarded(now.drafter):
                     now.drafter.follow([(request.number, request.token_ids) for request in running])
                     tables = self._tables.tensor[: len(running)]
-                    stats.caught_up_tokens += catch_up(now, [running[row] for row in limits], tables, self._block_size, self._most_prefill)
-                return self._launch(now, choice.plan, rows)
+                    most = self._scheduler.max_prefill_tokens
+                    stats.caught_up_tokens += catch_up(now, [running[row] for row in limits], tables, self._block_size, most)
+                return self._launch(now, choice.plan, rows, route, started_s)
             except DrafterError as error:
                 if error.lacks_memory and len(running) > 1:
                     raise
-                give_up_drafting([running[row] for row in limits], error, stats)
-        return self._launch(now, PLAIN, self._rows(Choice(watches=choice.watches), limits))
+                self._give_up(route, [running[row] for row in limits], error, stats)
+        return self._launch(now, PLAIN, self._rows(Choice(watches=choice.watches), limits), None, started_s)
 
     def proceed(self, flight: Flight, stats: EngineStats) -> Flight | None:
         """The round after `flight`, which the host has not read yet; None if that has to be read first.
@@ -112,12 +117,12 @@ class Rounds:
         try:
             ahead = self._launcher.proceed(flight, max(ends))
             self._scheduler.ran_ahead()
-            return ahead and replace(ahead, layer_passes=self._counters[0].layer_passes - before)
+            return ahead and replace(ahead, layer_passes=self._counters[0].layer_passes - before, route=flight.route)
         except Exception as error:
             if is_out_of_memory(error):
                 self.forget_graphs()  # the next round shows whether that is enough
             elif isinstance(error, DrafterError):
-                give_up_drafting(running, error, stats)
+                self._give_up(flight.route, running, error, stats)
             else:
                 raise
         self.forget()
@@ -183,17 +188,31 @@ class Rounds:
             return {}
         return {"graphs": len(graphs), "graph_captures": graphs.num_captures, "graph_replays": graphs.num_replays, "graph_bytes": graphs.num_bytes}
 
-    def _launch(self, now: Speculation, plan: Plan, rows: Rows) -> Flight:
-        before, started_s = self._counters[0].layer_passes, time.perf_counter()
+    def _launch(self, now: Speculation, plan: Plan, rows: Rows, route: int | None, started_s: float) -> Flight:
+        before, captures = self._counters[0].layer_passes, self._num_captures
         flight = self._launcher.launch(now, plan, rows)
-        return replace(flight, layer_passes=self._counters[0].layer_passes - before, launched_s=started_s)
+        passes = self._counters[0].layer_passes - before
+        return replace(flight, layer_passes=passes, launched_s=started_s, route=route, is_timed=captures == self._num_captures)
+
+    @property
+    def _num_captures(self) -> int:
+        return 0 if self.graphs is None else self.graphs.num_captures
+
+    def _give_up(self, route: int | None, requests: Sequence[Request], error: DrafterError, stats: EngineStats) -> None:
+        """Of several ways to speculate one has failed, for now; the only one is done without."""
+        if route is None or self._on_failure is None:
+            give_up_drafting(requests, error, stats)
+            return
+        stats.drafter_failures += 1
+        _log.warning("a drafter failed (%s); its round goes on with plain decoding", error)
+        self._on_failure(route)
 
     def _rows(self, choice: Choice, limits: Mapping[int, int]) -> Rows:
         running, plan = self._scheduler.running, choice.plan
         inputs = np.zeros((len(Input), len(running)), np.int64)
         for row, request in enumerate(running):
             drafts = choice.most_drafts.get(request.number, plan.num_draft_tokens)
-            cap = request.cap(choice.window(request.number)) if row in limits else 0
+            cap = min(limits.get(row, 0), request.cap(choice.window(request.number)))
             inputs[:, row] = request.token_ids[-1], len(request.token_ids) - 1, cap, request.max_tokens - request.num_output, drafts
         context_len = int((inputs[Input.START] + np.minimum(inputs[Input.CAP], inputs[Input.ROOM])).max())
         keeps_logits = any(running[row].params.logprobs is not None for row in limits)
@@ -205,13 +224,3 @@ class Rounds:
         if self._seated != numbers:
             self._sampler.load([RowSampling(r.params, r.seed, r.prompt_token_ids, r.output_token_ids, r.stop_ids) for r in running])
             self._seated = numbers
-
-
-def give_up_drafting(requests: Sequence[Request], error: DrafterError, stats: EngineStats) -> None:
-    """These requests go on with plain decoding. Those that opted out are marked too, as a draft model's KV of theirs has a hole."""
-    named = [request.request_id for request in requests if request.params.speculative and not request.drafter_failed]
-    for request in requests:
-        request.drafter_failed = True
-    stats.drafter_failures += 1
-    if named:
-        _log.warning("the drafter failed (%s); go on with plain decoding: %s", error, ", ".join(named))

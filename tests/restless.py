@@ -52,6 +52,9 @@ class Restless:
     def observe(self, seen: Observation) -> None:
         self.seen.append(seen)
 
+    def failed(self, route: int) -> None:
+        pass
+
     def forget(self, number: int) -> None:
         pass
 

@@ -98,8 +98,9 @@ def test_misuse_is_refused() -> None:
         host.save(0, kvs, BLOCKS, 17)
     assert 0 not in host and host.num_bytes == 0
     host.save(0, kvs, BLOCKS, 16)
-    with pytest.raises(ValueError, match="saved already"):
-        host.save(0, kvs, BLOCKS, 16)
+    held = host.num_bytes
+    host.save(0, kvs, BLOCKS, 16)  # in place of the first: an interrupt may have come between the copy and the word of it
+    assert host.num_bytes == held > 0
     with pytest.raises(ValueError, match="16 positions do not lie in 3 blocks"):
         host.restore(0, kvs, BLOCKS[:3])
     with pytest.raises(KeyError):

@@ -200,7 +200,9 @@ def test_shadows_are_what_the_exits_would_have_said_at_every_position(engine_of:
             assert right == {layer: num_right(tiny_decoder, layer, outputs) for layer in read}
             assert 0 < right[3] < right[6] < read[6]
         else:
-            assert right[3] > 0 and read[3] > read[6] > 0, "an exit that checks is in use, and is not watched"
+            routes = [control.routes[seen.choice.route].check_layer for seen in control.seen if seen.choice.route is not None and seen.choice.watches]
+            watched = [{shadow.layer for shadow in seen.shadows} for seen in control.seen if seen.choice.route is not None and seen.choice.watches]
+            assert watched == [{3, 6} - {check_layer} for check_layer in routes], "an exit that checks is in use, and is not watched"
 
 
 def num_right(decoder: Decoder, layer: int, outputs: Sequence[Sequence[int]]) -> int:

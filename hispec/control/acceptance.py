@@ -46,7 +46,7 @@ class Acceptance:
     def __init__(self, routes: Sequence[Route], config: GoodputConfig) -> None:
         self.routes, self._config = tuple(routes), config
         num, most, weight = len(routes), max((route.most_drafts for route in routes), default=1), config.prior_weight
-        drafters = [(route.kind, route.draft_layer, route.num_exit_tokens, route.has_confidence) for route in routes]
+        drafters = [(route.kind, route.draft_layer, route.num_exit_tokens, route.has_confidence, route.lookup) for route in routes]
         self._drafters = list(dict.fromkeys(drafters))
         self._drafter_of = np.array([self._drafters.index(each) for each in drafters], np.int64)
         self._layers = sorted({layer for route in routes for layer in (route.draft_layer, route.check_layer) if layer})
@@ -78,7 +78,7 @@ class Acceptance:
         self._tells_of_layer = np.zeros((len(self._layers), num))  # two-tier routes whose drafts an exit says
         for route in np.flatnonzero(reads_exit):
             self._tells_of_layer[self._draft_at[route], route] = 1.0
-        always = np.array([kind != "ngram" and not has_confidence for kind, _, _, has_confidence in self._drafters], bool)
+        always = np.array([kind != "ngram" and not has_confidence for kind, _, _, has_confidence, _ in self._drafters], bool)
         self._offered_prior = np.stack([np.where(always, 1.0, _OFFERED), np.full(len(self._drafters), _OFFERED)], 1).reshape(-1)
 
     # What was seen
@@ -222,7 +222,8 @@ class Acceptance:
             for index, drafter in enumerate(self._drafters):
                 place = index * len(self._layers) + at
                 if self._agreed.at_risk[place].sum() > 0:
-                    name = f"{drafter[0]} D={drafter[1]}" if drafter[1] else drafter[0]
+                    kind, draft_layer, _, _, lookup = drafter
+                    name = " ".join([kind, *([lookup] if lookup is not None else []), *([f"D={draft_layer}"] if draft_layer else [])])
                     entry["agreed"][name] = {"share": _share(self._agreed, place), "counts": float(agreed[place])}
             out[str(layer)] = entry
         return out

@@ -139,6 +139,9 @@ class Control(Protocol):
 
     def observe(self, seen: Observation) -> None: ...
 
+    def failed(self, route: int) -> None:
+        """The drafter of a route failed: the round went on with plain decoding."""
+
     def forget(self, number: int) -> None:
         """A request has ended."""
 
@@ -160,6 +163,9 @@ class FixedControl:
         return self._choice
 
     def observe(self, seen: Observation) -> None:
+        pass
+
+    def failed(self, route: int) -> None:
         pass
 
     def forget(self, number: int) -> None:

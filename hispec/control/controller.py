@@ -23,7 +23,7 @@ _LEAST_PROBED = 3  # drafts: fewer say little of a route
 _RESTLESS = 4.0  # switches of late that double what the margin is above 1
 _NOISE, _PATIENCE = 0.003, 4.0  # of what other plans promise beyond the present: not counted; margins of it, added up over decisions
 _NUM_ALTERNATIVES = 5
-_COUNTED = ("decisions", "switches", "probes", "start_rounds", "probe_rounds", "shadow_rounds")
+_COUNTED = ("decisions", "switches", "probes", "start_rounds", "probe_rounds", "shadow_rounds", "failures")
 
 
 class GoodputControl:
@@ -112,6 +112,11 @@ class GoodputControl:
             self._learn()
         self._overhead_s += time.perf_counter() - start
 
+    def failed(self, route: int) -> None:
+        self._probes.failed(route, self._now)
+        self._decide_at = self._now
+        self._counts["failures"] += 1
+
     def forget(self, number: int) -> None:
         self._outlooks.acceptance.requests.forget(number)
 
@@ -169,18 +174,18 @@ class GoodputControl:
             self._on_decision(record)
 
     def _best(self, outlook: Outlook, resized: bool) -> Standing:
-        promised = outlook.tokens_per_s
+        may_run = self._probes.may_run(self._now)
         if not self._probes.may_run_untried:
-            may_run = self._probes.was_tried
-            may_run[-1] = True  # plain decoding
-            promised = np.where(may_run[self._outlooks.grid.sizes.route], promised, 0.0)
+            may_run = may_run & (self._probes.was_tried > 0)
+        may_run[-1] = True  # plain decoding
+        promised = np.where(may_run[self._outlooks.grid.sizes.route], outlook.tokens_per_s, 0.0)
         index, reason = int(promised.argmax()), "best"
         if len(promised) == 1:
             reason = "only plan"
         elif self._standing is None:
             reason = "start"
-        elif index != self._standing.index and not self._is_worth(float(promised[index] / promised[self._standing.index]), resized):
-            index, reason = self._standing.index, "kept: within margin"
+        elif index != (present := self._standing.index) and promised[present] and not self._is_worth(float(promised[index] / promised[present]), resized):
+            index, reason = present, "kept: within margin"
         return self._outlooks.stand(index, reason, outlook)
 
     def _is_worth(self, ratio: float, resized: bool) -> bool:

@@ -5,12 +5,14 @@ import numpy as np
 
 from ..config import GoodputConfig
 from .choice import Ints
+from .expected import Bools
 from .hazards import Floats
 
 _MOST_SAVED = 64.0  # rounds
 _LEAST_AT_START, _MORE_AT_START = 6, 1  # probes, and by route
 _ROW_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS = 16, 2, 8  # a probe's: fewer rounds where there are many rows
 _AGAIN, _IN_TURN = 0.125, 4.0  # windows: since a route was run, before it may be probed again; until it is, whatever it promises
+_FIRST_BAR = 0.25  # windows that a route is left alone whose drafter failed; each further time twice as long
 _LOOK_AGAIN = 0.0625  # windows after nothing was found
 
 
@@ -24,6 +26,7 @@ class Probes:
         self._saved, self._look_at = 0.0, 0.0
         self._is_turn = False  # whether what was not run for long goes before what promises most: every other time
         self._tried_at = np.full(num_routes + 1, -np.inf)
+        self._barred_until, self._bar = np.full(num_routes + 1, -np.inf), np.full(num_routes + 1, _FIRST_BAR * config.window)
         self._left_at_start = _LEAST_AT_START + _MORE_AT_START * num_routes if self._share > 0.0 and num_routes else 0
         self.is_start = self._left_at_start > 0  # whether rounds are not yet counted
 
@@ -39,6 +42,15 @@ class Probes:
 
     def ran(self, route: int | None, now: int) -> None:
         self._tried_at[-1 if route is None else route] = now
+
+    def failed(self, route: int, now: int) -> None:
+        """Its drafter did: leave it alone for a while."""
+        self._tried_at[route], self._barred_until[route] = now, now + self._bar[route]
+        self._bar[route] *= 2.0
+
+    def may_run(self, now: int) -> Bools:
+        """[routes + 1]: which do not fail, as far as is known."""
+        return self._barred_until <= now
 
     def earn(self, rounds: int) -> None:
         if not self.is_start:
@@ -67,6 +79,7 @@ class Probes:
         whose route, and what it promises, is given."""
         at_start, age = self._left_at_start > 0, now - self._tried_at
         age[-1 if present is None else present] = -1.0
+        age[~self.may_run(now)] = -1.0
         least = 0.0 if at_start else _AGAIN * self._window
         index, oldest = int(np.where((age >= least)[route_of], hopeful, 0.0).argmax()), int(age.argmax())
         promises = age[route_of[index]] >= least and hopeful[index] > bar

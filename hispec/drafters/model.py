@@ -1,6 +1,8 @@
 """A separate small model as the drafter: its own layers, with KV at the same slots as the target's."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,8 @@ class ModelSpeaker:
 
     def feed(self, batch: RoundBatch, span: Span) -> Tensor:
         hidden = self._decoder.embed(self._known(batch.tokens[span.rows, span.index]))
-        return self._stages.run(hidden, 0, self._num_layers, batch, span)
+        own = batch if batch.watch is None else replace(batch, watch=None)  # what is watched are exits of the target
+        return self._stages.run(hidden, 0, self._num_layers, own, span)
 
     def logits(self, hidden: Tensor, span: Span) -> Tensor:
         logits = self._stages.logits(hidden, self._num_layers, span)

@@ -1,7 +1,8 @@
 """Scheduler: who is in which row, with which blocks, and what one step computes."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cache.blocks import BlockPool, BlockTable
@@ -82,16 +83,17 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Takes a finished or aborted request out, with its blocks."""
-        if request.row is None:
-            self._waiting.remove(request)
-        else:
-            self._leave_row(request)
+        # Its row comes last: an interrupt before that leaves it where a step looks for those that have ended.
         self._pool.free(request.table)
         self._new.discard(request.number)
         self.kv.drop(request)
-        self._policy.remove(request.number)
         if request.finish_reason in ("stop", "length"):
             self._predictor.finished(request.prompt_token_ids, request.num_output)
+        if request.row is not None:
+            self._leave_row(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+        self._policy.remove(request.number)
 
     def served(self, request: Request, service: Service) -> None:
         """Tells the policy what rounds, or prefill, gave a request that has not been removed yet."""
@@ -130,6 +132,15 @@ class Scheduler:
                 assert len(request.table.blocks) * self._pool.block_size >= len(request.token_ids) - 1 + step.limits[row]
         return step
 
+    def fit(self, step: Step, window: int) -> None:
+        """The round of the step may process another window than it was planned with: as far as there are free blocks."""
+        for row in step.limits:
+            request = self.running[row]
+            start, limit = len(request.token_ids) - 1, request.round_limit(window)
+            if not self._pool.extend(request.table, start + limit):
+                limit = min(limit, len(request.table.blocks) * self._pool.block_size - start)
+            step.limits[row] = limit
+
     def ran_ahead(self) -> None:
         """A round was launched without `schedule`, over the same rows as the last."""
         self._rounds_since_review += 1
@@ -161,6 +172,34 @@ class Scheduler:
     def tables(self) -> list[BlockTable]:
         """Of all live requests, for integrity checks."""
         return [request.table for request in (*self.waiting, *self.running)]
+
+    @contextmanager
+    def repaired(self, live: Mapping[str, Request]) -> Iterator[None]:
+        """An interrupt leaves the requests that there are then."""
+        try:
+            yield
+        except BaseException:
+            self.repair(live.values())
+            raise
+
+    def repair(self, live: Iterable[Request]) -> None:
+        """After an interrupt anywhere in here: who is live, and only they, have a row, or wait, in order; and have blocks or are kept, not both."""
+        wanted = {request.number: request for request in live}
+        for request in {*self.running, *self.waiting} - set(wanted.values()):
+            self._pool.free(request.table)
+            self.kv.drop(request)
+            self._policy.remove(request.number)
+        self.running = [request for request in dict.fromkeys(self.running) if request.number in wanted and request.row is not None]
+        for row, request in enumerate(self.running):
+            request.row = row
+        waiting = [request for request in wanted.values() if request not in self.running]
+        for request in waiting:
+            request.row = None
+        self._waiting = WaitingOrder(self._key)
+        for request in waiting:
+            self._waiting.add(request)
+        self.kv.repair(waiting)
+        self._new &= set(wanted)
 
     # ---- order ----
 
@@ -247,6 +286,7 @@ class Scheduler:
         if (has_resumed := self.kv.resume(request, num_positions)) is not None:
             return has_resumed
         num_cached = 0
+        self._pool.free(request.table)  # it has none, but for an interrupt
         if self._enable_prefix_caching:
             # The last token is never taken from the cache: a round begins by processing it.
             request.table, num_cached = self._pool.allocate(request.token_ids[:-1])

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from cache.blocks import BlockPool
 
@@ -29,6 +29,9 @@ class WaitingOrder:
         self._heap: list[_Entry] = []  # these, and others that are out of date
         self._serials = itertools.count()
         self._next = 0
+
+    def __contains__(self, request: Request) -> bool:
+        return request.number in self._entries
 
     def add(self, request: Request) -> None:
         self.requests.append(request)
@@ -102,12 +105,14 @@ class WaitingKV:
 
     def give_up(self, request: Request) -> None:
         """Takes the blocks of a request without a row, if it has any."""
-        if self._paused.pop(request.number, None) is None:
+        if request.number not in self._paused:
             return
+        # In this order: whatever is interrupted can be done again.
         if self._keeper is not None and self._keeper.save(request):
             self._kept[request.number] = request.num_computed
             self.num_kept += 1
         self._pool.free(request.table)
+        del self._paused[request.number]
 
     def extend(self, request: Request, num_positions: int) -> bool:
         """Extends its blocks, if need be by those of the paused, of whoever goes last first. False if they do not suffice."""
@@ -125,15 +130,28 @@ class WaitingKV:
             return None
         if not self.extend(request, num_positions):
             return False
-        if self._paused.pop(request.number, None) is None:
-            num_kept = self._kept.pop(request.number)
+        if request.number not in self._paused:
             assert self._keeper is not None
+            request.num_computed = 0
             is_restored = self._keeper.restore(request)
             self.num_restored += is_restored
-            request.num_computed = num_kept if is_restored else 0
-            if not is_restored:
+            if is_restored:
+                request.num_computed = self._kept[request.number]
+            else:
                 request.gaps.clear()  # prefill writes all KV
+            del self._kept[request.number]
+        self._paused.pop(request.number, None)
         return True
+
+    def repair(self, waiting: Iterable[Request]) -> None:
+        """After an interrupt, for those without a row: blocks that do not hold what is computed are of no use, nor are those of who is kept."""
+        self._paused.clear()
+        for request in waiting:
+            is_kept = request.number in self._kept
+            if is_kept or self._pool.blocks_for(request.num_computed) > len(request.table.blocks):
+                self._pool.free(request.table)
+            elif request.table.blocks:
+                self.pause(request)
 
     def drop(self, request: Request) -> None:
         """It has ended."""
