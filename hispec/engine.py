@@ -126,8 +126,7 @@ class Engine:
     ) -> None:
         """Changes the plan between requests: plain decoding for None. Raises ConfigError while requests are unfinished.
 
-        exits        the trained ones of this plan, or of those to choose from (`ee_models.exits.load_exits`); others are read through the model's
-                     own head
+        exits        the trained ones of this plan, or of those to choose from (`ee_models.exits.load_exits`); others go through the model's head
         draft_model  the small model, if draft.kind is "model"
         plan         overrides the one that `speculative` gives
         latency      what stages cost, which control="goodput" needs (`hispec.measure`)
