@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ee_models.decoder import Decoder
 from hispec.batch import RoundBatch
-from hispec.config import EngineConfig, SpeculativeConfig
+from hispec.config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from hispec.drafters.drafter import Draft, Source, Stateless, by
 from hispec.engine import Engine
 from hispec.errors import build
@@ -54,6 +54,7 @@ def drafter_engine(
     *,
     is_static: bool = False,
     graph_device: GraphDevice | None = None,
+    swap_bytes: int = 1 << 30,
     **config: Any,
 ) -> Engine:
     """As `support.make_engine`, by fields of SpeculativeConfig; `draft_model` is left out if they name none."""
@@ -66,6 +67,7 @@ def drafter_engine(
         speculative,
         draft_model=draft_model if wants_model else None,
         eos_token_ids=eos,
+        scheduling=SchedulingConfig(swap_bytes=swap_bytes),
         is_static=is_static,
         graph_device=graph_device,
     )

@@ -111,7 +111,10 @@ def test_finish_at_every_length(tiny_decoder: Decoder, draft_model: Decoder, exp
         assert run(engine, [PROMPTS[5]]) == [expected[5][:end]]
 
 
-@pytest.mark.parametrize("sizes", [{}, {"num_kv_blocks": 14}, {"max_prefill_tokens": 5, "max_num_seqs": 2}, {"block_size": 3}], ids=str)
+FEW_BLOCKS = {"num_kv_blocks": 14}
+
+
+@pytest.mark.parametrize("sizes", [{}, FEW_BLOCKS, FEW_BLOCKS | {"swap_bytes": 0}, {"max_prefill_tokens": 5, "max_num_seqs": 2}, {"block_size": 3}], ids=str)
 @pytest.mark.parametrize("name", [name for name in ALL if "model" in name])
 def test_a_draft_model_that_is_the_target_is_always_right(tiny_decoder: Decoder, expected: list[list[int]], name: str, sizes: dict[str, Any]) -> None:
     """Law 7: a hole in its KV, after full acceptance, prefix reuse, preemption or a moved path, would cost acceptance."""
@@ -121,7 +124,11 @@ def test_a_draft_model_that_is_the_target_is_always_right(tiny_decoder: Decoder,
         assert run(engine, PROMPTS) == expected
     stats = engine.stats()
     depth, branches = values["num_draft_tokens"], values.get("num_branches", 1)
-    assert stats["drafted"] > 0 and stats["cached_tokens"] > 0
+    assert stats["drafted"] > 0
+    if sizes == FEW_BLOCKS:  # KV of preempted requests went to host memory and back, so that hardly anything was in the cache
+        assert stats["kv_moved_in"] > 0
+    else:
+        assert stats["cached_tokens"] > 0
     histogram = stats["accept_length_histogram"]
     # Only the last round of a request, cut short by max_tokens, commits fewer than K + 1.
     assert sum(histogram[: depth + 1]) <= 2 * len(PROMPTS), f"{branches} branches: a draft of the target itself was rejected"
