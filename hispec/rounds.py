@@ -72,8 +72,8 @@ class Rounds:
         return self._scheduled
 
     def launch(self, now: Speculation, choice: Choice, limits: Mapping[int, int], stats: EngineStats) -> Flight:
-        """A round as chosen, for the rows of `limits`, which may process so many places each. If the drafter fails, its requests go on with
-        plain decoding from this round on."""
+        """A round as chosen, for the rows of `limits`, which may process so many places each. If the drafter fails, the round is one of plain
+        decoding; and so are all further ones of its requests, if there is no other drafter."""
         running, route, started_s = self._scheduler.running, choice.route if now.routes else None, time.perf_counter()
         now = now.of(choice.route)
         for row in limits:
@@ -92,7 +92,9 @@ class Rounds:
                 if error.lacks_memory and len(running) > 1:
                     raise
                 self._give_up(route, [running[row] for row in limits], error, stats)
-        return self._launch(now, PLAIN, self._rows(Choice(watches=choice.watches), limits), None, started_s)
+        if not choice.plan.is_plain:
+            rows = self._rows(Choice(watches=choice.watches), limits)
+        return self._launch(now, PLAIN, rows, None, started_s)
 
     def proceed(self, flight: Flight, stats: EngineStats) -> Flight | None:
         """The round after `flight`, which the host has not read yet; None if that has to be read first.
@@ -113,11 +115,12 @@ class Rounds:
         if not all(self._scheduler.reserve(request, end) for request, end in zip(running, ends, strict=True)):
             return None
         self._tables.update([request.table.blocks for request in running])
-        before = self._counters[0].layer_passes
+        before, captures = self._counters[0].layer_passes, self._num_captures
         try:
             ahead = self._launcher.proceed(flight, max(ends))
             self._scheduler.ran_ahead()
-            return ahead and replace(ahead, layer_passes=self._counters[0].layer_passes - before, route=flight.route)
+            passes, is_timed = self._counters[0].layer_passes - before, captures == self._num_captures
+            return ahead and replace(ahead, layer_passes=passes, route=flight.route, is_timed=is_timed)
         except Exception as error:
             if is_out_of_memory(error):
                 self.forget_graphs()  # the next round shows whether that is enough

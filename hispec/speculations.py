@@ -12,6 +12,7 @@ from .speculation import Limits, Speculation, make_speculation, total_memory
 from .stages import DecoderLike, PassCounts
 
 _MOST_KEPT = 8
+_PROBE_ROUNDS = 4  # of a plan that is tried again
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,7 @@ class Speculations:
     def use(self, new: Speculation, wanted: Wanted, keeps_graphs: bool) -> tuple[bool, bool]:
         """Makes it the one in use -> whether graphs of the others are of no use any more, and whether what blocks hold is."""
         before = self._now
-        is_anew = before is None or new.kv is not before.kv or not keeps_graphs or len(self._kept) >= _MOST_KEPT
+        is_anew = before is None or new.kv is not before.kv or not keeps_graphs or (wanted not in self._kept and len(self._kept) >= _MOST_KEPT)
         if is_anew:
             self._kept.clear()  # of use for their graphs alone, and none with another KV
         self._kept[wanted] = self._now = new
@@ -114,6 +115,3 @@ class AlongOrLater:
         # Per row, with one token committed per round: more of them are cheaper along and later alike.
         num_rounds = _PROBE_ROUNDS / self._probe_share
         return num_rounds * self._latency[along](1, 1, 0.0) <= self._latency[fill](1, num_rounds, num_rounds)
-
-
-_PROBE_ROUNDS = 4  # of a plan that is tried again

@@ -86,11 +86,8 @@ class Policy(Protocol):
         preempt."""
 
 
-class FirstComeFirstServed:
-    """Admits in order of arrival, preempts the latest to arrive: so the oldest always gets through."""
-
-    preempts = False
-    review_rounds = 1
+class Forgetful:
+    """The parts of a policy that keeps nothing of requests."""
 
     def add(self, job: Job) -> None:
         pass
@@ -100,6 +97,13 @@ class FirstComeFirstServed:
 
     def remove(self, number: int) -> None:
         pass
+
+
+class FirstComeFirstServed(Forgetful):
+    """Admits in order of arrival, preempts the latest to arrive: so the oldest always gets through."""
+
+    preempts = False
+    review_rounds = 1
 
     def key(self, number: int, now_s: float) -> Key:
         return (number,)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .policy import Job, Key, Service
+from .policy import Forgetful, Job, Key, Service
 
 
 class ShortestJobFirst:
@@ -31,7 +31,7 @@ class ShortestJobFirst:
         return False
 
 
-class ShortestRemaining:
+class ShortestRemaining(Forgetful):
     """By remaining service, preempting: with the true one, the oracle that others are measured against.
 
     remaining   of a request, by its number, in any unit. It should fall while the request runs and stay while it waits: then only arrivals
@@ -43,15 +43,6 @@ class ShortestRemaining:
     def __init__(self, remaining: Callable[[int], float], review_rounds: int = 1) -> None:
         self.review_rounds = review_rounds
         self._remaining = remaining
-
-    def add(self, job: Job) -> None:
-        pass
-
-    def served(self, number: int, service: Service) -> None:
-        pass
-
-    def remove(self, number: int) -> None:
-        pass
 
     def key(self, number: int, now_s: float) -> Key:
         return (self._remaining(number), number)
