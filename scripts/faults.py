@@ -1,0 +1,342 @@
+"""The faults that `make faults` plants: what is right, what is wrong instead, and which tests should notice."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LAWS = ("tests/test_laws_exact.py", "tests/test_scripted_patterns.py", "tests/test_laws_engine.py", "tests/test_laws_finish.py")
+STATIC = ("tests/test_laws_static.py",)
+CONTROL = ("tests/test_laws_control.py",)
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...] = LAWS
+
+
+FAULTS = (
+    Fault(
+        "rollback off by one: a rejected position counts as computed",
+        "hispec/round.py",
+        "torch.minimum(accepted + 1, num_live)",
+        "torch.minimum(accepted + 2, num_live)",
+    ),
+    Fault(
+        "rollback off by one: the round starts a position early",
+        "hispec/rounds.py",
+        "token_ids[-1], len(request.token_ids) - 1, cap,",
+        "token_ids[-1], len(request.token_ids) - 2, cap,",
+    ),
+    Fault(
+        "a stale hidden row: the last draft's is not stored",
+        "hispec/drafters/computed.py",
+        "        hidden = self._speaker.feed(batch, span)\n        if depth == tree.depth:\n",
+        "        if depth == tree.depth:\n            return drafting, num_sure\n"
+        "        hidden = self._speaker.feed(batch, span)\n        if depth == tree.depth:\n",
+    ),
+    Fault(
+        "adapter KV of the last draft is not written (what Kangaroo has to catch up)",
+        "hispec/drafters/computed.py",
+        "            self._speaker.fill(hidden, span)\n            return drafting",
+        "            return drafting",
+        ("tests/test_laws_adapters.py", "tests/test_adapter_plans.py"),
+    ),
+    Fault(
+        "adapter KV is not filled at prefill",
+        "hispec/stages.py",
+        "0, self.num_layers, view, self._exits, lambda",
+        "0, self.num_layers, view, (), lambda",
+        ("tests/test_laws_adapters.py", "tests/test_adapter_plans.py"),
+    ),
+    Fault(
+        "two exits share a layer of KV",
+        "hispec/stages.py",
+        "            kv_layer += exit_.num_kv_layers\n",
+        "",
+        ("tests/test_laws_adapters.py", "tests/test_adapter_plans.py"),
+    ),
+    Fault(
+        "prefix cache kept although its blocks lack the new exits' KV",
+        "hispec/engine.py",
+        "            self._pool.forget()",
+        "            pass",
+        ("tests/test_laws_adapters.py", "tests/test_adapter_plans.py"),
+    ),
+    Fault(
+        "bonus token taken from the wrong position",
+        "hispec/accept.py",
+        "return num_accepted, last, _at(own, last)",
+        "return num_accepted, last, _at(own, (last - 1).clamp(min=0))",
+    ),
+    Fault(
+        "KV of a padding row written (numba)",
+        "ee_models/kernels/cpu.py",
+        "            if not is_query and slot < 0:\n                break\n",
+        "",
+        ("tests/test_kernels.py",),
+    ),
+    Fault(
+        "KV of a padding row written (reference)",
+        "cache/paged_kv.py",
+        "        self._storage[layer, 0][slots] = keys.to(self.data.dtype)\n",
+        "        slots = slots.clamp(min=0)\n        self._storage[layer, 0][slots] = keys.to(self.data.dtype)\n",
+        ("tests/test_cache_tensors.py", "tests/test_kernels.py"),
+    ),
+    Fault(
+        "prefix cache fed uncommitted blocks",
+        "hispec/scheduling/scheduler.py",
+        "self._pool.publish(request.table, request.token_ids, min(num_computed, *request.gaps.values()) if request.gaps else num_computed)",
+        "self._pool.publish(request.table, request.token_ids, min(len(request.token_ids), len(request.table.blocks) * self._pool.block_size))",
+    ),
+    Fault(
+        "blocks without the draft model's KV are published",
+        "hispec/scheduling/scheduler.py",
+        " and not request.drafter_failed:",
+        ":",
+        ("tests/test_drafters.py",),
+    ),
+    Fault(
+        "a draft model is not told of prompts",
+        "hispec/prefill.py",
+        "                drafter.prefill(token_ids, view)",
+        "                pass",
+        ("tests/test_laws_drafters.py",),
+    ),
+    Fault(
+        "a draft model's KV stays where the tree put it",
+        "hispec/round.py",
+        "        drafter.move(batch, sources, targets)\n",
+        "        pass\n",
+        ("tests/test_laws_drafters.py",),
+    ),
+    Fault(
+        "the accepted path's KV stays where the tree put it",
+        "hispec/stages.py",
+        "        self._kv.move(0, layer, slots_from, slots_to)\n",
+        "",
+        ("tests/test_laws_drafters.py",),
+    ),
+    Fault(
+        "the accepted path's hidden states stay where the tree put them",
+        "hispec/stages.py",
+        "            self._hidden.move(Tier.CHECK,",
+        "            (lambda *_: None)(Tier.CHECK,",
+        ("tests/test_laws_drafters.py",),
+    ),
+    Fault(
+        "a node attends to its older sibling",
+        "hispec/stages.py",
+        "paths = first.unsqueeze(-1) + shape.paths[node, 1:]",
+        "paths = first.unsqueeze(-1) + shape.paths[node, 1:].clamp(max=1)",
+        ("tests/test_laws_drafters.py",),
+    ),
+    Fault(
+        "penalties see a node's siblings",
+        "hispec/places.py",
+        "        if self.first is None or self.paths is None:",
+        "        if True:",
+        ("tests/test_laws_drafters.py", "tests/test_trees.py"),
+    ),
+    Fault(
+        "a looked-up draft has no probability in the rejection test",
+        "hispec/drafters/ngram.py",
+        "        self._judge.propose(batch, proposals)\n",
+        "",
+        ("tests/test_laws_rejection.py", "tests/test_trees.py", "tests/test_drafters.py"),
+    ),
+    Fault(
+        "prompt lookup keeps the text of the request that had its place before",
+        "hispec/drafters/ngram.py",
+        "                self._lookup.reset(place, token_ids)",
+        "                self._lookup.append(place, token_ids)",
+        ("tests/test_drafters.py", "tests/test_laws_drafters.py"),
+    ),
+    Fault(
+        "q and p swapped in the test of acceptance",
+        "hispec/accept.py",
+        "uniform * q_of < p_of",
+        "uniform * p_of < q_of",
+        ("tests/test_laws_rejection.py", "tests/test_accept.py"),
+    ),
+    Fault(
+        "q and p swapped in the residual",
+        "hispec/accept.py",
+        "(target - q[rows, last])",
+        "(q[rows, last] - target)",
+        ("tests/test_laws_rejection.py", "tests/test_accept.py"),
+    ),
+    Fault(
+        "rejection: verify passes over the last tentative token",
+        "hispec/round.py",
+        "torch.zeros_like(offset), offset)\n    return replace(",
+        "torch.zeros_like(offset), offset - 1)\n    return replace(",
+        ("tests/test_laws_rejection.py",),
+    ),
+    Fault(
+        "stop handled after the cap",
+        "hispec/request.py",
+        "            if may_stop:",
+        "            if may_stop and self.num_output < self.max_tokens:",
+    ),
+    Fault(
+        "tokens after EOS are kept",
+        "hispec/request.py",
+        "                return taken\n        return len(token_ids)",
+        "                pass\n        return len(token_ids)",
+    ),
+    Fault(
+        "noise keyed by row instead of seed",
+        "hispec/sampling.py",
+        "noise.keys(self._seeds[at.rows], at.positions",
+        "noise.keys(at.rows, at.positions",
+        ("tests/test_laws_sampled.py", "tests/test_llm.py"),
+    ),
+    Fault(
+        "penalties do not see tentative tokens",
+        "hispec/places.py",
+        "(columns >= 1) & (columns <= self.index.unsqueeze(-1))",
+        "(columns < 0) & (columns <= self.index.unsqueeze(-1))",
+        ("tests/test_laws_sampled.py", "tests/test_sampling.py"),
+    ),
+    Fault(
+        "verify resumes at the draft's hidden states",
+        "hispec/round.py",
+        "Tier.DRAFT if plan.check_layer is None else Tier.CHECK, depth",
+        "Tier.DRAFT, depth",
+    ),
+    Fault(
+        "a request that was preempted trusts its old computed length",
+        "hispec/scheduling/scheduler.py",
+        "request.num_computed = num_cached",
+        "request.num_computed = max(request.num_computed, num_cached)",
+    ),
+    Fault(
+        "padding places keep their hidden states",
+        "hispec/stages.py",
+        "(row * batch.window + column).masked_fill(~alive, -1)",
+        "row * batch.window + column",
+        STATIC,
+    ),
+    Fault(
+        "padding places write their KV",
+        "hispec/stages.py",
+        "batch.block_size).masked_fill(~alive, -1)",
+        "batch.block_size)",
+        STATIC,
+    ),
+    Fault(
+        "the round in the air begins with a token before the last committed one",
+        "hispec/launch.py",
+        "gather(1, counts.unsqueeze(1))",
+        "gather(1, (counts - 1).clamp(min=0).unsqueeze(1))",
+        STATIC,
+    ),
+    Fault(
+        "the round in the air may output more than is left",
+        "hispec/launch.py",
+        "            room -= counts\n",
+        "",
+        STATIC,
+    ),
+    Fault(
+        "blocks that the round in the air needs are given back",
+        "hispec/engine.py",
+        "release=self._flight is None)",
+        "release=True)",
+        STATIC,
+    ),
+    Fault(
+        "what ended a round ago is committed once more",
+        "hispec/engine.py",
+        "for row, request in flight.rows.requests if request.finish_reason is None]",
+        "for row, request in flight.rows.requests]",
+        STATIC,
+    ),
+    Fault(
+        "a stage's graph reads another round's limits",
+        "hispec/launch.py",
+        "torch.minimum(cap, room, out=self._limits[:num_rows])",
+        "torch.minimum(cap, room)",
+        STATIC,
+    ),
+    Fault(
+        "a capture's passes are counted too",
+        "hispec/graphs.py",
+        "                counter.set(earlier)\n",
+        "                pass\n",
+        STATIC,
+    ),
+    Fault(
+        "tokens of a round that failed count for penalties",
+        "hispec/rounds.py",
+        "        self._seated = None\n\n    def warm_up",
+        "        pass\n\n    def warm_up",
+        ("tests/test_memory.py",),
+    ),
+    Fault(
+        "the sampler's mode is no part of a graph's key",
+        "hispec/launch.py",
+        "context_len, self._sampler.mode, rows",
+        "context_len, rows",
+        STATIC,
+    ),
+    Fault(
+        "exits that sat out are not caught up with",
+        "hispec/catch_up.py",
+        "            now.stages.catch_up(token_ids, view, layers)",
+        "            pass",
+        CONTROL,
+    ),
+    Fault(
+        "a pass writes no KV of exits on the way",
+        "hispec/stages.py",
+        "{*self._written, *watched}, pass_by)",
+        "watched, pass_by)",
+        CONTROL,
+    ),
+    Fault(
+        "blocks that lack an exit's KV are published",
+        "hispec/scheduling/scheduler.py",
+        "min(num_computed, *request.gaps.values()) if request.gaps else num_computed",
+        "num_computed",
+        CONTROL,
+    ),
+    Fault(
+        "a round that began late is where a gap begins",
+        "hispec/catch_up.py",
+        "request.gaps.setdefault(owner, request.num_computed)",
+        "request.gaps[owner] = request.num_computed",
+        CONTROL,
+    ),
+    Fault(
+        "a request drafts more than it may",
+        "hispec/drafters/drafter.py",
+        "torch.minimum(left, batch.most_drafts) if tree.is_chain else left",
+        "left",
+        CONTROL,
+    ),
+    Fault(
+        "shadows are read one place late",
+        "hispec/batch.py",
+        "valid & (said == tokens[:, 1:])",
+        "valid & (said == tokens[:, :-1])",
+        CONTROL,
+    ),
+    Fault(
+        "whether exits are watched is no part of a graph's key",
+        "hispec/launch.py",
+        "rows.keeps_logits, watches)",
+        "rows.keeps_logits)",
+        CONTROL,
+    ),
+    Fault(
+        "KV that was moved out comes back in another order",
+        "cache/host_kv.py",
+        "            _copy_in(kv, part, where)",
+        "            _copy_in(kv, part, where.flip(0))",
+        CONTROL,
+    ),
+)
