@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -15,9 +16,10 @@ from hispec.errors import ConfigError, build
 from hispec.jobs import bench
 from hispec.jobs.baseline import TransformersBaseline
 from hispec.jobs.bench import BenchOptions, plans_of, run_bench
+from hispec.jobs.bootstrap import Paired, ratio_interval
 from hispec.jobs.report import print_bench
 from hispec.jobs.schema import Job
-from hispec.jobs.stats import Rates, plan_text
+from hispec.jobs.stats import Rates, add_counts, plan_text
 from tests.fake_llm import FakeLLM
 from tests.job_support import THREE_TIER, install_fake_llm
 
@@ -134,6 +136,54 @@ def test_tasks_are_run_one_by_one_and_their_ratios_averaged(tmp_path: Path) -> N
     assert result["exact_match"] == {"two_tier": [3, 3], "three_tier": [3, 3]}, "outputs are in the order of the prompts"
     one_task = run_bench(make_job(tmp_path), options(transformers=False), progress=False)
     assert one_task["ratio_by_task"] == {}
+
+
+def test_at_batch_1_each_prompt_is_timed_by_every_engine_in_turn_and_gives_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[tuple[bool, str]] = []
+    add = FakeLLM.add
+
+    def watched(self: FakeLLM, prompt: Any, *arguments: Any, **more: Any) -> None:
+        served.append((self.speculative is not None, "".join(map(chr, prompt))))
+        add(self, prompt, *arguments, **more)
+
+    monkeypatch.setattr(FakeLLM, "add", watched)
+    rows = [{"prompt": f"{task} {number}", "metadata": {"task": task}} for number in range(3) for task in ("maths", "code")]
+    two = {"draft": {"layer": 3}, "num_draft_tokens": 1}
+    result = run_bench(make_job(tmp_path, rows, speculative=two), options(transformers=False, batch_size=1, repeats=2), progress=False)
+    timed = served[-24:]  # after the warm-up: 6 prompts, two engines, two repeats
+    assert [prompt for _, prompt in timed] == [row["prompt"] for row in rows for _ in range(2)] * 2
+    assert [speculative for speculative, _ in timed] == [False, True, True, False] * 6
+    low, high = result["ratio_interval"]["two_tier"]
+    assert low <= result["ratio_by_task"]["two_tier"]["mean"] <= high and list(result["ratio_interval"]) == ["two_tier"]
+    assert sum(result["engines"]["two_tier"]["accept_len_histogram"]) > 0 and json.loads(json.dumps(result)) == result
+    print_bench(result)
+    assert run_bench(make_job(tmp_path, rows), options(transformers=False), progress=False)["ratio_interval"] == {}
+
+
+def test_an_interval_holds_the_ratio_of_all_prompts_and_shrinks_with_their_number() -> None:
+    def tasks(num: int) -> list[Paired]:
+        random = np.random.default_rng(1)
+        tokens, seconds = [64.0] * num, random.uniform(1, 3, num)
+        return [Paired(tokens, (seconds * random.uniform(0.4, 0.9, num)).tolist(), tokens, seconds.tolist()) for _ in range(2)]
+
+    widths = []
+    for num in (10, 160):
+        interval = ratio_interval(tasks(num))
+        assert interval is not None
+        ratios = [sum(task.plain_seconds) / sum(task.seconds) for task in tasks(num)]
+        assert interval[0] < sum(ratios) / 2 < interval[1]
+        widths.append(interval[1] - interval[0])
+    assert widths[1] < widths[0] / 2.5, "sixteen times the prompts, a quarter of the width"
+    constant = Paired([2, 4, 6], [1, 2, 3], [2, 4, 6], [2, 4, 6])
+    assert ratio_interval([constant]) == pytest.approx((2.0, 2.0))
+    assert ratio_interval([Paired([1], [1], [1], [1])]) is None and ratio_interval([]) is None
+
+
+def test_counts_of_a_run_in_parts_are_summed() -> None:
+    part = FakeLLM("fake").stats() | {"tokens": 3, "rounds": 2, "accept_length_histogram": [0, 1, 1], "num_layers": 10}
+    total = add_counts(add_counts({}, part), part | {"accept_length_histogram": [0, 2]})
+    assert (total["tokens"], total["rounds"], total["num_layers"]) == (6, 4, 10)
+    assert total["accept_length_histogram"] == [0, 3, 1]
 
 
 def test_plans_are_worded_by_layers() -> None:

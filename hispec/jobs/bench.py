@@ -15,22 +15,22 @@ from ..config import Settings, SpeculativeConfig
 from ..environment import environment, peak_memory_bytes
 from ..errors import ConfigError
 from ..sampling_params import SamplingParams
+from .bootstrap import Paired, ratio_interval
 from .measure import TokenIds, generate, good_rows, task_of, warm_up
 from .rows import Row, count_rows
 from .schema import Job
-from .stats import Rates, plan_text
+from .stats import Rates, add_counts, plan_text
 
 if TYPE_CHECKING:
     from ..llm import LLM
     from .baseline import TransformersBaseline
 
-
-
 class BenchOptions(Settings):
     """How to measure.
 
     repeats       timed runs of each engine; the median counts
-    batch_size    prompts that run together, in every engine
+    batch_size    prompts that run together, in every engine; at 1 each prompt is timed by itself, one engine after the other,
+                  which cancels the machine's drift and gives confidence intervals over prompts
     max_tokens    new tokens per prompt
     context       prompt tokens are repeated or cut to this length; None = as they are
     temperature   0 = greedy; above it, each prompt has a seed of its own, and transformers is left out
@@ -47,22 +47,42 @@ class BenchOptions(Settings):
     plans: dict[str, SpeculativeConfig | None] = Field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Group:
+    """Prompts that are timed together, by number; all of one task."""
+
+    task: str
+    prompts: list[int]
+
+
 @dataclass
 class Runs:
-    """The timed runs of one engine: seconds by run and task, those of rounds alone (without prompts), token ids by run and prompt."""
+    """The timed runs of one engine: seconds by run and group, those of rounds alone (without prompts), token ids by run and prompt."""
 
-    seconds: list[dict[str, float]] = field(default_factory=list)
-    decode_seconds: list[dict[str, float]] = field(default_factory=list)
+    seconds: list[list[float]] = field(default_factory=list)
+    decode_seconds: list[list[float]] = field(default_factory=list)
     outputs: list[list[TokenIds]] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
 
-    def tokens_per_s(self, prompts: Sequence[int] | None = None, task: str | None = None, *, decode: bool = False) -> list[float]:
-        """Of each run: over all, or over one task, whose prompts have these numbers. `decode`: by the time of rounds alone."""
-        speeds = []
-        for outputs, seconds in zip(self.outputs, self.decode_seconds if decode else self.seconds, strict=True):
-            taken = outputs if prompts is None else [outputs[number] for number in prompts]
-            speeds.append(sum(map(len, taken)) / (sum(seconds.values()) if task is None else seconds[task]))
-        return speeds
+    def begin(self, num_groups: int, num_prompts: int) -> None:
+        """Makes room for one more run."""
+        self.seconds.append([0.0] * num_groups)
+        self.decode_seconds.append([0.0] * num_groups)
+        self.outputs.append([[] for _ in range(num_prompts)])
+
+    def tokens_per_s(self, groups: Sequence[Group], task: str | None = None, *, decode: bool = False) -> list[float]:
+        """Of each run: over all groups, or those of one task. `decode`: by the time of rounds alone."""
+        taken = [number for number, group in enumerate(groups) if task is None or group.task == task]
+        return [
+            sum(len(outputs[prompt]) for number in taken for prompt in groups[number].prompts) / sum(seconds[number] for number in taken)
+            for outputs, seconds in zip(self.outputs, self.decode_seconds if decode else self.seconds, strict=True)
+        ]
+
+    def of_groups(self, groups: Sequence[Group], task: str) -> tuple[list[float], list[float]]:
+        """Mean tokens and median seconds over runs of each group of the task."""
+        taken = [number for number, group in enumerate(groups) if group.task == task]
+        tokens = [statistics.fmean(sum(len(outputs[prompt]) for prompt in groups[number].prompts) for outputs in self.outputs) for number in taken]
+        return tokens, [statistics.median(seconds[number] for seconds in self.seconds) for number in taken]
 
 
 def plans_of(speculative: SpeculativeConfig | None, further: dict[str, SpeculativeConfig | None]) -> dict[str, SpeculativeConfig | None]:
@@ -104,9 +124,7 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
     def decode(taken: list[TokenIds]) -> list[TokenIds]:
         return generate(llm, taken, [sampling.model_copy(update={"seed": seeds[tuple(prompt)]}) for prompt in taken])
 
-    tasks: dict[str, list[int]] = {}
-    for number, row in enumerate(rows):
-        tasks.setdefault(task_of(row), []).append(number)
+    groups = _groups(rows, options.batch_size)
     plans = plans_of(job.speculative, options.plans)
     runs = {name: Runs() for name in (["transformers"] if with_transformers else []) + list(plans)}
     for speculative in plans.values():
@@ -116,54 +134,60 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
     memory = {"peak_resident_bytes": peak_memory_bytes(), **llm.memory()}
     baseline = _baseline(job, options, prompts) if with_transformers else None
     order = list(runs)
-    with tqdm(total=options.repeats * len(order), unit="run", disable=not progress, file=sys.stderr, dynamic_ncols=True) as bar:
-        for repeat in range(options.repeats):
-            turn = repeat % len(order)  # nobody is always first, or always after the same one
-            for name in order[turn:] + order[:turn]:
-                bar.set_description_str(name)
-                if name == "transformers":
-                    assert baseline is not None
-                    _time(runs[name], prompts, tasks, baseline.generate)
-                else:
-                    llm.set_speculative(plans[name])
-                    llm.reset_stats()
-                    _time(runs[name], prompts, tasks, decode, lambda: float(llm.stats()["round_s"]))
-                    runs[name].stats = llm.stats()
-                bar.update()
-    return _result(job, options, prompts, tasks, plans, runs) | {"memory": memory, "row_invariant": llm.row_invariant}
+    with tqdm(total=options.repeats * len(groups) * len(order), unit="run", disable=not progress, file=sys.stderr, dynamic_ncols=True) as bar:
+        turn = 0
+        for _ in range(options.repeats):
+            for run in runs.values():
+                run.begin(len(groups), len(prompts))
+            for number, group in enumerate(groups):
+                for name in order[turn:] + order[:turn]:
+                    bar.set_description_str(name)
+                    if name == "transformers":
+                        assert baseline is not None
+                        _time(runs[name], number, group, prompts, baseline.generate)
+                    else:
+                        llm.set_speculative(plans[name])
+                        llm.reset_stats()
+                        _time(runs[name], number, group, prompts, decode, lambda: float(llm.stats()["round_s"]))
+                        runs[name].stats = add_counts(runs[name].stats, llm.stats())
+                    bar.update()
+                turn = (turn + 1) % len(order)  # nobody is always first, or always after the same one
+    return _result(job, options, prompts, groups, plans, runs) | {"memory": memory, "row_invariant": llm.row_invariant}
+
+
+def _groups(rows: list[Row], batch_size: int) -> list[Group]:
+    """Each prompt by itself at batch size 1; else all prompts of a task, since a batch has no time of single prompts."""
+    if batch_size == 1:
+        return [Group(task_of(row), [number]) for number, row in enumerate(rows)]
+    tasks: dict[str, Group] = {}
+    for number, row in enumerate(rows):
+        tasks.setdefault(task_of(row), Group(task_of(row), [])).prompts.append(number)
+    return list(tasks.values())
 
 
 def _time(
     runs: Runs,
+    number: int,
+    group: Group,
     prompts: list[TokenIds],
-    tasks: dict[str, list[int]],
     run: Callable[[list[TokenIds]], list[TokenIds]],
     decode_clock: Callable[[], float] | None = None,
 ) -> None:
-    """One run: the prompts of each task together. `decode_clock`: seconds that rounds have taken so far."""
-    seconds: dict[str, float] = {}
-    decode_seconds: dict[str, float] = {}
-    outputs: list[TokenIds] = [[]] * len(prompts)
-    for task, numbers in tasks.items():
-        taken = [prompts[number] for number in numbers]
-        decoded, started = decode_clock() if decode_clock else 0.0, time.perf_counter()
-        results = run(taken)
-        seconds[task] = time.perf_counter() - started
-        if decode_clock is not None:
-            decode_seconds[task] = decode_clock() - decoded
-        for number, result in zip(numbers, results, strict=True):
-            outputs[number] = result
-    runs.seconds.append(seconds)
-    if decode_seconds:
-        runs.decode_seconds.append(decode_seconds)
-    runs.outputs.append(outputs)
+    """Group `number` in the latest run. `decode_clock`: seconds that rounds have taken so far."""
+    decoded, started = decode_clock() if decode_clock else 0.0, time.perf_counter()
+    results = run([prompts[prompt] for prompt in group.prompts])
+    runs.seconds[-1][number] = time.perf_counter() - started
+    if decode_clock is not None:
+        runs.decode_seconds[-1][number] = decode_clock() - decoded
+    for prompt, result in zip(group.prompts, results, strict=True):
+        runs.outputs[-1][prompt] = result
 
 
 def _result(
     job: Job,
     options: BenchOptions,
     prompts: list[TokenIds],
-    tasks: dict[str, list[int]],
+    groups: list[Group],
     plans: dict[str, SpeculativeConfig | None],
     runs: dict[str, Runs],
 ) -> dict[str, Any]:
@@ -171,15 +195,15 @@ def _result(
     acceptance: dict[str, Any] = {}
     for name, run in runs.items():
         engines[name] = {
-            "tokens_per_s": statistics.median(run.tokens_per_s()),
-            "tokens_per_s_runs": run.tokens_per_s(),
-            "seconds_runs": [sum(seconds.values()) for seconds in run.seconds],
+            "tokens_per_s": statistics.median(run.tokens_per_s(groups)),
+            "tokens_per_s_runs": run.tokens_per_s(groups),
+            "seconds_runs": [sum(seconds) for seconds in run.seconds],
             "tokens": sum(map(len, run.outputs[0])),
         }
         if name in plans:
             rates = asdict(Rates.of(run.stats, plans[name]))
             tiers = {key: rates.pop(key) for key in ("draft_accepted", "looked_up_accepted", "looked_up_share", "tentative_accepted")}
-            engines[name]["decode_tokens_per_s"] = statistics.median(run.tokens_per_s(decode=True))
+            engines[name]["decode_tokens_per_s"] = statistics.median(run.tokens_per_s(groups, decode=True))
             engines[name] |= {"plan": plan_text(plans[name], run.stats["num_layers"]), **rates}
             if plans[name] is not None:
                 acceptance[name] = tiers
@@ -193,22 +217,36 @@ def _result(
         "engines": engines,
         "ratio_to_plain": {name: engine["tokens_per_s"] / plain for name, engine in engines.items()},
         "decode_ratio_to_plain": {name: engines[name]["decode_tokens_per_s"] / engines["plain"]["decode_tokens_per_s"] for name in plans},
-        "ratio_by_task": _ratios_by_task(tasks, runs),
-        "decode_ratio_by_task": _ratios_by_task(tasks, {name: runs[name] for name in plans}, decode=True),
+        "ratio_by_task": _ratios_by_task(groups, runs),
+        "ratio_interval": _intervals(groups, runs) if options.batch_size == 1 else {},
+        "decode_ratio_by_task": _ratios_by_task(groups, {name: runs[name] for name in plans}, decode=True),
         "exact_match": {name: _matches(run, runs["plain"]) for name, run in runs.items() if name != "plain"},
         "acceptance": acceptance,
     }
 
 
-def _ratios_by_task(tasks: dict[str, list[int]], runs: dict[str, Runs], *, decode: bool = False) -> dict[str, dict[str, float]]:
+def _ratios_by_task(groups: list[Group], runs: dict[str, Runs], *, decode: bool = False) -> dict[str, dict[str, float]]:
     """By engine: tokens/s over plain's for each task, and their mean; empty if the prompts are of one task."""
+    tasks = _tasks(groups)
     if len(tasks) < 2:
         return {}
-    speeds = {
-        name: {task: statistics.median(run.tokens_per_s(numbers, task, decode=decode)) for task, numbers in tasks.items()} for name, run in runs.items()
-    }
+    speeds = {name: {task: statistics.median(run.tokens_per_s(groups, task, decode=decode)) for task in tasks} for name, run in runs.items()}
     ratios = {name: {task: speed / speeds["plain"][task] for task, speed in of_tasks.items()} for name, of_tasks in speeds.items()}
     return {name: {**of_tasks, "mean": statistics.fmean(of_tasks.values())} for name, of_tasks in ratios.items()}
+
+
+def _intervals(groups: list[Group], runs: dict[str, Runs]) -> dict[str, list[float]]:
+    """By engine: the 95 % interval over prompts of its mean ratio to plain; empty if a task has a single prompt."""
+    found = {
+        name: ratio_interval([Paired(*run.of_groups(groups, task), *runs["plain"].of_groups(groups, task)) for task in _tasks(groups)])
+        for name, run in runs.items()
+        if name != "plain"
+    }
+    return {name: list(interval) for name, interval in found.items() if interval is not None}
+
+
+def _tasks(groups: list[Group]) -> list[str]:
+    return list(dict.fromkeys(group.task for group in groups))
 
 
 def _matches(run: Runs, plain: Runs) -> list[int]:

@@ -44,7 +44,7 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
     )
     console.print(hardware_text(result["environment"]))
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("", "tokens/s", "× plain", "× decoding", "same output", "draft kept", "looked up", "tentative kept", "tokens/round", "passes/token"):
+    for title in ("", "tokens/s", "× plain", "95 %", "× decoding", "same output", "draft kept", "looked up", "tentative kept", "tokens/round", "passes/token"):
         table.add_column(title, justify="right" if title else "left")
     for name, engine in result["engines"].items():
         acceptance = result["acceptance"].get(name, {})
@@ -53,6 +53,7 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
             ENGINE_NAMES.get(name, name),
             f"{engine['tokens_per_s']:.1f}",
             f"{result['ratio_to_plain'][name]:.2f}",
+            "" if result["ratio_by_task"] else _interval(result["ratio_interval"].get(name)),
             _number(result["decode_ratio_to_plain"].get(name)),
             f"{match[0]}/{match[1]}" if match else "",
             _percent(acceptance.get("draft_accepted")),
@@ -66,8 +67,8 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
         if engine.get("plan"):
             console.print(f"{ENGINE_NAMES.get(name, name)}: {engine['plan']}; rounds by tokens committed: {_histogram(engine['accept_len_histogram'])}")
     if result["ratio_by_task"]:
-        _print_tasks(console, "× plain, by task", result["ratio_by_task"])
-        _print_tasks(console, "rounds alone", result["decode_ratio_by_task"])
+        _print_tasks(console, "× plain, by task", result["ratio_by_task"], result["ratio_interval"])
+        _print_tasks(console, "rounds alone", result["decode_ratio_by_task"], {})
     memory = [f"{name.removesuffix('_bytes').replace('_', ' ')} {_bytes(value)}" for name, value in result["memory"].items()]
     console.print(f"memory: {', '.join(memory)}")
     kept = [tiers[name] for tiers in result["acceptance"].values() for name in ("draft_accepted", "tentative_accepted")]
@@ -89,13 +90,21 @@ def _looked_up(acceptance: dict[str, Any]) -> str:
     return "" if share is None else f"{share:.0%}, {kept:.0%} kept" if kept is not None else f"{share:.0%}"
 
 
-def _print_tasks(console: Console, title: str, ratios: dict[str, dict[str, float]]) -> None:
+def _interval(bounds: list[float] | None) -> str:
+    """The interval of the mean over prompts (`ratio_interval`)."""
+    return "" if bounds is None else f"{bounds[0]:.2f} to {bounds[1]:.2f}"
+
+
+def _print_tasks(console: Console, title: str, ratios: dict[str, dict[str, float]], intervals: dict[str, list[float]]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column(title)
     for task in next(iter(ratios.values())):
         table.add_column(task, justify="right")
+    if intervals:
+        table.add_column("95 %", justify="right")
     for name, of_tasks in ratios.items():
-        table.add_row(ENGINE_NAMES.get(name, name), *(f"{ratio:.2f}" for ratio in of_tasks.values()))
+        cells = [f"{ratio:.2f}" for ratio in of_tasks.values()] + [_interval(intervals.get(name))] * bool(intervals)
+        table.add_row(ENGINE_NAMES.get(name, name), *cells)
     console.print(table)
 
 

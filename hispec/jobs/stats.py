@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from ..config import NgramConfig, SpeculativeConfig
@@ -13,6 +14,19 @@ FLOOR = 0.05  # exits that were never trained stay below this share of kept toke
 def rate(part: float, whole: float) -> float | None:
     """part / whole, or None where nothing was counted."""
     return part / whole if whole else None
+
+
+_COUNTS = (
+    *("rounds", "tokens", "committed", "drafted", "draft_accepted", "looked_up", "looked_up_accepted", "tentative", "accepted"),
+    *("layer_passes", "prefill_layer_passes", "draft_model_layer_passes"),
+)
+
+
+def add_counts(total: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """`LLM.stats()` of a run in parts: the counts that Rates divides are summed, all else is as in `part`."""
+    histograms = zip_longest(total.get("accept_length_histogram", []), part["accept_length_histogram"], fillvalue=0)
+    counts = {name: total.get(name, 0) + part[name] for name in _COUNTS}
+    return {**part, **counts, "accept_length_histogram": [sum(pair) for pair in histograms]}
 
 
 @dataclass(frozen=True)
