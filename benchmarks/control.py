@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from hispec.config import SpeculativeConfig
-from hispec.environment import environment, hardware_text, is_busy
 from hispec.errors import build
+from hispec.jobs.bench_inputs import TokenIds, good_rows
 from hispec.jobs.load import load_job, load_preset
-from hispec.jobs.measure import TokenIds, good_rows
 from hispec.llm import LLM
 from hispec.sampling_params import SamplingParams
+from hispec.utils.environment import environment, hardware_text, is_busy
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GOODPUT = "goodput"

@@ -21,14 +21,14 @@ import torch
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, slots_of
 from ee_models.attention import select_backend
+from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
-from ee_models.loader import open_checkpoint
 from hispec.config import EngineConfig
 from hispec.engine import Engine
-from hispec.environment import environment, peak_memory_bytes
-from hispec.fetch import resolve_model
-from hispec.sampling import Sampler
+from hispec.loading.fetch import resolve_model
+from hispec.sampling.sampler import Sampler
 from hispec.sampling_params import SamplingParams
+from hispec.utils.environment import environment, peak_memory_bytes
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16

@@ -25,15 +25,15 @@ import numpy as np
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 from hispec.config import NgramConfig, SpeculativeConfig
+from hispec.jobs.bench_inputs import generate, good_rows, task_of
 from hispec.jobs.load import load_job
-from hispec.jobs.measure import generate, good_rows, task_of
 from hispec.llm import LLM
 from hispec.profile.candidates import find_candidates
 from hispec.profile.costs import Curve, StageCosts
 from hispec.profile.options import ProfileOptions
 from hispec.profile.plans import Reach, all_plans, drafter_of, kind_of, short_text
 from hispec.profile.predict import Calibration, Prediction, Predictor
-from hispec.profile.reading import record
+from hispec.profile.record import record
 from hispec.profile.recording import NOTHING, Answer, Recording, Said
 from hispec.profile.search import best_of_each_kind, search
 from hispec.sampling_params import SamplingParams

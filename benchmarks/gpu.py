@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout: nothing needs to be installed
 
 from benchmarks.gpu_run import REHEARSAL, SYNTHETIC, Bench, OutOfTime, arm, figure_rows, state_of
-from hispec.environment import hardware_text
+from hispec.utils.environment import hardware_text
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = {"correctness": "benchmarks.gpu_correctness", "smollm2": "benchmarks.gpu_smollm2", "shapes": "benchmarks.gpu_shapes"}

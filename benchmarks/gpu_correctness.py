@@ -10,7 +10,7 @@ from benchmarks.gpu_engines import CheckedGraphs, Decoded, TokenIds, decode, gra
 from benchmarks.gpu_run import Bench
 from benchmarks.gpu_subjects import Loaded, Subject, Texts, found_subject, loaded, texts_of
 from hispec.config import CheckConfig, DraftConfig, NgramConfig, SpeculativeConfig
-from hispec.jobs.stats import plan_text
+from hispec.jobs.rates import plan_text
 from hispec.outputs import TokenLogprobs
 
 NEAR_TIE = 0.5  # of logits that bfloat16 holds in steps of 0.06 to 0.125, after some hundred roundings

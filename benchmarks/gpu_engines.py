@@ -14,8 +14,8 @@ from ee_models.decoder import Decoder
 from ee_models.exits import Exit
 from hispec.config import EngineConfig, SpeculativeConfig
 from hispec.engine import Engine
-from hispec.graphs import CudaGraphs, GraphDevice
 from hispec.outputs import TokenLogprobs
+from hispec.runner.cuda_graphs import CudaGraphs, GraphDevice
 from hispec.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16

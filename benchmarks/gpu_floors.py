@@ -8,7 +8,7 @@ from benchmarks.gpu_run import Bench
 from ee_models.decoder import Decoder
 from ee_models.exits import Exit
 from hispec.config import PLAIN, Plan
-from hispec.measure.rig import Rig
+from hispec.measure.stage_bench import Rig
 
 
 def bytes_read(decoder: Decoder, lo: int, hi: int, num_heads: int, rows: int, context: int) -> int:

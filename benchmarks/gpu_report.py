@@ -14,7 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout: nothing needs to be installed
 
 from benchmarks.gpu_run import BENCHMARK, FIGURES, SYNTHETIC, figure_rows
-from hispec.environment import hardware_text
+from hispec.utils.environment import hardware_text
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 BEGIN, END = "<!-- gpu: begin, written by benchmarks/gpu_report.py -->", "<!-- gpu: end -->"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_timing import Clock, copy_bandwidth
-from hispec.environment import environment
+from hispec.utils.environment import environment
 
 BENCHMARK = "hispec gpu"
 SYNTHETIC = "random weights, forced acceptance: times are real, the text and its acceptance are not"

@@ -19,7 +19,8 @@ from ee_models.config import ModelConfig
 from ee_models.decoder import Decoder
 from hispec.config import CheckConfig, DraftConfig, SpeculativeConfig
 from hispec.engine import Engine
-from hispec.jobs.stats import plan_text, rate
+from hispec.jobs.rates import plan_text
+from hispec.stats import rate
 from hispec.sampling_params import SamplingParams
 
 # HiSpec's plan is N_d = 2, N_i = 4: K = 2, R = 2. It gives 39.7 % for single-layer speculation and 58.1 % for its own; which tier's proposals

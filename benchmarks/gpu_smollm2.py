@@ -16,8 +16,8 @@ from benchmarks.gpu_run import Bench
 from benchmarks.gpu_subjects import Loaded, Subject, Texts, found_subject, loaded, texts_of
 from hispec.config import CheckConfig, DraftConfig, SpeculativeConfig
 from hispec.engine import Engine
-from hispec.jobs.baseline import TransformersBaseline
-from hispec.jobs.stats import Rates, plan_text
+from hispec.jobs.hf_baseline import TransformersBaseline
+from hispec.jobs.rates import Rates, plan_text
 
 Plans = dict[str, SpeculativeConfig]
 

@@ -20,11 +20,11 @@ from ee_models.config import ModelConfig, RopeConfig
 from ee_models.decoder import AttentionWeights, Decoder, LayerWeights, MlpWeights
 from ee_models.exits import Exit
 from ee_models.linear import Linear
-from ee_models.linear_maker import LinearMaker
+from ee_models.linear_factory import LinearMaker
 from hispec.config import SpeculativeConfig
 from hispec.errors import HiSpecError
-from hispec.fetch import resolve_model
 from hispec.llm import LLM
+from hispec.loading.fetch import resolve_model
 
 PROMPTS = Path(__file__).resolve().parents[1] / "configs" / "quickstart_prompts.jsonl"
 # Weights of these sizes write varied text, over logits that spread as a trained model's do. Larger ones would make differences of whole logits

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hispec import accept, noise
-from hispec.batch import RoundBatch, Span
+from hispec.decoding import accept
+from hispec.decoding.acceptance import CoupledJudge, Proposals, Verdict, proposed_tokens
+from hispec.decoding.batch import RoundBatch, Span
+from hispec.decoding.stages import Tier
 from hispec.engine import Engine
-from hispec.judges import CoupledJudge, Proposals, Verdict, proposed_tokens
-from hispec.speculation import Speculation
-from hispec.stages import Tier
+from hispec.runner.plan_runtime import Speculation
+from hispec.sampling import noise
 
 _DRAWS = 1 << 14  # per tier; a power of 2
 _STRIDE = 977  # between the draws of neighbouring seeds

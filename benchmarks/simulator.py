@@ -28,19 +28,19 @@ from typing import Any
 import numpy as np
 
 from hispec.config import SchedulingConfig, SpeculativeConfig
-from hispec.control.latency import Linear
-from hispec.control.trace import read_trace
-from hispec.environment import environment, hardware_text, is_busy
 from hispec.errors import build
+from hispec.jobs.bench_inputs import TokenIds, good_rows
 from hispec.jobs.load import load_job
-from hispec.jobs.measure import TokenIds, good_rows
+from hispec.latency.model import Linear
 from hispec.llm import LLM
 from hispec.measure.latency import measure_latency
 from hispec.sampling_params import SamplingParams
 from hispec.simulate.config import SimulationConfig
 from hispec.simulate.distributions import Floats
-from hispec.simulate.rows import T_ROUND_S, T_ROUNDS
+from hispec.simulate.row_columns import T_ROUND_S, T_ROUNDS
 from hispec.simulate.run import Experiment
+from hispec.trace.writer import read_trace
+from hispec.utils.environment import environment, hardware_text, is_busy
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 NUM_DRAFTS = 4

@@ -1,6 +1,6 @@
 """Early-exit models: configuration, checkpoints, the decoder, exits and their training.
 
-Import from the submodules (`ee_models.loader`, `ee_models.decoder`, ...); this package imports nothing
+Import from the submodules (`ee_models.checkpoint.loader`, `ee_models.decoder`, ...); this package imports nothing
 itself, so that reading one part does not pay for the others.
 """
 

@@ -12,11 +12,11 @@ from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
 from .attention import AttentionBackend, select_backend
+from .checkpoint.loader import Checkpoint
 from .config import ModelConfig
 from .kernels import select_kernels
 from .linear import Linear, PackedLinear
-from .linear_maker import LinearMaker
-from .loader import Checkpoint
+from .linear_factory import LinearMaker
 from .quantized import Quantization, QuantizedLinear
 
 

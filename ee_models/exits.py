@@ -18,10 +18,10 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
+from .checkpoint.exit_files import ExitInfo, ExitsFile
+from .checkpoint.loader import Checkpoint
 from .decoder import AttentionWeights, Decoder, LayerWeights, MlpWeights
-from .exit_files import ExitInfo, ExitsFile
 from .linear import Linear
-from .loader import Checkpoint
 
 
 class Exit(Protocol):

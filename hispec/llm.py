@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
+from ee_models.checkpoint.loader import CheckpointError, load_tokenizer, open_checkpoint
 from ee_models.decoder import Decoder
-from ee_models.loader import CheckpointError, load_tokenizer, open_checkpoint
 
-from .admission import max_model_len
-from .candidates import exit_layers
 from .collect import GrowingOutput, PendingRequest
 from .config import EngineConfig, GoodputConfig, SchedulingConfig, SpeculativeConfig
-from .draft_models import DraftModels
+from .control.candidates import exit_layers
+from .detokenizer import IncrementalText
 from .engine import Engine
+from .engine.admission import max_model_len
 from .errors import ConfigError, RequestError, build
-from .fetch import resolve_model
+from .loading.draft_models import DraftModels
+from .loading.fetch import resolve_model
+from .loading.trained_exits import TrainedExits
 from .outputs import Delta, RequestOutput
 from .sampling_params import SamplingParams
 from .scheduling.lengths import LengthPredictor
-from .text import IncrementalText
-from .trained_exits import TrainedExits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+def rate(part: float, whole: float) -> float | None:
+    """part / whole, or None where nothing was counted."""
+    return part / whole if whole else None
+
+
 @dataclass
 class RoundCounts:
     """What rounds did, for one request or for all.

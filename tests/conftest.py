@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
-from ee_models.loader import open_checkpoint
-from tests.adapter_engines import checkpoint, engine_of, expected, files  # noqa: F401 - fixtures
-from tests.tiny import tiny_checkpoint, tiny_model
+from tests.helpers.adapter_engines import checkpoint, engine_of, expected, files  # noqa: F401 - fixtures
+from tests.helpers.tiny import tiny_checkpoint, tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,8 @@ import pytest
 from ee_models.errors import CheckpointError
 from hispec import __version__
 from hispec.cli import main
-from tests.fake_llm import FakeLLM
-from tests.job_support import install_fake_llm
+from tests.helpers.fake_llm import FakeLLM
+from tests.helpers.job_support import install_fake_llm
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -194,7 +194,7 @@ def test_bench_finds_an_unwritable_json_file_before_the_work(job: Path, tmp_path
 
 def test_fetch_prints_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
-    monkeypatch.setattr("hispec.fetch.fetch", lambda name, force: (calls.append((name, force)), tmp_path)[1])
+    monkeypatch.setattr("hispec.loading.fetch.fetch", lambda name, force: (calls.append((name, force)), tmp_path)[1])
     assert main(["fetch", "smollm2", "--force"]) == 0
     assert capsys.readouterr().out == f"{tmp_path}\n" and calls == [("smollm2", True)]
 

@@ -155,10 +155,10 @@ def test_the_parser_tells_imports_apart() -> None:
 def test_the_checks_find_what_they_look_for() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c", "b"]]
     assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
-    assert upward({"hispec.round": {"hispec.x"}, "hispec.x": {"hispec.llm"}}) == [("hispec.round", "hispec.llm")]
-    assert upward({"hispec.scheduling.a": {"hispec.round", "hispec.scheduling.b"}}) == [("hispec.scheduling.a", "hispec.round")]
-    assert not upward({"hispec.cli": {"hispec.llm"}, "hispec.llm": {"hispec.engine", "hispec.errors"}})
-    for module, expected in (("hispec.round", "hispec.stages"), ("ee_models.decoder", "cache.paged_kv"), ("hispec.sampling", "hispec.noise")):
+    assert upward({"hispec.decoding.round": {"hispec.x"}, "hispec.x": {"hispec.llm"}}) == [("hispec.decoding.round", "hispec.llm")]
+    assert upward({"hispec.scheduling.a": {"hispec.decoding.round", "hispec.scheduling.b"}}) == [("hispec.scheduling.a", "hispec.decoding.round")]
+    assert not upward({"hispec.cli": {"hispec.llm"}, "hispec.llm": {"hispec.engine.engine", "hispec.errors"}})
+    for module, expected in (("hispec.decoding.round", "hispec.decoding.stages"), ("ee_models.decoder", "cache.paged_kv"), ("hispec.sampling.sampler", "hispec.sampling.noise")):
         assert expected in targets(module)
 
 
@@ -193,7 +193,7 @@ def test_cache_imports_nothing_but_torch_and_numpy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "missing", "others"), [("scheduling", "torch=None, numpy=None", ["hispec.request", "cache.blocks"]), ("control", "torch=None", [])]
+    ("package", "missing", "others"), [("scheduling", "torch=None, numpy=None", ["hispec.scheduling.request", "cache.blocks"]), ("control", "torch=None", [])]
 )
 def test_scheduling_and_control_run_without_torch(package: str, missing: str, others: list[str]) -> None:
     modules = [module for module in graph() if module.split(".")[:2] == ["hispec", package]]
@@ -204,7 +204,7 @@ def test_scheduling_and_control_run_without_torch(package: str, missing: str, ot
 
 def test_modules_with_numba_are_imported_lazily() -> None:
     with_numba = {module for module in graph() if targets(module) & {"numba", "llvmlite"}}
-    assert {"ee_models.kernels.cpu", "ee_models.attention.numba_pages", "hispec.noise_cpu"} <= with_numba
+    assert {"ee_models.kernels.cpu", "ee_models.attention.numba_pages", "hispec.sampling.noise_numba"} <= with_numba
     for module in graph().keys() - with_numba:
         eager = {entry.target for entry in graph()[module] if not entry.lazy and not entry.typing}
         assert not eager & with_numba, module
@@ -214,7 +214,7 @@ def test_modules_with_numba_are_imported_lazily() -> None:
 def test_everything_that_a_gpu_needs_is_imported_without_numba(missing: str, chosen: str) -> None:
     result = run(
         f"import sys; sys.modules.update(numba=None, llvmlite=None{missing})\n"
-        "import torch, hispec.engine, hispec.llm, hispec.round, hispec.judges, ee_models.decoder\n"
+        "import torch, hispec.engine.engine, hispec.llm, hispec.decoding.round, hispec.decoding.acceptance, ee_models.decoder\n"
         "from ee_models.attention import select_backend\n"
         "from ee_models.kernels import select_kernels\n"
         "gpu = torch.device('cuda')\n"

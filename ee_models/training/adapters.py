@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checkpoint.exit_files import ExitInfo
+from ..checkpoint.loader import Checkpoint
 from ..config import ModelConfig
 from ..errors import TrainingError
-from ..exit_files import ExitInfo
-from ..loader import Checkpoint
 from .examples import Example, step_indices
 from .loop import Metrics
 from .soft_labels import soft_label_loss

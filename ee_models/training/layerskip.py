@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from ..checkpoint.loader import open_checkpoint
 from ..errors import TrainingError
-from ..loader import open_checkpoint
 from .curriculum import LayerSkipSettings as LayerSkipSettings
 from .examples import Example, step_indices
 from .loop import Metrics

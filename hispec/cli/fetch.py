@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
 
 
 def _fetch(options: argparse.Namespace) -> int:
-    from ..fetch import fetch
+    from ..loading.fetch import fetch
 
     print(fetch(options.name, force=options.force))
     return OK

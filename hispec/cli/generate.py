@@ -79,7 +79,7 @@ def _generate_config(options: argparse.Namespace) -> RunConfig:
 
 def _print_generate_stats(arrivals: list[tuple[float, int]], stats: dict[str, Any], config: RunConfig) -> None:
     """One line. The speed is that after the first tokens: before them lie the prompt and, the first time, compiling."""
-    from ..jobs.stats import Rates
+    from ..jobs.rates import Rates
 
     rates = Rates.of(stats, config.speculative)
     counts = [count for _, count in arrivals]

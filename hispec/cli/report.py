@@ -24,11 +24,11 @@ def add(commands: Any) -> None:
 def _report(options: argparse.Namespace) -> int:
     import json
 
-    from ..atomic import write_atomically
-    from ..control.trace import read_trace
-    from ..report.picture import check_matplotlib, draw_trace, has_matplotlib
-    from ..report.summary import summarize
-    from ..report.text import print_report
+    from ..trace.picture import check_matplotlib, draw_trace, has_matplotlib
+    from ..trace.report import print_report
+    from ..trace.summary import summarize
+    from ..trace.writer import read_trace
+    from ..utils.files import write_atomically
 
     picture = options.trace.with_suffix(".png") if options.output is None else options.output
     _check_targets(options.trace, picture, options.json)

@@ -2,10 +2,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from ..errors import ConfigError
-from ..tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -37,15 +35,10 @@ class Plan:
         if self.num_branches != 1 and self.num_draft_tokens < 1:
             raise ConfigError(f"num_branches={self.num_branches} needs num_draft_tokens >= 1; plain decoding has one branch")
 
-    @cached_property
-    def tree(self) -> DraftTree:
-        """What a draft cycle looks like: B chains of K drafts after its first token."""
-        return DraftTree.branches(self.num_draft_tokens, self.num_branches)
-
     @property
     def window(self) -> int:
         """Places that one round can process: R * (B * K + 1)."""
-        return self.num_checks * self.tree.num_nodes
+        return self.num_checks * (self.num_branches * self.num_draft_tokens + 1)
 
     @property
     def top_layer(self) -> int:

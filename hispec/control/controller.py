@@ -12,9 +12,9 @@ import numpy as np
 
 from ..config import GoodputConfig, Plan
 from ..errors import ConfigError
+from ..latency.model import LatencyModel
 from .choice import Choice, Observation, Route
-from .latency import LatencyModel
-from .outlook import Outlook, Outlooks, Standing
+from .forecast import Outlook, Outlooks, Standing
 from .probes import Evenly, Probes
 
 _MOST_BUFFERED = 512  # observations

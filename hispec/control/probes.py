@@ -5,7 +5,7 @@ import numpy as np
 
 from ..config import GoodputConfig
 from .choice import Ints
-from .expected import Bools
+from .goodput import Bools
 from .hazards import Floats
 
 _MOST_SAVED = 64.0  # rounds

@@ -6,12 +6,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .. import probability
-from ..batch import RoundBatch, Span
-from ..judges import Judge, Proposals
-from ..stages import Stages, Tier
-from ..tree import DraftTree
-from .drafter import Draft, Source, Stateless, by, room
+from ..decoding.acceptance import Judge, Proposals
+from ..decoding.batch import RoundBatch, Span
+from ..decoding.draft_tree import DraftTree
+from ..decoding.drafter import Draft, Source, Stateless, by, room
+from ..decoding.stages import Stages, Tier
+from ..sampling import confidence
 
 
 class Speaker(Protocol):
@@ -94,6 +94,6 @@ class ComputedDrafter(Stateless):
         num = tree.num_children(depth)
         span.put(batch.tokens, span.first.unsqueeze(-1) + shape.children[span.node, :num], self._judge.choose(logits, batch, span, num))
         if self._confidence is not None:  # of a chain: trees have a fixed shape
-            drafting = span.spread(probability.largest(logits) >= self._confidence).squeeze(-1)
+            drafting = span.spread(confidence.largest(logits) >= self._confidence).squeeze(-1)
             num_sure = num_sure + drafting
         return drafting, num_sure

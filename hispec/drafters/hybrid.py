@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..batch import RoundBatch
-from ..judges import Proposals
-from ..stages import Stages
-from ..tree import DraftTree
+from ..decoding.acceptance import Proposals
+from ..decoding.batch import RoundBatch
+from ..decoding.draft_tree import DraftTree
+from ..decoding.drafter import Draft, Source, Stateless
+from ..decoding.stages import Stages
 from .computed import ComputedDrafter, Speaker
-from .drafter import Draft, Source, Stateless
 from .ngram import NgramDrafter
 
 

@@ -60,14 +60,14 @@ class LookupIndex:
     """On a CPU: incremental, so that neither a proposal's cost nor that of a committed token grows with the text."""
 
     def __init__(self, num_rows: int, max_len: int, min_size: int, max_size: int, store_tokens: int = 0, per_match: int | None = None) -> None:
-        from . import lookup_cpu  # here, since a machine with a GPU need not have numba
+        from . import lookup_numba  # here, since a machine with a GPU need not have numba
 
         check_sizes(num_rows, max_len, min_size, max_size, store_tokens, per_match)
         self._per_match = per_match or 0
         self._num_rows, self._max_len, self._min_size, self._half = num_rows, max_len, min_size, store_tokens // 2
-        self._kernels = lookup_cpu
-        self._texts = lookup_cpu.make_texts(num_rows, max_len, max_size - min_size + 1)
-        self._store = lookup_cpu.make_texts(2, self._half, max_size - min_size + 1)
+        self._kernels = lookup_numba
+        self._texts = lookup_numba.make_texts(num_rows, max_len, max_size - min_size + 1)
+        self._store = lookup_numba.make_texts(2, self._half, max_size - min_size + 1)
         self._current = 0
 
     @property
@@ -136,7 +136,7 @@ def make_lookup(
     """The incremental index on a CPU, comparison of all positions elsewhere."""
     if device.type == "cpu":
         return LookupIndex(num_rows, max_len, min_size, max_size, store_tokens, per_match)
-    from .lookup_tensors import TensorLookup
+    from .lookup_torch import TensorLookup
 
     return TensorLookup(device, num_rows, max_len, min_size, max_size, store_tokens, per_match)
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
-from ..batch import RoundBatch, Span
-from ..judges import Judge
-from ..stages import DecoderLike, PassCounts, Stages
+from ..decoding.acceptance import Judge
+from ..decoding.batch import RoundBatch, Span
+from ..decoding.stages import DecoderLike, PassCounts, Stages
 from .computed import ComputedDrafter
 
 

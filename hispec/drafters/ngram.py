@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..batch import RoundBatch
 from ..config import NgramConfig
-from ..judges import Judge, Proposals
-from ..tree import DraftTree
-from .drafter import Draft, Source, Stateless, by, room
+from ..decoding.acceptance import Judge, Proposals
+from ..decoding.batch import RoundBatch
+from ..decoding.draft_tree import DraftTree
+from ..decoding.drafter import Draft, Source, Stateless, by, room
 from .lookup import make_lookup
 
 

@@ -12,18 +12,18 @@ from pydantic import Field
 from tqdm import tqdm
 
 from ..config import Settings, SpeculativeConfig
-from ..environment import environment, peak_memory_bytes
 from ..errors import ConfigError
 from ..sampling_params import SamplingParams
+from ..utils.environment import environment, peak_memory_bytes
+from .bench_inputs import TokenIds, generate, good_rows, task_of, warm_up
 from .bootstrap import Paired, ratio_interval
-from .measure import TokenIds, generate, good_rows, task_of, warm_up
+from .rates import Rates, add_counts, plan_text
 from .rows import Row, count_rows
 from .schema import Job
-from .stats import Rates, add_counts, plan_text
 
 if TYPE_CHECKING:
     from ..llm import LLM
-    from .baseline import TransformersBaseline
+    from .hf_baseline import TransformersBaseline
 
 class BenchOptions(Settings):
     """How to measure.
@@ -273,8 +273,8 @@ def _fit(prompt: TokenIds, length: int | None) -> TokenIds:
 def _baseline(job: Job, options: BenchOptions, prompts: list[TokenIds]) -> TransformersBaseline:
     import torch
 
-    from ..known_models import resolve_model
-    from .baseline import TransformersBaseline
+    from ..loading.known_models import resolve_model
+    from .hf_baseline import TransformersBaseline
 
     device = job.engine.device
     if device == "auto":

@@ -1,17 +1,16 @@
 """What a job and a benchmark print when they are done."""
 from __future__ import annotations
 
-import sys
 from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ..environment import hardware_text, is_busy
+from ..utils.console import make_console
+from ..utils.environment import hardware_text, is_busy
+from .rates import FLOOR, Rates, plan_text, shares_text
 from .runner import JobReport
-from .stats import FLOOR, Rates, plan_text, shares_text
 
-NOT_A_TERMINAL_WIDTH = 140  # columns: rich would take 80 and break paths
 ENGINE_NAMES = {"transformers": "transformers", "plain": "plain", "two_tier": "two-tier", "three_tier": "three-tier"}
 AT_FLOOR = (
     f"A tier keeps less than {FLOOR:.0%} of the tokens it gets. Exits that were not trained give this: the output is right,"
@@ -21,7 +20,7 @@ AT_FLOOR = (
 
 def print_job(report: JobReport, file: IO[str] | None = None) -> None:
     """The summary of a job, on stdout unless `file` is given."""
-    console = _console(file)
+    console = make_console(file)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -36,7 +35,7 @@ def print_job(report: JobReport, file: IO[str] | None = None) -> None:
 
 def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
     """The table of a benchmark's result, on stdout unless `file` is given."""
-    console = _console(file)
+    console = make_console(file)
     options, prompts = result["options"], result["prompts"]
     console.print(
         f"{result['model']}: {prompts['num']} prompts of {prompts['tokens_median']:.0f} tokens (median), {options['max_tokens']} new tokens,"
@@ -169,8 +168,3 @@ def _number(value: float | None) -> str:
 
 def _bytes(value: float | None) -> str:
     return "unknown" if value is None else f"{value / 1e6:.0f} MB" if value >= 1e7 else f"{value / 1e3:.0f} kB"
-
-
-def _console(file: IO[str] | None) -> Console:
-    file = file or sys.stdout
-    return Console(file=file, markup=False, highlight=False, width=None if file.isatty() else NOT_A_TERMINAL_WIDTH, soft_wrap=False)

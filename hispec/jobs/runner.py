@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from ..config import EngineConfig
-from ..environment import environment
 from ..errors import RequestError
 from ..outputs import RequestOutput
+from ..utils.environment import environment
 from .output import OrderedWriter, Outcome, RowError, count_done, output_row, prepare_output
+from .rates import Rates
 from .rows import BadRow, Row, count_rows, read_rows
 from .schema import Job
-from .stats import Rates
 
 if TYPE_CHECKING:
     from ..llm import LLM

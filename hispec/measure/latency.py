@@ -16,16 +16,16 @@ import torch
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 
-from ..control.latency_file import Facts, LatencyProfile, StageCost, Subject, TimedPass, kept_path, load, save
-from ..control.latency_fit import Point, fit
-from ..environment import environment
 from ..errors import ConfigError
-from ..graphs import GraphDevice
-from ..launch import buckets
+from ..latency.fit import Point, fit
+from ..latency.profile import Facts, LatencyProfile, StageCost, Subject, TimedPass, kept_path, load, save
+from ..runner.cuda_graphs import GraphDevice
+from ..runner.launchers import buckets
+from ..utils.environment import environment
 from ..version import __version__
-from .clock import medians
-from .rig import Rig
-from .rounds import overheads
+from .round_overhead import overheads
+from .stage_bench import Rig
+from .timing import medians
 
 _log = logging.getLogger(__name__)
 _SAMPLES = 9

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ee_models.checkpoint.exit_files import ExitsError, ExitsFile
 from ee_models.decoder import Decoder
-from ee_models.exit_files import ExitsError, ExitsFile
 from ee_models.exits import AdapterExit
 
 from ..config import CheckConfig, DraftConfig, NgramConfig, SpeculativeConfig
 from ..errors import ConfigError
-from ..trained_exits import TrainedExits
+from ..loading.trained_exits import TrainedExits
 
 # Where a model without trained exits is tried, in shares of its depth.
 _SHARES = (1 / 16, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)

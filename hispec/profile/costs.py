@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from ee_models.decoder import Decoder
 from ee_models.exits import Exit
 
-from ..measure.clock import medians
-from ..measure.rig import Rig
+from ..measure.stage_bench import Rig
+from ..measure.timing import medians
 from .plans import Reach
 
 Key = tuple[str, Any, int]  # stage, layers, width

@@ -9,17 +9,17 @@ from typing import IO
 from rich.console import Console
 from rich.table import Table
 
-from ee_models.exit_files import ExitsError
+from ee_models.checkpoint.exit_files import ExitsError
 from ee_models.exits import AdapterExit
 
-from ..candidates import exit_layers, trained_path, uses_trained
 from ..config import DraftConfig, SpeculativeConfig
-from ..control.latency_file import LatencyProfile, StageCost, kept_path, save
-from ..environment import hardware_text, is_busy
+from ..control.candidates import exit_layers, trained_path, uses_trained
 from ..jobs.report import NOT_A_TERMINAL_WIDTH
 from ..jobs.schema import Job
+from ..latency.profile import LatencyProfile, StageCost, kept_path, save
 from ..llm import LLM
 from ..measure.latency import measure_latency, subject_of
+from ..utils.environment import hardware_text, is_busy
 from .files import Targets
 
 _WINDOW = 32  # places of a round, where the job says nothing of them

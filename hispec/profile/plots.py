@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import write_atomically
+from ..utils.files import write_atomically
 from .files import check_matplotlib
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import numpy as np
 
 from ..config import SpeculativeConfig
 from .costs import StageCosts
-from .passes import RoundCost, round_costs
 from .plans import kind_of, short_text
 from .recording import Ints, Recording
-from .rounds import RoundCounter, Rounds
-from .runs import Step
+from .replay import RoundCounter, Rounds
+from .round_cost import RoundCost, round_costs
+from .timed_runs import Step
 
 
 @dataclass(frozen=True)

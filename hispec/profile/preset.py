@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..environment import hardware_text, is_busy
 from ..jobs.schema import Job, RunConfig
+from ..utils.environment import hardware_text, is_busy
 
 _COLUMN = 32  # of the comments
 _WIDTH = 118  # of the header

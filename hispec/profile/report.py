@@ -8,8 +8,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from ..environment import hardware_text, is_busy
 from ..jobs.report import NOT_A_TERMINAL_WIDTH
+from ..utils.environment import hardware_text, is_busy
 
 _MOST_TASKS = 6  # columns; the JSON has all
 _ROWS = (1, 2, 4, 8, 16, 32)  # drafts in a row of which the table tells how often all are right

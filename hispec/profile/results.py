@@ -5,12 +5,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..jobs.stats import plan_text
+from ..jobs.rates import plan_text
 from .candidates import Candidates
 from .plans import kind_of, short_text
 from .predict import Prediction
 from .recording import Recording, Said
-from .runs import PlanRuns
+from .timed_runs import PlanRuns
 
 
 def agreement(recording: Recording, candidates: Candidates, max_drafts: int) -> dict[str, Any]:

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from ee_models.decoder import Decoder
 
-from ..atomic import write_atomically
 from ..config import NgramConfig, SpeculativeConfig
-from ..environment import environment
 from ..errors import ConfigError
-from ..jobs.measure import TokenIds, good_rows, task_of, warm_up
+from ..jobs.bench_inputs import TokenIds, good_rows, task_of, warm_up
 from ..jobs.rows import count_rows
 from ..jobs.schema import Job
 from ..sampling_params import SamplingParams
+from ..utils.environment import environment
+from ..utils.files import write_atomically
 from .candidates import Candidates, exits_folder, find_candidates, wants_shipped
 from .costs import StageCosts, measure_costs
 from .files import Targets
 from .options import ProfileOptions
 from .plans import Reach, all_plans
 from .predict import Predictor, calibrate
-from .reading import record
+from .record import record
 from .recording import Answer, Recording
 from .results import agreement, best_of_kind, measured_plans
-from .runs import check_served, generate_in_steps, time_plans
 from .search import best_by_layers, best_of_each_kind, search
+from .timed_runs import check_served, generate_in_steps, time_plans
 
 if TYPE_CHECKING:
     from ..llm import LLM

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..request import Request
+from .request import Request
 
 
 class Keeper(Protocol):

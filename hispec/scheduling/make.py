@@ -4,14 +4,14 @@ from __future__ import annotations
 from cache.blocks import BlockPool
 
 from ..config import EngineConfig, SchedulingConfig
-from .ageing import Ageing
+from .aging import Ageing
 from .keeper import Keeper
 from .laps import Laps
 from .lengths import LengthPredictor, make_lengths
+from .mlfq import MultiLevelFeedback, queue_bounds
 from .policy import FirstComeFirstServed, Policy
-from .queues import MultiLevelFeedback, queue_bounds
 from .scheduler import Scheduler
-from .shortest import ShortestJobFirst
+from .sjf import ShortestJobFirst
 
 
 def make_scheduler(

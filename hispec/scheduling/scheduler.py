@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from cache.blocks import BlockPool, BlockTable
 
-from ..request import Request
 from .keeper import Keeper
 from .lengths import LengthPredictor, OnlineLengths
 from .policy import Job, Key, Policy, Service
+from .request import Request
 from .waiting import WaitingKV, WaitingOrder
 
 

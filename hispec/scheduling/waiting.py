@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 
 from cache.blocks import BlockPool
 
-from ..request import Request
 from .keeper import Keeper
 from .policy import Key
+from .request import Request
 
 _REFRESHED = 256  # keys computed anew at a look
 _Entry = tuple[Key, int, Request]  # the number tells entries of one key apart

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..control.latency import NOTHING, LatencyModel, Linear
-from ..control.latency_file import load
 from ..errors import ConfigError
+from ..latency.model import NOTHING, LatencyModel, Linear
+from ..latency.profile import load
 from .config import AcceptanceSettings, LatencySettings, RouteSettings
 from .distributions import Floats, Ints
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import write_atomically
 from ..errors import ConfigError
+from ..utils.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

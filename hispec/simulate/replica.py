@@ -10,8 +10,9 @@ import numpy as np
 from ..control.choice import Choice, Control, FixedControl, Observation
 from ..scheduling.lengths import LengthPredictor
 from ..scheduling.policy import Job, Policy
+from .batch_state import Seats, Setup, empty_rows
 from .predictors import KnownLengths, prompt_of
-from .rows import (
+from .row_columns import (
     CHECKS,
     DRAFTS,
     FINISHED,
@@ -30,7 +31,6 @@ from .rows import (
     TARGET,
     Kept,
 )
-from .seats import Seats, Setup, empty_rows
 
 _ROUNDS_PER_RUN = 64  # of controllers that are told what rounds did, at most
 
@@ -48,7 +48,7 @@ class Replica(Seats):
 
     def __init__(self, index: int, setup: Setup, policy: Policy, control: Control, predictor: LengthPredictor) -> None:
         super().__init__(setup, policy)
-        from .rounds import run_rounds
+        from .rounds_numba import run_rounds
 
         self.index, self.control, self.predictor = index, control, predictor
         self.end_s = math.inf  # of the run of rounds that was looked ahead; inf = idle

@@ -8,8 +8,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from ..environment import hardware_text
 from ..jobs.report import NOT_A_TERMINAL_WIDTH
+from ..utils.environment import hardware_text
 
 _MOST_PLANS = 4  # that are named per system; the JSON has all
 

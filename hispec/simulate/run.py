@@ -13,19 +13,33 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from ..atomic import write_atomically
-from ..environment import environment
 from ..jobs.load import load_settings
-from ..scheduling.ageing import Ageing
+from ..scheduling.aging import Ageing
+from ..utils.environment import environment
+from ..utils.files import write_atomically
 from .arrivals import repeated
 from .cluster import Outcomes, Router, serve_closed, serve_open
 from .config import SimulationConfig, SystemSettings
 from .costs import Costs, latency_of, make_costs
 from .distributions import Floats
-from .figures import Run, compare, figures
+from .metrics import Run, compare, figures
 from .plots import check_matplotlib, draw_plots
-from .recording import read_recording
-from .rows import CHECKS, DRAFTS, FIRST, LEFT, LENGTH, MANY, MOST, NUM_REAL, NUM_TOTALS, NUM_WHOLE, TARGET, Kept, Rows
+from .replayed_trace import read_recording
+from .row_columns import (
+    CHECKS,
+    DRAFTS,
+    FIRST,
+    LEFT,
+    LENGTH,
+    MANY,
+    MOST,
+    NUM_REAL,
+    NUM_TOTALS,
+    NUM_WHOLE,
+    TARGET,
+    Kept,
+    Rows,
+)
 from .workload import Workload, make_workload
 
 if TYPE_CHECKING:
@@ -166,7 +180,7 @@ class Experiment:
 
     def _alone(self, workload: Workload, route: int, num_drafts: int, num_checks: int) -> Floats:
         """Seconds [requests] that each would take with an engine for itself, by a fixed plan."""
-        from .rounds import run_rounds
+        from .rounds_numba import run_rounds
         from .system import tables_of
 
         rows = Rows(np.zeros((1, NUM_WHOLE), np.int64), np.zeros((1, NUM_REAL)), np.zeros(1, np.uint64), np.zeros((1, workload.shares.shape[0], 4)))

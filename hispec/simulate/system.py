@@ -9,13 +9,13 @@ from ..control.controller import GoodputControl
 from ..errors import ConfigError
 from ..scheduling.make import make_policy
 from ..scheduling.policy import Policy
-from ..scheduling.shortest import ShortestRemaining
+from ..scheduling.sjf import ShortestRemaining
+from .batch_state import Setup
 from .config import ControlSettings, SimulationConfig, SystemSettings
 from .costs import Costs
 from .predictors import make_predictor, predicted_lengths
 from .replica import Replica
-from .rows import Tables
-from .seats import Setup
+from .row_columns import Tables
 from .workload import Workload
 
 
@@ -62,7 +62,7 @@ class _Left:
     replica: Replica
 
     def __init__(self, setup: Setup, what: Literal["service", "tokens", "predicted"], num_drafts: int) -> None:
-        from .kernels import rounds_left
+        from .round_parts_numba import rounds_left
 
         self._setup, self._what, self._num_drafts, self._rounds_left = setup, what, num_drafts, rounds_left
         self._route = setup.route_numbers[0] if setup.route_numbers else 0

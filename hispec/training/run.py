@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
+from ee_models.checkpoint.exit_files import BaseModelInfo, ExitInfo, ExitsFile, fingerprint, save_exits
+from ee_models.checkpoint.loader import Checkpoint, load_tokenizer, open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.errors import TrainingError
-from ee_models.exit_files import BaseModelInfo, ExitInfo, ExitsFile, fingerprint, save_exits
 from ee_models.exits import head_name
-from ee_models.loader import Checkpoint, load_tokenizer, open_checkpoint
 from ee_models.training.adapters import AdapterModule, AdaptersTask, Exits, frequent_tokens, init_from_trunk
 from ee_models.training.examples import Example, split
 from ee_models.training.loop import CHECKPOINT, LOG, LoopSettings, Metrics, Outcome, train
 from ee_models.training.states import StateStore, num_bytes
 
 from ..errors import ConfigError
-from ..fetch import resolve_model
+from ..loading.fetch import resolve_model
 from .data import make_examples
 from .schema import AdaptersConfig, ExitTraining, TrainConfig
 

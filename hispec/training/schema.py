@@ -58,7 +58,7 @@ class DataConfig(Settings):
 
 
 class ExitTraining(Settings):
-    """An exit to train; the fields are those of exits.json (`ee_models.exit_files.ExitInfo`).
+    """An exit to train; the fields are those of exits.json (`ee_models.checkpoint.exit_files.ExitInfo`).
 
     intermediate_size  of the blocks' gated MLP; "model" = the trunk's own, None = no MLP (Kangaroo)
     vocabulary_size    the most frequent tokens of the training answers; None = all

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: safetensors and GGUF models, their tokenizers, and trained exits. Pickles are never read."""

@@ -1,0 +1,232 @@
+"""Exits on disk: a folder with one safetensors file and a JSON that says what they are and whose.
+
+    exits.safetensors   layer<L>.norm, layer<L>.blocks.<i>.{attention_norm, q_proj, k_proj, v_proj, o_proj, mlp_norm,
+                        gate_proj, up_proj, down_proj}, layer<L>.vocabulary; matrices as [out, in]
+    exits.json          ExitsInfo: the base model, each exit's shape, the recipe, the data, held-out figures
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..errors import CheckpointError
+from .loader import Checkpoint
+
+TENSORS, INFO = "exits.safetensors", "exits.json"
+
+
+class ExitsError(CheckpointError):
+    """Exits that cannot be used: not there, damaged, or of another model."""
+
+
+class _Info(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ExitInfo(_Info):
+    """One exit's shape.
+
+    layer              the exit reads the hidden state after this many layers
+    num_blocks         0: only a norm of its own before the head
+    attention          whether blocks have an attention (its heads are those of the base model)
+    intermediate_size  of the blocks' gated MLP; None: blocks have none
+    vocabulary_size    tokens that it can say; None: all
+    held_out           figures on data that it was not trained on
+    """
+
+    layer: Annotated[int, Field(ge=1)]
+    num_blocks: Annotated[int, Field(ge=0, le=8)] = 1
+    attention: bool = True
+    intermediate_size: Annotated[int, Field(ge=1)] | None = None
+    vocabulary_size: Annotated[int, Field(ge=1)] | None = None
+    held_out: dict[str, float] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> ExitInfo:
+        if self.num_blocks and not self.attention and self.intermediate_size is None:
+            raise ValueError("a block needs attention=true, an intermediate_size, or both; num_blocks=0 leaves blocks out")
+        return self
+
+    def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Every tensor of this exit, without the prefix of its layer, with the shape it must have."""
+        hidden, kv_size, q_size = model.hidden_size, model.num_kv_heads * model.head_dim, model.num_heads * model.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"norm": (hidden,)}
+        for index in range(self.num_blocks):
+            block: dict[str, tuple[int, ...]] = {}
+            if self.attention:
+                block |= {"attention_norm": (hidden,), "q_proj": (q_size, hidden), "k_proj": (kv_size, hidden), "v_proj": (kv_size, hidden)}
+                block |= {"o_proj": (hidden, q_size)}
+            if (size := self.intermediate_size) is not None:
+                block |= {"mlp_norm": (hidden,), "gate_proj": (size, hidden), "up_proj": (size, hidden), "down_proj": (hidden, size)}
+            shapes |= {f"blocks.{index}.{name}": shape for name, shape in block.items()}
+        if self.vocabulary_size is not None:
+            shapes["vocabulary"] = (self.vocabulary_size,)
+        return shapes
+
+
+class BaseModelInfo(_Info):
+    """The model that exits belong to; `fingerprint` is told from its weights."""
+
+    name: str
+    fingerprint: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, name: str, checkpoint: Checkpoint) -> BaseModelInfo:
+        config = checkpoint.config
+        return cls(
+            name=name, fingerprint=fingerprint(checkpoint), num_layers=config.num_layers, hidden_size=config.hidden_size, vocab_size=config.vocab_size
+        )
+
+
+class ExitsInfo(_Info):
+    """What exits.json holds."""
+
+    format: Literal[1] = 1
+    base_model: BaseModelInfo
+    exits: Annotated[list[ExitInfo], Field(min_length=1)]
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict)
+    tensors_sha256: str
+
+    @model_validator(mode="after")
+    def _distinct(self) -> ExitsInfo:
+        layers = [info.layer for info in self.exits]
+        if len(set(layers)) != len(layers):
+            raise ValueError(f"exits must be at different layers, got {layers}")
+        return self
+
+
+class ExitsFile:
+    """Exits as they lie in a folder; tensors are read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ExitsError if the folder holds no exits, or a description that cannot be read."""
+        self.folder = folder
+        try:
+            self.about = ExitsInfo.model_validate_json((folder / INFO).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ExitsError(f"{folder} holds no exits: cannot read {INFO}: {error}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise ExitsError(f"{folder / INFO} is not a description of exits: {where}: {first['msg']}") from error
+        if not (folder / TENSORS).is_file():
+            raise ExitsError(f"{folder} is incomplete: {TENSORS} is missing; copy it there, or train the exits again")
+
+    @property
+    def layers(self) -> list[int]:
+        return [info.layer for info in self.about.exits]
+
+    def info(self, layer: int) -> ExitInfo:
+        """Raises ExitsError, with the layers that there are, if there is none at `layer`."""
+        for info in self.about.exits:
+            if info.layer == layer:
+                return info
+        raise ExitsError(f"{self.folder} has no exit at layer {layer}; it has exits at {', '.join(map(str, sorted(self.layers)))}")
+
+    def check_model(self, checkpoint: Checkpoint) -> None:
+        """Raises ExitsError unless these exits were trained on this very model."""
+        base, config = self.about.base_model, checkpoint.config
+        for name, ours, theirs in (
+            ("layers", base.num_layers, config.num_layers),
+            ("hidden size", base.hidden_size, config.hidden_size),
+            ("vocabulary", base.vocab_size, config.vocab_size),
+        ):
+            if ours != theirs:
+                raise ExitsError(f"the exits in {self.folder} belong to {base.name} ({name} {ours}), not to {checkpoint.path} ({name} {theirs})")
+        if base.fingerprint != fingerprint(checkpoint):
+            raise ExitsError(
+                f"the exits in {self.folder} belong to {base.name}; {checkpoint.path} has the same sizes, but other weights; train exits for it"
+            )
+
+    def check_tensors(self) -> None:
+        """Raises ExitsError if the tensors are not those that the description was written for."""
+        path = self.folder / TENSORS
+        try:
+            checksum = _sha256(path)
+        except OSError as error:
+            raise ExitsError(f"{path} cannot be read: {error}") from error
+        if checksum != self.about.tensors_sha256:
+            raise ExitsError(f"{path} is damaged: its checksum is not the one in {INFO}; copy it again, or train the exits again")
+
+    def tensors(self, info: ExitInfo, model: ModelConfig) -> dict[str, Tensor]:
+        """The tensors of one exit, without the prefix. Raises ExitsError if any is missing, damaged or of a wrong shape."""
+        self.check_tensors()
+        path = self.folder / TENSORS
+        prefix = f"layer{info.layer}."
+        try:
+            with safe_open(path, "pt") as file:
+                tensors = {name: file.get_tensor(prefix + name) for name in info.shapes(model)}
+        except (OSError, SafetensorError) as error:
+            raise ExitsError(f"{path} cannot be read: {error}") from error
+        for name, shape in info.shapes(model).items():
+            if tuple(tensors[name].shape) != shape:
+                raise ExitsError(f"{path}: {prefix}{name} has shape {list(tensors[name].shape)}; the exit needs {list(shape)}")
+        if (ids := tensors.get("vocabulary")) is not None and (int(ids.min()) < 0 or int(ids.max()) >= model.vocab_size or ids.unique().numel() != ids.numel()):
+            raise ExitsError(f"{path}: {prefix}vocabulary must hold distinct tokens of 0 to {model.vocab_size - 1}")
+        return tensors
+
+
+def save_exits(
+    folder: Path, base_model: BaseModelInfo, exits: Mapping[int, tuple[ExitInfo, dict[str, Tensor]]], recipe: dict[str, Any], data: dict[str, Any]
+) -> ExitsFile:
+    """Writes exits, by layer. A folder is never silently a mixture of old and new: the checksum tells. Raises OSError if it can't be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"layer{layer}.{name}": tensor.contiguous() for layer, (_, named) in exits.items() for name, tensor in named.items()}
+    drafts = [folder / f".{name}.{os.getpid()}" for name in (TENSORS, INFO)]
+    try:
+        try:
+            save_file(tensors, drafts[0])
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        about = ExitsInfo(
+            base_model=base_model, exits=[info for _, (info, _) in sorted(exits.items())], recipe=recipe, data=data, tensors_sha256=_sha256(drafts[0])
+        )
+        drafts[1].write_text(json.dumps(about.model_dump(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        drafts[0].chmod(drafts[1].stat().st_mode)  # safetensors makes its files private; exits are for all who may read their description
+        for draft, name in zip(drafts, (TENSORS, INFO), strict=True):
+            os.replace(draft, folder / name)
+    finally:
+        for draft in drafts:
+            with suppress(OSError):
+                draft.unlink()
+    return ExitsFile(folder)
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """A checksum that tells a model from others of its sizes in milliseconds, the same for float32 and bfloat16 copies.
+
+    Over all norms, and queries, values and MLP output of the first, middle and last layer, rounded to bfloat16: full
+    fine-tuning changes the norms, low-rank adapters nearly always queries and values. A float16 copy, which rounds small
+    weights, counts as another model.
+    """
+    num_layers = checkpoint.config.num_layers
+    names = ["model.norm.weight"]
+    for index in range(num_layers):
+        names += [f"model.layers.{index}.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
+    for index in sorted({0, num_layers // 2, num_layers - 1}):
+        names += [f"model.layers.{index}.{linear}.weight" for linear in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")]
+    digest = hashlib.blake2b(digest_size=16)
+    for name in names:
+        digest.update(checkpoint.tensor(name).to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

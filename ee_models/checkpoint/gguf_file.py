@@ -1,0 +1,247 @@
+"""GGUF files: their metadata as a ModelConfig, and their tensors by Hugging Face names, unpacked one at a time.
+
+transformers reads GGUF too, but it unpacks the whole model at once and drops what stretches Llama 3's rotary
+frequencies, so the file is read here, with the `gguf` package for its container and quantisation formats.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig, make_transformers_config
+from ..errors import CheckpointError, unsupported
+from ..rope import RopeConfig
+from .gguf_tokenizer import read_tokenizer
+from .weights import TensorInfo
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFReader
+    from transformers import PreTrainedTokenizerBase
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_ROPE_FACTORS = "rope_freqs.weight"  # a divisor for each rotary frequency, where they are stretched as in Llama 3
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor stands in the file. `num_heads`: over how many heads its rows are interleaved, 0 for none."""
+
+    offset: int
+    num_bytes: int
+    stored_shape: tuple[int, ...]  # of bytes if quantised, of numbers otherwise
+    stored_type: GGMLQuantizationType
+    num_heads: int = 0
+
+
+class GgufSource:
+    """A GGUF file: `config`, and the tensors by their Hugging Face names (a `weights.TensorSource`)."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the header. Raises CheckpointError for a damaged file, UnsupportedModelError for what is in it."""
+        reader = _open_reader(path)
+        self._path = path
+        places = {
+            tensor.name: _Place(tensor.data_offset, tensor.n_bytes, tensor.data.shape, tensor.tensor_type)
+            for tensor in reader.tensors
+        }
+        shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
+        _check_types({place.stored_type for place in places.values()})
+        metadata = _read_metadata(reader)
+        rope_factors = _read_tensor(path, places[_ROPE_FACTORS]) if _ROPE_FACTORS in places else None
+        self.config = _read_config(metadata, shapes, rope_factors)
+        self._places: dict[str, _Place] = {}
+        self.index: dict[str, TensorInfo] = {}
+        for name, place in places.items():
+            if name == _ROPE_FACTORS:
+                continue
+            if metadata["general.architecture"] == "llama":
+                place = replace(place, num_heads=_interleaved_heads(name, self.config))
+            self._places[_hf_name(name)] = place
+            self.index[_hf_name(name)] = TensorInfo(shapes[name], _unpacked_dtype(place.stored_type))
+
+    def read(self, name: str) -> Tensor:
+        """See weights.TensorSource. Quantised tensors come as float32."""
+        place = self._places[name]
+        tensor = _read_tensor(self._path, place)
+        if not place.num_heads:
+            return tensor
+        # llama.cpp turns neighbouring dimensions, [pair, 2]; transformers turns the halves of a head, [2, pair].
+        pairs = tensor.unflatten(0, (place.num_heads, -1, 2))
+        return pairs.transpose(1, 2).reshape(tensor.shape)
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """See gguf_tokenizer.read_tokenizer."""
+        return read_tokenizer(_open_reader(self._path), self.config)
+
+
+def _open_reader(path: Path) -> GGUFReader:
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise CheckpointError("GGUF files need the `gguf` package, which is not installed; pip install gguf") from error
+    try:
+        reader = GGUFReader(path)
+    except (OSError, ValueError, LookupError, OverflowError, TypeError) as error:
+        raise CheckpointError(
+            f"{path.name} ({path.stat().st_size} bytes) is no complete GGUF file: {error}; fetch it again"
+        ) from error
+    if reader.byte_order != "I":
+        raise CheckpointError(f"{path.name} was written for machines of the other byte order; convert it anew")
+    return reader
+
+
+def _check_types(stored_types: set[GGMLQuantizationType]) -> None:
+    """Raises UnsupportedModelError for a format that cannot be unpacked, found out by unpacking a block of zeros."""
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, dequantize
+
+    for stored_type in sorted(stored_types):
+        if _unpacked_dtype(stored_type) != "F32" or stored_type.name == "F32":
+            continue
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[stored_type][1]), dtype=np.uint8), stored_type)
+        except (NotImplementedError, ValueError, LookupError) as error:
+            raise unsupported("tensor type", stored_type.name, "what the gguf package can dequantise") from error
+
+
+def _read_metadata(reader: GGUFReader) -> dict[str, Any]:
+    """The fields that hold one value. Arrays (the vocabulary above all) stay unread."""
+    from gguf import GGUFValueType
+
+    fields = reader.fields.items()
+    try:
+        return {name: field.contents() for name, field in fields if field.types[:1] != [GGUFValueType.ARRAY]}
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"the GGUF metadata holds text that is not UTF-8: {error}; convert the file anew") from error
+
+
+def _read_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rope_factors: Tensor | None) -> ModelConfig:
+    architecture = metadata.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise unsupported("general.architecture", architecture, ", ".join(_ARCHITECTURES))
+    for name, supported in ((f"{architecture}.expert_count", 0), ("split.count", 1)):
+        if metadata.get(name, supported) not in (0, supported):
+            raise unsupported(name, metadata[name], f"{supported} (one dense model in one file)")
+
+    def read(name: str, default: float | None = None) -> Any:
+        value = metadata.get(f"{architecture}.{name}", default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"the GGUF field {architecture}.{name} is missing or holds no single number; convert the file anew")
+        return value
+
+    heads = read("attention.head_count")
+    head_dim = read("attention.key_length", read("embedding_length") // max(heads, 1))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if read(name, head_dim) != head_dim:
+            raise unsupported(f"{architecture}.{name}", read(name), f"the head dimension, {head_dim}")
+    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "bos", "padding")}
+    fields = {
+        "architectures": [_ARCHITECTURES[architecture]],
+        "model_type": architecture,
+        "vocab_size": shapes.get("token_embd.weight", (0,))[0],
+        "hidden_size": read("embedding_length"),
+        "intermediate_size": read("feed_forward_length"),
+        "num_hidden_layers": read("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": read("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": read("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": read("context_length"),
+        "rope_parameters": _read_rope(metadata, architecture, head_dim, rope_factors),
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
+        "eos_token_id": [ids[name] for name in ("eos", "eot") if ids[name] is not None],
+        "bos_token_id": ids["bos"],
+        "pad_token_id": ids["padding"],
+    }
+    config = ModelConfig.from_transformers(make_transformers_config(fields))
+    # Mistral's files come as "llama", whose transformers config knows no window.
+    return replace(config, sliding_window=read("attention.sliding_window", 0) or None)
+
+
+def _read_rope(metadata: Mapping[str, Any], architecture: str, head_dim: int, factors: Tensor | None) -> dict[str, Any]:
+    """`rope_parameters` as transformers has them.
+
+    factors: [head_dim / 2], the divisors of the frequencies. A file holds these where a Llama 3 config holds four
+    numbers; the numbers are found again, or the file refused.
+    """
+    theta = float(metadata.get(f"{architecture}.rope.freq_base", RopeConfig.theta))
+    factor = metadata.get(f"{architecture}.rope.scaling.factor", metadata.get(f"{architecture}.rope.scale_linear"))
+    kind = metadata.get(f"{architecture}.rope.scaling.type", "none" if factor in (None, 0, 1) else "linear")
+    if kind not in ("none", "linear"):
+        raise unsupported(f"{architecture}.rope.scaling.type", kind, "none, linear")
+    plain = {"rope_type": "default", "rope_theta": theta}
+    if factors is None or torch.all(factors == 1):
+        return {**plain, "rope_type": "linear", "factor": factor} if kind == "linear" else plain
+    stretched = RopeConfig(theta, "llama3", round(float(factors.max()), 3))
+    expected = RopeConfig(theta).inv_freq(head_dim) / stretched.inv_freq(head_dim)
+    if kind == "linear" or factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-3):
+        raise unsupported(_ROPE_FACTORS, [round(float(value), 3) for value in factors[:8]], "none, or Llama 3's")
+    return {
+        **plain,
+        "rope_type": "llama3",
+        "factor": stretched.factor,
+        "low_freq_factor": stretched.low_freq_factor,
+        "high_freq_factor": stretched.high_freq_factor,
+        "original_max_position_embeddings": stretched.original_max_position_embeddings,
+    }
+
+
+def _hf_name(name: str) -> str:
+    """"blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". Parts without a counterpart keep their name."""
+    match = _LAYER_TENSOR.fullmatch(name)
+    if match:
+        layer, part, kind = match.groups()
+        return f"model.layers.{layer}.{_LAYER_NAMES.get(part, part)}.{kind}"
+    part, _, kind = name.rpartition(".")
+    return f"{_NAMES.get(part, part)}.{kind}"
+
+
+def _interleaved_heads(name: str, config: ModelConfig) -> int:
+    """Over how many heads llama.cpp interleaves the rows of a Llama tensor; 0 where it does not."""
+    part = name.split(".")[2] if name.startswith("blk.") else ""
+    return {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(part, 0)
+
+
+def _unpacked_dtype(stored_type: GGMLQuantizationType) -> str:
+    return stored_type.name if stored_type.name in ("F16", "BF16") else "F32"
+
+
+def _read_tensor(path: Path, place: _Place) -> Tensor:
+    """The tensor at a place of the file, unpacked, its rows as they stand there. Raises CheckpointError."""
+    import numpy as np
+    from gguf import dequantize
+
+    try:
+        stored = np.fromfile(path, dtype=np.uint8, count=place.num_bytes, offset=place.offset)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if stored.size != place.num_bytes:
+        raise CheckpointError(f"{path.name} ends within a tensor, at byte {place.offset + stored.size}; fetch it again")
+    plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(place.stored_type.name)
+    if plain is None:
+        return torch.from_numpy(dequantize(stored.reshape(place.stored_shape), place.stored_type))
+    # BF16 is handed out as bytes, two for each number of its last dimension.
+    return torch.from_numpy(stored).view(plain).reshape(*place.stored_shape[:-1], -1)

@@ -1,0 +1,207 @@
+"""From a hub id, a folder or a GGUF file to a checked checkpoint, whose tensors are then read one by one.
+
+Nothing is unpickled and no code of a checkpoint is run: weights come from safetensors or GGUF, classes from the
+installed transformers.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig, make_transformers_config
+from ..errors import CheckpointError, UnsupportedModelError, unsupported
+from .gguf_file import GgufSource
+from .weights import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    SafetensorsSource,
+    TensorInfo,
+    TensorSource,
+    check_tensors,
+    prevailing_dtype,
+    read_json,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Checkpoint", "CheckpointError", "UnsupportedModelError", "load_tokenizer", "open_checkpoint"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+_CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # configs, chat templates, vocabularies
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's config, and its tensors by name. Every tensor the config calls for is known to be there."""
+
+    path: str  # a folder, or a .gguf file
+    config: ModelConfig
+    dtype: torch.dtype  # of most elements as stored; float32 for quantised GGUF, which is what that unpacks to
+    generation_defaults: dict[str, Any]  # temperature, top_p, top_k, min_p, repetition_penalty: those the model sets
+    tensors: Mapping[str, TensorInfo] = field(repr=False)  # those the model reads, and no others
+    source: TensorSource = field(repr=False)
+
+    def has(self, name: str) -> bool:
+        """Whether the model has this tensor: by its config, so not the unread head of a tied checkpoint."""
+        return name in self.tensors
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of a Hugging Face name, e.g. "model.norm.weight", on the CPU, in its stored dtype.
+
+        Each call reads anew and the caller owns the result. Raises CheckpointError where there is no such tensor.
+        """
+        if not self.has(name):
+            raise CheckpointError(f"{self.path} has no tensor {name!r} that {self.config.architecture} uses")
+        return self.source.read(name)
+
+
+def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
+    """Finds `model`, reads its config and checks all tensors against it; weights are not read yet.
+
+    model: a folder with config.json and safetensors, or with a single .gguf; a .gguf file; or a hub id, fetched unless
+    a local path has that name. `revision` is a hub branch, tag or commit.
+    Raises UnsupportedModelError for a model that is not implemented, CheckpointError for all else that is wrong.
+    """
+    try:
+        path = Path(model).expanduser()
+        if not path.exists():
+            path = _fetch(model, revision)
+        elif revision is not None:
+            raise CheckpointError(f"revision {revision!r} has no meaning for a local path; leave it out")
+        return _open_gguf(path) if path.is_file() else _open_folder(path)
+    except CheckpointError as error:
+        raise type(error)(f"cannot load model {str(model)!r}: {error}") from error
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer, or None where it has none. Raises CheckpointError where it cannot be loaded."""
+    try:
+        if isinstance(checkpoint.source, GgufSource):
+            return checkpoint.source.load_tokenizer()
+        if not any((Path(checkpoint.path) / name).is_file() for name in _TOKENIZER_FILES):
+            return None
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers, tokenizers and sentencepiece share no base class
+        raise CheckpointError(
+            f"cannot load the tokenizer of {checkpoint.path}: {type(error).__name__}: {error}; mend its files, or do "
+            "without (skip_tokenizer_init) and pass token ids"
+        ) from error
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    if not any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+        return _open_gguf(_find_gguf(folder))
+    config = _read_folder_config(folder)
+    source = SafetensorsSource(folder)
+    return _make_checkpoint(folder, config, source, _read_generation(folder))
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    if path.suffix.lower() != ".gguf":
+        raise CheckpointError(f"{path.name} is no .gguf file; give the folder that holds config.json and the weights")
+    source = GgufSource(path)
+    return _make_checkpoint(path, source.config, source, {})
+
+
+def _make_checkpoint(path: Path, config: ModelConfig, source: TensorSource, generation: Mapping[str, Any]) -> Checkpoint:
+    tensors = check_tensors(config, source.index)
+    return Checkpoint(str(path), config, prevailing_dtype(tensors), _read_defaults(generation), tensors, source)
+
+
+def _find_gguf(folder: Path) -> Path:
+    """The folder's one GGUF file. Raises CheckpointError that says what the folder holds instead."""
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(file.name for file in files[:5])
+        raise CheckpointError(f"the folder holds {len(files)} .gguf files ({names}); give the path of one")
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"its weights are pickles ({', '.join(pickles[:3])}), which can run code when read and so never are; convert "
+            "them where you trust them: AutoModelForCausalLM.from_pretrained(...), then save_pretrained(...)"
+        )
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    found = f"it holds {', '.join(others[:3])}" if others else "nor weights of any other kind that is read"
+    raise CheckpointError(
+        f"{folder} has no {SINGLE_FILE}, {INDEX_FILE} or .gguf file; {found}. Save the model with save_pretrained(...), or "
+        "name another; pickled weights are neither read nor fetched"
+    )
+
+
+def _read_folder_config(folder: Path) -> ModelConfig:
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json; fetch it from where the weights came from")
+    fields = read_json(folder / "config.json")
+    for key in ("quantization_config", "compression_config"):
+        if fields.get(key):
+            quantised = fields[key] if isinstance(fields[key], dict) else {}
+            method = quantised.get("quant_method", quantised.get("format", "unknown"))
+            raise unsupported(f"{key}.quant_method", method, "unquantised safetensors, or a GGUF file")
+    return ModelConfig.from_transformers(make_transformers_config(fields), _read_generation(folder))
+
+
+def _read_generation(folder: Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def _read_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model's makers set. Under `do_sample: false` transformers leaves the sampling fields unread; so do we."""
+    sampling = () if generation.get("do_sample") is False else _SAMPLING_FIELDS
+    defaults = {name: generation[name] for name in (*sampling, "repetition_penalty") if generation.get(name) is not None}
+    for name, value in defaults.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"generation_config.json sets {name} to {value!r}; it must be a number")
+    return defaults
+
+
+def _fetch(model: str | Path, revision: str | None) -> Path:
+    """The local snapshot of a hub repository, downloaded where it is not cached. Raises CheckpointError."""
+    if isinstance(model, Path) or not _HUB_ID.fullmatch(model) or model.endswith(_WEIGHT_SUFFIXES):
+        raise CheckpointError("there is no such file or folder; give an existing one, or a hub id like 'owner/name'")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+    def download(patterns: list[str]) -> Path:
+        # Files in subfolders are other formats of the same weights, and so is Mistral's consolidated.safetensors.
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+
+    try:
+        folder = download(_CONFIG_FILES)
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                "the hub repository has no config.json; name one with config.json and safetensors, or fetch one of its "
+                ".gguf files and give its path"
+            )
+        _read_folder_config(folder)  # what cannot be run is refused ahead of its gigabytes
+        return download([*_CONFIG_FILES, "*.safetensors"])
+    except CheckpointError:
+        raise
+    except GatedRepoError as error:
+        raise CheckpointError("the hub asks for its licence to be accepted; accept it there, then `hf auth login`") from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError("there is no such local path, and the hub has no such repository open to you") from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"the hub repository has no revision {revision!r}") from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            "there is no such local path, it is not in the download cache, and the hub cannot be reached; go online, or "
+            "give the path of a folder that holds the model"
+        ) from error
+    except Exception as error:  # disks, proxies, and the kinds that the hub's transports have of their own
+        raise CheckpointError(f"the download from the hub failed: {type(error).__name__}: {error}") from error

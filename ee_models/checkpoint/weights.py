@@ -1,0 +1,198 @@
+"""Tensors by name: which ones a config calls for, and how they are read from safetensors files.
+
+Nothing stays open or mapped between two reads. A loader that converts as it goes therefore holds one copy of the
+weights, plus one tensor.
+"""
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..errors import CheckpointError
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_LISTED_PROBLEMS = 5
+# Left in checkpoints of old by transformers; the decoder computes it from the config.
+_DERIVED_SUFFIX = ".rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file's header says of a tensor; dtype by safetensors' names, e.g. "BF16"."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TensorSource(Protocol):
+    """Tensors by their Hugging Face names."""
+
+    @property
+    def index(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str) -> Tensor:
+        """A tensor on the CPU that shares no memory with the file. Raises CheckpointError where the read fails."""
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors that the decoder reads. Linear weights are [out, in]."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    linears = (
+        ("self_attn.q_proj", config.q_size, hidden, config.attention_bias),
+        ("self_attn.k_proj", config.kv_size, hidden, config.attention_bias),
+        ("self_attn.v_proj", config.kv_size, hidden, config.attention_bias),
+        ("self_attn.o_proj", hidden, config.q_size, config.output_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
+    if config.qk_norm:
+        norms += [("self_attn.q_norm", config.head_dim), ("self_attn.k_norm", config.head_dim)]
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        for name, size in norms:
+            shapes[f"{prefix}.{name}.weight"] = (size,)
+        for name, out_size, in_size, has_bias in linears:
+            shapes[f"{prefix}.{name}.weight"] = (out_size, in_size)
+            if has_bias:
+                shapes[f"{prefix}.{name}.bias"] = (out_size,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The tensors of `index` that the decoder reads.
+
+    Raises CheckpointError, with the first few problems and their number, where one is missing, has another shape than
+    the config says or a dtype that cannot be read, or where a layer holds a tensor that the config has no place for:
+    leaving that out would change what the model says.
+    """
+    num_layers = 1 + max((layer for layer in map(_layer_of, index) if layer is not None), default=-1)
+    if config.num_layers > num_layers:
+        raise CheckpointError(f"num_layers is {config.num_layers} in the config, but the weights hold {num_layers} layers; fetch them again")
+    expected = expected_tensors(config)
+    embedding = index.get("model.embed_tokens.weight")
+    if embedding is not None and embedding.shape[:1] != (config.vocab_size,):
+        raise CheckpointError(
+            f"vocab_size is {config.vocab_size} in the config, but model.embed_tokens.weight has shape "
+            f"{list(embedding.shape)}; set vocab_size to the number of its rows, or take the config it was saved with"
+        )
+    problems = [
+        f"{name} is missing" + (" (tie_word_embeddings is false)" if name == "lm_head.weight" else "")
+        for name in expected
+        if name not in index
+    ]
+    for name, info in index.items():
+        if name not in expected:
+            if _layer_of(name) in range(config.num_layers) and not name.endswith(_DERIVED_SUFFIX):
+                problems.append(f"{name} has no place in {config.architecture} with this config")
+        elif info.dtype not in DTYPES:
+            problems.append(f"{name} has dtype {info.dtype}, which cannot be read ({', '.join(DTYPES)} can)")
+        elif info.shape != expected[name]:
+            problems.append(f"{name} has shape {list(info.shape)}, the config says {list(expected[name])}")
+    if problems:
+        more = len(problems) - _LISTED_PROBLEMS
+        listed = "; ".join(problems[:_LISTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+        raise CheckpointError(f"weights and config disagree in {len(problems)} tensor(s): {listed}")
+    return {name: index[name] for name in expected}
+
+
+def prevailing_dtype(index: Mapping[str, TensorInfo]) -> torch.dtype:
+    """The dtype that most elements are stored in."""
+    elements: Counter[str] = Counter()
+    for info in index.values():
+        elements[info.dtype] += torch.Size(info.shape).numel()
+    return DTYPES[elements.most_common(1)[0][0]]
+
+
+class SafetensorsSource:
+    """The tensors of a folder's model.safetensors, or of the shards that its index names."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the headers. Raises CheckpointError for shards that are missing, damaged or outside of the folder."""
+        self._folder = folder
+        if (folder / SINGLE_FILE).is_file():
+            headers = {SINGLE_FILE: _read_header(folder / SINGLE_FILE)}
+            self._files = dict.fromkeys(headers[SINGLE_FILE], SINGLE_FILE)
+        else:
+            self._files = _read_shard_index(folder / INDEX_FILE)
+            headers = {file: _read_header(folder / file) for file in sorted(set(self._files.values()))}
+        astray = [name for name, file in self._files.items() if name not in headers[file]]
+        if astray:
+            raise CheckpointError(
+                f"{INDEX_FILE} places {astray[0]!r} (and {len(astray) - 1} more) in {self._files[astray[0]]!r}, "
+                "which does not hold it; the download is incomplete or mixes two checkpoints"
+            )
+        self.index = {name: headers[file][name] for name, file in self._files.items()}
+
+    def read(self, name: str) -> Tensor:
+        """See TensorSource."""
+        from safetensors import SafetensorError, safe_open
+
+        path = self._folder / self._files[name]
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                # What get_tensor returns is a view that would keep the whole file mapped.
+                return file.get_tensor(name).clone()
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"cannot read {name} from {path}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError where there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path.name} as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.name} holds a {type(content).__name__}; it must hold an object")
+    return content
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise CheckpointError(f"the shard {path.name!r} that {INDEX_FILE} names is missing; fetch the rest of the model")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)
+            return {name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = f"{path.name} ({path.stat().st_size} bytes) is no complete safetensors file: {error}"
+        raise CheckpointError(f"{reason}; fetch it again") from error
+
+
+def _read_shard_index(path: Path) -> dict[str, str]:
+    """Tensor name -> file name. The index is untrusted: it may name safetensors files beneath its folder, no others."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path.name} has no weight_map; it must map tensor names to file names")
+    for name, file in weight_map.items():
+        # By the letters, not resolved: a download cache keeps its files elsewhere, behind links of its own.
+        parts = (*PurePosixPath(str(file)).parts, *PureWindowsPath(str(file)).parts)
+        rooted = PurePosixPath(str(file)).is_absolute() or PureWindowsPath(str(file)).anchor
+        if not isinstance(file, str) or rooted or ".." in parts or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path.name} places {name!r} in {file!r}; only .safetensors files within the model's folder are read"
+            )
+    return weight_map
+
+
+def _layer_of(name: str) -> int | None:
+    """3 for "model.layers.3.mlp.up_proj.weight"; None for a tensor of no layer."""
+    parts = name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal() else None

@@ -1,0 +1,1 @@
+"""The paper: the round, what it runs over, and how each tier accepts tokens."""

@@ -1,0 +1,246 @@
+"""Runs one stage of a round: picks the live places, runs a span of layers over them, keeps what the next tier resumes from."""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cache.hidden import HiddenBuffer
+from cache.paged_kv import PagedKV
+from cache.view import BatchView, packed_slots_of
+from ee_models.config import ModelConfig
+from ee_models.exits import Exit
+from ee_models.kernels import runs_triton
+
+from ..sampling.inputs import Places
+from .batch import RoundBatch, Span
+from .draft_tree import DraftTree
+
+
+class DecoderLike(Protocol):
+    """What a round needs of a model; ee_models.decoder.Decoder is one, tests script others."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_positions: int  # positions that its rotary table has
+
+    def embed(self, token_ids: Tensor) -> Tensor: ...
+
+    def run_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> Tensor: ...
+
+    def logits(self, hidden: Tensor, exit_layer: int) -> Tensor: ...
+
+
+class Tier(IntEnum):
+    """The tiers that leave hidden states behind; also their index in the hidden buffer."""
+
+    DRAFT = 0
+    CHECK = 1
+
+
+@dataclass
+class PassCounts:
+    """Layers of the model run, summed over passes; those of prompts among them; layers times positions; and passes over an adapter's
+    blocks for logits."""
+
+    layer_passes: int = 0
+    prefill_layer_passes: int = 0
+    layer_positions: int = 0
+    adapter_passes: int = 0
+
+    def reset(self) -> None:
+        self.set(PassCounts())
+
+    def copy(self) -> PassCounts:
+        return replace(self)
+
+    def set(self, other: PassCounts) -> None:
+        vars(self).update(vars(other))
+
+    def add(self, other: PassCounts) -> None:
+        self.set(PassCounts(**{name: value + getattr(other, name) for name, value in vars(self).items()}))
+
+    def since(self, earlier: PassCounts) -> PassCounts:
+        """What was counted after `earlier`."""
+        return PassCounts(**{name: value - getattr(earlier, name) for name, value in vars(self).items()})
+
+
+class Stages:
+    """What the stages of a round do, over one decoder with its exits, one KV and one hidden-state buffer (None: no tier resumes).
+
+    Exits that are not among `exits` are read through the model's own head. KV of each exit follows that of the model's
+    layers and of the exits before it. A pass that goes through the layer of an exit in `written` writes its KV along the way.
+    """
+
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        num_layers: int,
+        kv: PagedKV,
+        hidden: HiddenBuffer | None,
+        counts: PassCounts,
+        exits: Iterable[Exit] = (),
+        written: Collection[int] | None = None,
+    ) -> None:
+        """written: layers of exits; None = all of `exits`."""
+        self.num_layers, self.vocab_size, self.device = num_layers, decoder.config.vocab_size, decoder.device
+        self.counts = counts
+        self._decoder, self._kv, self._hidden = decoder, kv, hidden
+        self._exits: dict[int, tuple[Exit, int]] = {}
+        kv_layer = num_layers
+        for exit_ in sorted(exits, key=lambda exit_: exit_.layer):
+            self._exits[exit_.layer] = exit_, kv_layer
+            kv_layer += exit_.num_kv_layers
+        self._written = frozenset(self._exits if written is None else written)
+
+    @staticmethod
+    def select(batch: RoundBatch, tree: DraftTree, first: Tensor, nodes: Tensor, live: Tensor) -> Span:
+        """The places of a draft cycle of this shape: `nodes` [q_len] of `tree`, of which node 0 stands in column first [rows], where
+        live [rows, q_len] holds. A live node's parents must be live in this round."""
+        rows, q_len = live.shape
+        alive = live.reshape(-1)
+        is_static = batch.execution.is_static
+        if is_static:
+            place, row, cu_q_lens = _rectangle(rows, q_len, live.device)
+            node = nodes.repeat(rows)
+            first, column, flat, positions, slots = _addresses(batch, first, nodes, live, row)
+        else:
+            place = alive.nonzero().squeeze(-1)
+            row, node = place // q_len, nodes[place % q_len]
+            cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=live.device)
+            torch.cumsum(live.sum(-1), 0, out=cu_q_lens[1:])
+            first = first[row]
+            column = first + node
+            flat, positions = row * batch.window + column, batch.starts[row] + column
+            slots = packed_slots_of(batch.block_tables, row, positions, batch.block_size)
+        paths = path_slots = path_starts = None
+        if not tree.is_chain:
+            shape = tree.on(live.device)
+            path_starts = batch.starts[row] + first + 1
+            positions = path_starts - 1 + shape.depths[node]
+            paths = first.unsqueeze(-1) + shape.paths[node, 1:]
+            if is_static:
+                path_starts, positions = path_starts.masked_fill(~alive, 1), positions.masked_fill(~alive, 0)
+                paths = paths.masked_fill(~alive.unsqueeze(-1), 0)
+            path_slots = packed_slots_of(batch.block_tables, row.unsqueeze(-1), batch.starts[row].unsqueeze(-1) + paths, batch.block_size)
+        view = BatchView(positions, slots, batch.block_tables, cu_q_lens, q_len, batch.max_context_len, path_slots, path_starts)
+        return Span(row, column, flat, first, node, place, (rows, q_len), paths, alive if is_static else None, view)
+
+    def embed(self, batch: RoundBatch, span: Span) -> Tensor:
+        """Hidden states [tokens, hidden] of the tokens at the span's places."""
+        return self._decoder.embed(batch.tokens[span.rows, span.index])
+
+    def run(self, hidden: Tensor, lo: int, hi: int, batch: RoundBatch, span: Span) -> Tensor:
+        """Runs layers [lo, hi) over the span's places, and writes their KV and that of exits on the way, between lo and hi."""
+        watched = () if batch.watch is None else batch.watch.layers
+
+        def pass_by(hidden: Tensor, layer: int) -> None:
+            if batch.watch is None or layer not in watched:
+                self.fill(hidden, layer, span.view)
+                return
+            said = batch.sampler.choose_top(self.logits(hidden, layer, span), self.places(batch, span), 1)
+            span.put(batch.watch.tokens[watched.index(layer)], span.index.unsqueeze(-1), said)
+
+        return self._through(hidden, lo, hi, span.view, {*self._written, *watched}, pass_by)
+
+    def count(self, lo: int, hi: int, num_tokens: int) -> None:
+        self.counts.layer_passes += hi - lo
+        self.counts.layer_positions += (hi - lo) * num_tokens
+
+    def leave(self, tier: Tier, span: Span, hidden: Tensor) -> None:
+        """Leaves hidden [tokens, hidden] for the tier that resumes here."""
+        assert self._hidden is not None
+        self._hidden.write(tier, span.flat, hidden)
+
+    def resume(self, tier: Tier, span: Span) -> Tensor:
+        """What `tier` left at the span's places."""
+        assert self._hidden is not None
+        return self._hidden.read(tier, span.flat)
+
+    def logits(self, hidden: Tensor, exit_layer: int, span: Span) -> Tensor:
+        """[tokens, vocab], read at the exit after `exit_layer` layers; an adapter there writes its KV."""
+        if exit_layer not in self._exits:
+            return self._decoder.logits(hidden, exit_layer)
+        exit_, kv_layer = self._exits[exit_layer]
+        self.counts.adapter_passes += exit_.num_kv_layers
+        return exit_.logits(hidden, self._kv, kv_layer, span.view)
+
+    def fill(self, hidden: Tensor, exit_layer: int, view: BatchView) -> None:
+        """What `logits` does besides: an adapter after `exit_layer` layers writes its KV."""
+        if exit_layer in self._exits:
+            exit_, kv_layer = self._exits[exit_layer]
+            exit_.fill(hidden, self._kv, kv_layer, view)
+
+    def prefill(self, token_ids: Tensor, view: BatchView) -> None:
+        """Writes the KV of all layers and of all exits for token_ids [tokens]."""
+        before = self.counts.layer_passes
+        self._through(self._decoder.embed(token_ids), 0, self.num_layers, view, self._exits, lambda hidden, layer: self.fill(hidden, layer, view))
+        self.counts.prefill_layer_passes += self.counts.layer_passes - before
+
+    def catch_up(self, token_ids: Tensor, view: BatchView, layers: Collection[int]) -> None:
+        """Writes the KV of the exits at `layers` for token_ids [tokens], whose own KV is there at all layers of the model."""
+        hidden = self._decoder.embed(token_ids)
+        hidden = self._through(hidden, 0, max(layers), view, layers, lambda hidden, layer: self.fill(hidden, layer, view))
+        self.fill(hidden, max(layers), view)
+
+    def _through(
+        self, hidden: Tensor, lo: int, hi: int, view: BatchView, stops: Collection[int], pass_by: Callable[[Tensor, int], None]
+    ) -> Tensor:
+        """Runs layers [lo, hi), and calls pass_by(hidden, layer) after those of `stops` that lie between."""
+        for stop in sorted({layer for layer in stops if lo < layer < hi} | {hi}):
+            self.count(lo, stop, view.num_tokens)
+            hidden = self._decoder.run_layers(hidden, lo, stop, self._kv, view)
+            if stop < hi:
+                pass_by(hidden, stop)
+            lo = stop
+        return hidden
+
+    def move(self, batch: RoundBatch, layer: int, sources: Tensor, targets: Tensor) -> None:
+        """Copies what stands in columns sources [rows, n] to columns targets [rows, n], -1 = nowhere: KV of layers [0, layer) and of
+        the exits there, and what the check tier left."""
+        slots_from, slots_to = self._slots(batch, sources), self._slots(batch, targets.clamp(min=0)).masked_fill((targets < 0).reshape(-1), -1)
+        self._kv.move(0, layer, slots_from, slots_to)
+        for exit_layer, (exit_, kv_layer) in self._exits.items():
+            if exit_layer <= layer and exit_.num_kv_layers:
+                self._kv.move(kv_layer, kv_layer + exit_.num_kv_layers, slots_from, slots_to)
+        if self._hidden is not None:
+            rows = torch.arange(sources.shape[0], device=sources.device).unsqueeze(-1) * batch.window
+            self._hidden.move(Tier.CHECK, (rows + sources).reshape(-1), torch.where(targets < 0, -1, rows + targets).reshape(-1))
+
+    @staticmethod
+    def _slots(batch: RoundBatch, columns: Tensor) -> Tensor:
+        """KV slots [rows * n] of columns [rows, n]."""
+        rows = torch.arange(columns.shape[0], device=columns.device).unsqueeze(-1)
+        return packed_slots_of(batch.block_tables, rows, batch.starts.unsqueeze(-1) + columns, batch.block_size).reshape(-1)
+
+    @staticmethod
+    def places(batch: RoundBatch, span: Span) -> Places:
+        """Where the logits of the span's places belong."""
+        return Places(span.rows, span.index, span.view.positions + 1, batch.tokens, span.first, span.paths)
+
+
+@cache  # never dropped: a graph reads them where they lie
+def _rectangle(rows: int, q_len: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """All places [rows * q_len], the row of each, and where rows begin [rows + 1]; made once."""
+    with torch.inference_mode(False):
+        place = torch.arange(rows * q_len, device=device)
+        return place, place // q_len, torch.arange(0, (rows + 1) * q_len, q_len, device=device)
+
+
+def _addresses(batch: RoundBatch, first: Tensor, nodes: Tensor, live: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of all places of live [rows, q_len], which are in `row` [rows * q_len]: first, column, flat place in the window, position, slot."""
+    if runs_triton(live.device):
+        from . import addresses_triton
+
+        return addresses_triton.addresses(live.contiguous(), first, batch.starts, nodes, batch.block_tables, batch.block_size, batch.window)
+    alive, first = live.reshape(-1), first[row]
+    column = first + nodes.repeat(live.shape[0])
+    positions = (batch.starts[row] + column).masked_fill(~alive, 0)
+    slots = packed_slots_of(batch.block_tables, row, positions, batch.block_size).masked_fill(~alive, -1)
+    return first, column, (row * batch.window + column).masked_fill(~alive, -1), positions, slots

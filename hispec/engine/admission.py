@@ -1,0 +1,123 @@
+"""What fits: lengths and memory at start-up, and each request before it is taken."""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from cache.paged_kv import PagedKV
+from ee_models.exits import Exit
+
+from ..config import EngineConfig
+from ..decoding.stages import DecoderLike
+from ..errors import ConfigError, RequestError
+from ..sampling_params import SamplingParams
+from ..scheduling.request import Request, TextStream
+
+
+def max_model_len(config: EngineConfig, max_position_embeddings: int, sliding_window: int | None) -> int:
+    """The longest sequence, in tokens. Raises ConfigError if the setting is beyond what the model can attend to."""
+    limit = min(max_position_embeddings, sliding_window or max_position_embeddings)
+    if config.max_model_len is not None and config.max_model_len > limit:
+        what = "sliding_window" if limit == sliding_window else "max_position_embeddings"
+        raise ConfigError(f"engine.max_model_len={config.max_model_len} is above the model's {what} of {limit}; choose at most that")
+    return config.max_model_len or limit
+
+
+def kv_bytes_per_block(config: EngineConfig, decoder: DecoderLike, exits: Sequence[Exit], draft_model: DecoderLike | None) -> int:
+    """Bytes of one block at every layer of the model, of its trained exits, and of a separate draft model."""
+
+    def of(model: DecoderLike, num_layers: int) -> int:
+        return PagedKV.bytes_per_block(num_layers, config.block_size, model.config.num_kv_heads, model.config.head_dim, model.dtype)
+
+    num_layers = decoder.config.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
+    return of(decoder, num_layers) + (of(draft_model, draft_model.config.num_layers) if draft_model is not None else 0)
+
+
+def host_num_blocks(config: EngineConfig, bytes_per_block: int, model_len: int) -> int:
+    """Blocks for max_num_seqs sequences of `model_len`, within half of the free memory. Raises ConfigError if not one fits."""
+    wanted = config.max_num_seqs * -(-model_len // config.block_size)
+    affordable = free_memory_bytes() // 2 // bytes_per_block
+    if affordable < 1:
+        raise ConfigError(f"one KV block takes {bytes_per_block} bytes, more than half of the free memory; choose a smaller engine.block_size")
+    return min(wanted, affordable)
+
+
+def free_memory_bytes() -> int:
+    """Bytes of the host's memory that can still be allocated."""
+    try:
+        # What the kernel could free for us; "free" alone leaves out the page cache.
+        with open("/proc/meminfo", encoding="ascii") as file:
+            available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+        return available * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Makes an engine's requests.
+
+    model_len, num_blocks, block_size   what one may take at most; seed: base of the seeds of those that bring none
+    """
+
+    vocab_size: int
+    model_len: int
+    num_blocks: int
+    block_size: int
+    seed: int
+    eos_token_ids: frozenset[int]
+
+    def request(
+        self, number: int, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, text: TextStream | None, also: Iterable[str]
+    ) -> Request:
+        """Raises RequestError with all reasons why it can never be served, `also` these."""
+        problems = [*self._problems(prompt_token_ids, params, has_text=text is not None), *also]
+        if problems:
+            raise RequestError(f"{request_id}: " + "; ".join(problems))
+        prompt = [int(token) for token in prompt_token_ids]
+        room = self.model_len - len(prompt)
+        return Request(
+            request_id=request_id,
+            number=number,
+            prompt_token_ids=prompt,
+            params=params,
+            seed=params.seed if params.seed is not None else (self.seed + number) % 2**63,
+            max_tokens=min(params.max_tokens or room, room),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
+            text=text,
+            arrival_s=time.monotonic(),
+        )
+
+    def _problems(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, has_text: bool) -> Iterator[str]:
+        vocab_size, model_len, num_blocks, block_size = self.vocab_size, self.model_len, self.num_blocks, self.block_size
+        if params.n != 1:
+            yield f"n={params.n}: the engine takes one sequence per request; LLM.generate makes n of them"
+        if len(prompt_token_ids) == 0:
+            yield "the prompt is empty: give at least one token"
+            return
+        wrong = [token for token in prompt_token_ids if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size]
+        if wrong:
+            yield f"prompt token ids must be integers from 0 to {vocab_size - 1}; {len(wrong)} are not, the first is {wrong[0]!r}"
+        for field, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            outside = [token for token in token_ids if not 0 <= token < vocab_size]
+            if outside:
+                yield f"{field} names token {outside[0]}, but the vocabulary ends at {vocab_size - 1}"
+        if params.logprobs is not None and params.logprobs > vocab_size:
+            yield f"logprobs={params.logprobs} is more than the vocabulary of {vocab_size} tokens"
+        if params.stop and not has_text:
+            yield "stop strings need a tokenizer, and the model has none; use stop_token_ids"
+        length = len(prompt_token_ids)
+        if length >= model_len:
+            yield f"the prompt has {length} tokens, but max_model_len={model_len} must hold it and one token of output; shorten it or raise max_model_len"
+            return
+        total = length + min(params.max_tokens or model_len, model_len - length)
+        needed = -(-(total - 1) // block_size)  # the last token of the output is never processed
+        if needed > num_blocks:
+            yield (
+                f"prompt and output take up to {total} tokens = {needed} KV blocks of {block_size}, but there are {num_blocks};"
+                f" lower max_tokens to {num_blocks * block_size - length + 1} or raise num_kv_blocks"
+                if num_blocks * block_size >= length
+                else f"the prompt's {length} tokens take {-(-length // block_size)} KV blocks of {block_size}, but there are {num_blocks}; raise num_kv_blocks"
+            )

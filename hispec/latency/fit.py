@@ -1,0 +1,149 @@
+"""Fits the costs of stages to what was measured, and says how well that foretells what it was not fitted to."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError
+from .model import Linear
+
+Floats = NDArray[np.float64]
+_FOLDS = 3
+_LEAST_POINTS = 6  # from which on a third of them can be held out
+_WORTH = 0.8  # free tokens are believed in only if they lower the squared error of held-out points to this share
+_ALIKE = 1e-6  # share of a column that others must leave unexplained, or it says nothing that they do not
+_COEFFICIENTS = ("constant_ms", "token_ms", "context_ms", "pair_ms", "row_ms")  # of those that say the same, the first is kept
+_TOKENS = _COEFFICIENTS.index("token_ms")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A pass that was timed: what it was run over (see Linear), and the median of its milliseconds."""
+
+    stage: str
+    rows: int
+    tokens: int
+    context_tokens: int
+    ms: float
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or min(self.tokens, self.context_tokens) < 0 or not 0.0 < self.ms < float("inf"):
+            raise ConfigError(f"{self}: a measured pass has at least one row, no negative counts, and a time above 0")
+
+
+@dataclass(frozen=True)
+class StageFit:
+    """The cost of a stage, of `num_points` points.
+
+    r2, mean_error   of points that were held out, each third in turn: the share of their variance that is explained, and the mean of
+                     |foretold - measured| / measured; None where there are too few points to hold any out
+    """
+
+    cost: Linear
+    num_points: int
+    r2: float | None
+    mean_error: float | None
+
+    @property
+    def is_poor(self) -> bool:
+        """Whether the cost is not to be relied on. A stage that costs the same everywhere has no variance to explain, but small errors."""
+        return self.r2 is not None and self.mean_error is not None and self.r2 < 0.9 and self.mean_error > 0.15
+
+
+def fit(points: Iterable[Point]) -> dict[str, StageFit]:
+    """The cost of each stage that has points."""
+    by_stage: dict[str, list[Point]] = {}
+    for point in points:
+        by_stage.setdefault(point.stage, []).append(point)
+    return {stage: fit_stage(each) for stage, each in by_stage.items()}
+
+
+def fit_stage(points: Sequence[Point]) -> StageFit:
+    """Non-negative least squares of relative errors over all points; whether there are free tokens, and how many, by what is held out."""
+    if not points:
+        raise ConfigError("a stage without a measured pass has no cost; measure again: hispec profile JOB.yaml --latency")
+    if len(points) < _LEAST_POINTS:
+        return StageFit(_linear(points, 0.0), len(points), None, None)
+    ms = np.array([point.ms for point in points])
+    foretold = _held_out(points, _best)
+    variance = float(((ms - ms.mean()) ** 2).sum())
+    r2 = 1.0 - float(((foretold - ms) ** 2).sum()) / variance if variance > 0 else None
+    return StageFit(_best(points), len(points), r2, float((np.abs(foretold - ms) / ms).mean()))
+
+
+def _best(points: Sequence[Point]) -> Linear:
+    """With as many free tokens as pay."""
+    ms = np.array([point.ms for point in points])
+
+    def error(free_tokens: float) -> float:
+        foretold = _held_out(points, lambda taken: _linear(taken, free_tokens))
+        return float((((foretold - ms) / ms) ** 2).sum())
+
+    errors = {free_tokens: error(free_tokens) for free_tokens in (0.0, *_knees(points))}
+    best = min(errors, key=lambda free_tokens: errors[free_tokens])
+    return _linear(points, best if errors[best] < _WORTH * errors[0.0] else 0.0)
+
+
+def _knees(points: Sequence[Point]) -> Iterator[float]:
+    """Numbers of tokens that may be free: those measured and halfway between them, as long as two larger ones were measured."""
+    tokens = sorted({float(point.tokens) for point in points})
+    for at in range(1, len(tokens) - 2):
+        yield tokens[at]
+        yield (tokens[at] + tokens[at + 1]) / 2
+
+
+def _held_out(points: Sequence[Point], fitted: Callable[[Sequence[Point]], Linear]) -> Floats:
+    """[points]: what is foretold of each by a fit to two thirds of the points, of which it is none."""
+    order = np.random.default_rng(0).permutation(len(points))
+    found = np.empty(len(points))
+    for fold in range(_FOLDS):
+        out = order[fold::_FOLDS]
+        cost = fitted([points[at] for at in np.setdiff1d(order, out)])
+        rows, tokens, context_tokens = np.array([(points[at].rows, points[at].tokens, points[at].context_tokens) for at in out], float).T
+        found[out] = cost(rows, tokens, context_tokens)
+    return found
+
+
+def _linear(points: Sequence[Point], free_tokens: float) -> Linear:
+    """The coefficients, given free_tokens. Those that the points cannot tell from others are 0."""
+    rows, tokens, context_tokens, ms = np.array([(point.rows, point.tokens, point.context_tokens, point.ms) for point in points], float).T
+    columns = np.stack((np.ones_like(rows), tokens, context_tokens, tokens * context_tokens / rows, rows), axis=1)
+    told = _told_apart(columns)
+    columns[:, _TOKENS] = np.maximum(tokens - free_tokens, 0.0)
+    found = _non_negative(columns[:, told] / ms[:, None])
+    return Linear(**{_COEFFICIENTS[at]: float(value) for at, value in zip(told, found, strict=True)}, free_tokens=free_tokens if found.any() else 0.0)
+
+
+def _told_apart(columns: Floats) -> list[int]:
+    """Columns of [points, coefficients] that are no sum of those before them."""
+    told: list[int] = []
+    basis: list[Floats] = []
+    for at, column in enumerate(columns.T):
+        size = float(np.linalg.norm(column))
+        rest = column - sum((float(axis @ column) * axis for axis in basis), np.zeros_like(column))
+        if size > 0 and float(np.linalg.norm(rest)) > _ALIKE * size:
+            told.append(at)
+            basis.append(rest / np.linalg.norm(rest))
+    return told
+
+
+def _non_negative(relative: Floats) -> Floats:
+    """The x >= 0 that minimises |relative @ x - 1|, relative [points, coefficients] in shares of what was measured: the best of the
+    unconstrained solutions over the few sets of coefficients that may differ from 0."""
+    scale = np.linalg.norm(relative, axis=0)
+    scale[scale == 0] = 1.0  # all tokens are free
+    scaled = relative / scale
+    gram, target = scaled.T @ scaled, scaled.sum(axis=0)
+    best, least = np.zeros(len(scale)), float(len(relative))
+    for size in range(1, len(scale) + 1):
+        for taken in map(list, combinations(range(len(scale)), size)):
+            found = np.linalg.lstsq(gram[np.ix_(taken, taken)], target[taken], rcond=None)[0]
+            error = float(len(relative) - 2 * found @ target[taken] + found @ gram[np.ix_(taken, taken)] @ found)
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(len(scale)), error
+                best[taken] = found
+    return best / scale

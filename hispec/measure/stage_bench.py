@@ -1,0 +1,278 @@
+"""Rows in the middle of an answer, on which single stages of a round can be run again and again."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from cache.hidden import HiddenBuffer
+from cache.host_kv import HostKV
+from cache.paged_kv import PagedKV
+from cache.view import BatchView, packed_slots_of
+from ee_models.exits import Exit
+
+from ..config import PLAIN, NgramConfig, Plan
+from ..decoding.acceptance import CoupledJudge, Proposals
+from ..decoding.batch import PACKED, STATIC, RoundBatch, Span
+from ..decoding.draft_tree import DraftTree
+from ..decoding.round import check, run_round, verify
+from ..decoding.stages import DecoderLike, PassCounts, Stages, Tier
+from ..drafters.computed import ComputedDrafter, ExitSpeaker
+from ..drafters.ngram import NgramDrafter
+from ..runner.cuda_graphs import CudaGraphs, GraphDevice
+from ..runner.launchers import context_bucket
+from ..sampling.sampler import Sampler
+
+_BLOCK_SIZE = 16
+_TOKENS_PER_PASS = 512
+_LOGITS = 64  # positions whose logits are kept at a time
+
+
+class Rig:
+    """`rows` rows that all have the tokens `context`, the last of which is not processed yet: a round's entry invariant.
+
+    Every method returns what runs one stage once, in the code of `hispec.decoding.round` and its drafters, except for a single draft
+    pass, which is a piece of a loop. Stages overwrite what they wrote before; nothing is ever committed. A draft model has a
+    rig of its own, whose draft passes go through all of its layers.
+
+    On a GPU a stage has static shapes, attends within the bucket of its context as an engine's rounds do, and is replayed from a graph
+    that its first run is followed by: so what is timed is what the device does, not the launches.
+    """
+
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        exits: Sequence[Exit],
+        context: Sequence[int],
+        rows: int,
+        window: int,
+        graph_device: GraphDevice | None = None,
+        written: Collection[int] | None = None,
+    ) -> None:
+        """graph_device: where stages are captured; None = as the decoder's device wants it, which on a CPU is nowhere.
+        written: layers of exits whose KV passes write on their way; None = all of `exits`."""
+        config = decoder.config
+        self._graphs = graph_device or (CudaGraphs(decoder.device) if decoder.device.type == "cuda" else None)
+        context = [min(token, config.vocab_size - 1) for token in context]  # as a draft model is fed
+        self._context, self._start, self._window = context, len(context) - 1, window
+        max_blocks = -(-(self._start + window) // _BLOCK_SIZE)
+        self._most_context = max(decoder.max_positions, self._start + window)
+        num_kv_layers = config.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
+        self._tables = torch.arange(rows * max_blocks, device=decoder.device).view(rows, max_blocks)
+        self._kv = PagedKV(num_kv_layers, rows * max_blocks, _BLOCK_SIZE, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
+        hidden = HiddenBuffer(len(Tier), rows, window, config.hidden_size, decoder.dtype, decoder.device)
+        self._stages = Stages(decoder, config.num_layers, self._kv, hidden, PassCounts(), exits, written)
+        self._judge = CoupledJudge()
+        self._num_layers, self._vocab_size, self._device = config.num_layers, config.vocab_size, decoder.device
+        self._logits = torch.randn(_LOGITS, config.vocab_size, dtype=decoder.dtype, device=decoder.device)
+        self._tokens = torch.tensor([context[-1], *(context[at % len(context)] for at in range(window))], device=decoder.device).expand(rows, -1)
+        with torch.inference_mode():
+            self._prefill(context)
+            # Tiers resume from hidden states of an ordinary size, not from what the memory held.
+            hidden.data[:] = decoder.embed(self._tokens[:, :window].reshape(-1)).view(rows, window, -1)
+
+    def laid_out(self, context_len: int) -> Rig:
+        """The memory of this rig as that of rows with context_len positions each: shorter ones of the same text, or fewer and longer ones. What a
+        longer one attends to is as much as it should be, but not its own text. Raises ValueError if not one such row has room."""
+        rig = copy.copy(self)
+        rig._context = (self._context * -(-context_len // len(self._context)))[:context_len]
+        rig._start = context_len - 1
+        if context_len > len(self._context):
+            max_blocks = -(-(rig._start + self._window) // _BLOCK_SIZE)
+            if not (rows := self._tables.numel() // max_blocks):
+                raise ValueError(f"{context_len} positions and a window of {self._window} do not fit into {self._tables.numel()} blocks")
+            rig._tables = self._tables.flatten()[: rows * max_blocks].view(rows, max_blocks)
+            rig._most_context = max(self._most_context, rig._start + self._window)
+        return rig
+
+    def close(self) -> None:
+        """Gives the KV memory back."""
+        self._kv.release()
+
+    def plain(self, rows: int) -> Callable[[], None]:
+        batch = self._batch(rows, 1)
+        return self._stage(lambda: run_round(self._stages, PLAIN, self._judge, None, batch))
+
+    def draft(self, rows: int, q_len: int, layer: int | None) -> Callable[[], None]:
+        """As a step of `ComputedDrafter.propose`: over node 0 for one position, else over a level of a tree of so many branches.
+        `layer`: of the exit; None = all layers, as of a draft model."""
+        tree = DraftTree.branches(2, q_len) if q_len > 1 else DraftTree.chain(1)
+        batch, speaker = self._batch(rows, tree.num_nodes), self._speaker(layer)
+        nodes = tree.on(self._device).levels[1 if q_len > 1 else 0]
+
+        def run() -> None:
+            span = self._select(batch, tree, nodes)
+            chosen = self._judge.choose(speaker.logits(speaker.feed(batch, span), span), batch, span)
+            batch.tokens[span.rows.unsqueeze(-1), span.index.unsqueeze(-1) + 1] = chosen
+
+        return self._stage(run)
+
+    def fill(self, rows: int, q_len: int, layer: int | None) -> Callable[[], None]:
+        """As the last step of `ComputedDrafter.propose`, or what `HybridDrafter` does with what it looked up: a chain. A level of a
+        tree has other positions to attend to, but not more of them."""
+        tree = DraftTree.chain(q_len - 1)
+        batch, speaker = self._batch(rows, q_len), self._speaker(layer)
+
+        def run() -> None:
+            span = self._select(batch, tree, tree.on(self._device).nodes)
+            speaker.fill(speaker.feed(batch, span), span)
+
+        return self._stage(run)
+
+    def check(self, rows: int, q_len: int, lo: int, hi: int) -> Callable[[], None]:
+        """A check in layers [lo, hi) of a chain of q_len - 1 drafts in each row."""
+        batch, plan = self._batch(rows, q_len), Plan(lo, hi, max(1, q_len - 1))
+        drafter = self._drafter(plan)
+        return self._stage(lambda: check(self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len)))
+
+    def verify(self, rows: int, q_len: int, lo: int) -> Callable[[], None]:
+        """Verify from layer `lo` on, over a chain of q_len positions of each row. A tree of as many takes a little longer: its
+        places attend by their paths, and the accepted path is moved."""
+        batch, plan = self._batch(rows, q_len), Plan(lo, None, max(1, q_len - 1))
+        drafter = self._drafter(plan)
+        return self._stage(lambda: verify(self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len), batch.limits))
+
+    def choose(self, rows: int, num: int) -> Callable[[], None]:
+        """The `num` likeliest tokens of each row, from logits."""
+        batch, chain = self._batch(1, 1), DraftTree.chain(0)
+        places = self._stages.places(batch, self._select(batch, chain, chain.on(self._device).nodes))
+        return self._piecewise(rows, lambda logits: batch.sampler.choose_top(logits, places, num))
+
+    def probability(self, num_positions: int) -> Callable[[], None]:
+        """How likely the likeliest token of each position is, from logits."""
+        return self._piecewise(num_positions, lambda logits: logits.float().softmax(-1).amax(-1))
+
+    def lookup(self, rows: int, most: int) -> Callable[[], None]:
+        """One proposal of prompt lookup in each row."""
+        batch = self._batch(rows, most + 1)
+        drafter = NgramDrafter(NgramConfig(), self._judge, rows, len(self._context), self._device)
+        drafter.follow([(row, self._context) for row in range(rows)])
+        return self._stage(lambda: drafter.propose(batch, torch.zeros_like(batch.limits), DraftTree.chain(most)))
+
+    def along(self, rows: int, q_len: int, layer: int) -> Callable[[], None]:
+        """The KV of the trained exit at `layer`, at q_len places of each row, from hidden states that are there."""
+        _, span, hidden = self._left(rows, q_len)
+        return self._stage(lambda: self._stages.fill(hidden, layer, span.view))
+
+    def shadow(self, rows: int, q_len: int, layer: int) -> Callable[[], None]:
+        """What the exit at `layer` says at q_len places of each row, from hidden states that are there."""
+        batch, span, hidden = self._left(rows, q_len)
+        said = torch.zeros_like(batch.tokens)
+
+        def run() -> None:
+            logits = self._stages.logits(hidden, layer, span)
+            span.put(said, span.index.unsqueeze(-1), batch.sampler.choose_top(logits, Stages.places(batch, span), 1))
+
+        return self._stage(run)
+
+    def prefill(self, num_tokens: int) -> Callable[[], None]:
+        """The last num_tokens positions of one row's context, at all layers and exits: eagerly, as an engine computes prompts."""
+        start = self._start - num_tokens
+        token_ids, view = self._chunk(self._context, start, self._start)
+        return self._quiet(lambda: self._stages.prefill(token_ids, view))
+
+    def swap(self, num_positions: int) -> Callable[[], None]:
+        """The KV of the first num_positions positions of one row at all layers and exits: to host memory and back, as for a request that makes
+        room, which no graph does."""
+        host, blocks = HostKV(self._kv.num_bytes), self._tables[0].tolist()
+
+        def run() -> None:
+            host.save(0, [self._kv], blocks, num_positions)
+            host.restore(0, [self._kv], blocks)
+
+        return self._quiet(run)
+
+    # ---- inside ----
+
+    @staticmethod
+    def _quiet(run: Callable[[], object]) -> Callable[[], None]:
+        """`run` without autograd's bookkeeping, as the engine runs it."""
+
+        @torch.inference_mode()
+        def quiet() -> None:
+            run()
+
+        return quiet
+
+    def _stage(self, run: Callable[[], object]) -> Callable[[], None]:
+        """`run` as `_quiet` has it; on a GPU from a graph."""
+        quiet = self._quiet(run)
+        if self._graphs is None:
+            return quiet
+        return torch.inference_mode()(_captured(quiet, self._graphs))
+
+    def _piecewise(self, num_positions: int, run: Callable[[Tensor], object]) -> Callable[[], None]:
+        """`run` over logits of so many positions; in pieces, since those of the widest passes would take more memory than the rest."""
+        pieces = [self._logits[: min(_LOGITS, num_positions - start)] for start in range(0, num_positions, _LOGITS)]
+        return self._stage(lambda: [run(piece) for piece in pieces])
+
+    def _speaker(self, layer: int | None) -> ExitSpeaker:
+        return ExitSpeaker(self._stages, self._num_layers if layer is None else layer)
+
+    def _drafter(self, plan: Plan) -> ComputedDrafter:
+        """For the tiers above, which only tell it of moves."""
+        return ComputedDrafter(ExitSpeaker(self._stages, plan.draft_layer), self._judge)
+
+    def _left(self, rows: int, q_len: int) -> tuple[RoundBatch, Span, Tensor]:
+        """q_len places of each row, and hidden states that a tier has left there."""
+        batch, tree = self._batch(rows, q_len), DraftTree.chain(q_len - 1)
+        with torch.inference_mode():
+            span = self._select(batch, tree, tree.on(self._device).nodes)
+            return batch, span, self._stages.resume(Tier.DRAFT, span)
+
+    @staticmethod
+    def _select(batch: RoundBatch, tree: DraftTree, nodes: Tensor) -> Span:
+        """Places of these nodes, in every row."""
+        live = torch.ones(batch.limits.shape[0], nodes.shape[0], dtype=torch.bool, device=nodes.device)
+        return Stages.select(batch, tree, torch.zeros_like(batch.limits), nodes, live)
+
+    @staticmethod
+    def _proposals(batch: RoundBatch, q_len: int) -> Proposals:
+        return Proposals(DraftTree.chain(q_len - 1), torch.zeros_like(batch.limits), torch.full_like(batch.limits, q_len - 1))
+
+    def _batch(self, rows: int, window: int) -> RoundBatch:
+        """The first `rows` rows in a round of `window` positions."""
+        return RoundBatch(
+            tokens=self._tokens[:rows, : window + 1].clone(),
+            starts=torch.full((rows,), self._start, device=self._device),
+            limits=torch.full((rows,), window, device=self._device),
+            most_drafts=torch.full((rows,), window - 1, device=self._device),
+            block_tables=self._tables[:rows],
+            block_size=_BLOCK_SIZE,
+            max_context_len=self._start + window if self._graphs is None else context_bucket(self._start + window, self._most_context),
+            sampler=Sampler([None] * rows, self._vocab_size, self._device),
+            execution=PACKED if self._graphs is None else STATIC,
+            keeps_logits=self._graphs is None,
+        )
+
+    def _prefill(self, context: Sequence[int]) -> None:
+        """KV of all but the last token: computed for the first row, copied for the others."""
+        for start in range(0, self._start, _TOKENS_PER_PASS):
+            self._stages.prefill(*self._chunk(context, start, min(start + _TOKENS_PER_PASS, self._start)))
+        of_rows = self._kv.data.unflatten(2, (self._tables.shape[0], -1))
+        of_rows[:, :, 1:] = of_rows[:, :, :1]
+
+    def _chunk(self, context: Sequence[int], start: int, stop: int) -> tuple[Tensor, BatchView]:
+        """Positions [start, stop) of the first row's context, for one pass."""
+        positions = torch.arange(start, stop, device=self._device)
+        slots = packed_slots_of(self._tables[:1], torch.zeros_like(positions), positions, _BLOCK_SIZE)
+        view = BatchView(positions, slots, self._tables[:1], torch.tensor([0, stop - start], device=self._device), stop - start, stop)
+        return torch.tensor(context[start:stop], device=self._device), view
+
+
+def _captured(run: Callable[[], None], device: GraphDevice) -> Callable[[], None]:
+    """`run`, which is captured once it was run, and replayed from then on."""
+    replay: Callable[[], None] | None = None
+
+    def replayed() -> None:
+        nonlocal replay
+        if replay is None:
+            run()
+            device.renew()  # the stage before may be gone, and its pool with it
+            replay, _ = device.capture(run)
+        else:
+            replay()
+
+    return replayed

@@ -1,1 +1,0 @@
-"""`hispec report`: what a trace says, in words, as JSON and as a picture."""

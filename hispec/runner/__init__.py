@@ -1,0 +1,1 @@
+"""Runs rounds: what a plan needs in memory, eager launches and CUDA graphs, prefill, and what rounds return."""

@@ -1,0 +1,146 @@
+"""Captured graphs: what a round does on a GPU, recorded once and replayed by one launch.
+
+A pass of a small model is over before Python has launched the next one, so the launches decide how fast it is. A graph holds
+all launches of a round (or of one stage, where the host decides in between), with the addresses that they read and write:
+whatever changes from round to round must be written to where it lay at capture.
+"""
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..decoding.stages import PassCounts
+from ..utils.memory import is_out_of_memory
+
+_log = logging.getLogger(__name__)
+
+
+class GraphDevice(Protocol):
+    """Where graphs are captured: a GPU; tests have one that records operations on the CPU."""
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Records what `run` does, without doing it -> what does it, and run's result, whose tensors each replay writes anew."""
+
+    def renew(self) -> None:
+        """All graphs captured before are gone: later ones take memory of their own."""
+
+    def num_bytes(self) -> int:
+        """Memory that graphs captured since hold."""
+
+
+class CudaGraphs:
+    """CUDA graphs in one memory pool: only one of them runs at a time, so all share what they compute in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.renew()
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            result = run()
+        return graph.replay, result
+
+    def renew(self) -> None:
+        # A pool whose last graph is gone cannot be captured into again, while a tensor of its lives.
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def num_bytes(self) -> int:
+        segments = torch.cuda.memory_snapshot()
+        return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self._pool))
+
+
+@dataclass
+class _Graph:
+    """inputs: where its run reads them; counts: the passes that a replay stands for, by counter."""
+
+    replay: Callable[[], None]
+    inputs: tuple[Tensor, ...]
+    result: Any
+    counts: tuple[PassCounts, ...]
+
+
+class GraphCache:
+    """Graphs by key, captured on first use. Beyond max_graphs the least recently used makes room; beyond max_bytes all of them do, since
+    a pool of memory is given back as a whole.
+
+    Captures happen once the work was done eagerly: so what a library sets up on its first call is set up, and the round in which a
+    graph is captured has its result. What cannot be captured for want of memory goes on eagerly.
+    """
+
+    def __init__(self, device: GraphDevice, counters: Sequence[PassCounts], max_graphs: int, max_bytes: int) -> None:
+        """counters: what runs count in; a replay adds what its capture did."""
+        self._device, self._counters = device, tuple(counters)
+        self.max_graphs, self._max_bytes = max_graphs, max_bytes
+        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._refused: set[Hashable] = set()
+        self.num_captures = self.num_replays = self.num_evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._device.num_bytes()
+
+    def run(self, key: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
+        """run(*inputs), by a replay if it was run before under this key. Its result may be overwritten by the next run of any key, since
+        graphs share memory.
+
+        Under one key `run` must do the same operations each time, on tensors that lie in the same places, apart from `inputs`.
+        Doing it twice must be the same as doing it once.
+        """
+        graph = self._graphs.get(key)
+        if graph is None:
+            result = run(*inputs)
+            if key not in self._refused:
+                self._capture(key, run, inputs)
+            return result
+        self._graphs.move_to_end(key)
+        for held, value in zip(graph.inputs, inputs, strict=True):
+            held.copy_(value)
+        graph.replay()
+        for counter, counts in zip(self._counters, graph.counts, strict=True):
+            counter.add(counts)
+        self.num_replays += 1
+        return graph.result
+
+    def clear(self) -> None:
+        """Drops all graphs; they are captured again when needed."""
+        self.num_evictions += len(self._graphs)
+        self._graphs.clear()
+        self._refused.clear()
+
+    def _capture(self, key: Hashable, run: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
+        while len(self._graphs) >= self.max_graphs:
+            self._graphs.popitem(last=False)
+            self.num_evictions += 1
+        if not self._graphs:
+            self._device.renew()
+        held = tuple(value.clone() for value in inputs)
+        before = [counter.copy() for counter in self._counters]
+        try:
+            replay, result = self._device.capture(lambda: run(*held))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._refused.add(key)
+            _log.warning("no memory to capture a graph of %s: it runs eagerly; lower engine.num_kv_blocks or engine.max_graphs", key)
+            return
+        finally:
+            counts = tuple(counter.since(earlier) for counter, earlier in zip(self._counters, before, strict=True))
+            for counter, earlier in zip(self._counters, before, strict=True):
+                counter.set(earlier)
+        self._graphs[key] = _Graph(replay, held, result, counts)
+        self.num_captures += 1
+        if (num_bytes := self.num_bytes) > self._max_bytes:
+            # One that is too large by itself stays: to capture it in each round would cost more than it gains.
+            _log.warning("captured graphs take %d MB, more than engine.max_graph_bytes=%d; raise it", num_bytes >> 20, self._max_bytes)
+            if len(self._graphs) > 1:
+                self.clear()

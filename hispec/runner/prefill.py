@@ -1,0 +1,63 @@
+"""Pieces of several prompts as one pass."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cache.view import BatchView, packed_slots_of
+
+from ..decoding.drafter import DrafterError, guarded
+from ..scheduling.scheduler import Chunk
+from ..stats import EngineStats
+from .drafter_failures import give_up_drafting
+from .plan_runtime import Speculation
+
+_log = logging.getLogger(__name__)
+
+
+def prefill(now: Speculation, chunks: Sequence[Chunk], block_tables: Tensor, block_size: int, stats: EngineStats) -> None:
+    """Computes the KV of prompt positions at every layer, of all exits and of the draft model; several requests' chunks in one pass. block_tables
+    [rows, max_blocks] of all rows. If the draft model fails, its requests go on without it; where there are other drafters too, it has to make up
+    for it when it is asked again. Raises DrafterError if it lacks memory and fewer rows might do."""
+    token_ids, view = prefill_pass(chunks, block_tables, block_size, now.kv.data.device)
+    now.stages.prefill(token_ids, view)
+    for drafter in now.drafters:
+        try:
+            with guarded(drafter):
+                drafter.prefill(token_ids, view)
+        except DrafterError as error:
+            if error.lacks_memory and block_tables.shape[0] > 1:
+                raise
+            if now.routes:
+                stats.drafter_failures += 1
+                _log.warning("a drafter failed at a prompt (%s)", error)
+                for chunk in chunks:
+                    chunk.request.gaps.setdefault("model", chunk.start)
+            else:
+                give_up_drafting([chunk.request for chunk in chunks], error, stats)
+
+
+def prefill_pass(chunks: Sequence[Chunk], block_tables: Tensor, block_size: int, device: torch.device) -> tuple[Tensor, BatchView]:
+    """Token ids [tokens] of the chunks, row after row, and where they stand; block_tables [rows, max_blocks] of all rows."""
+    chunks = sorted(chunks, key=lambda chunk: chunk.request.row or 0)
+    num_rows = block_tables.shape[0]
+    token_ids = torch.tensor([token for chunk in chunks for token in chunk.request.token_ids[chunk.start : chunk.end]], device=device)
+    positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]).to(device)
+    q_lens = torch.zeros(num_rows + 1, dtype=torch.int64)
+    for chunk in chunks:
+        assert chunk.request.row is not None
+        q_lens[chunk.request.row + 1] = chunk.end - chunk.start
+    tables = block_tables.to(device)
+    row_ids = torch.repeat_interleave(torch.arange(num_rows), q_lens[1:]).to(device)
+    view = BatchView(
+        positions=positions,
+        slots=packed_slots_of(tables, row_ids, positions, block_size),
+        block_tables=tables,
+        cu_q_lens=q_lens.cumsum(0).to(device),
+        max_q_len=int(q_lens.max()),
+        max_context_len=max(chunk.end for chunk in chunks),
+    )
+    return token_ids, view

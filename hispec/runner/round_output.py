@@ -1,0 +1,105 @@
+"""What rounds said, on the host: row by row for the engine, and as arrays for whoever decides what rounds do."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from ..config import Plan
+from ..control.choice import Choice, Observation, Shadow
+from ..decoding.drafter import Source
+from ..scheduling.policy import Service
+
+
+@dataclass(frozen=True)
+class RowOutcome:
+    """What a round says of one row.
+
+    drafted, kept, source   of each cycle: drafts that could be judged, those that the tier above kept, and who made them
+    shadows                 of each exit that was watched: places, right, drafts, agreed (see control.choice.Shadow)
+    """
+
+    token_ids: list[int]
+    tentative: int
+    accepted: int
+    drafted: list[int]
+    kept: list[int]
+    source: list[int]
+    shadows: list[int] = field(default_factory=list)
+
+    def service(self, passes: float, seconds: float) -> Service:
+        """What the round gave the row, for a policy. Of tentative tokens some are the check's own: more may be accepted than were drafted."""
+        drafted = sum(self.drafted)
+        return Service(1, len(self.token_ids), drafted, min(drafted, self.accepted), passes, seconds)
+
+    def by_source(self, counts: Sequence[int]) -> list[int]:
+        """Counts of cycles, summed by who drafted."""
+        sums = [0] * len(Source)
+        for source, count in zip(self.source, counts, strict=True):
+            sums[source] += count
+        return sums
+
+
+def outcomes_of(packed: Tensor, plan: Plan) -> list[RowOutcome]:
+    """packed [rows, ...] as a launcher has put it together: counts, tentative, accepted; by cycle drafted, kept, source; tokens; what exits
+    would have said."""
+    return [_outcome(values, plan.num_checks, plan.window) for values in packed.tolist()]
+
+
+def _outcome(values: Sequence[int], num_checks: int, window: int) -> RowOutcome:
+    count, tentative, accepted, *rest = values
+    drafted, kept, source = (rest[at * num_checks : (at + 1) * num_checks] for at in range(3))
+    tokens = rest[3 * num_checks : 3 * num_checks + window]
+    return RowOutcome(tokens[:count], tentative, accepted, drafted, kept, source, rest[3 * num_checks + window :])
+
+
+def observed(
+    choice: Choice,
+    rows: Sequence[tuple[int, RowOutcome]],
+    *,
+    limits: Sequence[int],
+    most_drafts: Sequence[int],
+    watched: Sequence[int],
+    context_tokens: int,
+    seconds: float,
+) -> Observation:
+    """One round: number and outcome of each request, the places and the drafts per cycle that it might have taken, the exits that were watched."""
+    cycles: list[tuple[int, int, int, int, int]] = []
+    verified: list[tuple[int, int, int]] = []
+    if choice.route is not None:
+        for (number, outcome), limit, most in zip(rows, limits, most_drafts, strict=True):
+            first = 0
+            for drafted, kept, source in zip(outcome.drafted, outcome.kept, outcome.source, strict=True):
+                cap = min(limit - first - 1, most)
+                if cap <= 0:  # nothing to learn: it could not have drafted
+                    break
+                cycles.append((number, cap, drafted, kept, source))
+                first += kept + 1
+            if first:
+                verified.append((number, outcome.tentative, outcome.accepted))
+    by_cycle, by_row = np.array(cycles, np.int64).reshape(-1, 5).T, np.array(verified, np.int64).reshape(-1, 3).T
+    return Observation(
+        choice=choice,
+        num_rows=len(rows),
+        context_tokens=context_tokens,
+        seconds=seconds,
+        tokens=sum(len(outcome.token_ids) for _, outcome in rows),
+        numbers=by_cycle[0],
+        caps=by_cycle[1],
+        drafted=by_cycle[2],
+        kept=by_cycle[3],
+        looked_up=by_cycle[4],
+        rows=by_row[0],
+        tentative=by_row[1],
+        accepted=by_row[2],
+        shadows=_shadows(rows, watched),
+    )
+
+
+def _shadows(rows: Sequence[tuple[int, RowOutcome]], watched: Sequence[int]) -> list[Shadow]:
+    if not rows or not rows[0][1].shadows:
+        return []
+    counts = np.array([outcome.shadows for _, outcome in rows], np.int64).reshape(len(rows), len(watched), 4)
+    return [Shadow(layer, *counts[:, at].T) for at, layer in enumerate(watched)]

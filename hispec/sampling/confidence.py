@@ -1,0 +1,24 @@
+"""How likely tokens are, by logits as they are: what a drafter's and a check's confidence is measured by."""
+from __future__ import annotations
+
+from torch import Tensor
+
+from ee_models.kernels import runs_triton
+
+
+def largest(logits: Tensor) -> Tensor:
+    """Probability [n] float32 of the likeliest token of logits [n, vocab]."""
+    if runs_triton(logits.device):
+        from .confidence_triton import log_sum_exp
+
+        return (logits.amax(-1).float() - log_sum_exp(logits)).exp()
+    return logits.float().softmax(-1).amax(-1)
+
+
+def of(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Probabilities [n, m] float32 of token_ids [n, m] by logits [n, vocab]."""
+    if runs_triton(logits.device):
+        from .confidence_triton import log_sum_exp
+
+        return (logits.gather(1, token_ids).float() - log_sum_exp(logits).unsqueeze(1)).exp()
+    return logits.float().softmax(-1).gather(1, token_ids)

@@ -1,0 +1,141 @@
+"""What is done to logits before they are tempered: logit_bias, penalties, min_tokens; for the rows that ask for it."""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .inputs import Places, RowSampling
+
+
+class Adjuster(ABC):
+    """What some rows want done to their logits. Each of these has a line in tables [lines, vocab]; line 0 is all others', and does
+    nothing. Tables are made when a row first needs one, and grow by doubling."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._line_of_row = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._capacity = 0
+        self.num_lines = 0  # of the rows that want something
+
+    @property
+    def mode(self) -> int:
+        """As Sampler.mode: other tables, other code."""
+        return self._capacity if self.num_lines else 0
+
+    def load(self, rows: Sequence[RowSampling | None]) -> None:
+        wanted = [(index, row) for index, row in enumerate(rows) if row is not None and self.wants(row)]
+        self.num_lines = 0  # until all is there: memory may be too little
+        if not wanted:
+            return
+        if self._capacity <= len(wanted):
+            self._capacity, capacity = 0, 1 << len(wanted).bit_length()
+            self.make_tables(capacity)
+            self._capacity = capacity
+        line_of_row = torch.zeros_like(self._line_of_row, device="cpu")
+        for line, (index, _) in enumerate(wanted, start=1):
+            line_of_row[index] = line
+        self._line_of_row.copy_(line_of_row)
+        self.fill([row for _, row in wanted])
+        self.num_lines = len(wanted)
+
+    @abstractmethod
+    def wants(self, row: RowSampling) -> bool:
+        """Whether it has a line."""
+
+    @abstractmethod
+    def make_tables(self, num_lines: int) -> None:
+        """With nothing in line 0."""
+
+    @abstractmethod
+    def fill(self, rows: Sequence[RowSampling]) -> None:
+        """Lines from 1 on are these rows'."""
+
+    def advance(self, tokens: Tensor, counts: Tensor) -> None:
+        """As Sampler.advance; most have nothing to do."""
+        return
+
+    @abstractmethod
+    def apply(self, logits: Tensor, at: Places) -> None:
+        """Changes logits [tokens, vocab] float32 in place."""
+
+
+class Bias(Adjuster):
+    """logit_bias."""
+
+    def wants(self, row: RowSampling) -> bool:
+        return bool(row.params.logit_bias)
+
+    def make_tables(self, num_lines: int) -> None:
+        self._bias = torch.zeros(num_lines, self._vocab_size, device=self._device)
+
+    def fill(self, rows: Sequence[RowSampling]) -> None:
+        bias = torch.zeros(len(rows), self._vocab_size)
+        for line, row in enumerate(rows):
+            bias[line, list(row.params.logit_bias)] = torch.tensor(list(row.params.logit_bias.values()))
+        self._bias[1 : len(rows) + 1].copy_(bias)
+
+    def apply(self, logits: Tensor, at: Places) -> None:
+        logits += self._bias[self._line_of_row[at.rows]]
+
+
+class Penalties(Adjuster):
+    """Repetition, presence and frequency penalties. Tokens of the round before the place count as output already."""
+
+    def wants(self, row: RowSampling) -> bool:
+        return row.params.has_penalties
+
+    def make_tables(self, num_lines: int) -> None:
+        self._counts = torch.zeros(num_lines, self._vocab_size, device=self._device)
+        self._in_prompt = torch.zeros(num_lines, self._vocab_size, dtype=torch.bool, device=self._device)
+        self._penalties = torch.tensor([1.0, 0.0, 0.0], device=self._device).repeat(num_lines, 1)
+
+    def fill(self, rows: Sequence[RowSampling]) -> None:
+        counts = torch.stack([torch.bincount(torch.tensor(row.output_token_ids, dtype=torch.int64), minlength=self._vocab_size) for row in rows])
+        in_prompt = torch.zeros(len(rows), self._vocab_size, dtype=torch.bool)
+        for line, row in enumerate(rows):
+            in_prompt[line, torch.tensor(row.prompt_token_ids)] = True
+        penalties = torch.tensor([[row.params.repetition_penalty, row.params.presence_penalty, row.params.frequency_penalty] for row in rows])
+        for table, values in ((self._counts, counts), (self._in_prompt, in_prompt), (self._penalties, penalties)):
+            table[1 : len(rows) + 1].copy_(values)
+
+    def advance(self, tokens: Tensor, counts: Tensor) -> None:
+        lines = self._line_of_row[: len(counts)].unsqueeze(1)
+        columns = torch.arange(1, tokens.shape[1], device=tokens.device)
+        is_output = (columns <= counts.unsqueeze(1)) & (lines > 0)
+        self._counts.view(-1).scatter_add_(0, (lines * self._vocab_size + tokens[:, 1:]).view(-1), is_output.float().view(-1))
+
+    def apply(self, logits: Tensor, at: Places) -> None:
+        lines = self._line_of_row[at.rows]
+        counts = self._counts[lines]
+        tokens = at.window_tokens[at.rows]
+        counts.scatter_add_(1, tokens, (at.tentative() & (lines > 0).unsqueeze(-1)).float())
+        repetition, presence, frequency = self._penalties[lines].unsqueeze(-1).unbind(1)
+        seen = (counts > 0) | self._in_prompt[lines]
+        logits.copy_(torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits))
+        logits -= frequency * counts + presence * (counts > 0)
+
+
+class MinTokens(Adjuster):
+    """No stop token before min_tokens."""
+
+    def wants(self, row: RowSampling) -> bool:
+        return bool(row.params.min_tokens and row.stop_ids)
+
+    def make_tables(self, num_lines: int) -> None:
+        self._first_free = torch.zeros(num_lines, dtype=torch.int64, device=self._device)
+        self._forbidden = torch.zeros(num_lines, self._vocab_size, dtype=torch.bool, device=self._device)
+
+    def fill(self, rows: Sequence[RowSampling]) -> None:
+        forbidden = torch.zeros(len(rows), self._vocab_size, dtype=torch.bool)
+        for line, row in enumerate(rows):
+            forbidden[line, list(row.stop_ids)] = True
+        self._forbidden[1 : len(rows) + 1].copy_(forbidden)
+        self._first_free[1 : len(rows) + 1].copy_(torch.tensor([len(row.prompt_token_ids) + row.params.min_tokens for row in rows]))
+
+    def apply(self, logits: Tensor, at: Places) -> None:
+        lines = self._line_of_row[at.rows]
+        too_early = at.positions < self._first_free[lines]
+        logits.masked_fill_(self._forbidden[lines] & too_early.unsqueeze(-1), -torch.inf)

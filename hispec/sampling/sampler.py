@@ -1,0 +1,163 @@
+"""From logits to tokens: bias, penalties, temperature and filters, the same function for every tier.
+
+The order is transformers': logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ee_models.kernels import runs_triton
+
+from ..sampling_params import SamplingParams
+from . import noise
+from .inputs import Places, RowSampling
+from .logits_processors import Adjuster, Bias, MinTokens, Penalties
+
+# Tokens that a nucleus is first looked for in; the whole vocabulary is sorted only where they do not hold it.
+_NUCLEUS_FIRST = 512
+
+
+class Sampler:
+    """Sampling parameters of the rows of a batch, as tensors. They stay where they are when the rows change (`load`), since a captured
+    graph reads them there."""
+
+    def __init__(self, rows: Sequence[RowSampling | None], vocab_size: int, device: torch.device, num_rows: int | None = None) -> None:
+        """num_rows: as many as there can ever be; None = those of `rows`."""
+        self._vocab_size, self._device = vocab_size, device
+        self._num_rows = num_rows or len(rows)
+        self._floats = torch.zeros(3, self._num_rows, device=device)
+        self._ints = torch.zeros(2, self._num_rows, dtype=torch.int64, device=device)
+        self._temperature, self._top_p, self._min_p = self._floats
+        self._top_k, self._seeds = self._ints
+        self._adjusters: tuple[Adjuster, ...] = tuple(kind(self._num_rows, vocab_size, device) for kind in (Bias, Penalties, MinTokens))
+        self.load(rows)
+
+    def load(self, rows: Sequence[RowSampling | None]) -> None:
+        """Other rows from now on; those past the last are greedy."""
+        missing: list[RowSampling | None] = [None] * (self._num_rows - len(rows))
+        rows = [*rows, *missing]
+        params = [row.params if row else SamplingParams(temperature=0.0) for row in rows]
+        self._floats.copy_(torch.tensor([[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]))
+        self._ints.copy_(torch.tensor([[min(p.top_k, self._vocab_size) for p in params], [row.seed if row else 0 for row in rows]]))
+        sampled = [p for p in params if p.temperature > 0]
+        self._any_sampled = bool(sampled)
+        # A power of two, as graphs are captured anew for another number.
+        most = max((p.top_k for p in sampled), default=0)
+        self._max_top_k = min(self._vocab_size, 1 << (most - 1).bit_length()) if most else 0
+        self._any_top_p, self._any_min_p = any(p.top_p < 1.0 for p in sampled), any(p.min_p > 0.0 for p in sampled)
+        for adjuster in self._adjusters:
+            adjuster.load(rows)
+        self._active = [adjuster for adjuster in self._adjusters if adjuster.num_lines]
+
+    @property
+    def mode(self) -> tuple[object, ...]:
+        """What the code below depends on besides values of tensors: a graph captured in one mode is no use in another."""
+        return self._any_sampled, self._max_top_k, self._any_top_p, self._any_min_p, *(adjuster.mode for adjuster in self._adjusters)
+
+    def advance(self, tokens: Tensor, counts: Tensor) -> None:
+        """tokens[:, 1 : counts + 1] of a round's window, counts [rows], are now output of the rows."""
+        for adjuster in self._active:
+            adjuster.advance(tokens, counts)
+
+    def choose(self, logits: Tensor, at: Places) -> Tensor:
+        """The coupled choice [tokens] from logits [tokens, vocab]: argmax, at temperature > 0 with the position's noise."""
+        logits = self._adjusted(logits, at)
+        if runs_triton(logits.device):
+            return self._choose_on_gpu(logits, at)
+        if not self._any_sampled:
+            return logits.argmax(-1)
+        sampled = self._temperature[at.rows] > 0
+        return torch.where(sampled, draw(self._filtered(logits, at.rows), self._choice_keys(at)), logits.argmax(-1))
+
+    def _choose_on_gpu(self, logits: Tensor, at: Places) -> Tensor:
+        """As `choose`, without a copy of the logits in float32, and without sorting any. Of equal logits, of which bfloat16 has many, the
+        lowest token wins in every pass; torch's argmax on a GPU promises none."""
+        from . import noise_triton
+
+        if not self._any_sampled:
+            return noise_triton.argmax_with_noise(logits, None)
+        temperature, floor = self._temperature[at.rows], None
+        if self._max_top_k or self._any_top_p or self._any_min_p:
+            floor = noise_triton.nucleus_floor(logits, temperature, self._top_k[at.rows], self._top_p[at.rows], self._min_p[at.rows])
+        return noise_triton.argmax_with_noise(logits, self._choice_keys(at), temperature, floor)
+
+    def choose_top(self, logits: Tensor, at: Places, num: int) -> Tensor:
+        """The `num` likeliest tokens [tokens, num] under the position's noise, the coupled choice first."""
+        best = self.choose(logits, at).unsqueeze(-1)
+        if num == 1:
+            return best
+        logits = self._adjusted(logits, at)
+        if self._any_sampled:
+            sampled = (self._temperature[at.rows] > 0).unsqueeze(-1)
+            logits = torch.where(sampled, self._filtered(logits, at.rows) + noise.gumbel(self._choice_keys(at), logits.shape[-1]), logits)
+        # The choice itself is put first by hand: a tie, or another rounding of the noise, must not leave it out.
+        others = logits.scatter(1, best, -torch.inf).topk(num - 1, dim=-1).indices
+        return torch.cat((best, others), dim=1)
+
+    def probabilities(self, logits: Tensor, at: Places) -> Tensor:
+        """The distribution [tokens, vocab] that the row samples from; one-hot for greedy rows."""
+        logits = self._adjusted(logits, at)
+        one_hot = torch.nn.functional.one_hot(logits.argmax(-1), self._vocab_size).float()
+        if not self._any_sampled:
+            return one_hot
+        sampled = (self._temperature[at.rows] > 0).unsqueeze(-1)
+        return torch.where(sampled, self._filtered(logits, at.rows).softmax(-1), one_hot)
+
+    def keys(self, rows: Tensor, positions: Tensor, stream: noise.Stream) -> Tensor:
+        """Keys of the draws at `positions`, broadcast against rows' seeds."""
+        return noise.keys(self._seeds[rows], positions, stream)
+
+    def _choice_keys(self, at: Places) -> Tensor:
+        """Of the noise by which every tier chooses at these places."""
+        return noise.keys(self._seeds[at.rows], at.positions, noise.Stream.CHOICE)
+
+    def _adjusted(self, logits: Tensor, at: Places) -> Tensor:
+        if not self._active:
+            return logits
+        logits = logits.to(torch.float32, copy=True)
+        for adjuster in self._active:
+            adjuster.apply(logits, at)
+        return logits
+
+    def _filtered(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Tempered logits [tokens, vocab], -inf where a filter removes the token. Greedy rows are left as they are."""
+        temperature = self._temperature[rows].unsqueeze(-1)
+        logits = logits / torch.where(temperature > 0, temperature, 1.0)
+        if self._max_top_k:
+            top_k = self._top_k[rows].unsqueeze(-1)
+            kth = logits.topk(self._max_top_k, dim=-1).values.gather(-1, (top_k - 1).clamp(0, self._max_top_k - 1))
+            logits = logits.masked_fill((logits < kth) & (top_k > 0), -torch.inf)
+        if self._any_top_p:
+            logits = logits.masked_fill(logits < _nucleus_floor(logits, self._top_p[rows].unsqueeze(-1)), -torch.inf)
+        if self._any_min_p:
+            floor = logits.amax(-1, keepdim=True) + self._min_p[rows].unsqueeze(-1).log()
+            logits = logits.masked_fill(logits < floor, -torch.inf)
+        return logits
+
+
+def _nucleus_floor(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Smallest logit [tokens, 1] in the nucleus: the fewest most likely tokens whose probability reaches top_p."""
+    probabilities = logits.softmax(-1)  # row by row the same bits, which logsumexp does not give
+    # Elsewhere than on a CPU nobody waits for an answer: the first look takes in everything.
+    size = min(_NUCLEUS_FIRST, logits.shape[-1]) if logits.device.type == "cpu" else logits.shape[-1]
+    while True:
+        largest, token = logits.topk(size, dim=-1)
+        before = probabilities.gather(-1, token).cumsum(-1).roll(1, -1)
+        inside = before < top_p
+        inside[:, 0].fill_(True)
+        if size == logits.shape[-1] or not bool((inside[:, -1:] & (top_p < 1.0)).any()):
+            floor = largest.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
+            return torch.where(top_p < 1.0, floor, -torch.inf)
+        size = logits.shape[-1]
+
+
+def draw(logits: Tensor, key: Tensor) -> Tensor:
+    """One token per row [n] int64, distributed as softmax(logits [n, vocab]), by the Gumbel noise of key [n]."""
+    if logits.device.type == "cpu":
+        from .noise_numba import argmax_with_noise  # here, so that a machine without numba can still use a GPU
+
+        return argmax_with_noise(logits, key)
+    return (logits + noise.gumbel(key, logits.shape[-1])).argmax(-1)

@@ -1,0 +1,60 @@
+"""Requests as an engine's trace recorded them."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..trace.records import RequestRecord
+from ..trace.writer import read_trace
+from .config import SimulationConfig
+from .distributions import Floats, Ints
+from .workload import Recorded, Workload, shares_of
+
+_UNKNOWN = -2  # a route that the experiment has not: its rounds are drawn anew
+
+
+def read_recording(config: SimulationConfig) -> Workload | None:
+    """The requests of requests.trace that got any output, in order of arrival; None without a trace. Raises ConfigError."""
+    if config.requests.trace is None:
+        return None
+    path = Path(config.requests.trace)
+    requests = sorted((each for each in read_trace(path).requests if each.output_tokens), key=lambda each: each.arrival)
+    if not requests:
+        raise ConfigError(f"requests.trace: no request was finished in {path}; record a longer run")
+    num = len(requests)
+    shares = shares_of(config.routes, [{}], [np.arange(num)], num, np.random.default_rng([config.seed, 4]))
+    numbers = {str(route.route): number for number, route in enumerate(config.routes.values())}
+    times: Floats = np.array([each.arrival for each in requests])
+    return Workload(
+        _whole([each.prompt_tokens for each in requests]),
+        _whole([min(each.cached_tokens, each.prompt_tokens - 1) for each in requests]),
+        _whole([each.output_tokens for each in requests]),
+        _whole([each.max_tokens for each in requests]),
+        np.zeros(num, np.int64),
+        ("recorded",),
+        (False,),
+        np.random.default_rng([config.seed, 2]).integers(0, 2**63, num, dtype=np.uint64),
+        shares,
+        np.arange(num),
+        _rounds(requests, numbers),
+        times,
+    )
+
+
+def _rounds(requests: list[RequestRecord], numbers: dict[str, int]) -> Recorded:
+    starts, rounds = [0], list[tuple[int, ...]]()
+    cycles: list[tuple[int, ...]] = []
+    for request in requests:
+        for route, committed, drafted, kept in request.rounds:
+            number = -1 if route < 0 else numbers.get(request.routes[route], _UNKNOWN)
+            rounds.append((number, committed, len(cycles), len(cycles) + len(drafted)))
+            cycles += zip(drafted, kept, strict=True)
+        starts.append(len(rounds))
+    return Recorded(_whole(starts), _whole(rounds).reshape(-1, 4), _whole(cycles).reshape(-1, 2))
+
+
+def _whole(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Ints:
+    return np.array(values, np.int64)

@@ -1,0 +1,1 @@
+"""Files, memory and hardware: helpers that know nothing of decoding."""

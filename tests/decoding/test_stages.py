@@ -1,0 +1,43 @@
+"""Packing of live places says what a walk row by row says, and `spread` puts values back where they came from."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hispec.decoding.batch import RoundBatch
+from hispec.decoding.draft_tree import DraftTree
+from hispec.decoding.stages import Stages
+from hispec.sampling.sampler import Sampler
+
+WINDOW = 6
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_packing_agrees_with_a_walk(rows: int, q_len: int, block_size: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(rows * 100 + q_len * 10 + block_size)
+    live = torch.rand(rows, q_len, generator=generator) < share
+    first, nodes = torch.randint(0, WINDOW - q_len + 1, (rows,), generator=generator), torch.arange(q_len)
+    index = first.unsqueeze(-1) + nodes
+    starts = torch.randint(0, 40, (rows,), generator=generator)
+    tables = torch.randperm(rows * 64, generator=generator).view(rows, 64)
+    limits = torch.full((rows,), WINDOW)
+    sampler = Sampler([None] * rows, 50, torch.device("cpu"))
+    batch = RoundBatch(torch.zeros(rows, WINDOW + 1, dtype=torch.int64), starts, limits, limits, tables, block_size, 64, sampler)
+    walked, ends = [], [0]
+    for row in range(rows):
+        for j in range(q_len):
+            if live[row, j]:
+                column = int(index[row, j])
+                position = int(starts[row]) + column
+                slot = int(tables[row, position // block_size]) * block_size + position % block_size
+                walked.append((row, column, row * WINDOW + column, row * q_len + j, position, slot))
+        ends.append(len(walked))
+    span = Stages.select(batch, DraftTree.chain(q_len), first, nodes, live)
+    found = (span.rows, span.index, span.flat, span.place, span.view.positions, span.view.slots)
+    assert list(zip(*(values.tolist() for values in found), strict=True)) == walked
+    assert span.view.cu_q_lens.tolist() == ends
+    assert torch.equal(span.spread(torch.ones(span.num_tokens)).bool(), live)
+    assert torch.equal(span.spread(span.index + 1), torch.where(live, index + 1, 0))

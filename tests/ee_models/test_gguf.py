@@ -1,0 +1,122 @@
+"""GGUF: a file written as llama.cpp's converter writes it comes back as the model that it was made from."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from ee_models.checkpoint.loader import (
+    CheckpointError,
+    UnsupportedModelError,
+    load_tokenizer,
+    open_checkpoint,
+)
+from ee_models.checkpoint.weights import expected_tensors
+from ee_models.config import ModelConfig
+from tests.helpers.tiny_gguf import ARCHITECTURES, write_gguf
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_config_and_tensors_are_those_of_the_model(tmp_path: Path, family: str) -> None:
+    model = write_gguf(tmp_path / "tiny.gguf", family)
+    checkpoint = open_checkpoint(tmp_path / "tiny.gguf")
+    expected = ModelConfig.from_transformers(model.config)
+    assert checkpoint.config.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
+    assert {**vars(checkpoint.config), "rms_norm_eps": 0} == {**vars(expected), "rms_norm_eps": 0}
+    assert checkpoint.dtype == torch.float32
+    weights = dict(model.named_parameters())
+    for name in expected_tensors(expected):
+        assert torch.equal(checkpoint.tensor(name), weights[name]), name
+    assert set(checkpoint.tensors) == set(weights)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Kind.F16, torch.float16), (Kind.BF16, torch.bfloat16)])
+def test_half_precision_stays_as_it_is_stored(tmp_path: Path, kind: Kind, dtype: torch.dtype) -> None:
+    model = write_gguf(tmp_path / "tiny.gguf", "llama", kind)
+    checkpoint = open_checkpoint(tmp_path / "tiny.gguf")
+    assert checkpoint.dtype == dtype
+    for name, parameter in model.named_parameters():
+        assert torch.equal(checkpoint.tensor(name), parameter.to(dtype) if parameter.ndim == 2 else parameter), name
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0])
+def test_quantised_tensors_unpack_to_the_numbers_they_stand_for(tmp_path: Path, kind: Kind) -> None:
+    model = write_gguf(tmp_path / "tiny.gguf", "qwen2", kind)
+    checkpoint = open_checkpoint(tmp_path / "tiny.gguf")
+    assert checkpoint.dtype == torch.float32
+    weight = dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"].detach().numpy()
+    unpacked = torch.from_numpy(gguf.dequantize(gguf.quantize(weight, kind), kind))
+    assert torch.equal(checkpoint.tensor("model.layers.1.mlp.up_proj.weight"), unpacked)
+
+
+def test_a_folder_of_one_gguf_is_a_model_and_of_two_is_not(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", "llama")
+    assert open_checkpoint(tmp_path).path == str(tmp_path / "a.gguf")
+    (tmp_path / "b.gguf").hardlink_to(tmp_path / "a.gguf")
+    with pytest.raises(CheckpointError, match=r"2 .gguf files \(a.gguf, b.gguf\); give the path of one"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_without_tokenizer_has_none(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "llama")
+    assert load_tokenizer(open_checkpoint(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architecture": "mamba"}, "general.architecture is 'mamba'; supported: llama, qwen2, qwen3"),
+        ({"expert_count": 8}, "llama.expert_count is 8; supported: 0"),
+        ({"split__count": 3}, "split.count is 3; supported: 1"),
+        ({"rope__scaling__type": "yarn"}, "llama.rope.scaling.type is 'yarn'; supported: none, linear"),
+        ({"rope__dimension_count": 8}, "llama.rope.dimension_count is 8; supported: the head dimension, 16"),
+        ({"attention__head_count_kv": 3}, "num_kv_heads is 3; supported: a divisor of num_heads = 4"),
+    ],
+)
+def test_what_the_decoder_does_not_implement_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "llama", **fields)
+    with pytest.raises(UnsupportedModelError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_rotary_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "llama3", rope__freq_base=1e4)
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs.weight is .*supported: none, or Llama 3's"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_count": None}, "llama.block_count is missing or holds no single number"),
+        ({"attention__head_count": [4, 4]}, "llama.attention.head_count is missing or holds no single number"),
+        ({"left_out": "blk.1.ffn_up.weight"}, r"disagree in 1 tensor\(s\): model.layers.1.mlp.up_proj.weight is missing"),
+    ],
+)
+def test_a_file_at_odds_with_itself_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "llama", **fields)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.0001, 0.01, 0.5, 0.999])
+def test_a_truncated_file_is_refused(tmp_path: Path, kept: float) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(CheckpointError, match=r"tiny.gguf \(\d+ bytes\) is no complete GGUF file"):
+        open_checkpoint(path)
+
+
+def test_a_file_truncated_after_opening_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama")
+    checkpoint = open_checkpoint(path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(CheckpointError, match="ends within a tensor"):
+        checkpoint.tensor("model.layers.1.mlp.up_proj.weight")

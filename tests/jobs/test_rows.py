@@ -1,0 +1,82 @@
+"""Input and output rows, one at a time."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hispec.errors import build
+from hispec.jobs.output import RowError, output_row
+from hispec.jobs.rows import BadRow, Row, parse_row, read_rows
+from hispec.jobs.schema import InputConfig, OutputConfig, RunConfig
+from tests.helpers.job_support import make_job, parse
+
+
+@pytest.mark.parametrize(
+    ("raw", "part"),
+    [
+        (b'{"prompt": "a"', "not valid JSON"),
+        (b'{"prompt": "caf\xe9"}', "not UTF-8 (byte 15 of the line)"),
+        (b'{"prompt": "\\ud800"}', "surrogate"),
+        (b'{"prompt": "a", "sampling": {"temperature": NaN}}', "NaN is no JSON number"),
+        (b'{"prompt": "a", "sampling": {"temperature": 1e999}}', "not valid JSON"),
+        (b'{"prompt_token_ids": [' + b"9" * 5000 + b"]}", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'"hello"', "expected a JSON object"),
+        (b"{}", "exactly one of prompt, prompt_token_ids and messages, got none"),
+        (b'{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "got prompt and messages"),
+        (b'{"promt": "a"}', "did you mean 'prompt'?"),
+        (b'{"prompt": 3}', "prompt: input should be a valid string, got 3"),
+        (b'{"prompt_token_ids": [1, "2"]}', "prompt_token_ids.1: input should be a valid integer"),
+        (b'{"messages": []}', "messages: "),
+        (b'{"messages": [{"role": "user"}]}', "messages.0.content: required"),
+        (b'{"prompt": "a", "sampling": {"temprature": 1}}', "sampling.temprature: unknown setting (did you mean 'temperature'?)"),
+        (b'{"prompt": "a", "sampling": {"max_tokens": -1}}', "sampling.max_tokens: input should be greater than or equal to 1, got -1"),
+        (b'{"prompt": "a", "sampling": {"min_tokens": 99}}', "min_tokens=99 is above max_tokens=16"),
+        (b'{"prompt": "a", "id": 1.5}', "id"),
+    ],
+)
+def test_a_bad_line_is_named_by_number(raw: bytes, part: str) -> None:
+    row = parse(raw)
+    assert isinstance(row, BadRow)
+    assert row.message.startswith("line 7: ") and part in row.message
+    assert len(row.message) <= 1000
+
+
+def test_a_row_puts_its_sampling_over_the_jobs() -> None:
+    row = parse({"prompt": "a", "sampling": {"top_k": 5}}, temperature=0.5, seed=9)
+    assert isinstance(row, Row)
+    assert (row.sampling.top_k, row.sampling.temperature, row.sampling.seed) == (5, 0.5, 9)
+
+
+def test_a_row_without_a_seed_gets_one_that_depends_on_its_place_alone() -> None:
+    first, again = parse({"prompt": "a"}), parse({"prompt": "b"})
+    assert isinstance(first, Row) and isinstance(again, Row)
+    assert first.sampling.seed == again.sampling.seed is not None
+    elsewhere = parse_row(build(RunConfig, {"model": "fake"}), 4, 7, b'{"prompt": "a"}')
+    assert isinstance(elsewhere, Row) and elsewhere.sampling.seed != first.sampling.seed
+
+
+def test_the_content_hash_tells_prompt_sampling_and_model_apart() -> None:
+    def content_hash(raw: dict[str, Any], model: str = "fake", **engine: Any) -> str:
+        return parse_row(build(RunConfig, {"model": model, "engine": engine}), 0, 1, json.dumps(raw).encode()).content_hash
+
+    base = content_hash({"prompt": "a"})
+    assert base == content_hash({"id": 5, "prompt": "a", "metadata": 1})
+    others = [content_hash({"prompt": "b"}), content_hash({"prompt": "a", "sampling": {"top_k": 3}}), content_hash({"prompt": "a"}, "other")]
+    others += [content_hash({"prompt": "a"}, quantization=kind) for kind in ("int8", "int4")]
+    assert base not in others and len(set(others)) == 5
+
+
+def test_blank_lines_count_as_lines_but_are_no_rows(tmp_path: Path) -> None:
+    job = make_job(tmp_path, [b"\xef\xbb\xbf", {"prompt": "a"}, b"\n", b"  \r\n", {"prompt": "b"}, b"\n"])
+    assert [(row.index, row.line) for row in read_rows(job, job.input)] == [(0, 1), (1, 4)]
+    limited = InputConfig(path=job.input.path, limit=1)
+    assert len(list(read_rows(job, limited))) == 1
+
+
+def test_row_errors_carry_their_type() -> None:
+    values = output_row(parse(b"broken"), RowError("invalid_line", "line 7: broken"), OutputConfig(path=Path("o")))
+    assert values["error"] == {"type": "invalid_line", "message": "line 7: broken", "line": 7}

@@ -1,0 +1,154 @@
+"""GraphCache and the sizes of static rounds: what is captured when, what makes room, what is counted."""
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hispec.decoding.stages import PassCounts
+from hispec.runner.cuda_graphs import GraphCache
+from hispec.runner.launchers import bucket, buckets, context_bucket, context_buckets
+from tests.helpers.recorded_graphs import RecordedGraphs
+
+
+def make(max_graphs: int = 10, max_bytes: int = 1000) -> tuple[GraphCache, RecordedGraphs, PassCounts]:
+    device, counts = RecordedGraphs(), PassCounts()
+    return GraphCache(device, [counts], max_graphs, max_bytes), device, counts
+
+
+class Work:
+    """Adds `by` to a tensor of its own, and its input to the result; `num_runs` counts Python."""
+
+    def __init__(self, counts: PassCounts) -> None:
+        self.state, self.counts, self.num_runs = torch.zeros(3), counts, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.num_runs += 1
+        self.counts.layer_passes += 5
+        self.state.copy_(x * 2)
+        return self.state + 1
+
+
+def test_the_first_run_is_eager_and_later_ones_are_replays() -> None:
+    cache, device, counts = make()
+    work = Work(counts)
+    for step in range(1, 5):
+        assert torch.equal(cache.run("key", work, torch.full((3,), float(step))), torch.full((3,), 2.0 * step + 1))
+        assert torch.equal(work.state, torch.full((3,), 2.0 * step))
+        assert counts.layer_passes == 5 * step, "a replay counts, a capture does not"
+    assert (work.num_runs, device.num_captured, cache.num_captures, cache.num_replays) == (2, 1, 1, 3)
+
+
+def test_a_replay_knows_no_python() -> None:
+    cache, _, _ = make()
+    factor = [1.0]
+
+    def run(x: Tensor) -> Tensor:
+        return x * factor[0]
+
+    assert cache.run("key", run, torch.ones(1)).item() == 1.0
+    factor[0] = 3.0
+    assert cache.run("key", run, torch.ones(1)).item() == 1.0
+    assert cache.run("another", run, torch.ones(1)).item() == 3.0
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: x.item(), lambda x: bool(x.any()), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: x + torch.tensor([1.0])],
+)
+def test_the_recorder_is_as_strict_as_a_gpu(read: Any) -> None:
+    cache, _, _ = make()
+    with pytest.raises(AssertionError, match="in a capture"):
+        cache.run("key", read, torch.ones(1))
+
+
+def test_the_least_recently_used_makes_room() -> None:
+    cache, device, counts = make(max_graphs=2)
+    work = Work(counts)
+    x = torch.ones(3)
+    for key in ("a", "b", "a", "c"):  # c takes the place of b
+        cache.run(key, work, x)
+    assert (len(cache), device.num_captured, cache.num_evictions) == (2, 3, 1)
+    cache.run("a", work, x)
+    assert device.num_captured == 3
+    cache.run("b", work, x)
+    assert device.num_captured == 4
+
+
+def test_a_pool_that_has_grown_too_large_is_given_back_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+    cache, device, counts = make(max_bytes=25)
+    device.bytes_of_a_graph = 10
+    work = Work(counts)
+    with caplog.at_level(logging.WARNING):
+        for key in "abc":
+            assert torch.equal(cache.run(key, work, torch.ones(3)), torch.full((3,), 3.0))
+    assert len(cache) == 0 and "engine.max_graph_bytes=25; raise it" in caplog.text
+    assert torch.equal(cache.run("a", work, torch.ones(3)), torch.full((3,), 3.0))
+
+
+def test_a_pool_whose_last_graph_is_gone_is_not_captured_into_again() -> None:
+    cache, device, counts = make(max_graphs=1)
+    work = Work(counts)
+    for key in "aab":
+        cache.run(key, work, torch.ones(3))
+    assert device.num_renewed == 2
+    cache.clear()
+    cache.run("a", work, torch.ones(3))
+    assert device.num_renewed == 3
+    cache, device, counts = make(max_graphs=2)
+    for key in "abcd":
+        cache.run(key, Work(counts), torch.ones(3))
+    assert device.num_renewed == 1
+
+
+def test_one_graph_that_is_too_large_stays() -> None:
+    cache, device, counts = make(max_bytes=5)
+    device.bytes_of_a_graph = 10
+    work = Work(counts)
+    for _ in range(4):
+        cache.run("a", work, torch.ones(3))
+    assert device.num_captured == 1 and cache.num_replays == 3
+
+
+def test_without_memory_for_a_capture_work_goes_on_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    cache, device, counts = make()
+    device.out_of_memory = True
+    work = Work(counts)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 4):
+            assert torch.equal(cache.run("a", work, torch.full((3,), float(step))), torch.full((3,), 2.0 * step + 1))
+    assert work.num_runs == 3 and counts.layer_passes == 15
+    assert caplog.text.count("no memory to capture") == 1, "said once"
+
+
+def test_an_error_in_the_work_leaves_nothing_behind() -> None:
+    cache, device, _ = make()
+
+    def broken(x: Tensor) -> Tensor:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        cache.run("a", broken, torch.ones(1))
+    assert len(cache) == device.num_captured == 0
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 20, 33, 128, 200])
+def test_every_number_of_rows_has_a_bucket_that_is_not_much_larger(most: int) -> None:
+    for rows in range(1, most + 1):
+        found = bucket(rows, most)
+        assert rows <= found <= min(most, max(2 * rows - 1, rows + 31))
+        assert found in buckets(most)
+    assert buckets(most) == sorted(set(buckets(most)), reverse=True) and buckets(most)[0] == most
+    assert len(buckets(128)) <= 16
+
+
+@pytest.mark.parametrize("most", [100, 512, 2048, 5000, 131072])
+def test_every_context_has_a_bucket(most: int) -> None:
+    lengths = context_buckets(most)
+    assert lengths[-1] == most and len(lengths) <= 6
+    for context in (1, 99, 100, 511, 512, 513, 2048, 2049, 5000, 100_000):
+        if context <= most:
+            assert context_bucket(context, most) == min(length for length in lengths if length >= context)

@@ -1,0 +1,113 @@
+"""`hispec simulate` from file to figures, and requests that an engine recorded."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hispec.cli import main
+from hispec.errors import ConfigError
+from hispec.simulate.run import Experiment
+from tests.helpers.simulations import experiment, latencies, run, share
+
+YAML = """
+engine: {max_num_seqs: 2}
+latency:
+  stages:
+    plain: &step {constant_ms: 10}
+    verify/0: *step
+    prefill: {token_ms: 0.1}
+routes:
+  lookup: {kind: ngram, most_drafts: 3, match: {value: 0.5}, acceptance: {share: {kind: beta, mean: 0.6, concentration: 4}}}
+requests: {num: 60, prompt_tokens: {value: 20}, output_tokens: {kind: exponential, mean: 20}}
+arrivals: {rates: [2, 6]}
+systems:
+  plain: {}
+  goodput: {control: {kind: goodput}}
+  laps: {scheduling: {policy: laps}, control: {kind: fixed, route: lookup, num_drafts: 3}}
+repeats: 2
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "experiment.yaml"
+    path.write_text(YAML)
+    return path
+
+
+def test_the_json_has_every_policy_at_every_load(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, plots = tmp_path / "out" / "result.json", tmp_path / "plots"
+    assert main(["simulate", str(config), "--json", str(target), "--plots", str(plots), "--no-progress", "--set", "requests.num=50"]) == 0
+    result = json.loads(target.read_text())
+    assert [load["load"] for load in result["loads"]] == [2.0, 6.0]
+    assert {"config", "environment", "seconds"} <= result.keys()
+    assert result["config"]["requests"]["num"] == 50
+    for load in result["loads"]:
+        assert list(load["policies"]) == ["plain", "goodput", "laps"]
+        for figures in load["policies"].values():
+            assert 0.0 < figures["p50_s"] <= figures["p90_s"] <= figures["p99_s"] <= figures["max_s"]
+            assert figures["mean_error_s"] > 0.0 and figures["num_counted"] == 2 * 45
+            assert 0.0 < figures["utilisation"] <= 1.0
+            assert sum(figures["plans"].values()) == pytest.approx(1.0)
+    assert {path.name for path in plots.iterdir()} == {"mean_s.png", "p99_s.png", "goodput_tokens_per_s.png"}
+    printed = capsys.readouterr().out
+    assert "rates 2" in printed and "laps" in printed and "± 95 %" in printed
+
+
+def test_bad_experiments_end_with_one_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(config), "--set", "arrivals.rates=[-1]"]) == 2
+    printed = capsys.readouterr().err
+    assert "arrivals.rates.0" in printed and "greater than 0" in printed and "Traceback" not in printed
+    assert main(["simulate", str(config.parent / "nothing.yaml")]) == 2
+
+
+def trace_of(path: Path, requests: list[dict[str, Any]]) -> None:
+    head = {"type": "trace", "version": 1, "model": "m", "policy": "fcfs", "max_num_seqs": 2, "routes": ["ngram"], "environment": {}}
+    path.write_text("".join(json.dumps(line) + "\n" for line in [head, *requests]))
+
+
+def request(number: int, arrival: float, prompt: int, rounds: list[Any], cached: int = 0) -> dict[str, Any]:
+    output = sum(each[1] for each in rounds)
+    return {
+        "type": "request", "number": number, "arrival": arrival, "first_token": arrival, "finished": arrival + 1.0, "prompt_tokens": prompt,
+        "cached_tokens": cached, "output_tokens": output, "max_tokens": 50, "finish_reason": "stop", "preemptions": 0, "rounds": rounds,
+    }  # fmt: skip
+
+
+def test_recorded_requests_are_drafted_as_they_were(tmp_path: Path) -> None:
+    """Two requests, far apart: latencies are sums of the stages that their rounds ran."""
+    trace = tmp_path / "trace.jsonl"
+    first = [[0, 3, [3], [2]], [-1, 1, [], []], [0, 1, [2], [0]]]
+    second = [[0, 4, [3], [3]]]
+    trace_of(trace, [request(1, 100.0, 11, second, cached=4), request(0, 10.0, 21, first)])
+    settings = {"kind": "ngram", "most_drafts": 3, "acceptance": share(0.0)}
+    control = {"control": {"kind": "fixed", "route": "lookup", "num_drafts": 3}}
+    stages = {"plain": {"constant_ms": 10.0}, "verify/0": {"token_ms": 1.0}, "prefill": {"token_ms": 0.5}}
+    config = experiment(
+        latency={"stages": stages}, routes={"lookup": settings}, requests={"num": 4, "warm_up": 0.0, "trace": str(trace)}, arrivals={"kind": "recorded"},
+        systems={"only": control},
+    )  # fmt: skip
+    done = run(config)
+    # The plain round is drawn anew by the plan that is simulated: four positions, none kept.
+    expected = [20 * 0.5 + 4 + 4 + 3, 6 * 0.5 + 4]
+    assert latencies(done) * 1e3 == pytest.approx(expected * 2)
+    assert done.outcomes.arrival_s.tolist() == [0.0, 90.0, 180.0, 270.0]
+
+
+def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:
+    trace_of(tmp_path / "empty.jsonl", [])
+    with pytest.raises(ConfigError, match="no request was finished"):
+        Experiment(experiment(requests={"trace": str(tmp_path / "empty.jsonl")}))
+
+
+def test_slowdown_of_a_lone_request_is_one() -> None:
+    requests = {"num": 20, "prompt_tokens": {"value": 30}, "output_tokens": {"value": 20}}
+    config = experiment(requests=requests, arrivals={"kind": "recorded", "times": [0.0, 9.0]})
+    done = run(config)
+    assert latencies(done) == pytest.approx(done.alone_s)
+    assert done.alone_s[0] * 1e3 == pytest.approx(2.0 + 29 * 0.1 + 20 * (10.75 + 0.32))
+    assert np.isfinite(done.alone_s).all()

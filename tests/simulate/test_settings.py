@@ -1,0 +1,161 @@
+"""What `hispec simulate` refuses, and what its errors name."""
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hispec.errors import ConfigError, build
+from hispec.simulate.arrivals import ArrivalsConfig, repeated
+from hispec.simulate.config import PredictorSettings, SimulationConfig
+from hispec.simulate.distributions import Distribution
+from hispec.simulate.predictors import KnownLengths, predicted_lengths
+from hispec.simulate.run import Experiment, load_simulation
+from tests.helpers.simulations import STAGES, experiment, share
+
+NAN = math.nan
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODEL = {"model": {"kind": "model", "most_drafts": 4, "acceptance": share(0.5)}}
+
+
+def fixed(**changes: Any) -> dict[str, Any]:
+    return {"control": {"kind": "fixed", "route": "model", "num_drafts": 2} | changes}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"arrivals": {"rates": [-1.0]}}, "greater than 0"),
+    ({"arrivals": {"rates": [NAN]}}, "finite number"),
+    ({"arrivals": {"rates": []}}, "at least 1"),
+    ({"arrivals": {}}, "needs one list of loads"),
+    ({"arrivals": {"rates": [1.0], "utilisations": [0.5]}}, "needs one list of loads"),
+    ({"arrivals": {"utilisations": [1.0]}}, "less than 1"),
+    ({"arrivals": {"rates": [1.0], "cv": 2.0}}, "means nothing for kind='poisson'"),
+    ({"arrivals": {"kind": "recorded"}}, "needs arrivals.times or requests.trace"),
+    ({"arrivals": {"kind": "recorded", "times": [2.0, 1.0]}}, "must ascend"),
+    ({"arrivals": {"kind": "closed", "clients": [0]}}, "greater than or equal to 1"),
+    ({"arrivals": {"utilisations": [0.5], "reference": "other"}}, "'other' is no system; there are: only"),
+    ({"requests": {"warm_up": 1.0}}, "less than 1"),
+    ({"requests": {"num": 0}}, "greater than or equal to 1"),
+    ({"requests": {"output_tokens": {"kind": "exponential"}}}, "needs mean"),
+    ({"requests": {"output_tokens": {"kind": "exponential", "mean": -3.0}}}, "greater than 0"),
+    ({"requests": {"output_tokens": {"kind": "exponential", "mean": NAN}}}, "finite number"),
+    ({"requests": {"output_tokens": {"value": 3.0, "cv": 2.0}}}, "cv=2.0 means nothing for kind='constant'"),
+    ({"requests": {"output_tokens": {"kind": "uniform", "low": 5, "high": 2}}}, "low=5.0 is above high=2.0"),
+    ({"requests": {"trace": "t.jsonl", "max_tokens": 5}}, "says all lengths"),
+    ({"requests": {"classes": {"a": {"acceptance": {"nobody": {"value": 0.5}}}}}}, "'nobody'; there are: none"),
+    ({"latency": {}}, "latency.stages or latency.path"),
+    ({"latency": {"stages": {"plain": {"constant_ms": -1.0}}}}, "greater than or equal to 0"),
+    ({"latency": {"stages": {"plain": {"constant_ms": NAN}}}}, "finite number"),
+    ({"latency": {"stages": STAGES, "row_buckets": [4, 2]}}, "must ascend"),
+    ({"routes": {"r": {"kind": "exit", "acceptance": share(0.5)}}}, "give the layer"),
+    ({"routes": {"r": {"kind": "ngram", "draft_layer": 4, "acceptance": share(0.5)}}}, "must be 0"),
+    ({"routes": {"r": {"kind": "ngram", "most_checks": 2, "acceptance": share(0.5)}}}, "needs check_layer"),
+    ({"routes": {"r": {"kind": "ngram", "check_layer": 8, "acceptance": share(0.5)}}}, "needs verify_acceptance"),
+    ({"routes": {"r": {"kind": "model", "match": {"value": 0.5}, "acceptance": share(0.5)}}}, "needs kind='ngram' or 'hybrid'"),
+    ({"routes": {"r": {"kind": "exit", "draft_layer": 40, "acceptance": share(0.5)}}}, "engine.num_layers=32"),
+    ({"routes": {"r": {"kind": "ngram", "acceptance": share(0.5) | {"drift": [[2.0, 1.0], [1.0, 1.0]]}}}}, "must ascend"),
+    ({"routes": {"r": {"kind": "ngram", "acceptance": share(0.5) | {"drift": [[2.0]]}}}}, "must be pairs"),
+    ({"systems": {}}, "at least 1"),
+    ({"systems": {"a": {"scheduling": {"policy": "lifo"}}}}, "'fcfs', 'sjf', 'mlfq' or 'laps'"),
+    ({"systems": {"a": {"scheduling": {"policy": "fcfs"}, "srtf": "service"}}}, "takes the place of scheduling.policy"),
+    ({"systems": {"a": fixed()}}, "names a route 'model'; there are: none"),
+    ({"routes": MODEL, "systems": {"a": fixed(num_drafts=5)}}, "more than route 'model' allows (4)"),
+    ({"routes": MODEL, "systems": {"a": fixed(num_checks=2)}}, "more than route 'model' allows (1)"),
+    ({"systems": {"a": {"control": {"kind": "fixed"}}}}, "needs route and num_drafts"),
+    ({"systems": {"a": {"control": {"kind": "plain", "num_drafts": 2}}}}, "means nothing for kind='plain'"),
+    ({"systems": {"a": {"control": {"kind": "goodput"}}}}, "nothing to choose from"),
+    ({"routes": MODEL, "systems": {"a": {"control": {"kind": "goodput", "goodput": {"margin": 0.5}}}}}, "greater than or equal to 1"),
+    ({"routes": MODEL, "systems": {"a": {"control": {"kind": "goodput"}, "srtf": "service"}}}, "only if the plan is fixed"),
+    ({"systems": {"a": {"predictor": {"kind": "noisy"}}}}, "sigma belongs to kind='noisy'"),
+    ({"replicas": 0}, "greater than or equal to 1"),
+    ({"systms": {}}, "did you mean 'systems'?"),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), REFUSED, ids=[f"{'-'.join(changes)}-{at}" for at, (changes, _) in enumerate(REFUSED)])
+def test_impossible_experiments_are_refused(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        experiment(**changes)
+    assert expected in str(caught.value)
+    assert next(iter(changes)) in str(caught.value) or "systems" in str(caught.value) or "arrivals" in str(caught.value)
+
+
+def test_a_stage_that_a_route_runs_must_be_there() -> None:
+    stages = {name: cost for name, cost in STAGES.items() if name != "fill_model"}
+    with pytest.raises(ConfigError, match="no stage 'fill_model'"):
+        Experiment(experiment(latency={"stages": stages}, routes=MODEL))
+
+
+def test_a_request_that_never_fits_is_refused() -> None:
+    config = experiment(engine={"num_kv_tokens": 64}, requests={"num": 10, "output_tokens": {"value": 100}})
+    with pytest.raises(ConfigError, match=r"engine\.num_kv_tokens=64 is less than one request may need"):
+        Experiment(config).run(config.systems["only"], 1.0, 1.0, 0, lambda _: None)
+
+
+def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    for latency in (tmp_path / "none.json", bad):
+        with pytest.raises(ConfigError, match=latency.name):
+            Experiment(experiment(latency={"path": str(latency)}))
+    for trace in (tmp_path / "none.jsonl", bad):
+        with pytest.raises(ConfigError, match=trace.name):
+            Experiment(experiment(requests={"trace": str(trace)}))
+
+
+@pytest.mark.parametrize("name", ["simulate_smartspec", "simulate_laps"])
+def test_the_experiments_that_come_with_hispec_are_valid(name: str) -> None:
+    config = load_simulation(CONFIGS / f"{name}.yaml", ["requests.num=10"])
+    Experiment(config)
+    assert config.requests.num == 10
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "cv"),
+    [
+        ({"value": 7.0}, 7.0, 0.0),
+        ({"kind": "uniform", "low": 2.0, "high": 4.0}, 3.0, 0.1925),
+        ({"kind": "exponential", "mean": 5.0}, 5.0, 1.0),
+        ({"kind": "lognormal", "mean": 5.0, "cv": 0.5}, 5.0, 0.5),
+        ({"kind": "beta", "mean": 0.6, "concentration": 3.0}, 0.6, math.sqrt(0.24 / 4) / 0.6),
+        ({"kind": "empirical", "values": [1.0, 3.0]}, 2.0, 0.5),
+    ],
+    ids=lambda value: value.get("kind", "constant") if isinstance(value, dict) else "",
+)
+def test_distributions_have_the_mean_and_spread_that_they_say(values: dict[str, Any], mean: float, cv: float) -> None:
+    drawn = build(Distribution, values).sample(100_000, np.random.default_rng(0))
+    assert drawn.mean() == pytest.approx(mean, rel=0.02)
+    assert drawn.std() / drawn.mean() == pytest.approx(cv, rel=0.03, abs=1e-9)
+
+
+@pytest.mark.parametrize(("values", "cv"), [({}, 1.0), ({"kind": "gamma", "cv": 3.0}, 3.0), ({"kind": "bursty", "burst_factor": 20.0}, None)])
+def test_arrivals_come_at_their_rate(values: dict[str, Any], cv: float | None) -> None:
+    times = build(ArrivalsConfig, values | {"rates": [4.0]}).sample(200_000, 4.0, np.random.default_rng(0))
+    gaps = np.diff(times)
+    assert (gaps >= 0).all()
+    assert len(times) / times[-1] == pytest.approx(4.0, rel=0.05)
+    spread = gaps.std() / gaps.mean()
+    assert spread > 1.3 if cv is None else spread == pytest.approx(cv, rel=0.05)
+
+
+def test_recorded_times_are_run_through_again() -> None:
+    times = repeated(np.array([5.0, 6.0, 8.0]), 7, 2.0)
+    assert times.tolist() == [0.0, 0.5, 1.5, 2.25, 2.75, 3.75, 4.5]
+
+
+def test_predictions_are_as_wrong_as_they_are_told_to_be() -> None:
+    lengths = np.full(50_000, 100)
+    assert predicted_lengths(PredictorSettings(), lengths, 0) is None
+    exact = predicted_lengths(PredictorSettings(kind="exact"), lengths, 0)
+    noisy = predicted_lengths(PredictorSettings(kind="noisy", sigma=0.5), lengths, 0)
+    assert exact is not None and noisy is not None
+    assert (exact == 100).all()
+    assert np.log(noisy / 100).std() == pytest.approx(0.5, rel=0.02)
+    known = KnownLengths(np.array([10.0, 50.0]))
+    known.expect(1)
+    predict = known.predictor(range(3), 60)
+    assert [predict(tokens) for tokens in (0, 40, 49, 50, 58, 60)] == [50.0, 50.0, 50.0, 60.0, 60.0, 60.0]
+    assert isinstance(experiment(), SimulationConfig)

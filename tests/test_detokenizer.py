@@ -1,0 +1,144 @@
+"""Incremental text: characters whose bytes are split over tokens, stop strings, and what is held back until it is certain."""
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from hispec.detokenizer import IncrementalText
+from tests.helpers.tiny import EOS_ID, ROLE_ID, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """A token per byte, so that every other character takes several."""
+    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def stream(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[list[str], str | None, int]:
+    """Feeds tokens until a stop string is found -> (what each token released, the final release last; the stop string; tokens taken)."""
+    text, released, found = IncrementalText(tokenizer, stop), [], None
+    for token in token_ids:
+        found = text.append(token)
+        released.append(text.release(final=found is not None))
+        if found is not None:
+            break
+    num_taken = len(released)
+    released.append(text.release(final=True))
+    return released, found, num_taken
+
+
+def test_a_character_is_released_with_its_last_byte(tokenizer: PreTrainedTokenizerFast) -> None:
+    released, _, _ = stream(tokenizer, ids_of(tokenizer, "aé漢😀b"))
+    assert released == ["a", "", "é", "", "", "漢", "", "", "", "😀", "b", ""]
+
+
+def test_text_without_stop_strings_is_released_at_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert stream(tokenizer, ids_of(tokenizer, " a\n\nb"))[0] == [" ", "a", "\n", "\n", "b", ""]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "found", "out"),
+    [
+        ("one two three", ["two"], "two", "one "),
+        ("one two three", ["four"], None, "one two three"),
+        ("one two three", ["three", "two"], "two", "one "),
+        ("aab", ["ab"], "ab", "a"),
+        ("aaab", ["aab"], "aab", "a"),
+        ("end", ["end"], "end", ""),
+        ("x\n\ny", ["\n\n"], "\n\n", "x"),
+        ("漢字。次", ["。"], "。", "漢字"),
+        ("a😀b", ["😀b"], "😀b", "a"),
+        ("xabcd", ["bc", "abcd"], "bc", "xa"),  # complete first
+        ("xabcd", ["abcde", "cd"], "cd", "xab"),
+        ("xaé", ["é", "aé"], "aé", "x"),  # complete with the same token: the one that begins first
+        ("xaé", ["aé", "é", "xaé"], "xaé", ""),
+    ],
+)
+def test_output_ends_before_the_stop_string_that_is_complete_first(
+    tokenizer: PreTrainedTokenizerFast, text: str, stop: list[str], found: str | None, out: str
+) -> None:
+    released, got, _ = stream(tokenizer, ids_of(tokenizer, text), stop)
+    assert got == found
+    assert "".join(released) == out
+
+
+def test_a_stop_string_is_found_with_the_token_that_completes_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    for text, stop, num_tokens in (("ab stop it", "stop", 7), ("a漢b", "漢", 4), ("a漢b", "漢b", 5)):
+        _, found, num_taken = stream(tokenizer, ids_of(tokenizer, text), [stop])
+        assert (found, num_taken) == (stop, num_tokens)
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back(tokenizer: PreTrainedTokenizerFast) -> None:
+    released, found, _ = stream(tokenizer, ids_of(tokenizer, "1ab2abc"), ["abc", "z"])
+    assert found == "abc"
+    assert "".join(released) == "1ab2"
+    so_far = ["".join(released[: i + 1]) for i in range(7)]
+    assert all("1ab2"[: len(text)] == text for text in so_far), "something was released that had to be taken back"
+    held = [i + 1 - len(text) for i, text in enumerate(so_far[:4])]
+    assert held == [1, 2, 2, 2], "exactly as much is held back as the longest stop string needs"
+
+
+def test_nothing_is_released_twice_or_after_the_stop_string(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = IncrementalText(tokenizer, ["!"])
+    ids = ids_of(tokenizer, "ab!cd!")
+    assert [text.append(token) for token in ids] == [None, None, "!", None, None, None]
+    assert text.release(final=False) == "ab"
+    assert text.release(final=True) == ""
+    assert text.release(final=True) == ""
+
+
+def test_special_tokens_have_no_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    a, b = ids_of(tokenizer, "a"), ids_of(tokenizer, "b")
+    assert "".join(stream(tokenizer, [*a, ROLE_ID, *b, EOS_ID])[0]) == "ab"
+    assert stream(tokenizer, [*a, ROLE_ID, *b], ["ab"])[1] == "ab"
+
+
+@pytest.mark.parametrize("text", ["", "plain", " leading", "trailing ", "  two  spaces ", "é漢😀\u200d👩\n\t", "\ufffd", "a\ufffdb\ufffd", "e\u0301"])
+def test_all_releases_together_are_what_the_tokenizer_decodes(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    ids = ids_of(tokenizer, text)
+    for stop in ([], ["nowhere"]):
+        assert "".join(stream(tokenizer, ids, stop)[0]) == tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("stop", [[], ["nowhere"]])
+@pytest.mark.parametrize("num_bytes", [1, 2, 3])
+def test_output_cut_inside_a_character_ends_as_the_tokenizer_decodes_it(tokenizer: PreTrainedTokenizerFast, num_bytes: int, stop: list[str]) -> None:
+    """max_tokens may cut anywhere; what is incomplete then reads as U+FFFD, as everywhere in transformers."""
+    ids = ids_of(tokenizer, "a😀")[: 1 + num_bytes]
+    assert "".join(stream(tokenizer, ids, stop)[0]) == tokenizer.decode(ids) == "a\ufffd"
+
+
+def test_bytes_that_are_no_text_are_what_the_tokenizer_decodes(tokenizer: PreTrainedTokenizerFast) -> None:
+    """A model may write any bytes: random ones, and the shuffled bytes of real characters."""
+    generator = random.Random(0)
+    for case in range(600):
+        ids = [generator.randrange(260) for _ in range(12)]
+        if case % 2:
+            ids = ids_of(tokenizer, "".join(generator.choice("aé漢😀 ") for _ in range(5)))
+            generator.shuffle(ids)
+        assert "".join(stream(tokenizer, ids)[0]) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(text=st.text("abé漢😀", max_size=12), stop=st.lists(st.text("abé漢", min_size=1, max_size=4), max_size=3))
+def test_stop_strings_are_found_as_by_searching_the_whole_text_after_every_token(tokenizer: PreTrainedTokenizerFast, text: str, stop: list[str]) -> None:
+    ids = ids_of(tokenizer, text)
+    expected_found, expected_text, expected_taken = None, text, len(ids)
+    for num_tokens in range(1, len(ids) + 1):
+        so_far = tokenizer.decode(ids[:num_tokens]).rstrip("\ufffd")
+        found = [(so_far.find(string), string) for string in stop if string in so_far]
+        if found:
+            place, expected_found = min(found)
+            expected_text, expected_taken = so_far[:place], num_tokens
+            break
+    released, got, num_taken = stream(tokenizer, ids, stop)
+    assert (got, "".join(released), num_taken) == (expected_found, expected_text, expected_taken)

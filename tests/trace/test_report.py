@@ -1,0 +1,187 @@
+"""`hispec report`: what it says of a trace, and its picture."""
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hispec.cli import main
+from hispec.config import GoodputConfig
+from hispec.control.choice import Observation, Route
+from hispec.control.controller import GoodputControl
+from hispec.latency.model import LatencyModel, Linear
+from hispec.trace.picture import draw_trace, spans
+from hispec.trace.summary import summarize
+from hispec.trace.writer import read_trace
+from tests.helpers.traces import NGRAM, ROUTES, Clock, decision, fixed_trace, goodput_trace, writer
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def imported(name: str, *rest: Any, **named: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return original(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", imported)
+
+
+def test_the_summary_counts_rounds_and_seconds_by_plan(tmp_path: Path) -> None:
+    summary = summarize(read_trace(goodput_trace(tmp_path / "t")))
+    assert (summary["rounds"], summary["tokens"], summary["round_s"]) == (101, 404, pytest.approx(10.0))
+    assert summary["tokens_per_s"] == pytest.approx(40.0), "the round without a time does not count"
+    ngram, plain, hybrid = (summary["plans"][name] for name in ("ngram K=4", "plain", "hybrid D=4 C=15 K=3 R=2"))
+    assert list(summary["plans"]) == ["ngram K=4", "plain", "hybrid D=4 C=15 K=3 R=2"], "the one that took longest first"
+    assert [plan["rounds"] for plan in (ngram, plain, hybrid)] == [71, 20, 10]
+    assert [plan["seconds_share"] for plan in (ngram, plain, hybrid)] == [pytest.approx(share) for share in (0.7, 0.2, 0.1)]
+    assert (ngram["draft_accepted"], ngram["tentative_accepted"], ngram["rows"]) == (0.5, None, 2.0)
+    assert (hybrid["draft_accepted"], hybrid["tentative_accepted"], hybrid["route"]) == (0.5, pytest.approx(1 / 3), ROUTES[1])
+    assert (plain["draft_accepted"], plain["route"]) == (None, None)
+
+
+def test_the_summary_counts_switches_probes_and_errors_of_prediction(tmp_path: Path) -> None:
+    control = summarize(read_trace(goodput_trace(tmp_path / "t")))["control"]
+    assert (control["decisions"], control["switches"], control["route_switches"], control["probes"]) == (4, 1, 1, 1), "going back from a probe is no switch"
+    assert control["reasons"] == {"start": 1, "best": 1, "probe": 1, "kept: within margin": 1}
+    assert (control["probe_rounds_share"], control["probe_seconds_share"]) == (pytest.approx(10 / 101), pytest.approx(0.1))
+    # Predicted were 40, 110 and 110; measured after them 40, 100 and 55.
+    assert control["predicted_to_measured"]["mean"] == pytest.approx((1.0 + 1.1 + 2.0) / 3)
+    assert control["predicted_to_measured"]["p50"] == pytest.approx(1.1)
+
+
+def test_the_summary_has_the_latencies_of_requests_that_ended_by_themselves(tmp_path: Path) -> None:
+    requests = summarize(read_trace(goodput_trace(tmp_path / "t")))["requests"]
+    assert (requests["finished"], requests["others"], requests["preemptions"], requests["preempted"]) == (3, 1, 2, 2)
+    assert requests["latency_s"] == {"mean": 5.0, "p50": 5.0, "p90": 5.8, "p99": 5.98, "max": 6.0}
+    assert requests["first_token_s"]["p99"] == 0.5 and requests["cached_tokens"] == 48
+
+
+def test_rounds_lie_one_after_the_other_in_time(tmp_path: Path) -> None:
+    rounds = read_trace(goodput_trace(tmp_path / "t")).rounds
+    places = spans(rounds)
+    assert places[0][0] == pytest.approx(0.0, abs=1e-6) and places[-1][1] == pytest.approx(10.0)
+    assert all(start <= end for start, end in places)
+    assert all(before[1] <= after[0] for before, after in pairwise(places))
+
+
+def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = goodput_trace(tmp_path / "trace.jsonl")
+    assert main(["report", str(trace), "--json", str(tmp_path / "new" / "report.json")]) == 0
+    printed = capsys.readouterr().out
+    said = ("tiny: policy laps", "101 rounds in 10.0 s", "ngram K=4", "70.0%", "hybrid D=4 C=15 K=3 R=2", "4 decisions (start 1, best 1, probe 1", "mean 1.37")
+    for text in said:
+        assert text in printed, printed
+    assert "3 requests finished, 1 aborted or failed; 2 preemptions, of 2 requests" in printed and "5.980" in printed
+    picture = (tmp_path / "trace.png").read_bytes()
+    assert picture.startswith(PNG) and len(picture) > 20_000
+    summary = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert summary == json.loads(json.dumps(summarize(read_trace(trace))))
+    assert main(["report", str(trace), "-o", str(tmp_path / "pictures" / "a.png")]) == 0
+    assert (tmp_path / "pictures" / "a.png").read_bytes().startswith(PNG)
+
+
+def test_the_picture_shows_each_plan_that_ran(tmp_path: Path) -> None:
+    """Another plan is another picture, and a probe is a mark of its own."""
+    draw_trace(read_trace(goodput_trace(tmp_path / "a")), tmp_path / "a.png")
+    draw_trace(read_trace(goodput_trace(tmp_path / "b")), tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    without = [line for line in (tmp_path / "a").read_text().splitlines(keepends=True) if '"is_probe": true' not in line]
+    (tmp_path / "b").write_text("".join(without))
+    draw_trace(read_trace(tmp_path / "b"), tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
+
+
+def test_a_fixed_plan_has_a_report_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(fixed_trace(tmp_path / "t"))]) == 0
+    printed = capsys.readouterr().out
+    assert "No decisions: the plan was fixed." in printed and "0 requests finished; 0 preemptions" in printed
+    assert (tmp_path / "t.png").read_bytes().startswith(PNG)
+    assert summarize(read_trace(tmp_path / "t"))["control"] is None
+
+
+@pytest.mark.parametrize("decides", [False, True])
+def test_an_empty_trace_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], decides: bool) -> None:
+    trace = writer(tmp_path / "t", Clock(), [])
+    if decides:
+        trace.decision(decision(NGRAM, route=None, alternatives=[], acceptance={}))
+    trace.close()
+    assert main(["report", str(tmp_path / "t")]) == 0
+    assert "No round was recorded." in capsys.readouterr().out
+    assert (tmp_path / "t.png").read_bytes().startswith(PNG)
+
+
+def test_a_trace_that_was_cut_off_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = goodput_trace(tmp_path / "t").read_bytes()
+    (tmp_path / "t").write_bytes(content[:-7])
+    assert main(["report", str(tmp_path / "t")]) == 0
+    assert "The last line was cut off" in capsys.readouterr().out
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = goodput_trace(tmp_path / "t")
+    without_matplotlib(monkeypatch)
+    assert main(["report", str(trace)]) == 0
+    captured = capsys.readouterr()
+    assert "101 rounds" in captured.out and "pip install 'hispec[plots]'" in captured.err and not (tmp_path / "t.png").exists()
+    assert main(["report", str(trace), "-o", str(tmp_path / "a.png")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "-o needs matplotlib" in captured.err
+
+
+def test_what_must_not_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = goodput_trace(tmp_path / "trace.png")
+    before = trace.read_bytes()
+    (tmp_path / "link.png").symlink_to(trace)
+    for options, message in (
+        ([], "-o: .*trace.png is the trace itself"),
+        (["-o", str(tmp_path / "link.png")], "-o: .* is the trace itself"),
+        (["-o", str(tmp_path / "a.pdf")], "is drawn as PNG; give it a name that ends with .png"),
+        (["-o", str(tmp_path / "a.png"), "--json", str(trace)], "--json: .* is the trace itself"),
+        (["-o", str(tmp_path / "a.png"), "--json", str(tmp_path / "a.png")], "-o and --json both name"),
+        (["-o", str(tmp_path / "a.png"), "--json", str(tmp_path)], "--json: .* is not a regular file"),
+        (["-o", str(trace / "a.png")], "-o: cannot write to .*: (Not a directory|File exists)"),
+    ):
+        assert main(["report", str(trace), *options]) == 2
+        error = capsys.readouterr().err
+        assert re.search(message, error), error
+    assert trace.read_bytes() == before
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "cannot read the trace" in capsys.readouterr().err
+
+
+def test_what_the_controller_decides_can_be_read(tmp_path: Path) -> None:
+    """Its own records, of rounds that never ran: each row's drafts are right or wrong by turns."""
+    clock = Clock()
+    stages = {"plain": Linear(10.0, token_ms=1.0), "lookup": Linear(0.1), "verify/0": Linear(10.0, token_ms=1.0), "round": Linear(0.1)}
+    trace = writer(tmp_path / "t", clock, ["ngram"])
+    control = GoodputControl([Route("ngram", 0, None, 4)], LatencyModel(stages), GoodputConfig(), on_decision=trace.decision)
+    for number in range(200):
+        choice = control.choose([1, 2], 200)
+        drafts = choice.plan.num_draft_tokens
+        kept = [drafts, 0] if number % 2 else [drafts, drafts]
+        seconds = 0.02 + 0.001 * drafts
+        clock.now += seconds
+        rows, tokens = np.array([1, 2]), 2 + sum(kept)
+        cycles = {"numbers": rows, "caps": np.array([4, 4]), "drafted": np.full(2, drafts), "kept": np.array(kept), "looked_up": np.ones(2, np.int64)}
+        verified = {"rows": rows, "tentative": np.full(2, drafts), "accepted": np.array(kept)}
+        seen = Observation(choice, 2, 200.0, seconds, tokens, **(cycles | verified if choice.route is not None else {}))
+        control.observe(seen)
+        trace.round(seen)
+    trace.close()
+    read = read_trace(tmp_path / "t")
+    summary = summarize(read)
+    assert summary["rounds"] == 200 and summary["control"]["decisions"] == len(read.decisions) == control.stats()["decisions"]
+    assert summary["control"]["probes"] == control.stats()["probes"] >= summary["control"]["probes_at_start"] > 0
+    assert all(decision.plan == "plain" or decision.plan.startswith("ngram K=") for decision in read.decisions)
+    assert {line.plan for line in read.rounds} == {decision.plan for decision in read.decisions}, "both are worded alike"
+    settled = summary["control"]["predicted_to_measured"]["p50"]
+    assert 0.8 < settled < 1.25
