@@ -20,8 +20,8 @@ from ee_models.decoder import Decoder
 from hispec.config import CheckConfig, DraftConfig, SpeculativeConfig
 from hispec.engine import Engine
 from hispec.jobs.rates import plan_text
-from hispec.stats import rate
 from hispec.sampling_params import SamplingParams
+from hispec.stats import rate
 
 # HiSpec's plan is N_d = 2, N_i = 4: K = 2, R = 2. It gives 39.7 % for single-layer speculation and 58.1 % for its own; which tier's proposals
 # these are shares of, and whether a tier that has rejected one counts those after it, is not said. Here 39.7 % are the drafts that the check

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hispec.decoding import accept
+from hispec.decoding import acceptance
 from hispec.decoding.acceptance import CoupledJudge, Proposals, Verdict, proposed_tokens
 from hispec.decoding.batch import RoundBatch, Span
 from hispec.decoding.stages import Tier
 from hispec.engine import Engine
-from hispec.runner.plan_runtime import Speculation
+from hispec.runner.plan_runtime import PlanRuntime
 from hispec.sampling import noise
 
 _DRAWS = 1 << 14  # per tier; a power of 2
@@ -52,7 +52,7 @@ class SyntheticJudge:
         tree, counts = proposals.tree, proposals.counts
         assert tree.is_chain, "synthetic acceptance is of chains"
         own = span.spread(self.choose(logits, batch, span).squeeze(-1))
-        accept.coupled(own, proposed_tokens(batch, proposals), counts, tree)  # what the real judge does; its verdict is dropped
+        acceptance.coupled(own, proposed_tokens(batch, proposals), counts, tree)  # what the real judge does; its verdict is dropped
         nodes = tree.on(own.device).nodes[1:]
         seeds = batch.sampler._seeds[: batch.num_rows]
         draws = (batch.starts + proposals.first + seeds * _STRIDE).unsqueeze(-1) + nodes
@@ -62,17 +62,17 @@ class SyntheticJudge:
         return Verdict(num_accepted, num_accepted, token)
 
 
-def forced(engine: Engine, agreement: Agreement) -> Speculation:
+def forced(engine: Engine, agreement: Agreement) -> PlanRuntime:
     """The engine's plan with tiers that agree at these rates, whatever they say; for `use`."""
-    now = engine._now
+    now = engine._runtime
     assert isinstance(now.judge, CoupledJudge)
     return replace(now, judge=SyntheticJudge(now.judge, agreement, now.stages.device))
 
 
-def use(engine: Engine, speculation: Speculation) -> None:
+def use(engine: Engine, speculation: PlanRuntime) -> None:
     """From now on the engine runs this; graphs are kept by it, so going back and forth costs nothing."""
     assert not engine.has_unfinished()
-    engine._speculations.now = speculation
+    engine._plans.runtime = speculation
 
 
 @dataclass(frozen=True)

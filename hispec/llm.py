@@ -11,17 +11,16 @@ from tqdm import tqdm
 from ee_models.checkpoint.loader import CheckpointError, load_tokenizer, open_checkpoint
 from ee_models.decoder import Decoder
 
-from .collect import GrowingOutput, PendingRequest
 from .config import EngineConfig, GoodputConfig, SchedulingConfig, SpeculativeConfig
 from .control.candidates import exit_layers
 from .detokenizer import IncrementalText
 from .engine import Engine
-from .engine.admission import max_model_len
+from .engine.kv_sizing import max_model_len
 from .errors import ConfigError, RequestError, build
 from .loading.draft_models import DraftModels
 from .loading.fetch import resolve_model
 from .loading.trained_exits import TrainedExits
-from .outputs import Delta, RequestOutput
+from .outputs import Delta, GrowingOutput, PendingRequest, RequestOutput
 from .sampling_params import SamplingParams
 from .scheduling.lengths import LengthPredictor
 

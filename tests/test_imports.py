@@ -14,19 +14,23 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("hispec", "ee_models", "cache")  # each may import those after it
-# Parts of hispec from the top down: each may import what stands below it, and nothing beside or above it. What is not here
-# (errors, config, sampling, ...) serves several of them, and counts by what it imports itself.
+# The rooms of hispec, folders and the files beside them, from the top down: each may import what stands below it, and nothing
+# beside or above it. `hispec/__init__.py` alone stands outside: it hands out public names.
 LEVELS: list[set[str]] = [
     {"__main__"},
     {"cli"},
-    {"profile", "training", "simulate", "report"},
-    {"jobs", "integrations"},
+    {"profile", "training", "simulate"},
+    {"jobs"},
     {"llm"},
     {"measure"},
     {"engine"},
-    {"scheduling", "control", "round"},
-    {"judges"},
-    {"stages", "accept"},
+    {"runner", "trace", "loading"},
+    {"drafters", "scheduling", "control"},
+    {"decoding", "latency"},
+    {"sampling"},
+    {"sampling_params"},
+    {"config"},
+    {"errors", "outputs", "stats", "detokenizer", "utils", "version"},
 ]
 
 
@@ -109,6 +113,7 @@ def reached(edges: Mapping[str, set[str]], start: str) -> set[str]:
 
 
 def level(module: str) -> int | None:
+    """The floor of the room that a module of hispec is in; None for other packages and `hispec` itself."""
     parts = module.split(".")
     return next((i for i, names in enumerate(LEVELS) if parts[0] == "hispec" and len(parts) > 1 and parts[1] in names), None)
 
@@ -158,7 +163,11 @@ def test_the_checks_find_what_they_look_for() -> None:
     assert upward({"hispec.decoding.round": {"hispec.x"}, "hispec.x": {"hispec.llm"}}) == [("hispec.decoding.round", "hispec.llm")]
     assert upward({"hispec.scheduling.a": {"hispec.decoding.round", "hispec.scheduling.b"}}) == [("hispec.scheduling.a", "hispec.decoding.round")]
     assert not upward({"hispec.cli": {"hispec.llm"}, "hispec.llm": {"hispec.engine.engine", "hispec.errors"}})
-    for module, expected in (("hispec.decoding.round", "hispec.decoding.stages"), ("ee_models.decoder", "cache.paged_kv"), ("hispec.sampling.sampler", "hispec.sampling.noise")):
+    for module, expected in (
+        ("hispec.decoding.round", "hispec.decoding.stages"),
+        ("ee_models.decoder", "cache.paged_kv"),
+        ("hispec.sampling.sampler", "hispec.sampling.noise"),
+    ):
         assert expected in targets(module)
 
 
@@ -174,6 +183,13 @@ def test_packages_import_downward_only() -> None:
 def test_parts_of_hispec_import_downward_only() -> None:
     """Even lazily and for types, and through whatever lies between."""
     assert not upward({module: targets(module) for module in graph()})
+
+
+def test_every_room_of_hispec_has_its_floor() -> None:
+    rooms = {module.split(".")[1] for module in graph() if module.startswith("hispec.")}
+    assert rooms == set().union(*LEVELS) and sum(map(len, LEVELS)) == len(rooms)
+    beside = [path.name for path in (ROOT / "hispec").glob("*.py") if not path.name.startswith("__")]
+    assert len(beside) <= 8, f"more files beside the folders of hispec/ than a newcomer can take in: {beside}"
 
 
 def test_modules_do_not_import_in_circles() -> None:

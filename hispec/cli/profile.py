@@ -46,8 +46,7 @@ def _profile(options: argparse.Namespace) -> int:
         return _latency(options)
     from ..errors import build
     from ..jobs.load import load_job
-    from ..profile.files import Targets
-    from ..profile.options import ProfileOptions
+    from ..profile.options import ProfileOptions, Targets
 
     limit = [] if options.limit is None else [f"input.limit={options.limit}"]
     job = load_job(options.job, options.set + limit)

@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from ..training.load import load_training
+    from ..training.schema import load_training
 
     config = load_training(options.config, options.set)
     from ..training.run import run_training

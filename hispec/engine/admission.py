@@ -1,58 +1,13 @@
-"""What fits: lengths and memory at start-up, and each request before it is taken."""
+"""Checks each request before the engine takes it."""
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cache.paged_kv import PagedKV
-from ee_models.exits import Exit
-
-from ..config import EngineConfig
-from ..decoding.stages import DecoderLike
-from ..errors import ConfigError, RequestError
+from ..errors import RequestError
 from ..sampling_params import SamplingParams
 from ..scheduling.request import Request, TextStream
-
-
-def max_model_len(config: EngineConfig, max_position_embeddings: int, sliding_window: int | None) -> int:
-    """The longest sequence, in tokens. Raises ConfigError if the setting is beyond what the model can attend to."""
-    limit = min(max_position_embeddings, sliding_window or max_position_embeddings)
-    if config.max_model_len is not None and config.max_model_len > limit:
-        what = "sliding_window" if limit == sliding_window else "max_position_embeddings"
-        raise ConfigError(f"engine.max_model_len={config.max_model_len} is above the model's {what} of {limit}; choose at most that")
-    return config.max_model_len or limit
-
-
-def kv_bytes_per_block(config: EngineConfig, decoder: DecoderLike, exits: Sequence[Exit], draft_model: DecoderLike | None) -> int:
-    """Bytes of one block at every layer of the model, of its trained exits, and of a separate draft model."""
-
-    def of(model: DecoderLike, num_layers: int) -> int:
-        return PagedKV.bytes_per_block(num_layers, config.block_size, model.config.num_kv_heads, model.config.head_dim, model.dtype)
-
-    num_layers = decoder.config.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
-    return of(decoder, num_layers) + (of(draft_model, draft_model.config.num_layers) if draft_model is not None else 0)
-
-
-def host_num_blocks(config: EngineConfig, bytes_per_block: int, model_len: int) -> int:
-    """Blocks for max_num_seqs sequences of `model_len`, within half of the free memory. Raises ConfigError if not one fits."""
-    wanted = config.max_num_seqs * -(-model_len // config.block_size)
-    affordable = free_memory_bytes() // 2 // bytes_per_block
-    if affordable < 1:
-        raise ConfigError(f"one KV block takes {bytes_per_block} bytes, more than half of the free memory; choose a smaller engine.block_size")
-    return min(wanted, affordable)
-
-
-def free_memory_bytes() -> int:
-    """Bytes of the host's memory that can still be allocated."""
-    try:
-        # What the kernel could free for us; "free" alone leaves out the page cache.
-        with open("/proc/meminfo", encoding="ascii") as file:
-            available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-        return available * 1024
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 @dataclass(frozen=True)

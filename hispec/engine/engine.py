@@ -27,11 +27,11 @@ from ..runner.block_tables import RowTables
 from ..runner.cuda_graphs import GraphDevice
 from ..runner.drafter_failures import tell_of_end
 from ..runner.launchers import Flight, context_buckets
-from ..runner.plan_cache import Speculations, Wanted
-from ..runner.plan_runtime import Speculation
+from ..runner.plan_cache import PlanCache, Wanted
+from ..runner.plan_runtime import PlanRuntime
 from ..runner.prefill import prefill
 from ..runner.round_output import RowOutcome
-from ..runner.round_runner import Rounds
+from ..runner.round_runner import RoundRunner
 from ..sampling_params import SamplingParams
 from ..scheduling.lengths import LengthPredictor
 from ..scheduling.make import make_scheduler
@@ -40,9 +40,9 @@ from ..scheduling.request import Request, TextStream
 from ..scheduling.scheduler import Chunk
 from ..stats import EngineStats
 from ..utils.memory import is_out_of_memory
-from .admission import Admission, max_model_len
-from .kv_offload import KVKeeper, cheaper_to_move
-from .kv_sizing import default_num_blocks
+from .admission import Admission
+from .kv_offload import KVOffloader, cheaper_to_move
+from .kv_sizing import default_num_blocks, max_model_len
 from .recorder import Recorder
 
 _log = logging.getLogger(__name__)
@@ -86,13 +86,13 @@ class Engine:
         self._decoder, self._config = decoder, config
         self.max_model_len = max_model_len(config, min(model.max_position_embeddings, decoder.max_positions), model.sliding_window)
         self._counts, self._draft_counts = PassCounts(), PassCounts()  # of the model, and of a draft model
-        self._speculations = Speculations(decoder, config, self.max_model_len, self._counts, self._draft_counts)
+        self._plans = PlanCache(decoder, config, self.max_model_len, self._counts, self._draft_counts)
         wanted = Wanted(speculative, exits, draft_model, plan, latency)
         parts = config, decoder, exits, draft_model, self.max_model_len
-        num_blocks = config.num_kv_blocks or default_num_blocks(*parts, lambda: self._speculations.make(1, wanted))
+        num_blocks = config.num_kv_blocks or default_num_blocks(*parts, lambda: self._plans.make(1, wanted))
         self._pool = BlockPool(num_blocks, config.block_size)
         self._is_move_cheaper = cheaper_to_move(latency, config.max_prefill_tokens)
-        keeper = KVKeeper(HostKV(scheduling.swap_bytes), lambda: self._now.kvs, lambda num: self._is_move_cheaper(num))
+        keeper = KVOffloader(HostKV(scheduling.swap_bytes), lambda: self._runtime.kvs, lambda num: self._is_move_cheaper(num))
         self._scheduler = make_scheduler(scheduling, config, self._pool, length_predictor, keeper)
         self._tables = RowTables(config.max_num_seqs, min(num_blocks, self._pool.blocks_for(self.max_model_len)))
         self._admission = Admission(model.vocab_size, self.max_model_len, num_blocks, config.block_size, config.seed, frozenset(eos_token_ids))
@@ -104,7 +104,7 @@ class Engine:
         counts = self._counts, self._draft_counts
         self._recorder = Recorder(config, name, scheduling.policy)
         sizes = config, self._scheduler, self._tables, self.max_model_len
-        self._rounds = Rounds(*sizes, decoder, counts, is_static, graph_device, lambda route: self._recorder.control.failed(route))
+        self._rounds = RoundRunner(*sizes, decoder, counts, is_static, graph_device, lambda route: self._recorder.control.failed(route))
         self._choice = Choice()  # of the round in the air
         self._read_s = 0.0  # when the last round was read
         self._is_timed = True  # whether the round in the air has the device to itself
@@ -135,7 +135,7 @@ class Engine:
             raise ConfigError(f"the plan cannot change while {len(self._requests)} requests are unfinished; drain() or abort them first")
         self._flight = None  # the round in the air is of requests that are gone
         wanted = Wanted(speculative, exits, draft_model, plan, latency)
-        new = self._speculations.get(self._pool.num_blocks, wanted)
+        new = self._plans.get(self._pool.num_blocks, wanted)
         control = self._recorder.known(wanted) or make_control(
             new.plan,
             [route for each in new.routes if (route := each.route) is not None],
@@ -144,7 +144,7 @@ class Engine:
             latency,
             self._recorder.decided,
         )
-        is_anew, is_cache_stale = self._speculations.use(new, wanted, self._rounds.graphs is not None)
+        is_anew, is_cache_stale = self._plans.use(new, wanted, self._rounds.graphs is not None)
         # All buffers are there: nothing below can fail and leave one plan with another's buffers.
         if is_anew:
             self._rounds.forget_graphs()
@@ -160,15 +160,15 @@ class Engine:
         rounds are not captured. Raises ConfigError while requests are unfinished."""
         if self._requests:
             raise ConfigError(f"warm_up() cannot run while {len(self._requests)} requests are unfinished; drain() or abort them first")
-        self._rounds.warm_up(self._now, context_buckets(self.max_model_len))
+        self._rounds.warm_up(self._runtime, context_buckets(self.max_model_len))
 
     @property
     def plan(self) -> Plan:
-        return self._now.plan
+        return self._runtime.plan
 
     @property
-    def _now(self) -> Speculation:
-        return self._speculations.now
+    def _runtime(self) -> PlanRuntime:
+        return self._plans.runtime
 
     def add_request(
         self,
@@ -252,7 +252,7 @@ class Engine:
         self._closed = True
         self._flight = None
         self._rounds.forget_graphs()
-        self._speculations.release()
+        self._plans.release()
         self._recorder.close()
 
     def stats(self) -> dict[str, Any]:
@@ -284,7 +284,7 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by what they are for; on a GPU those of earlier plans too, up to eight, whose graphs are kept."""
         graphs = self._rounds.graphs
-        return {**self._speculations.memory(), **({"graph_bytes": graphs.num_bytes} if graphs is not None else {})}
+        return {**self._plans.memory(), **({"graph_bytes": graphs.num_bytes} if graphs is not None else {})}
 
     def check(self) -> None:
         """Asserts the integrity of blocks and rows; for tests, at any time between steps."""
@@ -336,7 +336,7 @@ class Engine:
             self._stats.prefill_s += prefilled - started
             what, concerned = "a round", [self._scheduler.running[row] for row in step.limits]
             if step.limits:
-                self._flight = self._rounds.launch(self._now, self._choice, step.limits, self._stats)
+                self._flight = self._rounds.launch(self._runtime, self._choice, step.limits, self._stats)
             self._stats.round_s += time.perf_counter() - prefilled
         except Exception as error:
             if not is_out_of_memory(error):
@@ -347,7 +347,7 @@ class Engine:
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Computes KV of prompt positions at every layer; several requests' chunks in one pass."""
         started = time.perf_counter()
-        prefill(self._now, chunks, self._tables.tensor[: len(self._scheduler.running)], self._pool.block_size, self._stats)
+        prefill(self._runtime, chunks, self._tables.tensor[: len(self._scheduler.running)], self._pool.block_size, self._stats)
         seconds = time.perf_counter() - started
         for chunk in chunks:
             self._stats.prefill_tokens += chunk.end - chunk.start
@@ -364,7 +364,7 @@ class Engine:
         seconds = self._read_s - began_s
         self._recorder.round(flight, self._choice, rows, seconds if self._is_timed and flight.is_timed else math.nan)
         self._is_timed = True
-        behind = self._now.all_owners - flight.owners
+        behind = self._runtime.all_owners - flight.owners
         passes = flight.layer_passes / self._decoder.config.num_layers
         for request, row, outcome in rows:
             fall_behind(request, behind)
@@ -404,4 +404,4 @@ class Engine:
             self._recorder.finished(request, delta.metrics)
         self._scheduler.remove(request)
         if request.finish_reason in ("stop", "length"):
-            tell_of_end(self._now.drafters, request, self._stats)
+            tell_of_end(self._runtime.drafters, request, self._stats)

@@ -11,7 +11,7 @@ from ..scheduling.request import Request
 from ..utils.memory import is_out_of_memory
 
 
-class KVKeeper:
+class KVOffloader:
     """The scheduler's Keeper.
 
     host         where it goes
@@ -48,7 +48,7 @@ class KVKeeper:
 
 
 def cheaper_to_move(latency: LatencyModel | None, max_prefill_tokens: int) -> Callable[[int], bool]:
-    """For KVKeeper: whether moving so many positions out and in costs less than prefill of them, in chunks of max_prefill_tokens, by the profile.
+    """For KVOffloader: whether moving so many positions out and in costs less than prefill of them, in chunks of max_prefill_tokens, by the profile.
 
     Without a profile, or without these stages in it: always. Of SmolLM2-135M in float32 a position's KV goes out and in within 0.1 ms on a CPU, and
     takes 0.9 ms to compute; the larger the model, the more layers' products there are for each byte of KV.

@@ -63,7 +63,7 @@ class Recorder:
             [(request.number, outcome) for request, _, outcome in rows],
             limits=[min(int(inputs[Input.CAP, row]), request.max_tokens - request.num_output) for request, row, _ in rows],
             most_drafts=[int(inputs[Input.DRAFTS, row]) for _, row, _ in rows],
-            watched=flight.now.watched,
+            watched=flight.runtime.watched,
             context_tokens=sum(len(request.token_ids) for request, _, _ in rows),
             seconds=seconds,
         )

@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 
 from ..config.base import Settings, Tuple
 from ..errors import ConfigError, build
-from ..utils.files import cache_dir
-from ..utils.files import write_atomically
+from ..utils.files import cache_dir, write_atomically
 from .fit import Point, StageFit
 from .model import LatencyModel, Linear, stage_names
 

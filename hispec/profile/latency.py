@@ -1,12 +1,10 @@
 """`hispec profile --latency`: measures what stages of a job's model cost here, keeps it, and says how good it is."""
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from rich.console import Console
 from rich.table import Table
 
 from ee_models.checkpoint.exit_files import ExitsError
@@ -14,13 +12,13 @@ from ee_models.exits import AdapterExit
 
 from ..config import DraftConfig, SpeculativeConfig
 from ..control.candidates import exit_layers, trained_path, uses_trained
-from ..jobs.report import NOT_A_TERMINAL_WIDTH
 from ..jobs.schema import Job
 from ..latency.profile import LatencyProfile, StageCost, kept_path, save
 from ..llm import LLM
 from ..measure.latency import measure_latency, subject_of
+from ..utils.console import make_console
 from ..utils.environment import hardware_text, is_busy
-from .files import Targets
+from .options import Targets
 
 _WINDOW = 32  # places of a round, where the job says nothing of them
 
@@ -68,8 +66,7 @@ def _exits(llm: LLM, speculative: SpeculativeConfig | None) -> list[AdapterExit]
 
 def print_latency(profile: LatencyProfile, path: Path, file: IO[str] | None = None) -> None:
     """The table of a profile, on stdout unless `file` is given."""
-    file = file or sys.stdout
-    console = Console(file=file, markup=False, highlight=False, width=None if file.isatty() else NOT_A_TERMINAL_WIDTH)
+    console = make_console(file)
     console.print(f"{hardware_text(profile.subject.machine | profile.subject.versions)}; up to {profile.max_num_seqs} rows")
     table = Table(box=None, pad_edge=False)
     table.add_column("ms of a stage")

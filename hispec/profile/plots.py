@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils.files import write_atomically
-from .files import check_matplotlib
+from .options import check_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

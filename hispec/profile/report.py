@@ -1,14 +1,13 @@
 """What `hispec profile` prints when it is done."""
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ..jobs.report import NOT_A_TERMINAL_WIDTH
+from ..utils.console import make_console
 from ..utils.environment import hardware_text, is_busy
 
 _MOST_TASKS = 6  # columns; the JSON has all
@@ -17,8 +16,7 @@ _ROWS = (1, 2, 4, 8, 16, 32)  # drafts in a row of which the table tells how oft
 
 def print_profile(result: Mapping[str, Any], file: IO[str] | None = None) -> None:
     """The tables of a profile's result, on stdout unless `file` is given."""
-    file = file or sys.stdout
-    console = Console(file=file, markup=False, highlight=False, width=None if file.isatty() else NOT_A_TERMINAL_WIDTH)
+    console = make_console(file)
     options, prompts, found = result["options"], result["prompts"], result["agreement"]
     console.print(
         f"{result['model']}: {prompts['num']} prompts of {prompts['tokens_mean']:.0f} tokens (mean), {options['max_tokens']} new tokens at most,"

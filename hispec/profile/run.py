@@ -20,8 +20,7 @@ from ..utils.environment import environment
 from ..utils.files import write_atomically
 from .candidates import Candidates, exits_folder, find_candidates, wants_shipped
 from .costs import StageCosts, measure_costs
-from .files import Targets
-from .options import ProfileOptions
+from .options import ProfileOptions, Targets
 from .plans import Reach, all_plans
 from .predict import Predictor, calibrate
 from .record import record

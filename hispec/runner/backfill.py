@@ -7,29 +7,29 @@ from torch import Tensor
 
 from ..scheduling.request import Owner, Request
 from ..scheduling.scheduler import Chunk
-from .plan_runtime import Speculation
+from .plan_runtime import PlanRuntime
 from .prefill import prefill_pass
 
 
-def catch_up(now: Speculation, requests: Sequence[Request], block_tables: Tensor, block_size: int, most_tokens: int) -> int:
-    """Computes the KV that the exits and the draft model of `now` lack of these requests -> positions computed, at most `most_tokens` per pass.
+def catch_up(runtime: PlanRuntime, requests: Sequence[Request], block_tables: Tensor, block_size: int, most_tokens: int) -> int:
+    """Computes the KV that the exits and the draft model of `runtime` lack of these requests -> positions computed, at most `most_tokens` per pass.
     block_tables [rows, max_blocks] of all rows."""
-    starts = {request: min(request.gaps[owner] for owner in owners) for request in requests if (owners := _lacking(now, request))}
+    starts = {request: min(request.gaps[owner] for owner in owners) for request in requests if (owners := _lacking(runtime, request))}
     if not starts:
         return 0
-    lacking = {owner for request in starts for owner in _lacking(now, request)}
+    lacking = {owner for request in starts for owner in _lacking(runtime, request)}
     layers = [owner for owner in lacking if isinstance(owner, int)]
     num_tokens = 0
     for chunks in _pieces([Chunk(request, start, request.num_computed) for request, start in starts.items()], most_tokens):
-        token_ids, view = prefill_pass(chunks, block_tables, block_size, now.kv.data.device)
+        token_ids, view = prefill_pass(chunks, block_tables, block_size, runtime.kv.data.device)
         if layers:
-            now.stages.catch_up(token_ids, view, layers)
+            runtime.stages.catch_up(token_ids, view, layers)
         if "model" in lacking:
-            assert now.drafter is not None
-            now.drafter.prefill(token_ids, view)
+            assert runtime.drafter is not None
+            runtime.drafter.prefill(token_ids, view)
         num_tokens += token_ids.shape[0]
     for request in starts:
-        for owner in _lacking(now, request):
+        for owner in _lacking(runtime, request):
             del request.gaps[owner]
     return num_tokens
 
@@ -40,8 +40,8 @@ def fall_behind(request: Request, owners: frozenset[Owner]) -> None:
         request.gaps.setdefault(owner, request.num_computed)
 
 
-def _lacking(now: Speculation, request: Request) -> list[Owner]:
-    return [owner for owner in request.gaps if owner in now.owners]
+def _lacking(runtime: PlanRuntime, request: Request) -> list[Owner]:
+    return [owner for owner in request.gaps if owner in runtime.owners]
 
 
 def _pieces(chunks: Sequence[Chunk], most_tokens: int) -> Iterator[list[Chunk]]:

@@ -24,7 +24,7 @@ from ..sampling.sampler import Sampler
 from ..scheduling.request import Owner, Request
 from .block_tables import RowTables
 from .cuda_graphs import GraphCache
-from .plan_runtime import Speculation
+from .plan_runtime import PlanRuntime
 from .round_output import RowOutcome, outcomes_of
 
 _LEAST_CONTEXT = 512  # positions; a static round attends within one of few lengths, each four times the one before
@@ -58,7 +58,7 @@ class Flight:
     """A round that was launched; outcomes(): of all its rows, once the device has done it; layers of the model that it runs; when it was
     launched, by time.perf_counter; the controller's route; whether nothing else was done meanwhile, such as capturing it."""
 
-    now: Speculation
+    runtime: PlanRuntime
     plan: Plan
     rows: Rows
     result: RoundResult
@@ -72,11 +72,11 @@ class Flight:
     @property
     def owners(self) -> frozenset[Owner]:
         """Exits and models whose own KV the round writes."""
-        return self.now.owners - {"model"} if self.plan.is_plain else self.now.owners
+        return self.runtime.owners - {"model"} if self.plan.is_plain else self.runtime.owners
 
     @property
     def drafter(self) -> Drafter | None:
-        return None if self.plan.is_plain else self.now.drafter
+        return None if self.plan.is_plain else self.runtime.drafter
 
 
 class Launcher(Protocol):
@@ -84,7 +84,7 @@ class Launcher(Protocol):
 
     runs_ahead: bool  # whether `proceed` ever launches one
 
-    def launch(self, now: Speculation, plan: Plan, rows: Rows) -> Flight:
+    def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         """A round from what the host knows."""
 
     def proceed(self, flight: Flight, context_len: int) -> Flight | None:
@@ -98,7 +98,7 @@ class PackedLauncher:
     def __init__(self, tables: RowTables, sampler: Sampler, block_size: int, device: torch.device) -> None:
         self._tables, self._sampler, self._block_size, self._device = tables, sampler, block_size, device
 
-    def launch(self, now: Speculation, plan: Plan, rows: Rows) -> Flight:
+    def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         num_rows = rows.inputs.shape[1]
         host = np.zeros((num_rows, plan.window + 4), np.int64)  # the window's tokens, start, limit, drafts
         host[:, 0], host[:, -3], host[:, -1] = rows.inputs[Input.TOKEN], rows.inputs[Input.START], rows.inputs[Input.DRAFTS]
@@ -114,11 +114,11 @@ class PackedLauncher:
             max_context_len=rows.context_len,
             sampler=self._sampler,
             keeps_logits=rows.keeps_logits,
-            watch=_watch(now, plan, rows, num_rows, self._device),
+            watch=_watch(runtime, plan, rows, num_rows, self._device),
         )
-        result = run_round(now.stages, plan, now.judge, None if plan.is_plain else now.drafter, batch)
+        result = run_round(runtime.stages, plan, runtime.judge, None if plan.is_plain else runtime.drafter, batch)
         packed = _packed(result, batch.watch)
-        return Flight(now, plan, rows, result, partial(outcomes_of, packed, plan), batch.tokens)
+        return Flight(runtime, plan, rows, result, partial(outcomes_of, packed, plan), batch.tokens)
 
     def proceed(self, flight: Flight, context_len: int) -> Flight | None:
         return None
@@ -145,11 +145,11 @@ class StaticLauncher:
         self._upload = [_Upload(device) for _ in range(3)]
         self._num_uploads = 0
 
-    def launch(self, now: Speculation, plan: Plan, rows: Rows) -> Flight:
+    def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         inputs = np.zeros((len(Input), self._num_rows), np.int64)  # rows that nobody is in have room for nothing
         inputs[:, : rows.inputs.shape[1]] = rows.inputs
         self._copy(self._inputs, torch.from_numpy(inputs))
-        return self._run(now, plan, rows)
+        return self._run(runtime, plan, rows)
 
     def proceed(self, flight: Flight, context_len: int) -> Flight:
         """As Launcher.proceed."""
@@ -167,31 +167,31 @@ class StaticLauncher:
 
         # Not to be done twice, as a capture does; it is a handful of operations, and the device is busy with the round before.
         advance(flight.result.counts)
-        return self._run(flight.now, plan, Rows(flight.rows.inputs, flight.rows.requests, context_len, False))
+        return self._run(flight.runtime, plan, Rows(flight.rows.inputs, flight.rows.requests, context_len, False))
 
-    def _run(self, now: Speculation, plan: Plan, rows: Rows) -> Flight:
+    def _run(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         if self._tables.has_changed:
             self._copy(self._block_tables, self._tables.tensor)
             self._tables.has_changed = False  # last, since a copy may be interrupted
         num_rows, context_len = bucket(rows.inputs.shape[1], self._num_rows), context_bucket(rows.context_len, self._max_model_len)
-        by_stage = now.stops_early and not plan.is_plain  # the host decides how far drafting goes, so there is a graph per stage
-        watches = rows.watches and not by_stage and bool(now.watched)
-        key = (now, plan, num_rows, context_len, self._sampler.mode, rows.keeps_logits, watches)
-        graphs = self._graphs if now.captures else None
+        by_stage = runtime.stops_early and not plan.is_plain  # the host decides how far drafting goes, so there is a graph per stage
+        watches = rows.watches and not by_stage and bool(runtime.watched)
+        key = (runtime, plan, num_rows, context_len, self._sampler.mode, rows.keeps_logits, watches)
+        graphs = self._graphs if runtime.captures else None
         execution = STATIC
         if by_stage:
             # Where nobody is in the rows, as when warming up, all stages are gone through.
             execution = Execution(is_static=True, may_ask=bool(rows.requests), call=directly if graphs is None else partial(_stage, graphs, key))
 
         def run() -> tuple[RoundResult, Tensor]:
-            watch = _watch(now, plan, rows, num_rows, self._device) if watches else None
+            watch = _watch(runtime, plan, rows, num_rows, self._device) if watches else None
             batch = self._batch(plan, num_rows, context_len, execution, rows.keeps_logits, watch)
             batch.tokens[:, 0] = self._inputs[Input.TOKEN, :num_rows]
-            result = run_round(now.stages, plan, now.judge, None if plan.is_plain else now.drafter, batch)
+            result = run_round(runtime.stages, plan, runtime.judge, None if plan.is_plain else runtime.drafter, batch)
             return result, _packed(result, watch)
 
         result, packed = run() if by_stage or graphs is None else graphs.run(key, run)
-        return Flight(now, plan, rows, result, _to_host(packed, plan), self._window(plan)[:num_rows])
+        return Flight(runtime, plan, rows, result, _to_host(packed, plan), self._window(plan)[:num_rows])
 
     def _batch(
         self, plan: Plan, num_rows: int, context_len: int, execution: Execution, keeps_logits: bool = False, watch: Watch | None = None
@@ -272,8 +272,8 @@ def _stage(graphs: GraphCache, key: Hashable, name: Hashable, run: Callable[...,
     return graphs.run((key, name), run, *inputs)
 
 
-def _watch(now: Speculation, plan: Plan, rows: Rows, num_rows: int, device: torch.device) -> Watch | None:
-    return Watch(now.watched, num_rows, plan.window, device) if rows.watches and now.watched else None
+def _watch(runtime: PlanRuntime, plan: Plan, rows: Rows, num_rows: int, device: torch.device) -> Watch | None:
+    return Watch(runtime.watched, num_rows, plan.window, device) if rows.watches and runtime.watched else None
 
 
 def _packed(result: RoundResult, watch: Watch | None) -> Tensor:

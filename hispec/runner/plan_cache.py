@@ -9,7 +9,7 @@ from ee_models.exits import Exit
 from ..config import EngineConfig, Plan, SpeculativeConfig
 from ..decoding.stages import DecoderLike, PassCounts
 from ..latency.model import LatencyModel
-from .plan_runtime import Limits, Speculation, make_speculation, total_memory
+from .plan_runtime import Limits, PlanRuntime, make_plan_runtime, total_memory
 
 _MOST_KEPT = 8
 _PROBE_ROUNDS = 4  # of a plan that is tried again
@@ -36,31 +36,31 @@ class Wanted:
         return hash((self.speculative, self.plan))
 
 
-class Speculations:
+class PlanCache:
     """Makes them, over one KV."""
 
     def __init__(self, decoder: DecoderLike, config: EngineConfig, max_model_len: int, counts: PassCounts, draft_counts: PassCounts) -> None:
         self._decoder, self._config, self._max_model_len = decoder, config, max_model_len
         self._counts, self._draft_counts = counts, draft_counts
-        self._kept: dict[Wanted, Speculation] = {}
-        self._now: Speculation | None = None
+        self._kept: dict[Wanted, PlanRuntime] = {}
+        self._now: PlanRuntime | None = None
 
     @property
-    def now(self) -> Speculation:
+    def runtime(self) -> PlanRuntime:
         assert self._now is not None
         return self._now
 
-    @now.setter
-    def now(self, speculation: Speculation) -> None:
+    @runtime.setter
+    def runtime(self, speculation: PlanRuntime) -> None:
         self._now = speculation
 
-    def make(self, num_blocks: int, wanted: Wanted) -> Speculation:
+    def make(self, num_blocks: int, wanted: Wanted) -> PlanRuntime:
         """Raises ConfigError for what does not fit the model or memory."""
         limits = Limits(self._config.max_num_seqs, self._max_model_len, num_blocks, self._config.block_size)
         kv = self._now.kv if self._now is not None else None
         draft_kv = next((each.draft_kv for each in self._kept.values() if each.draft_model is wanted.draft_model), None)
         along = None if wanted.latency is None else AlongOrLater(wanted.latency, wanted.speculative)
-        return make_speculation(
+        return make_plan_runtime(
             self._decoder,
             limits,
             wanted.speculative,
@@ -74,11 +74,11 @@ class Speculations:
             along,
         )
 
-    def get(self, num_blocks: int, wanted: Wanted) -> Speculation:
+    def get(self, num_blocks: int, wanted: Wanted) -> PlanRuntime:
         """What there is already, or `make`."""
         return self._kept.get(wanted) or self.make(num_blocks, wanted)
 
-    def use(self, new: Speculation, wanted: Wanted, keeps_graphs: bool) -> tuple[bool, bool]:
+    def use(self, new: PlanRuntime, wanted: Wanted, keeps_graphs: bool) -> tuple[bool, bool]:
         """Makes it the one in use -> whether graphs of the others are of no use any more, and whether what blocks hold is."""
         before = self._now
         is_anew = before is None or new.kv is not before.kv or not keeps_graphs or (wanted not in self._kept and len(self._kept) >= _MOST_KEPT)
@@ -88,7 +88,7 @@ class Speculations:
         return is_anew, before is not None and new.kv_owners != before.kv_owners
 
     @property
-    def kept(self) -> list[Speculation]:
+    def kept(self) -> list[PlanRuntime]:
         return list(self._kept.values())
 
     def memory(self) -> dict[str, int]:

@@ -34,7 +34,7 @@ class Limits:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Speculation:
+class PlanRuntime:
     """A plan, ready to run; and, where a controller decides, all that it may choose from instead. `drafter` is None for plain decoding;
     `draft_kv` is a draft model's. All of `routes` share buffers, exits and models.
 
@@ -62,13 +62,13 @@ class Speculation:
     stops_early: bool = False
     captures: bool = True
     route: Route | None = None
-    routes: tuple[Speculation, ...] = ()
+    routes: tuple[PlanRuntime, ...] = ()
     shared: tuple[Drafter, ...] = ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.plan})"
 
-    def of(self, route: int | None) -> Speculation:
+    def of(self, route: int | None) -> PlanRuntime:
         """What runs a controller's choice."""
         return self.routes[route] if self.routes and route is not None else self
 
@@ -108,16 +108,16 @@ class Speculation:
         }
 
 
-def total_memory(speculations: Iterable[Speculation]) -> dict[str, int]:
-    """Speculation.memory() of several that share KV."""
-    each, total = list(speculations), Counter[str]()
+def total_memory(runtimes: Iterable[PlanRuntime]) -> dict[str, int]:
+    """PlanRuntime.memory() of several that share KV."""
+    each, total = list(runtimes), Counter[str]()
     for speculation in each:
         total.update(speculation.memory())
     total["kv_bytes"] = max(speculation.kv.num_bytes for speculation in each)
     return dict(total)
 
 
-def make_speculation(
+def make_plan_runtime(
     decoder: DecoderLike,
     limits: Limits,
     speculative: SpeculativeConfig | None,
@@ -129,7 +129,7 @@ def make_speculation(
     kv: PagedKV | None,
     draft_kv: PagedKV | None,
     along: Callable[[int], bool] | None = None,
-) -> Speculation:
+) -> PlanRuntime:
     """Raises ConfigError for what does not fit together, before anything is allocated.
 
     counts, draft_counts   where passes of the model, and of a draft model, are counted
@@ -182,7 +182,7 @@ class _Parts:
         read_layers: Collection[int],
         along: Callable[[int], bool] | None,
     ) -> None:
-        """read_layers: of all exits that any of them reads; along: as for make_speculation."""
+        """read_layers: of all exits that any of them reads; along: as for make_plan_runtime."""
         self._decoder, self._limits, self._exits, self._draft_model = decoder, limits, exits, draft_model
         self._counts, self._draft_counts, self._kv, self._draft_kv, self._hidden, self._window = counts, draft_counts, kv, draft_kv, hidden, window
         self._along = frozenset(exit_.layer for exit_ in exits if along is None or along(exit_.layer))
@@ -197,7 +197,7 @@ class _Parts:
         """Drafters that keep something of requests."""
         return *self._ngrams.values(), *(() if self._model is None else (self._model,))
 
-    def make(self, plan: Plan, speculative: SpeculativeConfig | None) -> Speculation:
+    def make(self, plan: Plan, speculative: SpeculativeConfig | None) -> PlanRuntime:
         read = {plan.draft_layer, plan.check_layer}
         own = {exit_.layer for exit_ in self._exits} & read
         written = self._along | own
@@ -208,7 +208,7 @@ class _Parts:
             draft = speculative.draft if speculative else DraftConfig(layer=max(1, plan.draft_layer))
             drafter = self._drafter(draft, plan, speculative.draft_confidence if speculative else None, stages, judge)
         has_model = drafter is not None and drafter is self._model
-        return Speculation(
+        return PlanRuntime(
             plan,
             self._exits,
             self._draft_model,

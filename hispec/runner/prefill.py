@@ -13,25 +13,25 @@ from ..decoding.drafter import DrafterError, guarded
 from ..scheduling.scheduler import Chunk
 from ..stats import EngineStats
 from .drafter_failures import give_up_drafting
-from .plan_runtime import Speculation
+from .plan_runtime import PlanRuntime
 
 _log = logging.getLogger(__name__)
 
 
-def prefill(now: Speculation, chunks: Sequence[Chunk], block_tables: Tensor, block_size: int, stats: EngineStats) -> None:
+def prefill(runtime: PlanRuntime, chunks: Sequence[Chunk], block_tables: Tensor, block_size: int, stats: EngineStats) -> None:
     """Computes the KV of prompt positions at every layer, of all exits and of the draft model; several requests' chunks in one pass. block_tables
     [rows, max_blocks] of all rows. If the draft model fails, its requests go on without it; where there are other drafters too, it has to make up
     for it when it is asked again. Raises DrafterError if it lacks memory and fewer rows might do."""
-    token_ids, view = prefill_pass(chunks, block_tables, block_size, now.kv.data.device)
-    now.stages.prefill(token_ids, view)
-    for drafter in now.drafters:
+    token_ids, view = prefill_pass(chunks, block_tables, block_size, runtime.kv.data.device)
+    runtime.stages.prefill(token_ids, view)
+    for drafter in runtime.drafters:
         try:
             with guarded(drafter):
                 drafter.prefill(token_ids, view)
         except DrafterError as error:
             if error.lacks_memory and block_tables.shape[0] > 1:
                 raise
-            if now.routes:
+            if runtime.routes:
                 stats.drafter_failures += 1
                 _log.warning("a drafter failed at a prompt (%s)", error)
                 for chunk in chunks:

@@ -27,12 +27,12 @@ from .block_tables import RowTables
 from .cuda_graphs import CudaGraphs, GraphCache, GraphDevice
 from .drafter_failures import give_up_drafting
 from .launchers import Flight, Input, Launcher, PackedLauncher, Rows, StaticLauncher, buckets
-from .plan_runtime import Speculation
+from .plan_runtime import PlanRuntime
 
 _log = logging.getLogger(__name__)
 
 
-class Rounds:
+class RoundRunner:
     """Launches rounds for the requests in the scheduler's rows."""
 
     def __init__(
@@ -71,30 +71,30 @@ class Rounds:
         assert self._scheduled is not None
         return self._scheduled
 
-    def launch(self, now: Speculation, choice: Choice, limits: Mapping[int, int], stats: EngineStats) -> Flight:
+    def launch(self, runtime: PlanRuntime, choice: Choice, limits: Mapping[int, int], stats: EngineStats) -> Flight:
         """A round as chosen, for the rows of `limits`, which may process so many places each. If the drafter fails, the round is one of plain
         decoding; and so are all further ones of its requests, if there is no other drafter."""
-        running, route, started_s = self._scheduler.running, choice.route if now.routes else None, time.perf_counter()
-        now = now.of(choice.route)
+        running, route, started_s = self._scheduler.running, choice.route if runtime.routes else None, time.perf_counter()
+        runtime = runtime.of(choice.route)
         for row in limits:
             assert running[row].is_ready, "a round's entry invariant: all but the last committed token are computed"
         self._seat(running)
         rows = self._rows(choice, limits)
-        if now.drafter is not None and np.minimum(rows.inputs[Input.CAP], rows.inputs[Input.ROOM]).max() > 1:  # else no row may speculate
+        if runtime.drafter is not None and np.minimum(rows.inputs[Input.CAP], rows.inputs[Input.ROOM]).max() > 1:  # else no row may speculate
             try:
-                with guarded(now.drafter):
-                    now.drafter.follow([(request.number, request.token_ids) for request in running])
+                with guarded(runtime.drafter):
+                    runtime.drafter.follow([(request.number, request.token_ids) for request in running])
                     tables = self._tables.tensor[: len(running)]
                     most = self._scheduler.max_prefill_tokens
-                    stats.caught_up_tokens += catch_up(now, [running[row] for row in limits], tables, self._block_size, most)
-                return self._launch(now, choice.plan, rows, route, started_s)
+                    stats.caught_up_tokens += catch_up(runtime, [running[row] for row in limits], tables, self._block_size, most)
+                return self._launch(runtime, choice.plan, rows, route, started_s)
             except DrafterError as error:
                 if error.lacks_memory and len(running) > 1:
                     raise
                 self._give_up(route, [running[row] for row in limits], error, stats)
         if not choice.plan.is_plain:
             rows = self._rows(Choice(watches=choice.watches), limits)
-        return self._launch(now, PLAIN, rows, None, started_s)
+        return self._launch(runtime, PLAIN, rows, None, started_s)
 
     def proceed(self, flight: Flight, stats: EngineStats) -> Flight | None:
         """The round after `flight`, which the host has not read yet; None if that has to be read first.
@@ -144,15 +144,15 @@ class Rounds:
         """The sampler may have been told of tokens that were not committed: an interrupt, or an error, came in between."""
         self._seated = None
 
-    def warm_up(self, now: Speculation, context_lens: Sequence[int]) -> None:
+    def warm_up(self, runtime: PlanRuntime, context_lens: Sequence[int]) -> None:
         """Runs, and so captures, the rounds of a plan for every number of rows and these lengths of context, the largest first: without any
         row in them, so that nothing changes."""
         if self.graphs is None:
             return
         self._sampler.load([])
         self.forget()
-        plans = [(each, each.plan) for each in now.routes] or [(now, now.plan)]
-        plans += [(now, PLAIN)] if now.routes or not now.plan.is_plain else []
+        plans = [(each, each.plan) for each in runtime.routes] or [(runtime, runtime.plan)]
+        plans += [(runtime, PLAIN)] if runtime.routes or not runtime.plan.is_plain else []
         kinds = [(rows, length, plan) for rows in buckets(self._tables.tensor.shape[0]) for length in sorted(context_lens, reverse=True) for plan in plans]
         most = self.graphs.max_graphs
         if len(kinds) > most:
@@ -163,9 +163,9 @@ class Rounds:
         for counter, counts in zip(self._counters, before, strict=True):
             counter.set(counts)
 
-    def try_out(self, now: Speculation, num_tokens: int, context_len: int) -> None:
+    def try_out(self, runtime: PlanRuntime, num_tokens: int, context_len: int) -> None:
         """The largest passes that there can be, for their memory: prefill of num_tokens, and rounds of all rows. Nobody is in them."""
-        device = now.kv.data.device
+        device = runtime.kv.data.device
         # Rows that ask for all that takes memory.
         params = SamplingParams(temperature=1.0, top_k=100, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1)
         self._sampler.load([RowSampling(params, 0, [0], [0], frozenset())] * self._tables.tensor.shape[0])
@@ -173,10 +173,10 @@ class Rounds:
         tables = torch.zeros(1, self._tables.tensor.shape[1], dtype=torch.int64, device=device)
         places = torch.tensor([0, num_tokens], device=device)
         view = BatchView(torch.arange(num_tokens, device=device), nowhere, tables, places, num_tokens, num_tokens)
-        now.stages.prefill(torch.zeros_like(nowhere), view)
-        for drafter in now.drafters:
+        runtime.stages.prefill(torch.zeros_like(nowhere), view)
+        for drafter in runtime.drafters:
             drafter.prefill(torch.zeros_like(nowhere), view)
-        for each, plan in dict.fromkeys(((now, PLAIN), (now, now.plan), *((route, route.plan) for route in now.routes))):
+        for each, plan in dict.fromkeys(((runtime, PLAIN), (runtime, runtime.plan), *((route, route.plan) for route in runtime.routes))):
             rows = Rows(np.zeros((len(Input), self._tables.tensor.shape[0]), np.int64), (), context_len, False)
             self._launcher.launch(each, plan, rows).outcomes()
 
@@ -191,9 +191,9 @@ class Rounds:
             return {}
         return {"graphs": len(graphs), "graph_captures": graphs.num_captures, "graph_replays": graphs.num_replays, "graph_bytes": graphs.num_bytes}
 
-    def _launch(self, now: Speculation, plan: Plan, rows: Rows, route: int | None, started_s: float) -> Flight:
+    def _launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows, route: int | None, started_s: float) -> Flight:
         before, captures = self._counters[0].layer_passes, self._num_captures
-        flight = self._launcher.launch(now, plan, rows)
+        flight = self._launcher.launch(runtime, plan, rows)
         passes = self._counters[0].layer_passes - before
         return replace(flight, layer_passes=passes, launched_s=started_s, route=route, is_timed=captures == self._num_captures)
 

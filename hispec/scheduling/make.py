@@ -5,13 +5,13 @@ from cache.blocks import BlockPool
 
 from ..config import EngineConfig, SchedulingConfig
 from .aging import Ageing
-from .keeper import Keeper
 from .laps import Laps
 from .lengths import LengthPredictor, make_lengths
 from .mlfq import MultiLevelFeedback, queue_bounds
 from .policy import FirstComeFirstServed, Policy
 from .scheduler import Scheduler
 from .sjf import ShortestJobFirst
+from .waiting import Keeper
 
 
 def make_scheduler(

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from cache.blocks import BlockPool, BlockTable
 
-from .keeper import Keeper
 from .lengths import LengthPredictor, OnlineLengths
 from .policy import Job, Key, Policy, Service
 from .request import Request
-from .waiting import WaitingKV, WaitingOrder
+from .waiting import Keeper, WaitingKV, WaitingOrder
 
 
 @dataclass(frozen=True)

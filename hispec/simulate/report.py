@@ -1,14 +1,12 @@
 """What `hispec simulate` prints when it is done."""
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import IO, Any
 
-from rich.console import Console
 from rich.table import Table
 
-from ..jobs.report import NOT_A_TERMINAL_WIDTH
+from ..utils.console import make_console
 from ..utils.environment import hardware_text
 
 _MOST_PLANS = 4  # that are named per system; the JSON has all
@@ -16,8 +14,7 @@ _MOST_PLANS = 4  # that are named per system; the JSON has all
 
 def print_simulation(result: Mapping[str, Any], file: IO[str] | None = None) -> None:
     """A table per load, on stdout unless `file` is given."""
-    file = file or sys.stdout
-    console = Console(file=file, markup=False, highlight=False, width=None if file.isatty() else NOT_A_TERMINAL_WIDTH)
+    console = make_console(file)
     for load in result["loads"]:
         console.print(_table(result["what"], load))
         for name, figures in load["policies"].items():

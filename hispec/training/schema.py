@@ -1,11 +1,14 @@
-"""What a training YAML says (docs/training.md)."""
+"""What a training YAML says (docs/training.md), and how it is read."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from ..config import EngineConfig, Settings
+from ..jobs.load import load_settings
 from ..jobs.schema import FilePath
 
 
@@ -183,3 +186,8 @@ class TrainConfig(Settings):
         if self.recipe == "adapters" and self.adapters is None:
             raise ValueError("recipe: adapters needs `adapters` with the exits to train")
         return self
+
+
+def load_training(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The training file at `path`; files of prompts lie relative to it. Raises ConfigError with all that is wrong."""
+    return load_settings(TrainConfig, Path(path), overrides, [("data", "prompts", "*", "path")])

@@ -1,12 +1,10 @@
-"""Memory: how many KV blocks fit beside what rounds and prefill need, and what an allocation failure looks like."""
+"""How much memory there is, how much a computation takes, and what an allocation failure looks like."""
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
-
-from ..config import EngineConfig
-from ..errors import ConfigError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -15,6 +13,17 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     words = "can't allocate memory", "out of memory", "ALLOC_FAILED"
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and any(each in str(error) for each in words))
+
+
+def free_memory_bytes() -> int:
+    """Bytes of the host's memory that can still be allocated."""
+    try:
+        # What the kernel could free for us; "free" alone leaves out the page cache.
+        with open("/proc/meminfo", encoding="ascii") as file:
+            available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+        return available * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def free_bytes(device: torch.device) -> int:
@@ -31,23 +40,3 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
     run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def num_blocks_beside(config: EngineConfig, free: int, peak: int, bytes_per_block: int, max_model_len: int) -> int:
-    """KV blocks for max_num_seqs sequences of max_model_len, as far as they fit in `free` bytes beside what work takes at its `peak` and
-    beside captured graphs. Raises ConfigError if not one does."""
-    wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
-    for_graphs = config.max_graph_bytes if config.graphs else 0
-    allowed = int(free * config.gpu_memory_utilization)
-    left = allowed - peak - for_graphs
-    if left < bytes_per_block:
-        raise ConfigError(
-            f"engine: of {_mb(free)} of free GPU memory, gpu_memory_utilization={config.gpu_memory_utilization} allows {_mb(allowed)};"
-            f" rounds of max_num_seqs={config.max_num_seqs} and prefill of max_prefill_tokens={config.max_prefill_tokens} take {_mb(peak)}, graphs"
-            f" {_mb(for_graphs)} (max_graph_bytes), so that not one KV block of {_mb(bytes_per_block)} is left; lower one of these, or set num_kv_blocks"
-        )
-    return min(wanted, left // bytes_per_block)
-
-
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f} MB"

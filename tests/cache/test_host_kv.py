@@ -10,7 +10,7 @@ import torch
 
 from cache.host_kv import HostKV
 from cache.paged_kv import PagedKV
-from hispec.engine.kv_offload import KVKeeper, cheaper_to_move
+from hispec.engine.kv_offload import KVOffloader, cheaper_to_move
 from hispec.latency.model import LatencyModel, Linear
 from tests.helpers.scheduling_server import make_request
 
@@ -145,7 +145,7 @@ def computed(number: int, num_computed: int, blocks: list[int]) -> Any:
 def test_the_keeper_saves_what_is_cheaper_to_move_and_restores_it() -> None:
     kvs = [make_kv()]
     host = HostKV(1 << 20)
-    keeper = KVKeeper(host, lambda: kvs, lambda num_positions: num_positions > 4)
+    keeper = KVOffloader(host, lambda: kvs, lambda num_positions: num_positions > 4)
     assert not keeper.save(computed(0, 4, BLOCKS[:1])) and host.num_bytes == 0
     request = computed(1, 6, BLOCKS[:2])
     before = bits(kvs[0], BLOCKS, 6)
@@ -162,7 +162,7 @@ def test_the_keeper_saves_what_is_cheaper_to_move_and_restores_it() -> None:
 def test_the_keeper_goes_on_without_memory_and_with_another_plans_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     kvs = [make_kv()]
     host = HostKV(1 << 20)
-    keeper = KVKeeper(host, lambda: kvs, lambda num_positions: True)
+    keeper = KVOffloader(host, lambda: kvs, lambda num_positions: True)
     request = computed(0, 6, BLOCKS[:2])
 
     def out_of_memory(*args: Any, **kwargs: Any) -> None:
@@ -181,7 +181,7 @@ def test_the_keeper_goes_on_without_memory_and_with_another_plans_tensors(monkey
 
 
 def test_other_errors_of_the_keeper_are_not_hidden() -> None:
-    keeper = KVKeeper(HostKV(1 << 20), lambda: [make_kv()], lambda num_positions: True)
+    keeper = KVOffloader(HostKV(1 << 20), lambda: [make_kv()], lambda num_positions: True)
     with pytest.raises(ValueError, match="do not lie in"):
         keeper.save(computed(0, 6, BLOCKS[:1]))
     assert not keeper.restore(computed(0, 6, BLOCKS[:2])), "an interrupt may have come between: then it is computed again"

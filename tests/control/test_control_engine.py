@@ -79,7 +79,7 @@ def test_one_failing_drafter_does_not_end_the_others(tiny_decoder: Decoder, smal
     def fail(*_: Any) -> None:
         raise OSError("gone")
 
-    failing = next(drafter for drafter in engine._now.drafters if type(drafter).__name__ == "ModelDrafter")
+    failing = next(drafter for drafter in engine._runtime.drafters if type(drafter).__name__ == "ModelDrafter")
     setattr(failing, "propose", fail)  # noqa: B010 - a method of this one object
     for _ in range(3):
         assert run(engine, PROMPTS) == expected

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hispec.decoding import accept
+from hispec.decoding import acceptance
 from hispec.decoding.draft_tree import DraftTree
 from hispec.sampling import noise
 
@@ -39,7 +39,7 @@ def coupled_by_hand(own: list[int], proposed: list[int], num_proposed: int) -> i
     ],
 )
 def test_coupled_accepts_the_leading_matches_and_adds_its_own_token(proposed: list[int], num_proposed: int, num_accepted: int, token: int | None) -> None:
-    count, last, own = accept.coupled(torch.tensor([[5, 6, 7]]), torch.tensor([proposed]), torch.tensor([num_proposed]), DraftTree.chain(3))
+    count, last, own = acceptance.coupled(torch.tensor([[5, 6, 7]]), torch.tensor([proposed]), torch.tensor([num_proposed]), DraftTree.chain(3))
     assert count.tolist() == last.tolist() == [num_accepted]
     assert token is None or own.tolist() == [token]
 
@@ -52,7 +52,7 @@ def test_coupled_is_right_for_every_pattern_of_three_places_in_one_batch() -> No
         for num_proposed in range(4)
     ]
     owns, proposals, nums = (torch.tensor([case[i] for case in cases]) for i in range(3))
-    counts, lasts, tokens = accept.coupled(owns, proposals, nums, DraftTree.chain(3))
+    counts, lasts, tokens = acceptance.coupled(owns, proposals, nums, DraftTree.chain(3))
     assert torch.equal(counts, lasts)
     for (own, proposed, num_proposed), count, token in zip(cases, counts.tolist(), tokens.tolist(), strict=True):
         assert count == coupled_by_hand(list(own), list(proposed), num_proposed)
@@ -74,7 +74,7 @@ class Drawn:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
     capture = Drawn()
-    monkeypatch.setattr(accept, "draw", capture)
+    monkeypatch.setattr(acceptance, "draw", capture)
     return capture
 
 
@@ -89,7 +89,7 @@ def distributions(seed: int, *shape: int) -> Tensor:
 
 def judge(p: Tensor, q: Tensor, proposed: Tensor, num_proposed: Tensor, uniform: Tensor) -> Tensor:
     """num_accepted [rows] of rejection."""
-    return accept.rejection(p, q, proposed, num_proposed, uniform, torch.zeros_like(proposed))[0]
+    return acceptance.rejection(p, q, proposed, num_proposed, uniform, torch.zeros_like(proposed))[0]
 
 
 def accepting_uniforms(p: Tensor, q: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def test_after_a_rejection_the_token_is_from_the_residual_and_after_none_from_p(
         # Uniforms well on one side of each threshold, where there is such a side.
         uniform = torch.where(torch.rand(1, 3, generator=generator) < 0.5, ratio.clamp(max=1.0) * 0.5, (1 + ratio.clamp(max=1.0)) / 2)
         keys = torch.tensor([[11, 12, 13]])
-        num_accepted, _ = accept.rejection(p, q, proposed, torch.tensor([2]), uniform, keys)
+        num_accepted, _ = acceptance.rejection(p, q, proposed, torch.tensor([2]), uniform, keys)
         accepted = [bool(uniform[0, place] < ratio[0, place]) for place in range(2)]
         expected_count = 0 if not accepted[0] else 1 if not accepted[1] else 2
         assert num_accepted.tolist() == [expected_count]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hispec.config import Plan
-from hispec.decoding import accept
+from hispec.decoding import acceptance
 from hispec.decoding.draft_tree import DraftTree
 from hispec.sampling.inputs import Places, RowSampling
 from hispec.sampling.sampler import Sampler
@@ -64,7 +64,7 @@ def test_one_path_is_accepted_the_longest_of_those_that_are_right(tree: DraftTre
     counts = torch.tensor([draw.randrange(tree.num_nodes) for _ in range(rows)])
     unsure = torch.rand(rows, tree.num_nodes, generator=torch.Generator().manual_seed(0)) < 0.2
     for given in (None, unsure):
-        num_accepted, last, token = accept.coupled(own, proposed, counts, tree, given)
+        num_accepted, last, token = acceptance.coupled(own, proposed, counts, tree, given)
         taken = torch.zeros_like(unsure) if given is None else given
         for row in range(rows):
 

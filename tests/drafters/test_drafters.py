@@ -29,7 +29,7 @@ TWO_TIER, THREE_TIER, MANY_CHECKS = "ngram", "ngram check", "ngram checks"
 
 
 def misbehaving(engine: Engine, tokens: Any) -> FixedDrafter:
-    drafter = FixedDrafter(engine._now.judge, tokens)
+    drafter = FixedDrafter(engine._runtime.judge, tokens)
     with_drafter(engine, lambda _: drafter)
     return drafter
 
@@ -96,7 +96,7 @@ def test_a_drafter_that_raises_leaves_plain_decoding(
     tiny_decoder: Decoder, expected: list[list[int]], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = drafter_engine(tiny_decoder, ALL[name], max_num_seqs=3)
-    drafter = Raises(engine._now.judge, lambda row, column: [1, 2])
+    drafter = Raises(engine._runtime.judge, lambda row, column: [1, 2])
     with_drafter(engine, lambda _: drafter)
     with caplog.at_level(logging.WARNING, "hispec"):
         assert run(engine, PROMPTS) == expected
@@ -113,8 +113,8 @@ def test_a_drafter_may_fail_anywhere(tiny_decoder: Decoder, expected: list[list[
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
-    assert engine._now.drafter is not None
-    setattr(engine._now.drafter, where, fail)
+    assert engine._runtime.drafter is not None
+    setattr(engine._runtime.drafter, where, fail)
     with caplog.at_level(logging.WARNING, "hispec"):
         assert run(engine, PROMPTS) == expected  # which checks that nothing is lost or leaked
     assert engine.stats()["drafter_failures"] > 0 and "MemoryError: no room" in caplog.messages[0] and "request-" in caplog.messages[0]
@@ -124,7 +124,7 @@ def test_a_drafter_may_fail_anywhere(tiny_decoder: Decoder, expected: list[list[
 def test_blocks_of_requests_whose_drafter_failed_are_not_reused(tiny_decoder: Decoder, expected: list[list[int]]) -> None:
     """They lack the draft model's KV: what reuses a prefix must still be drafted for rightly."""
     engine = drafter_engine(tiny_decoder, ALL["model"], tiny_decoder)
-    drafter = engine._now.drafter
+    drafter = engine._runtime.drafter
     assert drafter is not None
     propose, calls = drafter.propose, []
 
@@ -250,11 +250,11 @@ def test_llm_loads_a_draft_model_once(tiny_path: Path, draft_path: Path) -> None
     with LLM(str(tiny_path), speculative={"draft": {"kind": "model", "path": str(draft_path)}}, **SMALL) as llm:
         output = llm.generate("abcabcabc", params, use_tqdm=False)[0].outputs[0].token_ids
         assert llm.stats()["drafted"] > 0 and llm.memory()["drafter_bytes"] > 0 and llm.memory()["draft_model_bytes"] > 0
-        model = llm.engine._now.draft_model
+        model = llm.engine._runtime.draft_model
         llm.set_speculative(None)
         assert llm.generate("abcabcabc", params, use_tqdm=False)[0].outputs[0].token_ids == output
         llm.set_speculative({"draft": {"kind": "model", "path": str(draft_path)}, "num_draft_tokens": 4})
-        assert llm.engine._now.draft_model is model
+        assert llm.engine._runtime.draft_model is model
         assert llm.generate("abcabcabc", params, use_tqdm=False)[0].outputs[0].token_ids == output
 
 

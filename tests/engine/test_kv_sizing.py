@@ -14,12 +14,12 @@ from hispec.decoding import round
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.stages import Stages
 from hispec.engine import Engine
-from hispec.engine.kv_sizing import try_largest_passes
+from hispec.engine.kv_sizing import num_blocks_beside, try_largest_passes
 from hispec.errors import ConfigError, build
 from hispec.runner import launchers
 from hispec.runner.plan_cache import Wanted
 from hispec.sampling_params import SamplingParams
-from hispec.utils.memory import is_out_of_memory, num_blocks_beside
+from hispec.utils.memory import is_out_of_memory
 from tests.helpers.drafters import ALL, draft_decoder, drafter_engine
 from tests.helpers.support import make_engine, random_prompts, run, run_through_interrupts
 from tests.helpers.tiny import tiny_checkpoint
@@ -59,9 +59,9 @@ def test_the_largest_passes_can_be_tried_over_a_single_block(tiny_decoder: Decod
     """As is done on a GPU to see what they need; nothing that they leave disturbs what comes after."""
     draft_model = draft_decoder(tiny_checkpoint(tmp_path, hidden=32, num_layers=2)) if "model" in name else None
     engine = drafter_engine(tiny_decoder, ALL[name], draft_model, is_static=True)
-    trial = engine._speculations.make(1, Wanted(build(SpeculativeConfig, ALL[name]), draft_model=draft_model))
+    trial = engine._plans.make(1, Wanted(build(SpeculativeConfig, ALL[name]), draft_model=draft_model))
     before = engine.stats()["layer_passes"]
-    for speculation in (trial, engine._now):
+    for speculation in (trial, engine._runtime):
         try_largest_passes(EngineConfig(max_num_seqs=8, block_size=8, max_prefill_tokens=40), tiny_decoder, 256, speculation)
     assert engine.stats()["layer_passes"] > before + 9
     assert run(engine, PROMPTS) == expected

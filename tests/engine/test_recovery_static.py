@@ -136,12 +136,12 @@ def test_what_plans_keep_is_counted_and_released(tiny_decoder: Decoder, tmp_path
     draft_model = draft_decoder(tiny_checkpoint(tmp_path, hidden=32, num_layers=2))
     engine = drafter_engine(tiny_decoder, ALL["model"], draft_model, is_static=True, graph_device=RecordedGraphs())
     held = engine.memory()["hidden_bytes"]
-    kept = [engine._now]
+    kept = [engine._runtime]
     for length in range(1, 30):
         engine.set_speculative(SpeculativeConfig(**{**ALL["model"], "num_draft_tokens": length}), draft_model=draft_model)
-        kept.append(engine._now)
-        assert len(engine._speculations.kept) <= 8
-    assert engine.memory()["hidden_bytes"] == sum(each.hidden.num_bytes for each in engine._speculations.kept) > held
-    assert all(each.draft_kv is kept[0].draft_kv for each in engine._speculations.kept)
+        kept.append(engine._runtime)
+        assert len(engine._plans.kept) <= 8
+    assert engine.memory()["hidden_bytes"] == sum(each.hidden.num_bytes for each in engine._plans.kept) > held
+    assert all(each.draft_kv is kept[0].draft_kv for each in engine._plans.kept)
     engine.close()
-    assert all(each.kv.num_bytes == 0 and each.draft_kv is not None and each.draft_kv.num_bytes == 0 for each in engine._speculations.kept)
+    assert all(each.kv.num_bytes == 0 and each.draft_kv is not None and each.draft_kv.num_bytes == 0 for each in engine._plans.kept)

@@ -1,4 +1,4 @@
-"""The choice and the filters on a GPU against what hispec/sampling/noise.py and hispec/sampling/sampler.py say; in Triton's interpreter where there is no GPU."""
+"""The choice and the filters on a GPU against what hispec/sampling/noise.py and hispec/sampling/sampler.py say; in Triton's interpreter without a GPU."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hispec.decoding import accept, stages
+from hispec.decoding import acceptance, stages
 from hispec.decoding.accept_triton import coupled_chain
 from hispec.decoding.batch import STATIC, RoundBatch
 from hispec.decoding.draft_tree import DraftTree
@@ -56,7 +56,7 @@ def test_coupled_acceptance_is_that_of_torch(rows: int, num_drafts: int, has_uns
     num_proposed = torch.randint(0, num_drafts + 1, (rows,), generator=generator).to(DEVICE)
     num_proposed[0] = num_drafts
     unsure = (torch.rand(rows, num_drafts + extra, generator=generator) < 0.3).to(DEVICE) if has_unsure else None
-    num_accepted, last, token = accept.coupled(own, proposed, num_proposed, DraftTree.chain(num_drafts), unsure)
+    num_accepted, last, token = acceptance.coupled(own, proposed, num_proposed, DraftTree.chain(num_drafts), unsure)
     found = coupled_chain(own, proposed, num_proposed, unsure)
     assert torch.equal(found[0], num_accepted) and torch.equal(found[0], last)
     assert torch.equal(found[1], token)

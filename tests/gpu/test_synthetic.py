@@ -13,8 +13,8 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from hispec.config import CheckConfig, DraftConfig, SpeculativeConfig
 from hispec.drafters.lookup_torch import TensorLookup
-from hispec.stats import rate
 from hispec.measure.stage_bench import Rig
+from hispec.stats import rate
 from tests.helpers.recorded_graphs import RecordedGraphs, recordable
 from tests.helpers.support import random_prompts
 

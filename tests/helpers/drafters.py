@@ -94,7 +94,7 @@ class FixedDrafter(Stateless):
 
 def with_drafter(engine: Engine, make: Callable[[Judge], Any]) -> Engine:
     """The engine, with another drafter in the place of its own."""
-    engine._speculations.now = replace(engine._now, drafter=make(engine._now.judge))
+    engine._plans.runtime = replace(engine._runtime, drafter=make(engine._runtime.judge))
     return engine
 
 

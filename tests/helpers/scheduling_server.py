@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from cache.blocks import BlockPool
 from hispec.sampling_params import SamplingParams
-from hispec.scheduling.keeper import Keeper
 from hispec.scheduling.lengths import LengthPredictor
 from hispec.scheduling.policy import Policy, Service
 from hispec.scheduling.request import Request
 from hispec.scheduling.scheduler import Scheduler
+from hispec.scheduling.waiting import Keeper
 
 DRAFTS = 4
 AMPLE = 500  # blocks of four positions, for up to 20 requests of 60 tokens

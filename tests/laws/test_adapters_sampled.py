@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import hispec.decoding.accept
+import hispec.decoding.acceptance
 import hispec.sampling.sampler
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
@@ -79,7 +79,7 @@ def test_rejection_with_reduced_vocabularies_stays_reproducible_and_greedy_rows_
 @pytest.fixture
 def paths_past_nothing(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> Paths:  # noqa: F811 - a fixture
     """`paths`, and where an exit may say nothing at all, the token that `draw` then gives, without a branch."""
-    branching = hispec.decoding.accept.draw
+    branching = hispec.decoding.acceptance.draw
 
     def draw(logits: Tensor, key: Tensor) -> Tensor:
         drawn = DRAW(logits, key)
@@ -88,7 +88,7 @@ def paths_past_nothing(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> Paths: 
             drawn[possible] = branching(logits[possible], key)
         return drawn
 
-    monkeypatch.setattr(hispec.decoding.accept, "draw", draw)
+    monkeypatch.setattr(hispec.decoding.acceptance, "draw", draw)
     monkeypatch.setattr(hispec.sampling.sampler, "draw", draw)
     return paths
 

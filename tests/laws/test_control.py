@@ -144,7 +144,7 @@ def test_exits_that_were_not_in_use_have_no_holes(engine_of: Make, expected: lis
     goodput = {"drafters": ["adapter"], "layers": list(layers)}
     settings = {"draft": {"kind": "adapter", "layer": 3}, "num_draft_tokens": 3, "num_checks": 2}
     engine = engine_of(settings, ("right", layers), goodput=goodput, latency=flat_latency(layers, **cost), is_static=is_static)
-    assert engine._now.owners == (set(layers) if is_along else set())
+    assert engine._runtime.owners == (set(layers) if is_along else set())
     make_restless(engine, seed=3, plain=0.4)
     longer = [prompt + output for prompt, output in zip(PROMPTS, run(engine, PROMPTS), strict=True)]
     assert [text[len(prompt) :] for text, prompt in zip(longer, PROMPTS, strict=True)] == expected

@@ -109,18 +109,18 @@ def test_only_committed_blocks_enter_the_prefix_cache() -> None:
         for block, key in enumerate(engine._pool._key):
             if key is not None:
                 slots = range(block * 2, block * 2 + 2)
-                assert [int(engine._now.kv.keys(8)[slot, 0, 0]) for slot in slots] == list(key[1]), "a published block holds other tokens"
+                assert [int(engine._runtime.kv.keys(8)[slot, 0, 0]) for slot in slots] == list(key[1]), "a published block holds other tokens"
 
 
 def test_hidden_buffer_and_kv_are_allocated_once() -> None:
     engine = make_engine(unreliable_exits(2), Plan(2, 5, 2, 2))
-    before = engine._now.kv.data.data_ptr(), engine._now.hidden.data.data_ptr(), engine.memory()
+    before = engine._runtime.kv.data.data_ptr(), engine._runtime.hidden.data.data_ptr(), engine.memory()
     for _ in range(3):
         engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20))
         while engine.has_unfinished():
             engine.step()
-    assert before == (engine._now.kv.data.data_ptr(), engine._now.hidden.data.data_ptr(), engine.memory())
-    assert engine.memory()["kv_bytes"] == engine._now.kv.data.untyped_storage().nbytes()
+    assert before == (engine._runtime.kv.data.data_ptr(), engine._runtime.hidden.data.data_ptr(), engine.memory())
+    assert engine.memory()["kv_bytes"] == engine._runtime.kv.data.untyped_storage().nbytes()
 
 
 def test_first_come_first_served_even_under_preemption() -> None:

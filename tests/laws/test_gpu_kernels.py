@@ -15,7 +15,7 @@ from ee_models.decoder import Decoder
 from ee_models.kernels.gpu import TritonKernels
 from ee_models.kernels.triton_linear import InvariantLinear
 from hispec.config import Plan
-from hispec.decoding import accept, stages
+from hispec.decoding import acceptance, stages
 from hispec.sampling import confidence, sampler
 from hispec.sampling_params import SamplingParams
 from tests.helpers.drafters import drafter_engine
@@ -40,7 +40,7 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sampler, confidence, stages, accept):
+    for module in (sampler, confidence, stages, acceptance):
         monkeypatch.setattr(module, "runs_triton", lambda device: True)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import hispec.decoding.accept
+import hispec.decoding.acceptance
 import hispec.sampling.sampler
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
@@ -75,7 +75,7 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> Paths:
     def draw(logits: Tensor, key: Tensor) -> Tensor:
         return torch.tensor([paths.take(row.double().softmax(-1).tolist()) for row in logits])
 
-    rejection = hispec.decoding.accept.rejection
+    rejection = hispec.decoding.acceptance.rejection
 
     def branching(p: Tensor, q: Tensor, proposed: Tensor, num_proposed: Tensor, uniform: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         uniform = torch.full_like(uniform, 0.5)
@@ -88,9 +88,9 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> Paths:
                 break
         return rejection(p, q, proposed, num_proposed, uniform, keys)
 
-    monkeypatch.setattr(hispec.decoding.accept, "draw", draw)
+    monkeypatch.setattr(hispec.decoding.acceptance, "draw", draw)
     monkeypatch.setattr(hispec.sampling.sampler, "draw", draw)
-    monkeypatch.setattr(hispec.decoding.accept, "rejection", branching)
+    monkeypatch.setattr(hispec.decoding.acceptance, "rejection", branching)
     return paths
 
 

@@ -73,7 +73,7 @@ def no_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(logits: Tensor, key: Tensor) -> Tensor:
         return (logits + noise.gumbel(key, logits.shape[-1])).argmax(-1)
 
-    for module in ("hispec.sampling.sampler", "hispec.decoding.accept"):
+    for module in ("hispec.sampling.sampler", "hispec.decoding.acceptance"):
         monkeypatch.setattr(f"{module}.draw", draw)
     monkeypatch.setattr("hispec.drafters.ngram.make_lookup", lambda device, *sizes: TensorLookup(device, *sizes))
 
@@ -222,7 +222,7 @@ def test_replay_equals_eager(torch_decoder: Decoder, torch_draft_model: Decoder,
     assert run(engine, PROMPTS[3:7], MIXED) == plain_mixed
     assert engine.stats()["graph_replays"] - replays >= 4
     # Rounds as they were before are not captured again. But a drafter that stops early may go further, and a datastore has grown.
-    assert graphs.num_captured == captures or engine._now.stops_early or name == "ngram by length"
+    assert graphs.num_captured == captures or engine._runtime.stops_early or name == "ngram by length"
 
 
 @pytest.mark.parametrize("name", ["ngram checks", "hybrid checks", "model"])

@@ -46,7 +46,7 @@ def test_changing_plans_grows_the_kv_and_forgets(
 
     engine.set_speculative(None)
     # What has grown stays, so that profiling can go from plan to plan; or shrinks. Either way memory() says what is there.
-    assert engine.memory()["kv_bytes"] == engine._now.kv.num_bytes and engine.memory()["exit_bytes"] == 0
+    assert engine.memory()["kv_bytes"] == engine._runtime.kv.num_bytes and engine.memory()["exit_bytes"] == 0
     engine.reset_stats()
     assert run(engine, PROMPTS) == expected
     assert engine.stats()["cached_tokens"] == 0

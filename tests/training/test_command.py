@@ -18,8 +18,8 @@ from ee_models.checkpoint.exit_files import INFO, TENSORS, ExitsFile
 from ee_models.training.adapters import AdaptersTask
 from hispec import LLM, SamplingParams
 from hispec.cli import main
-from hispec.training.load import load_training
 from hispec.training.run import run_training
+from hispec.training.schema import load_training
 from tests.helpers.tiny import tiny_checkpoint
 
 EXITS = [{"layer": 2, "vocabulary_size": 100}, {"layer": 4, "num_blocks": 2, "intermediate_size": 24}]
