@@ -1,4 +1,5 @@
 """HiSpec's three packages, by name: the generic `cache` must not pick up anything else that lies here."""
+
 import runpy
 from pathlib import Path
 
@@ -14,7 +15,9 @@ QUANTIZE = ["torchao>=0.18"]  # engine.quantization
 setup(
     name="hispec",
     version=runpy.run_path(str(ROOT / "hispec" / "version.py"))["__version__"],
-    description="Early-exit hierarchical speculative decoding: faster LLM output that stays token for token the same",
+    description=(
+        "Early-exit hierarchical speculative decoding: faster LLM output that stays token for token the same"
+    ),
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -50,7 +53,8 @@ setup(
             "ruff>=0.9",
             "mypy>=1.15",
             "types-PyYAML>=6.0",
-            "triton>=3.6; platform_system == 'Linux'",  # GPU kernels, by its interpreter; torch for CUDA brings its own
+            # GPU kernels, by its interpreter; torch for CUDA brings its own
+            "triton>=3.6; platform_system == 'Linux'",
             "setuptools>=77",  # tests/test_packaging.py reads setup.py
             "packaging>=24.0",
         ],

@@ -1,14 +1,18 @@
 """What `control: goodput` is worth beside every fixed plan, on SmolLM2 with the exits that come with HiSpec.
 
-    python benchmarks/control.py [--prompts FILE.jsonl] [--batch-sizes 1 4 16] [--max-tokens N] [--repeats N] [--limit N] [--json FILE]
+    python benchmarks/control.py [--prompts FILE.jsonl] [--batch-sizes 1 4 16] [--max-tokens N] [--repeats N]
+    [--limit N] [--json FILE]
 
-Closed loop: at batch B there are B requests in flight, and a new one enters when one ends. Greedy. Requests are the prompts in turn, with
-outputs of half to all of --max-tokens, so that they do not end together. A run is timed from when B requests are in flight until they
-are no longer. One process; in each repeat every plan runs once, another one first each time; medians are compared. Before each timed
-run the plan answers a few requests untimed, to warm its caches; the controlled one, the first time, until it has had --warm-up seconds to
-learn. Prefix caching is off. Prints tokens/s by batch and plan, and of goodput: its ratio to the best and worst fixed plan, and the
-controller's own time as a share of that of rounds. Fails where an output is not plain decoding's although rows keep their bits.
+Closed loop: at batch B there are B requests in flight, and a new one enters when one ends. Greedy. Requests
+are the prompts in turn, with outputs of half to all of --max-tokens, so that they do not end together. A run
+is timed from when B requests are in flight until they are no longer. One process; in each repeat every plan
+runs once, another one first each time; medians are compared. Before each timed run the plan answers a few
+requests untimed, to warm its caches; the controlled one, the first time, until it has had --warm-up seconds
+to learn. Prefix caching is off. Prints tokens/s by batch and plan, and of goodput: its ratio to the best and
+worst fixed plan, and the controller's own time as a share of that of rounds. Fails where an output is not
+plain decoding's although rows keep their bits.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -43,11 +47,24 @@ def plans(with_goodput: bool) -> dict[str, SpeculativeConfig | None]:
     longer = {"max_size": 4, "min_size": 2, "tokens_per_match": None}
     given: dict[str, Any] = {
         "ngram": {"draft": {"kind": "ngram", "ngram": LOOKUP}, "num_draft_tokens": 4},
-        "hybrid, three tiers": {"draft": HYBRID | {"ngram": longer}, "check": CHECK, "num_draft_tokens": 6, "num_checks": 1, "draft_confidence": 0.2},
+        "hybrid, three tiers": {
+            "draft": HYBRID | {"ngram": longer},
+            "check": CHECK,
+            "num_draft_tokens": 6,
+            "num_checks": 1,
+            "draft_confidence": 0.2,
+        },
     }
     if with_goodput:
         choices = {"control": "goodput", "goodput": {"drafters": ["ngram", "hybrid", "adapter"]}}
-        given[GOODPUT] = {"draft": HYBRID, "check": CHECK, "num_draft_tokens": 6, "num_checks": 2, "draft_confidence": 0.2, **choices}
+        given[GOODPUT] = {
+            "draft": HYBRID,
+            "check": CHECK,
+            "num_draft_tokens": 6,
+            "num_checks": 2,
+            "draft_confidence": 0.2,
+            **choices,
+        }
     return {
         "plain": None,
         "hybrid": load_preset(CONFIGS / "smollm2.yaml").speculative,
@@ -59,8 +76,8 @@ def plans(with_goodput: bool) -> dict[str, SpeculativeConfig | None]:
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds and tokens while B requests were in flight, the controller's own seconds over those of rounds (None: nothing was controlled),
-    and every request's output."""
+    """Seconds and tokens while B requests were in flight, the controller's own seconds over those of rounds
+    (None: nothing was controlled), and every request's output."""
 
     seconds: float
     tokens: int
@@ -99,14 +116,21 @@ def closed_loop(llm: LLM, prompts: Sequence[TokenIds], batch_size: int, max_toke
             timed = time.perf_counter() - started, llm.stats()
     assert timed is not None
     seconds, after = timed
-    return Run(seconds, after["tokens"], control_share(before, after), [outputs[f"request-{at}"] for at in range(len(prompts))])
+    return Run(
+        seconds,
+        after["tokens"],
+        control_share(before, after),
+        [outputs[f"request-{at}"] for at in range(len(prompts))],
+    )
 
 
 def control_share(before: dict[str, Any], after: dict[str, Any]) -> float | None:
     """The controller counts since it was made, the engine's clock of rounds since the last reset."""
     if "overhead_s" not in after.get("control", {}):
         return None
-    return (after["control"]["overhead_s"] - before["control"]["overhead_s"]) / (after["round_s"] - before["round_s"])
+    return (after["control"]["overhead_s"] - before["control"]["overhead_s"]) / (
+        after["round_s"] - before["round_s"]
+    )
 
 
 def warm_up(llm: LLM, prompts: Sequence[TokenIds], batch_size: int, max_tokens: int, seconds: float) -> None:
@@ -117,7 +141,9 @@ def warm_up(llm: LLM, prompts: Sequence[TokenIds], batch_size: int, max_tokens: 
         closed_loop(llm, prompts, batch_size, max_tokens)
 
 
-def measure(llm: LLM, prompts: Sequence[TokenIds], batch_size: int, arguments: argparse.Namespace) -> dict[str, list[Run]]:
+def measure(
+    llm: LLM, prompts: Sequence[TokenIds], batch_size: int, arguments: argparse.Namespace
+) -> dict[str, list[Run]]:
     """Every plan's runs at one batch size."""
     compared = plans(not arguments.fixed_only)
     num_requests = max(arguments.least_requests, 2 * batch_size)
@@ -128,9 +154,18 @@ def measure(llm: LLM, prompts: Sequence[TokenIds], batch_size: int, arguments: a
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
             llm.set_speculative(compared[name])
             # What the controller has learnt is kept while other plans run.
-            warm_up(llm, asked, batch_size, arguments.max_tokens, arguments.warm_up if name == GOODPUT and repeat == 0 else 0.0)
+            warm_up(
+                llm,
+                asked,
+                batch_size,
+                arguments.max_tokens,
+                arguments.warm_up if name == GOODPUT and repeat == 0 else 0.0,
+            )
             found[name].append(closed_loop(llm, asked, batch_size, arguments.max_tokens))
-            print(f"batch {batch_size}, repeat {repeat}: {name} {found[name][-1].tokens_per_s:.1f} tokens/s", file=sys.stderr)
+            print(
+                f"batch {batch_size}, repeat {repeat}: {name} {found[name][-1].tokens_per_s:.1f} tokens/s",
+                file=sys.stderr,
+            )
     return found
 
 
@@ -165,49 +200,94 @@ def print_summary(batch_size: int, result: dict[str, Any]) -> None:
     print(f"\nbatch {batch_size:<22d} {'tokens/s':>9s} {'x plain':>8s} {'x best':>8s}")
     speeds = result["tokens_per_s"]
     for name, speed in sorted(speeds.items(), key=lambda item: -item[1]):
-        different = f"  {result['different_outputs'][name]} outputs differ" if result["different_outputs"][name] else ""
-        print(f"{name:28s} {speed:9.1f} {speed / speeds['plain']:8.2f} {speed / speeds[result['best_fixed']]:8.2f}{different}")
+        different = (
+            f"  {result['different_outputs'][name]} outputs differ"
+            if result["different_outputs"][name]
+            else ""
+        )
+        print(
+            f"{name:28s} {speed:9.1f} {speed / speeds['plain']:8.2f}"
+            f" {speed / speeds[result['best_fixed']]:8.2f}{different}"
+        )
     if (goodput := result["goodput"]) is not None:
         share = "not counted" if goodput["control_share"] is None else f"{goodput['control_share']:.2%}"
         print(
-            f"goodput / best fixed ({result['best_fixed']}) {goodput['to_best']:.3f}, / worst ({result['worst_fixed']}) {goodput['to_worst']:.3f};"
-            f" control's share of rounds' time: {share}"
+            f"goodput / best fixed ({result['best_fixed']}) {goodput['to_best']:.3f}, / worst"
+            f" ({result['worst_fixed']}) {goodput['to_worst']:.3f}; control's share of rounds' time: {share}"
         )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--prompts", type=Path, default=CONFIGS / "quickstart_prompts.jsonl", help="rows as of a job's input")
+    parser.add_argument(
+        "--prompts", type=Path, default=CONFIGS / "quickstart_prompts.jsonl", help="rows as of a job's input"
+    )
     parser.add_argument("--limit", type=int, help="use the first N prompts")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--max-tokens", type=int, default=40, help="of a request's output, at most")
-    parser.add_argument("--least-requests", type=int, default=12, help="requests of a run, at least; 2 B if that is more")
+    parser.add_argument(
+        "--least-requests", type=int, default=12, help="requests of a run, at least; 2 B if that is more"
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--warm-up", type=float, default=40.0, help="seconds that the controlled plan has to learn at each batch size")
+    parser.add_argument(
+        "--warm-up",
+        type=float,
+        default=40.0,
+        help="seconds that the controlled plan has to learn at each batch size",
+    )
     parser.add_argument("--fixed-only", action="store_true", help="leave the controlled plan out")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     measured_on = environment()  # now, so that its load is that of others
     limit = [] if arguments.limit is None else [f"input.limit={arguments.limit}"]
     job = load_job(CONFIGS / "quickstart.yaml", [f"input.path={arguments.prompts.absolute()}", *limit])
-    with LLM(arguments.model, dtype="float32", max_num_seqs=max(arguments.batch_sizes), max_model_len=2048, enable_prefix_caching=False) as llm:
+    with LLM(
+        arguments.model,
+        dtype="float32",
+        max_num_seqs=max(arguments.batch_sizes),
+        max_model_len=2048,
+        enable_prefix_caching=False,
+    ) as llm:
         prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in good_rows(job)]
-        results = {batch_size: summary(measure(llm, prompts, batch_size, arguments)) for batch_size in arguments.batch_sizes}
+        results = {
+            batch_size: summary(measure(llm, prompts, batch_size, arguments))
+            for batch_size in arguments.batch_sizes
+        }
         invariant = llm.row_invariant
-    print(f"{arguments.model}: {len(prompts)} prompts, outputs of up to {arguments.max_tokens} tokens, greedy, medians of {arguments.repeats} runs")
+    print(
+        f"{arguments.model}: {len(prompts)} prompts, outputs of up to {arguments.max_tokens} tokens, greedy,"
+        f" medians of {arguments.repeats} runs"
+    )
     print(hardware_text(measured_on))
     for batch_size, result in results.items():
         print_summary(batch_size, result)
     if is_busy(measured_on):
-        print(f"Other programs were running when this began (load {measured_on['load']:.1f}): do not rely on these speeds.")
+        print(
+            f"Other programs were running when this began (load {measured_on['load']:.1f}): do not rely on"
+            " these speeds."
+        )
     if arguments.json is not None:
-        options = {name: value for name, value in vars(arguments).items() if name not in ("json", "prompts")} | {"prompts": arguments.prompts.name}
-        configs = {name: plan.model_dump() if plan else None for name, plan in plans(not arguments.fixed_only).items()}
-        content = {"environment": measured_on, "options": options, "row_invariant": invariant, "plans": configs, "batches": results}
+        options = {
+            name: value for name, value in vars(arguments).items() if name not in ("json", "prompts")
+        } | {"prompts": arguments.prompts.name}
+        configs = {
+            name: plan.model_dump() if plan else None
+            for name, plan in plans(not arguments.fixed_only).items()
+        }
+        content = {
+            "environment": measured_on,
+            "options": options,
+            "row_invariant": invariant,
+            "plans": configs,
+            "batches": results,
+        }
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return int(invariant and any(count for result in results.values() for count in result["different_outputs"].values()))
+    return int(
+        invariant
+        and any(count for result in results.values() for count in result["different_outputs"].values())
+    )
 
 
 if __name__ == "__main__":

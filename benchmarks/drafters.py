@@ -1,16 +1,19 @@
-"""What drafters, trees and checks are worth with a model's measured agreement, where no machine's noise reaches.
+"""What drafters, trees and checks are worth with a model's measured agreement, where no machine's noise
+reaches.
 
     python benchmarks/drafters.py JOB.yaml [--profile FILE.json] [--max-tokens N] [--limit N] [--json FILE]
 
-The target's own greedy answers to the job's prompts are recorded with what every exit and prompt lookup say at each place, and the
-rounds of every plan are counted over them (`hispec.profile`), batch 1. A pass costs what it reads: its layers and its head, as shares
-of the model's weights, whatever its width. That is a GPU at a small batch, and the model of docs/performance.md's last section.
-With --profile, passes cost what `hispec profile --json` measured on its machine instead.
+The target's own greedy answers to the job's prompts are recorded with what every exit and prompt lookup say
+at each place, and the rounds of every plan are counted over them (`hispec.profile`), batch 1. A pass costs
+what it reads: its layers and its head, as shares of the model's weights, whatever its width. That is a GPU at
+a small batch, and the model of docs/performance.md's last section. With --profile, passes cost what `hispec
+profile --json` measured on its machine instead.
 
-The last table makes a check exit better than it is: at a random share of the places where it is wrong it is given the right token.
-It says how often the exit would have to be right for the best three-tier plan to be 1.05 times the best two-tier one, and how often
-it agrees now with prompt lookup where that is right.
+The last table makes a check exit better than it is: at a random share of the places where it is wrong it is
+given the right token. It says how often the exit would have to be right for the best three-tier plan to be
+1.05 times the best two-tier one, and how often it agrees now with prompt lookup where that is right.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -89,24 +92,34 @@ def measured(result: Mapping[str, Any]) -> tuple[StageCosts, Calibration]:
 
 
 def improved(recording: Recording, layer: int, share: float) -> Recording:
-    """With the exit after `layer` right at `share` of the places where it is wrong; how sure it is stays as it was."""
+    """With the exit after `layer` right at `share` of the places where it is wrong; how sure it is stays as
+    it was."""
     said = recording.exits[layer]
     wrong = (said.tokens != recording.truth) & (recording.truth != NOTHING)
     mended = wrong & (np.random.default_rng(0).random(len(wrong)) < share)
     ranked = said.ranked.copy()
     ranked[mended, 0] = recording.truth[mended]
-    return Recording(recording.answers, {**recording.exits, layer: Said(ranked, said.probability)}, recording.own, recording.looked_up)
+    return Recording(
+        recording.answers,
+        {**recording.exits, layer: Said(ranked, said.probability)},
+        recording.own,
+        recording.looked_up,
+    )
 
 
 def best(predictions: Sequence[Prediction], wanted: Callable[[SpeculativeConfig], bool]) -> Prediction:
     """The fastest of those that are `wanted`; `predictions` has the fastest first."""
-    return next(prediction for prediction in predictions if prediction.plan is not None and wanted(prediction.plan))
+    return next(
+        prediction for prediction in predictions if prediction.plan is not None and wanted(prediction.plan)
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("job", type=Path)
-    parser.add_argument("--profile", type=Path, help="what `hispec profile --json` wrote: passes cost what it measured")
+    parser.add_argument(
+        "--profile", type=Path, help="what `hispec profile --json` wrote: passes cost what it measured"
+    )
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--json", type=Path)
@@ -118,8 +131,15 @@ def main() -> int:
         plans = all_plans(ProfileOptions(), candidates, None)
         prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in rows]
         outputs = generate(llm, prompts, SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens))
-        answers = [Answer(prompt, output, arguments.max_tokens, task_of(row)) for prompt, output, row in zip(prompts, outputs, rows, strict=True)]
-        sizes = list(dict.fromkeys(plan.draft.ngram or NgramConfig() for plan in plans if plan.draft.kind in ("ngram", "hybrid")))
+        answers = [
+            Answer(prompt, output, arguments.max_tokens, task_of(row))
+            for prompt, output, row in zip(prompts, outputs, rows, strict=True)
+        ]
+        sizes = list(
+            dict.fromkeys(
+                plan.draft.ngram or NgramConfig() for plan in plans if plan.draft.kind in ("ngram", "hybrid")
+            )
+        )
         recording = record(
             llm.decoder,
             candidates.layers,
@@ -141,29 +161,59 @@ def main() -> int:
 
     found, num_plans = search(predictor(recording), plans)
     kinds = dict.fromkeys(kind_of(prediction.plan) for prediction in found if prediction.plan is not None)
-    result: dict[str, Any] = {"costs": "memory-bound" if arguments.profile is None else str(arguments.profile), "answers": len(answers), "plans": num_plans}
-    print(f"{len(answers)} answers, {int(recording.lengths.sum())} tokens; {num_plans} plans; passes cost {result['costs']}")
+    result: dict[str, Any] = {
+        "costs": "memory-bound" if arguments.profile is None else str(arguments.profile),
+        "answers": len(answers),
+        "plans": num_plans,
+    }
+    print(
+        f"{len(answers)} answers, {int(recording.lengths.sum())} tokens; {num_plans} plans; passes cost"
+        f" {result['costs']}"
+    )
     print(f"{'best of':22s} {'x plain':>8s} {'tokens/round':>13s}  plan")
     result["best_of_kind"] = {}
     for kind in kinds:
-        (prediction,) = best_of_each_kind((one for one in found if one.plan is not None and kind_of(one.plan) == kind), 1)
+        (prediction,) = best_of_each_kind(
+            (one for one in found if one.plan is not None and kind_of(one.plan) == kind), 1
+        )
         result["best_of_kind"][kind] = prediction.as_dict()
-        print(f"{kind:22s} {prediction.ratio_to_plain:8.3f} {prediction.tokens_per_round:13.3f}  {short_text(prediction.plan)}")
+        print(
+            f"{kind:22s} {prediction.ratio_to_plain:8.3f} {prediction.tokens_per_round:13.3f} "
+            f" {short_text(prediction.plan)}"
+        )
 
     def is_exit(plan: SpeculativeConfig) -> bool:
         return drafter_of(plan) in ("exit", "adapter") and plan.check is None
 
-    tree, chain = best(found, lambda plan: drafter_of(plan) == "tree" and plan.check is None), best(found, is_exit)
-    two, three = best(found, lambda plan: plan.check is None), best(found, lambda plan: plan.check is not None)
+    tree, chain = (
+        best(found, lambda plan: drafter_of(plan) == "tree" and plan.check is None),
+        best(found, is_exit),
+    )
+    two, three = (
+        best(found, lambda plan: plan.check is None),
+        best(found, lambda plan: plan.check is not None),
+    )
     result["tree_gain"] = tree.ratio_to_plain / chain.ratio_to_plain - 1.0
     result["three_to_two"] = three.ratio_to_plain / two.ratio_to_plain
-    print(f"a tree of an exit's drafts over its best chain: {result['tree_gain']:+.1%}; three tiers over two, any drafter: {result['three_to_two']:.3f}")
+    print(
+        f"a tree of an exit's drafts over its best chain: {result['tree_gain']:+.1%}; three tiers over two,"
+        f" any drafter: {result['three_to_two']:.3f}"
+    )
     copied = recording.looked_up[LOOKUP]
     right = (copied.counts > 0) & (copied.tokens[:, 0] == recording.truth)
-    print(f"\n{'check exit':>10s} {'right now':>10s} {f'for {WANTED}':>10s} {'where prompt lookup is right':>30s}")
+    print(
+        f"\n{'check exit':>10s} {'right now':>10s} {f'for {WANTED}':>10s}"
+        f" {'where prompt lookup is right':>30s}"
+    )
     result["needed"] = {}
     for layer in candidates.layers:
-        of_layer = [plan for plan in plans if plan.check is not None and plan.check.layer == layer and drafter_of(plan) in ("ngram", "hybrid")]
+        of_layer = [
+            plan
+            for plan in plans
+            if plan.check is not None
+            and plan.check.layer == layer
+            and drafter_of(plan) in ("ngram", "hybrid")
+        ]
         if not of_layer:
             continue
         now, needed = recording.agreement(recording.exits[layer].tokens), None
@@ -173,7 +223,11 @@ def main() -> int:
                 needed = better.agreement(better.exits[layer].tokens)
                 break
         agrees = float((recording.exits[layer].tokens == recording.truth)[right].mean())
-        result["needed"][layer] = {"agreement": now, "for_three_tiers": needed, "where_lookup_is_right": agrees}
+        result["needed"][layer] = {
+            "agreement": now,
+            "for_three_tiers": needed,
+            "where_lookup_is_right": agrees,
+        }
         print(f"{layer:10d} {now:10.1%} {'never' if needed is None else f'{needed:.0%}':>10s} {agrees:30.1%}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

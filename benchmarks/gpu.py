@@ -1,13 +1,17 @@
-"""What HiSpec does on a GPU: correct first, then how fast, against floors, plain decoding and transformers. One command, under 8 minutes:
+"""What HiSpec does on a GPU: correct first, then how fast, against floors, plain decoding and transformers.
+One command, under 8 minutes:
 
     python benchmarks/gpu.py [--out DIR] [--model FOLDER] [--parts correctness,smollm2,shapes]
     python benchmarks/gpu_report.py DIR/gpu-NAME.json
 
-Parts stop when --seconds are over, whatever they are at; the JSON is written after each, and the table comes last in any case. Figures that were not
-measured are null, with the reason. Exit code 1: something is wrong, and is said; 2: it cannot run here.
+Parts stop when --seconds are over, whatever they are at; the JSON is written after each, and the table comes
+last in any case. Figures that were not measured are null, with the reason. Exit code 1: something is wrong,
+and is said; 2: it cannot run here.
 
-    python benchmarks/gpu.py --tiny --device cpu     every path of it with tiny random models, in a minute; measures nothing
+    python benchmarks/gpu.py --tiny --device cpu     every path of it with tiny random models, in a minute;
+                                                     measures nothing
 """
+
 from __future__ import annotations
 
 import argparse
@@ -20,13 +24,19 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout: nothing needs to be installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run from a checkout: nothing needs to be installed
 
 from benchmarks.gpu_run import REHEARSAL, SYNTHETIC, Bench, OutOfTime, arm, figure_rows, state_of
 from hispec.utils.environment import hardware_text
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = {"correctness": "benchmarks.gpu_correctness", "smollm2": "benchmarks.gpu_smollm2", "shapes": "benchmarks.gpu_shapes"}
+PARTS = {
+    "correctness": "benchmarks.gpu_correctness",
+    "smollm2": "benchmarks.gpu_smollm2",
+    "shapes": "benchmarks.gpu_shapes",
+}
 
 
 def run_part(name: str) -> Any:
@@ -64,7 +74,11 @@ def print_table(result: dict[str, Any]) -> None:
     for name, measured in result["parts"].get("shapes", {}).items():
         for batch, found in measured.items() if isinstance(measured, dict) else ():
             if isinstance(found, dict) and "synthetic" in found:
-                ratios = ", ".join(f"{case} {ratio:.2f}" for case, ratio in found["synthetic"]["ratio_to_plain"].items() if case != "plain")
+                ratios = ", ".join(
+                    f"{case} {ratio:.2f}"
+                    for case, ratio in found["synthetic"]["ratio_to_plain"].items()
+                    if case != "plain"
+                )
                 print(f"  {name}, {batch}, {SYNTHETIC.split(':')[0].upper()}, x plain: {ratios}")
     rows = [("figure", "value", "target", ""), *figure_rows(result)]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -78,21 +92,36 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder of the JSON (benchmarks/results; outputs for a rehearsal)")
-    parser.add_argument("--model", help="folder with SmolLM2-135M-Instruct; else what `hispec fetch smollm2` has fetched")
-    parser.add_argument("--prompts", type=Path, help='JSON lines of {"prompt": ..., "task": ...} (configs/quickstart_prompts.jsonl)')
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder of the JSON (benchmarks/results; outputs for a rehearsal)"
+    )
+    parser.add_argument(
+        "--model", help="folder with SmolLM2-135M-Instruct; else what `hispec fetch smollm2` has fetched"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        help='JSON lines of {"prompt": ..., "task": ...} (configs/quickstart_prompts.jsonl)',
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
     parser.add_argument("--seconds", type=float, default=450.0, help="time for all parts (%(default)g)")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal: tiny random models; figures stay null")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a rehearsal: tiny random models; figures stay null"
+    )
     chosen = parser.parse_args(arguments)
     parts = [part for part in chosen.parts.split(",") if part]
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     device = torch.device(chosen.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("no GPU that torch can use is here; `--tiny --device cpu` rehearses the benchmark without one", file=sys.stderr)
+        print(
+            "no GPU that torch can use is here; `--tiny --device cpu` rehearses the benchmark without one",
+            file=sys.stderr,
+        )
         return 2
     if device.type != "cuda" and not chosen.tiny:
         print(f"--device {device}: only a rehearsal runs there; add --tiny", file=sys.stderr)
@@ -101,9 +130,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("highest")  # no TF32: float32 is to be compared token for token
     is_rehearsal = chosen.tiny or device.type != "cuda"
-    name = "rehearsal" if is_rehearsal else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+    name = (
+        "rehearsal"
+        if is_rehearsal
+        else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+    )
     out = chosen.out or ROOT / ("outputs" if is_rehearsal else "benchmarks/results")
-    options = {"model": chosen.model, "prompts": None if chosen.prompts is None else str(chosen.prompts), "parts": parts}
+    options = {
+        "model": chosen.model,
+        "prompts": None if chosen.prompts is None else str(chosen.prompts),
+        "parts": parts,
+    }
     bench = Bench(device, chosen.tiny, chosen.seconds, out / f"gpu-{name}.json", options)
     measure(bench, parts)
     print_table(bench.result)

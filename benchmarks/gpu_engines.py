@@ -1,4 +1,6 @@
-"""Engines as the GPU benchmark runs them: rounds of static shape, timed between the moments at which tokens come."""
+"""Engines as the GPU benchmark runs them: rounds of static shape, timed between the moments at which tokens
+come."""
+
 from __future__ import annotations
 
 import time
@@ -55,7 +57,8 @@ class Rerun:
 
 
 class CheckedGraphs:
-    """Graphs that are compared when they are captured: every tensor of a replay's result with that of an eager run, bit for bit."""
+    """Graphs that are compared when they are captured: every tensor of a replay's result with that of an
+    eager run, bit for bit."""
 
     def __init__(self, inner: GraphDevice) -> None:
         self._inner = inner
@@ -66,7 +69,9 @@ class CheckedGraphs:
         eager = [tensor.clone() for tensor in tensors_of(run())]
         replay()
         self.num_checked += 1
-        self.num_different += not all(torch.equal(held, again) for held, again in zip(tensors_of(result), eager, strict=True))
+        self.num_different += not all(
+            torch.equal(held, again) for held, again in zip(tensors_of(result), eager, strict=True)
+        )
         return replay, result
 
     def renew(self) -> None:
@@ -91,7 +96,8 @@ def make_engine(
     exact: bool = False,
     captured_on: GraphDevice | None = None,
 ) -> Engine:
-    """Up to `rows` requests of `length` positions each; without `graphs` its rounds are the same, run eagerly."""
+    """Up to `rows` requests of `length` positions each; without `graphs` its rounds are the same, run
+    eagerly."""
     config = EngineConfig(
         max_num_seqs=rows,
         max_model_len=length,
@@ -109,8 +115,10 @@ def make_engine(
 
 @dataclass(frozen=True)
 class Decoded:
-    """What requests that ran together gave. seconds: all of it, prompts included. decode_*: from the step that brought the last of them its
-    first tokens on; a round is read when it is done and the next already runs, so these are rounds alone, and whole ones."""
+    """What requests that ran together gave. seconds: all of it, prompts included. decode_*: from the step
+    that brought the last of them its first tokens on; a round is read when it is done and the next already
+    runs, so these are rounds alone, and whole ones.
+    """
 
     outputs: list[TokenIds]
     logprobs: list[list[TokenLogprobs]]
@@ -141,16 +149,19 @@ def decode(
     first_seed: int = 0,
     while_full: bool = False,
 ) -> Decoded:
-    """All prompts together, `max_tokens` each: what ends a text does not end it here, so that all engines do the same work.
+    """All prompts together, `max_tokens` each: what ends a text does not end it here, so that all engines do
+    the same work.
 
-    while_full   stop all as soon as the first of them is done: a server would fill its row again, and here the rest would be other,
-                 smaller batches, with graphs of their own
+    while_full   stop all as soon as the first of them is done: a server would fill its row again, and here
+                 the rest would be other, smaller batches, with graphs of their own
     """
     outputs: dict[str, TokenIds] = {}
     kept: dict[str, list[TokenLogprobs]] = {}
     started = time.perf_counter()
     for number, prompt in enumerate(prompts, start=first_seed):
-        params = SamplingParams(temperature=temperature, seed=number, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
+        params = SamplingParams(
+            temperature=temperature, seed=number, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs
+        )
         request_id = engine.add_request(prompt, params)
         outputs[request_id], kept[request_id] = [], []
     waiting, began, tokens, rounds = set(outputs), started, 0, 0
@@ -181,12 +192,16 @@ def grouped(prompts: Sequence[TokenIds], rows: int) -> list[list[TokenIds]]:
     return [filled[start : start + rows] for start in range(0, len(filled), rows)]
 
 
-def steady(bench: Bench, engine: Engine, prompts: Sequence[TokenIds], rounds: int, max_tokens: int) -> dict[str, Any]:
-    """A round in the middle of answers: its time as rounds follow each other, the time of its graph alone, and the gap, which is the rest.
+def steady(
+    bench: Bench, engine: Engine, prompts: Sequence[TokenIds], rounds: int, max_tokens: int
+) -> dict[str, Any]:
+    """A round in the middle of answers: its time as rounds follow each other, the time of its graph alone,
+    and the gap, which is the rest.
 
-    The gap is not read off events around each replay: those would be work in the stream that the engine does not have. The graph is
-    replayed back to back instead, which the host is far ahead of; doing a round again changes nothing. What is left of the engine's
-    round is what the device waits for the host, and the few operations between two graphs.
+    The gap is not read off events around each replay: those would be work in the stream that the engine does
+    not have. The graph is replayed back to back instead, which the host is far ahead of; doing a round again
+    changes nothing. What is left of the engine's round is what the device waits for the host, and the few
+    operations between two graphs.
     """
     # So few that no request can end meanwhile, whatever is accepted; 15 more go by around them.
     in_a_row = max(1, min(rounds, max_tokens // engine.plan.window - 15) // 3)
@@ -214,4 +229,11 @@ def steady(bench: Bench, engine: Engine, prompts: Sequence[TokenIds], rounds: in
     finally:
         engine.abort(ids, notify=False)
     wall, graph = sum(walls) / len(walls), sum(alone) / len(alone)
-    return {"round_ms": wall, "graph_ms": graph, "host_gap": 1.0 - graph / wall, "rounds": 3 * in_a_row, "round_ms_runs": walls, "graph_ms_runs": alone}
+    return {
+        "round_ms": wall,
+        "graph_ms": graph,
+        "host_gap": 1.0 - graph / wall,
+        "rounds": 3 * in_a_row,
+        "round_ms_runs": walls,
+        "graph_ms_runs": alone,
+    }

@@ -1,4 +1,6 @@
-"""Stages alone: how long each takes, and how long it must take, since it has to read its weights and its context."""
+"""Stages alone: how long each takes, and how long it must take, since it has to read its weights and its
+context."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,8 +14,9 @@ from hispec.measure.stage_bench import Rig
 
 
 def bytes_read(decoder: Decoder, lo: int, hi: int, num_heads: int, rows: int, context: int) -> int:
-    """What a pass over layers [lo, hi) has to read: their weights, `num_heads` times the head's, and keys and values of `rows` contexts.
-    Activations, norms and rows of the embedding are left out: they are few, and mostly in the cache."""
+    """What a pass over layers [lo, hi) has to read: their weights, `num_heads` times the head's, and keys and
+    values of `rows` contexts. Activations, norms and rows of the embedding are left out: they are few, and
+    mostly in the cache."""
     config = decoder.config
     weights = sum(linear.num_bytes for layer in decoder._layers[lo:hi] for linear in layer.linears)
     kv = rows * context * 2 * config.kv_size * decoder.dtype.itemsize * (hi - lo)
@@ -21,20 +24,31 @@ def bytes_read(decoder: Decoder, lo: int, hi: int, num_heads: int, rows: int, co
 
 
 def stages_of(plan: Plan) -> dict[str, tuple[int, int, int, int, int]]:
-    """(how often in a round, positions of a row, first layer, last layer or -1, heads) of each stage of a round, of a chain drafted by an
-    exit."""
+    """(how often in a round, positions of a row, first layer, last layer or -1, heads) of each stage of a
+    round, of a chain drafted by an exit."""
     if plan.is_plain:
         return {"plain": (1, 1, 0, -1, 1)}
     drafts, checks = plan.num_draft_tokens, plan.num_checks
-    stages = {"draft": (checks * drafts, 1, 0, plan.draft_layer, 1), "fill": (checks, 1, 0, plan.draft_layer, 0)}
+    stages = {
+        "draft": (checks * drafts, 1, 0, plan.draft_layer, 1),
+        "fill": (checks, 1, 0, plan.draft_layer, 0),
+    }
     if plan.check_layer is None:
         return stages | {"verify": (1, drafts + 1, plan.draft_layer, -1, 1)}
     stages["check"] = (checks, drafts + 1, plan.draft_layer, plan.check_layer, 1)
     return stages | {"verify": (1, checks * (drafts + 1), plan.check_layer, -1, 1)}
 
 
-def round_against_stages(bench: Bench, decoder: Decoder, exits: Sequence[Exit], plan: Plan | None, context: Sequence[int], rows: int) -> dict[str, Any]:
-    """Milliseconds of each stage of a round measured alone, its floor, and their sums over the round; None = plain decoding."""
+def round_against_stages(
+    bench: Bench,
+    decoder: Decoder,
+    exits: Sequence[Exit],
+    plan: Plan | None,
+    context: Sequence[int],
+    rows: int,
+) -> dict[str, Any]:
+    """Milliseconds of each stage of a round measured alone, its floor, and their sums over the round; None =
+    plain decoding."""
     plan = plan or PLAIN
     stages = stages_of(plan)
     rig = Rig(decoder, exits, context, rows, plan.window if not plan.is_plain else 1)
@@ -48,8 +62,12 @@ def round_against_stages(bench: Bench, decoder: Decoder, exits: Sequence[Exit], 
             elif name == "fill":
                 runs[name] = rig.fill(rows, 1, hi)
             else:
-                runs[name] = rig.check(rows, q_len, lo, hi) if name == "check" else rig.verify(rows, q_len, lo)
-        times = bench.clock.medians(runs, samples=2 if bench.is_tiny else 7, repeats=2 if bench.is_tiny else 20)
+                runs[name] = (
+                    rig.check(rows, q_len, lo, hi) if name == "check" else rig.verify(rows, q_len, lo)
+                )
+        times = bench.clock.medians(
+            runs, samples=2 if bench.is_tiny else 7, repeats=2 if bench.is_tiny else 20
+        )
     finally:
         rig.close()
     found: dict[str, Any] = {}
@@ -58,6 +76,15 @@ def round_against_stages(bench: Bench, decoder: Decoder, exits: Sequence[Exit], 
         last = decoder.config.num_layers if hi < 0 else hi
         own = adapters.get(last, 0) if heads else 0
         floor = (bytes_read(decoder, lo, last, heads, rows, len(context)) + own) / bench.bandwidth * 1e3
-        found[name] = {"ms": times[name], "floor_ms": floor, "ms / floor": times[name] / floor, "in_a_round": times_a_round, "positions": q_len}
-    sums = {key: sum(stage[source] * stage["in_a_round"] for stage in found.values()) for key, source in (("sum_ms", "ms"), ("floor_ms", "floor_ms"))}
+        found[name] = {
+            "ms": times[name],
+            "floor_ms": floor,
+            "ms / floor": times[name] / floor,
+            "in_a_round": times_a_round,
+            "positions": q_len,
+        }
+    sums = {
+        key: sum(stage[source] * stage["in_a_round"] for stage in found.values())
+        for key, source in (("sum_ms", "ms"), ("floor_ms", "floor_ms"))
+    }
     return {"context": len(context), "stages": found, **sums}

@@ -1,7 +1,9 @@
-"""Writes a result of benchmarks/gpu.py into docs/performance.md, between its markers: `python benchmarks/gpu_report.py [RESULT.json] [--docs FILE]`.
+"""Writes a result of benchmarks/gpu.py into docs/performance.md, between its markers: `python
+benchmarks/gpu_report.py [RESULT.json] [--docs FILE]`.
 
 Without a result it writes that nothing was measured. What stands outside of the markers stays as it is.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -11,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout: nothing needs to be installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run from a checkout: nothing needs to be installed
 
 from benchmarks.gpu_run import BENCHMARK, FIGURES, SYNTHETIC, figure_rows
 from hispec.utils.environment import hardware_text
@@ -37,13 +41,18 @@ def read_result(path: Path) -> dict[str, Any]:
     figures = result.get("figures")
     if not isinstance(figures, dict) or set(figures) != set(FIGURES):
         raise ReportError(f"{path}: `figures` must have the keys {', '.join(FIGURES)}")
-    if wrong := [key for key, value in figures.items() if value is not None and (isinstance(value, bool) or not isinstance(value, int | float))]:
+    if wrong := [
+        key
+        for key, value in figures.items()
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float))
+    ]:
         raise ReportError(f"{path}: figures {', '.join(wrong)} are no numbers")
     return result
 
 
 def written(document: str, lines: Sequence[str]) -> str:
-    """The document with `lines` between its markers. Raises ReportError if they are not there, once each and in order."""
+    """The document with `lines` between its markers. Raises ReportError if they are not there, once each and
+    in order."""
     if document.count(BEGIN) != 1 or document.count(END) != 1 or document.index(BEGIN) > document.index(END):
         raise ReportError(f"the document needs the lines {BEGIN!r} and {END!r}, once each and in this order")
     before, after = document[: document.index(BEGIN) + len(BEGIN)], document[document.index(END) :]
@@ -53,9 +62,19 @@ def written(document: str, lines: Sequence[str]) -> str:
 def lines_of(result: dict[str, Any] | None, source: str = "") -> list[str]:
     if result is None:
         nothing = {"figures": dict.fromkeys(FIGURES)}
-        return ["**Not measured yet.** No GPU was at hand.", "", *_table(("figure", "value", "target", ""), figure_rows(nothing))]
+        return [
+            "**Not measured yet.** No GPU was at hand.",
+            "",
+            *_table(("figure", "value", "target", ""), figure_rows(nothing)),
+        ]
     parts = result["parts"]
-    lines = [f"{hardware_text(result['environment'])}, CUDA {result['environment'].get('cuda')}, {result['date']}. Raw: {source}.", ""]
+    lines = [
+        (
+            f"{hardware_text(result['environment'])}, CUDA {result['environment'].get('cuda')},"
+            f" {result['date']}. Raw: {source}."
+        ),
+        "",
+    ]
     lines += _table(("figure", "value", "target", ""), figure_rows(result))
     lines += _reasons(result)
     lines += _correctness(parts.get("correctness", {}))
@@ -71,7 +90,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _reasons(result: dict[str, Any]) -> Iterator[str]:
     if result.get("reasons"):
         yield ""
-        yield from (f"- Not measured: {FIGURES[key].text}: {reason}." for key, reason in result["reasons"].items())
+        yield from (
+            f"- Not measured: {FIGURES[key].text}: {reason}." for key, reason in result["reasons"].items()
+        )
     if result["failures"]:
         yield ""
         yield from (f"- **Failed:** {text}" for text in result["failures"])
@@ -85,17 +106,34 @@ def _correctness(part: dict[str, Any]) -> Iterator[str]:
         return found if isinstance(found, dict) and key in found else None
 
     said = []
-    if (found := part.get("replay equals eager")) is not None and "error" not in found and "left_out" not in found:
+    if (
+        (found := part.get("replay equals eager")) is not None
+        and "error" not in found
+        and "left_out" not in found
+    ):
         graphs, different = (sum(plan[key] for plan in found.values()) for key in ("graphs", "different"))
-        said.append(f"{graphs} graphs of {len(found)} plans were compared with eager rounds when captured, {different} differed.")
+        said.append(
+            f"{graphs} graphs of {len(found)} plans were compared with eager rounds when captured,"
+            f" {different} differed."
+        )
     if (found := step("fp32 equals plain", "equal")) is not None:
-        said.append("Equal to plain in float32: " + ", ".join(f"{name} {equal}/{found['prompts']}" for name, equal in found["equal"].items()) + ".")
+        said.append(
+            "Equal to plain in float32: "
+            + ", ".join(f"{name} {equal}/{found['prompts']}" for name, equal in found["equal"].items())
+            + "."
+        )
     if (found := step("bf16 against plain", "outputs")) is not None:
-        said.append(f"In bfloat16 {found['differing']} of {found['outputs']} outputs of {found['tokens_of_each']} tokens differ from plain's somewhere.")
+        said.append(
+            f"In bfloat16 {found['differing']} of {found['outputs']} outputs of {found['tokens_of_each']}"
+            " tokens differ from plain's somewhere."
+        )
     if (found := step("exact_verify", "different")) is not None:
         cost = ", ".join(f"{name} {times:.2f}" for name, times in (found["times_slower"] or {}).items())
         differing = sum(found["different"].values())
-        said.append(f"With exact_verify {differing} differ, in a token or a bit; it is slower by these factors: {cost or 'not measured'}.")
+        said.append(
+            f"With exact_verify {differing} differ, in a token or a bit; it is slower by these factors:"
+            f" {cost or 'not measured'}."
+        )
     if said:
         yield from ("", f"Correctness, on {part['model']}: " + " ".join(said))
 
@@ -108,17 +146,39 @@ def _found(part: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _smollm2(part: dict[str, Any]) -> Iterator[str]:
-    baseline, batches = part.get("transformers", {}), sorted(_found(part, "tokens_per_s"), key=lambda item: int(item[0].split()[1]))
+    baseline, batches = (
+        part.get("transformers", {}),
+        sorted(_found(part, "tokens_per_s"), key=lambda item: int(item[0].split()[1])),
+    )
     if not batches:
         return
-    yield from ("", f"{part['model']}, {part['prompts']}, bfloat16, greedy; tokens/s of rounds alone, × plain:", "")
+    yield from (
+        "",
+        f"{part['model']}, {part['prompts']}, bfloat16, greedy; tokens/s of rounds alone, × plain:",
+        "",
+    )
     rows = []
     for name, found in batches:
         speeds, plans = found["tokens_per_s"], found["plans"]
-        cells = [f"{speeds['plain']:,.0f}"] + [f"{speeds[kind]:,.0f} ({found[f'{kind} / plain']:.2f}, {plans[kind]})" for kind in ("two_tier", "three_tier")]
+        cells = [f"{speeds['plain']:,.0f}"] + [
+            f"{speeds[kind]:,.0f} ({found[f'{kind} / plain']:.2f}, {plans[kind]})"
+            for kind in ("two_tier", "three_tier")
+        ]
         against = baseline.get(name.split()[1], {}).get("tokens_per_s", {})
-        rows.append([name, *cells, *(f"{against[key]:,.0f}" if key in against else "-" for key in ("transformers", "assistant_early_exit"))])
-    yield from _table(("", "plain", "best two-tier", "best three-tier", "transformers, with prompts", "its early exit"), rows)
+        rows.append(
+            [
+                name,
+                *cells,
+                *(
+                    f"{against[key]:,.0f}" if key in against else "-"
+                    for key in ("transformers", "assistant_early_exit")
+                ),
+            ]
+        )
+    yield from _table(
+        ("", "plain", "best two-tier", "best three-tier", "transformers, with prompts", "its early exit"),
+        rows,
+    )
 
 
 def _shapes(part: dict[str, Any]) -> Iterator[str]:
@@ -130,14 +190,30 @@ def _shapes(part: dict[str, Any]) -> Iterator[str]:
             kernels.append(f"{measured['kernels']['kernels / layers']:.1f} ({shape})")
         for batch, found in _found(measured, "synthetic"):
             for plan, values in found["rounds"].items():
-                cells = [f"{name} {stage['ms']:.2f} ({stage['ms / floor']:.2f})" for name, stage in values["stages"].items()]
-                numbers = f"{values['round_ms']:.2f}", f"{values['round / stages']:.2f}", f"{values['host_gap']:.1%}"
+                cells = [
+                    f"{name} {stage['ms']:.2f} ({stage['ms / floor']:.2f})"
+                    for name, stage in values["stages"].items()
+                ]
+                numbers = (
+                    f"{values['round_ms']:.2f}",
+                    f"{values['round / stages']:.2f}",
+                    f"{values['host_gap']:.1%}",
+                )
                 stages.append([shape, batch, plan, ", ".join(cells), *numbers])
             synthetic = found["synthetic"]
             for case, value in synthetic["tokens_per_s"].items():
-                ratios.append([shape, batch, case, f"{value:,.0f}", f"{synthetic['ratio_to_plain'][case]:.2f}"])
+                ratios.append(
+                    [shape, batch, case, f"{value:,.0f}", f"{synthetic['ratio_to_plain'][case]:.2f}"]
+                )
     if stages:
-        yield from ("", f"Shapes, bfloat16. {SYNTHETIC[0].upper()}{SYNTHETIC[1:]}. Milliseconds of each stage alone (over its floor), and of a round:", "")
+        yield from (
+            "",
+            (
+                f"Shapes, bfloat16. {SYNTHETIC[0].upper()}{SYNTHETIC[1:]}. Milliseconds of each stage alone"
+                " (over its floor), and of a round:"
+            ),
+            "",
+        )
         yield from _table(("shape", "", "plan", "stages", "round", "/ stages", "host gap"), stages)
         yield from ("", f"Kernels of a plain round per layer: {', '.join(kernels) or 'not counted'}.")
         yield from ("", "**Synthetic acceptance**, which says nothing of any model:", "")
@@ -145,13 +221,19 @@ def _shapes(part: dict[str, Any]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("result", type=Path, nargs="?")
     parser.add_argument("--docs", type=Path, default=DOCS)
     chosen = parser.parse_args(arguments)
     try:
         result = None if chosen.result is None else read_result(chosen.result)
-        source = "" if chosen.result is None else f"[{chosen.result.name}](../benchmarks/results/{chosen.result.name})"
+        source = (
+            ""
+            if chosen.result is None
+            else f"[{chosen.result.name}](../benchmarks/results/{chosen.result.name})"
+        )
         document = written(chosen.docs.read_text(encoding="utf-8"), lines_of(result, source))
     except (ReportError, OSError) as error:
         print(error, file=sys.stderr)

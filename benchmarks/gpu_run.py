@@ -1,4 +1,6 @@
-"""One run of the GPU benchmark: its time, its result as it grows, what went wrong; and what its figures are."""
+"""One run of the GPU benchmark: its time, its result as it grows, what went wrong; and what its figures
+are."""
+
 from __future__ import annotations
 
 import contextlib
@@ -28,7 +30,8 @@ REHEARSAL = "a rehearsal: tiny sizes, or no GPU; nothing here is a measurement"
 
 @dataclass(frozen=True)
 class Figure:
-    """What a figure is, and what it is to reach: at least `bound`, or with `is_most` at most; None = it is only reported."""
+    """What a figure is, and what it is to reach: at least `bound`, or with `is_most` at most; None = it is
+    only reported."""
 
     text: str
     bound: float | None = None
@@ -51,12 +54,16 @@ FIGURES = {
     "plain_8b_floor_fraction": Figure("plain, Llama-3-8B shape, batch 1: floor / time of a token", 0.80),
     "smollm2_plain_vs_transformers": Figure("SmolLM2-135M, batch 1: plain / transformers.generate", 15.0),
     "round_vs_stage_floors": Figure("a round / its stages measured alone, the worst", 1.10, is_most=True),
-    "host_gap_fraction": Figure("share of a round in which the device waits for the host, the worst", 0.03, is_most=True),
+    "host_gap_fraction": Figure(
+        "share of a round in which the device waits for the host, the worst", 0.03, is_most=True
+    ),
     "captured_vs_eager": Figure("SmolLM2-135M, batch 1: eager round / captured round, the least", 4.0),
     "three_tier_vs_plain_b1": Figure("SmolLM2-135M, batch 1: best three-tier / plain, mean over tasks", 1.5),
     "three_tier_vs_two_tier_b1": Figure("SmolLM2-135M, batch 1: best three-tier / best two-tier", 1.1),
     "three_tier_vs_plain_b32": Figure("SmolLM2-135M, batch 32: best three-tier / plain", 1.15),
-    "synthetic_8b_vs_plain_b1": Figure("Llama-3-8B shape, SYNTHETIC acceptance, batch 1: three-tier / plain", 1.5),
+    "synthetic_8b_vs_plain_b1": Figure(
+        "Llama-3-8B shape, SYNTHETIC acceptance, batch 1: three-tier / plain", 1.5
+    ),
     "bf16_divergence_rate": Figure("outputs in bf16 that differ from plain's somewhere, all at near-ties"),
 }
 
@@ -68,7 +75,9 @@ class OutOfTime(BaseException):
 class Bench:
     """`result` is what the JSON holds; `save` writes it."""
 
-    def __init__(self, device: torch.device, is_tiny: bool, seconds: float, path: Path, options: dict[str, Any]) -> None:
+    def __init__(
+        self, device: torch.device, is_tiny: bool, seconds: float, path: Path, options: dict[str, Any]
+    ) -> None:
         self.device, self.is_tiny, self.path, self.options = device, is_tiny, path, options
         self.clock = Clock(device)
         self._ends = time.monotonic() + seconds
@@ -79,7 +88,11 @@ class Bench:
         self.result: dict[str, Any] = {
             "benchmark": BENCHMARK,
             "rehearsal": self.is_rehearsal,
-            "label": REHEARSAL if self.is_rehearsal else SYNTHETIC.replace("random weights", "parts named shapes: random weights"),
+            "label": (
+                REHEARSAL
+                if self.is_rehearsal
+                else SYNTHETIC.replace("random weights", "parts named shapes: random weights")
+            ),
             "date": time.strftime("%Y-%m-%d"),
             "environment": {**environment(), **_gpu_environment(device)},
             "options": {"device": str(device), "tiny": is_tiny, "seconds": seconds, **options},
@@ -91,7 +104,9 @@ class Bench:
     def bandwidth(self) -> float:
         """Bytes per second, read and written, of a large copy within the device's memory."""
         if self._bandwidth is None:
-            self._bandwidth = self.result["copy_bytes_per_s"] = copy_bandwidth(self.clock, self.device, (8 << 20) if self.is_tiny else (2 << 30))
+            self._bandwidth = self.result["copy_bytes_per_s"] = copy_bandwidth(
+                self.clock, self.device, (8 << 20) if self.is_tiny else (2 << 30)
+            )
         return self._bandwidth
 
     def left(self) -> float:
@@ -112,9 +127,12 @@ class Bench:
         self.result["failures"].append(text)
 
     def step(self, out: dict[str, Any], name: str, seconds: float, run: Callable[[], Any]) -> Any:
-        """run() into out[name], unless less than `seconds` are left. What it raises is recorded, and the next step goes on."""
+        """run() into out[name], unless less than `seconds` are left. What it raises is recorded, and the next
+        step goes on."""
         if self.left() < (0.0 if self.is_tiny else seconds):
-            out[name] = {"left_out": f"{max(0.0, self.left()):.0f} s were left, and it takes about {seconds:.0f}"}
+            out[name] = {
+                "left_out": f"{max(0.0, self.left()):.0f} s were left, and it takes about {seconds:.0f}"
+            }
             return None
         started = time.monotonic()
         try:
@@ -167,7 +185,9 @@ class Bench:
             self.result["rehearsed_not_measured"] = dict(self._values)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(finite(self.result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.write_text(
+            json.dumps(finite(self.result), indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
         temporary.replace(self.path)
 
     def _reason(self, key: str) -> str:
@@ -178,7 +198,8 @@ class Bench:
 
 
 def arm(seconds: float) -> Callable[[], None]:
-    """Raises OutOfTime here once so many seconds have passed -> what calls that off. Only a main thread can be interrupted."""
+    """Raises OutOfTime here once so many seconds have passed -> what calls that off. Only a main thread can
+    be interrupted."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 
@@ -221,7 +242,13 @@ def figure_rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """(what it is, value, target, verdict) of every figure."""
     values = result["figures"]
     return [
-        (figure.text, "-" if values[key] is None else f"{values[key]:.3f}", figure.target, figure.verdict(values[key])) for key, figure in FIGURES.items()
+        (
+            figure.text,
+            "-" if values[key] is None else f"{values[key]:.3f}",
+            figure.target,
+            figure.verdict(values[key]),
+        )
+        for key, figure in FIGURES.items()
     ]
 
 
@@ -238,5 +265,8 @@ def _gpu_environment(device: torch.device) -> dict[str, Any]:
             found[package] = None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {"gpu_memory_bytes": properties.total_memory, "gpu_processors": properties.multi_processor_count}
+        found |= {
+            "gpu_memory_bytes": properties.total_memory,
+            "gpu_processors": properties.multi_processor_count,
+        }
     return found

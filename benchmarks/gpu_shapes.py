@@ -1,4 +1,6 @@
-"""Llama-2-7B and Llama-3-8B shapes, random weights made on the device: what stages and rounds cost; with SYNTHETIC acceptance, what they would give."""
+"""Llama-2-7B and Llama-3-8B shapes, random weights made on the device: what stages and rounds cost; with
+SYNTHETIC acceptance, what they would give."""
+
 from __future__ import annotations
 
 import random
@@ -23,10 +25,11 @@ from hispec.jobs.rates import plan_text
 from hispec.sampling_params import SamplingParams
 from hispec.stats import rate
 
-# HiSpec's plan is N_d = 2, N_i = 4: K = 2, R = 2. It gives 39.7 % for single-layer speculation and 58.1 % for its own; which tier's proposals
-# these are shares of, and whether a tier that has rejected one counts those after it, is not said. Here 39.7 % are the drafts that the check
-# keeps (without a check: verify), 58.1 % the tentative tokens that verify keeps. `shares`: of all that were proposed, as acceptance
-# is counted here and in LayerSkip; `per token`: of those whose predecessors were kept, which gives shorter runs.
+# HiSpec's plan is N_d = 2, N_i = 4: K = 2, R = 2. It gives 39.7 % for single-layer speculation and 58.1 % for
+# its own; which tier's proposals these are shares of, and whether a tier that has rejected one counts those
+# after it, is not said. Here 39.7 % are the drafts that the check keeps (without a check: verify), 58.1 % the
+# tentative tokens that verify keeps. `shares`: of all that were proposed, as acceptance is counted here and
+# in LayerSkip; `per token`: of those whose predecessors were kept, which gives shorter runs.
 DRAFT_RATE, TENTATIVE_RATE = 0.397, 0.581
 PAPER, OTHER = "K = 2, R = 2 (the paper's)", "K = 1, R = 3"
 FIGURE = "shares"
@@ -50,7 +53,9 @@ class Sizes:
 
 
 SHAPES = {
-    "Llama-2-7B": Shape(shape(4096, 11008, 32, 32, 32, 32000, 1e4), (4, 8), "plain_7b_floor_fraction"),  # its exits: ours, an eighth and a quarter
+    "Llama-2-7B": Shape(
+        shape(4096, 11008, 32, 32, 32, 32000, 1e4), (4, 8), "plain_7b_floor_fraction"
+    ),  # its exits: ours, an eighth and a quarter
     "Llama-3-8B": Shape(shape(4096, 14336, 32, 32, 8, 128256, 5e5), (3, 8), "plain_8b_floor_fraction"),
 }
 TINY_SHAPES = {
@@ -60,16 +65,24 @@ TINY_SHAPES = {
 
 
 def run(bench: Bench, out: dict[str, Any]) -> None:
-    sizes = Sizes(160, 12, 10, 6, {1: 2, 3: 1}, 1) if bench.is_tiny else Sizes(512, 256, 128, 48, {1: 3, 8: 1, 32: 1}, 3)
+    sizes = (
+        Sizes(160, 12, 10, 6, {1: 2, 3: 1}, 1)
+        if bench.is_tiny
+        else Sizes(512, 256, 128, 48, {1: 3, 8: 1, 32: 1}, 3)
+    )
     out["label"], out["copy_bytes_per_s"] = SYNTHETIC, bench.bandwidth
-    order = dict(reversed((TINY_SHAPES if bench.is_tiny else SHAPES).items()))  # the one with more figures first
+    order = dict(
+        reversed((TINY_SHAPES if bench.is_tiny else SHAPES).items())
+    )  # the one with more figures first
     for name, chosen in order.items():
         measured = out[name] = {"label": SYNTHETIC}
         decoder = random_decoder(chosen.config, bench.device, torch.bfloat16, sizes.length)
         measured["weights_bytes"] = decoder.num_bytes
         bench.step(measured, "kernels", 5, partial(_kernels, bench, decoder, sizes))
         for rows in sizes.groups:
-            bench.step(measured, f"batch {rows}", 20, partial(_batch, bench, decoder, name, chosen, sizes, rows))
+            bench.step(
+                measured, f"batch {rows}", 20, partial(_batch, bench, decoder, name, chosen, sizes, rows)
+            )
         del decoder
         bench.tidy()
 
@@ -85,16 +98,21 @@ def _speculative(chosen: Shape) -> dict[str, SpeculativeConfig]:
 
 
 def readings(plan: SpeculativeConfig) -> dict[str, Agreement]:
-    """The paper's rates as agreement of tiers, in both ways of reading them. Agreement is the exits': the same whatever K and R are."""
+    """The paper's rates as agreement of tiers, in both ways of reading them. Agreement is the exits': the
+    same whatever K and R are."""
     shares = agreement_of_shares(DRAFT_RATE, TENTATIVE_RATE, 2, 2)
     found = {"shares": shares, "per token": Agreement(DRAFT_RATE, TENTATIVE_RATE)}
-    return found if plan.check is not None else {name: Agreement(0.0, one.check) for name, one in found.items()}
+    return (
+        found if plan.check is not None else {name: Agreement(0.0, one.check) for name, one in found.items()}
+    )
 
 
 def _kernels(bench: Bench, decoder: Decoder, sizes: Sizes) -> dict[str, Any]:
     """Of an eager plain round at batch 1."""
     engine = make_engine(decoder, rows=1, length=decoder.max_positions, graphs=False)
-    request = engine.add_request(_context(decoder, sizes), SamplingParams(temperature=0.0, max_tokens=sizes.tokens, ignore_eos=True))
+    request = engine.add_request(
+        _context(decoder, sizes), SamplingParams(temperature=0.0, max_tokens=sizes.tokens, ignore_eos=True)
+    )
     for _ in range(4):
         engine.step()
     counted = count_kernels(engine.step, bench.device)
@@ -108,16 +126,27 @@ def _context(decoder: Decoder, sizes: Sizes) -> list[int]:
     return [generator.randrange(decoder.config.vocab_size) for _ in range(sizes.context)]
 
 
-def _batch(bench: Bench, decoder: Decoder, name: str, chosen: Shape, sizes: Sizes, rows: int) -> dict[str, Any]:
-    """Stages and rounds as they are; then, acceptance forced, tokens per second in turn with plain decoding."""
+def _batch(
+    bench: Bench, decoder: Decoder, name: str, chosen: Shape, sizes: Sizes, rows: int
+) -> dict[str, Any]:
+    """Stages and rounds as they are; then, acceptance forced, tokens per second in turn with plain
+    decoding."""
     context, layers = _context(decoder, sizes), decoder.config.num_layers
     plans = {"plain": None, **_speculative(chosen)}
-    engines = {key: make_engine(decoder, plan, rows=rows, length=decoder.max_positions) for key, plan in plans.items()}
-    out: dict[str, Any] = {"plans": {key: plan_text(plan, layers) for key, plan in plans.items()}, "rounds": {}}
+    engines = {
+        key: make_engine(decoder, plan, rows=rows, length=decoder.max_positions)
+        for key, plan in plans.items()
+    }
+    out: dict[str, Any] = {
+        "plans": {key: plan_text(plan, layers) for key, plan in plans.items()},
+        "rounds": {},
+    }
     try:
         for key in ("plain", PAPER):
             plan = plans[key]
-            of_stages = round_against_stages(bench, decoder, [], plan.plan(layers) if plan else None, context, rows)
+            of_stages = round_against_stages(
+                bench, decoder, [], plan.plan(layers) if plan else None, context, rows
+            )
             most = decoder.max_positions - sizes.context
             in_engine = steady(bench, engines[key], [context] * rows, sizes.rounds, most)
             ratio = in_engine["round_ms"] / of_stages["sum_ms"]
@@ -136,12 +165,19 @@ def _batch(bench: Bench, decoder: Decoder, name: str, chosen: Shape, sizes: Size
         bench.figure(chosen.figure, floor / ms)
         if name == "Llama-3-8B":
             ratios = out["synthetic"]["ratio_to_plain"]
-            bench.figure("synthetic_8b_vs_plain_b1", max(ratios[f"{key}, {FIGURE}"] for key in (PAPER, OTHER)))
+            bench.figure(
+                "synthetic_8b_vs_plain_b1", max(ratios[f"{key}, {FIGURE}"] for key in (PAPER, OTHER))
+            )
     return out
 
 
 def _synthetic(
-    bench: Bench, engines: dict[str, Engine], plans: dict[str, SpeculativeConfig | None], context: list[int], sizes: Sizes, rows: int
+    bench: Bench,
+    engines: dict[str, Engine],
+    plans: dict[str, SpeculativeConfig | None],
+    context: list[int],
+    sizes: Sizes,
+    rows: int,
 ) -> dict[str, Any]:
     """Tokens per second of rounds alone, medians; each repeat has other seeds, and so other draws."""
     cases: dict[str, tuple[str, Agreement | None]] = {"plain": ("plain", None)}
@@ -149,7 +185,11 @@ def _synthetic(
         if plan is not None:
             read = readings(plan) if key == PAPER else {FIGURE: readings(plan)[FIGURE]}
             cases |= {f"{key}, {reading}": (key, agreement) for reading, agreement in read.items()}
-    speculations = {case: forced(engines[key], agreement) for case, (key, agreement) in cases.items() if agreement is not None}
+    speculations = {
+        case: forced(engines[key], agreement)
+        for case, (key, agreement) in cases.items()
+        if agreement is not None
+    }
     speeds: dict[str, list[float]] = {case: [] for case in cases}
     counted: dict[str, dict[str, Any]] = {}
     for repeat in range(sizes.repeats):
@@ -161,7 +201,14 @@ def _synthetic(
                 decode(engine, [context] * rows, 8, while_full=True)  # captures
             engine.reset_stats()
             seeds = [1000 * repeat + rows * group for group in range(sizes.groups[rows])]
-            speeds[case].append(speed([decode(engine, [context] * rows, sizes.tokens, first_seed=seed, while_full=True) for seed in seeds]))
+            speeds[case].append(
+                speed(
+                    [
+                        decode(engine, [context] * rows, sizes.tokens, first_seed=seed, while_full=True)
+                        for seed in seeds
+                    ]
+                )
+            )
             _count(counted.setdefault(case, {}), engine.stats())
     medians = {case: statistics.median(values) for case, values in speeds.items()}
     return {
@@ -169,8 +216,14 @@ def _synthetic(
         "tokens_per_s": medians,
         "runs": speeds,
         "ratio_to_plain": {case: value / medians["plain"] for case, value in medians.items()},
-        "agreement": {case: asdict(agreement) for case, (_, agreement) in cases.items() if agreement is not None},
-        "expected": {case: _expected(plans[key], agreement) for case, (key, agreement) in cases.items() if agreement is not None},
+        "agreement": {
+            case: asdict(agreement) for case, (_, agreement) in cases.items() if agreement is not None
+        },
+        "expected": {
+            case: _expected(plans[key], agreement)
+            for case, (key, agreement) in cases.items()
+            if agreement is not None
+        },
         "found": {
             case: {
                 "draft_share": rate(counts["draft_accepted"], counts["drafted"]),
@@ -184,7 +237,9 @@ def _synthetic(
 
 def _expected(plan: SpeculativeConfig | None, agreement: Agreement) -> dict[str, float]:
     assert plan is not None
-    return asdict(expected(agreement, plan.num_draft_tokens, plan.num_checks if plan.check is not None else 0))
+    return asdict(
+        expected(agreement, plan.num_draft_tokens, plan.num_checks if plan.check is not None else 0)
+    )
 
 
 def _count(total: dict[str, Any], stats: dict[str, Any]) -> None:

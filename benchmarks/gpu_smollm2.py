@@ -1,4 +1,6 @@
-"""SmolLM2-135M on real prompts: plain, the best two- and three-tier plans over all drafters, and transformers, in one process."""
+"""SmolLM2-135M on real prompts: plain, the best two- and three-tier plans over all drafters, and
+transformers, in one process."""
+
 from __future__ import annotations
 
 import statistics
@@ -33,7 +35,8 @@ class Sizes:
 
 
 def candidates(subject: Subject, rows: int) -> Plans:
-    """What is tried at a batch of so many rows; those with a check are three-tier. Wide rounds are left out where width costs arithmetic."""
+    """What is tried at a batch of so many rows; those with a check are three-tier. Wide rounds are left out
+    where width costs arithmetic."""
     low, middle, high = subject.layers
     exit_ = DraftConfig(kind=subject.exit_kind, layer=low)
     ngram = DraftConfig(kind="ngram", ngram=LOOKUP)
@@ -42,7 +45,9 @@ def candidates(subject: Subject, rows: int) -> Plans:
     def check(layer: int, confidence: float | None = None) -> CheckConfig:
         return CheckConfig(kind=subject.exit_kind, layer=layer, confidence=confidence)
 
-    def plan(draft: DraftConfig, drafts: int, by: CheckConfig | None = None, checks: int = 1, **fields: Any) -> SpeculativeConfig:
+    def plan(
+        draft: DraftConfig, drafts: int, by: CheckConfig | None = None, checks: int = 1, **fields: Any
+    ) -> SpeculativeConfig:
         return SpeculativeConfig(draft=draft, check=by, num_draft_tokens=drafts, num_checks=checks, **fields)
 
     wide = 6 if rows <= 8 else 3
@@ -67,7 +72,9 @@ def candidates(subject: Subject, rows: int) -> Plans:
 
 
 def run(bench: Bench, out: dict[str, Any]) -> None:
-    sizes = Sizes(160, 8, (1, 2), 6, 1, 1) if bench.is_tiny else Sizes(512, 64, (1, 32, 8, 128), 60, 2, 3)  # those that figures are of come first
+    sizes = (
+        Sizes(160, 8, (1, 2), 6, 1, 1) if bench.is_tiny else Sizes(512, 64, (1, 32, 8, 128), 60, 2, 3)
+    )  # those that figures are of come first
     with found_subject(bench) as subject, loaded(bench, subject, "bfloat16", sizes.length) as model:
         out["model"] = subject.label
         texts = texts_of(bench, model, sizes.length - sizes.tokens - 32)
@@ -86,11 +93,19 @@ def run(bench: Bench, out: dict[str, Any]) -> None:
 def _captured(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[str, Any]:
     """Milliseconds of a round at batch 1, from a graph and eagerly: the same rounds otherwise."""
     found: dict[str, Any] = {}
-    for name, plan in {"plain": None, "exits, three tiers": plans_for(model.subject)["exits, three tiers"]}.items():
+    for name, plan in {
+        "plain": None,
+        "exits, three tiers": plans_for(model.subject)["exits, three tiers"],
+    }.items():
         ms = {}
         for how, graphs in (("captured", True), ("eager", False)):
-            engine = make_engine(model.decoder, plan, model.exits(plan), rows=1, length=sizes.length, graphs=graphs)
-            ms[how] = [decode(engine, [prompt], sizes.tokens).ms_per_round for prompt in texts.prompts[: sizes.repeats + 1]][1:]  # the first captures
+            engine = make_engine(
+                model.decoder, plan, model.exits(plan), rows=1, length=sizes.length, graphs=graphs
+            )
+            ms[how] = [
+                decode(engine, [prompt], sizes.tokens).ms_per_round
+                for prompt in texts.prompts[: sizes.repeats + 1]
+            ][1:]  # the first captures
             engine.close()
         medians = {how: statistics.median(runs) for how, runs in ms.items()}
         found[name] = {**medians, "runs": ms, "eager / captured": medians["eager"] / medians["captured"]}
@@ -102,13 +117,23 @@ def _stages(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[str
     """Host gap and stages of plain decoding and of a three-tier plan, batch 1."""
     found = {}
     prompt = max(texts.prompts, key=len)
-    for name, plan in {"plain": None, "exits, three tiers": plans_for(model.subject)["exits, three tiers"]}.items():
+    for name, plan in {
+        "plain": None,
+        "exits, three tiers": plans_for(model.subject)["exits, three tiers"],
+    }.items():
         exits = model.exits(plan)
         engine = make_engine(model.decoder, plan, exits, rows=1, length=sizes.length)
         in_engine = steady(bench, engine, [prompt], sizes.rounds, sizes.length - len(prompt) - 1)
         engine.close()
         bench.figure("host_gap_fraction", in_engine["host_gap"])
-        of_stages = round_against_stages(bench, model.decoder, exits, (plan.plan(model.decoder.config.num_layers) if plan else None), prompt, 1)
+        of_stages = round_against_stages(
+            bench,
+            model.decoder,
+            exits,
+            (plan.plan(model.decoder.config.num_layers) if plan else None),
+            prompt,
+            1,
+        )
         ratio = in_engine["round_ms"] / of_stages["sum_ms"]
         found[name] = {**in_engine, **of_stages, "round / stages": ratio}
         bench.figure("round_vs_stage_floors", ratio)
@@ -116,14 +141,19 @@ def _stages(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[str
 
 
 def _transformers(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[str, Any]:
-    """Tokens per second, prompts included, of transformers' generate and of plain decoding in turn, by batch; and with an early exit of its
-    own as its drafter, which it offers at batch 1 alone."""
+    """Tokens per second, prompts included, of transformers' generate and of plain decoding in turn, by batch;
+    and with an early exit of its own as its drafter, which it offers at batch 1 alone."""
     found: dict[str, Any] = {}
     dtype = str(model.decoder.dtype).removeprefix("torch.")
     for rows in sizes.batches:
         groups = grouped(texts.prompts, rows)[: sizes.baseline_prompts if rows == 1 else 1]
         baseline = TransformersBaseline(
-            model.subject.path, dtype=dtype, device=str(bench.device), batch_size=rows, max_tokens=sizes.tokens, ignore_eos=True
+            model.subject.path,
+            dtype=dtype,
+            device=str(bench.device),
+            batch_size=rows,
+            max_tokens=sizes.tokens,
+            ignore_eos=True,
         )
         engine = make_engine(model.decoder, rows=rows, length=sizes.length)
         runs: dict[str, Callable[[list[TokenIds]], list[TokenIds]]] = {
@@ -147,7 +177,12 @@ def _transformers(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> di
                 speeds = {name: [] for name in runs}  # a warm-up
         engine.close()
         medians = {name: statistics.median(values) for name, values in speeds.items()}
-        found[str(rows)] = {"tokens_per_s": medians, "runs": speeds, "plain / transformers": medians["plain"] / medians["transformers"], "errors": errors}
+        found[str(rows)] = {
+            "tokens_per_s": medians,
+            "runs": speeds,
+            "plain / transformers": medians["plain"] / medians["transformers"],
+            "errors": errors,
+        }
         if rows == 1:
             bench.figure("smollm2_plain_vs_transformers", medians["plain"] / medians["transformers"])
     return found
@@ -161,11 +196,15 @@ def _early_exit(baseline: TransformersBaseline, layer: int, prompts: list[TokenI
     (prompt,) = prompts
     ids = torch.tensor([prompt], device=baseline._model.device)
     with torch.inference_mode():
-        out = baseline._model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), assistant_early_exit=layer)
+        out = baseline._model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), assistant_early_exit=layer
+        )
     return [out[0, len(prompt) :].tolist()]
 
 
-def _timed(bench: Bench, generate: Callable[[list[TokenIds]], list[TokenIds]], groups: Sequence[list[TokenIds]]) -> float:
+def _timed(
+    bench: Bench, generate: Callable[[list[TokenIds]], list[TokenIds]], groups: Sequence[list[TokenIds]]
+) -> float:
     """Tokens per second."""
     outputs: list[list[TokenIds]] = []
     ms = bench.clock.ms(lambda: outputs.extend([generate(group) for group in groups]))
@@ -173,7 +212,8 @@ def _timed(bench: Bench, generate: Callable[[list[TokenIds]], list[TokenIds]], g
 
 
 def _batch(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes, rows: int) -> dict[str, Any]:
-    """The best two-tier and the best three-tier plan of a short run each, and then both and plain in turn, over all prompts."""
+    """The best two-tier and the best three-tier plan of a short run each, and then both and plain in turn,
+    over all prompts."""
     groups = grouped(texts.prompts, rows)
     quick = groups[: 6 if rows == 1 else 1]
     layers = model.decoder.config.num_layers
@@ -191,7 +231,10 @@ def _batch(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes, rows: int) -
             best[kind] = rate, name, plan, engine
         if loser is not None:
             loser.close()
-    engines = {"plain": make_engine(model.decoder, rows=rows, length=sizes.length), **{kind: found[3] for kind, found in best.items()}}
+    engines = {
+        "plain": make_engine(model.decoder, rows=rows, length=sizes.length),
+        **{kind: found[3] for kind, found in best.items()},
+    }
     decode(engines["plain"], groups[0], sizes.tokens, while_full=True)
     runs: dict[str, list[list[Decoded]]] = {name: [] for name in engines}
     for engine in engines.values():
@@ -202,10 +245,18 @@ def _batch(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes, rows: int) -
     stats = {kind: _rates(engines[kind], found[2]) for kind, found in best.items()}
     for engine in engines.values():
         engine.close()
-    out = {"plans": {kind: found[1] for kind, found in best.items()}, "tried": tried, "stats": stats, **compared(runs, texts.tasks if rows == 1 else None)}
+    out = {
+        "plans": {kind: found[1] for kind, found in best.items()},
+        "tried": tried,
+        "stats": stats,
+        **compared(runs, texts.tasks if rows == 1 else None),
+    }
     ends = set(model.decoder.config.eos_token_ids)
     outputs = [output for run in runs["plain"][0] for output in run.outputs]
-    out["ended_early"] = f"{sum(bool(ends & set(output[:-1])) for output in outputs)} of {len(outputs)} texts had ended before their last token"
+    out["ended_early"] = (
+        f"{sum(bool(ends & set(output[:-1])) for output in outputs)} of {len(outputs)} texts had ended before"
+        " their last token"
+    )
     if rows in (1, 32) or bench.is_tiny:
         bench.figure(f"three_tier_vs_plain_b{1 if rows == 1 else 32}", out["three_tier / plain"])
     if rows == 1:
@@ -215,19 +266,33 @@ def _batch(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes, rows: int) -
 
 def _rates(engine: Engine, plan: SpeculativeConfig) -> dict[str, Any]:
     rates = asdict(Rates.of(engine.stats(), plan))
-    return {name: value for name, value in rates.items() if name not in ("accept_len_histogram", "draft_model_passes_per_token")}
+    return {
+        name: value
+        for name, value in rates.items()
+        if name not in ("accept_len_histogram", "draft_model_passes_per_token")
+    }
 
 
 def compared(runs: dict[str, list[list[Decoded]]], tasks: Sequence[str] | None) -> dict[str, Any]:
-    """Medians over repeats; ratios of rounds alone, over tasks where each prompt ran by itself, and with prompts."""
+    """Medians over repeats; ratios of rounds alone, over tasks where each prompt ran by itself, and with
+    prompts."""
 
     def median(name: str, numbers: Sequence[int] | None = None, whole: bool = False) -> float:
-        return statistics.median(speed([run[number] for number in numbers] if numbers is not None else run, whole) for run in runs[name])
+        return statistics.median(
+            speed([run[number] for number in numbers] if numbers is not None else run, whole)
+            for run in runs[name]
+        )
 
     by_task: dict[str, list[int]] = {"all": list(range(len(runs["plain"][0])))}
     if tasks is not None:
-        by_task = {task: [number for number, other in enumerate(tasks) if other == task] for task in dict.fromkeys(tasks)}
-    ratios = {name: {task: median(name, numbers) / median("plain", numbers) for task, numbers in by_task.items()} for name in runs}
+        by_task = {
+            task: [number for number, other in enumerate(tasks) if other == task]
+            for task in dict.fromkeys(tasks)
+        }
+    ratios = {
+        name: {task: median(name, numbers) / median("plain", numbers) for task, numbers in by_task.items()}
+        for name in runs
+    }
     means = {name: statistics.mean(values.values()) for name, values in ratios.items()}
     return {
         "tokens_per_s": {name: median(name) for name in runs},

@@ -1,8 +1,10 @@
-"""SYNTHETIC acceptance: a judge that does all of the real one's work, then takes drafts at given rates, whatever the model says.
+"""SYNTHETIC acceptance: a judge that does all of the real one's work, then takes drafts at given rates,
+whatever the model says.
 
-For models of random weights, whose exits agree on nothing: it shows what a plan's rounds would give if its exits were as good as a
-paper says. It is part of the benchmark only; no setting of HiSpec leads here.
+For models of random weights, whose exits agree on nothing: it shows what a plan's rounds would give if its
+exits were as good as a paper says. It is part of the benchmark only; no setting of HiSpec leads here.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -25,22 +27,30 @@ _STRIDE = 977  # between the draws of neighbouring seeds
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often a tier takes the next proposal, given that it took those before: the check the drafts, and verify what is put before it
-    (tentative tokens, or drafts if there is no check)."""
+    """How often a tier takes the next proposal, given that it took those before: the check the drafts, and
+    verify what is put before it (tentative tokens, or drafts if there is no check)."""
 
     check: float
     verify: float
 
 
 class SyntheticJudge:
-    """Whether a proposal is taken is drawn by its position and its request's seed, from a stream of the tier's own: the same again in any
-    batch. The draws are made once, since hashing them in each round would be fifty kernels that the real judge does not have."""
+    """Whether a proposal is taken is drawn by its position and its request's seed, from a stream of the
+    tier's own: the same again in any batch. The draws are made once, since hashing them in each round would
+    be fifty kernels that the real judge does not have.
+    """
 
     def __init__(self, inner: CoupledJudge, agreement: Agreement, device: torch.device) -> None:
         self._inner = inner
         counter = torch.arange(_DRAWS, device=device)
-        streams = ((noise.Stream.CHECK_ACCEPT, agreement.check), (noise.Stream.VERIFY_ACCEPT, agreement.verify))
-        self._taken = [noise.uniform(noise.keys(torch.zeros_like(counter), counter, stream)) < rate for stream, rate in streams]
+        streams = (
+            (noise.Stream.CHECK_ACCEPT, agreement.check),
+            (noise.Stream.VERIFY_ACCEPT, agreement.verify),
+        )
+        self._taken = [
+            noise.uniform(noise.keys(torch.zeros_like(counter), counter, stream)) < rate
+            for stream, rate in streams
+        ]
 
     def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
         return self._inner.choose(logits, batch, span, num)
@@ -48,15 +58,21 @@ class SyntheticJudge:
     def propose(self, batch: RoundBatch, proposals: Proposals) -> None:
         self._inner.propose(batch, proposals)
 
-    def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals) -> Verdict:
+    def judge(
+        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
+    ) -> Verdict:
         tree, counts = proposals.tree, proposals.counts
         assert tree.is_chain, "synthetic acceptance is of chains"
         own = span.spread(self.choose(logits, batch, span).squeeze(-1))
-        acceptance.coupled(own, proposed_tokens(batch, proposals), counts, tree)  # what the real judge does; its verdict is dropped
+        acceptance.coupled(
+            own, proposed_tokens(batch, proposals), counts, tree
+        )  # what the real judge does; its verdict is dropped
         nodes = tree.on(own.device).nodes[1:]
         seeds = batch.sampler._seeds[: batch.num_rows]
         draws = (batch.starts + proposals.first + seeds * _STRIDE).unsqueeze(-1) + nodes
-        taken = self._taken[0 if tier is Tier.CHECK else 1][draws & (_DRAWS - 1)] & (nodes <= counts.unsqueeze(-1))
+        taken = self._taken[0 if tier is Tier.CHECK else 1][draws & (_DRAWS - 1)] & (
+            nodes <= counts.unsqueeze(-1)
+        )
         num_accepted = taken.long().cumprod(-1).sum(-1)
         token = own.gather(1, num_accepted.clamp(max=own.shape[1] - 1).unsqueeze(-1)).squeeze(-1)
         return Verdict(num_accepted, num_accepted, token)
@@ -77,8 +93,8 @@ def use(engine: Engine, speculation: PlanRuntime) -> None:
 
 @dataclass(frozen=True)
 class Expected:
-    """Of an average round: tentative tokens (drafts, without a check), the shares of drafts and of tentative tokens that are kept, and
-    tokens committed."""
+    """Of an average round: tentative tokens (drafts, without a check), the shares of drafts and of tentative
+    tokens that are kept, and tokens committed."""
 
     tentative: float
     draft_share: float
@@ -102,15 +118,30 @@ def expected(agreement: Agreement, num_drafts: int, num_checks: int) -> Expected
         lengths = grown
     tentative = _mean(lengths, range(len(lengths)))
     kept_of = [_sum_of_powers(p, length) for length in range(len(lengths))]
-    # A round commits no more places than it processed: after the last tentative token nothing of verify's own follows.
+    # A round commits no more places than it processed: after the last tentative token nothing of verify's own
+    # follows.
     committed = [1.0 + _sum_of_powers(p, length - 1) for length in range(len(lengths))]
-    return Expected(tentative, _sum_of_powers(q, num_drafts) / num_drafts, _mean(lengths, kept_of) / tentative, _mean(lengths, committed))
+    return Expected(
+        tentative,
+        _sum_of_powers(q, num_drafts) / num_drafts,
+        _mean(lengths, kept_of) / tentative,
+        _mean(lengths, committed),
+    )
 
 
-def agreement_of_shares(draft_share: float, tentative_share: float, num_drafts: int, num_checks: int) -> Agreement:
-    """The agreement at which a plan keeps these shares of what is proposed, as acceptance rates are counted."""
+def agreement_of_shares(
+    draft_share: float, tentative_share: float, num_drafts: int, num_checks: int
+) -> Agreement:
+    """The agreement at which a plan keeps these shares of what is proposed, as acceptance rates are
+    counted."""
     check = _solve(lambda rate: _sum_of_powers(rate, num_drafts) / num_drafts, draft_share)
-    return Agreement(check, _solve(lambda rate: expected(Agreement(check, rate), num_drafts, num_checks).tentative_share, tentative_share))
+    return Agreement(
+        check,
+        _solve(
+            lambda rate: expected(Agreement(check, rate), num_drafts, num_checks).tentative_share,
+            tentative_share,
+        ),
+    )
 
 
 def _solve(rising: Callable[[float], float], wanted: float) -> float:

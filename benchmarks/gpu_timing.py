@@ -1,4 +1,5 @@
 """Times on the device's own clock, the speed of its memory, and how many kernels something is."""
+
 from __future__ import annotations
 
 import statistics
@@ -14,7 +15,8 @@ _COPIES = 10
 
 
 class Clock:
-    """Of a GPU by events in its stream, so that it counts what the device does and not what Python takes to ask for it; of a CPU by the wall."""
+    """Of a GPU by events in its stream, so that it counts what the device does and not what Python takes to
+    ask for it; of a CPU by the wall."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
@@ -39,9 +41,11 @@ class Clock:
         end.synchronize()
         return begin.elapsed_time(end) / repeats
 
-    def medians(self, runs: Mapping[str, Callable[[], object]], samples: int, repeats: int) -> dict[str, float]:
-        """Median milliseconds of each; they take turns, so that a slow moment hits all alike. The first two turns warm up: one eagerly, one
-        from a capture."""
+    def medians(
+        self, runs: Mapping[str, Callable[[], object]], samples: int, repeats: int
+    ) -> dict[str, float]:
+        """Median milliseconds of each; they take turns, so that a slow moment hits all alike. The first two
+        turns warm up: one eagerly, one from a capture."""
         times: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(2):
             for run in runs.values():
@@ -53,7 +57,8 @@ class Clock:
 
 
 def copy_bandwidth(clock: Clock, device: torch.device, num_bytes: int) -> float:
-    """Bytes per second that a copy within the device's memory reads and writes, the best of several: what floors are reckoned by."""
+    """Bytes per second that a copy within the device's memory reads and writes, the best of several: what
+    floors are reckoned by."""
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     clock.ms(lambda: target.copy_(source), _COPIES)
     best = min(clock.ms(lambda: target.copy_(source), _COPIES) for _ in range(5))
@@ -61,7 +66,8 @@ def copy_bandwidth(clock: Clock, device: torch.device, num_bytes: int) -> float:
 
 
 def count_kernels(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Kernels that run() launches, copies and fills of memory left out; on a CPU, which has none, torch's operations stand in for them."""
+    """Kernels that run() launches, copies and fills of memory left out; on a CPU, which has none, torch's
+    operations stand in for them."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as recorded:
@@ -69,5 +75,12 @@ def count_kernels(run: Callable[[], object], device: torch.device) -> dict[str, 
         if on_gpu:
             torch.cuda.synchronize(device)
     wanted = "DeviceType.CUDA" if on_gpu else "DeviceType.CPU"
-    names = Counter(event.name for event in recorded.events() if str(event.device_type) == wanted and not event.name.startswith(("Memcpy", "Memset")))
-    return {"kernels": sum(names.values()), "most": {name[:100]: count for name, count in names.most_common(12)}}
+    names = Counter(
+        event.name
+        for event in recorded.events()
+        if str(event.device_type) == wanted and not event.name.startswith(("Memcpy", "Memset"))
+    )
+    return {
+        "kernels": sum(names.values()),
+        "most": {name[:100]: count for name, count in names.most_common(12)},
+    }

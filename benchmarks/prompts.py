@@ -2,9 +2,11 @@
 
     python benchmarks/prompts.py FOLDER prompts.jsonl [--skip 20] [--per-task 15]
 
-FOLDER holds gsm8k_test*.jsonl (`question`), humaneval*.jsonl (`prompt`) and spec_bench*.jsonl (`category`, `turns`), as
-these data sets are published. The first 20 of each task settled what `hispec profile` searches, so they are skipped.
+FOLDER holds gsm8k_test*.jsonl (`question`), humaneval*.jsonl (`prompt`) and spec_bench*.jsonl (`category`,
+`turns`), as these data sets are published. The first 20 of each task settled what `hispec profile` searches,
+so they are skipped.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -36,7 +38,9 @@ def _rows(folder: Path, name: str) -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--skip", type=int, default=20, help="leave out so many of each task (default: 20)")
@@ -46,10 +50,15 @@ def main() -> None:
         for task, prompts in tasks_of(options.folder).items():
             taken = prompts[options.skip : options.skip + options.per_task]
             if len(taken) < options.per_task:
-                parser.error(f"{task}: {len(prompts)} prompts, which is not enough to skip {options.skip} and take {options.per_task}")
+                parser.error(
+                    f"{task}: {len(prompts)} prompts, which is not enough to skip {options.skip} and take"
+                    f" {options.per_task}"
+                )
             for prompt in taken:
                 message = {"role": "user", "content": prompt}
-                file.write(json.dumps({"messages": [message], "metadata": {"task": task}}, ensure_ascii=False) + "\n")
+                file.write(
+                    json.dumps({"messages": [message], "metadata": {"task": task}}, ensure_ascii=False) + "\n"
+                )
 
 
 if __name__ == "__main__":

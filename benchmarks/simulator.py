@@ -1,16 +1,20 @@
 """The simulator against the engine: the same requests, arrivals and acceptance, on SmolLM2.
 
-    python benchmarks/simulator.py [--prompts FILE.jsonl] [--requests N] [--rate R ...] [--rows N] [--max-tokens N] [--policy NAME] [--plans NAME ...]
+    python benchmarks/simulator.py [--prompts FILE.jsonl] [--requests N] [--rate R ...] [--rows N]
+    [--max-tokens N] [--policy NAME] [--plans NAME ...]
                                    [--json FILE]
 
-The engine serves prompts that come at Poisson times, with outputs of half to all of --max-tokens, greedy, and records a trace. What stages cost is
-measured in the same process, on the idle engine, before and after; the mean of both counts. Then the simulator serves the requests of the trace,
-which come when they came, with the drafts that were kept as they were kept. Prints mean and p90 latency of both, and their ratios. Plans: plain
+The engine serves prompts that come at Poisson times, with outputs of half to all of --max-tokens, greedy, and
+records a trace. What stages cost is measured in the same process, on the idle engine, before and after; the
+mean of both counts. Then the simulator serves the requests of the trace, which come when they came, with the
+drafts that were kept as they were kept. Prints mean and p90 latency of both, and their ratios. Plans: plain
 decoding, and prompt lookup. Prefix caching is off.
 
-*drift* is what rounds of the engine took over what the profile says of them: 1 on an idle machine. The ratio without it is of a simulator whose costs
-are all scaled by that one number, and so says what is left: the simulator's own error.
+*drift* is what rounds of the engine took over what the profile says of them: 1 on an idle machine. The ratio
+without it is of a simulator whose costs are all scaled by that one number, and so says what is left: the
+simulator's own error.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -44,35 +48,54 @@ from hispec.utils.environment import environment, hardware_text, is_busy
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 NUM_DRAFTS = 4
-LOOKUP = {"draft": {"kind": "ngram", "ngram": {"max_size": 4, "min_size": 2, "tokens_per_match": None}}, "num_draft_tokens": NUM_DRAFTS}
+LOOKUP = {
+    "draft": {"kind": "ngram", "ngram": {"max_size": 4, "min_size": 2, "tokens_per_match": None}},
+    "num_draft_tokens": NUM_DRAFTS,
+}
 PLANS: dict[str, SpeculativeConfig | None] = {"plain": None, "lookup": build(SpeculativeConfig, LOOKUP)}
 WARM_UP = 4  # requests, one after the other, whose times do not count
 
 
 def main() -> None:
     arguments = _arguments()
-    job = load_job(CONFIGS / "quickstart.yaml", [f"input.path={arguments.prompts}"] if arguments.prompts else [])
+    job = load_job(
+        CONFIGS / "quickstart.yaml", [f"input.path={arguments.prompts}"] if arguments.prompts else []
+    )
     about, results = environment(), []
     for name, rate in itertools.product(arguments.plans, arguments.rate):
         with tempfile.TemporaryDirectory() as folder:
             result = {"plan": name, "rate": rate} | compare(job, name, rate, Path(folder), arguments)
         results.append(result)
-        rounds = [result[key] for key in ("engine_rounds", "simulated_rounds", "simulated_rounds_without_drift")]
+        rounds = [
+            result[key] for key in ("engine_rounds", "simulated_rounds", "simulated_rounds_without_drift")
+        ]
         print(
-            f"{name}, {rate:g}/s: engine {result['engine_mean_s']:.3f} s mean, {result['engine_p90_s']:.3f} s p90; simulator {result['simulated_mean_s']:.3f} s"
-            f" and {result['simulated_p90_s']:.3f} s; ratio of means {result['ratio']:.3f}; drift {result['drift']:.3f}, ratio without it"
+            f"{name}, {rate:g}/s: engine {result['engine_mean_s']:.3f} s mean, {result['engine_p90_s']:.3f} s"
+            f" p90; simulator {result['simulated_mean_s']:.3f} s and {result['simulated_p90_s']:.3f} s; ratio"
+            f" of means {result['ratio']:.3f}; drift {result['drift']:.3f}, ratio without it"
             f" {result['ratio_without_drift']:.3f}; {rounds} rounds",
             flush=True,
         )
-    print(hardware_text(about) + (f"; other programs were running (load {about['load']})" if is_busy(about) else ""))
+    print(
+        hardware_text(about)
+        + (f"; other programs were running (load {about['load']})" if is_busy(about) else "")
+    )
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"results": results, "environment": about}, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps({"results": results, "environment": about}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Mean and p90 latency of both, after the warm-up."""
     trace = folder / "trace.jsonl"
-    settings = {"dtype": "float32", "max_num_seqs": arguments.rows, "max_model_len": 1024, "enable_prefix_caching": False, "trace": str(trace)}
+    settings = {
+        "dtype": "float32",
+        "max_num_seqs": arguments.rows,
+        "max_model_len": 1024,
+        "enable_prefix_caching": False,
+        "trace": str(trace),
+    }
     scheduling = SchedulingConfig(policy=arguments.policy)
     with LLM(job.model, speculative=PLANS[name], scheduling=scheduling, **settings) as llm:
         prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in good_rows(job)]
@@ -83,8 +106,15 @@ def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.
     latencies = [each.latency_s for each in sorted(recorded.requests, key=lambda each: each.number)][WARM_UP:]
     engine = statistics.fmean(latencies)
     round_s = sum(each.seconds for each in recorded.rounds if each.seconds is not None)
-    costs = {name: Linear(**{field: statistics.fmean(getattr(each[name], field) for each in profiles) for field in vars(cost)})
-             for name, cost in profiles[0].items()}  # fmt: skip
+    costs = {
+        name: Linear(
+            **{
+                field: statistics.fmean(getattr(each[name], field) for each in profiles)
+                for field in vars(cost)
+            }
+        )
+        for name, cost in profiles[0].items()
+    }
     found, num_rounds, simulated_round_s = simulated(costs, 1.0, name, trace, arguments)
     timed = sum(each.rounds for each in recorded.rounds if each.seconds is not None)
     drift = (round_s / timed) / (simulated_round_s / num_rounds)
@@ -110,7 +140,10 @@ def profile_of(llm: LLM, rows: int) -> dict[str, Linear]:
 def serve(llm: LLM, prompts: Sequence[TokenIds], rate: float, arguments: argparse.Namespace) -> None:
     """Open loop: a request is added when its time has come, at the next end of a step."""
     rng = random.Random(0)
-    lengths = [rng.randint(-(-arguments.max_tokens // 2), arguments.max_tokens) for _ in range(WARM_UP + arguments.requests)]
+    lengths = [
+        rng.randint(-(-arguments.max_tokens // 2), arguments.max_tokens)
+        for _ in range(WARM_UP + arguments.requests)
+    ]
     asked = list(zip(itertools.cycle(prompts), lengths, strict=False))
     for at, (prompt, length) in enumerate(asked):
         if at == WARM_UP:
@@ -130,15 +163,26 @@ def serve(llm: LLM, prompts: Sequence[TokenIds], rate: float, arguments: argpars
     print(f"served {arguments.requests} requests in {time.perf_counter() - started:.1f} s", file=sys.stderr)
 
 
-def simulated(costs: dict[str, Linear], factor: float, name: str, trace: Path, arguments: argparse.Namespace) -> tuple[Floats, int, float]:
+def simulated(
+    costs: dict[str, Linear], factor: float, name: str, trace: Path, arguments: argparse.Namespace
+) -> tuple[Floats, int, float]:
     """Latencies after the warm-up; rounds, and seconds of all of them. factor: of all costs."""
     scale = {field: 1.0 if field == "free_tokens" else factor for field in vars(costs["plain"])}
-    stages = {stage: {field: value * scale[field] for field, value in vars(cost).items()} for stage, cost in costs.items()}
-    control = {"kind": "plain"} if name == "plain" else {"kind": "fixed", "route": "lookup", "num_drafts": NUM_DRAFTS}
+    stages = {
+        stage: {field: value * scale[field] for field, value in vars(cost).items()}
+        for stage, cost in costs.items()
+    }
+    control = (
+        {"kind": "plain"}
+        if name == "plain"
+        else {"kind": "fixed", "route": "lookup", "num_drafts": NUM_DRAFTS}
+    )
     values = {
         "engine": {"max_num_seqs": arguments.rows},
         "latency": {"stages": stages},
-        "routes": {"lookup": {"kind": "ngram", "most_drafts": NUM_DRAFTS, "acceptance": {"share": {"value": 0.5}}}},
+        "routes": {
+            "lookup": {"kind": "ngram", "most_drafts": NUM_DRAFTS, "acceptance": {"share": {"value": 0.5}}}
+        },
         "requests": {"num": WARM_UP + arguments.requests, "warm_up": 0.0, "trace": str(trace)},
         "arrivals": {"kind": "recorded"},
         "systems": {"engine": {"control": control, "scheduling": {"policy": arguments.policy}}},
@@ -150,11 +194,17 @@ def simulated(costs: dict[str, Linear], factor: float, name: str, trace: Path, a
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="rows with prompts (default: the quickstart's)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE.jsonl", help="rows with prompts (default: the quickstart's)"
+    )
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
     parser.add_argument("--requests", type=int, default=40, metavar="N")
-    parser.add_argument("--rate", type=float, nargs="+", default=[0.5], metavar="R", help="requests per second")
+    parser.add_argument(
+        "--rate", type=float, nargs="+", default=[0.5], metavar="R", help="requests per second"
+    )
     parser.add_argument("--rows", type=int, default=4, metavar="N", help="max_num_seqs")
     parser.add_argument("--max-tokens", type=int, default=48, metavar="N")
     parser.add_argument("--policy", default="fcfs", choices=["fcfs", "sjf", "mlfq", "laps"])

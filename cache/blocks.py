@@ -1,4 +1,5 @@
 """BlockPool: which KV block belongs to whom. Integers only, no tensors."""
+
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -25,8 +26,8 @@ class BlockPool:
     """Hands out `num_blocks` blocks of `block_size` positions, and shares full blocks of equal prefixes.
 
     A block is *held* (one or more tables refer to it), *cached* (nobody refers to it, but its content is
-    published and may be found again; evicted least recently used first) or *free*. Published content is found by
-    (identity of everything before, the block's tokens), compared exactly: two prefixes are never confused.
+    published and may be found again; evicted least recently used first) or *free*. Published content is found
+    by (identity of everything before, the block's tokens), compared exactly: two prefixes are never confused.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -38,7 +39,9 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_refs = [0] * num_blocks
         self._key: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks
-        self._published: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> (block, prefix id after it)
+        self._published: dict[
+            tuple[int, tuple[int, ...]], tuple[int, int]
+        ] = {}  # key -> (block, prefix id after it)
         self._next_prefix_id = _ROOT + 1
 
     @property
@@ -54,7 +57,8 @@ class BlockPool:
         return -(-num_positions // self.block_size)
 
     def allocate(self, token_ids: Sequence[int]) -> tuple[BlockTable, int]:
-        """A new table that holds the longest published prefix of `token_ids` in whole blocks -> (table, positions found)."""
+        """A new table that holds the longest published prefix of `token_ids` in whole blocks -> (table,
+        positions found)."""
         table = BlockTable()
         size = self.block_size
         for start in range(0, len(token_ids) - size + 1, size):
@@ -79,10 +83,14 @@ class BlockPool:
         return True
 
     def truncate(self, table: BlockTable, num_positions: int) -> None:
-        """Gives back the blocks beyond `num_positions`. Published blocks lie below any committed length, so stay."""
+        """Gives back the blocks beyond `num_positions`. Published blocks lie below any committed length, so
+        stay."""
         keep = self.blocks_for(num_positions)
         if keep < table.num_published:
-            raise ValueError(f"truncate to {num_positions} positions would drop published blocks ({table.num_published} of {self.block_size})")
+            raise ValueError(
+                f"truncate to {num_positions} positions would drop published blocks ({table.num_published} of"
+                f" {self.block_size})"
+            )
         while len(table.blocks) > keep:
             self._release(table.blocks.pop())
 
@@ -102,14 +110,16 @@ class BlockPool:
             table.num_published += 1
 
     def free(self, table: BlockTable) -> None:
-        """Gives back all blocks of `table`; the deepest first, so that a prefix outlives its continuations in the cache."""
+        """Gives back all blocks of `table`; the deepest first, so that a prefix outlives its continuations in
+        the cache."""
         while table.blocks:
             self._release(table.blocks.pop())
         table.num_published = 0
         table.prefix_id = _ROOT
 
     def forget(self) -> None:
-        """Empties the prefix cache, because the content of blocks is no longer what it was. Only while no table holds any."""
+        """Empties the prefix cache, because the content of blocks is no longer what it was. Only while no
+        table holds any."""
         if self.num_held:
             raise ValueError(f"{self.num_held} blocks are held; free their tables first")
         self._free += self._cached
@@ -126,10 +136,14 @@ class BlockPool:
         assert num_refs == self._num_refs, "reference counts differ from the tables that hold blocks"
         idle = [*self._free, *self._cached]
         assert len(set(idle)) == len(idle), "a block is free twice"
-        assert sorted(idle) == [block for block, count in enumerate(num_refs) if count == 0], "free + held != total"
+        assert sorted(idle) == [block for block, count in enumerate(num_refs) if count == 0], (
+            "free + held != total"
+        )
         for key, (block, _) in self._published.items():
             assert self._key[block] == key, f"block {block} is published under a key that is not its own"
-        assert all(self._key[block] is not None for block in self._cached) and all(self._key[block] is None for block in self._free)
+        assert all(self._key[block] is not None for block in self._cached) and all(
+            self._key[block] is None for block in self._free
+        )
 
     def _acquire(self, block: int) -> None:
         if self._num_refs[block] == 0:

@@ -1,4 +1,5 @@
 """HiddenBuffer: hidden states that one tier leaves for the next, by position within the round."""
+
 from __future__ import annotations
 
 import torch
@@ -8,11 +9,20 @@ from torch import Tensor
 class HiddenBuffer:
     """One tensor `data` [exits, rows, window, hidden], overwritten round after round, never concatenated.
 
-    Addressed by `index` [tokens] = row * window + position within the round; -1 is nowhere, a place of its own after all
-    others. Holds uncommitted positions only: a round reads nothing that it has not written itself.
+    Addressed by `index` [tokens] = row * window + position within the round; -1 is nowhere, a place of its
+    own after all others. Holds uncommitted positions only: a round reads nothing that it has not written
+    itself.
     """
 
-    def __init__(self, num_exits: int, num_rows: int, window: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_exits: int,
+        num_rows: int,
+        window: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.window = window
         # Zeros, not empty: what nobody will use is computed all the same, and must be finite.
         self._storage = torch.zeros(num_exits, num_rows * window + 1, hidden_size, dtype=dtype, device=device)
@@ -31,6 +41,7 @@ class HiddenBuffer:
         return self._storage[exit_index][index]
 
     def move(self, exit_index: int, sources: Tensor, targets: Tensor) -> None:
-        """Copies what stands at index sources [n] to index targets [n], all of it read before any is written; a target of -1 is nowhere."""
+        """Copies what stands at index sources [n] to index targets [n], all of it read before any is written;
+        a target of -1 is nowhere."""
         if targets.shape[0]:
             self.write(exit_index, targets, self.read(exit_index, sources))

@@ -1,4 +1,5 @@
 """HostKV: keys and values of sequences that have no blocks for a while, in host memory."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class _Saved:
-    """One sequence: for each PagedKV, all layers' keys and values [layers, 2, positions, kv_heads, head_dim], as integers."""
+    """One sequence: for each PagedKV, all layers' keys and values [layers, 2, positions, kv_heads, head_dim],
+    as integers."""
 
     num_positions: int
     dtypes: tuple[torch.dtype, ...]
@@ -27,10 +29,11 @@ class _Saved:
 
 
 class HostKV:
-    """Copies of KV out of and back into paged KV, bit for bit, within `max_bytes`. Sequences are known by a number.
+    """Copies of KV out of and back into paged KV, bit for bit, within `max_bytes`. Sequences are known by a
+    number.
 
-    All tensors of a sequence travel together: what exits and a draft model wrote lies in further layers, or a tensor of its own, at the same slots.
-    For KV on a GPU the copies are in pinned memory.
+    All tensors of a sequence travel together: what exits and a draft model wrote lies in further layers, or a
+    tensor of its own, at the same slots. For KV on a GPU the copies are in pinned memory.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -49,8 +52,10 @@ class HostKV:
         return number in self._saved
 
     def save(self, number: int, kvs: Sequence[PagedKV], blocks: Sequence[int], num_positions: int) -> bool:
-        """Copies positions [0, num_positions) of the sequence in `blocks`, in place of an earlier copy. False, with nothing kept of it, if they do
-        not fit in max_bytes. Raises ValueError if there are fewer blocks than positions; an error of the allocator leaves nothing behind."""
+        """Copies positions [0, num_positions) of the sequence in `blocks`, in place of an earlier copy.
+        False, with nothing kept of it, if they do not fit in max_bytes. Raises ValueError if there are fewer
+        blocks than positions; an error of the allocator leaves nothing behind.
+        """
         self.drop(number)
         needed = sum(_bytes_per_position(kv) for kv in kvs) * num_positions
         if self._num_bytes + needed > self.max_bytes:
@@ -62,8 +67,10 @@ class HostKV:
         return True
 
     def restore(self, number: int, kvs: Sequence[PagedKV], blocks: Sequence[int]) -> bool:
-        """Copies a saved sequence into `blocks` and forgets it. False, with nothing written, if these are not tensors like those that it was
-        saved from; it is kept then. Raises KeyError if it is not there, ValueError if there are fewer blocks than positions."""
+        """Copies a saved sequence into `blocks` and forgets it. False, with nothing written, if these are not
+        tensors like those that it was saved from; it is kept then. Raises KeyError if it is not there,
+        ValueError if there are fewer blocks than positions.
+        """
         saved = self._saved[number]
         if len(kvs) != len(saved.parts):
             return False
@@ -101,8 +108,8 @@ def _copy_out(kv: PagedKV, slots: Tensor) -> Tensor:
     data = _as_integers(kv.data)
     shape = (*data.shape[:2], slots.shape[0], *data.shape[3:])
     part = torch.empty(shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
-    # Each layer's keys, then its values: a GPU that ran out of blocks has little room for what is gathered, and several at once are not contiguous,
-    # of which index_select copies all before it begins.
+    # Each layer's keys, then its values: a GPU that ran out of blocks has little room for what is gathered,
+    # and several at once are not contiguous, of which index_select copies all before it begins.
     for source, target in zip(_pieces(data), _pieces(part), strict=True):
         target.copy_(source.index_select(0, slots), non_blocking=True)
     return part
@@ -124,6 +131,7 @@ def _as_integers(data: Tensor) -> Tensor:
 
 
 def _wait_for(kvs: Sequence[PagedKV]) -> None:
-    """Until copies on a GPU are done: those out of it are read next, and the memory that those into it come from is given back."""
+    """Until copies on a GPU are done: those out of it are read next, and the memory that those into it come
+    from is given back."""
     for device in {kv.data.device for kv in kvs if kv.data.device.type == "cuda"}:
         torch.cuda.synchronize(device)

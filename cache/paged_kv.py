@@ -1,4 +1,5 @@
 """PagedKV: the keys and values of all layers, in one tensor allocated once."""
+
 from __future__ import annotations
 
 import math
@@ -12,25 +13,39 @@ from torch import Tensor
 class PagedKV:
     """One tensor `data` [layers, 2, slots, kv_heads, head_dim]; slot = block * block_size + offset.
 
-    A position is valid at a layer once written there; what lies beyond a sequence's length is garbage that the next
-    write replaces. So rollback is the setting of a length, and nothing is ever zeroed or concatenated; nor copied, but for
-    the accepted path of a token tree, whose nodes do not lie in order of position (`move`).
+    A position is valid at a layer once written there; what lies beyond a sequence's length is garbage that
+    the next write replaces. So rollback is the setting of a length, and nothing is ever zeroed or
+    concatenated; nor copied, but for the accepted path of a token tree, whose nodes do not lie in order of
+    position (`move`).
 
-    Slot -1 is nowhere: each layer has one place more than it has slots, as its last. It takes what is to be written nowhere,
-    so that shapes need not depend on values, which a captured graph does not allow.
+    Slot -1 is nowhere: each layer has one place more than it has slots, as its last. It takes what is to be
+    written nowhere, so that shapes need not depend on values, which a captured graph does not allow.
     """
 
-    def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         # Zeros, not empty: a tile may read past a sequence's end with weight 0, and 0 * NaN would not be 0.
-        self._storage = _zeros((num_layers, 2, num_blocks * block_size + 1, num_kv_heads, head_dim), dtype, device)
+        self._storage = _zeros(
+            (num_layers, 2, num_blocks * block_size + 1, num_kv_heads, head_dim), dtype, device
+        )
         self.data = self._storage[:, :, :-1]
         # Views are made once: indexing a tensor costs as much as a small kernel, twice per layer and pass.
         self._keys, self._values = ([layer[part] for layer in self.data] for part in (0, 1))
         self._host_arrays: list[tuple[Any, Any]] = []
 
     @staticmethod
-    def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def bytes_per_block(
+        num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
         return num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
 
     @property
@@ -46,9 +61,12 @@ class PagedKV:
         return self._values[layer]
 
     def host_arrays(self) -> list[tuple[Any, Any]]:
-        """(keys, values) of each layer as numpy arrays that share the memory; CPU only. Made once, on first use."""
+        """(keys, values) of each layer as numpy arrays that share the memory; CPU only. Made once, on first
+        use."""
         if not self._host_arrays:
-            self._host_arrays = [(keys.numpy(), values.numpy()) for keys, values in zip(self._keys, self._values, strict=True)]
+            self._host_arrays = [
+                (keys.numpy(), values.numpy()) for keys, values in zip(self._keys, self._values, strict=True)
+            ]
         return self._host_arrays
 
     def release(self) -> None:
@@ -57,21 +75,23 @@ class PagedKV:
         self._keys, self._values, self._host_arrays = [], [], []
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Writes keys and values [tokens, kv_heads, head_dim] at slots [tokens]; those at slot -1 are written nowhere."""
+        """Writes keys and values [tokens, kv_heads, head_dim] at slots [tokens]; those at slot -1 are written
+        nowhere."""
         self._storage[layer, 0][slots] = keys.to(self.data.dtype)
         self._storage[layer, 1][slots] = values.to(self.data.dtype)
 
     def move(self, first_layer: int, last_layer: int, sources: Tensor, targets: Tensor) -> None:
-        """Copies the KV of layers [first_layer, last_layer) from slots sources [n] to slots targets [n] (int64), all of it read before any is
-        written: so slots may be among both. Pairs with target -1 are moved nowhere, whatever their source."""
+        """Copies the KV of layers [first_layer, last_layer) from slots sources [n] to slots targets [n]
+        (int64), all of it read before any is written: so slots may be among both. Pairs with target -1 are
+        moved nowhere, whatever their source."""
         if targets.shape[0]:
             layers = self._storage[first_layer:last_layer]
             layers[:, :, targets] = layers[:, :, sources]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU, memory that the system zeroes page by page when first touched: torch.zeros would write all of it at once,
-    and a pool sized for the longest sequences is mostly never used."""
+    """On a CPU, memory that the system zeroes page by page when first touched: torch.zeros would write all of
+    it at once, and a pool sized for the longest sequences is mostly never used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

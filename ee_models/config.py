@@ -1,8 +1,9 @@
 """What the decoder needs to know of a model, read once and never changed.
 
-`ModelConfig.from_transformers` is the only door. What the decoder does not implement is refused there, by field and
-value, so that no setting of a checkpoint is dropped in silence.
+`ModelConfig.from_transformers` is the only door. What the decoder does not implement is refused there, by
+field and value, so that no setting of a checkpoint is dropped in silence.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -69,8 +70,8 @@ class ModelConfig:
     output_bias: bool = False  # of o_proj
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norms over head_dim of queries and keys, ahead of the rotation
-    # Positions a token sees, its own included; None where it sees all. The runtime keeps sequences within it, so that
-    # attention needs no window.
+    # Positions a token sees, its own included; None where it sees all. The runtime keeps sequences within it,
+    # so that attention needs no window.
     sliding_window: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -102,7 +103,8 @@ class ModelConfig:
     def from_transformers(
         cls, config: PretrainedConfig, generation_config: GenerationConfig | Mapping[str, Any] | None = None
     ) -> ModelConfig:
-        """Reads a transformers config. Token ids come from `generation_config` where it sets them, else from `config`.
+        """Reads a transformers config. Token ids come from `generation_config` where it sets them, else from
+        `config`.
 
         Raises UnsupportedModelError for an architecture or a setting that the decoder does not implement, and
         CheckpointError for a field that is missing or of a wrong type.
@@ -156,8 +158,9 @@ def find_architecture(architectures: object, model_type: object) -> str:
 def make_transformers_config(fields: Mapping[str, Any]) -> PretrainedConfig:
     """The transformers config that the fields of a config.json make.
 
-    The class is found here, by architecture, and not by transformers' Auto classes: so no checkpoint brings its own.
-    Raises UnsupportedModelError for an unknown architecture, CheckpointError where transformers refuses a field.
+    The class is found here, by architecture, and not by transformers' Auto classes: so no checkpoint brings
+    its own. Raises UnsupportedModelError for an unknown architecture, CheckpointError where transformers
+    refuses a field.
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
@@ -166,8 +169,17 @@ def make_transformers_config(fields: Mapping[str, Any]) -> PretrainedConfig:
     config_class: type[PretrainedConfig] = getattr(transformers, _FAMILIES[architecture].config_class)
     try:
         return config_class.from_dict(dict(fields))
-    except (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{config_class.__name__} refuses the config: {' '.join(str(error).split())}") from error
+    except (
+        StrictDataclassError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
+        raise CheckpointError(
+            f"{config_class.__name__} refuses the config: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _is_count(value: object) -> bool:
@@ -188,8 +200,9 @@ def _read_head_dim(config: PretrainedConfig) -> int:
 def _read_sliding_window(config: PretrainedConfig) -> int | None:
     """The window of the layers that have one; None where no layer has.
 
-    Qwen's configs carry a window even where `use_sliding_window` or `max_window_layers` leaves no layer to it, and
-    `layer_types` says what is left. Mistral gives its window to all layers; Llama has none, whatever its config carries.
+    Qwen's configs carry a window even where `use_sliding_window` or `max_window_layers` leaves no layer to
+    it, and `layer_types` says what is left. Mistral gives its window to all layers; Llama has none, whatever
+    its config carries.
     """
     layer_types = getattr(config, "layer_types", None) or ()
     unknown = sorted(set(layer_types) - {_FULL, _SLIDING})
@@ -203,7 +216,8 @@ def _read_sliding_window(config: PretrainedConfig) -> int | None:
 def _read_token_ids(
     config: PretrainedConfig, generation_config: GenerationConfig | Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """eos_token_ids, bos_token_id and pad_token_id. Negative ids, which some checkpoints write for "none", are dropped."""
+    """eos_token_ids, bos_token_id and pad_token_id. Negative ids, which some checkpoints write for "none",
+    are dropped."""
     if generation_config is not None and not isinstance(generation_config, Mapping):
         generation_config = generation_config.to_dict()
 
@@ -213,7 +227,9 @@ def _read_token_ids(
             value = getattr(config, field, None)
         ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
         if any(isinstance(item, bool) or not isinstance(item, int) for item in ids):
-            raise CheckpointError(f"{field} is {value!r}; it must be a token id, a list of token ids, or null")
+            raise CheckpointError(
+                f"{field} is {value!r}; it must be a token id, a list of token ids, or null"
+            )
         return tuple(dict.fromkeys(item for item in ids if item >= 0))
 
     return {

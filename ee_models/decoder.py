@@ -1,4 +1,5 @@
 """The Llama-family decoder: embed, run any span of layers, read any layer's hidden state as logits."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -54,9 +55,11 @@ class LayerWeights:
 
 
 class Decoder:
-    """Weights on one device, and three verbs. Tokens of a pass are packed: hidden states are [tokens, hidden].
+    """Weights on one device, and three verbs. Tokens of a pass are packed: hidden states are [tokens,
+    hidden].
 
-    Any layer can be an exit through the model's own final norm and `head` (LayerSkip checkpoints work as they are).
+    Any layer can be an exit through the model's own final norm and `head` (LayerSkip checkpoints work as they
+    are).
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class Decoder:
         self.kernels = select_kernels(self.device, self.dtype)
         self._embedding, self._layers, self._final_norm, self.head = embedding, layers, final_norm, head
         self.max_positions = max_positions
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), config.rope.inv_freq(config.head_dim))
+        angles = torch.outer(
+            torch.arange(max_positions, dtype=torch.float32), config.rope.inv_freq(config.head_dim)
+        )
         self._cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(self.device)
 
     @classmethod
@@ -92,12 +97,14 @@ class Decoder:
         quantization: Quantization | None = None,
         exact: bool = False,
     ) -> Decoder:
-        """Reads, fuses and packs the weights layer by layer, so that no second copy of the model is ever held.
+        """Reads, fuses and packs the weights layer by layer, so that no second copy of the model is ever
+        held.
 
-        max_positions: rows of the rotary table, the model's own limit if None. `progress(layers done, layers)`.
-        `quantization` and `exact` are LinearMaker's. A tied head is quantized too, in a copy: every token reads all of it,
-        so the copy saves more than it takes, while of the embedding only rows are gathered, which stay as they are.
-        Raises CheckpointError for what is missing or unreadable, ValueError for what cannot run here.
+        max_positions: rows of the rotary table, the model's own limit if None. `progress(layers done,
+        layers)`. `quantization` and `exact` are LinearMaker's. A tied head is quantized too, in a copy: every
+        token reads all of it, so the copy saves more than it takes, while of the embedding only rows are
+        gathered, which stay as they are. Raises CheckpointError for what is missing or unreadable, ValueError
+        for what cannot run here.
         """
         config, make_linear = checkpoint.config, LinearMaker(device, dtype, quantization, exact)
 
@@ -105,13 +112,25 @@ class Decoder:
             return checkpoint.tensor(name).to(device=device, dtype=dtype)
 
         def linear(*names: str) -> Linear:
-            weight = torch.cat([read(f"{name}.weight") for name in names]) if len(names) > 1 else read(f"{names[0]}.weight")
-            bias = torch.cat([read(f"{name}.bias") for name in names]) if checkpoint.has(f"{names[0]}.bias") else None
+            weight = (
+                torch.cat([read(f"{name}.weight") for name in names])
+                if len(names) > 1
+                else read(f"{names[0]}.weight")
+            )
+            bias = (
+                torch.cat([read(f"{name}.bias") for name in names])
+                if checkpoint.has(f"{names[0]}.bias")
+                else None
+            )
             return make_linear(weight, bias)
 
         layers = []
         for index in range(config.num_layers):
-            at, mlp, layer = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp", f"model.layers.{index}"
+            at, mlp, layer = (
+                f"model.layers.{index}.self_attn",
+                f"model.layers.{index}.mlp",
+                f"model.layers.{index}",
+            )
             layers.append(
                 LayerWeights(
                     AttentionWeights(
@@ -152,8 +171,14 @@ class Decoder:
     def num_bytes(self) -> int:
         """Of all weights, as they are held."""
         linears = [self.head, *(linear for layer in self._layers for linear in layer.linears)]
-        tied_in_place = self.config.tie_word_embeddings and not isinstance(self.head, PackedLinear | QuantizedLinear)
-        return self._embedding.nbytes + sum(linear.num_bytes for linear in linears) - (self._embedding.nbytes if tied_in_place else 0)
+        tied_in_place = self.config.tie_word_embeddings and not isinstance(
+            self.head, PackedLinear | QuantizedLinear
+        )
+        return (
+            self._embedding.nbytes
+            + sum(linear.num_bytes for linear in linears)
+            - (self._embedding.nbytes if tied_in_place else 0)
+        )
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [tokens] int64 -> [tokens, hidden], a new tensor."""
@@ -162,12 +187,16 @@ class Decoder:
     def run_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> Tensor:
         """Runs layers [lo, hi) over hidden [tokens, hidden] at the places of `view`, and writes their KV.
 
-        Works in place: returns `hidden`, which after layers [0, D) can go on through [D, C) bit for bit as in one call.
+        Works in place: returns `hidden`, which after layers [0, D) can go on through [D, C) bit for bit as in
+        one call.
         """
         return self.run_weights(self._layers[lo:hi], hidden, kv, lo, view)
 
-    def run_weights(self, layers: Sequence[LayerWeights], hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> Tensor:
-        """As `run_layers`, with weights of the caller's; their KV goes to the layers of `kv` from `kv_layer` on."""
+    def run_weights(
+        self, layers: Sequence[LayerWeights], hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView
+    ) -> Tensor:
+        """As `run_layers`, with weights of the caller's; their KV goes to the layers of `kv` from `kv_layer`
+        on."""
         if not layers:
             return hidden
         config, kernels = self.config, self.kernels
@@ -178,25 +207,49 @@ class Decoder:
                 q = self._write_kv(layer.attention, hidden, delta, kv, index, view)
                 delta = layer.attention.output(self.attention.attend(q, kv, index, prepared))
             if layer.mlp is not None:
-                gate_up = layer.mlp.gate_up(kernels.add_rms_norm(hidden, delta, layer.mlp.norm, config.rms_norm_eps))
+                gate_up = layer.mlp.gate_up(
+                    kernels.add_rms_norm(hidden, delta, layer.mlp.norm, config.rms_norm_eps)
+                )
                 delta = layer.mlp.down(kernels.silu_mul(gate_up))
         assert delta is not None
         return hidden.add_(delta)
 
-    def write_kv(self, attention: AttentionWeights, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> None:
-        """Writes the KV of one attention over hidden [tokens, hidden], which stays as it is, and computes nothing else."""
+    def write_kv(
+        self, attention: AttentionWeights, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView
+    ) -> None:
+        """Writes the KV of one attention over hidden [tokens, hidden], which stays as it is, and computes
+        nothing else."""
         self._write_kv(attention, hidden, None, kv, kv_layer, view)
 
-    def _write_kv(self, attention: AttentionWeights, hidden: Tensor, delta: Tensor | None, kv: PagedKV, kv_layer: int, view: BatchView) -> Tensor:
+    def _write_kv(
+        self,
+        attention: AttentionWeights,
+        hidden: Tensor,
+        delta: Tensor | None,
+        kv: PagedKV,
+        kv_layer: int,
+        view: BatchView,
+    ) -> Tensor:
         """hidden += delta, then its KV to `kv_layer` -> rotated queries [tokens, heads, head_dim]."""
         eps = self.config.rms_norm_eps
         qkv = attention.qkv(self.kernels.add_rms_norm(hidden, delta, attention.norm, eps))
-        return self.kernels.rope_and_store(qkv, self._cos_sin, attention.q_norm, attention.k_norm, eps, self.config.num_heads, kv, kv_layer, view)
+        return self.kernels.rope_and_store(
+            qkv,
+            self._cos_sin,
+            attention.q_norm,
+            attention.k_norm,
+            eps,
+            self.config.num_heads,
+            kv,
+            kv_layer,
+            view,
+        )
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The model's final norm of hidden [tokens, hidden], a new tensor: what the head reads."""
         return self.kernels.add_rms_norm(hidden, None, self._final_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:
-        """hidden [tokens, hidden] after `exit_layer` layers -> logits [tokens, vocab], by the model's own final norm and head."""
+        """hidden [tokens, hidden] after `exit_layer` layers -> logits [tokens, vocab], by the model's own
+        final norm and head."""
         return self.head(self.normed(hidden))

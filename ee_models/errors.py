@@ -1,4 +1,5 @@
 """What goes wrong with a checkpoint or in training. All are ValueErrors."""
+
 from __future__ import annotations
 
 

@@ -1,13 +1,15 @@
 """Exits: how the hidden state after a layer becomes logits.
 
     shared    the model's own final norm and head (LayerSkip checkpoints work as they are)
-    adapter   a few trained blocks between the trunk and the frozen head, each RMSNorm -> attention with its own KV ->
-              residual, then optionally RMSNorm -> gated MLP -> residual; a norm of its own last. Kangaroo's is one block
-              without MLP [arXiv 2404.18911, section 3.1]
+    adapter   a few trained blocks between the trunk and the frozen head, each RMSNorm -> attention with its
+              own KV -> residual, then optionally RMSNorm -> gated MLP -> residual; a norm of its own last.
+              Kangaroo's is one block without MLP [arXiv 2404.18911, section 3.1]
 
-The trunk stays as it is, so an adapter can never change what the full model says. Its KV lies in further layers of the
-shared PagedKV: valid wherever the trunk's KV below it is valid, and rolled back with it, by the setting of a length.
+The trunk stays as it is, so an adapter can never change what the full model says. Its KV lies in further
+layers of the shared PagedKV: valid wherever the trunk's KV below it is valid, and rolled back with it, by the
+setting of a length.
 """
+
 from __future__ import annotations
 
 from typing import Protocol
@@ -25,7 +27,8 @@ from .linear import Linear
 
 
 class Exit(Protocol):
-    """An exit after `layer` layers. Every pass over that layer calls one of the two methods with what it computed.
+    """An exit after `layer` layers. Every pass over that layer calls one of the two methods with what it
+    computed.
 
     num_kv_layers: layers of KV that it keeps; it is told the first of them.
     """
@@ -35,34 +38,49 @@ class Exit(Protocol):
     num_bytes: int
 
     def logits(self, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> Tensor:
-        """hidden [tokens, hidden] after `layer` layers -> logits [tokens, vocab], -inf outside a reduced vocabulary.
-        Writes its KV; leaves `hidden` as it is."""
+        """hidden [tokens, hidden] after `layer` layers -> logits [tokens, vocab], -inf outside a reduced
+        vocabulary. Writes its KV; leaves `hidden` as it is."""
 
     def fill(self, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> None:
-        """Only writes its KV, at places whose logits nobody asks for: prompts, and the last token of a draft."""
+        """Only writes its KV, at places whose logits nobody asks for: prompts, and the last token of a
+        draft."""
 
 
 class AdapterExit:
     """Trained blocks over a frozen trunk. Made by `load_exits`."""
 
-    def __init__(self, decoder: Decoder, layer: int, blocks: list[LayerWeights], norm: Tensor, head: Linear | None, vocabulary: Tensor | None) -> None:
-        """head: None = the model's own; vocabulary [reduced vocab] int64: the token of each of its outputs, None = all."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        layer: int,
+        blocks: list[LayerWeights],
+        norm: Tensor,
+        head: Linear | None,
+        vocabulary: Tensor | None,
+    ) -> None:
+        """head: None = the model's own; vocabulary [reduced vocab] int64: the token of each of its outputs,
+        None = all."""
         self.layer = layer
         self.num_kv_layers = len(blocks)
         self._decoder, self._blocks, self._norm = decoder, blocks, norm
         self._head = head or decoder.head
         self._vocabulary = vocabulary
         own_head = [] if head is None else [head]
-        self.num_bytes = norm.nbytes + sum(linear.num_bytes for linear in own_head + [x for block in blocks for x in block.linears])
+        self.num_bytes = norm.nbytes + sum(
+            linear.num_bytes for linear in own_head + [x for block in blocks for x in block.linears]
+        )
 
     def logits(self, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> Tensor:
         decoder = self._decoder
         if self._blocks:
             hidden = decoder.run_weights(self._blocks, hidden.clone(), kv, kv_layer, view)
-        logits = self._head(decoder.kernels.add_rms_norm(hidden, None, self._norm, decoder.config.rms_norm_eps))
+        logits = self._head(
+            decoder.kernels.add_rms_norm(hidden, None, self._norm, decoder.config.rms_norm_eps)
+        )
         if self._vocabulary is None:
             return logits
-        # Full width, so that sampling, penalties and acceptance need not know: what is left out has probability 0.
+        # Full width, so that sampling, penalties and acceptance need not know: what is left out has
+        # probability 0.
         full = logits.new_full((logits.shape[0], decoder.config.vocab_size), float("-inf"))
         full[:, self._vocabulary] = logits
         return full
@@ -77,7 +95,9 @@ class AdapterExit:
         self._decoder.write_kv(last.attention, hidden, kv, kv_layer + len(first), view)
 
 
-def load_exits(file: ExitsFile, layers: list[int], decoder: Decoder, checkpoint: Checkpoint) -> list[AdapterExit]:
+def load_exits(
+    file: ExitsFile, layers: list[int], decoder: Decoder, checkpoint: Checkpoint
+) -> list[AdapterExit]:
     """The exits at `layers` of `file`, on the decoder's device, in its dtype, quantized if it is.
 
     Raises ExitsError if the file belongs to another model, is damaged, or has no such exit.
@@ -103,7 +123,9 @@ def _load(file: ExitsFile, info: ExitInfo, decoder: Decoder, checkpoint: Checkpo
             qkv = linear(f"{at}q_proj", f"{at}k_proj", f"{at}v_proj")
             attention = AttentionWeights(read(f"{at}attention_norm"), qkv, None, None, linear(f"{at}o_proj"))
         if info.intermediate_size is not None:
-            mlp = MlpWeights(read(f"{at}mlp_norm"), linear(f"{at}gate_proj", f"{at}up_proj"), linear(f"{at}down_proj"))
+            mlp = MlpWeights(
+                read(f"{at}mlp_norm"), linear(f"{at}gate_proj", f"{at}up_proj"), linear(f"{at}down_proj")
+            )
         blocks.append(LayerWeights(attention, mlp))
     head = vocabulary = None
     if info.vocabulary_size is not None:

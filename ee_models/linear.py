@@ -1,8 +1,11 @@
-"""Linear layers for inference: weights packed once at load where the CPU's library offers it, plain otherwise.
+"""Linear layers for inference: weights packed once at load where the CPU's library offers it, plain
+otherwise.
 
-A pass over one token and a pass over eight must give the same bits for the token they share, or verify could disagree
-with plain decoding over a rounding error. Packed oneDNN kernels give that; a probe at load finds out where they do.
+A pass over one token and a pass over eight must give the same bits for the token they share, or verify could
+disagree with plain decoding over a rounding error. Packed oneDNN kernels give that; a probe at load finds out
+where they do.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows that the weight's layout is chosen for. 1 would pick a layout whose results depend on the number of rows.
+# Rows that the weight's layout is chosen for. 1 would pick a layout whose results depend on the number of
+# rows.
 _PACKING_HINT = 16
 _PROBED_ROWS = (1, 2, 3, 4, 5, 8, 12, 16, 17, 33, 64, 128)
 
@@ -45,12 +49,16 @@ class PackedLinear:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_HINT)
         self._bias = bias
         self._min_rows = 1
-        self._op = torch.ops.mkldnn._linear_pointwise.default  # the overload itself: resolving it anew costs 2 µs a call
+        self._op = (
+            torch.ops.mkldnn._linear_pointwise.default
+        )  # the overload itself: resolving it anew costs 2 µs a call
         self.num_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self._min_rows, self.row_invariant = probe_rows(self, "packed", weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] < self._min_rows:  # a single row would take a kernel of its own, with another order of sums
+        if (
+            x.shape[0] < self._min_rows
+        ):  # a single row would take a kernel of its own, with another order of sums
             return self._run(torch.cat((x, x)))[:1]
         return self._run(x)
 
@@ -64,7 +72,8 @@ _probes: dict[tuple[str, tuple[int, ...], torch.dtype, int], tuple[int, bool]] =
 def probe_rows(linear: Callable[[Tensor], Tensor], kind: str, weight: Tensor) -> tuple[int, bool]:
     """(fewest rows to compute at once so that bits do not depend on their number, whether that was found).
 
-    Probed once per kind, shape, dtype and number of threads; never on a GPU, where a pass's kernels are chosen elsewhere.
+    Probed once per kind, shape, dtype and number of threads; never on a GPU, where a pass's kernels are
+    chosen elsewhere.
     """
     if weight.device.type != "cpu":
         return 1, False
@@ -78,7 +87,9 @@ def probe_rows(linear: Callable[[Tensor], Tensor], kind: str, weight: Tensor) ->
 
 def _invariant_from(linear: Callable[[Tensor], Tensor], x: Tensor, min_rows: int) -> bool:
     """Whether every pass of `min_rows` rows or more gives the same bits per row."""
-    alone = torch.cat([linear(x[i : i + 1].expand(min_rows, -1).contiguous())[:1] for i in range(min(x.shape[0], 66))])
+    alone = torch.cat(
+        [linear(x[i : i + 1].expand(min_rows, -1).contiguous())[:1] for i in range(min(x.shape[0], 66))]
+    )
     for rows in _PROBED_ROWS:
         if rows < min_rows:
             continue

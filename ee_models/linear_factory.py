@@ -1,4 +1,5 @@
 """Which linears a model is made of: packed, plain, row-invariant or quantized, all of them in one way."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ from .quantized import Quantization, check_quantization, quantized_linear
 
 @dataclass(frozen=True)
 class LinearMaker:
-    """Makes the Linears of a model, its exits and its draft model from weights [out, in] and biases [out], all in one way.
+    """Makes the Linears of a model, its exits and its draft model from weights [out, in] and biases [out],
+    all in one way.
 
     quantization  weight-only "int8" or "int4", every matrix product included; None = the weights as they are
-    exact         on a GPU, kernels in which rows keep their bits; packed linears of a CPU give that by themselves
+    exact         on a GPU, kernels in which rows keep their bits; packed linears of a CPU give that by
+                  themselves
     Raises ValueError for what cannot be combined, or cannot run on `device` in `dtype`.
     """
 
@@ -29,7 +32,10 @@ class LinearMaker:
         if self.quantization is None:
             return
         if self.exact and self.device.type != "cpu":
-            raise ValueError(f"exact_verify and quantization={self.quantization!r} cannot be combined on {self.device}; leave one of them out")
+            raise ValueError(
+                f"exact_verify and quantization={self.quantization!r} cannot be combined on {self.device};"
+                " leave one of them out"
+            )
         check_quantization(self.quantization, self.device, self.dtype)
 
     @cached_property

@@ -2,6 +2,7 @@
 
 A quantized model is another model: what speculation keeps is plain decoding's output of that same model.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
 
 Quantization = Literal["int8", "int4"]
-# int8's scale of a row is applied to finished sums, in which float16 overflows; int4's kernels are bfloat16's.
+# int8's scale of a row is applied to finished sums, in which float16 overflows; int4's kernels are
+# bfloat16's.
 _DTYPES = {"int8": (torch.float32, torch.bfloat16), "int4": (torch.bfloat16,)}
 _GROUP_SIZES = (128, 64, 32)  # inputs that share a scale, the fewest scales first
 _CPU_OUTPUTS = 16  # int4's kernel of a CPU takes multiples of it
@@ -30,25 +32,40 @@ _log = logging.getLogger(__name__)
 
 
 class QuantizedLinear:
-    """A product with a weight [out, in] that torchao holds in `bits`; x, bias and output keep the weight's dtype.
+    """A product with a weight [out, in] that torchao holds in `bits`; x, bias and output keep the weight's
+    dtype.
 
-    int8 has one scale per output, int4 a scale and a zero point per group of inputs; `takes_int4` says whether it can.
+    int8 has one scale per output, int4 a scale and a zero point per group of inputs; `takes_int4` says
+    whether it can.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> None:
-        size = max(1, _PIECE // weight.shape[1]) if bits == 8 and weight.device.type == "cpu" else weight.shape[0]
+        size = (
+            max(1, _PIECE // weight.shape[1])
+            if bits == 8 and weight.device.type == "cpu"
+            else weight.shape[0]
+        )
         weights = weight.split(size)
         biases = bias.split(size) if bias is not None else [None] * len(weights)
         pieces = [_quantized(one, its_bias, bits) for one, its_bias in zip(weights, biases, strict=True)]
-        self.num_bytes = sum(_nbytes(piece.weight) for piece in pieces) + (bias.nbytes if bias is not None else 0)
+        self.num_bytes = sum(_nbytes(piece.weight) for piece in pieces) + (
+            bias.nbytes if bias is not None else 0
+        )
         own = bits == 8 and can_pack(weight.device, weight.dtype)
-        self._products: list[Callable[[Tensor], Tensor]] = [_int8_product(piece) for piece in pieces] if own else [*pieces]
-        found = [probe_rows(product, f"int{bits}", one) for product, one in zip(self._products, weights, strict=True)]
+        self._products: list[Callable[[Tensor], Tensor]] = (
+            [_int8_product(piece) for piece in pieces] if own else [*pieces]
+        )
+        found = [
+            probe_rows(product, f"int{bits}", one)
+            for product, one in zip(self._products, weights, strict=True)
+        ]
         self._min_rows = max(rows for rows, _ in found)
         self.row_invariant = all(invariant for _, invariant in found)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] < self._min_rows:  # a single row would take a kernel of its own, with another order of sums
+        if (
+            x.shape[0] < self._min_rows
+        ):  # a single row would take a kernel of its own, with another order of sums
             return self._run(torch.cat((x, x)))[:1]
         return self._run(x)
 
@@ -68,24 +85,36 @@ def quantized_linear(weight: Tensor, bias: Tensor | None, quantization: Quantiza
 
 
 def takes_int4(weight: Tensor) -> bool:
-    return _group_size(weight) is not None and (weight.device.type != "cpu" or weight.shape[0] % _CPU_OUTPUTS == 0)
+    return _group_size(weight) is not None and (
+        weight.device.type != "cpu" or weight.shape[0] % _CPU_OUTPUTS == 0
+    )
 
 
 def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raises ValueError, with the way out, if linears cannot be quantized so here."""
     what = f"quantization={quantization!r}"
     if quantization not in _DTYPES:
-        raise ValueError(f"{what} is unknown; known: {', '.join(_DTYPES)}, or None for the weights as they are")
+        raise ValueError(
+            f"{what} is unknown; known: {', '.join(_DTYPES)}, or None for the weights as they are"
+        )
     dtypes = [str(each).removeprefix("torch.") for each in _DTYPES[quantization]]
     if dtype not in _DTYPES[quantization]:
         other = ", or quantization to int8" if quantization == "int4" and dtype in _DTYPES["int8"] else ""
-        raise ValueError(f"{what} computes in {' or '.join(dtypes)}, not in {dtype} on {device}; set dtype to {dtypes[-1]}{other}")
+        raise ValueError(
+            f"{what} computes in {' or '.join(dtypes)}, not in {dtype} on {device}; set dtype to"
+            f" {dtypes[-1]}{other}"
+        )
     if quantization == "int4" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        raise ValueError(f"{what} needs a GPU of compute capability 8.0 or more, which {device} is not; set quantization to int8")
+        raise ValueError(
+            f"{what} needs a GPU of compute capability 8.0 or more, which {device} is not; set quantization"
+            " to int8"
+        )
     try:
         _config(4 if quantization == "int4" else 8, _GROUP_SIZES[0], device)
     except ImportError as error:
-        raise ValueError(f'{what} needs torchao 0.18 or later: pip install "hispec[quantize]" ({error})') from error
+        raise ValueError(
+            f'{what} needs torchao 0.18 or later: pip install "hispec[quantize]" ({error})'
+        ) from error
 
 
 def _quantized(weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> nn.Linear:
@@ -101,7 +130,8 @@ def _quantized(weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> nn.L
 
 
 def _int8_product(piece: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """What `piece` computes, by oneDNN: torchao's own product in float32 keeps no row's bits on several threads."""
+    """What `piece` computes, by oneDNN: torchao's own product in float32 keeps no row's bits on several
+    threads."""
     held: Any = piece.weight
     weight, scale, bias = held.qdata, held.scale.flatten(), piece.bias
     op = torch.ops.mkldnn._linear_pointwise.default
@@ -121,7 +151,9 @@ def _config(bits: Literal[8, 4], group_size: int | None, device: torch.device) -
     if bits == 8:
         return Int8WeightOnlyConfig(set_inductor_config=False)
     if device.type != "cpu":  # the one layout whose kernel comes with torch itself
-        return Int4WeightOnlyConfig(group_size=group_size, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
+        return Int4WeightOnlyConfig(
+            group_size=group_size, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+        )
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
     return PrototypeInt4WeightOnlyConfig(group_size=group_size, set_inductor_config=False)
@@ -152,7 +184,8 @@ def _nbytes(tensor: Tensor) -> int:
 @cache
 def _log_kept(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     _log.warning(
-        "quantization='int4': linears of %d inputs and %d outputs stay in %s; int4 takes inputs that one of %s divides, and on a CPU outputs that %d divides",
+        "quantization='int4': linears of %d inputs and %d outputs stay in %s; int4 takes inputs that one of"
+        " %s divides, and on a CPU outputs that %d divides",
         inputs,
         outputs,
         dtype,

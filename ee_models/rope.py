@@ -1,4 +1,5 @@
 """Rotary position embedding: which frequencies a model turns its queries and keys by."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ class RopeConfig:
     """Base frequencies from `theta`, stretched as `kind` says.
 
     linear: every frequency divided by `factor` (position interpolation, arXiv 2306.15595).
-    llama3: low frequencies divided by `factor`, high ones kept, a linear blend between. Low and high are told apart by
-    the turns a frequency makes within `original_max_position_embeddings` positions.
+    llama3: low frequencies divided by `factor`, high ones kept, a linear blend between. Low and high are told
+    apart by the turns a frequency makes within `original_max_position_embeddings` positions.
 
     Raises UnsupportedModelError for another kind, or for a number that makes no sense.
     """
@@ -67,14 +68,18 @@ class RopeConfig:
 
 
 def read_rope(config: PretrainedConfig) -> RopeConfig:
-    """The rotary embedding of a transformers config (>= 5: it gathers all older spellings in `rope_parameters`).
+    """The rotary embedding of a transformers config (>= 5: it gathers all older spellings in
+    `rope_parameters`).
 
-    Raises UnsupportedModelError for what the decoder does not implement, CheckpointError where a field is missing.
+    Raises UnsupportedModelError for what the decoder does not implement, CheckpointError where a field is
+    missing.
     """
     parameters: dict[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
     per_layer = sorted(key for key, value in parameters.items() if isinstance(value, dict))
     if per_layer:
-        raise unsupported("rope_parameters", f"set apart for {', '.join(per_layer)}", "one setting for all layers")
+        raise unsupported(
+            "rope_parameters", f"set apart for {', '.join(per_layer)}", "one setting for all layers"
+        )
     partial = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
     if partial not in (None, 1):
         raise unsupported("partial_rotary_factor", partial, "1.0")
@@ -82,6 +87,8 @@ def read_rope(config: PretrainedConfig) -> RopeConfig:
     fields = _FIELDS.get(kind, ()) if isinstance(kind, str) else ()
     missing = [field for field in fields if parameters.get(field) is None]
     if missing:
-        raise CheckpointError(f"rope_type {kind!r} needs {', '.join(missing)}, which rope_parameters leaves out")
+        raise CheckpointError(
+            f"rope_type {kind!r} needs {', '.join(missing)}, which rope_parameters leaves out"
+        )
     theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None) or RopeConfig.theta
     return RopeConfig(theta=theta, kind=kind, **{field: parameters[field] for field in fields})

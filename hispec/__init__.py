@@ -1,4 +1,6 @@
-"""HiSpec: hierarchical speculative decoding with one early-exit model. Faster than plain decoding, the same output."""
+"""HiSpec: hierarchical speculative decoding with one early-exit model. Faster than plain decoding, the same
+output."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,8 @@ if TYPE_CHECKING:
     from .outputs import CompletionOutput, Delta, RequestOutput
     from .sampling_params import SamplingParams
 
-# Public names by the module that has them: imported on first use, so that `import hispec` and `hispec --help` are instant.
+# Public names by the module that has them: imported on first use, so that `import hispec` and `hispec --help`
+# are instant.
 _MODULE_OF = {
     "LLM": "llm",
     "Engine": "engine",
@@ -60,7 +63,10 @@ def _check_neighbours() -> None:
         places = list(spec.submodule_search_locations or []) if spec else []
         if not any(_is_ours(place) for place in places):
             found = (spec.origin or places) if spec else "nothing"
-            raise ImportError(f"hispec needs its own package {name!r}, but Python finds {found}; move that out of the path or rename it")
+            raise ImportError(
+                f"hispec needs its own package {name!r}, but Python finds {found}; move that out of the path"
+                " or rename it"
+            )
 
 
 def _is_ours(place: str) -> bool:
@@ -73,10 +79,12 @@ def _is_ours(place: str) -> bool:
 
 
 def _shorten_spinning() -> None:
-    """Lets torch's idle OpenMP threads sleep sooner, unless the user has said how they should wait, or torch is loaded already.
+    """Lets torch's idle OpenMP threads sleep sooner, unless the user has said how they should wait, or torch
+    is loaded already.
 
-    By default they spin for milliseconds after each matrix product, on the core that attention's second thread needs: a
-    prefill pass takes a third longer. This long a spin still spans the gaps between the products of one layer.
+    By default they spin for milliseconds after each matrix product, on the core that attention's second
+    thread needs: a prefill pass takes a third longer. This long a spin still spans the gaps between the
+    products of one layer.
     """
     import os
     import sys

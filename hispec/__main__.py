@@ -1,4 +1,5 @@
 """`python -m hispec`."""
+
 import sys
 
 from .cli import main

@@ -1,4 +1,5 @@
 """Output text, token by token, with stop strings."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class IncrementalText:
-    """Detokenises one output as it grows. A character whose bytes are not complete yet is held back, and so is text that
-    may turn out to begin a stop string."""
+    """Detokenises one output as it grows. A character whose bytes are not complete yet is held back, and so
+    is text that may turn out to begin a stop string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
         self._backend = tokenizer.backend_tokenizer
@@ -35,7 +36,9 @@ class IncrementalText:
         self._text += piece
         if not may_stop:
             return None
-        found = [(place, string) for string in self._stop if (place := self._text.find(string, search_from)) >= 0]
+        found = [
+            (place, string) for string in self._stop if (place := self._text.find(string, search_from)) >= 0
+        ]
         if not found:
             return None
         self._end, string = min(found)
@@ -44,7 +47,9 @@ class IncrementalText:
     def release(self, final: bool) -> str:
         """Text that is certain and was not handed out yet; with `final`, all up to the stop string."""
         if final and self._end is None:
-            self._text += self._backend.decode(self._pending, skip_special_tokens=True)  # bytes that no later token can complete
+            self._text += self._backend.decode(
+                self._pending, skip_special_tokens=True
+            )  # bytes that no later token can complete
             self._pending.clear()
         end = self._end if self._end is not None else len(self._text) - (0 if final else self._held)
         piece = self._text[self._released : max(end, self._released)]

@@ -1,4 +1,5 @@
 """Errors that users see, and the one place that words a failed validation."""
+
 from __future__ import annotations
 
 import difflib
@@ -36,7 +37,10 @@ def build(model: type[Model], values: Any, where: str = "") -> Model:
     if isinstance(values, model):
         return values
     if not isinstance(values, dict):
-        raise ConfigError(f"{where or model.__name__}: expected a mapping of settings, got {type(values).__name__} {values!r}")
+        raise ConfigError(
+            f"{where or model.__name__}: expected a mapping of settings, got {type(values).__name__}"
+            f" {values!r}"
+        )
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -48,7 +52,10 @@ def _lines(model: type[BaseModel], error: ValidationError, where: str) -> Iterat
         path = ".".join(str(part) for part in ([where] if where else []) + list(problem["loc"]))
         if problem["type"] == "extra_forbidden":
             known = _fields_at(model, problem["loc"][:-1])
-            yield f"{path}: unknown setting{nearest(str(problem['loc'][-1]), known)}; known here: {', '.join(known)}"
+            yield (
+                f"{path}: unknown setting{nearest(str(problem['loc'][-1]), known)}; known here:"
+                f" {', '.join(known)}"
+            )
         elif problem["type"] == "missing":
             yield f"{path}: required, but not given"
         elif problem["type"] == "value_error":

@@ -1,4 +1,5 @@
 """LLM: the batch API, and the only place with a tokenizer."""
+
 from __future__ import annotations
 
 import itertools
@@ -38,11 +39,14 @@ class LLM:
     model        a hub id, a folder, a .gguf file, or a name that `hispec fetch` knows
     speculative  a SpeculativeConfig or its fields; None is plain decoding
     scheduling   a SchedulingConfig or its fields: who is served first; None = who came first
-    length_predictor   how long outputs will be, for scheduling policies that ask; None = learnt from those that have ended
+    length_predictor   how long outputs will be, for scheduling policies that ask; None = learnt from those
+                       that have ended
     skip_tokenizer_init   take and give token ids only
-    engine       fields of EngineConfig: dtype, device, max_num_seqs, max_model_len, block_size, num_kv_blocks, ...
+    engine       fields of EngineConfig: dtype, device, max_num_seqs, max_model_len, block_size,
+                 num_kv_blocks, ...
 
-    Raises ConfigError or CheckpointError (both ValueErrors; ExitsError is one of the latter) before anything is computed.
+    Raises ConfigError or CheckpointError (both ValueErrors; ExitsError is one of the latter) before anything
+    is computed.
     """
 
     def __init__(
@@ -67,17 +71,27 @@ class LLM:
         self.trained_exits.check(plan_source)
         self.draft_models = DraftModels(config.attention)
         self.draft_models.check(plan_source)
-        length = max_model_len(config, checkpoint.config.max_position_embeddings, checkpoint.config.sliding_window)
+        length = max_model_len(
+            config, checkpoint.config.max_position_embeddings, checkpoint.config.sliding_window
+        )
         dtype = _dtype(config.dtype, checkpoint.dtype, device)
         try:
             self.decoder = Decoder.load(
-                checkpoint, dtype, device, config.attention, max_positions=length, quantization=config.quantization, exact=config.exact_verify
+                checkpoint,
+                dtype,
+                device,
+                config.attention,
+                max_positions=length,
+                quantization=config.quantization,
+                exact=config.exact_verify,
             )
         except CheckpointError:
             raise
         except ValueError as error:
             raise ConfigError(f"engine: {error}") from error
-        self.tokenizer: PreTrainedTokenizerBase | None = None if skip_tokenizer_init else load_tokenizer(checkpoint)
+        self.tokenizer: PreTrainedTokenizerBase | None = (
+            None if skip_tokenizer_init else load_tokenizer(checkpoint)
+        )
         self._max_num_seqs, self._max_model_len = config.max_num_seqs, length
         self.engine = Engine(
             self.decoder,
@@ -98,21 +112,35 @@ class LLM:
 
     # ---- batch ----
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Completes prompts: text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}. Results in input order.
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Completes prompts: text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}. Results in
+        input order.
 
-        One SamplingParams for all, or one each; None takes the model's own generation defaults. A prompt that cannot be
-        served comes back with `error` set; the others are served.
+        One SamplingParams for all, or one each; None takes the model's own generation defaults. A prompt that
+        cannot be served comes back with `error` set; the others are served.
         """
         is_one = isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int))
         return self._run([prompts] if is_one else list(prompts), sampling_params, use_tqdm, chat=False)
 
-    def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Answers one conversation, or a list of them, through the model's chat template. As `generate` otherwise."""
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or a list of them, through the model's chat template. As `generate`
+        otherwise."""
         is_one = len(messages) > 0 and isinstance(messages[0], dict)
         return self._run([messages] if is_one else list(messages), sampling_params, use_tqdm, chat=True)
 
-    def stream(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | dict[str, Any] | None = None, chat: bool = False) -> Iterator[Delta]:
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | dict[str, Any] | None = None,
+        chat: bool = False,
+    ) -> Iterator[Delta]:
         """Yields one request's Deltas as they come. Leaving the loop early aborts it. Raises RequestError."""
         params = self._params(sampling_params)
         if params.n != 1:
@@ -133,10 +161,19 @@ class LLM:
 
     # ---- one request at a time ----
 
-    def add(self, prompt: Any, sampling_params: SamplingParams | dict[str, Any] | None, request_id: str, chat: bool = False) -> None:
-        """Queues one request of `n` outputs. Raises RequestError, with nothing queued, if it can never be served."""
+    def add(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | dict[str, Any] | None,
+        request_id: str,
+        chat: bool = False,
+    ) -> None:
+        """Queues one request of `n` outputs. Raises RequestError, with nothing queued, if it can never be
+        served."""
         if request_id in self._pending:
-            raise RequestError(f"{request_id}: a request of this id is unfinished; ids must be unique while they live")
+            raise RequestError(
+                f"{request_id}: a request of this id is unfinished; ids must be unique while they live"
+            )
         params = self._params(sampling_params)
         text, token_ids = self._text_and_tokens(prompt, chat)
         pending = PendingRequest(request_id, text, token_ids, params.logprobs is not None)
@@ -146,7 +183,9 @@ class LLM:
                 one = params.model_copy(update={"n": 1, "seed": seed})
                 stream = IncrementalText(self.tokenizer, params.stop) if self.tokenizer is not None else None
                 sequence_id = request_id if params.n == 1 else f"{request_id}/{index}"
-                pending.sequences[self.engine.add_request(token_ids, one, sequence_id, stream)] = GrowingOutput()
+                pending.sequences[self.engine.add_request(token_ids, one, sequence_id, stream)] = (
+                    GrowingOutput()
+                )
         except RequestError:
             self.engine.abort(pending.sequences, notify=False)
             raise
@@ -178,14 +217,16 @@ class LLM:
         return self._text_and_tokens(prompt, chat)[1]
 
     def set_speculative(self, speculative: SpeculativeConfig | dict[str, Any] | None) -> None:
-        """Changes the plan of the loaded model; plain decoding for None. Raises ConfigError while requests are unfinished, ExitsError for
-        trained exits that cannot be used, and CheckpointError for a draft model that cannot be read."""
+        """Changes the plan of the loaded model; plain decoding for None. Raises ConfigError while requests
+        are unfinished, ExitsError for trained exits that cannot be used, and CheckpointError for a draft
+        model that cannot be read."""
         config = _speculative(speculative)
         self.engine.set_speculative(config, **self._parts(config))
 
     @property
     def row_invariant(self) -> bool:
-        """Whether a token's logits have the same bits whatever else is in its pass; else equal up to rounding."""
+        """Whether a token's logits have the same bits whatever else is in its pass; else equal up to
+        rounding."""
         return self.decoder.row_invariant
 
     def stats(self) -> dict[str, Any]:
@@ -196,7 +237,11 @@ class LLM:
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by what they are for."""
-        return {"weights_bytes": self.decoder.num_bytes, "draft_model_bytes": self.draft_models.num_bytes, **self.engine.memory()}
+        return {
+            "weights_bytes": self.decoder.num_bytes,
+            "draft_model_bytes": self.draft_models.num_bytes,
+            **self.engine.memory(),
+        }
 
     def close(self) -> None:
         """Ends all requests and releases the KV memory. Idempotent."""
@@ -212,7 +257,8 @@ class LLM:
     # ---- inside ----
 
     def _parts(self, config: SpeculativeConfig | None) -> dict[str, Any]:
-        """What a plan needs, or all those that a controller may choose from: trained exits, a draft model, and what stages cost."""
+        """What a plan needs, or all those that a controller may choose from: trained exits, a draft model,
+        and what stages cost."""
         exits = self.trained_exits.load(config, self.decoder)
         draft_model = self.draft_models.load(config, self.decoder, self.tokenizer, self._max_model_len)
         latency = None
@@ -231,12 +277,23 @@ class LLM:
             ).model()
         return {"exits": exits, "draft_model": draft_model, "latency": latency}
 
-    def _run(self, prompts: list[Any], sampling_params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
+    def _run(
+        self, prompts: list[Any], sampling_params: Params, use_tqdm: bool, chat: bool
+    ) -> list[RequestOutput]:
         if self.has_unfinished():
-            raise RequestError(f"{len(self._pending)} requests are unfinished; step() until has_unfinished() is False, or abort them")
-        each = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
+            raise RequestError(
+                f"{len(self._pending)} requests are unfinished; step() until has_unfinished() is False, or"
+                " abort them"
+            )
+        each = (
+            list(sampling_params)
+            if isinstance(sampling_params, Sequence)
+            else [sampling_params] * len(prompts)
+        )
         if len(each) != len(prompts):
-            raise ConfigError(f"{len(each)} sampling_params for {len(prompts)} prompts; give one for all, or one each")
+            raise ConfigError(
+                f"{len(each)} sampling_params for {len(prompts)} prompts; give one for all, or one each"
+            )
         done: dict[str, RequestOutput] = {}
         ids = [f"prompt-{next(self._numbers)}" for _ in prompts]
         try:
@@ -246,7 +303,13 @@ class LLM:
                 except RequestError as error:
                     text = prompt if isinstance(prompt, str) else None
                     done[request_id] = RequestOutput(request_id, text, [], error=str(error))
-            with tqdm(total=len(prompts), initial=len(done), desc="requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            with tqdm(
+                total=len(prompts),
+                initial=len(done),
+                desc="requests",
+                disable=not use_tqdm,
+                dynamic_ncols=True,
+            ) as bar:
                 while self._pending:
                     for output in self.step():
                         done[output.request_id] = output
@@ -285,10 +348,16 @@ class LLM:
             raise RequestError("the model has no tokenizer; give prompt_token_ids")
         if not chat:
             if not isinstance(prompt, str):
-                raise RequestError(f"a prompt is a string, a list of token ids, or a dict with one of them, not {type(prompt).__name__}")
+                raise RequestError(
+                    "a prompt is a string, a list of token ids, or a dict with one of them, not"
+                    f" {type(prompt).__name__}"
+                )
             return prompt, self._encode(prompt, add_special_tokens=True)
         if not self.tokenizer.chat_template:
-            raise RequestError("the model's tokenizer has no chat template; give a plain prompt: generate(), or --no-chat on the command line")
+            raise RequestError(
+                "the model's tokenizer has no chat template; give a plain prompt: generate(), or --no-chat on"
+                " the command line"
+            )
         try:
             text = str(self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is code of the model's author, and raises what it likes
@@ -314,7 +383,9 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"engine.device={name!r} cannot be used here: {str(error).splitlines()[0]}; choose auto or cpu") from None
+        raise ConfigError(
+            f"engine.device={name!r} cannot be used here: {str(error).splitlines()[0]}; choose auto or cpu"
+        ) from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"engine.device={name!r}: this runtime runs on cpu and cuda")
     if device.index is not None and device.type == "cuda":

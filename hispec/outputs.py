@@ -1,4 +1,6 @@
-"""What comes out: one Delta per request and step, one RequestOutput per prompt, and how the first are gathered into the second."""
+"""What comes out: one Delta per request and step, one RequestOutput per prompt, and how the first are
+gathered into the second."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -95,7 +97,15 @@ class GrowingOutput:
         last = self.last
         assert last is not None
         logprobs = self.logprobs if wants_logprobs else None
-        return CompletionOutput(index, "".join(self.text), self.token_ids, logprobs, last.finish_reason, last.stop_reason, last.metrics)
+        return CompletionOutput(
+            index,
+            "".join(self.text),
+            self.token_ids,
+            logprobs,
+            last.finish_reason,
+            last.stop_reason,
+            last.metrics,
+        )
 
 
 @dataclass
@@ -109,6 +119,13 @@ class PendingRequest:
     sequences: dict[str, GrowingOutput] = field(default_factory=dict)
 
     def output(self) -> RequestOutput:
-        errors = [growing.last.error for growing in self.sequences.values() if growing.last and growing.last.error]
-        outputs = [growing.output(index, self.wants_logprobs) for index, growing in enumerate(self.sequences.values())]
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, errors[0] if errors else None)
+        errors = [
+            growing.last.error for growing in self.sequences.values() if growing.last and growing.last.error
+        ]
+        outputs = [
+            growing.output(index, self.wants_logprobs)
+            for index, growing in enumerate(self.sequences.values())
+        ]
+        return RequestOutput(
+            self.request_id, self.prompt, self.prompt_token_ids, outputs, errors[0] if errors else None
+        )

@@ -1,4 +1,5 @@
 """SamplingParams: what a user asks of one request's output. Names and meanings follow vLLM."""
+
 from __future__ import annotations
 
 from typing import Annotated, Any
@@ -24,7 +25,8 @@ class SamplingParams(Settings):
     stop                 strings that end the output (left out of it)
     stop_token_ids       tokens that end the output, besides the model's EOS
     ignore_eos           go on after the model's EOS
-    logprobs             log-probabilities of this many most likely tokens, and of the chosen one; from unprocessed logits
+    logprobs             log-probabilities of this many most likely tokens, and of the chosen one; from
+                         unprocessed logits
     speculative          False: this request is decoded plainly, whatever the batch does
     """
 
@@ -69,7 +71,10 @@ class SamplingParams(Settings):
     def _integer_keys(cls, value: Any) -> Any:
         # JSON and YAML users write token ids as strings.
         if isinstance(value, dict):
-            return {int(key) if isinstance(key, str) and key.isdigit() else key: item for key, item in value.items()}
+            return {
+                int(key) if isinstance(key, str) and key.isdigit() else key: item
+                for key, item in value.items()
+            }
         return {} if value is None else value
 
     @property

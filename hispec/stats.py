@@ -1,4 +1,5 @@
 """Counts of what the engine did. Rates are derived where they are printed."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ class RoundCounts:
 
     rounds                   rows times rounds
     tokens                   output tokens kept
-    committed                tokens that rounds committed; more than `tokens` by what lay beyond a request's end
+    committed                tokens that rounds committed; more than `tokens` by what lay beyond a request's
+                             end
     drafted, draft_accepted  draft tokens that could be judged; of them, those that the tier above kept
     looked_up, looked_up_accepted   of these, the ones that prompt lookup proposed
     tentative, accepted      tokens put before verify; of them, those that it kept
@@ -35,7 +37,15 @@ class RoundCounts:
     accepted: int = 0
     accept_length_histogram: list[int] = field(default_factory=list)
 
-    def add(self, committed: int, tokens: int, drafted: Sequence[int], draft_accepted: Sequence[int], tentative: int, accepted: int) -> None:
+    def add(
+        self,
+        committed: int,
+        tokens: int,
+        drafted: Sequence[int],
+        draft_accepted: Sequence[int],
+        tentative: int,
+        accepted: int,
+    ) -> None:
         """Counts one row's round; `drafted` and `draft_accepted` by Source (computed, looked up)."""
         self.rounds += 1
         self.committed += committed
@@ -59,8 +69,9 @@ class EngineStats:
     prefill_tokens   prompt positions computed
     prefill_s        seconds spent on them; on a GPU only until they are queued
     round_s          seconds spent on rounds
-    drafter_failures rounds that a drafter could not take part in, so that their requests went on with plain decoding
-    caught_up_tokens positions whose KV an exit or a draft model made up for, since it had sat out their rounds
+    drafter_failures rounds that a drafter could not take part in, so that their requests went on with plain
+    decoding caught_up_tokens positions whose KV an exit or a draft model made up for, since it had sat out
+    their rounds
     """
 
     round: RoundCounts = field(default_factory=RoundCounts)

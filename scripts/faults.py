@@ -1,9 +1,16 @@
-"""The faults that `make faults` plants: what is right, what is wrong instead, and which tests should notice."""
+"""The faults that `make faults` plants: what is right, what is wrong instead, and which tests should
+notice."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-LAWS = ("tests/laws/test_exact.py", "tests/decoding/test_scripted_patterns.py", "tests/laws/test_engine.py", "tests/laws/test_finish.py")
+LAWS = (
+    "tests/laws/test_exact.py",
+    "tests/decoding/test_scripted_patterns.py",
+    "tests/laws/test_engine.py",
+    "tests/laws/test_finish.py",
+)
 STATIC = ("tests/laws/test_static.py",)
 CONTROL = ("tests/laws/test_control.py",)
 
@@ -82,14 +89,17 @@ FAULTS = (
         "KV of a padding row written (reference)",
         "cache/paged_kv.py",
         "        self._storage[layer, 0][slots] = keys.to(self.data.dtype)\n",
-        "        slots = slots.clamp(min=0)\n        self._storage[layer, 0][slots] = keys.to(self.data.dtype)\n",
+        "        slots = slots.clamp(min=0)\n        self._storage[layer, 0][slots] ="
+        " keys.to(self.data.dtype)\n",
         ("tests/cache/test_tensors.py", "tests/ee_models/test_kernels.py"),
     ),
     Fault(
         "prefix cache fed uncommitted blocks",
         "hispec/scheduling/scheduler.py",
-        "self._pool.publish(request.table, request.token_ids, min(num_computed, *request.gaps.values()) if request.gaps else num_computed)",
-        "self._pool.publish(request.table, request.token_ids, min(len(request.token_ids), len(request.table.blocks) * self._pool.block_size))",
+        "self._pool.publish(request.table, request.token_ids, min(num_computed, *request.gaps.values()) if"
+        " request.gaps else num_computed)",
+        "self._pool.publish(request.table, request.token_ids, min(len(request.token_ids),"
+        " len(request.table.blocks) * self._pool.block_size))",
     ),
     Fault(
         "blocks without the draft model's KV are published",
@@ -145,7 +155,11 @@ FAULTS = (
         "hispec/drafters/ngram.py",
         "        self._judge.propose(batch, proposals)\n",
         "",
-        ("tests/laws/test_rejection.py", "tests/decoding/test_draft_tree.py", "tests/drafters/test_drafters.py"),
+        (
+            "tests/laws/test_rejection.py",
+            "tests/decoding/test_draft_tree.py",
+            "tests/drafters/test_drafters.py",
+        ),
     ),
     Fault(
         "prompt lookup keeps the text of the request that had its place before",

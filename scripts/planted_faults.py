@@ -2,8 +2,8 @@
 
 Arguments are words: only faults whose names have all of them are planted.
 
-A fault that no test notices makes the command fail. Each is a replacement of one piece of text, so that it is plain what
-was broken; where the text is gone, the list in faults.py is out of date, and that is an error too.
+A fault that no test notices makes the command fail. Each is a replacement of one piece of text, so that it is
+plain what was broken; where the text is gone, the list in faults.py is out of date, and that is an error too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def main() -> int:
     unnoticed = []
     for fault in chosen:
         noticed_by = run(fault)
-        print(f"{fault.name}\n    {'noticed by ' + ', '.join(noticed_by[:3]) if noticed_by else 'NOT NOTICED'}", flush=True)
+        print(
+            f"{fault.name}\n    {'noticed by ' + ', '.join(noticed_by[:3]) if noticed_by else 'NOT NOTICED'}",
+            flush=True,
+        )
         if not noticed_by:
             unnoticed.append(fault.name)
     print(f"{len(chosen) - len(unnoticed)} of {len(chosen)} planted faults noticed")
@@ -45,7 +48,10 @@ def run(fault: Fault) -> list[str]:
         file = copy / fault.file
         text = file.read_text(encoding="utf-8")
         if text.count(fault.right) != 1:
-            raise SystemExit(f"{fault.name}: {fault.file} has {text.count(fault.right)} places that read {fault.right!r}; bring FAULTS up to date")
+            raise SystemExit(
+                f"{fault.name}: {fault.file} has {text.count(fault.right)} places that read {fault.right!r};"
+                " bring FAULTS up to date"
+            )
         file.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
         command = [
             sys.executable,
@@ -63,7 +69,9 @@ def run(fault: Fault) -> list[str]:
             *fault.tests,
         ]
         environment = {**os.environ, "PYTHONPATH": str(copy)}
-        output = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=900, check=False).stdout
+        output = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=900, check=False
+        ).stdout
     return [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
 
 

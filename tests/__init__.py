@@ -1,4 +1,6 @@
-"""Without a GPU, Triton's kernels run on the CPU by its interpreter, if it is told so before anybody imports it."""
+"""Without a GPU, Triton's kernels run on the CPU by its interpreter, if it is told so before anybody imports
+it."""
+
 import os
 
 import torch

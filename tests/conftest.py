@@ -1,15 +1,20 @@
 """Models shared by the tests: one tiny random checkpoint, its decoder, and transformers' own model of it."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
+from hispec.drafters.lookup_torch import TensorLookup
+from hispec.sampling import noise
 from tests.helpers.adapter_engines import checkpoint, engine_of, expected, files  # noqa: F401 - fixtures
+from tests.helpers.recorded_graphs import recordable
 from tests.helpers.tiny import tiny_checkpoint, tiny_model
 
 
@@ -26,3 +31,22 @@ def tiny_decoder(tiny_path: Path) -> Decoder:
 @pytest.fixture(scope="session")
 def tiny_reference() -> PreTrainedModel:
     return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def torch_decoder(tiny_path: Path) -> Decoder:
+    return recordable(Decoder.load(open_checkpoint(tiny_path), torch.float32, torch.device("cpu")))
+
+
+@pytest.fixture
+def no_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU would run, since a recorder does not see what numba does."""
+
+    def draw(logits: Tensor, key: Tensor) -> Tensor:
+        return (logits + noise.gumbel(key, logits.shape[-1])).argmax(-1)
+
+    for module in ("hispec.sampling.sampler", "hispec.decoding.acceptance"):
+        monkeypatch.setattr(f"{module}.draw", draw)
+    monkeypatch.setattr(
+        "hispec.drafters.ngram.make_lookup", lambda device, *sizes: TensorLookup(device, *sizes)
+    )

@@ -1,4 +1,5 @@
 """The command line: what goes to which stream, exit codes, errors without tracebacks, and a quick --help."""
+
 from __future__ import annotations
 
 import json
@@ -37,23 +38,39 @@ def job(tmp_path: Path) -> Path:
     lines = [json.dumps({"prompt": f"prompt {number}"}) for number in range(5)] + ["{"]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     path = tmp_path / "job.yaml"
-    path.write_text(f"model: fake\ninput: {{path: in.jsonl}}\noutput: {{path: {tmp_path}/out.jsonl}}\nsampling: {{temperature: 0.0}}\n")
+    path.write_text(
+        f"model: fake\ninput: {{path: in.jsonl}}\noutput: {{path: {tmp_path}/out.jsonl}}\nsampling:"
+        " {temperature: 0.0}\n"
+    )
     return path
 
 
 def test_help_needs_no_heavy_import() -> None:
-    code = "import sys; from hispec.cli import main\ntry: main(['--help'])\nfinally: print({'torch', 'transformers', 'pydantic', 'rich'} & sys.modules.keys())"
-    run = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    code = (
+        "import sys; from hispec.cli import main\ntry: main(['--help'])\nfinally: print({'torch',"
+        " 'transformers', 'pydantic', 'rich'} & sys.modules.keys())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
     assert run.stdout.rstrip().endswith("set()")
     assert all(command in run.stdout for command in ("run", "generate", "bench", "fetch"))
 
 
 def test_python_m_hispec_is_the_command() -> None:
-    run = subprocess.run([sys.executable, "-m", "hispec", "--version"], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "hispec", "--version"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert run.stdout == f"hispec {__version__}\n"
 
 
-def test_run_prints_a_summary_and_writes_rows(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_a_summary_and_writes_rows(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["run", str(job), "--set", *SPECULATIVE, "--set", "output.compare_plain=true"]) == 0
     out, err = capsys.readouterr()
     assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 6
@@ -70,14 +87,18 @@ def test_run_prints_a_summary_and_writes_rows(job: Path, tmp_path: Path, capsys:
     assert "tokens/s" in err and "rows" in err
 
 
-def test_acceptance_at_its_floor_is_said_plainly(job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_acceptance_at_its_floor_is_said_plainly(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     stats = FakeLLM.stats
     monkeypatch.setattr(FakeLLM, "stats", lambda self: stats(self) | {"draft_accepted": 1})
     assert main(["run", str(job), "--set", *SPECULATIVE]) == 0
     assert "docs/jobs.md" in capsys.readouterr().out
 
 
-def test_a_resumed_complete_job_says_so_without_the_model(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_complete_job_says_so_without_the_model(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["run", str(job)]) == 0
     FakeLLM.instances.clear()
     assert main(["run", str(job), "--set", "output.resume=true"]) == 0
@@ -97,13 +118,17 @@ def test_a_job_whose_rows_all_fail_exits_with_1(job: Path, tmp_path: Path) -> No
         (["--set", "output.path=/dev/null"], "not a regular file"),
     ],
 )
-def test_a_users_error_is_a_message_and_exit_code_2(job: Path, arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_error_is_a_message_and_exit_code_2(
+    job: Path, arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["run", str(job), *arguments]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("hispec: ") and part in err and "Traceback" not in err and out == ""
 
 
-@pytest.mark.parametrize("error", [CheckpointError("no config.json in x"), PermissionError(13, "Permission denied", "x")])
+@pytest.mark.parametrize(
+    "error", [CheckpointError("no config.json in x"), PermissionError(13, "Permission denied", "x")]
+)
 def test_errors_of_the_model_are_the_users_too(
     job: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,22 +150,59 @@ def test_a_bug_keeps_its_traceback(job: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_generate_streams_to_stdout_and_counts_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--model", "fake", "--draft-layer", "2", "--check-layer", "5", "--num-draft-tokens", "3", "--max-tokens", "9", "hello"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                "--model",
+                "fake",
+                "--draft-layer",
+                "2",
+                "--check-layer",
+                "5",
+                "--num-draft-tokens",
+                "3",
+                "--max-tokens",
+                "9",
+                "hello",
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert re.fullmatch(r"[a-z]{9}\n", out)
-    assert re.search(r"9 tokens, the first after \d+\.\d s, then \d+\.\d tokens/s", err) and "50% of drafted tokens kept, 50% of tentative tokens kept" in err
+    assert (
+        re.search(r"9 tokens, the first after \d+\.\d s, then \d+\.\d tokens/s", err)
+        and "50% of drafted tokens kept, 50% of tentative tokens kept" in err
+    )
     (llm,) = FakeLLM.instances
     assert llm.speculative.plan(10).num_draft_tokens == 3 and llm.engine["max_num_seqs"] == 1 and llm.closed
 
 
 def test_generate_without_a_draft_layer_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--model", "fake", "--no-chat", "hello", "--set", "sampling.max_tokens=4", "engine.seed=3"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                "--model",
+                "fake",
+                "--no-chat",
+                "hello",
+                "--set",
+                "sampling.max_tokens=4",
+                "engine.seed=3",
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert re.fullmatch(r"[a-z]{4}\n", out) and "kept" not in err
     assert FakeLLM.instances[0].speculative is None and FakeLLM.instances[0].engine["seed"] == 3
 
 
-def test_generate_puts_the_prompt_into_the_chat_template_unless_told_not_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_puts_the_prompt_into_the_chat_template_unless_told_not_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     texts = []
     for arguments in ([], ["--chat"], ["--no-chat"]):
         main(["generate", "--model", "fake", "hello", *arguments])
@@ -148,7 +210,9 @@ def test_generate_puts_the_prompt_into_the_chat_template_unless_told_not_to(caps
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_generate_reads_a_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_reads_a_prompt_from_stdin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["generate", "--model", "fake", "hello"])
     expected = capsys.readouterr().out
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(read=lambda: "hello"))
@@ -161,13 +225,18 @@ def test_generate_reads_a_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch, cap
     [
         (["--check-layer", "5"], "speculative.draft: required"),
         (["--draft-layer", "5", "--check-layer", "5"], "check.layer=5 must lie above draft.layer=5"),
-        (["--draft-layer", "5", "--num-draft-tokens", "0"], "speculative.num_draft_tokens: input should be greater than or equal to 1, got 0"),
+        (
+            ["--draft-layer", "5", "--num-draft-tokens", "0"],
+            "speculative.num_draft_tokens: input should be greater than or equal to 1, got 0",
+        ),
         (["--max-tokens", "-3"], "sampling.max_tokens: input should be greater than or equal to 1, got -3"),
         (["--temperature", "nan"], "sampling.temperature: input should be a finite number, got nan"),
         (["--top-p", "0"], "sampling.top_p: input should be greater than 0, got 0.0"),
     ],
 )
-def test_generates_settings_are_checked_like_a_jobs(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generates_settings_are_checked_like_a_jobs(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", "--model", "fake", "hello", *arguments]) == 2
     assert part in capsys.readouterr().err and not FakeLLM.instances
 
@@ -177,24 +246,54 @@ def test_generate_refuses_an_empty_prompt_with_a_message(capsys: pytest.CaptureF
     assert "is empty" in capsys.readouterr().err
 
 
-def test_bench_prints_a_table_and_writes_json(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prints_a_table_and_writes_json(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "bench.json"
-    arguments = ["bench", str(job), "--json", str(path), "--no-transformers", "--limit", "5", "--repeats", "2", "--batch-size", "2", "--max-tokens", "6"]
+    arguments = [
+        "bench",
+        str(job),
+        "--json",
+        str(path),
+        "--no-transformers",
+        "--limit",
+        "5",
+        "--repeats",
+        "2",
+        "--batch-size",
+        "2",
+        "--max-tokens",
+        "6",
+    ]
     assert main([*arguments, "--set", *SPECULATIVE]) == 0
     result = json.loads(path.read_text())
-    assert result["options"] == {"repeats": 2, "batch_size": 2, "max_tokens": 6, "context": None, "temperature": 0.0, "transformers": False, "plans": {}}
+    assert result["options"] == {
+        "repeats": 2,
+        "batch_size": 2,
+        "max_tokens": 6,
+        "context": None,
+        "temperature": 0.0,
+        "transformers": False,
+        "plans": {},
+    }
     assert result["exact_match"] == {"two_tier": [5, 5], "three_tier": [5, 5]}
     assert "three-tier" in capsys.readouterr().out
 
 
-def test_bench_finds_an_unwritable_json_file_before_the_work(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_finds_an_unwritable_json_file_before_the_work(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", str(job), "--json", str(tmp_path / "no" / "folder.json")]) == 2
     assert "--json: cannot write" in capsys.readouterr().err and not FakeLLM.instances
 
 
-def test_fetch_prints_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fetch_prints_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     calls = []
-    monkeypatch.setattr("hispec.loading.fetch.fetch", lambda name, force: (calls.append((name, force)), tmp_path)[1])
+    monkeypatch.setattr(
+        "hispec.loading.fetch.fetch", lambda name, force: (calls.append((name, force)), tmp_path)[1]
+    )
     assert main(["fetch", "smollm2", "--force"]) == 0
     assert capsys.readouterr().out == f"{tmp_path}\n" and calls == [("smollm2", True)]
 
@@ -204,7 +303,9 @@ def test_fetch_of_an_unknown_model_is_a_users_error(capsys: pytest.CaptureFixtur
     assert "did you mean 'smollm2'?" in capsys.readouterr().err
 
 
-def test_ctrl_c_anywhere_is_a_message_and_exit_code_130(job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_anywhere_is_a_message_and_exit_code_130(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupt(*args: Any, **fields: Any) -> None:
         raise KeyboardInterrupt
 
@@ -219,8 +320,9 @@ def test_ctrl_c_anywhere_is_a_message_and_exit_code_130(job: Path, monkeypatch: 
 
 SLOW_RUN = """
 import signal, sys, time, types
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background starts what it starts with SIGINT ignored
-from tests.fake_llm import FakeLLM
+# A shell in the background starts what it starts with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tests.helpers.fake_llm import FakeLLM
 module = types.ModuleType("hispec.llm")
 module.LLM = FakeLLM
 sys.modules["hispec.llm"] = module
@@ -231,9 +333,13 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_real_sigint_leaves_whole_lines_and_exit_code_130(job: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(10_000)))
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(10_000))
+    )
     out = tmp_path / "out.jsonl"
-    process = subprocess.Popen([sys.executable, "-c", SLOW_RUN, "run", str(job)], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_RUN, "run", str(job)], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
     while not (out.exists() and out.stat().st_size > 10_000) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -244,7 +350,9 @@ def test_a_real_sigint_leaves_whole_lines_and_exit_code_130(job: Path, tmp_path:
     found = re.search(r"Interrupted\. (\d+) of 10000 rows are done", err)
     lines = out.read_bytes().splitlines(keepends=True)
     assert found is not None and len(lines) == int(found[1]) > 10
-    assert all(line.endswith(b"\n") and json.loads(line)["index"] == index for index, line in enumerate(lines))
+    assert all(
+        line.endswith(b"\n") and json.loads(line)["index"] == index for index, line in enumerate(lines)
+    )
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
@@ -256,19 +364,49 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert process.wait(timeout=30) == 141
 
 
-def test_bench_measures_the_best_plans_of_a_profile(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = {"ngram_two_tier": {"draft": {"kind": "ngram"}, "num_draft_tokens": 4}, "exit_three_tier": {"draft": {"layer": 2}, "check": {"layer": 5}}}
+def test_bench_measures_the_best_plans_of_a_profile(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {
+        "ngram_two_tier": {"draft": {"kind": "ngram"}, "num_draft_tokens": 4},
+        "exit_three_tier": {"draft": {"layer": 2}, "check": {"layer": 5}},
+    }
     profile = tmp_path / "profile.json"
-    profile.write_text(json.dumps({"best_of_kind": {name: {"speculative": plan, "tokens_per_s": 1.0} for name, plan in found.items()}}))
-    arguments = ["bench", str(job), "--profile", str(profile), "--no-transformers", "--repeats", "1", "--limit", "5", "--json", str(tmp_path / "bench.json")]
+    profile.write_text(
+        json.dumps(
+            {
+                "best_of_kind": {
+                    name: {"speculative": plan, "tokens_per_s": 1.0} for name, plan in found.items()
+                }
+            }
+        )
+    )
+    arguments = [
+        "bench",
+        str(job),
+        "--profile",
+        str(profile),
+        "--no-transformers",
+        "--repeats",
+        "1",
+        "--limit",
+        "5",
+        "--json",
+        str(tmp_path / "bench.json"),
+    ]
     assert main(arguments) == 0
     engines = json.loads((tmp_path / "bench.json").read_text())["engines"]
-    assert found.keys() <= engines.keys() and engines["ngram_two_tier"]["plan"].startswith("n-grams of 4 to 1")
+    assert found.keys() <= engines.keys() and engines["ngram_two_tier"]["plan"].startswith(
+        "n-grams of 4 to 1"
+    )
     taken = tmp_path / "ngram_two_tier.yaml"
     taken.write_text("{model: fake, speculative: {draft: {kind: ngram}}}")
     assert main([*arguments, "--plan", str(taken)]) == 2
     assert "'ngram_two_tier' is also a name in" in capsys.readouterr().err
-    for content, words in (("{}", "is not what `hispec profile --json` writes"), ('{"best_of_kind": {"a": {"speculative": {"draft": {}}}}}', "best_of_kind.a")):
+    for content, words in (
+        ("{}", "is not what `hispec profile --json` writes"),
+        ('{"best_of_kind": {"a": {"speculative": {"draft": {}}}}}', "best_of_kind.a"),
+    ):
         profile.write_text(content)
         assert main(arguments) == 2
         assert words in capsys.readouterr().err

@@ -1,4 +1,5 @@
 """Settings: what is refused, and that the error names the field, the value and the limit."""
+
 from __future__ import annotations
 
 import math
@@ -108,7 +109,9 @@ ENGINE: list[tuple[str, Any, str]] = [
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
-def test_a_bad_value_is_refused_with_field_value_and_limit(model: type[Settings], others: dict[str, Any], field: str, value: Any, limit: str) -> None:
+def test_a_bad_value_is_refused_with_field_value_and_limit(
+    model: type[Settings], others: dict[str, Any], field: str, value: Any, limit: str
+) -> None:
     message = refusal(model, {**others, field: value})
     assert message.startswith(f"at.{field}: ")
     assert message.endswith(f"got {value!r}")
@@ -120,27 +123,65 @@ def test_a_bad_value_is_refused_with_field_value_and_limit(model: type[Settings]
     ("model", "values", "message"),
     [
         (SamplingParams, {"min_tokens": 9, "max_tokens": 8}, "at: min_tokens=9 is above max_tokens=8"),
-        (SamplingParams, {"min_tokens": 17}, "at: min_tokens=17 is above max_tokens=16"),  # the default counts too
+        (
+            SamplingParams,
+            {"min_tokens": 17},
+            "at: min_tokens=17 is above max_tokens=16",
+        ),  # the default counts too
         (SamplingParams, {"stop": [""]}, "at.stop.0: string should have at least 1 character, got ''"),
         (SamplingParams, {"stop": ["a", 3]}, "at.stop.1: input should be a valid string, got 3"),
         (SamplingParams, {"stop": ""}, "at.stop.0: string should have at least 1 character, got ''"),
-        (SamplingParams, {"stop_token_ids": [3, -1]}, "at.stop_token_ids.1: input should be greater than or equal to 0, got -1"),
-        (SamplingParams, {"logit_bias": {7: 100.5}}, "at.logit_bias.7: input should be less than or equal to 100, got 100.5"),
-        (SamplingParams, {"logit_bias": {7: NAN}}, "at.logit_bias.7: input should be a finite number, got nan"),
+        (
+            SamplingParams,
+            {"stop_token_ids": [3, -1]},
+            "at.stop_token_ids.1: input should be greater than or equal to 0, got -1",
+        ),
+        (
+            SamplingParams,
+            {"logit_bias": {7: 100.5}},
+            "at.logit_bias.7: input should be less than or equal to 100, got 100.5",
+        ),
+        (
+            SamplingParams,
+            {"logit_bias": {7: NAN}},
+            "at.logit_bias.7: input should be a finite number, got nan",
+        ),
         (SpeculativeConfig, {}, "at.draft: required, but not given"),
-        (SpeculativeConfig, {"draft": {}}, "at.draft: kind='exit' needs layer: the layer after which it drafts"),
-        (SpeculativeConfig, {"draft": {"layer": 0}}, "at.draft.layer: input should be greater than or equal to 1, got 0"),
-        (SpeculativeConfig, {"draft": {"layer": -2}}, "at.draft.layer: input should be greater than or equal to 1, got -2"),
-        (SpeculativeConfig, {"draft": DRAFT, "check": {"layer": 1}}, "at.check.layer: input should be greater than or equal to 2, got 1"),
+        (
+            SpeculativeConfig,
+            {"draft": {}},
+            "at.draft: kind='exit' needs layer: the layer after which it drafts",
+        ),
+        (
+            SpeculativeConfig,
+            {"draft": {"layer": 0}},
+            "at.draft.layer: input should be greater than or equal to 1, got 0",
+        ),
+        (
+            SpeculativeConfig,
+            {"draft": {"layer": -2}},
+            "at.draft.layer: input should be greater than or equal to 1, got -2",
+        ),
+        (
+            SpeculativeConfig,
+            {"draft": DRAFT, "check": {"layer": 1}},
+            "at.check.layer: input should be greater than or equal to 2, got 1",
+        ),
         (
             SpeculativeConfig,
             {"draft": DRAFT, "check": {"layer": 4}},
-            "at: check.layer=4 must lie above draft.layer=4: the check tier resumes where the draft tier stops",
+            (
+                "at: check.layer=4 must lie above draft.layer=4: the check tier resumes where the draft tier"
+                " stops"
+            ),
         ),
         (
             SpeculativeConfig,
             {"draft": DRAFT, "check": {"layer": 3}},
-            "at: check.layer=3 must lie above draft.layer=4: the check tier resumes where the draft tier stops",
+            (
+                "at: check.layer=3 must lie above draft.layer=4: the check tier resumes where the draft tier"
+                " stops"
+            ),
         ),
         (
             SpeculativeConfig,
@@ -153,7 +194,9 @@ def test_a_bad_value_is_refused_with_field_value_and_limit(model: type[Settings]
         (EngineConfig, ["dtype"], "at: expected a mapping of settings, got list ['dtype']"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_in_words(model: type[Settings], values: Any, message: str) -> None:
+def test_what_does_not_fit_together_is_refused_in_words(
+    model: type[Settings], values: Any, message: str
+) -> None:
     assert refusal(model, values) == message
 
 
@@ -177,7 +220,9 @@ def test_logit_bias_refuses_what_is_not_a_token_id() -> None:
         (SpeculativeConfig, {"draft": DRAFT, "check": {"layer": 5, "layers": 2}}, "at.check.layers", "layer"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest_known_one(model: type[Settings], values: dict[str, Any], path: str, meant: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_known_one(
+    model: type[Settings], values: dict[str, Any], path: str, meant: str
+) -> None:
     message = refusal(model, values)
     assert message.startswith(f"{path}: unknown setting (did you mean {meant!r}?); known here: ")
     assert meant in message.split("known here: ")[1].split(", ")
@@ -190,7 +235,12 @@ def test_a_name_like_no_other_is_refused_without_a_guess() -> None:
 
 def test_all_problems_are_named_in_one_error() -> None:
     message = refusal(SamplingParams, {"temperature": NAN, "top_p": 0.0, "top_k": -1, "topp": 1.0})
-    assert [line.split(":")[0] for line in message.split("\n")] == ["at.temperature", "at.top_k", "at.top_p", "at.topp"]
+    assert [line.split(":")[0] for line in message.split("\n")] == [
+        "at.temperature",
+        "at.top_k",
+        "at.top_p",
+        "at.topp",
+    ]
 
 
 def test_an_error_is_a_value_error_and_ours() -> None:
@@ -204,8 +254,15 @@ def test_what_fits_is_taken_as_it_is() -> None:
     ready = SamplingParams(temperature=0.5)
     assert SamplingParams.of(ready) is ready
     assert SamplingParams.of(None) == SamplingParams()
-    given = SamplingParams.of({"temperature": 0, "stop": "end", "logit_bias": {"7": 1, 8: -2.5}, "max_tokens": None, "top_p": 1})
-    assert (given.temperature, given.stop, given.logit_bias, given.max_tokens) == (0.0, ["end"], {7: 1.0, 8: -2.5}, None)
+    given = SamplingParams.of(
+        {"temperature": 0, "stop": "end", "logit_bias": {"7": 1, 8: -2.5}, "max_tokens": None, "top_p": 1}
+    )
+    assert (given.temperature, given.stop, given.logit_bias, given.max_tokens) == (
+        0.0,
+        ["end"],
+        {7: 1.0, 8: -2.5},
+        None,
+    )
     assert SamplingParams.of({"logit_bias": None}).logit_bias == {}
     assert build(SpeculativeConfig, {"draft": DRAFT}).check is None
     with pytest.raises(ConfigError, match=r"^sampling\.top_p: "):
@@ -213,7 +270,9 @@ def test_what_fits_is_taken_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [SamplingParams(), EngineConfig(), SpeculativeConfig(draft=DRAFT), SpeculativeConfig(draft=DRAFT).draft], ids=lambda s: type(s).__name__
+    "settings",
+    [SamplingParams(), EngineConfig(), SpeculativeConfig(draft=DRAFT), SpeculativeConfig(draft=DRAFT).draft],
+    ids=lambda s: type(s).__name__,
 )
 def test_settings_are_frozen(settings: Settings) -> None:
     for name in type(settings).model_fields:
@@ -221,7 +280,9 @@ def test_settings_are_frozen(settings: Settings) -> None:
             setattr(settings, name, getattr(settings, name))
 
 
-@pytest.mark.parametrize(("field", "on"), [("repetition_penalty", 1.1), ("presence_penalty", -0.5), ("frequency_penalty", 0.5)])
+@pytest.mark.parametrize(
+    ("field", "on"), [("repetition_penalty", 1.1), ("presence_penalty", -0.5), ("frequency_penalty", 0.5)]
+)
 def test_a_penalty_is_a_penalty_in_either_direction(field: str, on: float) -> None:
     assert not SamplingParams().has_penalties
     assert SamplingParams(**{field: on}).has_penalties
@@ -233,10 +294,14 @@ def test_exits_must_lie_inside_the_model(num_layers: int) -> None:
     assert three_tiers.plan(num_layers) == Plan(num_layers - 2, num_layers - 1, 2, 2)
     with pytest.raises(ConfigError) as caught:
         three_tiers.plan(num_layers - 1)
-    assert str(caught.value) == (
-        f"speculative.check.layer={num_layers - 1} is not an early exit of a model of {num_layers - 1} layers; choose 1 to {num_layers - 2}"
+    assert (
+        str(caught.value)
+        == f"speculative.check.layer={num_layers - 1} is not an early exit of a model of {num_layers - 1}"
+        f" layers; choose 1 to {num_layers - 2}"
     )
-    with pytest.raises(ConfigError, match=rf"speculative\.draft\.layer={num_layers - 2} is not an early exit"):
+    with pytest.raises(
+        ConfigError, match=rf"speculative\.draft\.layer={num_layers - 2} is not an early exit"
+    ):
         three_tiers.plan(num_layers - 2)
 
 
@@ -250,7 +315,14 @@ def test_a_plan_without_a_check_tier_has_one_cycle() -> None:
 
 @pytest.mark.parametrize(
     ("plan", "window", "top_layer", "is_plain"),
-    [(PLAIN, 1, 0, True), (Plan(4, None, 5, 1), 6, 4, False), (Plan(4, 8, 2, 2), 6, 8, False), (Plan(4, 8, 3, 4), 16, 8, False)],
+    [
+        (PLAIN, 1, 0, True),
+        (Plan(4, None, 5, 1), 6, 4, False),
+        (Plan(4, 8, 2, 2), 6, 8, False),
+        (Plan(4, 8, 3, 4), 16, 8, False),
+    ],
 )
-def test_a_plan_knows_its_window_and_where_verify_resumes(plan: Plan, window: int, top_layer: int, is_plain: bool) -> None:
+def test_a_plan_knows_its_window_and_where_verify_resumes(
+    plan: Plan, window: int, top_layer: int, is_plain: bool
+) -> None:
     assert (plan.window, plan.top_layer, plan.is_plain) == (window, top_layer, is_plain)

@@ -1,4 +1,6 @@
-"""Incremental text: characters whose bytes are split over tokens, stop strings, and what is held back until it is certain."""
+"""Incremental text: characters whose bytes are split over tokens, stop strings, and what is held back until
+it is certain."""
+
 from __future__ import annotations
 
 import random
@@ -23,8 +25,11 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def stream(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[list[str], str | None, int]:
-    """Feeds tokens until a stop string is found -> (what each token released, the final release last; the stop string; tokens taken)."""
+def stream(
+    tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], stop: Sequence[str] = ()
+) -> tuple[list[str], str | None, int]:
+    """Feeds tokens until a stop string is found -> (what each token released, the final release last; the
+    stop string; tokens taken)."""
     text, released, found = IncrementalText(tokenizer, stop), [], None
     for token in token_ids:
         found = text.append(token)
@@ -82,7 +87,9 @@ def test_text_that_may_begin_a_stop_string_is_held_back(tokenizer: PreTrainedTok
     assert found == "abc"
     assert "".join(released) == "1ab2"
     so_far = ["".join(released[: i + 1]) for i in range(7)]
-    assert all("1ab2"[: len(text)] == text for text in so_far), "something was released that had to be taken back"
+    assert all("1ab2"[: len(text)] == text for text in so_far), (
+        "something was released that had to be taken back"
+    )
     held = [i + 1 - len(text) for i, text in enumerate(so_far[:4])]
     assert held == [1, 2, 2, 2], "exactly as much is held back as the longest stop string needs"
 
@@ -102,16 +109,37 @@ def test_special_tokens_have_no_text(tokenizer: PreTrainedTokenizerFast) -> None
     assert stream(tokenizer, [*a, ROLE_ID, *b], ["ab"])[1] == "ab"
 
 
-@pytest.mark.parametrize("text", ["", "plain", " leading", "trailing ", "  two  spaces ", "é漢😀\u200d👩\n\t", "\ufffd", "a\ufffdb\ufffd", "e\u0301"])
-def test_all_releases_together_are_what_the_tokenizer_decodes(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "plain",
+        " leading",
+        "trailing ",
+        "  two  spaces ",
+        "é漢😀\u200d👩\n\t",
+        "\ufffd",
+        "a\ufffdb\ufffd",
+        "e\u0301",
+    ],
+)
+def test_all_releases_together_are_what_the_tokenizer_decodes(
+    tokenizer: PreTrainedTokenizerFast, text: str
+) -> None:
     ids = ids_of(tokenizer, text)
     for stop in ([], ["nowhere"]):
-        assert "".join(stream(tokenizer, ids, stop)[0]) == tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert (
+            "".join(stream(tokenizer, ids, stop)[0])
+            == tokenizer.decode(ids, skip_special_tokens=True)
+            == text
+        )
 
 
 @pytest.mark.parametrize("stop", [[], ["nowhere"]])
 @pytest.mark.parametrize("num_bytes", [1, 2, 3])
-def test_output_cut_inside_a_character_ends_as_the_tokenizer_decodes_it(tokenizer: PreTrainedTokenizerFast, num_bytes: int, stop: list[str]) -> None:
+def test_output_cut_inside_a_character_ends_as_the_tokenizer_decodes_it(
+    tokenizer: PreTrainedTokenizerFast, num_bytes: int, stop: list[str]
+) -> None:
     """max_tokens may cut anywhere; what is incomplete then reads as U+FFFD, as everywhere in transformers."""
     ids = ids_of(tokenizer, "a😀")[: 1 + num_bytes]
     assert "".join(stream(tokenizer, ids, stop)[0]) == tokenizer.decode(ids) == "a\ufffd"
@@ -129,8 +157,12 @@ def test_bytes_that_are_no_text_are_what_the_tokenizer_decodes(tokenizer: PreTra
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
-@given(text=st.text("abé漢😀", max_size=12), stop=st.lists(st.text("abé漢", min_size=1, max_size=4), max_size=3))
-def test_stop_strings_are_found_as_by_searching_the_whole_text_after_every_token(tokenizer: PreTrainedTokenizerFast, text: str, stop: list[str]) -> None:
+@given(
+    text=st.text("abé漢😀", max_size=12), stop=st.lists(st.text("abé漢", min_size=1, max_size=4), max_size=3)
+)
+def test_stop_strings_are_found_as_by_searching_the_whole_text_after_every_token(
+    tokenizer: PreTrainedTokenizerFast, text: str, stop: list[str]
+) -> None:
     ids = ids_of(tokenizer, text)
     expected_found, expected_text, expected_taken = None, text, len(ids)
     for num_tokens in range(1, len(ids) + 1):

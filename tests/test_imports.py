@@ -1,4 +1,6 @@
-"""Which way imports run: hispec -> ee_models -> cache -> torch; downward inside hispec; no circles; numba and torch only where they may be."""
+"""Which way imports run: hispec -> ee_models -> cache -> torch; downward inside hispec; no circles; numba and
+torch only where they may be."""
+
 from __future__ import annotations
 
 import ast
@@ -14,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("hispec", "ee_models", "cache")  # each may import those after it
-# The rooms of hispec, folders and the files beside them, from the top down: each may import what stands below it, and nothing
-# beside or above it. `hispec/__init__.py` alone stands outside: it hands out public names.
+# The rooms of hispec, folders and the files beside them, from the top down: each may import what stands below
+# it, and nothing beside or above it. `hispec/__init__.py` alone stands outside: it hands out public names.
 LEVELS: list[set[str]] = [
     {"__main__"},
     {"cli"},
@@ -36,7 +38,8 @@ LEVELS: list[set[str]] = [
 
 @dataclass(frozen=True)
 class Import:
-    """`target`: the module of ours, or another's top-level name. `lazy`: inside a function. `typing`: under TYPE_CHECKING."""
+    """`target`: the module of ours, or another's top-level name. `lazy`: inside a function. `typing`: under
+    TYPE_CHECKING."""
 
     target: str
     lazy: bool
@@ -53,7 +56,8 @@ def module_files() -> dict[str, Path]:
 
 
 def imports_of(name: str, source: str, is_package: bool, known: Iterable[str]) -> Iterator[Import]:
-    """All imports in a module's source; `known` are our modules, so that `from . import x` means the module x if there is one."""
+    """All imports in a module's source; `known` are our modules, so that `from . import x` means the module x
+    if there is one."""
     known = set(known)
 
     def visit(node: ast.AST, lazy: bool, typing: bool) -> Iterator[Import]:
@@ -67,12 +71,22 @@ def imports_of(name: str, source: str, is_package: bool, known: Iterable[str]) -
                 base = ".".join([*parents, *([node.module] if node.module else [])])
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                yield Import(inner if inner in known else base if base in known else base.split(".")[0], lazy, typing)
+                yield Import(
+                    inner if inner in known else base if base in known else base.split(".")[0], lazy, typing
+                )
         for field, value in ast.iter_fields(node):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    is_typing = isinstance(node, ast.If) and field == "body" and ast.unparse(node.test).endswith("TYPE_CHECKING")
-                    yield from visit(child, lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef), typing or is_typing)
+                    is_typing = (
+                        isinstance(node, ast.If)
+                        and field == "body"
+                        and ast.unparse(node.test).endswith("TYPE_CHECKING")
+                    )
+                    yield from visit(
+                        child,
+                        lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef),
+                        typing or is_typing,
+                    )
 
     return visit(ast.parse(source), False, False)
 
@@ -80,7 +94,10 @@ def imports_of(name: str, source: str, is_package: bool, known: Iterable[str]) -
 @cache
 def graph() -> dict[str, frozenset[Import]]:
     files = module_files()
-    return {name: frozenset(imports_of(name, path.read_text(encoding="utf-8"), path.name == "__init__.py", files)) for name, path in files.items()}
+    return {
+        name: frozenset(imports_of(name, path.read_text(encoding="utf-8"), path.name == "__init__.py", files))
+        for name, path in files.items()
+    }
 
 
 def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
@@ -115,7 +132,14 @@ def reached(edges: Mapping[str, set[str]], start: str) -> set[str]:
 def level(module: str) -> int | None:
     """The floor of the room that a module of hispec is in; None for other packages and `hispec` itself."""
     parts = module.split(".")
-    return next((i for i, names in enumerate(LEVELS) if parts[0] == "hispec" and len(parts) > 1 and parts[1] in names), None)
+    return next(
+        (
+            i
+            for i, names in enumerate(LEVELS)
+            if parts[0] == "hispec" and len(parts) > 1 and parts[1] in names
+        ),
+        None,
+    )
 
 
 def upward(edges: Mapping[str, set[str]]) -> list[tuple[str, str]]:
@@ -125,7 +149,12 @@ def upward(edges: Mapping[str, set[str]]) -> list[tuple[str, str]]:
         own = level(module)
         for target in reached(edges, module):
             other = level(target)
-            if own is not None and other is not None and other <= own and module.split(".")[1] != target.split(".")[1]:
+            if (
+                own is not None
+                and other is not None
+                and other <= own
+                and module.split(".")[1] != target.split(".")[1]
+            ):
                 wrong.append((module, target))
     return wrong
 
@@ -138,14 +167,21 @@ def run(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
     """Runs `code` in a Python of its own, with these folders before ours on its path."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT]))}
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=folders[0] if folders else ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        cwd=folders[0] if folders else ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
 def test_the_parser_tells_imports_apart() -> None:
     source = (
-        "from typing import TYPE_CHECKING\nimport torch.nn as nn\nfrom . import b\nfrom .b import thing\nfrom .. import other\nfrom ..sub.b import x\n"
-        "if TYPE_CHECKING:\n    import c\ndef f():\n    if f:\n        from .b import lazy\n    class A:\n        import d\n"
+        "from typing import TYPE_CHECKING\nimport torch.nn as nn\nfrom . import b\nfrom .b import thing\nfrom"
+        " .. import other\nfrom ..sub.b import x\nif TYPE_CHECKING:\n    import c\ndef f():\n    if f:\n     "
+        "   from .b import lazy\n    class A:\n        import d\n"
     )
     found = set(imports_of("top.sub.a", source, False, ["top", "top.sub", "top.sub.b"]))
     assert found == {
@@ -154,14 +190,20 @@ def test_the_parser_tells_imports_apart() -> None:
         Import("top.sub.b", True, False),
         Import("d", True, False),
     }
-    assert set(imports_of("top.sub", "from .b import x", True, ["top.sub.b"])) == {Import("top.sub.b", False, False)}
+    assert set(imports_of("top.sub", "from .b import x", True, ["top.sub.b"])) == {
+        Import("top.sub.b", False, False)
+    }
 
 
 def test_the_checks_find_what_they_look_for() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c", "b"]]
     assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
-    assert upward({"hispec.decoding.round": {"hispec.x"}, "hispec.x": {"hispec.llm"}}) == [("hispec.decoding.round", "hispec.llm")]
-    assert upward({"hispec.scheduling.a": {"hispec.decoding.round", "hispec.scheduling.b"}}) == [("hispec.scheduling.a", "hispec.decoding.round")]
+    assert upward({"hispec.decoding.round": {"hispec.x"}, "hispec.x": {"hispec.llm"}}) == [
+        ("hispec.decoding.round", "hispec.llm")
+    ]
+    assert upward({"hispec.scheduling.a": {"hispec.decoding.round", "hispec.scheduling.b"}}) == [
+        ("hispec.scheduling.a", "hispec.decoding.round")
+    ]
     assert not upward({"hispec.cli": {"hispec.llm"}, "hispec.llm": {"hispec.engine.engine", "hispec.errors"}})
     for module, expected in (
         ("hispec.decoding.round", "hispec.decoding.stages"),
@@ -194,7 +236,12 @@ def test_every_room_of_hispec_has_its_floor() -> None:
 
 def test_modules_do_not_import_in_circles() -> None:
     """As they load: what is imported in a function, or for types alone, cannot lock up."""
-    assert not circles({module: {entry.target for entry in entries if not entry.lazy and not entry.typing} for module, entries in graph().items()})
+    assert not circles(
+        {
+            module: {entry.target for entry in entries if not entry.lazy and not entry.typing}
+            for module, entries in graph().items()
+        }
+    )
 
 
 def test_the_block_pool_imports_the_standard_library_alone() -> None:
@@ -205,11 +252,19 @@ def test_the_block_pool_imports_the_standard_library_alone() -> None:
 def test_cache_imports_nothing_but_torch_and_numpy() -> None:
     for module in graph():
         if module.split(".")[0] == "cache":
-            assert {target for target in targets(module) if target.split(".")[0] != "cache"} <= {*sys.stdlib_module_names, "torch", "numpy"}, module
+            assert {target for target in targets(module) if target.split(".")[0] != "cache"} <= {
+                *sys.stdlib_module_names,
+                "torch",
+                "numpy",
+            }, module
 
 
 @pytest.mark.parametrize(
-    ("package", "missing", "others"), [("scheduling", "torch=None, numpy=None", ["hispec.scheduling.request", "cache.blocks"]), ("control", "torch=None", [])]
+    ("package", "missing", "others"),
+    [
+        ("scheduling", "torch=None, numpy=None", ["hispec.scheduling.request", "cache.blocks"]),
+        ("control", "torch=None", []),
+    ],
 )
 def test_scheduling_and_control_run_without_torch(package: str, missing: str, others: list[str]) -> None:
     modules = [module for module in graph() if module.split(".")[:2] == ["hispec", package]]
@@ -220,39 +275,51 @@ def test_scheduling_and_control_run_without_torch(package: str, missing: str, ot
 
 def test_modules_with_numba_are_imported_lazily() -> None:
     with_numba = {module for module in graph() if targets(module) & {"numba", "llvmlite"}}
-    assert {"ee_models.kernels.cpu", "ee_models.attention.numba_pages", "hispec.sampling.noise_numba"} <= with_numba
+    assert {
+        "ee_models.kernels.cpu",
+        "ee_models.attention.numba_pages",
+        "hispec.sampling.noise_numba",
+    } <= with_numba
     for module in graph().keys() - with_numba:
         eager = {entry.target for entry in graph()[module] if not entry.lazy and not entry.typing}
         assert not eager & with_numba, module
 
 
-@pytest.mark.parametrize(("missing", "chosen"), [("", "triton TritonKernels"), (", triton=None", "sdpa ReferenceKernels")])
+@pytest.mark.parametrize(
+    ("missing", "chosen"), [("", "triton TritonKernels"), (", triton=None", "sdpa ReferenceKernels")]
+)
 def test_everything_that_a_gpu_needs_is_imported_without_numba(missing: str, chosen: str) -> None:
     result = run(
-        f"import sys; sys.modules.update(numba=None, llvmlite=None{missing})\n"
-        "import torch, hispec.engine.engine, hispec.llm, hispec.decoding.round, hispec.decoding.acceptance, ee_models.decoder\n"
-        "from ee_models.attention import select_backend\n"
-        "from ee_models.kernels import select_kernels\n"
-        "gpu = torch.device('cuda')\n"
-        "print(select_backend('auto', gpu, torch.bfloat16).name, type(select_kernels(gpu, torch.bfloat16)).__name__)\n"
+        f"import sys; sys.modules.update(numba=None, llvmlite=None{missing})\nimport torch,"
+        " hispec.engine.engine, hispec.llm, hispec.decoding.round, hispec.decoding.acceptance,"
+        " ee_models.decoder\nfrom ee_models.attention import select_backend\nfrom ee_models.kernels import"
+        " select_kernels\ngpu = torch.device('cuda')\nprint(select_backend('auto', gpu,"
+        " torch.bfloat16).name, type(select_kernels(gpu, torch.bfloat16)).__name__)\n"
     )
     assert (result.stdout.strip(), result.returncode) == (chosen, 0), result.stderr
 
 
 @pytest.mark.parametrize("name", ["cache", "ee_models"])
 @pytest.mark.parametrize("file", ["{}/__init__.py", "{}.py"])
-def test_another_package_of_a_generic_name_is_refused_by_its_file(tmp_path: Path, name: str, file: str) -> None:
+def test_another_package_of_a_generic_name_is_refused_by_its_file(
+    tmp_path: Path, name: str, file: str
+) -> None:
     shadow = tmp_path / file.format(name)
     shadow.parent.mkdir(exist_ok=True)
     shadow.write_text("")
     result = run("import hispec", tmp_path)
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1] == (
-        f"ImportError: hispec needs its own package {name!r}, but Python finds {shadow}; move that out of the path or rename it"
+    assert (
+        result.stderr.splitlines()[-1]
+        == f"ImportError: hispec needs its own package {name!r}, but Python finds {shadow}; move that out of"
+        " the path or rename it"
     )
 
 
 def test_a_folder_of_a_generic_name_does_not_matter(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     result = run("import hispec, cache; print(cache.__file__)", tmp_path)
-    assert (result.stdout.strip(), result.returncode) == (str(ROOT / "cache" / "__init__.py"), 0), result.stderr
+    assert (result.stdout.strip(), result.returncode) == (
+        str(ROOT / "cache" / "__init__.py"),
+        0,
+    ), result.stderr

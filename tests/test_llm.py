@@ -9,7 +9,12 @@ import pytest
 import hispec
 from hispec import LLM, SamplingParams, SpeculativeConfig
 
-SPECULATIVE = {"draft": {"kind": "exit", "layer": 3}, "check": {"layer": 8}, "num_draft_tokens": 2, "num_checks": 2}
+SPECULATIVE = {
+    "draft": {"kind": "exit", "layer": 3},
+    "check": {"layer": 8},
+    "num_draft_tokens": 2,
+    "num_checks": 2,
+}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
@@ -19,13 +24,23 @@ def llm(tiny_path: Path) -> LLM:
 
 
 def test_outputs_come_in_input_order_with_prompts_and_metrics(llm: LLM) -> None:
-    prompts = ["a long prompt that takes several chunks of prefill", "b", "hello there", "é ü 漢字", "x" * 100]
-    outputs = llm.generate(prompts, [GREEDY.model_copy(update={"max_tokens": 3 + i}) for i in range(5)], use_tqdm=False)
+    prompts = [
+        "a long prompt that takes several chunks of prefill",
+        "b",
+        "hello there",
+        "é ü 漢字",
+        "x" * 100,
+    ]
+    outputs = llm.generate(
+        prompts, [GREEDY.model_copy(update={"max_tokens": 3 + i}) for i in range(5)], use_tqdm=False
+    )
     assert [output.prompt for output in outputs] == prompts
     for i, output in enumerate(outputs):
         one = output.outputs[0]
         assert len(one.token_ids) <= 3 + i and one.metrics is not None and output.metrics is one.metrics
-        assert one.metrics.num_output_tokens == len(one.token_ids) and one.metrics.num_prompt_tokens == len(output.prompt_token_ids)
+        assert one.metrics.num_output_tokens == len(one.token_ids) and one.metrics.num_prompt_tokens == len(
+            output.prompt_token_ids
+        )
         assert llm.tokenizer is not None
         assert one.text == llm.tokenizer.decode(one.token_ids, skip_special_tokens=True)
         assert one.metrics.arrival_s <= one.metrics.first_token_s <= one.metrics.finished_s
@@ -39,17 +54,29 @@ def test_one_prompt_of_each_kind_is_taken(llm: LLM) -> None:
 
 def test_chat_goes_through_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    one, two = llm.chat([messages, [*messages, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go"}]], GREEDY, use_tqdm=False)
-    assert one.prompt == "<|role|>user\nhi</s><|role|>assistant\n" and one.prompt_token_ids == llm.encode(messages, chat=True)
+    one, two = llm.chat(
+        [messages, [*messages, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go"}]],
+        GREEDY,
+        use_tqdm=False,
+    )
+    assert one.prompt == "<|role|>user\nhi</s><|role|>assistant\n" and one.prompt_token_ids == llm.encode(
+        messages, chat=True
+    )
     assert two.prompt is not None and "yes</s>" in two.prompt
-    assert llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == one.outputs[0].token_ids
+    assert (
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        == one.outputs[0].token_ids
+    )
 
 
 def test_stream_yields_the_same_as_generate_and_can_be_left(llm: LLM) -> None:
     whole = llm.generate("stream me", GREEDY, use_tqdm=False)[0].outputs[0]
     deltas = list(llm.stream("stream me", GREEDY))
     assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
-    assert "".join(delta.text for delta in deltas) == whole.text and deltas[-1].finish_reason == whole.finish_reason
+    assert (
+        "".join(delta.text for delta in deltas) == whole.text
+        and deltas[-1].finish_reason == whole.finish_reason
+    )
     for _ in llm.stream("stream me", GREEDY):
         break
     assert not llm.has_unfinished() and not llm.step() and llm.stats()["kv_blocks_used"] == 0
@@ -68,7 +95,12 @@ def test_n_outputs_differ_by_seed_and_are_reproducible(llm: LLM) -> None:
 def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(tiny_path: Path) -> None:
     def sample() -> list[list[int]]:
         llm = LLM(str(tiny_path), max_model_len=64, num_kv_blocks=16, seed=3)
-        return [output.outputs[0].token_ids for output in llm.generate(["abc", "abc"], SamplingParams(temperature=1.0, max_tokens=10), use_tqdm=False)]
+        return [
+            output.outputs[0].token_ids
+            for output in llm.generate(
+                ["abc", "abc"], SamplingParams(temperature=1.0, max_tokens=10), use_tqdm=False
+            )
+        ]
 
     first, again = sample(), sample()
     assert first == again and first[0] != first[1]
@@ -95,7 +127,11 @@ def test_stats_and_memory_are_counts(llm: LLM) -> None:
     outputs = llm.generate(["one", "two", "three"], GREEDY, use_tqdm=False)
     stats = llm.stats()
     assert stats["tokens"] == sum(len(output.outputs[0].token_ids) for output in outputs)
-    assert stats["committed"] == sum(i * n for i, n in enumerate(stats["accept_length_histogram"])) >= stats["tokens"]
+    assert (
+        stats["committed"]
+        == sum(i * n for i, n in enumerate(stats["accept_length_histogram"]))
+        >= stats["tokens"]
+    )
     assert stats["rounds"] == sum(stats["accept_length_histogram"]) and stats["finished"] == 3
     assert set(llm.memory()) >= {"weights_bytes", "kv_bytes", "hidden_bytes"}
     llm.reset_stats()

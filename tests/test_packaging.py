@@ -1,4 +1,5 @@
 """What is installed, pinned and run is said once, and the places that repeat it agree."""
+
 from __future__ import annotations
 
 import json
@@ -34,13 +35,19 @@ runpy.run_path("setup.py")
 @pytest.fixture(scope="module")
 def setup_arguments() -> dict[str, Any]:
     """What setup.py hands to setuptools."""
-    printed = subprocess.run([sys.executable, "-c", DUMP_SETUP], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", DUMP_SETUP], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     found: dict[str, Any] = json.loads(printed)
     return found
 
 
 def constraints() -> dict[str, Version]:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     pins = [line.split("==") for line in lines]
     assert all(len(pin) == 2 for pin in pins), "a constraint is one name==version"
     return {normalized(name): Version(version) for name, version in pins}
@@ -58,7 +65,9 @@ def test_version_stands_in_one_place(setup_arguments: dict[str, Any]) -> None:
 
 def test_every_package_is_installed_and_typed(setup_arguments: dict[str, Any]) -> None:
     folders = {path.parent.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
-    assert set(setup_arguments["packages"]) == {".".join(folder.parts) for folder in folders}, "a folder with modules lacks its __init__.py"
+    assert set(setup_arguments["packages"]) == {".".join(folder.parts) for folder in folders}, (
+        "a folder with modules lacks its __init__.py"
+    )
     for name in PACKAGES:
         assert (ROOT / name / "py.typed").exists()
         assert "py.typed" in setup_arguments["package_data"][name]

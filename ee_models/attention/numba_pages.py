@@ -1,13 +1,16 @@
 """CPU attention that reads pages in place, float32.
 
-Work is cut into units of (row, KV head, a few tokens). A unit walks the context in tiles of 64 positions, counted from
-position 0, with an online softmax; its queries go through a tile four at a time, so that keys and values are loaded once
-for four. The tiles, and the order of every sum for one query, depend on nothing but that query's own position: so a
-token's output has the same bits whatever else is in the pass, and whatever the block size.
+Work is cut into units of (row, KV head, a few tokens). A unit walks the context in tiles of 64 positions,
+counted from position 0, with an online softmax; its queries go through a tile four at a time, so that keys
+and values are loaded once for four. The tiles, and the order of every sum for one query, depend on nothing
+but that query's own position: so a token's output has the same bits whatever else is in the pass, and
+whatever the block size.
 
-In a tree the nodes of a unit share the tiles in which they see the same slots. From there on they take turns, each with its
-own path in the tile: the arithmetic, and so the bits, are those of a chain of the node and its ancestors.
+In a tree the nodes of a unit share the tiles in which they see the same slots. From there on they take turns,
+each with its own path in the tile: the arithmetic, and so the bits, are those of a chain of the node and its
+ancestors.
 """
+
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
@@ -30,11 +33,18 @@ _FAR_BELOW = np.float32(-1e30)
 _NO_PATH = 1 << 62  # the start of a chain's path: the block table tells every slot
 # Multiplications in a call from which it pays to wake other threads.
 _PARALLEL_FROM = 1 << 21
-_OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc"}, "error_model": "numpy", "cache": True, "nogil": True}
+_OPTIONS: dict[str, Any] = {
+    "fastmath": {"contract", "reassoc"},
+    "error_model": "numpy",
+    "cache": True,
+    "nogil": True,
+}
 
 
 @njit(**_OPTIONS)
-def _find_slots(table: Any, block_size: int, path: Any, path_start: int, start: int, count: int, slots: Any) -> None:
+def _find_slots(
+    table: Any, block_size: int, path: Any, path_start: int, start: int, count: int, slots: Any
+) -> None:
     """Slots of `count` positions from `start` on; then, up to a multiple of eight, the last one again."""
     by_table = max(0, min(count, path_start - start))
     for j in range(by_table):
@@ -47,11 +57,14 @@ def _find_slots(table: Any, block_size: int, path: Any, path_start: int, start: 
 
 
 @njit(**_OPTIONS)
-def _load_tile(keys: Any, values: Any, slots: Any, kv_head: int, loaded: int, count: int, key_tile: Any, value_tile: Any) -> None:
-    """Copies `count` positions: keys transposed to [head_dim, tile], values as [tile, head_dim]. The first `loaded`, a multiple
-    of eight, are there already.
+def _load_tile(
+    keys: Any, values: Any, slots: Any, kv_head: int, loaded: int, count: int, key_tile: Any, value_tile: Any
+) -> None:
+    """Copies `count` positions: keys transposed to [head_dim, tile], values as [tile, head_dim]. The first
+    `loaded`, a multiple of eight, are there already.
 
-    Columns past `count`, up to a multiple of eight, repeat the last position; nothing reads them but with weight 0.
+    Columns past `count`, up to a multiple of eight, repeat the last position; nothing reads them but with
+    weight 0.
     """
     head_dim = key_tile.shape[0]
     for j in range(loaded, count):
@@ -68,7 +81,11 @@ def _load_tile(keys: Any, values: Any, slots: Any, kv_head: int, loaded: int, co
         a6, a7 = base + slots[j + 6] * slot_stride, base + slots[j + 7] * slot_stride
         for d in range(0, whole, 8):
             at = d * 4
-            transpose_8x8((a0 + at, a1 + at, a2 + at, a3 + at, a4 + at, a5 + at, a6 + at, a7 + at), out + d * out_stride + j * 4, out_stride)
+            transpose_8x8(
+                (a0 + at, a1 + at, a2 + at, a3 + at, a4 + at, a5 + at, a6 + at, a7 + at),
+                out + d * out_stride + j * 4,
+                out_stride,
+            )
     for j in range(loaded, count):
         k = keys[slots[j], kv_head]
         for d in range(whole, head_dim):
@@ -83,7 +100,9 @@ def _score(queries: Any, key_tile: Any, scores: Any) -> None:
     for j in range(_TILE):
         s0[j], s1[j], s2[j], s3[j] = ZERO, ZERO, ZERO, ZERO
     head_dim = key_tile.shape[0]
-    for d in range(0, head_dim - 1, 2):  # two dimensions at a time halve the traffic of the sums; four were no faster
+    for d in range(
+        0, head_dim - 1, 2
+    ):  # two dimensions at a time halve the traffic of the sums; four were no faster
         ka, kb = key_tile[d], key_tile[d + 1]
         a0, a1, a2, a3 = q0[d], q1[d], q2[d], q3[d]
         b0, b1, b2, b3 = q0[d + 1], q1[d + 1], q2[d + 1], q3[d + 1]
@@ -104,7 +123,8 @@ def _highest(scores: Any, peak: Any) -> Any:
 
 @njit(**_OPTIONS)
 def _weigh(scores: Any, count: int, peak: Any, total: Any) -> Any:
-    """Turns scores of a tile into weights exp(score - new peak), 0 from `count` on -> (new peak, new total, shrink of what was)."""
+    """Turns scores of a tile into weights exp(score - new peak), 0 from `count` on -> (new peak, new total,
+    shrink of what was)."""
     for j in range(max(count, 0), _TILE):
         scores[j] = _FAR_BELOW
     new_peak = _highest(scores, peak)
@@ -121,7 +141,8 @@ def _weigh(scores: Any, count: int, peak: Any, total: Any) -> Any:
 
 @njit(**_OPTIONS)
 def _accumulate(weights: Any, count: int, value_tile: Any, sums: Any) -> None:
-    """sums[i] += weights[i, j] * value j for four queries and the tile's first `count` positions (then weights are 0)."""
+    """sums[i] += weights[i, j] * value j for four queries and the tile's first `count` positions (then
+    weights are 0)."""
     o0, o1, o2, o3 = sums[0], sums[1], sums[2], sums[3]
     w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
     for j in range(0, count, 2):
@@ -153,7 +174,8 @@ def _attend_unit(
 ) -> None:
     """Attention of tokens first..last-1 of one row, for the query heads that read `kv_head`.
 
-    Queries are (token, head) pairs, taken four at a time; those among the four that are not in turn see nothing.
+    Queries are (token, head) pairs, taken four at a time; those among the four that are not in turn see
+    nothing.
     """
     head_dim, group = q.shape[2], q.shape[1] // keys.shape[1]
     num_queries = (last - first) * group
@@ -217,11 +239,26 @@ def _attend(
     path_starts: Any,
     out: Any,
 ) -> None:
-    """Every `num_shares`-th unit from `share` on. Units differ in size along a prompt, so neighbours go to different threads."""
+    """Every `num_shares`-th unit from `share` on. Units differ in size along a prompt, so neighbours go to
+    different threads."""
     num_kv_heads = keys.shape[1]
     for i in range(share, units.shape[0] * num_kv_heads, num_shares):
         unit, kv_head = units[i // num_kv_heads], i % num_kv_heads
-        _attend_unit(q, keys, values, tables[unit[0]], block_size, positions, paths, path_starts, unit[1], unit[2], kv_head, scale, out)
+        _attend_unit(
+            q,
+            keys,
+            values,
+            tables[unit[0]],
+            block_size,
+            positions,
+            paths,
+            path_starts,
+            unit[1],
+            unit[2],
+            kv_head,
+            scale,
+            out,
+        )
 
 
 @njit(cache=True)
@@ -250,8 +287,8 @@ class _Units:
 
 
 class NumbaAttention:
-    """Large calls are shared among as many threads as torch uses, from a pool of Python's: its idle threads sleep, where those
-    of a second OpenMP pool would spin against torch's."""
+    """Large calls are shared among as many threads as torch uses, from a pool of Python's: its idle threads
+    sleep, where those of a second OpenMP pool would spin against torch's."""
 
     name = "numba"
     row_invariant = True
@@ -267,11 +304,26 @@ class NumbaAttention:
             paths, path_starts = np.empty((view.num_tokens, 0), np.int64), np.full(view.num_tokens, _NO_PATH)
         else:
             paths, path_starts = np.ascontiguousarray(view.paths.numpy()), view.path_starts.numpy()
-        return _Units(view.block_tables.numpy(), positions, units, num_pairs, np.float32(kv.data.shape[-1] ** -0.5), paths, path_starts)
+        return _Units(
+            view.block_tables.numpy(),
+            positions,
+            units,
+            num_pairs,
+            np.float32(kv.data.shape[-1] ** -0.5),
+            paths,
+            path_starts,
+        )
 
     def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: _Units) -> Tensor:
         num_heads, head_dim = q.shape[1:]
-        inputs: tuple[Any, ...] = (q.numpy(), *kv.host_arrays()[layer], prepared.tables, kv.block_size, prepared.positions, prepared.units)
+        inputs: tuple[Any, ...] = (
+            q.numpy(),
+            *kv.host_arrays()[layer],
+            prepared.tables,
+            kv.block_size,
+            prepared.positions,
+            prepared.units,
+        )
         out = np.empty((q.shape[0], num_heads, head_dim), np.float32)
         num_shares = self._num_threads if prepared.num_pairs * num_heads * head_dim > _PARALLEL_FROM else 1
 

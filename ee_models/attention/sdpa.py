@@ -1,4 +1,5 @@
 """The reference backend: pages gathered into rectangles, then torch's scaled_dot_product_attention."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from cache.view import BatchView, slots_of
 
 @dataclass(frozen=True)
 class _Rectangle:
-    """query_index [rows, max_q_len]: token of each place, 0 where there is none; mask [rows, 1, max_q_len, context];
-    context_slots [rows, context]; places [tokens]: flat place of each token."""
+    """query_index [rows, max_q_len]: token of each place, 0 where there is none; mask [rows, 1, max_q_len,
+    context]; context_slots [rows, context]; places [tokens]: flat place of each token."""
 
     query_index: Tensor
     mask: Tensor
@@ -31,14 +32,19 @@ class SdpaAttention:
         row_ids = view.row_ids()
         if view.paths is not None and view.path_starts is not None:
             return _prepare_tree(view, row_ids, view.paths, view.path_starts, kv.block_size)
-        places = row_ids * view.max_q_len + torch.arange(view.num_tokens, device=device) - view.cu_q_lens[row_ids]
+        places = (
+            row_ids * view.max_q_len + torch.arange(view.num_tokens, device=device) - view.cu_q_lens[row_ids]
+        )
         query_index = torch.zeros(view.num_rows * view.max_q_len, dtype=torch.int64, device=device)
         query_index[places] = torch.arange(view.num_tokens, device=device)
         query_index = query_index.view(view.num_rows, view.max_q_len)
         context = torch.arange(view.max_context_len, device=device)
         mask = context <= view.positions[query_index].unsqueeze(-1)
-        # Past a row's own end the table names other rows' blocks, whose NaN no mask would hide: 0 * NaN is NaN.
-        last = torch.zeros(view.num_rows, dtype=torch.int64, device=device).scatter_reduce_(0, row_ids, view.positions, "amax")
+        # Past a row's own end the table names other rows' blocks, whose NaN no mask would hide: 0 * NaN is
+        # NaN.
+        last = torch.zeros(view.num_rows, dtype=torch.int64, device=device).scatter_reduce_(
+            0, row_ids, view.positions, "amax"
+        )
         context_slots = slots_of(view.block_tables, torch.minimum(context, last.unsqueeze(-1)), kv.block_size)
         return _Rectangle(query_index, mask.unsqueeze(1), context_slots, places)
 
@@ -46,14 +52,21 @@ class SdpaAttention:
         group = q.shape[1] // kv.data.shape[-2]
         queries = q[prepared.query_index].transpose(1, 2)
         # Heads are expanded by hand: with `enable_gqa` a mask sends torch to its slow path.
-        keys, values = (x[prepared.context_slots].transpose(1, 2).repeat_interleave(group, dim=1) for x in (kv.keys(layer), kv.values(layer)))
+        keys, values = (
+            x[prepared.context_slots].transpose(1, 2).repeat_interleave(group, dim=1)
+            for x in (kv.keys(layer), kv.values(layer))
+        )
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=prepared.mask)
         return out.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2])[prepared.places]
 
 
-def _prepare_tree(view: BatchView, row_ids: Tensor, paths: Tensor, path_starts: Tensor, block_size: int) -> _Rectangle:
+def _prepare_tree(
+    view: BatchView, row_ids: Tensor, paths: Tensor, path_starts: Tensor, block_size: int
+) -> _Rectangle:
     """Every token is a row of its own, with a context of its own."""
-    tokens, context = (torch.arange(size, device=row_ids.device) for size in (view.num_tokens, view.max_context_len))
+    tokens, context = (
+        torch.arange(size, device=row_ids.device) for size in (view.num_tokens, view.max_context_len)
+    )
     positions, starts = view.positions.unsqueeze(-1), path_starts.unsqueeze(-1)
     seen = torch.minimum(context, positions)  # as for chains: places past a token's own position repeat it
     # Neither the table nor the path need cover the positions that the other tells.

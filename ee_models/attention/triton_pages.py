@@ -1,14 +1,17 @@
 """GPU attention that reads pages in place: flash decoding in Triton.
 
-A program takes a few (token, query head) pairs of one row and one KV head, so that keys and values are loaded once for all heads of a group
-and for the tokens of a draft, and walks a part of the context, a *split*, in tiles counted from position 0. A second kernel merges the splits.
+A program takes a few (token, query head) pairs of one row and one KV head, so that keys and values are loaded
+once for all heads of a group and for the tokens of a draft, and walks a part of the context, a *split*, in
+tiles counted from position 0. A second kernel merges the splits.
 
-Nothing here waits for the device, and grids come from host integers only: a pass can be captured in a CUDA graph, once it has run before the
-capture, which compiles the kernels. A graph for contexts up to a bucket's size has that bucket's splits; those past a row's end cost next to
-nothing.
+Nothing here waits for the device, and grids come from host integers only: a pass can be captured in a CUDA
+graph, once it has run before the capture, which compiles the kernels. A graph for contexts up to a bucket's
+size has that bucket's splits; those past a row's end cost next to nothing.
 
-In a tree the tokens of a program share the tiles below the first path, and take turns from there on, each with tiles of its own slots.
+In a tree the tokens of a program share the tiles below the first path, and take turns from there on, each
+with tiles of its own slots.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -34,7 +37,8 @@ _INTERPRETED_SMS = 132  # an H100's or H200's, so that the interpreter runs what
 
 @dataclass(frozen=True)
 class _Launch:
-    """block_m: rows of a matrix product; pairs: how many of them hold (token, head) pairs; tile: positions per step, turn_tile: in a turn."""
+    """block_m: rows of a matrix product; pairs: how many of them hold (token, head) pairs; tile: positions
+    per step, turn_tile: in a turn."""
 
     block_m: int
     pairs: int
@@ -45,11 +49,15 @@ class _Launch:
 
 
 @lru_cache(maxsize=256)
-def _launch_config(max_pairs: int, padded_dim: int, item_size: int, has_paths: bool, invariant: bool) -> _Launch:
-    """For rows of up to `max_pairs` pairs. All that is to be tuned stands here, and in the constants above; none of it was measured yet.
+def _launch_config(
+    max_pairs: int, padded_dim: int, item_size: int, has_paths: bool, invariant: bool
+) -> _Launch:
+    """For rows of up to `max_pairs` pairs. All that is to be tuned stands here, and in the constants above;
+    none of it was measured yet.
 
-    num_stages: block table, then keys and values, then the product are three stages, so 3 has one tile on its way and 5 has two. If invariant,
-    whatever the arithmetic of a token depends on (not `pairs`, which deals tokens to programs) follows from padded_dim and item_size alone.
+    num_stages: block table, then keys and values, then the product are three stages, so 3 has one tile on its
+    way and 5 has two. If invariant, whatever the arithmetic of a token depends on (not `pairs`, which deals
+    tokens to programs) follows from padded_dim and item_size alone.
     """
     pairs = triton.next_power_of_2(max_pairs)
     if item_size == 4:  # exact products in fp32 take no tensor core, but many registers
@@ -63,17 +71,28 @@ def _launch_config(max_pairs: int, padded_dim: int, item_size: int, has_paths: b
     if padded_dim > 128:
         tile, stages = min(tile, 32), 3
     # Turns are taken one after the other, those of different programs at once.
-    return _Launch(block_m, 16 if has_paths else block_m, tile, tile if invariant else 16, 8 if item_size == 4 or padded_dim > 128 else 4, stages)
+    return _Launch(
+        block_m,
+        16 if has_paths else block_m,
+        tile,
+        tile if invariant else 16,
+        8 if item_size == 4 or padded_dim > 128 else 4,
+        stages,
+    )
 
 
 @lru_cache(maxsize=16)
 def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _INTERPRETED_SMS
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else _INTERPRETED_SMS
+    )
 
 
 def _split_len(programs: int, context_len: int, tile: int, num_sms: int) -> int:
-    """Positions per split, a multiple of `tile`, such that `programs` times the splits fill the GPU, but with no splits too short to be worth
-    their start and their merge."""
+    """Positions per split, a multiple of `tile`, such that `programs` times the splits fill the GPU, but with
+    no splits too short to be worth their start and their merge."""
     tiles = -(-context_len // tile)
     num_splits = max(1, min(_PROGRAMS_PER_SM * num_sms // programs, tiles // _MIN_TILES, _MAX_SPLITS))
     return -(-tiles // num_splits) * tile
@@ -81,7 +100,8 @@ def _split_len(programs: int, context_len: int, tile: int, num_sms: int) -> int:
 
 @dataclass(frozen=True)
 class _Pages:
-    """paths, path_starts: as in the view, or tensors that are not read; scale: of scores, in powers of two."""
+    """paths, path_starts: as in the view, or tensors that are not read; scale: of scores, in powers of
+    two."""
 
     positions: Tensor
     tables: Tensor
@@ -96,10 +116,12 @@ class _Pages:
 
 
 class TritonAttention:
-    """invariant: fixed block, tile and split sizes, so that a token's output has the same bits whatever else is in the pass, and in a tree
-    those that its path has as a chain. split_len: positions per split in place of the backend's own choice, for tests.
+    """invariant: fixed block, tile and split sizes, so that a token's output has the same bits whatever else
+    is in the pass, and in a tree those that its path has as a chain. split_len: positions per split in place
+    of the backend's own choice, for tests.
 
-    Runs on CUDA tensors in float32, bfloat16 and float16; on CPU tensors if TRITON_INTERPRET=1 was set before this module was imported.
+    Runs on CUDA tensors in float32, bfloat16 and float16; on CPU tensors if TRITON_INTERPRET=1 was set before
+    this module was imported.
     """
 
     name = "triton"
@@ -118,7 +140,16 @@ class TritonAttention:
             paths, path_starts, has_paths = view.paths.contiguous(), view.path_starts.contiguous(), True
         scale = kv.data.shape[-1] ** -0.5 * _LOG2_E
         return _Pages(
-            positions, tables, view.cu_q_lens.contiguous(), paths, path_starts, has_paths, view.num_rows, view.max_q_len, view.max_context_len, scale
+            positions,
+            tables,
+            view.cu_q_lens.contiguous(),
+            paths,
+            path_starts,
+            has_paths,
+            view.num_rows,
+            view.max_q_len,
+            view.max_context_len,
+            scale,
         )
 
     def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: _Pages) -> Tensor:
@@ -132,7 +163,9 @@ class TritonAttention:
             q = q.contiguous()
         group = num_heads // num_kv_heads
         padded_dim = max(16, triton.next_power_of_2(head_dim))
-        launch = _launch_config(prepared.max_q_len * group, padded_dim, q.itemsize, prepared.has_paths, self.row_invariant)
+        launch = _launch_config(
+            prepared.max_q_len * group, padded_dim, q.itemsize, prepared.has_paths, self.row_invariant
+        )
         m_blocks = -(-prepared.max_q_len * group // launch.pairs)
         programs, num_sms = prepared.num_rows * m_blocks * num_kv_heads, _num_sms(q.device)
         split_len = self._split_len or _split_len(programs, prepared.context_len, launch.tile, num_sms)
@@ -146,16 +179,55 @@ class TritonAttention:
         sizes: dict[str, Any] = {"HEAD_DIM": head_dim, "PADDED_DIM": padded_dim}
         with torch.cuda.device_of(q):
             attend_pages[prepared.num_rows * m_blocks, num_kv_heads, num_splits](
-                q, keys, values, prepared.tables, prepared.positions, prepared.cu_q_lens, prepared.paths, prepared.path_starts, out, stats, sums,
-                q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), prepared.tables.stride(0), prepared.paths.stride(0), prepared.paths.shape[1],
-                m_blocks, split_len, num_splits, num_pairs, prepared.scale,
-                GROUP=group, BLOCK_SIZE=kv.block_size, BLOCK_M=launch.block_m, PAIRS=launch.pairs, TILE=launch.tile, TURN_TILE=launch.turn_tile,
-                HAS_PATHS=prepared.has_paths, FOLD=self.row_invariant, WIDEN=not q.is_cuda, num_warps=launch.num_warps, num_stages=launch.num_stages,
+                q,
+                keys,
+                values,
+                prepared.tables,
+                prepared.positions,
+                prepared.cu_q_lens,
+                prepared.paths,
+                prepared.path_starts,
+                out,
+                stats,
+                sums,
+                q.stride(0),
+                q.stride(1),
+                keys.stride(0),
+                keys.stride(1),
+                prepared.tables.stride(0),
+                prepared.paths.stride(0),
+                prepared.paths.shape[1],
+                m_blocks,
+                split_len,
+                num_splits,
+                num_pairs,
+                prepared.scale,
+                GROUP=group,
+                BLOCK_SIZE=kv.block_size,
+                BLOCK_M=launch.block_m,
+                PAIRS=launch.pairs,
+                TILE=launch.tile,
+                TURN_TILE=launch.turn_tile,
+                HAS_PATHS=prepared.has_paths,
+                FOLD=self.row_invariant,
+                WIDEN=not q.is_cuda,
+                num_warps=launch.num_warps,
+                num_stages=launch.num_stages,
                 **sizes,
             )
             if num_splits > 1:
                 combine_splits[(-(-num_pairs // _COMBINED_PAIRS),)](
-                    stats, sums, prepared.positions, out, split_len, num_splits, num_pairs,
-                    NUM_HEADS=num_heads, ROWS=_COMBINED_PAIRS, AT_ONCE=_COMBINED_AT_ONCE, num_warps=4, **sizes,
+                    stats,
+                    sums,
+                    prepared.positions,
+                    out,
+                    split_len,
+                    num_splits,
+                    num_pairs,
+                    NUM_HEADS=num_heads,
+                    ROWS=_COMBINED_PAIRS,
+                    AT_ONCE=_COMBINED_AT_ONCE,
+                    num_warps=4,
+                    **sizes,
                 )
         return out

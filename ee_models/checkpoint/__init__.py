@@ -1,1 +1,2 @@
-"""Checkpoints on disk: safetensors and GGUF models, their tokenizers, and trained exits. Pickles are never read."""
+"""Checkpoints on disk: safetensors and GGUF models, their tokenizers, and trained exits. Pickles are never
+read."""

@@ -1,9 +1,10 @@
 """Exits on disk: a folder with one safetensors file and a JSON that says what they are and whose.
 
-    exits.safetensors   layer<L>.norm, layer<L>.blocks.<i>.{attention_norm, q_proj, k_proj, v_proj, o_proj, mlp_norm,
-                        gate_proj, up_proj, down_proj}, layer<L>.vocabulary; matrices as [out, in]
-    exits.json          ExitsInfo: the base model, each exit's shape, the recipe, the data, held-out figures
+exits.safetensors   layer<L>.norm, layer<L>.blocks.<i>.{attention_norm, q_proj, k_proj, v_proj, o_proj,
+                    mlp_norm, gate_proj, up_proj, down_proj}, layer<L>.vocabulary; matrices as [out, in]
+exits.json          ExitsInfo: the base model, each exit's shape, the recipe, the data, held-out figures
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -56,20 +57,36 @@ class ExitInfo(_Info):
     @model_validator(mode="after")
     def _not_empty(self) -> ExitInfo:
         if self.num_blocks and not self.attention and self.intermediate_size is None:
-            raise ValueError("a block needs attention=true, an intermediate_size, or both; num_blocks=0 leaves blocks out")
+            raise ValueError(
+                "a block needs attention=true, an intermediate_size, or both; num_blocks=0 leaves blocks out"
+            )
         return self
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Every tensor of this exit, without the prefix of its layer, with the shape it must have."""
-        hidden, kv_size, q_size = model.hidden_size, model.num_kv_heads * model.head_dim, model.num_heads * model.head_dim
+        hidden, kv_size, q_size = (
+            model.hidden_size,
+            model.num_kv_heads * model.head_dim,
+            model.num_heads * model.head_dim,
+        )
         shapes: dict[str, tuple[int, ...]] = {"norm": (hidden,)}
         for index in range(self.num_blocks):
             block: dict[str, tuple[int, ...]] = {}
             if self.attention:
-                block |= {"attention_norm": (hidden,), "q_proj": (q_size, hidden), "k_proj": (kv_size, hidden), "v_proj": (kv_size, hidden)}
+                block |= {
+                    "attention_norm": (hidden,),
+                    "q_proj": (q_size, hidden),
+                    "k_proj": (kv_size, hidden),
+                    "v_proj": (kv_size, hidden),
+                }
                 block |= {"o_proj": (hidden, q_size)}
             if (size := self.intermediate_size) is not None:
-                block |= {"mlp_norm": (hidden,), "gate_proj": (size, hidden), "up_proj": (size, hidden), "down_proj": (hidden, size)}
+                block |= {
+                    "mlp_norm": (hidden,),
+                    "gate_proj": (size, hidden),
+                    "up_proj": (size, hidden),
+                    "down_proj": (hidden, size),
+                }
             shapes |= {f"blocks.{index}.{name}": shape for name, shape in block.items()}
         if self.vocabulary_size is not None:
             shapes["vocabulary"] = (self.vocabulary_size,)
@@ -89,7 +106,11 @@ class BaseModelInfo(_Info):
     def of(cls, name: str, checkpoint: Checkpoint) -> BaseModelInfo:
         config = checkpoint.config
         return cls(
-            name=name, fingerprint=fingerprint(checkpoint), num_layers=config.num_layers, hidden_size=config.hidden_size, vocab_size=config.vocab_size
+            name=name,
+            fingerprint=fingerprint(checkpoint),
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
         )
 
 
@@ -124,9 +145,13 @@ class ExitsFile:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
-            raise ExitsError(f"{folder / INFO} is not a description of exits: {where}: {first['msg']}") from error
+            raise ExitsError(
+                f"{folder / INFO} is not a description of exits: {where}: {first['msg']}"
+            ) from error
         if not (folder / TENSORS).is_file():
-            raise ExitsError(f"{folder} is incomplete: {TENSORS} is missing; copy it there, or train the exits again")
+            raise ExitsError(
+                f"{folder} is incomplete: {TENSORS} is missing; copy it there, or train the exits again"
+            )
 
     @property
     def layers(self) -> list[int]:
@@ -137,7 +162,10 @@ class ExitsFile:
         for info in self.about.exits:
             if info.layer == layer:
                 return info
-        raise ExitsError(f"{self.folder} has no exit at layer {layer}; it has exits at {', '.join(map(str, sorted(self.layers)))}")
+        raise ExitsError(
+            f"{self.folder} has no exit at layer {layer}; it has exits at"
+            f" {', '.join(map(str, sorted(self.layers)))}"
+        )
 
     def check_model(self, checkpoint: Checkpoint) -> None:
         """Raises ExitsError unless these exits were trained on this very model."""
@@ -148,10 +176,14 @@ class ExitsFile:
             ("vocabulary", base.vocab_size, config.vocab_size),
         ):
             if ours != theirs:
-                raise ExitsError(f"the exits in {self.folder} belong to {base.name} ({name} {ours}), not to {checkpoint.path} ({name} {theirs})")
+                raise ExitsError(
+                    f"the exits in {self.folder} belong to {base.name} ({name} {ours}), not to"
+                    f" {checkpoint.path} ({name} {theirs})"
+                )
         if base.fingerprint != fingerprint(checkpoint):
             raise ExitsError(
-                f"the exits in {self.folder} belong to {base.name}; {checkpoint.path} has the same sizes, but other weights; train exits for it"
+                f"the exits in {self.folder} belong to {base.name}; {checkpoint.path} has the same sizes, but"
+                " other weights; train exits for it"
             )
 
     def check_tensors(self) -> None:
@@ -162,10 +194,14 @@ class ExitsFile:
         except OSError as error:
             raise ExitsError(f"{path} cannot be read: {error}") from error
         if checksum != self.about.tensors_sha256:
-            raise ExitsError(f"{path} is damaged: its checksum is not the one in {INFO}; copy it again, or train the exits again")
+            raise ExitsError(
+                f"{path} is damaged: its checksum is not the one in {INFO}; copy it again, or train the exits"
+                " again"
+            )
 
     def tensors(self, info: ExitInfo, model: ModelConfig) -> dict[str, Tensor]:
-        """The tensors of one exit, without the prefix. Raises ExitsError if any is missing, damaged or of a wrong shape."""
+        """The tensors of one exit, without the prefix. Raises ExitsError if any is missing, damaged or of a
+        wrong shape."""
         self.check_tensors()
         path = self.folder / TENSORS
         prefix = f"layer{info.layer}."
@@ -176,18 +212,34 @@ class ExitsFile:
             raise ExitsError(f"{path} cannot be read: {error}") from error
         for name, shape in info.shapes(model).items():
             if tuple(tensors[name].shape) != shape:
-                raise ExitsError(f"{path}: {prefix}{name} has shape {list(tensors[name].shape)}; the exit needs {list(shape)}")
-        if (ids := tensors.get("vocabulary")) is not None and (int(ids.min()) < 0 or int(ids.max()) >= model.vocab_size or ids.unique().numel() != ids.numel()):
-            raise ExitsError(f"{path}: {prefix}vocabulary must hold distinct tokens of 0 to {model.vocab_size - 1}")
+                raise ExitsError(
+                    f"{path}: {prefix}{name} has shape {list(tensors[name].shape)}; the exit needs"
+                    f" {list(shape)}"
+                )
+        if (ids := tensors.get("vocabulary")) is not None and (
+            int(ids.min()) < 0 or int(ids.max()) >= model.vocab_size or ids.unique().numel() != ids.numel()
+        ):
+            raise ExitsError(
+                f"{path}: {prefix}vocabulary must hold distinct tokens of 0 to {model.vocab_size - 1}"
+            )
         return tensors
 
 
 def save_exits(
-    folder: Path, base_model: BaseModelInfo, exits: Mapping[int, tuple[ExitInfo, dict[str, Tensor]]], recipe: dict[str, Any], data: dict[str, Any]
+    folder: Path,
+    base_model: BaseModelInfo,
+    exits: Mapping[int, tuple[ExitInfo, dict[str, Tensor]]],
+    recipe: dict[str, Any],
+    data: dict[str, Any],
 ) -> ExitsFile:
-    """Writes exits, by layer. A folder is never silently a mixture of old and new: the checksum tells. Raises OSError if it can't be written."""
+    """Writes exits, by layer. A folder is never silently a mixture of old and new: the checksum tells. Raises
+    OSError if it can't be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"layer{layer}.{name}": tensor.contiguous() for layer, (_, named) in exits.items() for name, tensor in named.items()}
+    tensors = {
+        f"layer{layer}.{name}": tensor.contiguous()
+        for layer, (_, named) in exits.items()
+        for name, tensor in named.items()
+    }
     drafts = [folder / f".{name}.{os.getpid()}" for name in (TENSORS, INFO)]
     try:
         try:
@@ -195,10 +247,18 @@ def save_exits(
         except SafetensorError as error:
             raise OSError(str(error)) from error
         about = ExitsInfo(
-            base_model=base_model, exits=[info for _, (info, _) in sorted(exits.items())], recipe=recipe, data=data, tensors_sha256=_sha256(drafts[0])
+            base_model=base_model,
+            exits=[info for _, (info, _) in sorted(exits.items())],
+            recipe=recipe,
+            data=data,
+            tensors_sha256=_sha256(drafts[0]),
         )
-        drafts[1].write_text(json.dumps(about.model_dump(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        drafts[0].chmod(drafts[1].stat().st_mode)  # safetensors makes its files private; exits are for all who may read their description
+        drafts[1].write_text(
+            json.dumps(about.model_dump(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        drafts[0].chmod(
+            drafts[1].stat().st_mode
+        )  # safetensors makes its files private; exits are for all who may read their description
         for draft, name in zip(drafts, (TENSORS, INFO), strict=True):
             os.replace(draft, folder / name)
     finally:
@@ -209,21 +269,29 @@ def save_exits(
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A checksum that tells a model from others of its sizes in milliseconds, the same for float32 and bfloat16 copies.
+    """A checksum that tells a model from others of its sizes in milliseconds, the same for float32 and
+    bfloat16 copies.
 
-    Over all norms, and queries, values and MLP output of the first, middle and last layer, rounded to bfloat16: full
-    fine-tuning changes the norms, low-rank adapters nearly always queries and values. A float16 copy, which rounds small
-    weights, counts as another model.
+    Over all norms, and queries, values and MLP output of the first, middle and last layer, rounded to
+    bfloat16: full fine-tuning changes the norms, low-rank adapters nearly always queries and values. A
+    float16 copy, which rounds small weights, counts as another model.
     """
     num_layers = checkpoint.config.num_layers
     names = ["model.norm.weight"]
     for index in range(num_layers):
-        names += [f"model.layers.{index}.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
+        names += [
+            f"model.layers.{index}.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")
+        ]
     for index in sorted({0, num_layers // 2, num_layers - 1}):
-        names += [f"model.layers.{index}.{linear}.weight" for linear in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")]
+        names += [
+            f"model.layers.{index}.{linear}.weight"
+            for linear in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+        ]
     digest = hashlib.blake2b(digest_size=16)
     for name in names:
-        digest.update(checkpoint.tensor(name).to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+        digest.update(
+            checkpoint.tensor(name).to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 

@@ -1,8 +1,10 @@
-"""GGUF files: their metadata as a ModelConfig, and their tensors by Hugging Face names, unpacked one at a time.
+"""GGUF files: their metadata as a ModelConfig, and their tensors by Hugging Face names, unpacked one at a
+time.
 
 transformers reads GGUF too, but it unpacks the whole model at once and drops what stretches Llama 3's rotary
 frequencies, so the file is read here, with the `gguf` package for its container and quantisation formats.
 """
+
 from __future__ import annotations
 
 import re
@@ -40,12 +42,15 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
-_ROPE_FACTORS = "rope_freqs.weight"  # a divisor for each rotary frequency, where they are stretched as in Llama 3
+_ROPE_FACTORS = (  # a divisor for each rotary frequency, where they are stretched as in Llama 3
+    "rope_freqs.weight"
+)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor stands in the file. `num_heads`: over how many heads its rows are interleaved, 0 for none."""
+    """Where a tensor stands in the file. `num_heads`: over how many heads its rows are interleaved, 0 for
+    none."""
 
     offset: int
     num_bytes: int
@@ -58,14 +63,17 @@ class GgufSource:
     """A GGUF file: `config`, and the tensors by their Hugging Face names (a `weights.TensorSource`)."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the header. Raises CheckpointError for a damaged file, UnsupportedModelError for what is in it."""
+        """Reads the header. Raises CheckpointError for a damaged file, UnsupportedModelError for what is in
+        it."""
         reader = _open_reader(path)
         self._path = path
         places = {
             tensor.name: _Place(tensor.data_offset, tensor.n_bytes, tensor.data.shape, tensor.tensor_type)
             for tensor in reader.tensors
         }
-        shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
+        shapes = {
+            tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors
+        }
         _check_types({place.stored_type for place in places.values()})
         metadata = _read_metadata(reader)
         rope_factors = _read_tensor(path, places[_ROPE_FACTORS]) if _ROPE_FACTORS in places else None
@@ -86,7 +94,8 @@ class GgufSource:
         tensor = _read_tensor(self._path, place)
         if not place.num_heads:
             return tensor
-        # llama.cpp turns neighbouring dimensions, [pair, 2]; transformers turns the halves of a head, [2, pair].
+        # llama.cpp turns neighbouring dimensions, [pair, 2]; transformers turns the halves of a head, [2,
+        # pair].
         pairs = tensor.unflatten(0, (place.num_heads, -1, 2))
         return pairs.transpose(1, 2).reshape(tensor.shape)
 
@@ -99,7 +108,9 @@ def _open_reader(path: Path) -> GGUFReader:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise CheckpointError("GGUF files need the `gguf` package, which is not installed; pip install gguf") from error
+        raise CheckpointError(
+            "GGUF files need the `gguf` package, which is not installed; pip install gguf"
+        ) from error
     try:
         reader = GGUFReader(path)
     except (OSError, ValueError, LookupError, OverflowError, TypeError) as error:
@@ -107,12 +118,15 @@ def _open_reader(path: Path) -> GGUFReader:
             f"{path.name} ({path.stat().st_size} bytes) is no complete GGUF file: {error}; fetch it again"
         ) from error
     if reader.byte_order != "I":
-        raise CheckpointError(f"{path.name} was written for machines of the other byte order; convert it anew")
+        raise CheckpointError(
+            f"{path.name} was written for machines of the other byte order; convert it anew"
+        )
     return reader
 
 
 def _check_types(stored_types: set[GGMLQuantizationType]) -> None:
-    """Raises UnsupportedModelError for a format that cannot be unpacked, found out by unpacking a block of zeros."""
+    """Raises UnsupportedModelError for a format that cannot be unpacked, found out by unpacking a block of
+    zeros."""
     import numpy as np
     from gguf import GGML_QUANT_SIZES, dequantize
 
@@ -122,7 +136,9 @@ def _check_types(stored_types: set[GGMLQuantizationType]) -> None:
         try:
             dequantize(np.zeros((1, GGML_QUANT_SIZES[stored_type][1]), dtype=np.uint8), stored_type)
         except (NotImplementedError, ValueError, LookupError) as error:
-            raise unsupported("tensor type", stored_type.name, "what the gguf package can dequantise") from error
+            raise unsupported(
+                "tensor type", stored_type.name, "what the gguf package can dequantise"
+            ) from error
 
 
 def _read_metadata(reader: GGUFReader) -> dict[str, Any]:
@@ -133,10 +149,14 @@ def _read_metadata(reader: GGUFReader) -> dict[str, Any]:
     try:
         return {name: field.contents() for name, field in fields if field.types[:1] != [GGUFValueType.ARRAY]}
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"the GGUF metadata holds text that is not UTF-8: {error}; convert the file anew") from error
+        raise CheckpointError(
+            f"the GGUF metadata holds text that is not UTF-8: {error}; convert the file anew"
+        ) from error
 
 
-def _read_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rope_factors: Tensor | None) -> ModelConfig:
+def _read_config(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rope_factors: Tensor | None
+) -> ModelConfig:
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise unsupported("general.architecture", architecture, ", ".join(_ARCHITECTURES))
@@ -147,7 +167,10 @@ def _read_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ..
     def read(name: str, default: float | None = None) -> Any:
         value = metadata.get(f"{architecture}.{name}", default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"the GGUF field {architecture}.{name} is missing or holds no single number; convert the file anew")
+            raise CheckpointError(
+                f"the GGUF field {architecture}.{name} is missing or holds no single number; convert the file"
+                " anew"
+            )
         return value
 
     heads = read("attention.head_count")
@@ -181,14 +204,18 @@ def _read_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ..
     return replace(config, sliding_window=read("attention.sliding_window", 0) or None)
 
 
-def _read_rope(metadata: Mapping[str, Any], architecture: str, head_dim: int, factors: Tensor | None) -> dict[str, Any]:
+def _read_rope(
+    metadata: Mapping[str, Any], architecture: str, head_dim: int, factors: Tensor | None
+) -> dict[str, Any]:
     """`rope_parameters` as transformers has them.
 
-    factors: [head_dim / 2], the divisors of the frequencies. A file holds these where a Llama 3 config holds four
-    numbers; the numbers are found again, or the file refused.
+    factors: [head_dim / 2], the divisors of the frequencies. A file holds these where a Llama 3 config holds
+    four numbers; the numbers are found again, or the file refused.
     """
     theta = float(metadata.get(f"{architecture}.rope.freq_base", RopeConfig.theta))
-    factor = metadata.get(f"{architecture}.rope.scaling.factor", metadata.get(f"{architecture}.rope.scale_linear"))
+    factor = metadata.get(
+        f"{architecture}.rope.scaling.factor", metadata.get(f"{architecture}.rope.scale_linear")
+    )
     kind = metadata.get(f"{architecture}.rope.scaling.type", "none" if factor in (None, 0, 1) else "linear")
     if kind not in ("none", "linear"):
         raise unsupported(f"{architecture}.rope.scaling.type", kind, "none, linear")
@@ -197,8 +224,14 @@ def _read_rope(metadata: Mapping[str, Any], architecture: str, head_dim: int, fa
         return {**plain, "rope_type": "linear", "factor": factor} if kind == "linear" else plain
     stretched = RopeConfig(theta, "llama3", round(float(factors.max()), 3))
     expected = RopeConfig(theta).inv_freq(head_dim) / stretched.inv_freq(head_dim)
-    if kind == "linear" or factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-3):
-        raise unsupported(_ROPE_FACTORS, [round(float(value), 3) for value in factors[:8]], "none, or Llama 3's")
+    if (
+        kind == "linear"
+        or factors.shape != expected.shape
+        or not torch.allclose(factors, expected, rtol=1e-3)
+    ):
+        raise unsupported(
+            _ROPE_FACTORS, [round(float(value), 3) for value in factors[:8]], "none, or Llama 3's"
+        )
     return {
         **plain,
         "rope_type": "llama3",
@@ -210,7 +243,8 @@ def _read_rope(metadata: Mapping[str, Any], architecture: str, head_dim: int, fa
 
 
 def _hf_name(name: str) -> str:
-    """"blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". Parts without a counterpart keep their name."""
+    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". Parts without a counterpart keep
+    their name."""
     match = _LAYER_TENSOR.fullmatch(name)
     if match:
         layer, part, kind = match.groups()
@@ -239,7 +273,9 @@ def _read_tensor(path: Path, place: _Place) -> Tensor:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if stored.size != place.num_bytes:
-        raise CheckpointError(f"{path.name} ends within a tensor, at byte {place.offset + stored.size}; fetch it again")
+        raise CheckpointError(
+            f"{path.name} ends within a tensor, at byte {place.offset + stored.size}; fetch it again"
+        )
     plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(place.stored_type.name)
     if plain is None:
         return torch.from_numpy(dequantize(stored.reshape(place.stored_shape), place.stored_type))

@@ -1,8 +1,9 @@
 """From a hub id, a folder or a GGUF file to a checked checkpoint, whose tensors are then read one by one.
 
-Nothing is unpickled and no code of a checkpoint is run: weights come from safetensors or GGUF, classes from the
-installed transformers.
+Nothing is unpickled and no code of a checkpoint is run: weights come from safetensors or GGUF, classes from
+the installed transformers.
 """
+
 from __future__ import annotations
 
 import re
@@ -47,8 +48,12 @@ class Checkpoint:
 
     path: str  # a folder, or a .gguf file
     config: ModelConfig
-    dtype: torch.dtype  # of most elements as stored; float32 for quantised GGUF, which is what that unpacks to
-    generation_defaults: dict[str, Any]  # temperature, top_p, top_k, min_p, repetition_penalty: those the model sets
+    dtype: (
+        torch.dtype
+    )  # of most elements as stored; float32 for quantised GGUF, which is what that unpacks to
+    generation_defaults: dict[
+        str, Any
+    ]  # temperature, top_p, top_k, min_p, repetition_penalty: those the model sets
     tensors: Mapping[str, TensorInfo] = field(repr=False)  # those the model reads, and no others
     source: TensorSource = field(repr=False)
 
@@ -59,7 +64,8 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """The tensor of a Hugging Face name, e.g. "model.norm.weight", on the CPU, in its stored dtype.
 
-        Each call reads anew and the caller owns the result. Raises CheckpointError where there is no such tensor.
+        Each call reads anew and the caller owns the result. Raises CheckpointError where there is no such
+        tensor.
         """
         if not self.has(name):
             raise CheckpointError(f"{self.path} has no tensor {name!r} that {self.config.architecture} uses")
@@ -69,9 +75,9 @@ class Checkpoint:
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
     """Finds `model`, reads its config and checks all tensors against it; weights are not read yet.
 
-    model: a folder with config.json and safetensors, or with a single .gguf; a .gguf file; or a hub id, fetched unless
-    a local path has that name. `revision` is a hub branch, tag or commit.
-    Raises UnsupportedModelError for a model that is not implemented, CheckpointError for all else that is wrong.
+    model: a folder with config.json and safetensors, or with a single .gguf; a .gguf file; or a hub id,
+    fetched unless a local path has that name. `revision` is a hub branch, tag or commit. Raises
+    UnsupportedModelError for a model that is not implemented, CheckpointError for all else that is wrong.
     """
     try:
         path = Path(model).expanduser()
@@ -85,7 +91,8 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer, or None where it has none. Raises CheckpointError where it cannot be loaded."""
+    """The checkpoint's tokenizer, or None where it has none. Raises CheckpointError where it cannot be
+    loaded."""
     try:
         if isinstance(checkpoint.source, GgufSource):
             return checkpoint.source.load_tokenizer()
@@ -96,8 +103,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers, tokenizers and sentencepiece share no base class
         raise CheckpointError(
-            f"cannot load the tokenizer of {checkpoint.path}: {type(error).__name__}: {error}; mend its files, or do "
-            "without (skip_tokenizer_init) and pass token ids"
+            f"cannot load the tokenizer of {checkpoint.path}: {type(error).__name__}: {error}; mend its"
+            " files, or do without (skip_tokenizer_init) and pass token ids"
         ) from error
 
 
@@ -111,14 +118,20 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 def _open_gguf(path: Path) -> Checkpoint:
     if path.suffix.lower() != ".gguf":
-        raise CheckpointError(f"{path.name} is no .gguf file; give the folder that holds config.json and the weights")
+        raise CheckpointError(
+            f"{path.name} is no .gguf file; give the folder that holds config.json and the weights"
+        )
     source = GgufSource(path)
     return _make_checkpoint(path, source.config, source, {})
 
 
-def _make_checkpoint(path: Path, config: ModelConfig, source: TensorSource, generation: Mapping[str, Any]) -> Checkpoint:
+def _make_checkpoint(
+    path: Path, config: ModelConfig, source: TensorSource, generation: Mapping[str, Any]
+) -> Checkpoint:
     tensors = check_tensors(config, source.index)
-    return Checkpoint(str(path), config, prevailing_dtype(tensors), _read_defaults(generation), tensors, source)
+    return Checkpoint(
+        str(path), config, prevailing_dtype(tensors), _read_defaults(generation), tensors, source
+    )
 
 
 def _find_gguf(folder: Path) -> Path:
@@ -132,14 +145,15 @@ def _find_gguf(folder: Path) -> Path:
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
-            f"its weights are pickles ({', '.join(pickles[:3])}), which can run code when read and so never are; convert "
-            "them where you trust them: AutoModelForCausalLM.from_pretrained(...), then save_pretrained(...)"
+            f"its weights are pickles ({', '.join(pickles[:3])}), which can run code when read and so never"
+            " are; convert them where you trust them: AutoModelForCausalLM.from_pretrained(...), then"
+            " save_pretrained(...)"
         )
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     found = f"it holds {', '.join(others[:3])}" if others else "nor weights of any other kind that is read"
     raise CheckpointError(
-        f"{folder} has no {SINGLE_FILE}, {INDEX_FILE} or .gguf file; {found}. Save the model with save_pretrained(...), or "
-        "name another; pickled weights are neither read nor fetched"
+        f"{folder} has no {SINGLE_FILE}, {INDEX_FILE} or .gguf file; {found}. Save the model with"
+        " save_pretrained(...), or name another; pickled weights are neither read nor fetched"
     )
 
 
@@ -161,9 +175,14 @@ def _read_generation(folder: Path) -> dict[str, Any]:
 
 
 def _read_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model's makers set. Under `do_sample: false` transformers leaves the sampling fields unread; so do we."""
+    """What the model's makers set. Under `do_sample: false` transformers leaves the sampling fields unread;
+    so do we."""
     sampling = () if generation.get("do_sample") is False else _SAMPLING_FIELDS
-    defaults = {name: generation[name] for name in (*sampling, "repetition_penalty") if generation.get(name) is not None}
+    defaults = {
+        name: generation[name]
+        for name in (*sampling, "repetition_penalty")
+        if generation.get(name) is not None
+    }
     for name, value in defaults.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"generation_config.json sets {name} to {value!r}; it must be a number")
@@ -173,35 +192,51 @@ def _read_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 def _fetch(model: str | Path, revision: str | None) -> Path:
     """The local snapshot of a hub repository, downloaded where it is not cached. Raises CheckpointError."""
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model) or model.endswith(_WEIGHT_SUFFIXES):
-        raise CheckpointError("there is no such file or folder; give an existing one, or a hub id like 'owner/name'")
+        raise CheckpointError(
+            "there is no such file or folder; give an existing one, or a hub id like 'owner/name'"
+        )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     def download(patterns: list[str]) -> Path:
-        # Files in subfolders are other formats of the same weights, and so is Mistral's consolidated.safetensors.
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+        # Files in subfolders are other formats of the same weights, and so is Mistral's
+        # consolidated.safetensors.
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
+            )
+        )
 
     try:
         folder = download(_CONFIG_FILES)
         if not (folder / "config.json").is_file():
             raise CheckpointError(
-                "the hub repository has no config.json; name one with config.json and safetensors, or fetch one of its "
-                ".gguf files and give its path"
+                "the hub repository has no config.json; name one with config.json and safetensors, or fetch"
+                " one of its .gguf files and give its path"
             )
         _read_folder_config(folder)  # what cannot be run is refused ahead of its gigabytes
         return download([*_CONFIG_FILES, "*.safetensors"])
     except CheckpointError:
         raise
     except GatedRepoError as error:
-        raise CheckpointError("the hub asks for its licence to be accepted; accept it there, then `hf auth login`") from error
+        raise CheckpointError(
+            "the hub asks for its licence to be accepted; accept it there, then `hf auth login`"
+        ) from error
     except RepositoryNotFoundError as error:
-        raise CheckpointError("there is no such local path, and the hub has no such repository open to you") from error
+        raise CheckpointError(
+            "there is no such local path, and the hub has no such repository open to you"
+        ) from error
     except RevisionNotFoundError as error:
         raise CheckpointError(f"the hub repository has no revision {revision!r}") from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            "there is no such local path, it is not in the download cache, and the hub cannot be reached; go online, or "
-            "give the path of a folder that holds the model"
+            "there is no such local path, it is not in the download cache, and the hub cannot be reached; go"
+            " online, or give the path of a folder that holds the model"
         ) from error
     except Exception as error:  # disks, proxies, and the kinds that the hub's transports have of their own
         raise CheckpointError(f"the download from the hub failed: {type(error).__name__}: {error}") from error

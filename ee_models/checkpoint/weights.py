@@ -1,8 +1,9 @@
 """Tensors by name: which ones a config calls for, and how they are read from safetensors files.
 
-Nothing stays open or mapped between two reads. A loader that converts as it goes therefore holds one copy of the
-weights, plus one tensor.
+Nothing stays open or mapped between two reads. A loader that converts as it goes therefore holds one copy of
+the weights, plus one tensor.
 """
+
 from __future__ import annotations
 
 import json
@@ -40,7 +41,8 @@ class TensorSource(Protocol):
     def index(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str) -> Tensor:
-        """A tensor on the CPU that shares no memory with the file. Raises CheckpointError where the read fails."""
+        """A tensor on the CPU that shares no memory with the file. Raises CheckpointError where the read
+        fails."""
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -76,19 +78,23 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The tensors of `index` that the decoder reads.
 
-    Raises CheckpointError, with the first few problems and their number, where one is missing, has another shape than
-    the config says or a dtype that cannot be read, or where a layer holds a tensor that the config has no place for:
-    leaving that out would change what the model says.
+    Raises CheckpointError, with the first few problems and their number, where one is missing, has another
+    shape than the config says or a dtype that cannot be read, or where a layer holds a tensor that the config
+    has no place for: leaving that out would change what the model says.
     """
     num_layers = 1 + max((layer for layer in map(_layer_of, index) if layer is not None), default=-1)
     if config.num_layers > num_layers:
-        raise CheckpointError(f"num_layers is {config.num_layers} in the config, but the weights hold {num_layers} layers; fetch them again")
+        raise CheckpointError(
+            f"num_layers is {config.num_layers} in the config, but the weights hold {num_layers} layers;"
+            " fetch them again"
+        )
     expected = expected_tensors(config)
     embedding = index.get("model.embed_tokens.weight")
     if embedding is not None and embedding.shape[:1] != (config.vocab_size,):
         raise CheckpointError(
-            f"vocab_size is {config.vocab_size} in the config, but model.embed_tokens.weight has shape "
-            f"{list(embedding.shape)}; set vocab_size to the number of its rows, or take the config it was saved with"
+            f"vocab_size is {config.vocab_size} in the config, but model.embed_tokens.weight has shape"
+            f" {list(embedding.shape)}; set vocab_size to the number of its rows, or take the config it was"
+            " saved with"
         )
     problems = [
         f"{name} is missing" + (" (tie_word_embeddings is false)" if name == "lm_head.weight" else "")
@@ -122,7 +128,8 @@ class SafetensorsSource:
     """The tensors of a folder's model.safetensors, or of the shards that its index names."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the headers. Raises CheckpointError for shards that are missing, damaged or outside of the folder."""
+        """Reads the headers. Raises CheckpointError for shards that are missing, damaged or outside of the
+        folder."""
         self._folder = folder
         if (folder / SINGLE_FILE).is_file():
             headers = {SINGLE_FILE: _read_header(folder / SINGLE_FILE)}
@@ -133,8 +140,9 @@ class SafetensorsSource:
         astray = [name for name, file in self._files.items() if name not in headers[file]]
         if astray:
             raise CheckpointError(
-                f"{INDEX_FILE} places {astray[0]!r} (and {len(astray) - 1} more) in {self._files[astray[0]]!r}, "
-                "which does not hold it; the download is incomplete or mixes two checkpoints"
+                f"{INDEX_FILE} places {astray[0]!r} (and {len(astray) - 1} more) in"
+                f" {self._files[astray[0]]!r}, which does not hold it; the download is incomplete or mixes"
+                " two checkpoints"
             )
         self.index = {name: headers[file][name] for name, file in self._files.items()}
 
@@ -166,18 +174,23 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise CheckpointError(f"the shard {path.name!r} that {INDEX_FILE} names is missing; fetch the rest of the model")
+        raise CheckpointError(
+            f"the shard {path.name!r} that {INDEX_FILE} names is missing; fetch the rest of the model"
+        )
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)
-            return {name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+            return {
+                name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()
+            }
     except (SafetensorError, OSError, ValueError) as error:
         reason = f"{path.name} ({path.stat().st_size} bytes) is no complete safetensors file: {error}"
         raise CheckpointError(f"{reason}; fetch it again") from error
 
 
 def _read_shard_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file name. The index is untrusted: it may name safetensors files beneath its folder, no others."""
+    """Tensor name -> file name. The index is untrusted: it may name safetensors files beneath its folder, no
+    others."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path.name} has no weight_map; it must map tensor names to file names")
@@ -187,7 +200,8 @@ def _read_shard_index(path: Path) -> dict[str, str]:
         rooted = PurePosixPath(str(file)).is_absolute() or PureWindowsPath(str(file)).anchor
         if not isinstance(file, str) or rooted or ".." in parts or not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{path.name} places {name!r} in {file!r}; only .safetensors files within the model's folder are read"
+                f"{path.name} places {name!r} in {file!r}; only .safetensors files within the model's folder"
+                " are read"
             )
     return weight_map
 
@@ -195,4 +209,8 @@ def _read_shard_index(path: Path) -> dict[str, str]:
 def _layer_of(name: str) -> int | None:
     """3 for "model.layers.3.mlp.up_proj.weight"; None for a tensor of no layer."""
     parts = name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal() else None
+    return (
+        int(parts[2])
+        if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal()
+        else None
+    )

@@ -1,7 +1,9 @@
 """The work between matrix products: norms, rotary embedding with the KV write, the gated activation.
 
-`reference` runs everywhere and says what is meant; `cpu` (numba, float32) and `gpu` (Triton) must agree with it.
+`reference` runs everywhere and says what is meant; `cpu` (numba, float32) and `gpu` (Triton) must agree with
+it.
 """
+
 from __future__ import annotations
 
 from functools import cache
@@ -22,11 +24,20 @@ class Kernels(Protocol):
         """hidden += delta, in place; then RMSNorm(hidden) * weight, new, [tokens, hidden]."""
 
     def rope_and_store(
-        self, qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, num_heads: int, kv: PagedKV, layer: int, view: BatchView
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        num_heads: int,
+        kv: PagedKV,
+        layer: int,
+        view: BatchView,
     ) -> Tensor:
-        """Rotates queries and keys of qkv [tokens, (heads + 2 * kv_heads) * head_dim] by position, after RMSNorm per head
-        where the model has it (Qwen3); writes keys and values to their slots; returns queries [tokens, heads, head_dim].
-        cos_sin [positions, 2, head_dim / 2]."""
+        """Rotates queries and keys of qkv [tokens, (heads + 2 * kv_heads) * head_dim] by position, after
+        RMSNorm per head where the model has it (Qwen3); writes keys and values to their slots; returns
+        queries [tokens, heads, head_dim]. cos_sin [positions, 2, head_dim / 2]."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of gate_up [tokens, 2 * intermediate]."""
@@ -34,7 +45,8 @@ class Kernels(Protocol):
 
 @cache
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels run on tensors there; torch for CUDA brings Triton along, but not on every system."""
+    """Whether Triton's kernels run on tensors there; torch for CUDA brings Triton along, but not on every
+    system."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 

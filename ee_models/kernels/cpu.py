@@ -1,4 +1,6 @@
-"""The kernels in numba, float32: one pass over memory each, and per token the same bits whatever else is in the pass."""
+"""The kernels in numba, float32: one pass over memory each, and per token the same bits whatever else is in
+the pass."""
+
 from __future__ import annotations
 
 import math
@@ -15,7 +17,8 @@ from cache.view import BatchView
 from .numba_math import ONE, ZERO, exp32
 
 _NOTHING, _NO_DELTA = np.empty(0, np.float32), np.empty((0, 0), np.float32)
-# One thread each: these take microseconds, and a second pool of threads that spin beside torch's own costs both dearly.
+# One thread each: these take microseconds, and a second pool of threads that spin beside torch's own costs
+# both dearly.
 _kernel = njit(fastmath={"contract", "reassoc"}, error_model="numpy", cache=True, nogil=True)
 
 
@@ -43,7 +46,18 @@ def _add_rms_norm(hidden: Any, delta: Any, weight: Any, eps: Any, out: Any) -> N
 
 
 @_kernel
-def _rope_and_store(qkv: Any, cos_sin: Any, q_norm: Any, k_norm: Any, eps: Any, positions: Any, slots: Any, keys: Any, values: Any, q: Any) -> None:
+def _rope_and_store(
+    qkv: Any,
+    cos_sin: Any,
+    q_norm: Any,
+    k_norm: Any,
+    eps: Any,
+    positions: Any,
+    slots: Any,
+    keys: Any,
+    values: Any,
+    q: Any,
+) -> None:
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads, half = keys.shape[1], head_dim // 2
     for token in range(qkv.shape[0]):
@@ -83,7 +97,8 @@ def _silu_mul(gate_up: Any, out: Any) -> None:
 
 
 class NumbaKernels:
-    """What is the same for a whole pass, or for ever, is turned into numpy arrays once: a conversion costs as much as a kernel."""
+    """What is the same for a whole pass, or for ever, is turned into numpy arrays once: a conversion costs as
+    much as a kernel."""
 
     def __init__(self) -> None:
         self._constants: dict[int, tuple[Tensor, Any]] = {}
@@ -91,11 +106,22 @@ class NumbaKernels:
 
     def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = np.empty(hidden.shape, np.float32)
-        _add_rms_norm(hidden.numpy(), _NO_DELTA if delta is None else delta.numpy(), self._constant(weight), eps, out)
+        _add_rms_norm(
+            hidden.numpy(), _NO_DELTA if delta is None else delta.numpy(), self._constant(weight), eps, out
+        )
         return torch.from_numpy(out)
 
     def rope_and_store(
-        self, qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, num_heads: int, kv: PagedKV, layer: int, view: BatchView
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        num_heads: int,
+        kv: PagedKV,
+        layer: int,
+        view: BatchView,
     ) -> Tensor:
         keys, values = kv.host_arrays()[layer]
         if view is not self._view:
@@ -103,7 +129,18 @@ class NumbaKernels:
         q = np.empty((qkv.shape[0], num_heads, keys.shape[2]), np.float32)
         q_weight = _NOTHING if q_norm is None else self._constant(q_norm)
         k_weight = _NOTHING if k_norm is None else self._constant(k_norm)
-        _rope_and_store(qkv.numpy(), self._constant(cos_sin), q_weight, k_weight, eps, self._positions, self._slots, keys, values, q)
+        _rope_and_store(
+            qkv.numpy(),
+            self._constant(cos_sin),
+            q_weight,
+            k_weight,
+            eps,
+            self._positions,
+            self._slots,
+            keys,
+            values,
+            q,
+        )
         return torch.from_numpy(q)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -1,7 +1,10 @@
-"""The kernels in Triton, for CUDA: one launch each, nothing copied to the host, so that a CUDA graph can hold them.
+"""The kernels in Triton, for CUDA: one launch each, nothing copied to the host, so that a CUDA graph can hold
+them.
 
-What comes of a token depends on that token alone. The bits are the reference's, but for the sums of squares, which are added up in another order.
+What comes of a token depends on that token alone. The bits are the reference's, but for the sums of squares,
+which are added up in another order.
 """
+
 from __future__ import annotations
 
 import torch
@@ -25,14 +28,24 @@ def _num_warps(num_elements: int) -> int:
 
 @triton.jit
 def _add_rms_norm(
-    hidden: tl.tensor, delta: tl.tensor, weight: tl.tensor, out: tl.tensor, size: int, hidden_stride: int, delta_stride: int, eps: float, BLOCK: tl.constexpr
+    hidden: tl.tensor,
+    delta: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    size: int,
+    hidden_stride: int,
+    delta_stride: int,
+    eps: float,
+    BLOCK: tl.constexpr,
 ) -> None:
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     live = i < size
     dtype = hidden.dtype.element_ty
     h = tl.load(hidden + token * hidden_stride + i, mask=live, other=0.0).to(tl.float32)
     if delta is not None:
-        rounded = cast(h + tl.load(delta + token * delta_stride + i, mask=live, other=0.0).to(tl.float32), dtype)
+        rounded = cast(
+            h + tl.load(delta + token * delta_stride + i, mask=live, other=0.0).to(tl.float32), dtype
+        )
         tl.store(hidden + token * hidden_stride + i, rounded, mask=live)
         h = rounded.to(tl.float32)
     normed = cast(h * inverse_rms(tl.sum(h * h, axis=0), size, eps), dtype).to(tl.float32)
@@ -62,7 +75,10 @@ def _rope_and_store(
 ) -> None:
     """Of one token, BLOCK_HEADS heads in the order that they have in qkv: queries, keys, values."""
     token = tl.program_id(0).to(tl.int64)
-    head, i = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
+    head, i = (
+        tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None],
+        tl.arange(0, BLOCK_HALF)[None, :],
+    )
     half: tl.constexpr = HEAD_DIM // 2
     dtype = qkv.dtype.element_ty
     in_half = i < half
@@ -74,14 +90,23 @@ def _rope_and_store(
     if q_norm is not None:
         scale = inverse_rms(tl.sum(first * first + second * second, axis=1, keep_dims=True), HEAD_DIM, eps)
         first, second = cast(first * scale, dtype).to(tl.float32), cast(second * scale, dtype).to(tl.float32)
-        q_first, k_first = tl.load(q_norm + i, mask=in_half, other=0.0), tl.load(k_norm + i, mask=in_half, other=0.0)
-        q_second, k_second = tl.load(q_norm + half + i, mask=in_half, other=0.0), tl.load(k_norm + half + i, mask=in_half, other=0.0)
+        q_first, k_first = (
+            tl.load(q_norm + i, mask=in_half, other=0.0),
+            tl.load(k_norm + i, mask=in_half, other=0.0),
+        )
+        q_second, k_second = (
+            tl.load(q_norm + half + i, mask=in_half, other=0.0),
+            tl.load(k_norm + half + i, mask=in_half, other=0.0),
+        )
         first = cast(first * tl.where(is_query, q_first, k_first).to(tl.float32), dtype).to(tl.float32)
         second = cast(second * tl.where(is_query, q_second, k_second).to(tl.float32), dtype).to(tl.float32)
 
     angles = cos_sin + tl.load(positions + token) * HEAD_DIM + i
     cos, sin = tl.load(angles, mask=in_half, other=0.0), tl.load(angles + half, mask=in_half, other=0.0)
-    turned_first, turned_second = cast(first * cos - second * sin, dtype), cast(second * cos + first * sin, dtype)
+    turned_first, turned_second = (
+        cast(first * cos - second * sin, dtype),
+        cast(second * cos + first * sin, dtype),
+    )
 
     queries = q + (token * NUM_HEADS + head) * HEAD_DIM + i
     tl.store(queries, turned_first, mask=live & is_query)
@@ -89,7 +114,10 @@ def _rope_and_store(
 
     slot = tl.load(slots + token)
     stored = live & (slot >= 0)
-    is_key, is_value = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS), head >= NUM_HEADS + NUM_KV_HEADS
+    is_key, is_value = (
+        (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS),
+        head >= NUM_HEADS + NUM_KV_HEADS,
+    )
     key = keys + slot * slot_stride + (head - NUM_HEADS) * HEAD_DIM + i
     tl.store(key, turned_first, mask=stored & is_key)
     tl.store(key + half, turned_second, mask=stored & is_key)
@@ -111,7 +139,8 @@ def _silu_mul(gate_up: tl.tensor, out: tl.tensor, size: int, row_stride: int, BL
 
 
 class TritonKernels:
-    """Rows may lie apart (a slice of a wider tensor), elements of a row must be neighbours. All tensors of a call but cos_sin have one dtype."""
+    """Rows may lie apart (a slice of a wider tensor), elements of a row must be neighbours. All tensors of a
+    call but cos_sin have one dtype."""
 
     def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         num_tokens, size = hidden.shape
@@ -120,12 +149,31 @@ class TritonKernels:
         block = triton.next_power_of_2(size)
         delta_stride = delta.stride(0) if delta is not None else 0
         _add_rms_norm[(num_tokens,)](
-            hidden, delta, weight, out, size, hidden.stride(0), delta_stride, eps, block, num_warps=_num_warps(block), enable_fp_fusion=False
+            hidden,
+            delta,
+            weight,
+            out,
+            size,
+            hidden.stride(0),
+            delta_stride,
+            eps,
+            block,
+            num_warps=_num_warps(block),
+            enable_fp_fusion=False,
         )
         return out
 
     def rope_and_store(
-        self, qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, num_heads: int, kv: PagedKV, layer: int, view: BatchView
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        num_heads: int,
+        kv: PagedKV,
+        layer: int,
+        view: BatchView,
     ) -> Tensor:
         keys, values = kv.keys(layer), kv.values(layer)
         _, num_kv_heads, head_dim = keys.shape
@@ -161,5 +209,13 @@ class TritonKernels:
         assert gate_up.stride(1) == 1
         out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
         grid = (num_tokens, triton.cdiv(size, _SILU_BLOCK))
-        _silu_mul[grid](gate_up, out, size, gate_up.stride(0), _SILU_BLOCK, num_warps=_num_warps(_SILU_BLOCK), enable_fp_fusion=False)
+        _silu_mul[grid](
+            gate_up,
+            out,
+            size,
+            gate_up.stride(0),
+            _SILU_BLOCK,
+            num_warps=_num_warps(_SILU_BLOCK),
+            enable_fp_fusion=False,
+        )
         return out

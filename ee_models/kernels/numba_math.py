@@ -1,8 +1,9 @@
 """Float32 arithmetic and data movement for numba kernels that LLVM can vectorise.
 
-Each operation is a plain IEEE float32 one with a fixed contraction into fused multiply-adds, so a value's bits do not
-depend on where in a vector, or in which loop's remainder, it was computed.
+Each operation is a plain IEEE float32 one with a fixed contraction into fused multiply-adds, so a value's
+bits do not depend on where in a vector, or in which loop's remainder, it was computed.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -16,7 +17,10 @@ _f = np.float32
 ZERO, ONE = _f(0.0), _f(1.0)
 _LOWEST, _HIGHEST = _f(-87.0), _f(88.0)
 _LOG2_E, _HALF = _f(1.44269504), _f(0.5)
-_LN2_HIGH, _LN2_LOW = _f(0.693359375), _f(-2.12194440e-4)  # their sum is ln 2: a two-step reduction keeps the low bits
+_LN2_HIGH, _LN2_LOW = (
+    _f(0.693359375),
+    _f(-2.12194440e-4),
+)  # their sum is ln 2: a two-step reduction keeps the low bits
 # Minimax polynomial for (exp(r) - 1 - r) / r^2 on |r| <= ln(2) / 2 (Cephes).
 _P0, _P1, _P2 = _f(1.9875691500e-4), _f(1.3981999507e-3), _f(8.3334519073e-3)
 _P3, _P4, _P5 = _f(4.1665795894e-2), _f(1.6666665459e-1), _f(5.0000001201e-1)
@@ -57,15 +61,24 @@ _INTERLEAVE = [[0, 8, 1, 9, 2, 10, 3, 11], [4, 12, 5, 13, 6, 14, 7, 15]]
 
 
 def _transpose_8x8_intrinsic(_context: Any, rows: Any, out: Any, out_stride: Any) -> Any:
-    """Eight rows of eight float32, at eight addresses, to columns: row r becomes element r of each of eight rows at `out`,
-    `out_stride` bytes apart. Numba has no shuffles, and one element at a time this costs more than the arithmetic it serves."""
+    """Eight rows of eight float32, at eight addresses, to columns: row r becomes element r of each of eight
+    rows at `out`, `out_stride` bytes apart. Numba has no shuffles, and one element at a time this costs more
+    than the arithmetic it serves.
+    """
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         vector, int32 = ir.VectorType(ir.FloatType(), 8), ir.IntType(32)
         orders = [ir.Constant(ir.VectorType(int32, 8), order) for order in _INTERLEAVE]
-        found = [builder.load(builder.inttoptr(builder.extract_value(args[0], row), vector.as_pointer()), align=4) for row in range(8)]
+        found = [
+            builder.load(builder.inttoptr(builder.extract_value(args[0], row), vector.as_pointer()), align=4)
+            for row in range(8)
+        ]
         for _stage in range(3):  # each interleaving moves one bit of the column number into the row number
-            found = [builder.shuffle_vector(found[row], found[row + 4], order) for row in range(4) for order in orders]
+            found = [
+                builder.shuffle_vector(found[row], found[row + 4], order)
+                for row in range(4)
+                for order in orders
+            ]
         for column in range(8):
             address = builder.add(args[1], builder.mul(args[2], ir.Constant(args[2].type, column)))
             builder.store(found[column], builder.inttoptr(address, vector.as_pointer()), align=4)

@@ -1,4 +1,5 @@
 """The kernels in plain torch: the slow twins that define what the others compute."""
+
 from __future__ import annotations
 
 import torch
@@ -16,7 +17,16 @@ class ReferenceKernels:
         return _rms_norm(hidden, weight, eps)
 
     def rope_and_store(
-        self, qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, num_heads: int, kv: PagedKV, layer: int, view: BatchView
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        num_heads: int,
+        kv: PagedKV,
+        layer: int,
+        view: BatchView,
     ) -> Tensor:
         num_kv_heads, head_dim = kv.data.shape[-2:]
         q, k, v = qkv.view(qkv.shape[0], -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)

@@ -1,8 +1,10 @@
-"""A linear layer on a GPU whose rows keep their bits: a Triton product that adds up a row's terms in one order, however many rows there are.
+"""A linear layer on a GPU whose rows keep their bits: a Triton product that adds up a row's terms in one
+order, however many rows there are.
 
-Libraries choose a kernel by the number of rows, and with it the order of sums. Here the tile is 16 rows always, and where the inputs are cut
-into parts follows from the weight's shape alone.
+Libraries choose a kernel by the number of rows, and with it the order of sums. Here the tile is 16 rows
+always, and where the inputs are cut into parts follows from the weight's shape alone.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,11 +16,14 @@ from torch import Tensor
 
 from .triton_math import INTERPRETED, cast
 
-_BLOCK_ROWS = 16  # of the smallest matrix instruction: decoding is bound by reading the weight, not by the rows that this wastes
+# of the smallest matrix instruction: decoding is bound by reading the weight, not by the rows that this
+# wastes
+_BLOCK_ROWS = 16
 _PROGRAMS = 256  # that read enough of a weight at once: about two per multiprocessor of an A100 or H100
 _MIN_PART = 512  # inputs of a part: fewer would not pay for adding the parts up
 _MAX_PARTS = 16
-# Rows up to which each part has programs of its own; from there on row tiles keep the GPU busy, and a program takes all parts in turn.
+# Rows up to which each part has programs of its own; from there on row tiles keep the GPU busy, and a program
+# takes all parts in turn.
 _MAX_ROWS_IN_PARTS = 64
 _SUM_BLOCK = 1024
 
@@ -59,14 +64,18 @@ def _product(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ) -> None:
-    """A tile of x @ weight.T + bias; with PARTS_APART of one part's sums, to out [parts, rows, out] without bias.
+    """A tile of x @ weight.T + bias; with PARTS_APART of one part's sums, to out [parts, rows, out] without
+    bias.
 
     Row tiles come first in the grid, so that those which read the same weights run at the same time."""
     row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     column = (tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)).to(tl.int64)
     i = tl.arange(0, BLOCK_IN)
     is_row, is_column = (row < num_rows)[:, None], (column < out_features)[None, :]
-    x_tile, weight_tile = x + row[:, None] * x_stride + i[None, :], weight + column[None, :] * in_features + i[:, None]
+    x_tile, weight_tile = (
+        x + row[:, None] * x_stride + i[None, :],
+        weight + column[None, :] * in_features + i[:, None],
+    )
     total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
     for own in range(1 if PARTS_APART else NUM_PARTS):
         begin = (tl.program_id(2) + own) * PART
@@ -85,24 +94,39 @@ def _product(
         is_row = is_row & (row < (tl.program_id(2).to(tl.int64) + 1) * num_rows)[:, None]
     elif bias is not None:
         total += tl.load(bias + column, mask=column < out_features, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + row[:, None] * out_features + column[None, :], cast(total, out.dtype.element_ty), mask=is_row & is_column)
+    tl.store(
+        out + row[:, None] * out_features + column[None, :],
+        cast(total, out.dtype.element_ty),
+        mask=is_row & is_column,
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _add_parts(parts: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: int, out_features: int, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _add_parts(
+    parts: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_rows: int,
+    out_features: int,
+    NUM_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """out [rows, out] of parts [parts, rows, out], added up as `_product` does by itself."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < out_features
     total = tl.zeros((BLOCK,), tl.float32)
     for part in range(NUM_PARTS):
-        total += tl.load(parts + (part * tl.cast(num_rows, tl.int64) + row) * out_features + column, mask=live, other=0.0)
+        total += tl.load(
+            parts + (part * tl.cast(num_rows, tl.int64) + row) * out_features + column, mask=live, other=0.0
+        )
     if bias is not None:
         total += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
     tl.store(out + row * out_features + column, cast(total, out.dtype.element_ty), mask=live)
 
 
 class InvariantLinear:
-    """x [rows, in] @ weight [out, in].T + bias [out], summed in float32. Float32, bfloat16 or float16, of one dtype."""
+    """x [rows, in] @ weight [out, in].T + bias [out], summed in float32. Float32, bfloat16 or float16, of one
+    dtype."""
 
     row_invariant = True
 
@@ -116,8 +140,16 @@ class InvariantLinear:
         assert x.stride(1) == 1 or in_features == 1
         out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
         apart = launch.num_parts > 1 and num_rows <= _MAX_ROWS_IN_PARTS
-        parts = torch.empty((launch.num_parts, num_rows, out_features), dtype=torch.float32, device=x.device) if apart else out
-        grid = (triton.cdiv(num_rows, _BLOCK_ROWS), triton.cdiv(out_features, launch.block_out), launch.num_parts if apart else 1)
+        parts = (
+            torch.empty((launch.num_parts, num_rows, out_features), dtype=torch.float32, device=x.device)
+            if apart
+            else out
+        )
+        grid = (
+            triton.cdiv(num_rows, _BLOCK_ROWS),
+            triton.cdiv(out_features, launch.block_out),
+            launch.num_parts if apart else 1,
+        )
         _product[grid](
             x,
             self._weight,
@@ -138,5 +170,7 @@ class InvariantLinear:
         )
         if apart:
             sum_grid = (num_rows, triton.cdiv(out_features, _SUM_BLOCK))
-            _add_parts[sum_grid](parts, self._bias, out, num_rows, out_features, launch.num_parts, _SUM_BLOCK, num_warps=4)
+            _add_parts[sum_grid](
+                parts, self._bias, out, num_rows, out_features, launch.num_parts, _SUM_BLOCK, num_warps=4
+            )
         return out

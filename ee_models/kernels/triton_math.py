@@ -1,15 +1,17 @@
 """Float32 arithmetic for Triton kernels whose bits do not depend on who runs them.
 
-Each operation is a plain IEEE float32 one, and launches that use these switch off its contraction into fused multiply-adds
-(`enable_fp_fusion=False`): so a GPU computes what torch's own chains of operations do, and what Triton's interpreter does.
+Each operation is a plain IEEE float32 one, and launches that use these switch off its contraction into fused
+multiply-adds (`enable_fp_fusion=False`): so a GPU computes what torch's own chains of operations do, and what
+Triton's interpreter does.
 """
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# The interpreter runs kernels in numpy, for tests without a GPU. It has no bfloat16: it truncates where a GPU rounds, and its
-# products take the bits for integers.
+# The interpreter runs kernels in numpy, for tests without a GPU. It has no bfloat16: it truncates where a GPU
+# rounds, and its products take the bits for integers.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -25,18 +27,23 @@ def cast(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def exp32(x: tl.tensor) -> tl.tensor:
-    """exp(x) within 2 units in the last place: tl.exp is off by more the larger |x| is. As numba_math.exp32, but not clamped."""
+    """exp(x) within 2 units in the last place: tl.exp is off by more the larger |x| is. As numba_math.exp32,
+    but not clamped."""
     x = tl.minimum(tl.maximum(x, -104.0), 89.0)  # beyond these the result is 0 and infinity
     whole = tl.floor(x * 1.44269504 + 0.5)
     r = x - whole * 0.693359375
     r = r - whole * -2.12194440e-4  # ln 2 in two steps keeps the low bits
-    p = r * 1.9875691500e-4 + 1.3981999507e-3  # minimax polynomial for (exp(r) - 1 - r) / r^2 on |r| <= ln(2) / 2 (Cephes)
+    p = (
+        r * 1.9875691500e-4 + 1.3981999507e-3
+    )  # minimax polynomial for (exp(r) - 1 - r) / r^2 on |r| <= ln(2) / 2 (Cephes)
     p = p * r + 8.3334519073e-3
     p = p * r + 4.1665795894e-2
     p = p * r + 1.6666665459e-1
     p = p * r + 5.0000001201e-1
     p = p * r * r + r + 1.0
-    half = whole.to(tl.int32) >> 1  # in two factors, since 2 ** 128 and 2 ** -150 are no float32 while their product with p may be
+    half = (
+        whole.to(tl.int32) >> 1
+    )  # in two factors, since 2 ** 128 and 2 ** -150 are no float32 while their product with p may be
     return p * _power_of_two(half) * _power_of_two(whole.to(tl.int32) - half)
 
 

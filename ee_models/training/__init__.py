@@ -1,2 +1,4 @@
-"""Making exits: distillation into adapters on a frozen trunk (Kangaroo), and the LayerSkip recipe for whole models."""
+"""Making exits: distillation into adapters on a frozen trunk (Kangaroo), and the LayerSkip recipe for whole
+models."""
+
 OWNER = "hispec"

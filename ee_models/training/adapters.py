@@ -1,8 +1,10 @@
 """Distillation into exits on a frozen trunk [Kangaroo, arXiv 2404.18911, section 3.1].
 
-Each exit learns the full model's distribution: soft-label cross-entropy on the positions that predict a response. Only the
-exits' own weights are trained; trunk, final norm and head never change, and neither does what the full model says.
+Each exit learns the full model's distribution: soft-label cross-entropy on the positions that predict a
+response. Only the exits' own weights are trained; trunk, final norm and head never change, and neither does
+what the full model says.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -23,15 +25,18 @@ from .states import FINAL, StateStore
 
 _INIT_STD = 0.02
 _EVAL_EXAMPLES = 16  # held-out examples per pass
-_PAD_TO = 512  # tokens of a batch, so that a CPU's matrix kernels, generated for each shape, are made a few times only
+# tokens of a batch, so that a CPU's matrix kernels, generated for each shape, are made a few times only
+_PAD_TO = 512
 _ROWS_PER_GROUP = 4  # examples that share a rectangle in attention
 
 
 @dataclass
 class StatesBatch:
-    """Examples packed one after the other, then padding. states: "layer<l>" and "final", each [tokens, hidden] bfloat16;
-    positions [tokens]: place in the example; predicts [tokens]: whether the place predicts a token of the response;
-    groups: examples of similar length, as (places in the batch, row in the group, position) of their tokens."""
+    """Examples packed one after the other, then padding. states: "layer<l>" and "final", each [tokens,
+    hidden] bfloat16; positions [tokens]: place in the example; predicts [tokens]: whether the place predicts
+    a token of the response; groups: examples of similar length, as (places in the batch, row in the group,
+    position) of their tokens.
+    """
 
     states: dict[str, Tensor]
     positions: Tensor
@@ -54,25 +59,43 @@ class AdapterBlock(nn.Module):
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
         super().__init__()
-        self._heads, self._kv_heads, self._head_dim, self._eps = model.num_heads, model.num_kv_heads, model.head_dim, model.rms_norm_eps
+        self._heads, self._kv_heads, self._head_dim, self._eps = (
+            model.num_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            model.rms_norm_eps,
+        )
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.ones(shape) if name.endswith("norm") else _INIT_STD * torch.randn(shape)))
+            self.register_parameter(
+                name,
+                nn.Parameter(torch.ones(shape) if name.endswith("norm") else _INIT_STD * torch.randn(shape)),
+            )
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: StatesBatch) -> Tensor:
-        """hidden [tokens, hidden] float32 -> the same shape; rotation: cosines and sines, each [tokens, 1, head_dim / 2]."""
+        """hidden [tokens, hidden] float32 -> the same shape; rotation: cosines and sines, each [tokens, 1,
+        head_dim / 2]."""
         if hasattr(self, "q_proj"):
-            hidden = hidden + self._attend(F.rms_norm(hidden, hidden.shape[-1:], self.attention_norm, self._eps), rotation, batch)
+            hidden = hidden + self._attend(
+                F.rms_norm(hidden, hidden.shape[-1:], self.attention_norm, self._eps), rotation, batch
+            )
         if hasattr(self, "gate_proj"):
             x = F.rms_norm(hidden, hidden.shape[-1:], self.mlp_norm, self._eps)
-            hidden = hidden + F.linear(F.silu(F.linear(x, self.gate_proj)) * F.linear(x, self.up_proj), self.down_proj)
+            hidden = hidden + F.linear(
+                F.silu(F.linear(x, self.gate_proj)) * F.linear(x, self.up_proj), self.down_proj
+            )
         return hidden
 
     def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], batch: StatesBatch) -> Tensor:
-        q, k, v = (F.linear(x, weight).unflatten(-1, (-1, self._head_dim)) for weight in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            F.linear(x, weight).unflatten(-1, (-1, self._head_dim))
+            for weight in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = _rotate(q, rotation).to(v.dtype), _rotate(k, rotation).to(v.dtype)
         out = torch.zeros_like(q)
         for places, rows, positions in batch.groups:
-            out = out.index_copy(0, places, self._attend_rows(q[places], k[places], v[places], rows, positions))
+            out = out.index_copy(
+                0, places, self._attend_rows(q[places], k[places], v[places], rows, positions)
+            )
         return F.linear(out.flatten(1), self.o_proj)
 
     def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
@@ -80,7 +103,8 @@ class AdapterBlock(nn.Module):
         num_rows, length = int(rows.max()) + 1, int(positions.max()) + 1
 
         def rectangle(packed: Tensor) -> Tensor:
-            """[rows, heads, length, head_dim]; zeros beyond an example's end, which causality hides from all before."""
+            """[rows, heads, length, head_dim]; zeros beyond an example's end, which causality hides from all
+            before."""
             out = packed.new_zeros(num_rows, length, *packed.shape[1:])
             return out.index_put((rows, positions), packed).transpose(1, 2)
 
@@ -113,8 +137,14 @@ class AdapterModule(nn.Module):
 
     def export(self) -> dict[str, Tensor]:
         """In bfloat16; the vocabulary as int32."""
-        tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in self.state_dict().items()}
-        return tensors if self.vocabulary is None else {**tensors, "vocabulary": self.vocabulary.to("cpu", torch.int32)}
+        tensors = {
+            name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in self.state_dict().items()
+        }
+        return (
+            tensors
+            if self.vocabulary is None
+            else {**tensors, "vocabulary": self.vocabulary.to("cpu", torch.int32)}
+        )
 
 
 class Exits(nn.Module):
@@ -135,8 +165,13 @@ class Exits(nn.Module):
     def forward(self, batch: StatesBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the exits' losses in nats per place, and each exit's own."""
         final = batch.states[FINAL][batch.predicts]
-        losses = {name: soft_label_loss(normed, final, self._head_of(name)) for name, normed in self.outputs(batch).items()}
-        return torch.stack(list(losses.values())).sum(), {name: loss.detach() for name, loss in losses.items()}
+        losses = {
+            name: soft_label_loss(normed, final, self._head_of(name))
+            for name, normed in self.outputs(batch).items()
+        }
+        return torch.stack(list(losses.values())).sum(), {
+            name: loss.detach() for name, loss in losses.items()
+        }
 
     def _head_of(self, name: str) -> Tensor:
         size = self.by_name[name].info.vocabulary_size
@@ -146,7 +181,10 @@ class Exits(nn.Module):
         """What the head reads at the predicting places [places, hidden], by exit."""
         angles = torch.outer(batch.positions.float(), self.get_buffer("inv_freq"))
         rotation = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
-        return {name: adapter(batch.states[name], rotation, batch)[batch.predicts] for name, adapter in self.by_name.items()}
+        return {
+            name: adapter(batch.states[name], rotation, batch)[batch.predicts]
+            for name, adapter in self.by_name.items()
+        }
 
     def agreements(self, batch: StatesBatch) -> dict[str, Tensor]:
         """By exit: whether its likeliest token is the full model's, [places] bool."""
@@ -163,8 +201,17 @@ class Exits(nn.Module):
 class AdaptersTask:
     """The task of `loop.train`: exits, and the states of training and held-out examples."""
 
-    def __init__(self, exits: Exits, store: StateStore, examples: Sequence[Example], held_out: range, batch_size: int, seed: int) -> None:
-        """`store` holds the states of `examples`; those in `held_out`, which come last, are never trained on."""
+    def __init__(
+        self,
+        exits: Exits,
+        store: StateStore,
+        examples: Sequence[Example],
+        held_out: range,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        """`store` holds the states of `examples`; those in `held_out`, which come last, are never trained
+        on."""
         self.module = exits
         self._store, self._examples, self._held_out = store, examples, held_out
         self._batch_size, self._seed = batch_size, seed
@@ -175,11 +222,15 @@ class AdaptersTask:
     def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> StatesBatch:
         indices = step_indices(self._held_out.start, self._batch_size, step, self._seed, rank, num_ranks)
         if not indices:
-            raise TrainingError(f"loop.batch_size={self._batch_size} leaves process {rank} of {num_ranks} without an example; it must be at least {num_ranks}")
+            raise TrainingError(
+                f"loop.batch_size={self._batch_size} leaves process {rank} of {num_ranks} without an example;"
+                f" it must be at least {num_ranks}"
+            )
         return self._gather(indices, device)
 
     def evaluate(self, device: torch.device) -> Metrics:
-        """Of each exit, by held-out places: loss in nats, and agreement with the full model's likeliest token."""
+        """Of each exit, by held-out places: loss in nats, and agreement with the full model's likeliest
+        token."""
         losses: dict[str, float] = dict.fromkeys(self.module.by_name, 0.0)
         right: dict[str, float] = dict.fromkeys(self.module.by_name, 0.0)
         count = 0
@@ -191,14 +242,25 @@ class AdaptersTask:
                 losses[name] += float(loss) * num_places
             for name, agrees in self.module.agreements(batch).items():
                 right[name] += int(agrees.sum())
-        return {f"{name}_{what}": counter[name] / count for name in right for what, counter in (("loss", losses), ("agreement", right))} if count else {}
+        return (
+            {
+                f"{name}_{what}": counter[name] / count
+                for name in right
+                for what, counter in (("loss", losses), ("agreement", right))
+            }
+            if count
+            else {}
+        )
 
     def _gather(self, indices: Sequence[int], device: torch.device) -> StatesBatch:
         indices = sorted(indices, key=lambda index: len(self._examples[index].token_ids))
         parts = [self._store.read(index) for index in indices]
         lengths = torch.tensor([len(self._examples[index].token_ids) for index in indices])
         padding = -int(lengths.sum()) % _PAD_TO
-        states = {name: F.pad(torch.cat([part[name] for part in parts]), (0, 0, 0, padding)).to(device) for name in parts[0]}
+        states = {
+            name: F.pad(torch.cat([part[name] for part in parts]), (0, 0, 0, padding)).to(device)
+            for name in parts[0]
+        }
         rows = torch.repeat_interleave(torch.arange(len(indices)), lengths)
         starts = lengths.cumsum(0) - lengths
         positions = torch.arange(len(rows)) - starts[rows]
@@ -209,11 +271,17 @@ class AdaptersTask:
         for row in range(0, len(indices), _ROWS_PER_GROUP):
             places = ((rows >= row) & (rows < row + _ROWS_PER_GROUP)).nonzero().squeeze(-1)
             groups.append((places.to(device), (rows[places] - row).to(device), positions[places].to(device)))
-        return StatesBatch(states, F.pad(positions, (0, padding)).to(device), F.pad(predicts, (0, padding)).to(device), groups)
+        return StatesBatch(
+            states,
+            F.pad(positions, (0, padding)).to(device),
+            F.pad(predicts, (0, padding)).to(device),
+            groups,
+        )
 
 
 def frequent_tokens(examples: Sequence[Example], vocab_size: int) -> Tensor:
-    """All tokens [vocab], the most frequent of the responses first; a reduced vocabulary is a prefix of this."""
+    """All tokens [vocab], the most frequent of the responses first; a reduced vocabulary is a prefix of
+    this."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for example in examples:
         counts += torch.bincount(torch.tensor(example.token_ids[example.prompt_len :]), minlength=vocab_size)
@@ -221,14 +289,21 @@ def frequent_tokens(examples: Sequence[Example], vocab_size: int) -> Tensor:
 
 
 def init_from_trunk(adapter: AdapterModule, checkpoint: Checkpoint) -> None:
-    """Starts blocks as copies of the layers that follow the exit, where they are of the same shape, and the norm as the
-    model's: the exit then begins as a model that leaves the layers between out, and learns in half the steps."""
-    names = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn") | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp")
+    """Starts blocks as copies of the layers that follow the exit, where they are of the same shape, and the
+    norm as the model's: the exit then begins as a model that leaves the layers between out, and learns in
+    half the steps.
+    """
+    names = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn") | dict.fromkeys(
+        ("gate_proj", "up_proj", "down_proj"), "mlp"
+    )
     with torch.no_grad():
         adapter.norm.copy_(checkpoint.tensor("model.norm.weight"))
         for index, block in enumerate(adapter.blocks):
             layer = f"model.layers.{min(adapter.info.layer + index, checkpoint.config.num_layers - 1)}"
-            sources = {"attention_norm": f"{layer}.input_layernorm", "mlp_norm": f"{layer}.post_attention_layernorm"}
+            sources = {
+                "attention_norm": f"{layer}.input_layernorm",
+                "mlp_norm": f"{layer}.post_attention_layernorm",
+            }
             sources |= {name: f"{layer}.{part}.{name}" for name, part in names.items()}
             for name, parameter in block.named_parameters():
                 source = checkpoint.tensor(f"{sources[name]}.weight")

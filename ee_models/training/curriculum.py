@@ -1,8 +1,10 @@
-"""LayerSkip's schedules as pure functions [arXiv 2404.16710, section 4.1]: how often layers are left out, which exits learn, how much each counts.
+"""LayerSkip's schedules as pure functions [arXiv 2404.16710, section 4.1]: how often layers are left out,
+which exits learn, how much each counts.
 
-L layers, indexed l = 0 .. L-1, and T optimizer steps t = 0 .. T-1. "Exit l" is the hidden state that layer l makes: elsewhere the exit after
-l + 1 layers.
+L layers, indexed l = 0 .. L-1, and T optimizer steps t = 0 .. T-1. "Exit l" is the hidden state that layer l
+makes: elsewhere the exit after l + 1 layers.
 """
+
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -14,7 +16,8 @@ DropoutSchedule = Literal["constant", "exponential"]
 
 
 def dropout_scale(schedule: DropoutSchedule, step: int, num_steps: int) -> float:
-    """S(t) of the layer dropout: 1 for a model that is trained already, 2^(t / (T-1)) - 1, from 0 to 1, for one from scratch.
+    """S(t) of the layer dropout: 1 for a model that is trained already, 2^(t / (T-1)) - 1, from 0 to 1, for
+    one from scratch.
 
     A run of one step is its own first step: 0.
     """
@@ -26,15 +29,18 @@ def dropout_scale(schedule: DropoutSchedule, step: int, num_steps: int) -> float
 def dropout_rates(num_layers: int, dropout_max: float, scale: float) -> list[float]:
     """p(l, t) = S(t) * (2^(l / (L-1)) - 1) * p_max for each layer: the share of samples that pass it by.
 
-    From 0 for the first layer to S(t) * p_max for the last; the layer of a model that has one is the first. `scale` is S(t).
+    From 0 for the first layer to S(t) * p_max for the last; the layer of a model that has one is the first.
+    `scale` is S(t).
     """
     return [scale * (2 ** (layer / max(1, num_layers - 1)) - 1) * dropout_max for layer in range(num_layers)]
 
 
 def exit_loss_scales(num_layers: int, exit_loss_scale: float) -> list[float]:
-    """e(l) of the early-exit loss: e_scale * (0 + 1 + .. + l) for l < L-1; e(L-1) = (L-1) + e_scale * (0 + 1 + .. + L-2).
+    """e(l) of the early-exit loss: e_scale * (0 + 1 + .. + l) for l < L-1; e(L-1) = (L-1) + e_scale * (0 + 1
+    + .. + L-2).
 
-    So exit 0 counts for nothing. The exit of a model that has one layer counts 1, where the formula would leave no loss at all.
+    So exit 0 counts for nothing. The exit of a model that has one layer counts 1, where the formula would
+    leave no loss at all.
     """
     last = num_layers - 1
     if last == 0:
@@ -47,7 +53,8 @@ def layers_on(curriculum: Curriculum, num_layers: int, rotation: int, step: int,
     """C(t, l): the exits that learn in this step, ascending. The last layer is always among them.
 
     rotational   every R-th (`rotation`), shifted by one each step: l = t (mod R)
-    gradual      the last at first, and one below it more every T / (2L) steps: all from the middle of the run on
+    gradual      the last at first, and one below it more every T / (2L) steps: all from the middle of the run
+                 on
     all          all, always
     """
     last = num_layers - 1
@@ -75,7 +82,8 @@ class LayerSkipSettings:
     curriculum        which exits learn in a step (`layers_on`); rotation: its R
     dropout_schedule  "constant" for a trained model; "exponential", rising from 0, for one from scratch
     batch_size        examples per step, of all processes together
-    lora_rank         None trains all weights; otherwise only LoRA matrices of this rank on the layers' projections, scaled by lora_alpha / lora_rank
+    lora_rank         None trains all weights; otherwise only LoRA matrices of this rank on the layers'
+                      projections, scaled by lora_alpha / lora_rank
     Raises ValueError for a value outside its range.
     """
 
@@ -92,11 +100,20 @@ class LayerSkipSettings:
         limits: dict[str, tuple[bool, str]] = {
             "dropout_max": (0 <= self.dropout_max <= 1, "between 0 and 1"),
             "exit_loss_scale": (0 <= self.exit_loss_scale <= 1, "between 0 and 1"),
-            "curriculum": (self.curriculum in get_args(Curriculum), f"one of {', '.join(get_args(Curriculum))}"),
+            "curriculum": (
+                self.curriculum in get_args(Curriculum),
+                f"one of {', '.join(get_args(Curriculum))}",
+            ),
             "rotation": (self.rotation >= 1, "at least 1"),
-            "dropout_schedule": (self.dropout_schedule in get_args(DropoutSchedule), f"one of {', '.join(get_args(DropoutSchedule))}"),
+            "dropout_schedule": (
+                self.dropout_schedule in get_args(DropoutSchedule),
+                f"one of {', '.join(get_args(DropoutSchedule))}",
+            ),
             "batch_size": (self.batch_size >= 1, "at least 1"),
-            "lora_rank": (self.lora_rank is None or self.lora_rank >= 1, "at least 1, or None to train all weights"),
+            "lora_rank": (
+                self.lora_rank is None or self.lora_rank >= 1,
+                "at least 1, or None to train all weights",
+            ),
             "lora_alpha": (self.lora_alpha >= 1, "at least 1"),
         }
         for name, (holds, limit) in limits.items():
@@ -105,9 +122,12 @@ class LayerSkipSettings:
 
     def dropout_rates(self, num_layers: int, step: int, num_steps: int) -> list[float]:
         """Of each layer in this step."""
-        return dropout_rates(num_layers, self.dropout_max, dropout_scale(self.dropout_schedule, step, num_steps))
+        return dropout_rates(
+            num_layers, self.dropout_max, dropout_scale(self.dropout_schedule, step, num_steps)
+        )
 
     def exit_weights(self, num_layers: int, step: int, num_steps: int) -> dict[int, float]:
-        """layer -> what the loss of its exit is multiplied by in this step; the last layer is always there."""
+        """layer -> what the loss of its exit is multiplied by in this step; the last layer is always
+        there."""
         on = layers_on(self.curriculum, num_layers, self.rotation, step, num_steps)
         return exit_weights(exit_loss_scales(num_layers, self.exit_loss_scale), on)

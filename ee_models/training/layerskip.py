@@ -1,10 +1,14 @@
-"""The LayerSkip recipe [arXiv 2404.16710, section 4.1]: one model whose every layer can be read through its own final norm and head.
+"""The LayerSkip recipe [arXiv 2404.16710, section 4.1]: one model whose every layer can be read through its
+own final norm and head.
 
-Layers are left out at random, the later the more often, and the hidden states after some of them, other ones each step, are taught to predict
-the next token as the last one does. What comes out is a plain checkpoint of the same architecture.
+Layers are left out at random, the later the more often, and the hidden states after some of them, other ones
+each step, are taught to predict the next token as the last one does. What comes out is a plain checkpoint of
+the same architecture.
 
-Layers are indexed l = 0 .. L-1, as in the paper; arguments and metrics count as the decoder does: exit n reads the hidden state after n layers.
+Layers are indexed l = 0 .. L-1, as in the paper; arguments and metrics count as the decoder does: exit n
+reads the hidden state after n layers.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -34,7 +38,8 @@ from .loop import Metrics
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TOKENS_AT_ONCE = 2048  # whose logits are in memory together: 1 GB in float32 for a vocabulary of 128k, however large the batch
+# whose logits are in memory together: 1 GB in float32 for a vocabulary of 128k, however large the batch
+TOKENS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class Batch:
     """What one process sees in one step.
 
     token_ids, attention_mask   [rows, q_len], padded on the right
-    places, targets             [tokens]: where, in the flattened rows, a response token is predicted, and which
+    places, targets             [tokens]: where, in the flattened rows, a response token is predicted, and
+                                which
     keep                        [layers, rows]: False where a row passes a layer by; None: nowhere
     weights                     layer -> what the loss of its exit is multiplied by
     """
@@ -62,11 +68,19 @@ class ExitLoss(nn.Module):
         """Raises TrainingError for a model that has no `layers` and `norm` under an output embedding."""
         super().__init__()
         self.model: Any = model
-        if not (hasattr(model.base_model, "layers") and hasattr(model.base_model, "norm") and model.get_output_embeddings() is not None):
-            raise TrainingError(f"{type(model).__name__} is not built as Llama is (layers, norm, lm_head); train a Llama, Mistral, Qwen2 or Qwen3 model")
+        if not (
+            hasattr(model.base_model, "layers")
+            and hasattr(model.base_model, "norm")
+            and model.get_output_embeddings() is not None
+        ):
+            raise TrainingError(
+                f"{type(model).__name__} is not built as Llama is (layers, norm, lm_head); train a Llama,"
+                " Mistral, Qwen2 or Qwen3 model"
+            )
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """-> (loss: a scalar, {"loss", "last_loss", "exits_loss"}: the last is the plain mean over early exits, if any are on)."""
+        """-> (loss: a scalar, {"loss", "last_loss", "exits_loss"}: the last is the plain mean over early
+        exits, if any are on)."""
         hidden = self.hidden_after(batch.weights, batch)
         losses = {layer: self._exit_loss(hidden[layer], batch.targets) for layer in batch.weights}
         loss = torch.stack([weight * losses[layer] for layer, weight in batch.weights.items()]).sum()
@@ -77,9 +91,12 @@ class ExitLoss(nn.Module):
         return loss, values
 
     def hidden_after(self, layers: Collection[int], batch: Batch) -> dict[int, Tensor]:
-        """layer -> [tokens, hidden]: what it hands on, at `batch.places`. Not normed yet, the last layer's neither."""
+        """layer -> [tokens, hidden]: what it hands on, at `batch.places`. Not normed yet, the last layer's
+        neither."""
         with _watched(self.model.base_model.layers, batch.keep, layers) as found:
-            self.model.base_model(input_ids=batch.token_ids, attention_mask=batch.attention_mask, use_cache=False)
+            self.model.base_model(
+                input_ids=batch.token_ids, attention_mask=batch.attention_mask, use_cache=False
+            )
         return {layer: hidden.flatten(0, 1)[batch.places] for layer, hidden in found.items()}
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -87,18 +104,24 @@ class ExitLoss(nn.Module):
         return self.model.get_output_embeddings()(self.model.base_model.norm(hidden)).float()
 
     def _exit_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy. Logits are made a few at a time, and made again on the way back, so that no two exits' are ever kept together."""
+        """Mean cross entropy. Logits are made a few at a time, and made again on the way back, so that no two
+        exits' are ever kept together."""
 
         def sum_of(hidden: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(self.logits(hidden), targets, reduction="sum")
 
         parts = zip(hidden.split(TOKENS_AT_ONCE), targets.split(TOKENS_AT_ONCE), strict=True)
-        return torch.stack([recomputed(sum_of, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]).sum() / len(targets)
+        return torch.stack(
+            [recomputed(sum_of, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        ).sum() / len(targets)
 
 
 @contextmanager
-def _watched(layers: nn.ModuleList, keep: Tensor | None, wanted: Collection[int]) -> Iterator[dict[int, Tensor]]:
-    """Inside, layers pass by the rows that `keep` says, and a forward pass leaves the hidden states after the `wanted` layers in the dict."""
+def _watched(
+    layers: nn.ModuleList, keep: Tensor | None, wanted: Collection[int]
+) -> Iterator[dict[int, Tensor]]:
+    """Inside, layers pass by the rows that `keep` says, and a forward pass leaves the hidden states after the
+    `wanted` layers in the dict."""
     found: dict[int, Tensor] = {}
 
     def watch(layer: int) -> Callable[..., Any]:
@@ -124,29 +147,53 @@ class LayerSkipTask:
     """The recipe as a `loop.Task`."""
 
     def __init__(
-        self, model: PreTrainedModel, examples: Sequence[Example], held_out: Sequence[Example], settings: LayerSkipSettings,
-        *, num_steps: int, seed: int = 0, eval_exits: Sequence[int] | None = None
-    ) -> None:  # fmt: skip
-        """model: taken over, and changed in place. num_steps: of the whole run, which schedules are shares of; seed: of all that is random.
+        self,
+        model: PreTrainedModel,
+        examples: Sequence[Example],
+        held_out: Sequence[Example],
+        settings: LayerSkipSettings,
+        *,
+        num_steps: int,
+        seed: int = 0,
+        eval_exits: Sequence[int] | None = None,
+    ) -> None:
+        """model: taken over, and changed in place. num_steps: of the whole run, which schedules are shares
+        of; seed: of all that is random.
 
-        eval_exits: early exits to evaluate, from 1 to L - 1; None for those at a quarter, half and three quarters of the depth.
-        Raises TrainingError for examples, a model or exits that cannot be trained or evaluated.
+        eval_exits: early exits to evaluate, from 1 to L - 1; None for those at a quarter, half and three
+        quarters of the depth. Raises TrainingError for examples, a model or exits that cannot be trained or
+        evaluated.
         """
         self.module = ExitLoss(model)
-        self._examples, self._held_out, self._settings, self._num_steps, self._seed = examples, held_out, settings, num_steps, seed
+        self._examples, self._held_out, self._settings, self._num_steps, self._seed = (
+            examples,
+            held_out,
+            settings,
+            num_steps,
+            seed,
+        )
         self._num_layers = model.config.num_hidden_layers
         quarters = {round(self._num_layers * quarter / 4) for quarter in (1, 2, 3)}
-        self._eval_exits = sorted(set(range(1, self._num_layers)) & quarters if eval_exits is None else set(eval_exits))
+        self._eval_exits = sorted(
+            set(range(1, self._num_layers)) & quarters if eval_exits is None else set(eval_exits)
+        )
         if not all(1 <= layer < self._num_layers for layer in self._eval_exits):
-            raise TrainingError(f"eval_exits is {self._eval_exits}; early exits of this model are 1 to {self._num_layers - 1}")
+            raise TrainingError(
+                f"eval_exits is {self._eval_exits}; early exits of this model are 1 to {self._num_layers - 1}"
+            )
         _check_examples(examples, held_out, model.config.vocab_size)
-        for module in model.modules():  # it would draw from the global generator, and a resumed run would differ
+        for (
+            module
+        ) in model.modules():  # it would draw from the global generator, and a resumed run would differ
             if getattr(module, "attention_dropout", 0.0):
                 setattr(module, "attention_dropout", 0.0)  # noqa: B010, mypy takes it for a submodule
         if settings.lora_rank is not None:
             _add_lora(model, settings.lora_rank, settings.lora_alpha, seed)
         elif any(parameter.dtype != torch.float32 for parameter in model.parameters()):
-            raise TrainingError("training all weights takes them in float32, or small steps round away; mixed_precision=bf16 still multiplies in bfloat16")
+            raise TrainingError(
+                "training all weights takes them in float32, or small steps round away; mixed_precision=bf16"
+                " still multiplies in bfloat16"
+            )
         else:
             model.requires_grad_(True)
         self.module.train()
@@ -155,16 +202,24 @@ class LayerSkipTask:
         return [[parameter for parameter in self.module.parameters() if parameter.requires_grad]]
 
     def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Batch:
-        """As loop.Task has it. Raises TrainingError where there are more processes than examples in a batch."""
+        """As loop.Task has it. Raises TrainingError where there are more processes than examples in a
+        batch."""
         settings = self._settings
         picked = step_indices(len(self._examples), settings.batch_size, step, self._seed, rank, num_ranks)
         if not picked:
-            raise TrainingError(f"batch_size is {settings.batch_size}; it must be at least the number of processes, {num_ranks}")
+            raise TrainingError(
+                f"batch_size is {settings.batch_size}; it must be at least the number of processes,"
+                f" {num_ranks}"
+            )
         rates = settings.dropout_rates(self._num_layers, step, self._num_steps)
         keep = None
         if any(rates):
-            key = hashlib.blake2b(f"layer dropout {self._seed} {step} {rank}".encode(), digest_size=7).digest()
-            drawn = torch.rand(self._num_layers, len(picked), generator=torch.Generator().manual_seed(int.from_bytes(key)))
+            key = hashlib.blake2b(
+                f"layer dropout {self._seed} {step} {rank}".encode(), digest_size=7
+            ).digest()
+            drawn = torch.rand(
+                self._num_layers, len(picked), generator=torch.Generator().manual_seed(int.from_bytes(key))
+            )
             keep = drawn >= torch.tensor(rates)[:, None]
         weights = settings.exit_weights(self._num_layers, step, self._num_steps)
         return collate([self._examples[index] for index in picked], device, keep, weights)
@@ -174,12 +229,15 @@ class LayerSkipTask:
         """Held-out figures, per response token and without dropout; none without held-out examples.
 
         last_loss, exit_<n>_loss   cross entropy in nats
-        exit_<n>_agreement         share of tokens for which the exit's likeliest token is the last layer's: greedy acceptance
+        exit_<n>_agreement         share of tokens for which the exit's likeliest token is the last layer's:
+                                   greedy acceptance
         """
         last, totals, num_tokens = self._num_layers - 1, defaultdict[str, float](float), 0
         for start in range(0, len(self._held_out), self._settings.batch_size):
             batch = collate(self._held_out[start : start + self._settings.batch_size], device)
-            hidden = self.module.hidden_after([last, *(exit_layer - 1 for exit_layer in self._eval_exits)], batch)
+            hidden = self.module.hidden_after(
+                [last, *(exit_layer - 1 for exit_layer in self._eval_exits)], batch
+            )
             num_tokens += len(batch.targets)
             for at in range(0, len(batch.targets), TOKENS_AT_ONCE):
                 part = slice(at, at + TOKENS_AT_ONCE)
@@ -188,12 +246,21 @@ class LayerSkipTask:
                 totals["last_loss"] += float(F.cross_entropy(logits, batch.targets[part], reduction="sum"))
                 for exit_layer in self._eval_exits:
                     logits = self.module.logits(hidden[exit_layer - 1][part])
-                    totals[f"exit_{exit_layer}_loss"] += float(F.cross_entropy(logits, batch.targets[part], reduction="sum"))
+                    totals[f"exit_{exit_layer}_loss"] += float(
+                        F.cross_entropy(logits, batch.targets[part], reduction="sum")
+                    )
                     totals[f"exit_{exit_layer}_agreement"] += float((logits.argmax(-1) == choice).sum())
         return {name: total / num_tokens for name, total in totals.items()}
 
-    def save(self, folder: Path, *, dtype: torch.dtype | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Writes a plain checkpoint to `folder`, LoRA merged, as a whole or not at all; training can go on afterwards.
+    def save(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Writes a plain checkpoint to `folder`, LoRA merged, as a whole or not at all; training can go on
+        afterwards.
 
         dtype: to store in; None for that of training. A checkpoint that is at `folder` is replaced.
         Raises TrainingError if `folder` holds something else, or cannot be written.
@@ -203,11 +270,15 @@ class LayerSkipTask:
         def write(draft: Path) -> None:
             model.save_pretrained(draft, state_dict=_merged(model, stored))
             path = draft / "config.json"
-            config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(stored).removeprefix("torch.")}
+            config = json.loads(path.read_text(encoding="utf-8")) | {
+                "dtype": str(stored).removeprefix("torch.")
+            }
             config.pop("quantization_config", None)  # what was unpacked for training is stored unpacked
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             for weights in draft.glob("*.safetensors"):
-                weights.chmod(path.stat().st_mode)  # safetensors makes its files private, but a model is for all who may read its config
+                weights.chmod(
+                    path.stat().st_mode
+                )  # safetensors makes its files private, but a model is for all who may read its config
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
 
@@ -223,21 +294,42 @@ def load_trainable(path: str | Path, dtype: torch.dtype = torch.float32) -> PreT
 
     folder = Path(open_checkpoint(path).path)
     if not folder.is_dir():
-        raise TrainingError(f"{folder} is a GGUF file, whose weights are rounded; train the safetensors checkpoint that it was made from")
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True)
+        raise TrainingError(
+            f"{folder} is a GGUF file, whose weights are rounded; train the safetensors checkpoint that it"
+            " was made from"
+        )
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+    )
 
 
-def collate(examples: Sequence[Example], device: torch.device, keep: Tensor | None = None, weights: dict[int, float] | None = None) -> Batch:
+def collate(
+    examples: Sequence[Example],
+    device: torch.device,
+    keep: Tensor | None = None,
+    weights: dict[int, float] | None = None,
+) -> Batch:
     """Rows padded on the right to the longest, on `device`; only response tokens are targets."""
-    token_ids = pad_sequence([torch.tensor(example.token_ids) for example in examples], batch_first=True)  # with token 0, which nothing looks at
+    token_ids = pad_sequence(
+        [torch.tensor(example.token_ids) for example in examples], batch_first=True
+    )  # with token 0, which nothing looks at
     position = torch.arange(token_ids.shape[1])
     ends = torch.tensor([len(example.token_ids) for example in examples])[:, None]
-    starts = torch.tensor([max(1, example.prompt_len) for example in examples])[:, None]  # nothing predicts the first token
+    starts = torch.tensor([max(1, example.prompt_len) for example in examples])[
+        :, None
+    ]  # nothing predicts the first token
     predicts = (position >= starts - 1) & (position < ends - 1)
     targets = token_ids.roll(-1, dims=1)[predicts]
     places = predicts.flatten().nonzero()[:, 0]
     mask = (position < ends).long().to(device)
-    return Batch(token_ids.to(device), mask, places.to(device), targets.to(device), None if keep is None else keep.to(device), weights or {})
+    return Batch(
+        token_ids.to(device),
+        mask,
+        places.to(device),
+        targets.to(device),
+        None if keep is None else keep.to(device),
+        weights or {},
+    )
 
 
 def _check_examples(examples: Sequence[Example], held_out: Sequence[Example], vocab_size: int) -> None:
@@ -246,9 +338,15 @@ def _check_examples(examples: Sequence[Example], held_out: Sequence[Example], vo
     for kind, group in (("training", examples), ("held-out", held_out)):
         for index, example in enumerate(group):
             if (size := len(example.token_ids)) <= max(1, example.prompt_len):
-                raise TrainingError(f"{kind} example {index} has {size} tokens, {example.prompt_len} of them prompt: none is left to predict; leave it out")
+                raise TrainingError(
+                    f"{kind} example {index} has {size} tokens, {example.prompt_len} of them prompt: none is"
+                    " left to predict; leave it out"
+                )
             if not 0 <= min(example.token_ids) <= max(example.token_ids) < vocab_size:
-                raise TrainingError(f"{kind} example {index} has tokens outside 0 to {vocab_size - 1}; it was made with another model's tokenizer")
+                raise TrainingError(
+                    f"{kind} example {index} has tokens outside 0 to {vocab_size - 1}; it was made with"
+                    " another model's tokenizer"
+                )
 
 
 def _add_lora(model: PreTrainedModel, rank: int, alpha: int, seed: int) -> None:
@@ -256,20 +354,34 @@ def _add_lora(model: PreTrainedModel, rank: int, alpha: int, seed: int) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise TrainingError(f"lora_rank is {rank}, which needs peft: install it, or set lora_rank to None to train all weights") from error
+        raise TrainingError(
+            f"lora_rank is {rank}, which needs peft: install it, or set lora_rank to None to train all"
+            " weights"
+        ) from error
     head = model.get_output_embeddings()
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
         torch.manual_seed(seed)
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=sorted(names)), model)
+        inject_adapter_in_model(
+            LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=sorted(names)), model
+        )
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # whatever the frozen weights are stored in
 
 
 def _merged(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All weights by their names in a plain checkpoint, on the CPU; tied ones once. The model is left as it is."""
-    lora: dict[str, Any] = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    """All weights by their names in a plain checkpoint, on the CPU; tied ones once. The model is left as it
+    is."""
+    lora: dict[str, Any] = {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
     state = {}
     for name, parameter in model.named_parameters():
         name = name.replace(".base_layer.", ".")
@@ -280,8 +392,13 @@ def _merged(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Calls `write` with an empty folder beside `folder`, then moves it into place, and what was there away."""
-    if folder.exists() and not (folder / "config.json").is_file() and (not folder.is_dir() or any(folder.iterdir())):
+    """Calls `write` with an empty folder beside `folder`, then moves it into place, and what was there
+    away."""
+    if (
+        folder.exists()
+        and not (folder / "config.json").is_file()
+        and (not folder.is_dir() or any(folder.iterdir()))
+    ):
         raise TrainingError(f"{folder} exists and is no checkpoint; choose another folder, or remove it")
     draft, former = (folder.with_name(f".{folder.name}.{kind}.{os.getpid()}") for kind in ("draft", "former"))
     try:
@@ -291,7 +408,9 @@ def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
             os.replace(folder, former)
         os.replace(draft, folder)
     except (OSError, SafetensorError) as error:
-        raise TrainingError(f"cannot write {folder}: {error}; free some space, or choose another folder") from error
+        raise TrainingError(
+            f"cannot write {folder}: {error}; free some space, or choose another folder"
+        ) from error
     finally:
         if former.exists() and not folder.exists():
             os.replace(former, folder)

@@ -1,8 +1,9 @@
 """The loop that both recipes share: steps, learning rate, evaluation, checkpoints that survive a kill.
 
-Everything random is a function of (seed, step), so a run that is resumed from a checkpoint gives the same weights as one
-that was never interrupted. Devices, processes and mixed precision are accelerate's work.
+Everything random is a function of (seed, step), so a run that is resumed from a checkpoint gives the same
+weights as one that was never interrupted. Devices, processes and mixed precision are accelerate's work.
 """
+
 from __future__ import annotations
 
 import json
@@ -36,11 +37,12 @@ Metrics = dict[str, float]
 class LoopSettings:
     """How long and how fast. Steps are optimizer steps.
 
-    warmup           share of the steps over which the learning rate rises from 0; it then falls along a cosine to
-                     `final_lr` times its peak
+    warmup           share of the steps over which the learning rate rises from 0; it then falls along a
+                     cosine to `final_lr` times its peak
     max_grad_norm    of each parameter group's gradient
     eval_every, checkpoint_every   in steps; the last step always does both
-    mixed_precision  "bf16": matrix products in bfloat16, weights and their sums in float32; "no": all in float32
+    mixed_precision  "bf16": matrix products in bfloat16, weights and their sums in float32; "no": all in
+                     float32
     """
 
     num_steps: int
@@ -61,14 +63,17 @@ class LoopSettings:
         if step < num_warmup:
             return self.learning_rate * (step + 1) / num_warmup
         done = (step - num_warmup) / max(1, self.num_steps - num_warmup)
-        return self.learning_rate * (self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+        return self.learning_rate * (
+            self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
+        )
 
 
 class Task(Protocol):
-    """What is trained, on what. `module.forward(batch)` returns (loss, metrics): a scalar and a dict of scalar tensors.
+    """What is trained, on what. `module.forward(batch)` returns (loss, metrics): a scalar and a dict of
+    scalar tensors.
 
-    parameter_groups   parameters that are clipped together: one group per exit, so that exits trained together get the
-                       weights that each would have got alone
+    parameter_groups   parameters that are clipped together: one group per exit, so that exits trained
+                       together get the weights that each would have got alone
     """
 
     @property
@@ -77,7 +82,8 @@ class Task(Protocol):
     def parameter_groups(self) -> list[list[nn.Parameter]]: ...
 
     def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Any:
-        """What process `rank` of `num_ranks` sees in optimizer step `step`: a function of these and the seed alone."""
+        """What process `rank` of `num_ranks` sees in optimizer step `step`: a function of these and the seed
+        alone."""
 
     def evaluate(self, device: torch.device) -> Metrics:
         """On what training never sees."""
@@ -92,7 +98,16 @@ class Outcome:
     metrics: Metrics
 
 
-def train(task: Task, settings: LoopSettings, folder: Path, identity: str, *, cpu: bool, resume: bool, progress: bool = True) -> Outcome:
+def train(
+    task: Task,
+    settings: LoopSettings,
+    folder: Path,
+    identity: str,
+    *,
+    cpu: bool,
+    resume: bool,
+    progress: bool = True,
+) -> Outcome:
     """Trains `task` to the last step; checkpoints and a log of evaluations go to `folder`.
 
     identity   tells this run from any other: a checkpoint is resumed only if it was written under the same
@@ -108,7 +123,10 @@ def train(task: Task, settings: LoopSettings, folder: Path, identity: str, *, cp
     module = accelerator.prepare(task.module)
     groups = task.parameter_groups()
     optimizer = torch.optim.AdamW(
-        [{"params": group} for group in groups], lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay
+        [{"params": group} for group in groups],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
     )
     task.module.train()
     step = _restore(task.module, optimizer, folder / CHECKPOINT, identity, resume)
@@ -118,17 +136,25 @@ def train(task: Task, settings: LoopSettings, folder: Path, identity: str, *, cp
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate_at(step)
             with accelerator.autocast():
-                loss, values = module(task.batch(step, accelerator.process_index, accelerator.num_processes, accelerator.device))
+                loss, values = module(
+                    task.batch(step, accelerator.process_index, accelerator.num_processes, accelerator.device)
+                )
             if not bool(torch.isfinite(loss)):
                 raise _diverged(f"the loss of step {step} is {float(loss.detach())}")
             accelerator.backward(loss)
-            norms = [torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm) for parameters in groups]
-            if not bool(torch.isfinite(torch.stack(norms)).all()):  # before it can reach the weights, and with them a checkpoint
+            norms = [
+                torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm) for parameters in groups
+            ]
+            if not bool(
+                torch.isfinite(torch.stack(norms)).all()
+            ):  # before it can reach the weights, and with them a checkpoint
                 raise _diverged(f"the gradient of step {step} is not finite")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
-            bar.set_postfix_str(" ".join(f"{name} {float(value):.3g}" for name, value in values.items()), refresh=False)
+            bar.set_postfix_str(
+                " ".join(f"{name} {float(value):.3g}" for name, value in values.items()), refresh=False
+            )
             bar.update()
             if step == settings.num_steps or step % settings.eval_every == 0:
                 metrics = _evaluate(task, accelerator)
@@ -147,7 +173,8 @@ def _diverged(what: str) -> TrainingError:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls `write` with a path beside `path`, then moves what it wrote into place: `path` is never half-written.
+    """Calls `write` with a path beside `path`, then moves what it wrote into place: `path` is never
+    half-written.
 
     Raises TrainingError if the disk is full or not writable; what was at `path` is then still there.
     """
@@ -160,7 +187,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         with suppress(OSError):
             draft.unlink()
         kept = "; the previous one is unharmed" if path.exists() else ""
-        raise TrainingError(f"cannot write {path}: {error}{kept}; free some space, or choose another folder") from error
+        raise TrainingError(
+            f"cannot write {path}: {error}{kept}; free some space, or choose another folder"
+        ) from error
 
 
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -172,31 +201,45 @@ def _save(module: nn.Module, optimizer: torch.optim.Optimizer, path: Path, ident
     tensors: dict[str, Tensor] = {}
     for name, parameter in _trainable(module).items():
         tensors[name] = parameter.detach().contiguous()
-        tensors |= {f"{name}:{moment}": optimizer.state[parameter][moment].contiguous() for moment in ("exp_avg", "exp_avg_sq")}
+        tensors |= {
+            f"{name}:{moment}": optimizer.state[parameter][moment].contiguous()
+            for moment in ("exp_avg", "exp_avg_sq")
+        }
     write_atomically(path, lambda draft: save_file(tensors, draft, {"identity": identity, "step": str(step)}))
 
 
-def _restore(module: nn.Module, optimizer: torch.optim.Optimizer, path: Path, identity: str, resume: bool) -> int:
+def _restore(
+    module: nn.Module, optimizer: torch.optim.Optimizer, path: Path, identity: str, resume: bool
+) -> int:
     """Loads the checkpoint at `path` -> the steps that it has behind it; 0 if there is none."""
     if not path.exists():
         return 0
     if not resume:
-        raise TrainingError(f"{path} exists: set output.resume=true to go on from it, output.overwrite=true to start anew, or choose another output.path")
+        raise TrainingError(
+            f"{path} exists: set output.resume=true to go on from it, output.overwrite=true to start anew, or"
+            " choose another output.path"
+        )
     try:
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
             if about.get("identity") != identity:
                 raise TrainingError(
-                    f"{path} belongs to another run (other data, model or settings); set output.overwrite=true to start anew, or choose another output.path"
+                    f"{path} belongs to another run (other data, model or settings); set"
+                    " output.overwrite=true to start anew, or choose another output.path"
                 )
             step = int(about["step"])
             with torch.no_grad():
                 for name, parameter in _trainable(module).items():
                     parameter.copy_(file.get_tensor(name))
-                    moments = {moment: file.get_tensor(f"{name}:{moment}").to(parameter.device) for moment in ("exp_avg", "exp_avg_sq")}
+                    moments = {
+                        moment: file.get_tensor(f"{name}:{moment}").to(parameter.device)
+                        for moment in ("exp_avg", "exp_avg_sq")
+                    }
                     optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
     except (SafetensorError, OSError, KeyError) as error:
-        raise TrainingError(f"{path} cannot be read ({error}); set output.overwrite=true to start anew") from error
+        raise TrainingError(
+            f"{path} cannot be read ({error}); set output.overwrite=true to start anew"
+        ) from error
     return step
 
 
@@ -216,10 +259,24 @@ def _log(folder: Path, step: int, metrics: Metrics, accelerator: Accelerator, ba
         with (folder / LOG).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
     except OSError as error:
-        raise TrainingError(f"cannot write {folder / LOG}: {error}; free some space, and go on with output.resume=true") from error
-    bar.write(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()), file=sys.stderr)
+        raise TrainingError(
+            f"cannot write {folder / LOG}: {error}; free some space, and go on with output.resume=true"
+        ) from error
+    bar.write(
+        f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()),
+        file=sys.stderr,
+    )
 
 
 def _bar(total: int, done: int, progress: bool) -> tqdm[Any]:
     interval = 0.5 if sys.stderr.isatty() else 30.0
-    return tqdm(total=total, initial=done, desc="training", unit="step", disable=not progress, mininterval=interval, file=sys.stderr, dynamic_ncols=True)
+    return tqdm(
+        total=total,
+        initial=done,
+        desc="training",
+        unit="step",
+        disable=not progress,
+        mininterval=interval,
+        file=sys.stderr,
+        dynamic_ncols=True,
+    )

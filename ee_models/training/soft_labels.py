@@ -1,8 +1,10 @@
 """Soft-label cross-entropy through a frozen head, without ever holding the logits of all places.
 
-For a vocabulary of 49k a few thousand places take gigabytes of logits, several times over. Here a bounded number of places
-is worked through at a time, forward and backward at once: the gradient of the loss by the logits is simply q - p.
+For a vocabulary of 49k a few thousand places take gigabytes of logits, several times over. Here a bounded
+number of places is worked through at a time, forward and backward at once: the gradient of the loss by the
+logits is simply q - p.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -15,7 +17,8 @@ _PLACES = 512  # at a time: 17 MB of float32 for 8k tokens, which a CPU's cache 
 
 
 def soft_label_loss(normed: Tensor, final: Tensor, head: Tensor) -> Tensor:
-    """Mean over places of -sum_v p(v) log q(v), in nats; p = softmax(final · head), q = softmax(normed · head).
+    """Mean over places of -sum_v p(v) log q(v), in nats; p = softmax(final · head), q = softmax(normed ·
+    head).
 
     normed [places, hidden] gets a gradient; final [places, hidden] and head [vocab, hidden] are constants.
     """

@@ -1,8 +1,9 @@
 """The frozen trunk's hidden states at the exits' layers: computed once, kept on disk, read in any order.
 
-The trunk never changes while adapters are trained, so a second epoch over states costs a fraction of the first. What is
-kept takes (number of exits + 1) * hidden_size * 2 bytes per token.
+The trunk never changes while adapters are trained, so a second epoch over states costs a fraction of the
+first. What is kept takes (number of exits + 1) * hidden_size * 2 bytes per token.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -33,8 +34,10 @@ _BLOCK_SIZE = 16
 
 
 def trunk_states(decoder: Decoder, layers: Sequence[int], examples: Sequence[Example]) -> dict[str, Tensor]:
-    """Hidden states of all tokens, packed example after example: "layer<l>" after l layers, and "final" after the final
-    norm, which the head turns into the full model's logits. Each [tokens, hidden] bfloat16 on the decoder's device."""
+    """Hidden states of all tokens, packed example after example: "layer<l>" after l layers, and "final" after
+    the final norm, which the head turns into the full model's logits. Each [tokens, hidden] bfloat16 on the
+    decoder's device.
+    """
     if not examples:
         raise ValueError("trunk_states needs at least one example")
     device = decoder.device
@@ -44,31 +47,70 @@ def trunk_states(decoder: Decoder, layers: Sequence[int], examples: Sequence[Exa
     rows = torch.repeat_interleave(torch.arange(len(examples)), lengths).to(device)
     positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).to(device)
     cu_q_lens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(device)
-    view = BatchView(positions, packed_slots_of(tables, rows, positions, _BLOCK_SIZE), tables, cu_q_lens, int(lengths.max()), int(lengths.max()))
+    view = BatchView(
+        positions,
+        packed_slots_of(tables, rows, positions, _BLOCK_SIZE),
+        tables,
+        cu_q_lens,
+        int(lengths.max()),
+        int(lengths.max()),
+    )
     config = decoder.config
-    kv = PagedKV(config.num_layers, tables.numel(), _BLOCK_SIZE, config.num_kv_heads, config.head_dim, decoder.dtype, device)
-    hidden = decoder.embed(torch.tensor([token for example in examples for token in example.token_ids], device=device))
+    kv = PagedKV(
+        config.num_layers,
+        tables.numel(),
+        _BLOCK_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        decoder.dtype,
+        device,
+    )
+    hidden = decoder.embed(
+        torch.tensor([token for example in examples for token in example.token_ids], device=device)
+    )
     states, lo = {}, 0
     for hi in sorted(layers):
         hidden = decoder.run_layers(hidden, lo, hi, kv, view)
         states[f"layer{hi}"] = hidden.to(torch.bfloat16, copy=True)
         lo = hi
-    states[FINAL] = decoder.normed(decoder.run_layers(hidden, lo, config.num_layers, kv, view)).to(torch.bfloat16)
+    states[FINAL] = decoder.normed(decoder.run_layers(hidden, lo, config.num_layers, kv, view)).to(
+        torch.bfloat16
+    )
     return states
 
 
 class StateStore:
-    """Hidden states of `examples` in `folder`: for every 128 of them a folder with a file per exit and one of the final
-    states. Those that are there already, from whatever run, are not computed again."""
+    """Hidden states of `examples` in `folder`: for every 128 of them a folder with a file per exit and one of
+    the final states. Those that are there already, from whatever run, are not computed again."""
 
-    def __init__(self, folder: Path, decoder: Decoder, layers: Sequence[int], examples: Sequence[Example], model: str, *, progress: bool = True) -> None:
-        """`model` tells the trunk and its dtype from others. Raises TrainingError if the disk is full; what is written stays of use."""
+    def __init__(
+        self,
+        folder: Path,
+        decoder: Decoder,
+        layers: Sequence[int],
+        examples: Sequence[Example],
+        model: str,
+        *,
+        progress: bool = True,
+    ) -> None:
+        """`model` tells the trunk and its dtype from others. Raises TrainingError if the disk is full; what
+        is written stays of use."""
         self._names = [*(f"layer{layer}" for layer in sorted(layers)), FINAL]
         self._files: dict[Path, Any] = {}
         self._places: list[tuple[Path, int, int]] = []
-        shards = [examples[start : start + _EXAMPLES_PER_SHARD] for start in range(0, len(examples), _EXAMPLES_PER_SHARD)]
+        shards = [
+            examples[start : start + _EXAMPLES_PER_SHARD]
+            for start in range(0, len(examples), _EXAMPLES_PER_SHARD)
+        ]
         interval = 0.5 if sys.stderr.isatty() else 30.0
-        with tqdm(total=len(examples), desc="hidden states", unit="example", disable=not progress, mininterval=interval, file=sys.stderr) as bar:
+        with tqdm(
+            total=len(examples),
+            desc="hidden states",
+            unit="example",
+            disable=not progress,
+            mininterval=interval,
+            file=sys.stderr,
+        ) as bar:
             for shard in shards:
                 path = folder / _identity(model, shard)
                 missing = [name for name in self._names if not (path / f"{name}.safetensors").exists()]
@@ -81,20 +123,26 @@ class StateStore:
                 bar.update(len(shard))
 
     def read(self, index: int) -> dict[str, Tensor]:
-        """The states of example `index`, each [tokens, hidden] bfloat16, on the CPU. Raises TrainingError for a damaged file."""
+        """The states of example `index`, each [tokens, hidden] bfloat16, on the CPU. Raises TrainingError for
+        a damaged file."""
         folder, start, stop = self._places[index]
         return {name: self._read(folder, name)[start:stop] for name in self._names}
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
-            self._files[path] = safe_open(path, "pt").__enter__()  # mapped into memory for as long as the store lives
+            self._files[path] = safe_open(
+                path, "pt"
+            ).__enter__()  # mapped into memory for as long as the store lives
         return self._files[path]
 
     def _read(self, folder: Path, name: str) -> Any:
         try:
             return self._open(folder / f"{name}.safetensors").get_slice(name)
         except (OSError, SafetensorError) as error:
-            raise TrainingError(f"{folder / name}.safetensors is damaged ({error}); delete it, and go on with output.resume=true") from error
+            raise TrainingError(
+                f"{folder / name}.safetensors is damaged ({error}); delete it, and go on with"
+                " output.resume=true"
+            ) from error
 
 
 def _write(folder: Path, names: Sequence[str], decoder: Decoder, shard: Sequence[Example]) -> None:
@@ -107,7 +155,10 @@ def _write(folder: Path, names: Sequence[str], decoder: Decoder, shard: Sequence
         taken = order[-max(1, _TOKENS_PER_PASS // longest) :]
         del order[-len(taken) :]
         states = trunk_states(decoder, layers, [shard[i] for i in taken])
-        split = {name: tensor.cpu().split([len(shard[i].token_ids) for i in taken]) for name, tensor in states.items()}
+        split = {
+            name: tensor.cpu().split([len(shard[i].token_ids) for i in taken])
+            for name, tensor in states.items()
+        }
         for place, i in enumerate(taken):
             parts[i] = {name: pieces[place] for name, pieces in split.items()}
     for name in names:
@@ -125,4 +176,3 @@ def _identity(model: str, shard: Sequence[Example]) -> str:
     for example in shard:
         digest.update(torch.tensor([len(example.token_ids), *example.token_ids]).numpy().tobytes())
     return digest.hexdigest()
-

@@ -1,4 +1,6 @@
-"""The command line, one module per command. Everything heavy is imported when a command runs, so that `--help` answers at once."""
+"""The command line, one module per command. Everything heavy is imported when a command runs, so that
+`--help` answers at once."""
+
 from __future__ import annotations
 
 import argparse
@@ -12,7 +14,8 @@ from .common import BROKEN_PIPE, INTERRUPTED, USER_ERROR
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code (docs/jobs.md). HISPEC_DEBUG=1 lets errors through, with their traceback."""
+    """Runs a command and returns its exit code (docs/jobs.md). HISPEC_DEBUG=1 lets errors through, with their
+    traceback."""
     options = _parser().parse_args(arguments)
     debug = os.environ.get("HISPEC_DEBUG", "") not in ("", "0")
     try:
@@ -43,7 +46,9 @@ def _is_users(error: Exception) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hispec", description="Early-exit hierarchical speculative decoding.")
+    parser = argparse.ArgumentParser(
+        prog="hispec", description="Early-exit hierarchical speculative decoding."
+    )
     parser.add_argument("--version", action="version", version=f"hispec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (run, generate, bench, profile, simulate, report, train, fetch):

@@ -1,4 +1,5 @@
 """hispec fetch: a known model."""
+
 from __future__ import annotations
 
 import argparse
@@ -8,7 +9,9 @@ from .common import OK
 
 
 def add(commands: Any) -> None:
-    fetch = commands.add_parser("fetch", help="get a model", description="Download and convert a known model; prints its folder.")
+    fetch = commands.add_parser(
+        "fetch", help="get a model", description="Download and convert a known model; prints its folder."
+    )
     fetch.add_argument("name", metavar="NAME", help="such as smollm2")
     fetch.add_argument("--force", action="store_true", help="do it again even if it is there")
     fetch.set_defaults(command=_fetch)

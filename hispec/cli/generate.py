@@ -1,4 +1,5 @@
 """hispec generate: one prompt, streamed."""
+
 from __future__ import annotations
 
 import argparse
@@ -14,12 +15,19 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     generate = commands.add_parser(
-        "generate", help="answer one prompt", description="Stream the answer to one prompt. Without --draft-layer, decoding is plain."
+        "generate",
+        help="answer one prompt",
+        description="Stream the answer to one prompt. Without --draft-layer, decoding is plain.",
     )
     generate.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
     generate.add_argument("--model", help="a name that `hispec fetch` knows, a hub id, or a folder")
     add_preset(generate)
-    generate.add_argument("--chat", action=argparse.BooleanOptionalAction, default=True, help="put the prompt into the model's chat template (default: yes)")
+    generate.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="put the prompt into the model's chat template (default: yes)",
+    )
     generate.add_argument("--draft-layer", type=int, metavar="D", help="draft with layers [0, D)")
     generate.add_argument("--check-layer", type=int, metavar="C", help="check drafts with layers [D, C)")
     generate.add_argument("--num-draft-tokens", type=int, metavar="K", help="tokens per draft cycle")
@@ -37,11 +45,20 @@ def _generate(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     from ..llm import LLM
 
-    llm = LLM(config.model, speculative=config.speculative, scheduling=config.scheduling, **config.engine.model_dump())
+    llm = LLM(
+        config.model,
+        speculative=config.speculative,
+        scheduling=config.scheduling,
+        **config.engine.model_dump(),
+    )
     try:
         arrivals: list[tuple[float, int]] = []  # seconds since the start, tokens
         started = time.perf_counter()
-        for delta in llm.stream([{"role": "user", "content": prompt}] if options.chat else prompt, config.sampling, chat=options.chat):
+        for delta in llm.stream(
+            [{"role": "user", "content": prompt}] if options.chat else prompt,
+            config.sampling,
+            chat=options.chat,
+        ):
             arrivals.append((time.perf_counter() - started, len(delta.token_ids)))
             print(delta.text, end="", flush=True)
             if delta.error is not None:
@@ -68,8 +85,12 @@ def _generate_config(options: argparse.Namespace) -> RunConfig:
         num_draft_tokens=options.num_draft_tokens,
         num_checks=options.num_checks,
     )
-    sampling = given(max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed)
-    values: dict[str, Any] = {} if options.preset is None else load_preset(options.preset).model_dump(exclude_unset=True)
+    sampling = given(
+        max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed
+    )
+    values: dict[str, Any] = (
+        {} if options.preset is None else load_preset(options.preset).model_dump(exclude_unset=True)
+    )
     values |= given(model=options.model, speculative=speculative or None)
     values["engine"] = {**values.get("engine", {}), "max_num_seqs": 1}
     values["sampling"] = {"max_tokens": 256, "temperature": 0.0, **values.get("sampling", {}), **sampling}
@@ -77,8 +98,11 @@ def _generate_config(options: argparse.Namespace) -> RunConfig:
     return build(RunConfig, values)
 
 
-def _print_generate_stats(arrivals: list[tuple[float, int]], stats: dict[str, Any], config: RunConfig) -> None:
-    """One line. The speed is that after the first tokens: before them lie the prompt and, the first time, compiling."""
+def _print_generate_stats(
+    arrivals: list[tuple[float, int]], stats: dict[str, Any], config: RunConfig
+) -> None:
+    """One line. The speed is that after the first tokens: before them lie the prompt and, the first time,
+    compiling."""
     from ..jobs.rates import Rates
 
     rates = Rates.of(stats, config.speculative)

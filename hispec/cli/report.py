@@ -1,4 +1,5 @@
 """hispec report: what a trace says."""
+
 from __future__ import annotations
 
 import argparse
@@ -13,10 +14,19 @@ def add(commands: Any) -> None:
     report = commands.add_parser(
         "report",
         help="show what an engine decided and did",
-        description="Sum up a trace (engine.trace=FILE) and draw it: plans, speed, acceptance and load over time (docs/control.md).",
+        description=(
+            "Sum up a trace (engine.trace=FILE) and draw it: plans, speed, acceptance and load over time"
+            " (docs/control.md)."
+        ),
     )
     report.add_argument("trace", type=Path, metavar="TRACE")
-    report.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="the picture (default: beside the trace, with the suffix .png)")
+    report.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE.png",
+        help="the picture (default: beside the trace, with the suffix .png)",
+    )
     report.add_argument("--json", type=Path, metavar="FILE", help="write the summary as JSON")
     report.set_defaults(command=_report)
 
@@ -38,7 +48,9 @@ def _report(options: argparse.Namespace) -> int:
     summary = summarize(trace)
     print_report(summary)
     if options.json is not None:
-        write_atomically(options.json, (json.dumps(summary, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        write_atomically(
+            options.json, (json.dumps(summary, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        )
     if has_matplotlib():
         draw_trace(trace, picture)
         print(f"drawn: {picture}")
@@ -63,6 +75,8 @@ def _check_targets(trace: Path, picture: Path, summary: Path | None) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{flag}: cannot write to {path.parent}: {error.strerror}; choose another place") from None
+            raise ConfigError(
+                f"{flag}: cannot write to {path.parent}: {error.strerror}; choose another place"
+            ) from None
     if summary is not None and summary.absolute() == picture.absolute():
         raise ConfigError(f"-o and --json both name {picture}; give each a path of its own")

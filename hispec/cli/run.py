@@ -1,4 +1,5 @@
 """hispec run: an offline job."""
+
 from __future__ import annotations
 
 import argparse
@@ -9,7 +10,9 @@ from .common import ALL_FAILED, OK, add_preset, add_set
 
 
 def add(commands: Any) -> None:
-    run = commands.add_parser("run", help="run an offline job", description="Run the job of a YAML file (docs/jobs.md).")
+    run = commands.add_parser(
+        "run", help="run an offline job", description="Run the job of a YAML file (docs/jobs.md)."
+    )
     run.add_argument("job", type=Path, metavar="JOB.yaml")
     add_preset(run)
     add_set(run)

@@ -1,4 +1,5 @@
 """hispec train: exits for a model."""
+
 from __future__ import annotations
 
 import argparse
@@ -9,10 +10,16 @@ from .common import OK, add_set
 
 
 def add(commands: Any) -> None:
-    train = commands.add_parser("train", help="train exits", description="Train exits, or a LayerSkip model, as a YAML file says (docs/training.md).")
+    train = commands.add_parser(
+        "train",
+        help="train exits",
+        description="Train exits, or a LayerSkip model, as a YAML file says (docs/training.md).",
+    )
     train.add_argument("config", type=Path, metavar="CONFIG.yaml")
     add_set(train)
-    train.add_argument("--only-data", action="store_true", help="write prompts and answers, and stop before training")
+    train.add_argument(
+        "--only-data", action="store_true", help="write prompts and answers, and stop before training"
+    )
     train.add_argument("--no-progress", action="store_true", help="no progress bars")
     train.set_defaults(command=_train)
 

@@ -1,4 +1,5 @@
 """Frozen, validated settings: how the engine runs, how it speculates, and in which order it serves."""
+
 from .base import Settings
 from .engine import EngineConfig
 from .plan import PLAIN, Plan

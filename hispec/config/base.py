@@ -1,4 +1,5 @@
 """The base of all settings, and what fields are made of."""
+
 from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar

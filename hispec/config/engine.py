@@ -1,4 +1,5 @@
 """How the engine runs."""
+
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -13,24 +14,30 @@ class EngineConfig(Settings):
 
     dtype                   "auto" = float32 on a CPU, the checkpoint's own on a GPU
     device                  "auto" = a GPU if there is one
-    quantization            "int8" or "int4" weights, exits and draft models included: another, smaller model [torchao]; None = as stored
+    quantization            "int8" or "int4" weights, exits and draft models included: another, smaller model
+                            [torchao]; None = as stored
     max_num_seqs            rows of a round at most: requests that run together
     max_model_len           prompt + output of one request at most; None = the model's own limit
     block_size              positions per KV block
-    num_kv_blocks           None = enough for max_num_seqs requests of max_model_len, within half of the free memory; on a GPU within what a
-                            trial run of the largest passes leaves free
+    num_kv_blocks           None = enough for max_num_seqs requests of max_model_len, within half of the free
+                            memory; on a GPU within what a trial run of the largest passes leaves free
     gpu_memory_utilization  share of a GPU's free memory that may be used, weights not counted
     max_prefill_tokens      prompt positions computed per step at most (chunked prefill)
     enable_prefix_caching   reuse KV blocks of equal prefixes
     attention               "auto", or a backend by name
     seed                    base of the seeds of requests that bring none
-    graphs                  on a GPU, whether rounds are captured as CUDA graphs at all, those of plain decoding included
-    exact_verify            on a GPU, kernels that compute a token alike whatever else is in the pass, so that speculative and plain output agree
-                            bit for bit; slower. On a CPU in float32 it is so anyway
-    max_graphs              graphs kept, one per plan, number of rows, length of context and way of sampling; the least recently used makes room
+    graphs                  on a GPU, whether rounds are captured as CUDA graphs at all, those of plain
+                            decoding included
+    exact_verify            on a GPU, kernels that compute a token alike whatever else is in the pass, so that
+                            speculative and plain output agree bit for bit; slower. On a CPU in float32 it is
+                            so anyway
+    max_graphs              graphs kept, one per plan, number of rows, length of context and way of sampling;
+                            the least recently used makes room
     max_graph_bytes         GPU memory kept free for them
-    trace                   file that decisions, rounds and requests are recorded in, one JSON object per line, for `hispec report` and `hispec simulate`
-    warm_up                 capture all graphs when the engine starts, the largest first, instead of each when it is first needed
+    trace                   file that decisions, rounds and requests are recorded in, one JSON object per
+                            line, for `hispec report` and `hispec simulate`
+    warm_up                 capture all graphs when the engine starts, the largest first, instead of each when
+                            it is first needed
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

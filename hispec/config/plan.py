@@ -1,4 +1,5 @@
 """What one round does."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -8,13 +9,16 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Plan:
-    """What one round does (design: D, C, K, R). `PLAIN` is plain decoding: the same round with two tiers left out.
+    """What one round does (design: D, C, K, R). `PLAIN` is plain decoding: the same round with two tiers left
+    out.
 
-    draft_layer        D: the draft tier runs layers [0, D); 0 = the drafter is outside of the trunk, and the next tier begins at the embedding
+    draft_layer        D: the draft tier runs layers [0, D); 0 = the drafter is outside of the trunk, and the
+                       next tier begins at the embedding
     check_layer        C: the check tier runs layers [D, C); None = no check tier
     num_draft_tokens   K: tokens drafted per draft cycle, one after the other
     num_checks         R: draft cycles, each ended by a check, before one verify (1 without a check tier)
-    num_branches       B: chains of K drafts per cycle, that begin with the drafter's B likeliest tokens; 1 = one chain
+    num_branches       B: chains of K drafts per cycle, that begin with the drafter's B likeliest tokens; 1 =
+                       one chain
     """
 
     draft_layer: int = 0
@@ -25,15 +29,22 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.check_layer is not None and self.num_draft_tokens < 1:
-            raise ConfigError("a check tier needs num_draft_tokens >= 1; leave `check` out for plain decoding")
+            raise ConfigError(
+                "a check tier needs num_draft_tokens >= 1; leave `check` out for plain decoding"
+            )
         if self.num_draft_tokens == 0 and self.draft_layer != 0:
-            raise ConfigError(f"draft_layer={self.draft_layer} needs num_draft_tokens >= 1; plain decoding has draft_layer=0")
+            raise ConfigError(
+                f"draft_layer={self.draft_layer} needs num_draft_tokens >= 1; plain decoding has"
+                " draft_layer=0"
+            )
         if self.check_layer is not None and self.check_layer < self.draft_layer:
             raise ConfigError(f"check_layer={self.check_layer} lies below draft_layer={self.draft_layer}")
         if self.check_layer is None and self.num_checks != 1:
             raise ConfigError(f"num_checks={self.num_checks} needs a check tier; without one it must be 1")
         if self.num_branches != 1 and self.num_draft_tokens < 1:
-            raise ConfigError(f"num_branches={self.num_branches} needs num_draft_tokens >= 1; plain decoding has one branch")
+            raise ConfigError(
+                f"num_branches={self.num_branches} needs num_draft_tokens >= 1; plain decoding has one branch"
+            )
 
     @property
     def window(self) -> int:

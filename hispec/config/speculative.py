@@ -1,4 +1,5 @@
 """How to speculate: who drafts, who checks, how much, and who decides."""
+
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -13,11 +14,12 @@ _MOST_DRAFTS = 64  # of a tree, per cycle
 
 
 class NgramConfig(Settings):
-    """Prompt lookup: what followed the last tokens when they last stood in this request's prompt or output is proposed again.
+    """Prompt lookup: what followed the last tokens when they last stood in this request's prompt or output is
+    proposed again.
 
     max_size, min_size   tokens that must be the same, the longest match first
-    tokens_per_match     propose at most so many tokens for each token that matched (counted to 16 back), since a longer match is a
-                         surer one; None = always num_draft_tokens
+    tokens_per_match     propose at most so many tokens for each token that matched (counted to 16 back),
+                         since a longer match is a surer one; None = always num_draft_tokens
     datastore_tokens     tokens of earlier requests' outputs that are searched too, at most; 0 = none
     """
 
@@ -29,9 +31,14 @@ class NgramConfig(Settings):
     @model_validator(mode="after")
     def _ordered(self) -> NgramConfig:
         if self.min_size > self.max_size:
-            raise ValueError(f"min_size={self.min_size} is above max_size={self.max_size}; choose min_size <= max_size")
+            raise ValueError(
+                f"min_size={self.min_size} is above max_size={self.max_size}; choose min_size <= max_size"
+            )
         if 0 < self.datastore_tokens < 1024:
-            raise ValueError(f"datastore_tokens={self.datastore_tokens} holds hardly one output; choose 0 (none) or at least 1024")
+            raise ValueError(
+                f"datastore_tokens={self.datastore_tokens} holds hardly one output; choose 0 (none) or at"
+                " least 1024"
+            )
         return self
 
 
@@ -56,15 +63,16 @@ _NEEDS: dict[str, frozenset[str]] = {
 class DraftConfig(Settings):
     """Tier one: what proposes tokens.
 
-    kind              "exit": an early exit of the model, through its own norm and head; "adapter": a trained early exit;
-                      "ngram": prompt lookup; "hybrid": prompt lookup where it matches, an early exit where it does not;
-                      "model": a separate small model with the same tokenizer
+    kind              "exit": an early exit of the model, through its own norm and head; "adapter": a trained
+                      early exit; "ngram": prompt lookup; "hybrid": prompt lookup where it matches, an early
+                      exit where it does not; "model": a separate small model with the same tokenizer
     layer             D, of exit, adapter and hybrid: the draft tier runs layers [0, D)
-    path              of adapter and hybrid: folder of trained exits, None = the ones that come with HiSpec for this model;
-                      of model: the small model, as LLM takes one
+    path              of adapter and hybrid: folder of trained exits, None = the ones that come with HiSpec
+                      for this model; of model: the small model, as LLM takes one
     ngram             of ngram and hybrid: what counts as a match
     exit              of hybrid: "adapter" or "exit", as above
-    num_exit_tokens   of hybrid: tokens that the exit drafts where nothing matches, None = as many as prompt lookup would
+    num_exit_tokens   of hybrid: tokens that the exit drafts where nothing matches, None = as many as prompt
+                      lookup would
     """
 
     kind: DraftKind = "exit"
@@ -80,12 +88,18 @@ class DraftConfig(Settings):
             given = getattr(self, name) is not None
             if given and name not in _TAKES[self.kind]:
                 takers = ", ".join(kind for kind, names in _TAKES.items() if name in names)
-                raise ValueError(f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}; leave it out, or choose a kind that takes it: {takers}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}; leave it out, or"
+                    f" choose a kind that takes it: {takers}"
+                )
             if not given and name in _NEEDS[self.kind]:
                 what = "the layer after which it drafts" if name == "layer" else "the model that drafts"
                 raise ValueError(f"kind={self.kind!r} needs {name}: {what}")
         if self.kind == "hybrid" and self.exit == "exit" and self.path is not None:
-            raise ValueError(f"path={self.path!r} names trained exits, but exit='exit' reads the model's own head; set exit: adapter, or leave path out")
+            raise ValueError(
+                f"path={self.path!r} names trained exits, but exit='exit' reads the model's own head; set"
+                " exit: adapter, or leave path out"
+            )
         return self
 
     @property
@@ -100,8 +114,8 @@ class CheckConfig(Settings):
     kind         "exit": the model's own norm and head; "adapter": a trained exit
     layer        C: the check tier runs layers [D, C)
     path         folder of trained exits; None: the ones that come with HiSpec for this model
-    confidence   overrule a draft only where the exit gives its own token at least this probability; None = always [HiSpec]. Verify
-                 has the last word in any case
+    confidence   overrule a draft only where the exit gives its own token at least this probability; None =
+                 always [HiSpec]. Verify has the last word in any case
     """
 
     kind: Literal["exit", "adapter"] = "exit"
@@ -112,7 +126,10 @@ class CheckConfig(Settings):
     @model_validator(mode="after")
     def _path_of_adapter(self) -> CheckConfig:
         if self.path is not None and self.kind == "exit":
-            raise ValueError(f"path={self.path!r} names trained exits, but kind='exit' reads the model's own head; set kind: adapter, or leave path out")
+            raise ValueError(
+                f"path={self.path!r} names trained exits, but kind='exit' reads the model's own head; set"
+                " kind: adapter, or leave path out"
+            )
         return self
 
     @property
@@ -121,21 +138,24 @@ class CheckConfig(Settings):
 
 
 class GoodputConfig(Settings):
-    """How `control: goodput` decides. A plan's goodput is the tokens that it is expected to commit per second [SmartSpec].
+    """How `control: goodput` decides. A plan's goodput is the tokens that it is expected to commit per second
+    [SmartSpec].
 
-    latency            profile of this model on this machine (`hispec profile --latency`); None = the one that is kept for them, which is measured
-                       first if there is none
+    latency            profile of this model on this machine (`hispec profile --latency`); None = the one that
+                       is kept for them, which is measured first if there is none
     interval           rounds between two decisions
     margin             another plan is taken only if it promises so many times the goodput of the present one
     probe_share        share of rounds, at most, that try plans that were not tried of late
     shadow_share       share of rounds on which exits that are not in use are read too [DEL]
     window             rounds after which an observation counts half
     prior_acceptance   share of drafts assumed right before any was seen, by any drafter
-    prior_weight       drafts that the assumption counts for; per request, that what is known of all requests counts for
+    prior_weight       drafts that the assumption counts for; per request, that what is known of all requests
+                       counts for
     per_request        whether K and R of a request follow its own acceptance
-    drafters           kinds of drafters to choose from; None = all that can be had: prompt lookup, exits and hybrids where there are exits, the
-                       draft model that `draft` names
-    layers             exits to choose D and C from; None = the ones that `draft` and `check` name, and all trained ones
+    drafters           kinds of drafters to choose from; None = all that can be had: prompt lookup, exits and
+                       hybrids where there are exits, the draft model that `draft` names
+    layers             exits to choose D and C from; None = the ones that `draft` and `check` name, and all
+                       trained ones
     """
 
     latency: Annotated[str, Field(min_length=1)] | None = None
@@ -152,19 +172,26 @@ class GoodputConfig(Settings):
 
 
 class SpeculativeConfig(Settings):
-    """How to speculate. The default of R = 2 checks of K = 2 drafts is the paper's N_d = 2, N_i = 4 [HiSpec §4].
+    """How to speculate. The default of R = 2 checks of K = 2 drafts is the paper's N_d = 2, N_i = 4 [HiSpec
+    §4].
 
-    draft              who drafts tokens: {"kind": "exit", "adapter", "ngram", "hybrid" or "model", "layer": D, "path": None, ...}
-    check              where drafts are checked: {"kind": "exit" or "adapter", "layer": C, "path": None}, or None for two tiers
+    draft              who drafts tokens: {"kind": "exit", "adapter", "ngram", "hybrid" or "model", "layer":
+                       D, "path": None, ...}
+    check              where drafts are checked: {"kind": "exit" or "adapter", "layer": C, "path": None}, or
+                       None for two tiers
     num_draft_tokens   K, tokens per draft cycle
     num_checks         R, checks per verify; ignored (1) without a check tier
-    num_branches       B, chains of K tokens per draft cycle, which begin with the drafter's B likeliest; 1 = one chain
-    draft_confidence   a row drafts no further where the drafter gives no token at least this probability [Kangaroo]; None = always K
+    num_branches       B, chains of K tokens per draft cycle, which begin with the drafter's B likeliest; 1 =
+                       one chain
+    draft_confidence   a row drafts no further where the drafter gives no token at least this probability
+                       [Kangaroo]; None = always K
     acceptance         "coupled": the output is plain decoding's, token for token, at every temperature;
                        "rejection": standard speculative sampling, equal in law
-    control            "fixed": always this plan; "goodput": the plan that promises the most tokens per second, plain decoding among them, with
-                       num_draft_tokens and num_checks as the most it may choose; `goodput` says how
-    graphs             on a GPU, whether rounds are captured as CUDA graphs; False runs the same operations one by one
+    control            "fixed": always this plan; "goodput": the plan that promises the most tokens per
+                       second, plain decoding among them, with num_draft_tokens and num_checks as the most it
+                       may choose; `goodput` says how
+    graphs             on a GPU, whether rounds are captured as CUDA graphs; False runs the same operations
+                       one by one
     """
 
     draft: DraftConfig
@@ -182,36 +209,61 @@ class SpeculativeConfig(Settings):
     def _fits_together(self) -> SpeculativeConfig:
         draft, check = self.draft, self.check
         if check is not None and draft.layer is not None and check.layer <= draft.layer:
-            raise ValueError(f"check.layer={check.layer} must lie above draft.layer={draft.layer}: the check tier resumes where the draft tier stops")
+            raise ValueError(
+                f"check.layer={check.layer} must lie above draft.layer={draft.layer}: the check tier resumes"
+                " where the draft tier stops"
+            )
         if draft.num_exit_tokens is not None and draft.num_exit_tokens > self.num_draft_tokens:
             raise ValueError(
-                f"draft.num_exit_tokens={draft.num_exit_tokens} is more than num_draft_tokens={self.num_draft_tokens}, the drafts of a cycle; lower it"
+                f"draft.num_exit_tokens={draft.num_exit_tokens} is more than"
+                f" num_draft_tokens={self.num_draft_tokens}, the drafts of a cycle; lower it"
             )
         if self.draft_confidence is not None and draft.kind == "ngram":
-            raise ValueError(f"draft_confidence={self.draft_confidence} means nothing for draft.kind='ngram', which has no probabilities; leave it out")
+            raise ValueError(
+                f"draft_confidence={self.draft_confidence} means nothing for draft.kind='ngram', which has no"
+                " probabilities; leave it out"
+            )
         if self.num_branches > 1:
             self._check_branches()
         if self.goodput is not None and self.control != "goodput":
-            raise ValueError(f"goodput={self.goodput!r} means nothing for control={self.control!r}; set control: goodput, or leave it out")
+            raise ValueError(
+                f"goodput={self.goodput!r} means nothing for control={self.control!r}; set control: goodput,"
+                " or leave it out"
+            )
         if self.acceptance == "rejection" and check is not None and check.confidence is not None:
             raise ValueError(
-                f"check.confidence={check.confidence} keeps drafts that the check tier would overrule, which acceptance='rejection' does not allow;"
-                " use 'coupled', or leave it out"
+                f"check.confidence={check.confidence} keeps drafts that the check tier would overrule, which"
+                " acceptance='rejection' does not allow; use 'coupled', or leave it out"
             )
         return self
 
     def _check_branches(self) -> None:
         what = f"num_branches={self.num_branches}"
         if self.draft.kind in ("ngram", "hybrid"):
-            raise ValueError(f"{what} needs a drafter with probabilities, not draft.kind={self.draft.kind!r}; use exit, adapter or model, or num_branches=1")
+            raise ValueError(
+                f"{what} needs a drafter with probabilities, not draft.kind={self.draft.kind!r}; use exit,"
+                " adapter or model, or num_branches=1"
+            )
         if self.acceptance == "rejection":
-            raise ValueError(f"{what} takes tokens by rank, which acceptance='rejection' does not allow; use 'coupled', or num_branches=1")
+            raise ValueError(
+                f"{what} takes tokens by rank, which acceptance='rejection' does not allow; use 'coupled', or"
+                " num_branches=1"
+            )
         if self.draft_confidence is not None:
-            raise ValueError(f"{what} and draft_confidence={self.draft_confidence} cannot be combined: a tree's shape is fixed; leave one of them out")
+            raise ValueError(
+                f"{what} and draft_confidence={self.draft_confidence} cannot be combined: a tree's shape is"
+                " fixed; leave one of them out"
+            )
         if self.control == "goodput":
-            raise ValueError(f"{what} has a fixed shape, and control='goodput' chooses among chains; use control='fixed', or num_branches=1")
+            raise ValueError(
+                f"{what} has a fixed shape, and control='goodput' chooses among chains; use control='fixed',"
+                " or num_branches=1"
+            )
         if self.num_branches * self.num_draft_tokens > _MOST_DRAFTS:
-            raise ValueError(f"{what} times num_draft_tokens={self.num_draft_tokens} is more than {_MOST_DRAFTS} drafts per cycle; lower one of them")
+            raise ValueError(
+                f"{what} times num_draft_tokens={self.num_draft_tokens} is more than {_MOST_DRAFTS} drafts"
+                " per cycle; lower one of them"
+            )
 
     def trained_layers(self) -> dict[str, int]:
         """The layers whose exits are trained, by the name of the tier."""
@@ -224,9 +276,15 @@ class SpeculativeConfig(Settings):
 
     def plan(self, num_layers: int) -> Plan:
         """The plan for a model of `num_layers` layers. Raises ConfigError if an exit lies outside of it."""
-        for name, layer in (("draft.layer", self.draft.layer), ("check.layer", self.check.layer if self.check else None)):
+        for name, layer in (
+            ("draft.layer", self.draft.layer),
+            ("check.layer", self.check.layer if self.check else None),
+        ):
             if layer is not None and layer >= num_layers:
-                raise ConfigError(f"speculative.{name}={layer} is not an early exit of a model of {num_layers} layers; choose 1 to {num_layers - 1}")
+                raise ConfigError(
+                    f"speculative.{name}={layer} is not an early exit of a model of {num_layers} layers;"
+                    f" choose 1 to {num_layers - 1}"
+                )
         return Plan(
             draft_layer=self.draft.layer or 0,
             check_layer=self.check.layer if self.check else None,

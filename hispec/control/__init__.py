@@ -1,1 +1,2 @@
-"""How much to speculate: what stages cost, what drafts are worth, and the plan that promises the most. No torch here."""
+"""How much to speculate: what stages cost, what drafts are worth, and the plan that promises the most. No
+torch here."""

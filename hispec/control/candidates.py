@@ -1,4 +1,5 @@
 """What a controller may choose from: every way to speculate that the exits and models at hand allow."""
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
@@ -12,19 +13,31 @@ _CAUTIOUS = NgramConfig(max_size=4, min_size=2, tokens_per_match=1)
 
 
 def candidates(speculative: SpeculativeConfig, trained: Collection[int]) -> list[SpeculativeConfig]:
-    """Each drafter at each layer, without a check and with one at each layer above; K and R as in `speculative`, which says the most. The exits
-    are those at layers `trained` if it names trained ones, else those that it names. Prompt lookup comes as `speculative` has it, and as a
-    cautious one, for batches in which a wrong draft costs more. Raises ConfigError for kinds that cannot be had."""
+    """Each drafter at each layer, without a check and with one at each layer above; K and R as in
+    `speculative`, which says the most. The exits are those at layers `trained` if it names trained ones, else
+    those that it names. Prompt lookup comes as `speculative` has it, and as a cautious one, for batches in
+    which a wrong draft costs more. Raises ConfigError for kinds that cannot be had.
+    """
     goodput, draft = speculative.goodput or GoodputConfig(), speculative.draft
     layers = exit_layers(speculative, trained)
-    there: list[DraftKind] = ["ngram", *((_exit_kind(speculative), "hybrid") if layers else ()), *(("model",) if draft.kind == "model" else ())]
+    there: list[DraftKind] = [
+        "ngram",
+        *((_exit_kind(speculative), "hybrid") if layers else ()),
+        *(("model",) if draft.kind == "model" else ()),
+    ]
     kinds = there if goodput.drafters is None else goodput.drafters
     if missing := sorted(set(kinds) - set(there)):
         raise ConfigError(
-            f"speculative.goodput.drafters={list(kinds)}: {missing[0]!r} cannot be had here, only {', '.join(there)};"
-            " name exits (draft.layer, check.layer or goodput.layers) or a model (draft.kind: model) to draft with"
+            f"speculative.goodput.drafters={list(kinds)}: {missing[0]!r} cannot be had here, only"
+            f" {', '.join(there)}; name exits (draft.layer, check.layer or goodput.layers) or a model"
+            " (draft.kind: model) to draft with"
         )
-    found = [way for kind in dict.fromkeys(kinds) for each in _drafts(speculative, kind, layers) for way in _ways(speculative, each, layers)]
+    found = [
+        way
+        for kind in dict.fromkeys(kinds)
+        for each in _drafts(speculative, kind, layers)
+        for way in _ways(speculative, each, layers)
+    ]
     if "ngram" in kinds:
         found.append(_two_tier(speculative, DraftConfig(kind="ngram", ngram=_CAUTIOUS)))
     return list(dict.fromkeys(found))
@@ -36,24 +49,33 @@ def exit_layers(speculative: SpeculativeConfig, trained: Collection[int]) -> lis
     if goodput.layers is not None:
         missing = sorted(set(goodput.layers) - set(trained)) if uses_trained(speculative) else []
         if missing:
-            raise ConfigError(f"speculative.goodput.layers={list(goodput.layers)}: no trained exit at layer {missing[0]}; there are some at {sorted(trained)}")
+            raise ConfigError(
+                f"speculative.goodput.layers={list(goodput.layers)}: no trained exit at layer {missing[0]};"
+                f" there are some at {sorted(trained)}"
+            )
         return sorted(goodput.layers)
     return sorted(trained) if uses_trained(speculative) else named
 
 
 def uses_trained(speculative: SpeculativeConfig) -> bool:
-    """Whether its exits are trained ones: as the tiers say that it names, and if it names none only in `goodput.layers`, they are."""
+    """Whether its exits are trained ones: as the tiers say that it names, and if it names none only in
+    `goodput.layers`, they are."""
     goodput = speculative.goodput or GoodputConfig()
-    return bool(speculative.trained_layers()) or (goodput.layers is not None and not _named_layers(speculative))
+    return bool(speculative.trained_layers()) or (
+        goodput.layers is not None and not _named_layers(speculative)
+    )
 
 
 def trained_path(speculative: SpeculativeConfig) -> str | None:
-    """The folder of trained exits; None = those that come with HiSpec. Raises ConfigError if two are named."""
+    """The folder of trained exits; None = those that come with HiSpec. Raises ConfigError if two are
+    named."""
     draft, check = speculative.draft, speculative.check
     paths = {tier.path for tier in (draft, check) if tier is not None and tier.is_trained}
     if len(paths) > 1:
         both = f"draft.path={draft.path!r} and check.path={check.path if check else None!r}"
-        raise ConfigError(f"speculative: {both} differ, and control='goodput' takes exits of one folder; put them into one")
+        raise ConfigError(
+            f"speculative: {both} differ, and control='goodput' takes exits of one folder; put them into one"
+        )
     return paths.pop() if paths else None
 
 
@@ -95,20 +117,41 @@ def _drafts(speculative: SpeculativeConfig, kind: DraftKind, layers: Sequence[in
             else:
                 of_ngram = draft.ngram if draft.kind in ("ngram", "hybrid") else None
                 way: Literal["exit", "adapter"] = "exit" if exit_kind == "exit" else "adapter"
-                yield DraftConfig(kind="hybrid", layer=layer, path=path, exit=way, ngram=of_ngram, num_exit_tokens=draft.num_exit_tokens)
+                yield DraftConfig(
+                    kind="hybrid",
+                    layer=layer,
+                    path=path,
+                    exit=way,
+                    ngram=of_ngram,
+                    num_exit_tokens=draft.num_exit_tokens,
+                )
 
 
-def _ways(speculative: SpeculativeConfig, draft: DraftConfig, layers: Sequence[int]) -> Iterator[SpeculativeConfig]:
+def _ways(
+    speculative: SpeculativeConfig, draft: DraftConfig, layers: Sequence[int]
+) -> Iterator[SpeculativeConfig]:
     two_tier = _two_tier(speculative, draft)
     yield two_tier
     is_trained, sure = uses_trained(speculative), speculative.check.confidence if speculative.check else None
     for layer in layers:
         if layer > max(draft.layer or 0, 1):
-            check = CheckConfig(kind="adapter" if is_trained else "exit", layer=layer, path=trained_path(speculative), confidence=sure)
+            check = CheckConfig(
+                kind="adapter" if is_trained else "exit",
+                layer=layer,
+                path=trained_path(speculative),
+                confidence=sure,
+            )
             yield two_tier.model_copy(update={"check": check, "num_checks": speculative.num_checks})
 
 
 def _two_tier(speculative: SpeculativeConfig, draft: DraftConfig) -> SpeculativeConfig:
     confidence = None if draft.kind == "ngram" else speculative.draft_confidence
-    given = {"draft": draft, "check": None, "num_checks": 1, "control": "fixed", "goodput": None, "draft_confidence": confidence}
+    given = {
+        "draft": draft,
+        "check": None,
+        "num_checks": 1,
+        "control": "fixed",
+        "goodput": None,
+        "draft_confidence": confidence,
+    }
     return speculative.model_copy(update=given)

@@ -1,4 +1,6 @@
-"""What a controller decides for a round, and what it is told of rounds: the words that engine, simulator and controllers share."""
+"""What a controller decides for a round, and what it is told of rounds: the words that engine, simulator and
+controllers share."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +46,9 @@ class Route:
         return Plan(self.draft_layer, self.check_layer, num_drafts, num_checks)
 
     def __str__(self) -> str:
-        layers = ([f"D={self.draft_layer}"] if self.draft_layer else []) + ([f"C={self.check_layer}"] if self.check_layer is not None else [])
+        layers = ([f"D={self.draft_layer}"] if self.draft_layer else []) + (
+            [f"C={self.check_layer}"] if self.check_layer is not None else []
+        )
         return " ".join([self.kind, *([self.lookup] if self.lookup is not None else []), *layers])
 
 
@@ -92,14 +96,18 @@ class Shadow:
 
 @dataclass(frozen=True)
 class Observation:
-    """What `rounds` rounds of one choice did, all over the same rows. Rows that were padded or synthetic are not in it.
+    """What `rounds` rounds of one choice did, all over the same rows. Rows that were padded or synthetic are
+    not in it.
 
     seconds         of all of them; nan = not to be learnt from (something else was timed too)
     context_tokens  positions that the rows attended to, summed over rows, mean of the rounds
     tokens          that were committed
-    numbers, caps, drafted, kept, looked_up   one entry per row and cycle: the request; the drafts that it might have had (its K, or
-                    what was left of its output); those that it had; those that the tier above kept; 1 = prompt lookup made them
-    rows, tentative, accepted                 one entry per row and verify: the request; tokens put before verify; those that it kept
+    numbers, caps, drafted, kept, looked_up   one entry per row and cycle: the request; the drafts that it
+                                              might have had (its K, or
+                    what was left of its output); those that it had; those that the tier above kept; 1 =
+                    prompt lookup made them
+    rows, tentative, accepted                 one entry per row and verify: the request; tokens put before
+                                              verify; those that it kept
     """
 
     choice: Choice
@@ -127,15 +135,17 @@ class Control(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Whether the next `choose` may say something else than the last one did, with one round under way that was not observed yet."""
+        """Whether the next `choose` may say something else than the last one did, with one round under way
+        that was not observed yet."""
 
     @property
     def rounds_left(self) -> int:
-        """For how many rounds the last choice holds, counted from the last one observed, while the rows stay what they are; at least 1."""
+        """For how many rounds the last choice holds, counted from the last one observed, while the rows stay
+        what they are; at least 1."""
 
     def choose(self, numbers: Sequence[int], context_tokens: int) -> Choice:
-        """For the next round, of these requests, which attend to so many positions in all. `numbers` may be empty: it then says what it would
-        do for one request."""
+        """For the next round, of these requests, which attend to so many positions in all. `numbers` may be
+        empty: it then says what it would do for one request."""
 
     def observe(self, seen: Observation) -> None: ...
 

@@ -1,4 +1,6 @@
-"""The goodput controller: every few rounds the plan that promises the most tokens per second [SmartSpec], for three tiers and several drafters."""
+"""The goodput controller: every few rounds the plan that promises the most tokens per second [SmartSpec], for
+three tiers and several drafters."""
+
 from __future__ import annotations
 
 import math
@@ -21,16 +23,21 @@ _MOST_BUFFERED = 512  # observations
 _DEVIATIONS = 1.5  # standard errors of acceptance that a route is given the benefit of
 _LEAST_PROBED = 3  # drafts: fewer say little of a route
 _RESTLESS = 4.0  # switches of late that double what the margin is above 1
-_NOISE, _PATIENCE = 0.003, 4.0  # of what other plans promise beyond the present: not counted; margins of it, added up over decisions
+_NOISE, _PATIENCE = (
+    0.003,
+    4.0,
+)  # of what other plans promise beyond the present: not counted; margins of it, added up over decisions
 _NUM_ALTERNATIVES = 5
 _COUNTED = ("decisions", "switches", "probes", "start_rounds", "probe_rounds", "shadow_rounds", "failures")
 
 
 class GoodputControl:
-    """Chooses among plain decoding and the plans of `routes`. Whoever runs rounds tells it of each (`observe`); decisions are made in `choose`.
+    """Chooses among plain decoding and the plans of `routes`. Whoever runs rounds tells it of each
+    (`observe`); decisions are made in `choose`.
 
-    Another plan is taken if it promises `margin` times what the present one does, both by the newest estimates, or less but for long; the margin
-    widens while plans change often. What was never run is tried by probes before it is taken, unless there are none (probe_share = 0).
+    Another plan is taken if it promises `margin` times what the present one does, both by the newest
+    estimates, or less but for long; the margin widens while plans change often. What was never run is tried
+    by probes before it is taken, unless there are none (probe_share = 0).
     """
 
     def __init__(
@@ -43,13 +50,17 @@ class GoodputControl:
         on_decision: Callable[[dict[str, Any]], None] | None = None,
         seed: int = 0,
     ) -> None:
-        """along: exits whose KV every round writes; on_decision: is given a record of each decision, in plain types; seed: when, in their turn,
-        exits are watched first. Raises ConfigError for impossible routes, and if the latency model lacks a stage."""
+        """along: exits whose KV every round writes; on_decision: is given a record of each decision, in plain
+        types; seed: when, in their turn, exits are watched first. Raises ConfigError for impossible routes,
+        and if the latency model lacks a stage.
+        """
         _check(routes)
         self._routes, self._config, self._on_decision = tuple(routes), config, on_decision
         self._outlooks, self._probes = Outlooks(routes, latency, config, along), Probes(len(routes), config)
         self._watch = Evenly(config.shadow_share, float(np.random.default_rng(seed).random()))
-        self._exits = frozenset(layer for route in routes for layer in (route.draft_layer, route.check_layer) if layer)
+        self._exits = frozenset(
+            layer for route in routes for layer in (route.draft_layer, route.check_layer) if layer
+        )
         self._standing: Standing | None = None  # what is kept
         self._running: Standing | None = None  # that, or a probe
         self._previous: Choice | None = None
@@ -70,7 +81,8 @@ class GoodputControl:
 
     @property
     def rounds_left(self) -> int:
-        """For how many rounds the last choice holds, counted from the last one observed, while the rows stay what they are; at least 1."""
+        """For how many rounds the last choice holds, counted from the last one observed, while the rows stay
+        what they are; at least 1."""
         if self._is_watched:
             return 1
         left = float(self._decide_at - self._now)
@@ -125,7 +137,10 @@ class GoodputControl:
             "rounds": self._now,
             **{name: self._counts[name] for name in _COUNTED},
             "overhead_s": self._overhead_s,
-            "rounds_by_plan": {self._outlooks.grid.name(route, plan): count for (route, plan), count in self._rounds_of.most_common()},
+            "rounds_by_plan": {
+                self._outlooks.grid.name(route, plan): count
+                for (route, plan), count in self._rounds_of.most_common()
+            },
             "decision": self._record(),
             **self._outlooks.stats(self._now, 1 if self._outlook is None else self._outlook.rows),
         }
@@ -163,8 +178,16 @@ class GoodputControl:
         self._running = running = probe or standing
         self._watching = replace(running.choice, watches=True)
         plan = running.choice.plan
-        self._may_watch = self._config.shadow_share > 0.0 and probe is None and not self._exits <= {plan.draft_layer, plan.check_layer}
-        rounds = self._config.interval if probe is None else Probes.rounds(len(numbers), probe.milliseconds / max(standing.milliseconds, 1e-9))
+        self._may_watch = (
+            self._config.shadow_share > 0.0
+            and probe is None
+            and not self._exits <= {plan.draft_layer, plan.check_layer}
+        )
+        rounds = (
+            self._config.interval
+            if probe is None
+            else Probes.rounds(len(numbers), probe.milliseconds / max(standing.milliseconds, 1e-9))
+        )
         self._decide_at, self._decided_at = self._now + rounds, self._now
         self._counts["decisions"] += 1
         self._counts["probes"] += probe is not None
@@ -184,12 +207,17 @@ class GoodputControl:
             reason = "only plan"
         elif self._standing is None:
             reason = "start"
-        elif index != (present := self._standing.index) and promised[present] and not self._is_worth(float(promised[index] / promised[present]), resized):
+        elif (
+            index != (present := self._standing.index)
+            and promised[present]
+            and not self._is_worth(float(promised[index] / promised[present]), resized)
+        ):
             index, reason = present, "kept: within margin"
         return self._outlooks.stand(index, reason, outlook)
 
     def _is_worth(self, ratio: float, resized: bool) -> bool:
-        """Whether to switch to what promises so many times as much: beyond the margin, or within it for long."""
+        """Whether to switch to what promises so many times as much: beyond the margin, or within it for
+        long."""
         self._restless *= 0.5 ** ((self._now - self._restless_at) / self._config.window)
         self._restless_at = self._now
         calm = 1.0 if resized else 1.0 + min(self._restless / _RESTLESS, 1.0)
@@ -207,9 +235,17 @@ class GoodputControl:
             return None
         hopeful = self._outlooks.hopeful(outlook.numbers, outlook.context_tokens, self._now, _DEVIATIONS)
         cost = outlook.milliseconds / max(standing.milliseconds, 1e-9)
-        index = self._probes.pick(route_of, hopeful, cost, standing.choice.route, standing.tokens_per_s, outlook.rows, self._now)
+        index = self._probes.pick(
+            route_of, hopeful, cost, standing.choice.route, standing.tokens_per_s, outlook.rows, self._now
+        )
         index = None if index is None else self._outlooks.grid.telling(index, _LEAST_PROBED)
-        return None if index is None else self._outlooks.stand(index, "start" if self._probes.is_start else "probe", outlook, is_probe=True)
+        return (
+            None
+            if index is None
+            else self._outlooks.stand(
+                index, "start" if self._probes.is_start else "probe", outlook, is_probe=True
+            )
+        )
 
     def _for_one(self, context_tokens: int) -> Choice:
         """As for one request, of which nothing is known; decides nothing."""
@@ -239,7 +275,9 @@ class GoodputControl:
             "previous": None if previous is None else self._outlooks.name(previous),
             "reason": running.reason,
             "is_probe": choice.is_probe,
-            "alternatives": [list(each) for each in self._outlooks.best_of_routes(outlook, _NUM_ALTERNATIVES)],
+            "alternatives": [
+                list(each) for each in self._outlooks.best_of_routes(outlook, _NUM_ALTERNATIVES)
+            ],
             "acceptance": self._outlooks.acceptance.tiers(),
         }
 
@@ -248,12 +286,22 @@ def _check(routes: Sequence[Route]) -> None:
     for at, route in enumerate(routes):
         what = f"routes[{at}] = {route}: "
         if not 1 <= route.most_drafts <= 64:
-            raise ConfigError(f"{what}most_drafts={route.most_drafts!r} must be 1 to 64; plain decoding is always among the plans and needs no route")
+            raise ConfigError(
+                f"{what}most_drafts={route.most_drafts!r} must be 1 to 64; plain decoding is always among the"
+                " plans and needs no route"
+            )
         if route.most_checks < 1 or (route.check_layer is None and route.most_checks != 1):
-            raise ConfigError(f"{what}most_checks={route.most_checks!r} must be at least 1, and 1 without a check tier")
+            raise ConfigError(
+                f"{what}most_checks={route.most_checks!r} must be at least 1, and 1 without a check tier"
+            )
         if (route.draft_layer > 0) != (route.kind in ("exit", "adapter", "hybrid")):
-            raise ConfigError(f"{what}draft_layer={route.draft_layer!r} must be the exit's layer for exit, adapter and hybrid, and 0 for others")
+            raise ConfigError(
+                f"{what}draft_layer={route.draft_layer!r} must be the exit's layer for exit, adapter and"
+                " hybrid, and 0 for others"
+            )
         if route.check_layer is not None and route.check_layer <= route.draft_layer:
-            raise ConfigError(f"{what}check_layer={route.check_layer!r} must lie above draft_layer={route.draft_layer}")
+            raise ConfigError(
+                f"{what}check_layer={route.check_layer!r} must lie above draft_layer={route.draft_layer}"
+            )
         if route in routes[:at]:
             raise ConfigError(f"{what}is there twice; leave one of them out")

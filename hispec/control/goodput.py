@@ -1,4 +1,6 @@
-"""What plans promise: tokens and milliseconds of a round, of all candidates at once [SmartSpec §4; HiSpec's three tiers by its own rule]."""
+"""What plans promise: tokens and milliseconds of a round, of all candidates at once [SmartSpec §4; HiSpec's
+three tiers by its own rule]."""
+
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -27,14 +29,31 @@ from .route_costs import (
     slots_of,
 )
 
-_DRAFTS, _FEW_DRAFTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_DRAFTS, _FEW_DRAFTS = (
+    (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64),
+    (
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        12,
+        16,
+        24,
+        32,
+        48,
+        64,
+    ),
+)
 Bools = NDArray[np.bool_]
 _CHECKS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 @dataclass(frozen=True)
 class Widths:
-    """How far rows get, by place from 0 (sure) on; one entry per route, the last of which is plain decoding's.
+    """How far rows get, by place from 0 (sure) on; one entry per route, the last of which is plain
+    decoding's.
 
     computed, looked   [entries, drafts + 1]: drafts offered in a cycle, by who drafts
     found              [entries]: share of cycles that prompt lookup serves
@@ -76,11 +95,16 @@ class Sizes:
 
     @cached_property
     def checked_cycles(self) -> tuple[Ints, Ints, list[tuple[int, Ints, Ints]]]:
-        """Of those with a check: entry and K of each kind of cycle; and by R, which of the plans, and the cycles of each."""
+        """Of those with a check: entry and K of each kind of cycle; and by R, which of the plans, and the
+        cycles of each."""
         kinds = np.stack([self.entry[self.checked], self.drafts[self.checked]])
         cycles, kind = np.unique(kinds, axis=1, return_inverse=True)
         checks = self.checks[self.checked]
-        by_checks = [(int(count), at, kind.reshape(-1)[at]) for count in np.unique(checks) for at in [np.flatnonzero(checks == count)]]
+        by_checks = [
+            (int(count), at, kind.reshape(-1)[at])
+            for count in np.unique(checks)
+            for at in [np.flatnonzero(checks == count)]
+        ]
         return cycles[0], cycles[1], by_checks
 
 
@@ -90,27 +114,46 @@ class PlanGrid:
     Raises ConfigError if the latency model lacks a stage that one of them runs.
     """
 
-    def __init__(self, routes: Sequence[Route], latency: LatencyModel, along: Collection[int] = frozenset()) -> None:
+    def __init__(
+        self, routes: Sequence[Route], latency: LatencyModel, along: Collection[int] = frozenset()
+    ) -> None:
         self.routes, self._latency = tuple(routes), latency
         self.num_drafts = max((route.most_drafts for route in routes), default=1)
         kinds = [*routes, None]
         self._slots = [slots_of(route, along) for route in kinds]
-        self._looks_up = np.array([route is not None and route.kind == "ngram" for route in kinds], np.float64)
-        self._exit_drafts = np.array([(route and route.num_exit_tokens) or self.num_drafts for route in kinds], np.int64)
-        self._has_check = np.array([route is not None and route.check_layer is not None for route in kinds], bool)
+        self._looks_up = np.array(
+            [route is not None and route.kind == "ngram" for route in kinds], np.float64
+        )
+        self._exit_drafts = np.array(
+            [(route and route.num_exit_tokens) or self.num_drafts for route in kinds], np.int64
+        )
+        self._has_check = np.array(
+            [route is not None and route.check_layer is not None for route in kinds], bool
+        )
         plans = [(len(routes), 0, 1)]
         for index, route in enumerate(routes):
-            plans += [(index, drafts, checks) for drafts in self._sizes(route.most_drafts) for checks in _checks_of(route, drafts)]
+            plans += [
+                (index, drafts, checks)
+                for drafts in self._sizes(route.most_drafts)
+                for checks in _checks_of(route, drafts)
+            ]
         route_of, drafts, checks = np.array(plans, np.int64).T
-        self.sizes = Sizes(route_of, route_of, drafts, checks, self._has_check[route_of], checks.astype(np.float64))
-        self._costs, self._one = StageCosts(self._slots, latency, route_of), [StageCosts([each], latency, np.zeros(1, np.int64)) for each in self._slots]
+        self.sizes = Sizes(
+            route_of, route_of, drafts, checks, self._has_check[route_of], checks.astype(np.float64)
+        )
+        self._costs, self._one = (
+            StageCosts(self._slots, latency, route_of),
+            [StageCosts([each], latency, np.zeros(1, np.int64)) for each in self._slots],
+        )
 
     def __len__(self) -> int:
         return len(self.sizes.route)
 
     def _sizes(self, most: int) -> list[int]:
         """K of candidates. Each is a shape of its own where shapes are static."""
-        return sorted({size for size in (_FEW_DRAFTS if self._latency.is_static else _DRAFTS) if size < most} | {most})
+        return sorted(
+            {size for size in (_FEW_DRAFTS if self._latency.is_static else _DRAFTS) if size < most} | {most}
+        )
 
     def route(self, index: int) -> int | None:
         """The route of a candidate; None = plain decoding."""
@@ -118,7 +161,11 @@ class PlanGrid:
 
     def plan(self, index: int) -> Plan:
         route = self.route(index)
-        return PLAIN if route is None else self.routes[route].plan(int(self.sizes.drafts[index]), int(self.sizes.checks[index]))
+        return (
+            PLAIN
+            if route is None
+            else self.routes[route].plan(int(self.sizes.drafts[index]), int(self.sizes.checks[index]))
+        )
 
     def telling(self, index: int, least: int) -> int:
         """The same candidate with so many drafts at least, if the route allows."""
@@ -142,12 +189,22 @@ class PlanGrid:
         at = len(self.routes) if route is None else route
         drafts, checks = np.array([plan.num_draft_tokens]), np.array([plan.num_checks])
         cycles = plan.num_checks if cycles is None else cycles
-        return Sizes(np.array([0]), np.array([at]), drafts, checks, self._has_check[[at]], np.array([cycles], np.float64))
+        return Sizes(
+            np.array([0]),
+            np.array([at]),
+            drafts,
+            checks,
+            self._has_check[[at]],
+            np.array([cycles], np.float64),
+        )
 
     def widths(self, estimates: Estimates) -> Widths:
         """With an entry for plain decoding, which nothing is drafted in."""
         none = np.zeros((1, self.num_drafts))
-        computed, looked, kept = (survival(np.concatenate([each, none])) for each in (estimates.computed, estimates.looked, estimates.kept))
+        computed, looked, kept = (
+            survival(np.concatenate([each, none]))
+            for each in (estimates.computed, estimates.looked, estimates.kept)
+        )
         computed = np.where(np.arange(self.num_drafts + 1) <= self._exit_drafts[:, None], computed, 0.0)
         accepted = survival(np.concatenate([estimates.accepted, np.zeros((1, MOST_TENTATIVE))]))
         found = np.concatenate([estimates.found, [0.0]]) + self._looks_up
@@ -156,41 +213,63 @@ class PlanGrid:
     def widths_of(self, estimates: Estimates, route: int) -> Widths:
         """Of one route alone."""
         at = slice(route, route + 1)
-        computed, looked, kept, accepted = (survival(each[at]) for each in (estimates.computed, estimates.looked, estimates.kept, estimates.accepted))
+        computed, looked, kept, accepted = (
+            survival(each[at])
+            for each in (estimates.computed, estimates.looked, estimates.kept, estimates.accepted)
+        )
         computed = np.where(np.arange(self.num_drafts + 1) <= self._exit_drafts[route], computed, 0.0)
         return Widths(computed, looked, estimates.found[at] + self._looks_up[at], kept, accepted)
 
     def tokens(self, widths: Widths, sizes: Sizes | None = None) -> Floats:
-        """[plans]: tokens that a row is expected to commit in a round: 1 + sum over j of P(j drafts kept); with a check, as `_checked_tokens`."""
+        """[plans]: tokens that a row is expected to commit in a round: 1 + sum over j of P(j drafts kept);
+        with a check, as `_checked_tokens`."""
         sizes = sizes or self.sizes
         kept = np.cumsum(widths.kept, axis=1)[sizes.entry, sizes.drafts]
         if len(sizes.checked):
             kept[sizes.checked] = _checked_tokens(widths, sizes)
         return kept
 
-    def milliseconds(self, widths: Widths, rows: int, context_tokens: float, sizes: Sizes | None = None) -> Floats:
-        """[plans]: a round over so many rows, which attend to so many positions in all; sizes: as from `one`."""
+    def milliseconds(
+        self, widths: Widths, rows: int, context_tokens: float, sizes: Sizes | None = None
+    ) -> Floats:
+        """[plans]: a round over so many rows, which attend to so many positions in all; sizes: as from
+        `one`."""
         costs = self._costs if sizes is None else self._one[int(sizes.route[0])]
         sizes = sizes or self.sizes
-        passes = self._static_passes(rows, sizes) if self._latency.is_static else self._packed_passes(widths, rows, sizes)
+        passes = (
+            self._static_passes(rows, sizes)
+            if self._latency.is_static
+            else self._packed_passes(widths, rows, sizes)
+        )
         return costs.milliseconds(passes, rows, context_tokens)
 
     def _packed_passes(self, widths: Widths, rows: int, sizes: Sizes) -> Passes:
-        """[3, slots, plans]: passes of a round by slot, rows and positions in them: the live ones. A pass is run if a row is in it."""
+        """[3, slots, plans]: passes of a round by slot, rows and positions in them: the live ones. A pass is
+        run if a row is in it."""
         entry, cycles, out = sizes.entry, sizes.cycles, np.zeros((3, len(SLOTS), len(sizes.route)))
         found, drafts = widths.found[entry], np.minimum(sizes.drafts, self._exit_drafts[sizes.route])
         alive = widths.computed * (1.0 - widths.found)[:, None]
         any_alive = 1.0 - (1.0 - alive) ** rows
         before = np.maximum(drafts - 1, 0)
         has_drafts = drafts > 0
-        out[0, DRAFT_SLOT] = np.where(has_drafts, np.cumsum(any_alive, axis=1)[entry, before], 0.0) * sizes.checks
-        out[1:, DRAFT_SLOT] = np.where(has_drafts, np.cumsum(alive, axis=1)[entry, before], 0.0) * cycles * rows
+        out[0, DRAFT_SLOT] = (
+            np.where(has_drafts, np.cumsum(any_alive, axis=1)[entry, before], 0.0) * sizes.checks
+        )
+        out[1:, DRAFT_SLOT] = (
+            np.where(has_drafts, np.cumsum(alive, axis=1)[entry, before], 0.0) * cycles * rows
+        )
         out[0, FILL_SLOT] = any_alive[entry, drafts] * sizes.checks
         out[1:, FILL_SLOT] = alive[entry, drafts] * cycles * rows
-        looked = np.cumsum(widths.looked, axis=1)[entry, sizes.drafts] * found  # the place before them counted
+        looked = (
+            np.cumsum(widths.looked, axis=1)[entry, sizes.drafts] * found
+        )  # the place before them counted
         computed = np.cumsum(widths.computed, axis=1)[entry, drafts] * (1.0 - found)
         out[0, LOOKUP_SLOT], out[1:, LOOKUP_SLOT] = sizes.checks, cycles * rows
-        out[:, FEED_SLOT] = (1.0 - (1.0 - found) ** rows) * sizes.checks, found * cycles * rows, looked * cycles * rows
+        out[:, FEED_SLOT] = (
+            (1.0 - (1.0 - found) ** rows) * sizes.checks,
+            found * cycles * rows,
+            looked * cycles * rows,
+        )
         has_check = sizes.has_check
         places = looked + computed
         tentative = np.where(has_check, np.cumsum(widths.kept, axis=1)[entry, sizes.drafts], places)
@@ -198,9 +277,17 @@ class PlanGrid:
         first = np.minimum(sizes.drafts, 1)
         offered = widths.looked[entry, first] * found + widths.computed[entry, first] * (1.0 - found)
         bare = np.where(has_check & (sizes.checks == 1), (1.0 - offered) ** rows, 0.0)
-        out[:, CHECK_SLOT] = sizes.checks * (1.0 - bare), cycles * rows * (1.0 - bare), rows * (cycles * places - bare)
+        out[:, CHECK_SLOT] = (
+            sizes.checks * (1.0 - bare),
+            cycles * rows * (1.0 - bare),
+            rows * (cycles * places - bare),
+        )
         out[:, BARE_SLOT] = bare, bare * rows, bare * rows
-        out[:, VERIFY_SLOT] = 1.0 - bare, rows * (1.0 - bare), rows * (np.where(has_check, cycles, 1.0) * tentative - bare)
+        out[:, VERIFY_SLOT] = (
+            1.0 - bare,
+            rows * (1.0 - bare),
+            rows * (np.where(has_check, cycles, 1.0) * tentative - bare),
+        )
         return out
 
     def _static_passes(self, rows: int, sizes: Sizes) -> Passes:
@@ -213,7 +300,11 @@ class PlanGrid:
         out[0, LOOKUP_SLOT], out[1:, LOOKUP_SLOT] = checks, checks * rows
         out[:, FEED_SLOT] = checks, checks * rows, checks * rows * places
         out[:, CHECK_SLOT] = out[:, FEED_SLOT]
-        out[:, VERIFY_SLOT] = np.ones(len(places)), np.full(len(places), rows), np.where(sizes.has_check, checks, 1) * rows * places
+        out[:, VERIFY_SLOT] = (
+            np.ones(len(places)),
+            np.full(len(places), rows),
+            np.where(sizes.has_check, checks, 1) * rows * places,
+        )
         return out
 
 
@@ -228,9 +319,11 @@ def _checks_of(route: Route, num_drafts: int) -> list[int]:
 def _checked_tokens(widths: Widths, sizes: Sizes) -> Floats:
     """Of the plans with a check.
 
-    A cycle puts 1 + m tokens before verify, of which m were drafted and kept; N is the sum of R of them; a row commits min(A + 1, N), where A of
-    them are accepted: E = sum over i >= 1 of P(N >= i) P(A >= i - 1), N and A taken for independent. So E is the mean over N of V(N) = sum over i <= N
-    of P(A >= i - 1), by Parseval's theorem a sum over the spectra of V and of N's distribution, and that one is of R cycles the Rth power.
+    A cycle puts 1 + m tokens before verify, of which m were drafted and kept; N is the sum of R of them; a
+    row commits min(A + 1, N), where A of them are accepted: E = sum over i >= 1 of P(N >= i) P(A >= i - 1), N
+    and A taken for independent. So E is the mean over N of V(N) = sum over i <= N of P(A >= i - 1), by
+    Parseval's theorem a sum over the spectra of V and of N's distribution, and that one is of R cycles the
+    Rth power.
     """
     entry, drafts, by_checks = sizes.checked_cycles
     size = 1 << int((sizes.checks * (sizes.drafts + 1))[sizes.checked].max()).bit_length()

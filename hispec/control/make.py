@@ -1,4 +1,5 @@
 """Who decides what rounds do, as the settings say."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,17 +20,26 @@ def make_control(
     latency: LatencyModel | None,
     on_decision: Callable[[Mapping[str, Any]], None],
 ) -> Control:
-    """The fixed plan, or for control: goodput a controller that chooses among `routes`, whose exits at layers `along` are kept up by every round.
+    """The fixed plan, or for control: goodput a controller that chooses among `routes`, whose exits at layers
+    `along` are kept up by every round.
 
     Raises ConfigError if control: goodput lacks a latency profile, or the profile a stage."""
     if speculative is not None and speculative.control == "goodput":
         if latency is None:
             raise ConfigError(
-                "speculative.control='goodput' needs `latency`, what stages cost here: LLM measures it; an Engine is given it, by"
-                " hispec.measure.latency.latency_for(...).model()"
+                "speculative.control='goodput' needs `latency`, what stages cost here: LLM measures it; an"
+                " Engine is given it, by hispec.measure.latency.latency_for(...).model()"
             )
-        return GoodputControl(routes, latency, speculative.goodput or GoodputConfig(), along=frozenset(along), on_decision=on_decision)
+        return GoodputControl(
+            routes,
+            latency,
+            speculative.goodput or GoodputConfig(),
+            along=frozenset(along),
+            on_decision=on_decision,
+        )
     if plan.is_plain:
         return FixedControl(None)
     kind = speculative.draft.kind if speculative is not None else "exit"
-    return FixedControl(Route(kind, plan.draft_layer, plan.check_layer, plan.num_draft_tokens, plan.num_checks), plan)
+    return FixedControl(
+        Route(kind, plan.draft_layer, plan.check_layer, plan.num_draft_tokens, plan.num_checks), plan
+    )

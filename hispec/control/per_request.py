@@ -1,4 +1,5 @@
 """K and R of single requests, in proportion to what they make of them [SmartSpec §4.3]."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ _MOST_TIMES = 2  # the batch's sizes
 class Caps:
     """A plan for a batch: K and R of its requests, by number, where they differ from the plan's.
 
-    widths   how far rows get with them, of one entry; alike: if all had the same, as far as these requests get
+    widths   how far rows get with them, of one entry; alike: if all had the same, as far as these requests
+             get
     cycles   mean R
     """
 
@@ -41,12 +43,16 @@ def make_caps(
     shifts: tuple[tuple[Floats, Floats], tuple[Floats, Floats]],
     numbers: Sequence[int],
 ) -> Caps | None:
-    """The plan of a batch, shared out; None if all requests get the same. A request whose own K is 0 is decoded plainly, until so little is known
-    of it that it has the batch's again. widths: of all routes; shifts: of the requests' log odds, and the tries that these stand on, by tier."""
+    """The plan of a batch, shared out; None if all requests get the same. A request whose own K is 0 is
+    decoded plainly, until so little is known of it that it has the batch's again. widths: of all routes;
+    shifts: of the requests' log odds, and the tries that these stand on, by tier.
+    """
     kind = grid.routes[route]
     (shift, tries), (verify_shift, verify_tries) = shifts
     reach = expected_kept(estimates.kept[route], shift, kind.most_drafts)
-    drafts = _shared(plan.num_draft_tokens, reach[:, 1 : plan.num_draft_tokens + 1], tries, 0, kind.most_drafts)
+    drafts = _shared(
+        plan.num_draft_tokens, reach[:, 1 : plan.num_draft_tokens + 1], tries, 0, kind.most_drafts
+    )
     checks = np.full(len(numbers), plan.num_checks)
     if plan.num_checks > 1:
         accepted = expected_kept(estimates.accepted[route], verify_shift, plan.window)[:, 1:]
@@ -62,9 +68,21 @@ def make_caps(
     alike = np.where(places <= plan.num_draft_tokens, kept, 0.0).mean(axis=0)[None]
     return Caps(
         plan=kind.plan(most, most_checks),
-        most_drafts={number: value for number, value in zip(numbers, drafts.tolist(), strict=True) if value != most},
-        most_checks={number: value for number, value in zip(numbers, checks.tolist(), strict=True) if value != most_checks},
-        widths=Widths(one.computed * share, one.looked * share, one.found, np.where(may, kept, 0.0).mean(axis=0)[None], one.accepted),
+        most_drafts={
+            number: value for number, value in zip(numbers, drafts.tolist(), strict=True) if value != most
+        },
+        most_checks={
+            number: value
+            for number, value in zip(numbers, checks.tolist(), strict=True)
+            if value != most_checks
+        },
+        widths=Widths(
+            one.computed * share,
+            one.looked * share,
+            one.found,
+            np.where(may, kept, 0.0).mean(axis=0)[None],
+            one.accepted,
+        ),
         alike=Widths(one.computed, one.looked, one.found, alike, one.accepted),
         cycles=float(checks.mean()),
     )

@@ -1,4 +1,5 @@
 """Rounds that are given up to learn: of routes that were not run of late, at most a share of all."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -11,23 +12,34 @@ from .hazards import Floats
 _MOST_SAVED = 64.0  # rounds
 _LEAST_AT_START, _MORE_AT_START = 6, 1  # probes, and by route
 _ROW_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS = 16, 2, 8  # a probe's: fewer rounds where there are many rows
-_AGAIN, _IN_TURN = 0.125, 4.0  # windows: since a route was run, before it may be probed again; until it is, whatever it promises
+_AGAIN, _IN_TURN = (
+    0.125,
+    4.0,
+)  # windows: since a route was run, before it may be probed again; until it is, whatever it promises
 _FIRST_BAR = 0.25  # windows that a route is left alone whose drafter failed; each further time twice as long
 _LOOK_AGAIN = 0.0625  # windows after nothing was found
 
 
 class Probes:
-    """Which routes to try, and when: one that might be better than the present plan, or that was not run for long. A round that takes longer than
-    those of the present plan counts as so many. Plain decoding is the last of the routes. At the start what is most promising is tried, a few
-    rounds each and perhaps again, before the share counts."""
+    """Which routes to try, and when: one that might be better than the present plan, or that was not run for
+    long. A round that takes longer than those of the present plan counts as so many. Plain decoding is the
+    last of the routes. At the start what is most promising is tried, a few rounds each and perhaps again,
+    before the share counts."""
 
     def __init__(self, num_routes: int, config: GoodputConfig) -> None:
         self._share, self._window = config.probe_share, config.window
         self._saved, self._look_at = 0.0, 0.0
-        self._is_turn = False  # whether what was not run for long goes before what promises most: every other time
+        self._is_turn = (
+            False  # whether what was not run for long goes before what promises most: every other time
+        )
         self._tried_at = np.full(num_routes + 1, -np.inf)
-        self._barred_until, self._bar = np.full(num_routes + 1, -np.inf), np.full(num_routes + 1, _FIRST_BAR * config.window)
-        self._left_at_start = _LEAST_AT_START + _MORE_AT_START * num_routes if self._share > 0.0 and num_routes else 0
+        self._barred_until, self._bar = (
+            np.full(num_routes + 1, -np.inf),
+            np.full(num_routes + 1, _FIRST_BAR * config.window),
+        )
+        self._left_at_start = (
+            _LEAST_AT_START + _MORE_AT_START * num_routes if self._share > 0.0 and num_routes else 0
+        )
         self.is_start = self._left_at_start > 0  # whether rounds are not yet counted
 
     @property
@@ -74,9 +86,18 @@ class Probes:
         self.is_start = False
         return now >= self._look_at and self._allows(self.rounds(rows, 1.0))
 
-    def pick(self, route_of: Ints, hopeful: Floats, cost: Floats, present: int | None, bar: float, rows: int, now: int) -> int | None:
-        """One of the candidates, by their routes, what might be hoped of them at best, and what their rounds cost in rounds of the present plan,
-        whose route, and what it promises, is given."""
+    def pick(
+        self,
+        route_of: Ints,
+        hopeful: Floats,
+        cost: Floats,
+        present: int | None,
+        bar: float,
+        rows: int,
+        now: int,
+    ) -> int | None:
+        """One of the candidates, by their routes, what might be hoped of them at best, and what their rounds
+        cost in rounds of the present plan, whose route, and what it promises, is given."""
         at_start, age = self._left_at_start > 0, now - self._tried_at
         age[-1 if present is None else present] = -1.0
         age[~self.may_run(now)] = -1.0

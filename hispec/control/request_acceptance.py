@@ -1,4 +1,5 @@
 """How much better or worse than others single requests are drafted and verified."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,8 +15,10 @@ _TRIES, _SUCCESSES, _EXPECTED = range(3)
 
 
 class Requests:
-    """Counts by request and tier: places that were tried, those that were right, and how many of them should have been by what is known of all
-    requests. The difference is a shift of the log odds, wherever a request is drafted; `weight` counts of "as expected" are added."""
+    """Counts by request and tier: places that were tried, those that were right, and how many of them should
+    have been by what is known of all requests. The difference is a shift of the log odds, wherever a request
+    is drafted; `weight` counts of "as expected" are added.
+    """
 
     def __init__(self, num_tiers: int, window: float, weight: float) -> None:
         self._weight, self._halving = weight, np.log(2.0) / min(window, _RECENT)
@@ -47,7 +50,9 @@ class Requests:
                 continue
             if not self._free:
                 size = len(self._counts)
-                self._counts = np.concatenate([self._counts, np.zeros((max(8, size), *self._counts.shape[1:]))])
+                self._counts = np.concatenate(
+                    [self._counts, np.zeros((max(8, size), *self._counts.shape[1:]))]
+                )
                 self._free = list(range(len(self._counts) - 1, size - 1, -1))
             self._place_of[number] = self._free.pop()
 
@@ -58,10 +63,14 @@ class Requests:
             self._free.append(place)
 
     def shifts(self, tier: int, numbers: Sequence[int]) -> tuple[Floats, Floats]:
-        """Of each of these requests, [n] each: the shift of its log odds, and on how many tries that stands."""
+        """Of each of these requests, [n] each: the shift of its log odds, and on how many tries that
+        stands."""
         places = [self._place_of.get(number, -1) for number in numbers]
         counts = np.concatenate([self._counts[:, tier], np.zeros((1, 3))])[places]
         tries, successes, expected = counts.T
         usual = np.clip(np.where(tries > 0, expected / np.maximum(tries, 1e-9), 0.5), 0.01, 0.99)
         own = np.clip((successes + self._weight * usual) / (tries + self._weight), 0.001, 0.999)
-        return np.clip(np.log(own / (1.0 - own)) - np.log(usual / (1.0 - usual)), -_MOST_SHIFT, _MOST_SHIFT), tries
+        return (
+            np.clip(np.log(own / (1.0 - own)) - np.log(usual / (1.0 - usual)), -_MOST_SHIFT, _MOST_SHIFT),
+            tries,
+        )

@@ -1,4 +1,5 @@
 """The stages that a route's rounds run, and their costs of many plans at once."""
+
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +11,8 @@ from ..latency.model import NOTHING, LatencyModel, Linear
 from .choice import Ints, Route
 from .hazards import Floats
 
-# What a round runs, in its order; bare: verify in place of a check that has nothing to judge. A plain round is a verify alone.
+# What a round runs, in its order; bare: verify in place of a check that has nothing to judge. A plain round
+# is a verify alone.
 SLOTS = ("lookup", "feed", "draft", "fill", "check", "bare", "verify")
 LOOKUP_SLOT, FEED_SLOT, DRAFT_SLOT, FILL_SLOT, CHECK_SLOT, BARE_SLOT, VERIFY_SLOT = range(len(SLOTS))
 Passes = NDArray[np.float64]  # [3, slots, plans]
@@ -18,8 +20,9 @@ _FREE = frozenset({"lookup", "round"})  # if nothing is said of them
 
 
 def slots_of(route: Route | None, along: Collection[int]) -> dict[int, list[str]]:
-    """Names of the stages by slot; those of a slot are run over the same places. None = plain decoding. along: exits whose KV every round writes
-    from whatever pass goes through their layer, unless the round computes it anyway."""
+    """Names of the stages by slot; those of a slot are run over the same places. None = plain decoding.
+    along: exits whose KV every round writes from whatever pass goes through their layer, unless the round
+    computes it anyway."""
     if route is None:
         return {VERIFY_SLOT: ["plain", *(f"along/{layer}" for layer in sorted(along))]}
     low, high = route.draft_layer, route.check_layer
@@ -37,7 +40,13 @@ def slots_of(route: Route | None, along: Collection[int]) -> dict[int, list[str]
         if layer < low:
             passes = [slot for slot in (DRAFT_SLOT, FILL_SLOT, FEED_SLOT) if slot in out]
         else:
-            passes = [CHECK_SLOT, BARE_SLOT] if high is not None and layer < high else [VERIFY_SLOT] if high is None else [VERIFY_SLOT, BARE_SLOT]
+            passes = (
+                [CHECK_SLOT, BARE_SLOT]
+                if high is not None and layer < high
+                else [VERIFY_SLOT]
+                if high is None
+                else [VERIFY_SLOT, BARE_SLOT]
+            )
         for slot in passes:
             out[slot].append(f"along/{layer}")
     return out
@@ -59,22 +68,36 @@ class _Layer:
         """As Linear says, each pass being the mean of its slot's."""
         num, rows, tokens = passes
         paid = np.maximum(tokens - self.free * num, 0.0)
-        total = self.constant * num + (self.row + context_per_row * self.context) * rows + self.token * paid + (context_per_row * self.pair) * tokens
+        total = (
+            self.constant * num
+            + (self.row + context_per_row * self.context) * rows
+            + self.token * paid
+            + (context_per_row * self.pair) * tokens
+        )
         return total.sum(axis=0)
 
 
 class StageCosts:
     """Of plans, by their routes. Raises ConfigError if the latency model lacks a stage."""
 
-    def __init__(self, slots: Sequence[Mapping[int, Sequence[str]]], latency: LatencyModel, route: Ints) -> None:
+    def __init__(
+        self, slots: Sequence[Mapping[int, Sequence[str]]], latency: LatencyModel, route: Ints
+    ) -> None:
         """slots: of each route; route [plans]"""
         depth = max(len(names) for of_route in slots for names in of_route.values())
-        layers = [[{slot: _stage(latency, names[at]) for slot, names in each.items() if at < len(names)} for each in slots] for at in range(depth)]
+        layers = [
+            [
+                {slot: _stage(latency, names[at]) for slot, names in each.items() if at < len(names)}
+                for each in slots
+            ]
+            for at in range(depth)
+        ]
         self._layers = [_Layer(stages, route) for stages in layers]
         self._round = _stage(latency, "round")
 
     def milliseconds(self, passes: Passes, rows: int, context_tokens: float) -> Floats:
-        """[plans]: of rounds; passes [3, slots, plans]: how many, and the rows and positions of all of them together."""
+        """[plans]: of rounds; passes [3, slots, plans]: how many, and the rows and positions of all of them
+        together."""
         total = np.full(passes.shape[2], float(self._round(float(rows), float(rows), float(context_tokens))))
         for layer in self._layers:
             total += layer.milliseconds(passes, context_tokens / rows)

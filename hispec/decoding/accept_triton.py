@@ -1,4 +1,5 @@
 """Coupled acceptance of a chain on a GPU, by one kernel: `accept.coupled` says what it computes."""
+
 from __future__ import annotations
 
 import torch
@@ -24,17 +25,24 @@ def _leading(
 ) -> None:
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     is_draft = place < num_drafts
-    right = tl.load(own + row * own_stride + place, mask=is_draft, other=-1) == tl.load(proposed + row * proposed_stride + place, mask=is_draft, other=-2)
+    right = tl.load(own + row * own_stride + place, mask=is_draft, other=-1) == tl.load(
+        proposed + row * proposed_stride + place, mask=is_draft, other=-2
+    )
     if unsure is not None:
         right = right | (tl.load(unsure + row * unsure_stride + place, mask=is_draft, other=0) != 0)
     right = right & is_draft & (place < tl.load(num_proposed + row))
-    num_accepted = tl.min(tl.where(right, BLOCK, place), axis=0)  # the first place where the draft is wrong; BLOCK is more than there are drafts
+    num_accepted = tl.min(
+        tl.where(right, BLOCK, place), axis=0
+    )  # the first place where the draft is wrong; BLOCK is more than there are drafts
     tl.store(accepted + row, num_accepted.to(tl.int64))
     tl.store(tokens + row, tl.load(own + row * own_stride + tl.minimum(num_accepted, q_len - 1)))
 
 
-def coupled_chain(own: Tensor, proposed: Tensor, num_proposed: Tensor, unsure: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As accept.coupled of a chain: own [rows, q_len], proposed [rows, drafts], num_proposed [rows] -> (num_accepted [rows], token [rows])."""
+def coupled_chain(
+    own: Tensor, proposed: Tensor, num_proposed: Tensor, unsure: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As accept.coupled of a chain: own [rows, q_len], proposed [rows, drafts], num_proposed [rows] ->
+    (num_accepted [rows], token [rows])."""
     rows, q_len = own.shape
     num_drafts = proposed.shape[1]
     accepted, tokens = torch.empty(2, rows, dtype=torch.int64, device=own.device)

@@ -1,4 +1,6 @@
-"""How a tier accepts: pure functions of tokens and distributions, and two judges that give them what they need from a round."""
+"""How a tier accepts: pure functions of tokens and distributions, and two judges that give them what they
+need from a round."""
+
 from __future__ import annotations
 
 from copy import copy
@@ -19,7 +21,8 @@ from .stages import Stages, Tier
 
 @dataclass(frozen=True)
 class Proposals:
-    """The drafts of a cycle: nodes 1 to `counts` [rows] of `tree`, whose node 0 stands in column `first` [rows] of the window."""
+    """The drafts of a cycle: nodes 1 to `counts` [rows] of `tree`, whose node 0 stands in column `first`
+    [rows] of the window."""
 
     tree: DraftTree
     first: Tensor
@@ -41,14 +44,17 @@ class Verdict:
 
 class Judge(Protocol):
     def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
-        """Tokens for each place [tokens, num], likeliest first, from logits [tokens, vocab]: drafts, and all of plain decoding."""
+        """Tokens for each place [tokens, num], likeliest first, from logits [tokens, vocab]: drafts, and all
+        of plain decoding."""
 
     def propose(self, batch: RoundBatch, proposals: Proposals) -> None:
         """Takes note of drafts that were not chosen from logits."""
 
-    def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals) -> Verdict:
-        """Judges proposals by logits [tokens, vocab] at their nodes' places. `tier` is the judging tier: check, or None for verify,
-        which has the last word."""
+    def judge(
+        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
+    ) -> Verdict:
+        """Judges proposals by logits [tokens, vocab] at their nodes' places. `tier` is the judging tier:
+        check, or None for verify, which has the last word."""
 
 
 def proposed_tokens(batch: RoundBatch, proposals: Proposals) -> Tensor:
@@ -58,10 +64,11 @@ def proposed_tokens(batch: RoundBatch, proposals: Proposals) -> Tensor:
 
 
 class CoupledJudge:
-    """Every tier chooses by the same noise, so that a proposal is right or wrong: the output is plain decoding's.
+    """Every tier chooses by the same noise, so that a proposal is right or wrong: the output is plain
+    decoding's.
 
-    check_confidence: a check overrules a draft only where it gives its own token at least this probability; None = always. Verify
-    keeps only what it would have chosen.
+    check_confidence: a check overrules a draft only where it gives its own token at least this probability;
+    None = always. Verify keeps only what it would have chosen.
     """
 
     def __init__(self, check_confidence: float | None = None) -> None:
@@ -73,22 +80,35 @@ class CoupledJudge:
     def propose(self, batch: RoundBatch, proposals: Proposals) -> None:
         pass
 
-    def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals) -> Verdict:
+    def judge(
+        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
+    ) -> Verdict:
         own, unsure = self.choose(logits, batch, span), None
         if tier is Tier.CHECK and self._check_confidence is not None:
             unsure = span.spread(confidence.of(logits, own).squeeze(-1) < self._check_confidence)
-        return Verdict(*coupled(span.spread(own.squeeze(-1)), proposed_tokens(batch, proposals), proposals.counts, proposals.tree, unsure))
+        return Verdict(
+            *coupled(
+                span.spread(own.squeeze(-1)),
+                proposed_tokens(batch, proposals),
+                proposals.counts,
+                proposals.tree,
+                unsure,
+            )
+        )
 
 
 class RejectionJudge:
-    """Speculative sampling at both levels, of chains. What each tier proposed from is kept until the next tier has judged it.
+    """Speculative sampling at both levels, of chains. What each tier proposed from is kept until the next
+    tier has judged it.
 
-    After a check the tentative tokens are distributed as p_check, the last one included: so verify judges that one too,
-    where `coupled` would simply take its own choice. Leaving it out would bias the output, as it would keep accepted
-    tokens but drop corrected ones.
+    After a check the tentative tokens are distributed as p_check, the last one included: so verify judges
+    that one too, where `coupled` would simply take its own choice. Leaving it out would bias the output, as
+    it would keep accepted tokens but drop corrected ones.
     """
 
-    def __init__(self, num_rows: int, window: int, vocab_size: int, device: torch.device, has_check: bool) -> None:
+    def __init__(
+        self, num_rows: int, window: int, vocab_size: int, device: torch.device, has_check: bool
+    ) -> None:
         # One place more than the window has, as its last: what is kept at place -1 is kept nowhere.
         self._kept = torch.zeros(len(Tier), num_rows * window + 1, vocab_size, device=device)
         self._has_check = has_check
@@ -107,7 +127,9 @@ class RejectionJudge:
         assert num == 1, "drafts by rank are not drawn from the drafter's distribution"
         q = batch.sampler.probabilities(logits, Stages.places(batch, span))
         self._kept[Tier.DRAFT][span.flat] = q
-        return draw(q.log(), batch.sampler.keys(span.rows, span.view.positions + 1, noise.Stream.CHOICE)).unsqueeze(-1)
+        return draw(
+            q.log(), batch.sampler.keys(span.rows, span.view.positions + 1, noise.Stream.CHOICE)
+        ).unsqueeze(-1)
 
     def propose(self, batch: RoundBatch, proposals: Proposals) -> None:
         """A draft that was looked up had probability 1."""
@@ -119,7 +141,9 @@ class RejectionJudge:
         kept[before] = kept.new_zeros(())  # a tensor, since a number would be copied from the host
         kept[before, proposed_tokens(batch, proposals)] = kept.new_ones(())
 
-    def judge(self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals) -> Verdict:
+    def judge(
+        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
+    ) -> Verdict:
         assert proposals.tree.is_chain
         p = batch.sampler.probabilities(logits, Stages.places(batch, span))
         proposer = Tier.DRAFT
@@ -132,21 +156,28 @@ class RejectionJudge:
         columns = proposals.first.unsqueeze(-1) + torch.arange(span.shape[1], device=p.device)
         positions = batch.starts.unsqueeze(-1) + columns + 1
         accept_stream, token_stream = (
-            (noise.Stream.CHECK_ACCEPT, noise.Stream.CHECK_TOKEN) if tier is Tier.CHECK else (noise.Stream.VERIFY_ACCEPT, noise.Stream.VERIFY_TOKEN)
+            (noise.Stream.CHECK_ACCEPT, noise.Stream.CHECK_TOKEN)
+            if tier is Tier.CHECK
+            else (noise.Stream.VERIFY_ACCEPT, noise.Stream.VERIFY_TOKEN)
         )
         uniform = noise.uniform(batch.sampler.keys(rows, positions, accept_stream))
         token_keys = batch.sampler.keys(rows, positions, token_stream)
         proposed = batch.tokens.gather(1, (columns + 1).clamp(max=batch.tokens.shape[1] - 1))
-        num_accepted, token = rejection(span.spread(p), span.spread(q), proposed, proposals.counts, uniform, token_keys)
+        num_accepted, token = rejection(
+            span.spread(p), span.spread(q), proposed, proposals.counts, uniform, token_keys
+        )
         return Verdict(num_accepted, num_accepted, token)
 
 
-def coupled(own: Tensor, proposed: Tensor, num_proposed: Tensor, tree: DraftTree, unsure: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def coupled(
+    own: Tensor, proposed: Tensor, num_proposed: Tensor, tree: DraftTree, unsure: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Accepts what the tier would have chosen, along one path of the tree.
 
-    own [rows, q_len]: the tier's choice after each node; proposed [rows, drafts]: the tokens of nodes 1, 2, ...; num_proposed [rows]:
-    how many of these there are; unsure [rows, q_len] bool: where any proposal is accepted -> (num_accepted [rows], the last accepted
-    node [rows], token [rows]). Of several paths the longest is taken, and of these the first.
+    own [rows, q_len]: the tier's choice after each node; proposed [rows, drafts]: the tokens of nodes 1, 2,
+    ...; num_proposed [rows]: how many of these there are; unsure [rows, q_len] bool: where any proposal is
+    accepted -> (num_accepted [rows], the last accepted node [rows], token [rows]). Of several paths the
+    longest is taken, and of these the first.
     """
     if tree.num_drafts == 0:  # prompt lookup found nothing: such a round is to cost no more than a plain one
         nothing = torch.zeros_like(num_proposed)
@@ -164,18 +195,23 @@ def coupled(own: Tensor, proposed: Tensor, num_proposed: Tensor, tree: DraftTree
     right &= shape.nodes[1:] <= num_proposed.unsqueeze(-1)
     # A node is accepted if it and all drafts on the way to it are right. Node 0 always is.
     num_right = torch.nn.functional.pad(right.float(), (1, 0)) @ shape.ancestry.T
-    score = torch.where(num_right == shape.depths, shape.depths * tree.num_nodes + tree.num_nodes - 1 - shape.nodes, 0)
+    score = torch.where(
+        num_right == shape.depths, shape.depths * tree.num_nodes + tree.num_nodes - 1 - shape.nodes, 0
+    )
     best = score.amax(-1)
     num_accepted, last = best // tree.num_nodes, tree.num_nodes - 1 - best % tree.num_nodes
     return num_accepted, last, _at(own, last)
 
 
-def rejection(p: Tensor, q: Tensor, proposed: Tensor, num_proposed: Tensor, uniform: Tensor, token_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Speculative sampling: accept x with min(1, p(x) / q(x)), else draw from norm(max(p - q, 0)) [Leviathan et al. 2023, alg. 1].
+def rejection(
+    p: Tensor, q: Tensor, proposed: Tensor, num_proposed: Tensor, uniform: Tensor, token_keys: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Speculative sampling: accept x with min(1, p(x) / q(x)), else draw from norm(max(p - q, 0)) [Leviathan
+    et al. 2023, alg. 1].
 
-    p, q [rows, q_len, vocab]: the judging tier's and the proposing tier's distributions; proposed, uniform, token_keys
-    [rows, q_len], a chain's; num_proposed [rows]. Every proposal must have been drawn from its q, and whether it is judged must not
-    depend on its value: then accepted and own tokens are distributed as p.
+    p, q [rows, q_len, vocab]: the judging tier's and the proposing tier's distributions; proposed, uniform,
+    token_keys [rows, q_len], a chain's; num_proposed [rows]. Every proposal must have been drawn from its q,
+    and whether it is judged must not depend on its value: then accepted and own tokens are distributed as p.
     """
     places = torch.arange(proposed.shape[1], device=p.device)
     is_proposed = places < num_proposed.unsqueeze(-1)

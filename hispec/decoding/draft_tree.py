@@ -1,4 +1,5 @@
 """DraftTree: the static shape of a draft cycle. A chain is the tree of one branch."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ if TYPE_CHECKING:  # the scheduler reads plans, and runs without torch
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Node 0 is the last token before the cycle, nodes 1, 2, ... are drafts; each follows its parent in the text.
+    """Node 0 is the last token before the cycle, nodes 1, 2, ... are drafts; each follows its parent in the
+    text.
 
-    parents   [node]: its parent, a lower number; -1 for node 0. The first `depth` drafts are the likeliest chain, so that any
-              prefix of the nodes is a tree too: what a row has no room for is cut off at the end
+    parents   [node]: its parent, a lower number; -1 for node 0. The first `depth` drafts are the likeliest
+              chain, so that any prefix of the nodes is a tree too: what a row has no room for is cut off at
+              the end
     """
 
     parents: tuple[int, ...]
@@ -26,7 +29,16 @@ class DraftTree:
     @lru_cache(maxsize=1024)
     def branches(cls, length: int, num_branches: int = 1) -> DraftTree:
         """`num_branches` chains of `length` drafts, all after node 0."""
-        return cls((-1, *(0 if step == 0 else branch * length + step for branch in range(num_branches) for step in range(length))))
+        return cls(
+            (
+                -1,
+                *(
+                    0 if step == 0 else branch * length + step
+                    for branch in range(num_branches)
+                    for step in range(length)
+                ),
+            )
+        )
 
     @classmethod
     def of(cls, plan: Plan) -> DraftTree:
@@ -93,8 +105,8 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class TreeTensors:
-    """nodes [node]: 0, 1, ...; depths, parents [node] (0 for node 0); paths [node, depth + 1]; children [node, most], 0 = none;
-    all int64.
+    """nodes [node]: 0, 1, ...; depths, parents [node] (0 for node 0); paths [node, depth + 1]; children
+    [node, most], 0 = none; all int64.
 
     levels    nodes at each depth
     ancestry  [node, node] float32: 1 where the second is a draft on the way to the first, itself included
@@ -118,7 +130,10 @@ def _tensors(tree: DraftTree, device: torch.device) -> TreeTensors:
         for node, way in enumerate(tree.paths):
             ancestry[node, list(way)] = 1.0
         ancestry[:, 0] = 0.0
-        of_node = [[child for child, parent in enumerate(tree.parents) if parent == node] for node in range(tree.num_nodes)]
+        of_node = [
+            [child for child, parent in enumerate(tree.parents) if parent == node]
+            for node in range(tree.num_nodes)
+        ]
         most = max(map(len, of_node))
         children = torch.tensor([nodes + [0] * (most - len(nodes)) for nodes in of_node], dtype=torch.int64)
         depths, parents = torch.tensor(tree.depths), torch.tensor(tree.parents).clamp(min=0)

@@ -1,4 +1,5 @@
 """What a drafter is: anything that proposes tokens to the tier above."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,9 @@ class DrafterError(HiSpecError, RuntimeError):
     def lacks_memory(self) -> bool:
         """Whether fewer requests at once might do."""
         cause = self.__cause__
-        return cause is not None and is_out_of_memory(cause) and not isinstance(cause, MemoryError)  # which is Python's, and the drafter's own
+        return (
+            cause is not None and is_out_of_memory(cause) and not isinstance(cause, MemoryError)
+        )  # which is Python's, and the drafter's own
 
 
 @contextmanager
@@ -58,9 +61,9 @@ class Draft:
 class Drafter(Protocol):
     """Tier one of a plan, made for one engine.
 
-    A drafter inside of the trunk runs layers [0, D) at every place that the next tier resumes from, and leaves hidden states
-    there; one outside leaves nothing, and the next tier begins at the embedding (D = 0). All tensors stay on the device, and
-    shapes depend on the plan only.
+    A drafter inside of the trunk runs layers [0, D) at every place that the next tier resumes from, and
+    leaves hidden states there; one outside leaves nothing, and the next tier begins at the embedding (D = 0).
+    All tensors stay on the device, and shapes depend on the plan only.
     """
 
     @property
@@ -77,14 +80,16 @@ class Drafter(Protocol):
         """Prompt tokens [tokens], at the places that the trunk has just computed."""
 
     def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
-        """Writes up to `room` drafts of each row into batch.tokens, as nodes of `tree` whose node 0 is the token in column first [rows]."""
+        """Writes up to `room` drafts of each row into batch.tokens, as nodes of `tree` whose node 0 is the
+        token in column first [rows]."""
 
     def advance(self, batch: RoundBatch, counts: Tensor) -> None:
-        """batch.tokens[:, 1 : counts + 1], counts [rows], are committed on the device, and the next round follows before the host has read
-        them: `follow` is not called in between."""
+        """batch.tokens[:, 1 : counts + 1], counts [rows], are committed on the device, and the next round
+        follows before the host has read them: `follow` is not called in between."""
 
     def move(self, batch: RoundBatch, sources: Tensor, targets: Tensor) -> None:
-        """Places of the window were copied, as by `Stages.move`; what the drafter keeps of them goes along."""
+        """Places of the window were copied, as by `Stages.move`; what the drafter keeps of them goes
+        along."""
 
 
 class Stateless:
@@ -111,8 +116,8 @@ class Stateless:
 
 
 def room(batch: RoundBatch, first: Tensor, tree: DraftTree) -> Tensor:
-    """[rows]: drafts of `tree` that a row may take after column first [rows]: never beyond its limit, and of a chain never more than it may
-    have. A row whose limit is at or before that column gets none."""
+    """[rows]: drafts of `tree` that a row may take after column first [rows]: never beyond its limit, and of
+    a chain never more than it may have. A row whose limit is at or before that column gets none."""
     left = (batch.limits - first - 1).clamp(0, tree.num_drafts)
     return torch.minimum(left, batch.most_drafts) if tree.is_chain else left
 

@@ -1,4 +1,6 @@
-"""Runs one stage of a round: picks the live places, runs a span of layers over them, keeps what the next tier resumes from."""
+"""Runs one stage of a round: picks the live places, runs a span of layers over them, keeps what the next tier
+resumes from."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
@@ -46,8 +48,8 @@ class Tier(IntEnum):
 
 @dataclass
 class PassCounts:
-    """Layers of the model run, summed over passes; those of prompts among them; layers times positions; and passes over an adapter's
-    blocks for logits."""
+    """Layers of the model run, summed over passes; those of prompts among them; layers times positions; and
+    passes over an adapter's blocks for logits."""
 
     layer_passes: int = 0
     prefill_layer_passes: int = 0
@@ -72,10 +74,12 @@ class PassCounts:
 
 
 class Stages:
-    """What the stages of a round do, over one decoder with its exits, one KV and one hidden-state buffer (None: no tier resumes).
+    """What the stages of a round do, over one decoder with its exits, one KV and one hidden-state buffer
+    (None: no tier resumes).
 
-    Exits that are not among `exits` are read through the model's own head. KV of each exit follows that of the model's
-    layers and of the exits before it. A pass that goes through the layer of an exit in `written` writes its KV along the way.
+    Exits that are not among `exits` are read through the model's own head. KV of each exit follows that of
+    the model's layers and of the exits before it. A pass that goes through the layer of an exit in `written`
+    writes its KV along the way.
     """
 
     def __init__(
@@ -101,8 +105,9 @@ class Stages:
 
     @staticmethod
     def select(batch: RoundBatch, tree: DraftTree, first: Tensor, nodes: Tensor, live: Tensor) -> Span:
-        """The places of a draft cycle of this shape: `nodes` [q_len] of `tree`, of which node 0 stands in column first [rows], where
-        live [rows, q_len] holds. A live node's parents must be live in this round."""
+        """The places of a draft cycle of this shape: `nodes` [q_len] of `tree`, of which node 0 stands in
+        column first [rows], where live [rows, q_len] holds. A live node's parents must be live in this
+        round."""
         rows, q_len = live.shape
         alive = live.reshape(-1)
         is_static = batch.execution.is_static
@@ -128,16 +133,33 @@ class Stages:
             if is_static:
                 path_starts, positions = path_starts.masked_fill(~alive, 1), positions.masked_fill(~alive, 0)
                 paths = paths.masked_fill(~alive.unsqueeze(-1), 0)
-            path_slots = packed_slots_of(batch.block_tables, row.unsqueeze(-1), batch.starts[row].unsqueeze(-1) + paths, batch.block_size)
-        view = BatchView(positions, slots, batch.block_tables, cu_q_lens, q_len, batch.max_context_len, path_slots, path_starts)
-        return Span(row, column, flat, first, node, place, (rows, q_len), paths, alive if is_static else None, view)
+            path_slots = packed_slots_of(
+                batch.block_tables,
+                row.unsqueeze(-1),
+                batch.starts[row].unsqueeze(-1) + paths,
+                batch.block_size,
+            )
+        view = BatchView(
+            positions,
+            slots,
+            batch.block_tables,
+            cu_q_lens,
+            q_len,
+            batch.max_context_len,
+            path_slots,
+            path_starts,
+        )
+        return Span(
+            row, column, flat, first, node, place, (rows, q_len), paths, alive if is_static else None, view
+        )
 
     def embed(self, batch: RoundBatch, span: Span) -> Tensor:
         """Hidden states [tokens, hidden] of the tokens at the span's places."""
         return self._decoder.embed(batch.tokens[span.rows, span.index])
 
     def run(self, hidden: Tensor, lo: int, hi: int, batch: RoundBatch, span: Span) -> Tensor:
-        """Runs layers [lo, hi) over the span's places, and writes their KV and that of exits on the way, between lo and hi."""
+        """Runs layers [lo, hi) over the span's places, and writes their KV and that of exits on the way,
+        between lo and hi."""
         watched = () if batch.watch is None else batch.watch.layers
 
         def pass_by(hidden: Tensor, layer: int) -> None:
@@ -180,17 +202,33 @@ class Stages:
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
         """Writes the KV of all layers and of all exits for token_ids [tokens]."""
         before = self.counts.layer_passes
-        self._through(self._decoder.embed(token_ids), 0, self.num_layers, view, self._exits, lambda hidden, layer: self.fill(hidden, layer, view))
+        self._through(
+            self._decoder.embed(token_ids),
+            0,
+            self.num_layers,
+            view,
+            self._exits,
+            lambda hidden, layer: self.fill(hidden, layer, view),
+        )
         self.counts.prefill_layer_passes += self.counts.layer_passes - before
 
     def catch_up(self, token_ids: Tensor, view: BatchView, layers: Collection[int]) -> None:
-        """Writes the KV of the exits at `layers` for token_ids [tokens], whose own KV is there at all layers of the model."""
+        """Writes the KV of the exits at `layers` for token_ids [tokens], whose own KV is there at all layers
+        of the model."""
         hidden = self._decoder.embed(token_ids)
-        hidden = self._through(hidden, 0, max(layers), view, layers, lambda hidden, layer: self.fill(hidden, layer, view))
+        hidden = self._through(
+            hidden, 0, max(layers), view, layers, lambda hidden, layer: self.fill(hidden, layer, view)
+        )
         self.fill(hidden, max(layers), view)
 
     def _through(
-        self, hidden: Tensor, lo: int, hi: int, view: BatchView, stops: Collection[int], pass_by: Callable[[Tensor, int], None]
+        self,
+        hidden: Tensor,
+        lo: int,
+        hi: int,
+        view: BatchView,
+        stops: Collection[int],
+        pass_by: Callable[[Tensor, int], None],
     ) -> Tensor:
         """Runs layers [lo, hi), and calls pass_by(hidden, layer) after those of `stops` that lie between."""
         for stop in sorted({layer for layer in stops if lo < layer < hi} | {hi}):
@@ -202,22 +240,31 @@ class Stages:
         return hidden
 
     def move(self, batch: RoundBatch, layer: int, sources: Tensor, targets: Tensor) -> None:
-        """Copies what stands in columns sources [rows, n] to columns targets [rows, n], -1 = nowhere: KV of layers [0, layer) and of
-        the exits there, and what the check tier left."""
-        slots_from, slots_to = self._slots(batch, sources), self._slots(batch, targets.clamp(min=0)).masked_fill((targets < 0).reshape(-1), -1)
+        """Copies what stands in columns sources [rows, n] to columns targets [rows, n], -1 = nowhere: KV of
+        layers [0, layer) and of the exits there, and what the check tier left."""
+        slots_from, slots_to = (
+            self._slots(batch, sources),
+            self._slots(batch, targets.clamp(min=0)).masked_fill((targets < 0).reshape(-1), -1),
+        )
         self._kv.move(0, layer, slots_from, slots_to)
         for exit_layer, (exit_, kv_layer) in self._exits.items():
             if exit_layer <= layer and exit_.num_kv_layers:
                 self._kv.move(kv_layer, kv_layer + exit_.num_kv_layers, slots_from, slots_to)
         if self._hidden is not None:
             rows = torch.arange(sources.shape[0], device=sources.device).unsqueeze(-1) * batch.window
-            self._hidden.move(Tier.CHECK, (rows + sources).reshape(-1), torch.where(targets < 0, -1, rows + targets).reshape(-1))
+            self._hidden.move(
+                Tier.CHECK,
+                (rows + sources).reshape(-1),
+                torch.where(targets < 0, -1, rows + targets).reshape(-1),
+            )
 
     @staticmethod
     def _slots(batch: RoundBatch, columns: Tensor) -> Tensor:
         """KV slots [rows * n] of columns [rows, n]."""
         rows = torch.arange(columns.shape[0], device=columns.device).unsqueeze(-1)
-        return packed_slots_of(batch.block_tables, rows, batch.starts.unsqueeze(-1) + columns, batch.block_size).reshape(-1)
+        return packed_slots_of(
+            batch.block_tables, rows, batch.starts.unsqueeze(-1) + columns, batch.block_size
+        ).reshape(-1)
 
     @staticmethod
     def places(batch: RoundBatch, span: Span) -> Places:
@@ -233,12 +280,17 @@ def _rectangle(rows: int, q_len: int, device: torch.device) -> tuple[Tensor, Ten
         return place, place // q_len, torch.arange(0, (rows + 1) * q_len, q_len, device=device)
 
 
-def _addresses(batch: RoundBatch, first: Tensor, nodes: Tensor, live: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of all places of live [rows, q_len], which are in `row` [rows * q_len]: first, column, flat place in the window, position, slot."""
+def _addresses(
+    batch: RoundBatch, first: Tensor, nodes: Tensor, live: Tensor, row: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of all places of live [rows, q_len], which are in `row` [rows * q_len]: first, column, flat place in
+    the window, position, slot."""
     if runs_triton(live.device):
         from . import addresses_triton
 
-        return addresses_triton.addresses(live.contiguous(), first, batch.starts, nodes, batch.block_tables, batch.block_size, batch.window)
+        return addresses_triton.addresses(
+            live.contiguous(), first, batch.starts, nodes, batch.block_tables, batch.block_size, batch.window
+        )
     alive, first = live.reshape(-1), first[row]
     column = first + nodes.repeat(live.shape[0])
     positions = (batch.starts[row] + column).masked_fill(~alive, 0)

@@ -1,4 +1,6 @@
-"""Drafters that compute: one token after the other, by an early exit of the model or by a small model of its own."""
+"""Drafters that compute: one token after the other, by an early exit of the model or by a small model of its
+own."""
+
 from __future__ import annotations
 
 from typing import Protocol
@@ -18,7 +20,8 @@ class Speaker(Protocol):
     """Turns tokens of the window into logits of the next."""
 
     def feed(self, batch: RoundBatch, span: Span) -> Tensor:
-        """Computes the tokens at the span's places, and keeps what later ones need of them -> hidden [tokens, hidden]."""
+        """Computes the tokens at the span's places, and keeps what later ones need of them -> hidden [tokens,
+        hidden]."""
 
     def logits(self, hidden: Tensor, span: Span) -> Tensor:
         """[tokens, vocab]"""
@@ -28,7 +31,8 @@ class Speaker(Protocol):
 
 
 class ExitSpeaker:
-    """An early exit: layers [0, D) of the trunk, whose hidden states are left for the tier that resumes there."""
+    """An early exit: layers [0, D) of the trunk, whose hidden states are left for the tier that resumes
+    there."""
 
     def __init__(self, stages: Stages, layer: int) -> None:
         self._stages, self._layer = stages, layer
@@ -47,11 +51,13 @@ class ExitSpeaker:
 
 
 class ComputedDrafter(Stateless):
-    """Drafts by a speaker: K passes of one place per branch, and one more over the last drafts, so that no place is left out.
+    """Drafts by a speaker: K passes of one place per branch, and one more over the last drafts, so that no
+    place is left out.
 
-    confidence   a row drafts no further where the speaker gives no token at least this probability; so a round without any draft
-                 costs one shallow pass. Kangaroo stops all rows by the last token's probability, keeps that token, and never tests the
-                 first [§3.2], which drafts one token too many wherever drafting does not pay
+    confidence   a row drafts no further where the speaker gives no token at least this probability; so a
+                 round without any draft costs one shallow pass. Kangaroo stops all rows by the last token's
+                 probability, keeps that token, and never tests the first [§3.2], which drafts one token too
+                 many wherever drafting does not pay
     """
 
     def __init__(self, speaker: Speaker, judge: Judge, confidence: float | None = None) -> None:
@@ -65,7 +71,9 @@ class ComputedDrafter(Stateless):
         num_sure, counts = torch.zeros_like(first), torch.where(drafting, room(batch, first, tree), 0)
         for depth in range(tree.depth + 1):
 
-            def step(first: Tensor, drafting: Tensor, num_sure: Tensor, depth: int = depth) -> tuple[Tensor, Tensor]:
+            def step(
+                first: Tensor, drafting: Tensor, num_sure: Tensor, depth: int = depth
+            ) -> tuple[Tensor, Tensor]:
                 return self._step(batch, tree, depth, first, drafting, num_sure)
 
             drafting, num_sure = batch.stage(("draft", tree, depth), step, first, drafting, num_sure)
@@ -76,13 +84,21 @@ class ComputedDrafter(Stateless):
         return Draft(Proposals(tree, first, counts), by(Source.COMPUTED, first))
 
     def _step(
-        self, batch: RoundBatch, tree: DraftTree, depth: int, first: Tensor, drafting: Tensor, num_sure: Tensor
+        self,
+        batch: RoundBatch,
+        tree: DraftTree,
+        depth: int,
+        first: Tensor,
+        drafting: Tensor,
+        num_sure: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """One pass, over the nodes at `depth` of the rows that are still `drafting` [rows] -> which go on after it, and how many drafts each is
-        sure of."""
+        """One pass, over the nodes at `depth` of the rows that are still `drafting` [rows] -> which go on
+        after it, and how many drafts each is sure of."""
         shape = tree.on(first.device)
         nodes = shape.levels[depth]
-        live = (first.unsqueeze(-1) + nodes < batch.limits.unsqueeze(-1)) & (drafting & (depth <= batch.most_drafts)).unsqueeze(-1)
+        live = (first.unsqueeze(-1) + nodes < batch.limits.unsqueeze(-1)) & (
+            drafting & (depth <= batch.most_drafts)
+        ).unsqueeze(-1)
         span = Stages.select(batch, tree, first, nodes, live)
         if span.num_tokens == 0:
             return torch.zeros_like(drafting), num_sure
@@ -92,7 +108,11 @@ class ComputedDrafter(Stateless):
             return drafting, num_sure
         logits = self._speaker.logits(hidden, span)
         num = tree.num_children(depth)
-        span.put(batch.tokens, span.first.unsqueeze(-1) + shape.children[span.node, :num], self._judge.choose(logits, batch, span, num))
+        span.put(
+            batch.tokens,
+            span.first.unsqueeze(-1) + shape.children[span.node, :num],
+            self._judge.choose(logits, batch, span, num),
+        )
         if self._confidence is not None:  # of a chain: trees have a fixed shape
             drafting = span.spread(confidence.largest(logits) >= self._confidence).squeeze(-1)
             num_sure = num_sure + drafting

@@ -1,4 +1,5 @@
 """The index of prompt lookup in numba: for every size a hash table that says where each n-gram ended last."""
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -8,7 +9,8 @@ from numba import njit
 
 from .lookup import MOST_MATCHED, SEPARATOR
 
-# One thread: a call takes microseconds, and a second pool of threads that spin beside torch's own costs both dearly.
+# One thread: a call takes microseconds, and a second pool of threads that spin beside torch's own costs both
+# dearly.
 _kernel = njit(cache=True, nogil=True)
 
 
@@ -18,10 +20,10 @@ class Texts(NamedTuple):
     tokens   [count, capacity] int32
     lengths  [count] int64
     bases    [count] int64, grows by a text's length when it is cleared
-    tables   [count, sizes, slots] int64, open addressing with linear probing: base + 1 + the last token's place, in the
-             latest occurrence of an n-gram that another token follows. What is not above the text's base is of an earlier
-             text, or was never written, and means empty; so clearing touches no table. An n-gram has one slot however
-             often it occurs, and at most half of the slots are taken
+    tables   [count, sizes, slots] int64, open addressing with linear probing: base + 1 + the last token's
+             place, in the latest occurrence of an n-gram that another token follows. What is not above the
+             text's base is of an earlier text, or was never written, and means empty; so clearing touches no
+             table. An n-gram has one slot however often it occurs, and at most half of the slots are taken
     probes   [1] int64, slots looked at so far: the work that must not grow with the text
     """
 
@@ -54,7 +56,8 @@ def _same(text: Any, end: Any, other: Any, other_end: Any, size: Any) -> Any:
 
 @_kernel
 def _find(texts: Any, row: Any, index: Any, size: Any, other: Any, end: Any) -> Any:
-    """(slot, place) of the n-gram that ends at other[end]: where it last ended in text `row`, or -1 and the slot that would say so."""
+    """(slot, place) of the n-gram that ends at other[end]: where it last ended in text `row`, or -1 and the
+    slot that would say so."""
     hashed = np.uint64(0)
     for back in range(size):
         hashed = (hashed + np.uint64(other[end - back]) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -98,8 +101,11 @@ def append(texts: Any, row: Any, token_ids: Any, min_size: Any) -> None:
 
 
 @_kernel
-def _latest(texts: Any, row: Any, store: Any, current: Any, near: Any, num_near: Any, num_own: Any, min_size: Any) -> Any:
-    """(source, place) of the first token to propose: source 0 the text itself, 1 + h half h of the store, -1 nothing found.
+def _latest(
+    texts: Any, row: Any, store: Any, current: Any, near: Any, num_near: Any, num_own: Any, min_size: Any
+) -> Any:
+    """(source, place) of the first token to propose: source 0 the text itself, 1 + h half h of the store, -1
+    nothing found.
 
     near[:num_near] is the end of the text, of which all but the first num_own lies in the tail.
     """
@@ -109,7 +115,8 @@ def _latest(texts: Any, row: Any, store: Any, current: Any, near: Any, num_near:
         size = min_size + index
         if num_near <= size:
             continue
-        # What ends in the tail, or at the last committed token, is indexed nowhere, and more recent than all that is.
+        # What ends in the tail, or at the last committed token, is indexed nowhere, and more recent than all
+        # that is.
         for end in range(last - 1, max(num_own - 1, size - 1) - 1, -1):
             if _same(near, end, near, last, size):
                 return 0, before + end + 1
@@ -125,7 +132,8 @@ def _latest(texts: Any, row: Any, store: Any, current: Any, near: Any, num_near:
 
 @_kernel
 def _num_matched(source: Any, length: Any, tail: Any, end: Any, near: Any, num_near: Any) -> Any:
-    """Tokens that are the same up to `end` of a source and up to the text's end; the source goes on with `tail` after `length` tokens."""
+    """Tokens that are the same up to `end` of a source and up to the text's end; the source goes on with
+    `tail` after `length` tokens."""
     matched = 0
     while matched < min(MOST_MATCHED, num_near) and end - matched >= 0:
         place = end - matched
@@ -137,12 +145,28 @@ def _num_matched(source: Any, length: Any, tail: Any, end: Any, near: Any, num_n
 
 @_kernel
 def propose(
-    texts: Any, store: Any, current: Any, min_size: Any, per_match: Any, rows: Any, tokens: Any, tail_lens: Any, most: Any, counts: Any
+    texts: Any,
+    store: Any,
+    current: Any,
+    min_size: Any,
+    per_match: Any,
+    rows: Any,
+    tokens: Any,
+    tail_lens: Any,
+    most: Any,
+    counts: Any,
 ) -> Any:
-    """As Lookup.propose. Returns the first i whose arguments are out of range, before anything is written, or -1."""
+    """As Lookup.propose. Returns the first i whose arguments are out of range, before anything is written, or
+    -1."""
     window = tokens.shape[1] - 1
     for i in range(rows.shape[0]):
-        if rows[i] < 0 or rows[i] >= texts.lengths.shape[0] or tail_lens[i] < 0 or most[i] < 0 or tail_lens[i] + most[i] > window:
+        if (
+            rows[i] < 0
+            or rows[i] >= texts.lengths.shape[0]
+            or tail_lens[i] < 0
+            or most[i] < 0
+            or tail_lens[i] + most[i] > window
+        ):
             return i
     # One token more than the longest n-gram: a text of more than `size` tokens shows as such.
     deep = max(min_size + texts.tables.shape[1], MOST_MATCHED)
@@ -153,11 +177,19 @@ def propose(
         num_own = min(length, deep)
         near[:num_own] = text[length - num_own : length]
         near[num_own : num_own + tail] = tokens[i, 1 : tail + 1]
-        source, place = (-1, np.int64(0)) if most[i] == 0 else _latest(texts, row, store, current, near, num_own + tail, num_own, min_size)
+        source, place = (
+            (-1, np.int64(0))
+            if most[i] == 0
+            else _latest(texts, row, store, current, near, num_own + tail, num_own, min_size)
+        )
         limit = most[i]
         if source >= 0 and per_match > 0:
-            searched, end = (text, length) if source == 0 else (store.tokens[source - 1], store.lengths[source - 1])
-            limit = min(limit, per_match * _num_matched(searched, end, tokens[i, 1:], place - 1, near, num_own + tail))
+            searched, end = (
+                (text, length) if source == 0 else (store.tokens[source - 1], store.lengths[source - 1])
+            )
+            limit = min(
+                limit, per_match * _num_matched(searched, end, tokens[i, 1:], place - 1, near, num_own + tail)
+            )
         if source == 0:
             count = limit
             for k in range(place, place + count):

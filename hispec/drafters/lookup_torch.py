@@ -1,4 +1,6 @@
-"""Prompt lookup in torch operations of fixed shape, without a host sync: runs on any device, and inside a captured CUDA graph."""
+"""Prompt lookup in torch operations of fixed shape, without a host sync: runs on any device, and inside a
+captured CUDA graph."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,24 +9,48 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .lookup import MOST_MATCHED, SEPARATOR, check_row, check_shapes, check_sizes, checked_tokens, output_to_store
+from .lookup import (
+    MOST_MATCHED,
+    SEPARATOR,
+    check_row,
+    check_shapes,
+    check_sizes,
+    checked_tokens,
+    output_to_store,
+)
 
 
 class TensorLookup:
-    """The same proposals as LookupIndex's, by comparison with all positions: work and scratch are rows * (within + store_tokens)."""
+    """The same proposals as LookupIndex's, by comparison with all positions: work and scratch are rows *
+    (within + store_tokens)."""
 
     def __init__(
-        self, device: torch.device, num_rows: int, max_len: int, min_size: int, max_size: int, store_tokens: int = 0, per_match: int | None = None
+        self,
+        device: torch.device,
+        num_rows: int,
+        max_len: int,
+        min_size: int,
+        max_size: int,
+        store_tokens: int = 0,
+        per_match: int | None = None,
     ) -> None:
         check_sizes(num_rows, max_len, min_size, max_size, store_tokens, per_match)
         self._per_match = per_match
-        self._num_rows, self._max_len, self._min_size, self._max_size, self._half = num_rows, max_len, min_size, max_size, store_tokens // 2
+        self._num_rows, self._max_len, self._min_size, self._max_size, self._half = (
+            num_rows,
+            max_len,
+            min_size,
+            max_size,
+            store_tokens // 2,
+        )
         # A graph reads these where they lie, so they are only ever written in place.
         # One token more than the texts have takes what is to be written nowhere.
         self._flat_texts = torch.zeros(num_rows * max_len + 1, dtype=torch.int32, device=device)
         self._texts = self._flat_texts[:-1].view(num_rows, max_len)
         self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._store = torch.full((2, self._half), SEPARATOR, dtype=torch.int32, device=device)  # the previous half, the current one
+        self._store = torch.full(
+            (2, self._half), SEPARATOR, dtype=torch.int32, device=device
+        )  # the previous half, the current one
         self._host_lengths = [0] * num_rows  # the same, to be asked for without a sync
         self._stored = 0  # tokens in the current half
 
@@ -63,17 +89,21 @@ class TensorLookup:
         self._store[1, self._stored : self._stored + len(output)].copy_(torch.from_numpy(output))
         self._stored += len(output)
 
-    def propose(self, rows: Tensor, tokens: Tensor, tail_lens: Tensor, most: Tensor, within: int | None = None) -> Tensor:
+    def propose(
+        self, rows: Tensor, tokens: Tensor, tail_lens: Tensor, most: Tensor, within: int | None = None
+    ) -> Tensor:
         """As Lookup.propose; values out of range are not noticed, since that would take a sync."""
         check_shapes(rows, tokens, tail_lens, most)
         device, window, num_stored = tokens.device, tokens.shape[1] - 1, self._store.numel()
         within = min(within or self._max_len, self._max_len)
         lengths = self._lengths[rows].clamp(max=within)
         totals = lengths + tail_lens
-        # All that is searched [n, columns]: the previous half, the current one, the text. Whatever comes later is preferred. Both halves end
-        # with a separator, so that nothing spans them.
+        # All that is searched [n, columns]: the previous half, the current one, the text. Whatever comes
+        # later is preferred. Both halves end with a separator, so that nothing spans them.
         text = pad(self._texts[rows, :within], (0, window))
-        text.scatter_(1, lengths[:, None] + torch.arange(window, device=device), tokens[:, 1:].to(torch.int32))
+        text.scatter_(
+            1, lengths[:, None] + torch.arange(window, device=device), tokens[:, 1:].to(torch.int32)
+        )
         searched = torch.cat([self._store.view(1, num_stored).expand(len(rows), num_stored), text], dim=1)
         columns = torch.arange(searched.shape[1], device=device)
 
@@ -97,13 +127,16 @@ class TensorLookup:
             matched = ((ours == theirs) & (backs < totals[:, None]) & (backs <= end)).cumprod(1).sum(1)
             most = torch.minimum(most, self._per_match * matched)
 
-        # proposed [n, window]: what follows; in the text its end repeats with the period of the copy, in the store a separator comes before that.
+        # proposed [n, window]: what follows; in the text its end repeats with the period of the copy, in the
+        # store a separator comes before that.
         steps, period = torch.arange(window, device=device), (last - end).clamp(min=1)
         proposed = searched.gather(1, (end + 1 + steps % period).clamp(max=len(columns) - 1))
         unbroken = (proposed != SEPARATOR).cumprod(1).sum(1)
         counts = torch.minimum(unbroken, most) * found[:, 0]
 
-        places = torch.arange(window + 1, device=device) - tail_lens[:, None] - 1  # of each column of tokens among the proposals
+        places = (
+            torch.arange(window + 1, device=device) - tail_lens[:, None] - 1
+        )  # of each column of tokens among the proposals
         written = (places >= 0) & (places < counts[:, None])
         moved = pad(proposed, (0, 1)).gather(1, places.clamp(min=0))
         tokens.copy_(torch.where(written, moved.to(tokens.dtype), tokens))

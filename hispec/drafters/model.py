@@ -1,4 +1,5 @@
 """A separate small model as the drafter: its own layers, with KV at the same slots as the target's."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -16,8 +17,9 @@ from .computed import ComputedDrafter
 
 
 class ModelSpeaker:
-    """A decoder of its own. Its KV lies in the blocks that the target's lies in, so that prefix cache, preemption and rollback cover it:
-    it is valid wherever the target's is, as it computes all that the target computes."""
+    """A decoder of its own. Its KV lies in the blocks that the target's lies in, so that prefix cache,
+    preemption and rollback cover it: it is valid wherever the target's is, as it computes all that the target
+    computes."""
 
     def __init__(self, decoder: DecoderLike, kv: PagedKV, vocab_size: int, counts: PassCounts) -> None:
         """vocab_size: the target's; what is beyond the drafter's own can never be proposed."""
@@ -33,7 +35,9 @@ class ModelSpeaker:
 
     def feed(self, batch: RoundBatch, span: Span) -> Tensor:
         hidden = self._decoder.embed(self._known(batch.tokens[span.rows, span.index]))
-        own = batch if batch.watch is None else replace(batch, watch=None)  # what is watched are exits of the target
+        own = (
+            batch if batch.watch is None else replace(batch, watch=None)
+        )  # what is watched are exits of the target
         return self._stages.run(hidden, 0, self._num_layers, own, span)
 
     def logits(self, hidden: Tensor, span: Span) -> Tensor:
@@ -52,7 +56,8 @@ class ModelSpeaker:
         self._stages.move(batch, self._num_layers, sources, targets)
 
     def _known(self, token_ids: Tensor) -> Tensor:
-        """A target may pad its vocabulary further than the drafter does; such a token is hardly ever said, but must not be out of range."""
+        """A target may pad its vocabulary further than the drafter does; such a token is hardly ever said,
+        but must not be out of range."""
         return token_ids.clamp(max=self._last_token)
 
 

@@ -1,4 +1,5 @@
 """Prompt lookup: what followed the last tokens when they last stood in the text is proposed again."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,12 +16,15 @@ from .lookup import make_lookup
 
 
 class NgramDrafter(Stateless):
-    """Looks up to K tokens up in each request's own prompt and output, and in earlier outputs if it keeps any (`datastore_tokens`).
+    """Looks up to K tokens up in each request's own prompt and output, and in earlier outputs if it keeps any
+    (`datastore_tokens`).
 
     The index of a request stays in one place of the lookup while rows move; `follow` brings it up to date.
     """
 
-    def __init__(self, config: NgramConfig, judge: Judge, max_num_seqs: int, max_len: int, device: torch.device) -> None:
+    def __init__(
+        self, config: NgramConfig, judge: Judge, max_num_seqs: int, max_len: int, device: torch.device
+    ) -> None:
         self._judge = judge
         sizes = config.min_size, config.max_size, config.datastore_tokens, config.tokens_per_match
         self._lookup = make_lookup(device, max_num_seqs, max_len, *sizes)
@@ -28,7 +32,9 @@ class NgramDrafter(Stateless):
         self._place_of: dict[int, int] = {}  # number of a request -> its place in the lookup
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._is_ahead = False  # whether texts were extended by what the host has not read
-        self._places = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # of each row; a graph reads it where it lies
+        self._places = torch.zeros(
+            max_num_seqs, dtype=torch.int64, device=device
+        )  # of each row; a graph reads it where it lies
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +65,13 @@ class NgramDrafter(Stateless):
         self._lookup.extend(self._places[: batch.num_rows], batch.tokens, counts)
 
     def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
-        counts = self._lookup.propose(self._places[: batch.num_rows], batch.tokens, first, room(batch, first, tree), batch.max_context_len)
+        counts = self._lookup.propose(
+            self._places[: batch.num_rows],
+            batch.tokens,
+            first,
+            room(batch, first, tree),
+            batch.max_context_len,
+        )
         proposals = Proposals(tree, first, counts)
         self._judge.propose(batch, proposals)
         return Draft(proposals, by(Source.LOOKED_UP, first))

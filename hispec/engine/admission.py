@@ -1,4 +1,5 @@
 """Checks each request before the engine takes it."""
+
 from __future__ import annotations
 
 import time
@@ -14,7 +15,8 @@ from ..scheduling.request import Request, TextStream
 class Admission:
     """Makes an engine's requests.
 
-    model_len, num_blocks, block_size   what one may take at most; seed: base of the seeds of those that bring none
+    model_len, num_blocks, block_size   what one may take at most; seed: base of the seeds of those that bring
+                                        none
     """
 
     vocab_size: int
@@ -25,7 +27,13 @@ class Admission:
     eos_token_ids: frozenset[int]
 
     def request(
-        self, number: int, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, text: TextStream | None, also: Iterable[str]
+        self,
+        number: int,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        text: TextStream | None,
+        also: Iterable[str],
     ) -> Request:
         """Raises RequestError with all reasons why it can never be served, `also` these."""
         problems = [*self._problems(prompt_token_ids, params, has_text=text is not None), *also]
@@ -40,22 +48,40 @@ class Admission:
             params=params,
             seed=params.seed if params.seed is not None else (self.seed + number) % 2**63,
             max_tokens=min(params.max_tokens or room, room),
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
+            stop_ids=frozenset(params.stop_token_ids)
+            | (frozenset() if params.ignore_eos else self.eos_token_ids),
             text=text,
             arrival_s=time.monotonic(),
         )
 
-    def _problems(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, has_text: bool) -> Iterator[str]:
-        vocab_size, model_len, num_blocks, block_size = self.vocab_size, self.model_len, self.num_blocks, self.block_size
+    def _problems(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, has_text: bool
+    ) -> Iterator[str]:
+        vocab_size, model_len, num_blocks, block_size = (
+            self.vocab_size,
+            self.model_len,
+            self.num_blocks,
+            self.block_size,
+        )
         if params.n != 1:
             yield f"n={params.n}: the engine takes one sequence per request; LLM.generate makes n of them"
         if len(prompt_token_ids) == 0:
             yield "the prompt is empty: give at least one token"
             return
-        wrong = [token for token in prompt_token_ids if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size]
+        wrong = [
+            token
+            for token in prompt_token_ids
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size
+        ]
         if wrong:
-            yield f"prompt token ids must be integers from 0 to {vocab_size - 1}; {len(wrong)} are not, the first is {wrong[0]!r}"
-        for field, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            yield (
+                f"prompt token ids must be integers from 0 to {vocab_size - 1}; {len(wrong)} are not, the"
+                f" first is {wrong[0]!r}"
+            )
+        for field, token_ids in (
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
             outside = [token for token in token_ids if not 0 <= token < vocab_size]
             if outside:
                 yield f"{field} names token {outside[0]}, but the vocabulary ends at {vocab_size - 1}"
@@ -65,14 +91,21 @@ class Admission:
             yield "stop strings need a tokenizer, and the model has none; use stop_token_ids"
         length = len(prompt_token_ids)
         if length >= model_len:
-            yield f"the prompt has {length} tokens, but max_model_len={model_len} must hold it and one token of output; shorten it or raise max_model_len"
+            yield (
+                f"the prompt has {length} tokens, but max_model_len={model_len} must hold it and one token of"
+                " output; shorten it or raise max_model_len"
+            )
             return
         total = length + min(params.max_tokens or model_len, model_len - length)
         needed = -(-(total - 1) // block_size)  # the last token of the output is never processed
         if needed > num_blocks:
             yield (
-                f"prompt and output take up to {total} tokens = {needed} KV blocks of {block_size}, but there are {num_blocks};"
-                f" lower max_tokens to {num_blocks * block_size - length + 1} or raise num_kv_blocks"
+                f"prompt and output take up to {total} tokens = {needed} KV blocks of {block_size}, but there"
+                f" are {num_blocks}; lower max_tokens to {num_blocks * block_size - length + 1} or raise"
+                " num_kv_blocks"
                 if num_blocks * block_size >= length
-                else f"the prompt's {length} tokens take {-(-length // block_size)} KV blocks of {block_size}, but there are {num_blocks}; raise num_kv_blocks"
+                else (
+                    f"the prompt's {length} tokens take {-(-length // block_size)} KV blocks of {block_size},"
+                    f" but there are {num_blocks}; raise num_kv_blocks"
+                )
             )

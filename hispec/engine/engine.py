@@ -1,4 +1,5 @@
 """Engine: continuous batching of rounds. Token ids in, Deltas out; no tokenizer here."""
+
 from __future__ import annotations
 
 import itertools
@@ -52,8 +53,8 @@ _LEAST_PREFILL = 16  # positions; below that an allocation failure is no matter 
 class Engine:
     """Serves many requests with one decoder. Not thread-safe: one thread calls it.
 
-    A step computes a bounded piece of waiting prompts, then one round for every request that is ready, and says what
-    each of them gained. Requests join and leave between steps.
+    A step computes a bounded piece of waiting prompts, then one round for every request that is ready, and
+    says what each of them gained. Requests join and leave between steps.
     """
 
     def __init__(
@@ -73,18 +74,22 @@ class Engine:
         is_static: bool | None = None,
         graph_device: GraphDevice | None = None,
     ) -> None:
-        """As `set_speculative` for `speculative`, `exits`, `draft_model`, `plan` and `latency`. Raises ConfigError for what does not fit the
-        model or memory.
+        """As `set_speculative` for `speculative`, `exits`, `draft_model`, `plan` and `latency`. Raises
+        ConfigError for what does not fit the model or memory.
 
         scheduling                who is served first; None = who came first
-        length_predictor          how long outputs will be, for policies that ask; None = learnt from those that have ended
+        length_predictor          how long outputs will be, for policies that ask; None = learnt from those
+                                  that have ended
         name                      of the model, for the trace
-        is_static, graph_device   whether rounds have static shapes, and where they are captured; None = as the device wants it
+        is_static, graph_device   whether rounds have static shapes, and where they are captured; None = as
+                                  the device wants it
         """
         model = decoder.config
         scheduling = scheduling or SchedulingConfig()
         self._decoder, self._config = decoder, config
-        self.max_model_len = max_model_len(config, min(model.max_position_embeddings, decoder.max_positions), model.sliding_window)
+        self.max_model_len = max_model_len(
+            config, min(model.max_position_embeddings, decoder.max_positions), model.sliding_window
+        )
         self._counts, self._draft_counts = PassCounts(), PassCounts()  # of the model, and of a draft model
         self._plans = PlanCache(decoder, config, self.max_model_len, self._counts, self._draft_counts)
         wanted = Wanted(speculative, exits, draft_model, plan, latency)
@@ -92,10 +97,21 @@ class Engine:
         num_blocks = config.num_kv_blocks or default_num_blocks(*parts, lambda: self._plans.make(1, wanted))
         self._pool = BlockPool(num_blocks, config.block_size)
         self._is_move_cheaper = cheaper_to_move(latency, config.max_prefill_tokens)
-        keeper = KVOffloader(HostKV(scheduling.swap_bytes), lambda: self._runtime.kvs, lambda num: self._is_move_cheaper(num))
+        keeper = KVOffloader(
+            HostKV(scheduling.swap_bytes), lambda: self._runtime.kvs, lambda num: self._is_move_cheaper(num)
+        )
         self._scheduler = make_scheduler(scheduling, config, self._pool, length_predictor, keeper)
-        self._tables = RowTables(config.max_num_seqs, min(num_blocks, self._pool.blocks_for(self.max_model_len)))
-        self._admission = Admission(model.vocab_size, self.max_model_len, num_blocks, config.block_size, config.seed, frozenset(eos_token_ids))
+        self._tables = RowTables(
+            config.max_num_seqs, min(num_blocks, self._pool.blocks_for(self.max_model_len))
+        )
+        self._admission = Admission(
+            model.vocab_size,
+            self.max_model_len,
+            num_blocks,
+            config.block_size,
+            config.seed,
+            frozenset(eos_token_ids),
+        )
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
         self._pending: list[Delta] = []
@@ -104,7 +120,14 @@ class Engine:
         counts = self._counts, self._draft_counts
         self._recorder = Recorder(config, name, scheduling.policy)
         sizes = config, self._scheduler, self._tables, self.max_model_len
-        self._rounds = RoundRunner(*sizes, decoder, counts, is_static, graph_device, lambda route: self._recorder.control.failed(route))
+        self._rounds = RoundRunner(
+            *sizes,
+            decoder,
+            counts,
+            is_static,
+            graph_device,
+            lambda route: self._recorder.control.failed(route),
+        )
         self._choice = Choice()  # of the round in the air
         self._read_s = 0.0  # when the last round was read
         self._is_timed = True  # whether the round in the air has the device to itself
@@ -124,15 +147,20 @@ class Engine:
         plan: Plan | None = None,
         latency: LatencyModel | None = None,
     ) -> None:
-        """Changes the plan between requests: plain decoding for None. Raises ConfigError while requests are unfinished.
+        """Changes the plan between requests: plain decoding for None. Raises ConfigError while requests are
+        unfinished.
 
-        exits        the trained ones of this plan, or of those to choose from (`ee_models.exits.load_exits`); others go through the model's head
+        exits        the trained ones of this plan, or of those to choose from (`ee_models.exits.load_exits`);
+                     others go through the model's head
         draft_model  the small model, if draft.kind is "model"
         plan         overrides the one that `speculative` gives
         latency      what stages cost, which control="goodput" needs (`hispec.measure`)
         """
         if self._requests:
-            raise ConfigError(f"the plan cannot change while {len(self._requests)} requests are unfinished; drain() or abort them first")
+            raise ConfigError(
+                f"the plan cannot change while {len(self._requests)} requests are unfinished; drain() or"
+                " abort them first"
+            )
         self._flight = None  # the round in the air is of requests that are gone
         wanted = Wanted(speculative, exits, draft_model, plan, latency)
         new = self._plans.get(self._pool.num_blocks, wanted)
@@ -156,10 +184,14 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Captures the graphs of the plan's greedy rounds now, the largest first and at most max_graphs, instead of each on first use. Nothing where
-        rounds are not captured. Raises ConfigError while requests are unfinished."""
+        """Captures the graphs of the plan's greedy rounds now, the largest first and at most max_graphs,
+        instead of each on first use. Nothing where rounds are not captured. Raises ConfigError while requests
+        are unfinished."""
         if self._requests:
-            raise ConfigError(f"warm_up() cannot run while {len(self._requests)} requests are unfinished; drain() or abort them first")
+            raise ConfigError(
+                f"warm_up() cannot run while {len(self._requests)} requests are unfinished; drain() or abort"
+                " them first"
+            )
         self._rounds.warm_up(self._runtime, context_buckets(self.max_model_len))
 
     @property
@@ -177,7 +209,8 @@ class Engine:
         request_id: str | None = None,
         text: TextStream | None = None,
     ) -> str:
-        """Queues a request -> its id. Raises RequestError, naming all that is wrong with it; the engine goes on.
+        """Queues a request -> its id. Raises RequestError, naming all that is wrong with it; the engine goes
+        on.
 
         `params.n` must be 1: a sequence is one request. `text` follows the output for stop strings and text.
         """
@@ -185,7 +218,11 @@ class Engine:
         request_id = request_id if request_id is not None else f"request-{number}"
         also = []
         if self._closed or self._draining:
-            also.append("the engine is closed" if self._closed else "the engine is draining and takes no more requests")
+            also.append(
+                "the engine is closed"
+                if self._closed
+                else "the engine is draining and takes no more requests"
+            )
         if request_id in self._requests or any(delta.request_id == request_id for delta in self._pending):
             also.append("a request of this id is unfinished; ids must be unique while they live")
         request = self._admission.request(number, request_id, prompt_token_ids, params, text, also)
@@ -196,17 +233,22 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
-        """Computes one piece of prefill and one round -> what every request gained; [] only if none is ready yet."""
+        """Computes one piece of prefill and one round -> what every request gained; [] only if none is ready
+        yet."""
         for request in [request for request in self._scheduler.running if request.has_ended]:
             self._finish(request, [], "")  # an interrupt came between its last token and its end
-        if self._flight is not None and all(request.finish_reason is not None for _, request in self._flight.rows.requests):
+        if self._flight is not None and all(
+            request.finish_reason is not None for _, request in self._flight.rows.requests
+        ):
             self._flight = None  # nobody in it is left
         try:
             if self._flight is None:
                 self._start()
             if (flight := self._flight) is not None:
                 started = time.perf_counter()
-                self._flight = self._rounds.proceed(flight, self._stats) if not self._recorder.control.is_due else None
+                self._flight = (
+                    self._rounds.proceed(flight, self._stats) if not self._recorder.control.is_due else None
+                )
                 self._read(flight)
                 self._stats.round_s += time.perf_counter() - started
         except BaseException:
@@ -220,8 +262,9 @@ class Engine:
         return deltas
 
     def abort(self, request_ids: Iterable[str], *, notify: bool = True) -> None:
-        """Ends requests at once; unknown and finished ids are passed over. With `notify` each gets a last Delta with the
-        next step, and its id is free again after that; without, nothing more is said of them."""
+        """Ends requests at once; unknown and finished ids are passed over. With `notify` each gets a last
+        Delta with the next step, and its id is free again after that; without, nothing more is said of
+        them."""
         request_ids = dict.fromkeys(request_ids)
         with self._scheduler.repaired(self._requests):
             for request_id in request_ids:
@@ -237,7 +280,8 @@ class Engine:
         return bool(self._requests or self._pending)
 
     def drain(self) -> Iterator[Delta]:
-        """Takes no more requests and yields Deltas until all are finished; afterwards the engine takes requests again."""
+        """Takes no more requests and yields Deltas until all are finished; afterwards the engine takes
+        requests again."""
         self._draining = True
         try:
             while self.has_unfinished():
@@ -256,11 +300,14 @@ class Engine:
         self._recorder.close()
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the last reset, what is held now (see EngineStats), and under "control" what the controller counts, since it was made."""
+        """Counts since the last reset, what is held now (see EngineStats), and under "control" what the
+        controller counts, since it was made."""
         return {
             **self._stats.as_dict(),
             **vars(self._counts),
-            "draft_model_layer_passes": self._draft_counts.layer_passes - self._draft_counts.prefill_layer_passes,
+            "draft_model_layer_passes": (
+                self._draft_counts.layer_passes - self._draft_counts.prefill_layer_passes
+            ),
             "num_layers": self._decoder.config.num_layers,
             **self._rounds.stats(),
             "control": self._recorder.control.stats(),
@@ -282,7 +329,8 @@ class Engine:
         self._scheduler.kv.num_kept = self._scheduler.kv.num_restored = 0
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated, by what they are for; on a GPU those of earlier plans too, up to eight, whose graphs are kept."""
+        """Bytes allocated, by what they are for; on a GPU those of earlier plans too, up to eight, whose
+        graphs are kept."""
         graphs = self._rounds.graphs
         return {**self._plans.memory(), **({"graph_bytes": graphs.num_bytes} if graphs is not None else {})}
 
@@ -291,7 +339,9 @@ class Engine:
         self._pool.check(self._scheduler.tables())
         live = {*self._scheduler.waiting, *self._scheduler.running}
         assert live == set(self._requests.values()), "a request is lost or leaked"
-        assert [request.row for request in self._scheduler.running] == list(range(len(self._scheduler.running)))
+        assert [request.row for request in self._scheduler.running] == list(
+            range(len(self._scheduler.running))
+        )
         for request in self._scheduler.running:
             assert request.num_computed < len(request.token_ids)
             assert len(request.table.blocks) >= self._pool.blocks_for(request.num_computed)
@@ -305,7 +355,11 @@ class Engine:
             torch.cuda.empty_cache()
         if what == "prefill" and (tokens := self._scheduler.max_prefill_tokens) > _LEAST_PREFILL:
             self._scheduler.max_prefill_tokens = max(_LEAST_PREFILL, tokens // 2)
-            _log.warning("out of memory (%s): prefill goes on with max_prefill_tokens=%d", error, self._scheduler.max_prefill_tokens)
+            _log.warning(
+                "out of memory (%s): prefill goes on with max_prefill_tokens=%d",
+                error,
+                self._scheduler.max_prefill_tokens,
+            )
         elif len(self._scheduler.running) > 1:
             rows = len(self._scheduler.running) // 2
             self._scheduler.shrink(rows)
@@ -313,7 +367,12 @@ class Engine:
         else:
             for request in requests:
                 request.finish_reason = "error"
-                self._finish(request, [], "", f"out of memory, even alone: {error}; lower engine.num_kv_blocks or max_prefill_tokens")
+                self._finish(
+                    request,
+                    [],
+                    "",
+                    f"out of memory, even alone: {error}; lower engine.num_kv_blocks or max_prefill_tokens",
+                )
 
     # ---- one step ----
 
@@ -322,7 +381,9 @@ class Engine:
         step = self._scheduler.schedule(self._choice.plan.window, time.monotonic())
         if step.limits:
             ready = [self._scheduler.running[row] for row in step.limits]
-            self._choice = self._recorder.control.choose([request.number for request in ready], sum(len(request.token_ids) for request in ready))
+            self._choice = self._recorder.control.choose(
+                [request.number for request in ready], sum(len(request.token_ids) for request in ready)
+            )
             self._scheduler.fit(step, self._choice.plan.window)
         self._tables.update([request.table.blocks for request in self._scheduler.running])
         started = time.perf_counter()
@@ -347,12 +408,20 @@ class Engine:
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Computes KV of prompt positions at every layer; several requests' chunks in one pass."""
         started = time.perf_counter()
-        prefill(self._runtime, chunks, self._tables.tensor[: len(self._scheduler.running)], self._pool.block_size, self._stats)
+        prefill(
+            self._runtime,
+            chunks,
+            self._tables.tensor[: len(self._scheduler.running)],
+            self._pool.block_size,
+            self._stats,
+        )
         seconds = time.perf_counter() - started
         for chunk in chunks:
             self._stats.prefill_tokens += chunk.end - chunk.start
             self._scheduler.commit(chunk.request, chunk.end, release=False)
-            self._scheduler.served(chunk.request, Service(rounds=0, tokens=0, drafted=0, accepted=0, passes=1.0, seconds=seconds))
+            self._scheduler.served(
+                chunk.request, Service(rounds=0, tokens=0, drafted=0, accepted=0, passes=1.0, seconds=seconds)
+            )
 
     def _read(self, flight: Flight) -> None:
         """Commits what a round has committed on the device."""
@@ -360,9 +429,15 @@ class Engine:
         began_s, self._read_s = max(flight.launched_s, self._read_s), time.perf_counter()
         self._stats.steps += 1
         # Others ended after the round was launched.
-        rows = [(request, row, outcomes[row]) for row, request in flight.rows.requests if request.finish_reason is None]
+        rows = [
+            (request, row, outcomes[row])
+            for row, request in flight.rows.requests
+            if request.finish_reason is None
+        ]
         seconds = self._read_s - began_s
-        self._recorder.round(flight, self._choice, rows, seconds if self._is_timed and flight.is_timed else math.nan)
+        self._recorder.round(
+            flight, self._choice, rows, seconds if self._is_timed and flight.is_timed else math.nan
+        )
         self._is_timed = True
         behind = self._runtime.all_owners - flight.owners
         passes = flight.layer_passes / self._decoder.config.num_layers
@@ -374,7 +449,8 @@ class Engine:
             self._rounds.follow_up(flight)
 
     def _commit(self, request: Request, row: int, outcome: RowOutcome, result: RoundResult) -> None:
-        """Commits a row's round: tokens up to the one that ends the request, KV below the last of them, counts of the same."""
+        """Commits a row's round: tokens up to the one that ends the request, KV below the last of them,
+        counts of the same."""
         start = len(request.token_ids)
         error, text = None, ""
         try:

@@ -1,4 +1,5 @@
 """KV of preempted requests: to host memory, or to be computed again."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,9 @@ class KVOffloader:
     is_cheaper   whether so many positions are cheaper to move out and in than to compute again
     """
 
-    def __init__(self, host: HostKV, kvs: Callable[[], Sequence[PagedKV]], is_cheaper: Callable[[int], bool]) -> None:
+    def __init__(
+        self, host: HostKV, kvs: Callable[[], Sequence[PagedKV]], is_cheaper: Callable[[int], bool]
+    ) -> None:
         self._host, self._kvs, self._is_cheaper = host, kvs, is_cheaper
 
     def save(self, request: Request) -> bool:
@@ -33,9 +36,12 @@ class KVOffloader:
             return False
 
     def restore(self, request: Request) -> bool:
-        """False also where the plan has other tensors than when it was saved, and where an interrupt came between."""
+        """False also where the plan has other tensors than when it was saved, and where an interrupt came
+        between."""
         try:
-            if request.number in self._host and self._host.restore(request.number, self._kvs(), request.table.blocks):
+            if request.number in self._host and self._host.restore(
+                request.number, self._kvs(), request.table.blocks
+            ):
                 return True
         except Exception as error:
             if not is_out_of_memory(error):
@@ -48,10 +54,12 @@ class KVOffloader:
 
 
 def cheaper_to_move(latency: LatencyModel | None, max_prefill_tokens: int) -> Callable[[int], bool]:
-    """For KVOffloader: whether moving so many positions out and in costs less than prefill of them, in chunks of max_prefill_tokens, by the profile.
+    """For KVOffloader: whether moving so many positions out and in costs less than prefill of them, in chunks
+    of max_prefill_tokens, by the profile.
 
-    Without a profile, or without these stages in it: always. Of SmolLM2-135M in float32 a position's KV goes out and in within 0.1 ms on a CPU, and
-    takes 0.9 ms to compute; the larger the model, the more layers' products there are for each byte of KV.
+    Without a profile, or without these stages in it: always. Of SmolLM2-135M in float32 a position's KV goes
+    out and in within 0.1 ms on a CPU, and takes 0.9 ms to compute; the larger the model, the more layers'
+    products there are for each byte of KV.
     """
     if latency is None or "swap" not in latency or "prefill" not in latency:
         return lambda num_positions: True

@@ -1,4 +1,5 @@
 """What rounds did, told to whoever decides what the next ones do, and to the trace."""
+
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -23,10 +24,14 @@ class Recorder:
 
     def __init__(self, config: EngineConfig, model: str, policy: str) -> None:
         self.control: Control = FixedControl(None)
-        self._controls: dict[Hashable, Control] = {}  # with what they have learnt, for when their plan comes back
+        self._controls: dict[
+            Hashable, Control
+        ] = {}  # with what they have learnt, for when their plan comes back
         self._config, self._model, self._policy = config, model, policy
         self._trace: TraceWriter | None = None
-        self._rounds: dict[int, list[tuple[int, int, Sequence[int], Sequence[int]]]] = {}  # of unfinished requests, by number
+        self._rounds: dict[
+            int, list[tuple[int, int, Sequence[int], Sequence[int]]]
+        ] = {}  # of unfinished requests, by number
 
     def known(self, key: Hashable) -> Control | None:
         """Who decided when this was asked for before."""
@@ -36,9 +41,18 @@ class Recorder:
         """Who decides from now on. Raises ConfigError, the first time, if the trace cannot be written."""
         routes = [str(route) for route in control.routes]
         path = self._config.trace
-        if path is not None and self._trace is None:  # not before all else was found right: an earlier trace is replaced
+        if (
+            path is not None and self._trace is None
+        ):  # not before all else was found right: an earlier trace is replaced
             about, rows = environment(), self._config.max_num_seqs
-            self._trace = TraceWriter(Path(path), model=self._model, policy=self._policy, max_num_seqs=rows, routes=routes, environment=about)
+            self._trace = TraceWriter(
+                Path(path),
+                model=self._model,
+                policy=self._policy,
+                max_num_seqs=rows,
+                routes=routes,
+                environment=about,
+            )
         elif self._trace is not None:
             self._trace.routes(routes)
         if key not in self._controls and len(self._controls) >= _MOST_KEPT:
@@ -49,8 +63,11 @@ class Recorder:
         if self._trace is not None:
             self._trace.decision(record)
 
-    def round(self, flight: Flight, choice: Choice, rows: Sequence[tuple[Request, int, RowOutcome]], seconds: float) -> None:
-        """A round of these requests, in these rows, before it is committed. seconds: nan if something else was timed too."""
+    def round(
+        self, flight: Flight, choice: Choice, rows: Sequence[tuple[Request, int, RowOutcome]], seconds: float
+    ) -> None:
+        """A round of these requests, in these rows, before it is committed. seconds: nan if something else
+        was timed too."""
         if self._trace is None and isinstance(self.control, FixedControl):
             return
         if flight.plan != choice.plan:  # the drafter failed, or no row could speculate
@@ -61,7 +78,10 @@ class Recorder:
         seen = observed(
             choice,
             [(request.number, outcome) for request, _, outcome in rows],
-            limits=[min(int(inputs[Input.CAP, row]), request.max_tokens - request.num_output) for request, row, _ in rows],
+            limits=[
+                min(int(inputs[Input.CAP, row]), request.max_tokens - request.num_output)
+                for request, row, _ in rows
+            ],
             most_drafts=[int(inputs[Input.DRAFTS, row]) for _, row, _ in rows],
             watched=flight.runtime.watched,
             context_tokens=sum(len(request.token_ids) for request, _, _ in rows),
@@ -72,7 +92,9 @@ class Recorder:
             self._trace.round(seen)
             route = -1 if choice.route is None else choice.route
             for request, _, outcome in rows:
-                self._rounds.setdefault(request.number, []).append((route, len(outcome.token_ids), outcome.drafted, outcome.kept))
+                self._rounds.setdefault(request.number, []).append(
+                    (route, len(outcome.token_ids), outcome.drafted, outcome.kept)
+                )
 
     def finished(self, request: Request, metrics: RequestMetrics | None) -> None:
         self.control.forget(request.number)

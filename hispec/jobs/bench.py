@@ -1,4 +1,5 @@
 """The benchmark: one set of prompts, one process, several ways to decode it, interleaved."""
+
 from __future__ import annotations
 
 import statistics
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
     from ..llm import LLM
     from .hf_baseline import TransformersBaseline
 
+
 class BenchOptions(Settings):
     """How to measure.
 
     repeats       timed runs of each engine; the median counts
-    batch_size    prompts that run together, in every engine; at 1 each prompt is timed by itself, one engine after the other,
-                  which cancels the machine's drift and gives confidence intervals over prompts
+    batch_size    prompts that run together, in every engine; at 1 each prompt is timed by itself, one engine
+                  after the other, which cancels the machine's drift and gives confidence intervals over
+                  prompts
     max_tokens    new tokens per prompt
     context       prompt tokens are repeated or cut to this length; None = as they are
     temperature   0 = greedy; above it, each prompt has a seed of its own, and transformers is left out
@@ -57,7 +60,8 @@ class Group:
 
 @dataclass
 class Runs:
-    """The timed runs of one engine: seconds by run and group, those of rounds alone (without prompts), token ids by run and prompt."""
+    """The timed runs of one engine: seconds by run and group, those of rounds alone (without prompts), token
+    ids by run and prompt."""
 
     seconds: list[list[float]] = field(default_factory=list)
     decode_seconds: list[list[float]] = field(default_factory=list)
@@ -70,24 +74,36 @@ class Runs:
         self.decode_seconds.append([0.0] * num_groups)
         self.outputs.append([[] for _ in range(num_prompts)])
 
-    def tokens_per_s(self, groups: Sequence[Group], task: str | None = None, *, decode: bool = False) -> list[float]:
+    def tokens_per_s(
+        self, groups: Sequence[Group], task: str | None = None, *, decode: bool = False
+    ) -> list[float]:
         """Of each run: over all groups, or those of one task. `decode`: by the time of rounds alone."""
         taken = [number for number, group in enumerate(groups) if task is None or group.task == task]
         return [
-            sum(len(outputs[prompt]) for number in taken for prompt in groups[number].prompts) / sum(seconds[number] for number in taken)
-            for outputs, seconds in zip(self.outputs, self.decode_seconds if decode else self.seconds, strict=True)
+            sum(len(outputs[prompt]) for number in taken for prompt in groups[number].prompts)
+            / sum(seconds[number] for number in taken)
+            for outputs, seconds in zip(
+                self.outputs, self.decode_seconds if decode else self.seconds, strict=True
+            )
         ]
 
     def of_groups(self, groups: Sequence[Group], task: str) -> tuple[list[float], list[float]]:
         """Mean tokens and median seconds over runs of each group of the task."""
         taken = [number for number, group in enumerate(groups) if group.task == task]
-        tokens = [statistics.fmean(sum(len(outputs[prompt]) for prompt in groups[number].prompts) for outputs in self.outputs) for number in taken]
+        tokens = [
+            statistics.fmean(
+                sum(len(outputs[prompt]) for prompt in groups[number].prompts) for outputs in self.outputs
+            )
+            for number in taken
+        ]
         return tokens, [statistics.median(seconds[number] for seconds in self.seconds) for number in taken]
 
 
-def plans_of(speculative: SpeculativeConfig | None, further: dict[str, SpeculativeConfig | None]) -> dict[str, SpeculativeConfig | None]:
-    """What to measure besides transformers. Two-tier is three-tier without its check tier, with as many drafts per round.
-    Raises ConfigError if a further plan has the name of one of these."""
+def plans_of(
+    speculative: SpeculativeConfig | None, further: dict[str, SpeculativeConfig | None]
+) -> dict[str, SpeculativeConfig | None]:
+    """What to measure besides transformers. Two-tier is three-tier without its check tier, with as many
+    drafts per round. Raises ConfigError if a further plan has the name of one of these."""
     plans: dict[str, SpeculativeConfig | None] = {"plain": None}
     if speculative is not None:
         plans["two_tier"] = speculative.model_copy(update={"check": None})
@@ -101,14 +117,17 @@ def plans_of(speculative: SpeculativeConfig | None, further: dict[str, Speculati
 def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict[str, Any]:
     """Measures and returns what `--json` writes (docs/jobs.md).
 
-    Raises ConfigError for a bad setting or input row, CheckpointError, and RequestError if a prompt can't be served.
+    Raises ConfigError for a bad setting or input row, CheckpointError, and RequestError if a prompt can't be
+    served.
     """
     from ..llm import LLM
 
     count_rows(job.input)
     rows = good_rows(job)
     measured_on = environment()  # now, so that its load is that of others
-    llm = LLM(job.model, speculative=job.speculative, scheduling=job.scheduling, **_engine_settings(job, options))
+    llm = LLM(
+        job.model, speculative=job.speculative, scheduling=job.scheduling, **_engine_settings(job, options)
+    )
     try:
         return _measure(llm, job, options, rows, progress) | {"environment": measured_on}
     finally:
@@ -117,12 +136,16 @@ def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict
 
 def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progress: bool) -> dict[str, Any]:
     prompts = [_fit(llm.encode(row.prompt, chat=row.is_chat), options.context) for row in rows]
-    sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, ignore_eos=job.sampling.ignore_eos)
+    sampling = SamplingParams(
+        temperature=options.temperature, max_tokens=options.max_tokens, ignore_eos=job.sampling.ignore_eos
+    )
     with_transformers = options.transformers and options.temperature == 0.0
     seeds = {tuple(prompt): number for number, prompt in enumerate(prompts)}
 
     def decode(taken: list[TokenIds]) -> list[TokenIds]:
-        return generate(llm, taken, [sampling.model_copy(update={"seed": seeds[tuple(prompt)]}) for prompt in taken])
+        return generate(
+            llm, taken, [sampling.model_copy(update={"seed": seeds[tuple(prompt)]}) for prompt in taken]
+        )
 
     groups = _groups(rows, options.batch_size)
     plans = plans_of(job.speculative, options.plans)
@@ -134,7 +157,13 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
     memory = {"peak_resident_bytes": peak_memory_bytes(), **llm.memory()}
     baseline = _baseline(job, options, prompts) if with_transformers else None
     order = list(runs)
-    with tqdm(total=options.repeats * len(groups) * len(order), unit="run", disable=not progress, file=sys.stderr, dynamic_ncols=True) as bar:
+    with tqdm(
+        total=options.repeats * len(groups) * len(order),
+        unit="run",
+        disable=not progress,
+        file=sys.stderr,
+        dynamic_ncols=True,
+    ) as bar:
         turn = 0
         for _ in range(options.repeats):
             for run in runs.values():
@@ -148,15 +177,21 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
                     else:
                         llm.set_speculative(plans[name])
                         llm.reset_stats()
-                        _time(runs[name], number, group, prompts, decode, lambda: float(llm.stats()["round_s"]))
+                        _time(
+                            runs[name], number, group, prompts, decode, lambda: float(llm.stats()["round_s"])
+                        )
                         runs[name].stats = add_counts(runs[name].stats, llm.stats())
                     bar.update()
                 turn = (turn + 1) % len(order)  # nobody is always first, or always after the same one
-    return _result(job, options, prompts, groups, plans, runs) | {"memory": memory, "row_invariant": llm.row_invariant}
+    return _result(job, options, prompts, groups, plans, runs) | {
+        "memory": memory,
+        "row_invariant": llm.row_invariant,
+    }
 
 
 def _groups(rows: list[Row], batch_size: int) -> list[Group]:
-    """Each prompt by itself at batch size 1; else all prompts of a task, since a batch has no time of single prompts."""
+    """Each prompt by itself at batch size 1; else all prompts of a task, since a batch has no time of single
+    prompts."""
     if batch_size == 1:
         return [Group(task_of(row), [number]) for number, row in enumerate(rows)]
     tasks: dict[str, Group] = {}
@@ -202,7 +237,10 @@ def _result(
         }
         if name in plans:
             rates = asdict(Rates.of(run.stats, plans[name]))
-            tiers = {key: rates.pop(key) for key in ("draft_accepted", "looked_up_accepted", "looked_up_share", "tentative_accepted")}
+            tiers = {
+                key: rates.pop(key)
+                for key in ("draft_accepted", "looked_up_accepted", "looked_up_share", "tentative_accepted")
+            }
             engines[name]["decode_tokens_per_s"] = statistics.median(run.tokens_per_s(groups, decode=True))
             engines[name] |= {"plan": plan_text(plans[name], run.stats["num_layers"]), **rates}
             if plans[name] is not None:
@@ -213,10 +251,18 @@ def _result(
         "model": job.model,
         "options": options.model_dump(),
         "speculative": job.speculative.model_dump() if job.speculative else None,
-        "prompts": {"num": len(prompts), "tokens_min": min(lengths), "tokens_median": statistics.median(lengths), "tokens_max": max(lengths)},
+        "prompts": {
+            "num": len(prompts),
+            "tokens_min": min(lengths),
+            "tokens_median": statistics.median(lengths),
+            "tokens_max": max(lengths),
+        },
         "engines": engines,
         "ratio_to_plain": {name: engine["tokens_per_s"] / plain for name, engine in engines.items()},
-        "decode_ratio_to_plain": {name: engines[name]["decode_tokens_per_s"] / engines["plain"]["decode_tokens_per_s"] for name in plans},
+        "decode_ratio_to_plain": {
+            name: engines[name]["decode_tokens_per_s"] / engines["plain"]["decode_tokens_per_s"]
+            for name in plans
+        },
         "ratio_by_task": _ratios_by_task(groups, runs),
         "ratio_interval": _intervals(groups, runs) if options.batch_size == 1 else {},
         "decode_ratio_by_task": _ratios_by_task(groups, {name: runs[name] for name in plans}, decode=True),
@@ -225,20 +271,37 @@ def _result(
     }
 
 
-def _ratios_by_task(groups: list[Group], runs: dict[str, Runs], *, decode: bool = False) -> dict[str, dict[str, float]]:
-    """By engine: tokens/s over plain's for each task, and their mean; empty if the prompts are of one task."""
+def _ratios_by_task(
+    groups: list[Group], runs: dict[str, Runs], *, decode: bool = False
+) -> dict[str, dict[str, float]]:
+    """By engine: tokens/s over plain's for each task, and their mean; empty if the prompts are of one
+    task."""
     tasks = _tasks(groups)
     if len(tasks) < 2:
         return {}
-    speeds = {name: {task: statistics.median(run.tokens_per_s(groups, task, decode=decode)) for task in tasks} for name, run in runs.items()}
-    ratios = {name: {task: speed / speeds["plain"][task] for task, speed in of_tasks.items()} for name, of_tasks in speeds.items()}
-    return {name: {**of_tasks, "mean": statistics.fmean(of_tasks.values())} for name, of_tasks in ratios.items()}
+    speeds = {
+        name: {task: statistics.median(run.tokens_per_s(groups, task, decode=decode)) for task in tasks}
+        for name, run in runs.items()
+    }
+    ratios = {
+        name: {task: speed / speeds["plain"][task] for task, speed in of_tasks.items()}
+        for name, of_tasks in speeds.items()
+    }
+    return {
+        name: {**of_tasks, "mean": statistics.fmean(of_tasks.values())} for name, of_tasks in ratios.items()
+    }
 
 
 def _intervals(groups: list[Group], runs: dict[str, Runs]) -> dict[str, list[float]]:
-    """By engine: the 95 % interval over prompts of its mean ratio to plain; empty if a task has a single prompt."""
+    """By engine: the 95 % interval over prompts of its mean ratio to plain; empty if a task has a single
+    prompt."""
     found = {
-        name: ratio_interval([Paired(*run.of_groups(groups, task), *runs["plain"].of_groups(groups, task)) for task in _tasks(groups)])
+        name: ratio_interval(
+            [
+                Paired(*run.of_groups(groups, task), *runs["plain"].of_groups(groups, task))
+                for task in _tasks(groups)
+            ]
+        )
         for name, run in runs.items()
         if name != "plain"
     }
@@ -252,7 +315,13 @@ def _tasks(groups: list[Group]) -> list[str]:
 def _matches(run: Runs, plain: Runs) -> list[int]:
     """[n, total]: prompts whose tokens are plain decoding's in every run, of all prompts."""
     reference = plain.outputs[0]
-    return [sum(all(outputs[at] == reference[at] for outputs in run.outputs + plain.outputs) for at in range(len(reference))), len(reference)]
+    return [
+        sum(
+            all(outputs[at] == reference[at] for outputs in run.outputs + plain.outputs)
+            for at in range(len(reference))
+        ),
+        len(reference),
+    ]
 
 
 def _engine_settings(job: Job, options: BenchOptions) -> dict[str, Any]:

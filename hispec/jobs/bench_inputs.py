@@ -1,4 +1,5 @@
 """What the benchmark and the profile have in common: checked rows, warm-up, answers as token ids."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -34,20 +35,30 @@ def task_of(row: Row) -> str:
 
 
 def warm_up(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
-    """A few tokens of each, all of different lengths, so that smaller batches are met too before anything is timed."""
+    """A few tokens of each, all of different lengths, so that smaller batches are met too before anything is
+    timed."""
     longest = sampling.max_tokens or _WARM_UP_TOKENS
-    each = [sampling.model_copy(update={"max_tokens": min(2 + number % _WARM_UP_TOKENS, longest)}) for number in range(len(prompts))]
+    each = [
+        sampling.model_copy(update={"max_tokens": min(2 + number % _WARM_UP_TOKENS, longest)})
+        for number in range(len(prompts))
+    ]
     generate(llm, prompts, each)
 
 
-def generate(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams | Sequence[SamplingParams]) -> list[TokenIds]:
+def generate(
+    llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams | Sequence[SamplingParams]
+) -> list[TokenIds]:
     """New tokens of each prompt. Raises RequestError with all that can't be served."""
     return token_ids_of(llm.generate(list(prompts), sampling, use_tqdm=False))
 
 
 def token_ids_of(results: Sequence[RequestOutput]) -> list[TokenIds]:
     """Of each result's one output. Raises RequestError with all that failed."""
-    errors = [of_prompt(number, result.request_id, result.error) for number, result in enumerate(results) if result.error is not None]
+    errors = [
+        of_prompt(number, result.request_id, result.error)
+        for number, result in enumerate(results)
+        if result.error is not None
+    ]
     if errors:
         raise RequestError("\n".join(errors))
     return [result.outputs[0].token_ids for result in results]

@@ -1,4 +1,5 @@
 """The yardstick of a benchmark: the same prompts through transformers' own `generate`."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -11,8 +12,11 @@ TokenIds = list[int]
 class TransformersBaseline:
     """Greedy, batched, left-padded generation with the model as transformers loads it."""
 
-    def __init__(self, path: str, *, dtype: str, device: str, batch_size: int, max_tokens: int, ignore_eos: bool) -> None:
-        """Loads the checkpoint at `path` a second time, for transformers. Raises ConfigError if transformers can't."""
+    def __init__(
+        self, path: str, *, dtype: str, device: str, batch_size: int, max_tokens: int, ignore_eos: bool
+    ) -> None:
+        """Loads the checkpoint at `path` a second time, for transformers. Raises ConfigError if transformers
+        can't."""
         import torch
         from transformers import GenerationConfig
 
@@ -20,11 +24,16 @@ class TransformersBaseline:
         self._torch = torch
         self._model = _load(path, dtype).to(device).eval()
         eos = self._model.generation_config.eos_token_id
-        self._eos: set[int] = set() if ignore_eos or eos is None else set(eos if isinstance(eos, list) else [eos])
+        self._eos: set[int] = (
+            set() if ignore_eos or eos is None else set(eos if isinstance(eos, list) else [eos])
+        )
         self._pad = 0  # masked wherever it stands
         # A checkpoint's own generation config may sample or penalise: only its EOS is taken.
         self._model.generation_config = GenerationConfig(
-            do_sample=False, max_new_tokens=max_tokens, eos_token_id=sorted(self._eos) or None, pad_token_id=self._pad
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            eos_token_id=sorted(self._eos) or None,
+            pad_token_id=self._pad,
         )
 
     def generate(self, prompts: list[TokenIds]) -> list[TokenIds]:
@@ -57,4 +66,6 @@ def _load(path: str, dtype: str) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"transformers cannot load {path}: {error}\nLeave it out of the benchmark with --no-transformers") from None
+        raise ConfigError(
+            f"transformers cannot load {path}: {error}\nLeave it out of the benchmark with --no-transformers"
+        ) from None

@@ -1,4 +1,5 @@
 """From a YAML file and `--set key.path=value` overrides to checked settings."""
+
 from __future__ import annotations
 
 import json
@@ -17,7 +18,9 @@ from .schema import Job, RunConfig
 
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
 _EXIT_PATHS = (("speculative", "draft", "path"), ("speculative", "check", "path"))
 _NULL = re.compile(r"~|null|Null|NULL|")
 
@@ -25,20 +28,23 @@ _NULL = re.compile(r"~|null|Null|NULL|")
 class _Loader(yaml.SafeLoader):
     """YAML 1.2 scalars, and no repeated keys.
 
-    PyYAML's YAML 1.1 reads `1e-3` as a string, `017` as 15 and `12:30` as 750, and lets the last of two equal keys win.
+    PyYAML's YAML 1.1 reads `1e-3` as a string, `017` as 15 and `12:30` as 750, and lets the last of two equal
+    keys win.
     """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as declared by PyYAML
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Keys are kept as they are written, so that a key such as `on` or `1` is reported under that name."""
+        """Keys are kept as they are written, so that a key such as `on` or `1` is reported under that
+        name."""
         seen: dict[str, yaml.Mark] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.MarkedYAMLError(problem="a key must be a plain name", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"key {key.value!r} is given twice, first in line {seen[key.value].line + 1}", problem_mark=key.start_mark
+                    problem=f"key {key.value!r} is given twice, first in line {seen[key.value].line + 1}",
+                    problem_mark=key.start_mark,
                 )
             seen[key.value] = key.start_mark
         self.flatten_mapping(node)
@@ -55,12 +61,15 @@ for _tag, _pattern, _first in (
     ("null", _NULL, ["~", "n", "N", ""]),
     ("merge", re.compile("<<"), "<"),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern.pattern})$"), list(_first))
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern.pattern})$"), list(_first)
+    )
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = (), preset: str | Path | None = None) -> Job:
-    """The job in the file at `path`, with the sections of a preset and then `key.path=value` overrides put over it.
+    """The job in the file at `path`, with the sections of a preset and then `key.path=value` overrides put
+    over it.
 
     Raises ConfigError with every problem of the file and the overrides, and when the file can't be read.
     """
@@ -74,20 +83,31 @@ def load_preset(path: str | Path) -> RunConfig:
 
 
 def best_plans(path: Path) -> dict[str, SpeculativeConfig]:
-    """By name, the best plan of each drafter, two-tier and three-tier, in what `hispec profile --json` wrote. Raises ConfigError."""
+    """By name, the best plan of each drafter, two-tier and three-tier, in what `hispec profile --json` wrote.
+    Raises ConfigError."""
     try:
         plans = json.loads(path.read_bytes())["best_of_kind"]
-        return {name: build(SpeculativeConfig, plan["speculative"], f"{path}: best_of_kind.{name}.speculative") for name, plan in plans.items()}
+        return {
+            name: build(SpeculativeConfig, plan["speculative"], f"{path}: best_of_kind.{name}.speculative")
+            for name, plan in plans.items()
+        }
     except OSError as error:
         raise ConfigError(f"--profile: cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"--profile: {path} is not what `hispec profile --json` writes ({type(error).__name__}: {error}); make it anew") from None
+        raise ConfigError(
+            f"--profile: {path} is not what `hispec profile --json` writes ({type(error).__name__}: {error});"
+            " make it anew"
+        ) from None
 
 
 def load_settings(
-    model: type[Model], path: Path, overrides: Sequence[str], files: Sequence[tuple[str, ...]], sections: Mapping[str, Any] = MappingProxyType({})
+    model: type[Model],
+    path: Path,
+    overrides: Sequence[str],
+    files: Sequence[tuple[str, ...]],
+    sections: Mapping[str, Any] = MappingProxyType({}),
 ) -> Model:
     """The settings in the file at `path`, as a `model`. Raises ConfigError with all that is wrong.
 
@@ -108,8 +128,8 @@ def load_settings(
 
 
 def _make_beside(path: Path, values: Any, place: Sequence[str]) -> None:
-    """Makes the file name at `place` of nested `values` relative to the folder of `path`; what is not there, or of a wrong
-    type, is left for the schema to report."""
+    """Makes the file name at `place` of nested `values` relative to the folder of `path`; what is not there,
+    or of a wrong type, is left for the schema to report."""
     first, *rest = place
     if first == "*":
         for item in values if isinstance(values, list) else ():
@@ -125,7 +145,8 @@ def _make_beside(path: Path, values: Any, place: Sequence[str]) -> None:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Puts `key.path=value` strings into nested `values`, in order; a value is read as YAML. Raises ConfigError."""
+    """Puts `key.path=value` strings into nested `values`, in order; a value is read as YAML. Raises
+    ConfigError."""
     for override in overrides:
         key, equals, text = override.partition("=")
         parts = key.strip().split(".")
@@ -137,7 +158,10 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
             if inner is None:
                 inner = place[part] = {}
             if not isinstance(inner, dict):
-                raise ConfigError(f"--set {override!r}: {'.'.join(parts[:depth])} is {inner!r}, which has no settings inside")
+                raise ConfigError(
+                    f"--set {override!r}: {'.'.join(parts[:depth])} is {inner!r}, which has no settings"
+                    " inside"
+                )
             place = inner
         place[parts[-1]] = _parse(text, f"--set {override!r}")
 
@@ -152,7 +176,9 @@ def _read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     values = _parse(text, str(path))
     if not isinstance(values, dict):
         given = "nothing" if values is None else f"a {type(values).__name__}"
-        raise ConfigError(f"{path}: expected a mapping with {', '.join(model.model_fields)} at the top, got {given}")
+        raise ConfigError(
+            f"{path}: expected a mapping with {', '.join(model.model_fields)} at the top, got {given}"
+        )
     return values
 
 

@@ -1,4 +1,5 @@
 """Output rows: checked before the work starts, written in input order, whole lines only."""
+
 from __future__ import annotations
 
 import json
@@ -38,7 +39,8 @@ Outcome = RequestOutput | RowError
 def prepare_output(job: Job) -> None:
     """Creates missing folders and the file. Raises ConfigError if it can't be written, or must not be.
 
-    An existing file is left as it is: it is emptied when the first row is due, so a job that fails to start destroys nothing.
+    An existing file is left as it is: it is emptied when the first row is due, so a job that fails to start
+    destroys nothing.
     """
     path = job.output.path
     if path.resolve() == job.input.path.resolve() or (path.exists() and path.samefile(job.input.path)):
@@ -52,14 +54,17 @@ def prepare_output(job: Job) -> None:
     except OSError as error:
         raise ConfigError(f"output.path: cannot write {path}: {error.strerror}") from None
     if path.stat().st_size and not (job.output.overwrite or job.output.resume):
-        raise ConfigError(f"output.path: {path} exists; set output.resume=true to go on with it, output.overwrite=true to replace it, or choose another path")
+        raise ConfigError(
+            f"output.path: {path} exists; set output.resume=true to go on with it, output.overwrite=true to"
+            " replace it, or choose another path"
+        )
 
 
 def count_done(path: Path, rows: Iterator[Row | BadRow]) -> tuple[int, int]:
     """How many rows of `rows`, from the first, the file holds already, and how many bytes they take.
 
-    A last line without its end was cut off by a crash and counts as missing. Raises ConfigError if the file holds anything
-    that is not the result of the same row: same prompt, sampling and model.
+    A last line without its end was cut off by a crash and counts as missing. Raises ConfigError if the file
+    holds anything that is not the result of the same row: same prompt, sampling and model.
     """
     num_done = num_bytes = 0
     with path.open("rb") as file:
@@ -68,10 +73,14 @@ def count_done(path: Path, rows: Iterator[Row | BadRow]) -> tuple[int, int]:
                 break
             row = next(rows, None)
             if row is None or _content_hash(raw) != row.content_hash:
-                what = "more lines than the input has rows" if row is None else f"line {num_done + 1} is not the result of input line {row.line}"
+                what = (
+                    "more lines than the input has rows"
+                    if row is None
+                    else f"line {num_done + 1} is not the result of input line {row.line}"
+                )
                 raise ConfigError(
-                    f"output.resume: {path} does not belong to this job: {what} (another prompt, sampling or model);"
-                    " set output.overwrite=true to replace the file, or choose another output.path"
+                    f"output.resume: {path} does not belong to this job: {what} (another prompt, sampling or"
+                    " model); set output.overwrite=true to replace the file, or choose another output.path"
                 )
             num_done += 1
             num_bytes += len(raw)
@@ -87,13 +96,15 @@ def _content_hash(raw: bytes) -> str | None:
 
 
 class OrderedWriter:
-    """Writes rows in the order of their indices, whenever they come. Unbuffered: what is written survives a crash of the program.
+    """Writes rows in the order of their indices, whenever they come. Unbuffered: what is written survives a
+    crash of the program.
 
     Used as a context; on leaving it, by an exception too, the file ends with a whole line.
     """
 
     def __init__(self, path: Path, num_done: int = 0, num_bytes: int = 0) -> None:
-        """Keeps the first `num_bytes` bytes of the file that `prepare_output` made; they hold `num_done` rows. Raises OSError."""
+        """Keeps the first `num_bytes` bytes of the file that `prepare_output` made; they hold `num_done`
+        rows. Raises OSError."""
         self.next_index = num_done
         self._path = path
         self._end = num_bytes
@@ -109,7 +120,9 @@ class OrderedWriter:
 
     def add(self, index: int, row: dict[str, Any]) -> None:
         """Writes the row as soon as all earlier ones are written. Raises OutputError."""
-        self._waiting[index] = json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
+        self._waiting[index] = (
+            json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
+        )
         while self.next_index in self._waiting:
             self._write(self._waiting[self.next_index])
             del self._waiting[self.next_index]
@@ -122,14 +135,17 @@ class OrderedWriter:
                 written += self._file.write(line[written:])
             except OSError as error:
                 raise OutputError(
-                    f"cannot write {self._path} any more: {error.strerror}; {self.next_index} rows are done, whole lines of it; set output.resume=true to go on"
+                    f"cannot write {self._path} any more: {error.strerror}; {self.next_index} rows are done,"
+                    " whole lines of it; set output.resume=true to go on"
                 ) from error
         self._end += len(line)
 
     def __enter__(self) -> OrderedWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self._file.truncate(self._end)
         finally:
@@ -147,7 +163,11 @@ def output_row(row: Row | BadRow, outcome: Outcome, config: OutputConfig) -> dic
             "prompt_tokens": len(outcome.prompt_token_ids),
             "completion_tokens": sum(len(output.token_ids) for output in outcome.outputs),
         }
-        body = {"outputs": [_output(output, config) for output in outcome.outputs], "usage": usage, "error": None}
+        body = {
+            "outputs": [_output(output, config) for output in outcome.outputs],
+            "usage": usage,
+            "error": None,
+        }
     return {**_head(row, config), **body, "hash": row.content_hash}
 
 
@@ -156,7 +176,11 @@ def _head(row: Row | BadRow, config: OutputConfig) -> dict[str, Any]:
         return {"index": row.index, "id": row.id}
     head: dict[str, Any] = {"index": row.index, "id": row.input.id}
     if config.echo_input:
-        name = next(name for name in ("messages", "prompt", "prompt_token_ids") if getattr(row.input, name) is not None)
+        name = next(
+            name
+            for name in ("messages", "prompt", "prompt_token_ids")
+            if getattr(row.input, name) is not None
+        )
         head[name] = row.prompt
     if row.input.metadata is not None:
         head["metadata"] = row.input.metadata
@@ -164,7 +188,11 @@ def _head(row: Row | BadRow, config: OutputConfig) -> dict[str, Any]:
 
 
 def _output(output: CompletionOutput, config: OutputConfig) -> dict[str, Any]:
-    values: dict[str, Any] = {"text": output.text, "finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+    values: dict[str, Any] = {
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+    }
     if config.token_ids:
         values["token_ids"] = output.token_ids
     if output.logprobs is not None:

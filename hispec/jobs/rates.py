@@ -1,4 +1,5 @@
 """Rates from the engine's counts. The engine keeps counts only; this is where they are divided."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -13,14 +14,26 @@ FLOOR = 0.05  # exits that were never trained stay below this share of kept toke
 
 
 _COUNTS = (
-    *("rounds", "tokens", "committed", "drafted", "draft_accepted", "looked_up", "looked_up_accepted", "tentative", "accepted"),
+    *(
+        "rounds",
+        "tokens",
+        "committed",
+        "drafted",
+        "draft_accepted",
+        "looked_up",
+        "looked_up_accepted",
+        "tentative",
+        "accepted",
+    ),
     *("layer_passes", "prefill_layer_passes", "draft_model_layer_passes"),
 )
 
 
 def add_counts(total: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
     """`LLM.stats()` of a run in parts: the counts that Rates divides are summed, all else is as in `part`."""
-    histograms = zip_longest(total.get("accept_length_histogram", []), part["accept_length_histogram"], fillvalue=0)
+    histograms = zip_longest(
+        total.get("accept_length_histogram", []), part["accept_length_histogram"], fillvalue=0
+    )
     counts = {name: total.get(name, 0) + part[name] for name in _COUNTS}
     return {**part, **counts, "accept_length_histogram": [sum(pair) for pair in histograms]}
 
@@ -29,10 +42,12 @@ def add_counts(total: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, A
 class Rates:
     """What a run's counts say; None where the run has no such tier.
 
-    draft_accepted          share of drafted tokens kept by the tier above the draft (check, or verify in two-tier)
+    draft_accepted          share of drafted tokens kept by the tier above the draft (check, or verify in
+                            two-tier)
     looked_up_accepted      the same of those that prompt lookup proposed; None without it
     looked_up_share         share of drafted tokens that prompt lookup proposed; None without it
-    tentative_accepted      share of tentative tokens kept by verify; None without a check tier, where it is the same
+    tentative_accepted      share of tentative tokens kept by verify; None without a check tier, where it is
+                            the same
     mean_accepted_len       tokens committed per row and round
     layer_passes_per_token  layers run in rounds per output token, a pass over a whole batch counted once
     full_passes_per_token   the same, in passes over the whole model
@@ -53,7 +68,8 @@ class Rates:
     @classmethod
     def of(cls, stats: dict[str, Any], speculative: SpeculativeConfig | None) -> Rates:
         """From `LLM.stats()` of a run with these settings."""
-        # Of plans that change, what was put before verify is drafts at one time and what a check kept at another: no rate of either.
+        # Of plans that change, what was put before verify is drafts at one time and what a check kept at
+        # another: no rate of either.
         is_fixed = speculative is not None and speculative.control == "fixed"
         has_check = speculative is not None and is_fixed and speculative.check is not None
         kind = speculative.draft.kind if speculative is not None else None
@@ -67,14 +83,18 @@ class Rates:
             mean_accepted_len=rate(stats["committed"], stats["rounds"]),
             layer_passes_per_token=layers,
             full_passes_per_token=None if layers is None else layers / stats["num_layers"],
-            draft_model_passes_per_token=rate(stats["draft_model_layer_passes"], stats["tokens"]) if kind == "model" else None,
+            draft_model_passes_per_token=(
+                rate(stats["draft_model_layer_passes"], stats["tokens"]) if kind == "model" else None
+            ),
             accept_len_histogram=list(stats["accept_length_histogram"]),
         )
 
     @property
     def at_floor(self) -> bool:
         """Whether a tier keeps almost nothing, so that speculation only costs."""
-        return any(share is not None and share < FLOOR for share in (self.draft_accepted, self.tentative_accepted))
+        return any(
+            share is not None and share < FLOOR for share in (self.draft_accepted, self.tentative_accepted)
+        )
 
 
 def shares_text(rounds_by_plan: Mapping[str, int], most: int = 4) -> str:
@@ -88,11 +108,15 @@ def shares_text(rounds_by_plan: Mapping[str, int], most: int = 4) -> str:
 
 
 def plan_text(speculative: SpeculativeConfig | None, num_layers: int) -> str:
-    """The plan in one line, such as `draft [0, 6) → check [6, 18) → verify [18, 30), K=2 drafts, R=2 checks`."""
+    """The plan in one line, such as `draft [0, 6) → check [6, 18) → verify [18, 30), K=2 drafts, R=2
+    checks`."""
     if speculative is None:
         return f"plain [0, {num_layers})"
     if speculative.control == "goodput":
-        return f"chosen by goodput, up to K={speculative.num_draft_tokens} drafts, R={speculative.num_checks} checks"
+        return (
+            f"chosen by goodput, up to K={speculative.num_draft_tokens} drafts, R={speculative.num_checks}"
+            " checks"
+        )
     draft = speculative.draft
     tiers = [] if draft.layer is None else [("draft", draft.layer)]
     if speculative.check is not None:
@@ -104,12 +128,19 @@ def plan_text(speculative: SpeculativeConfig | None, num_layers: int) -> str:
         sizes = draft.ngram or NgramConfig()
         limit = f" x{sizes.tokens_per_match}" if sizes.tokens_per_match is not None else ""
         store = f", store of {sizes.datastore_tokens}" if sizes.datastore_tokens else ""
-        stages = f"n-grams of {sizes.max_size} to {sizes.min_size}{limit}{store}" + (" or " if draft.kind == "hybrid" else " → ") + stages
+        stages = (
+            f"n-grams of {sizes.max_size} to {sizes.min_size}{limit}{store}"
+            + (" or " if draft.kind == "hybrid" else " → ")
+            + stages
+        )
     elif draft.kind == "model":
         stages = f"draft by {draft.path} → {stages}"
     checks = f", R={speculative.num_checks} checks" if speculative.check is not None else ""
     exits = f" ({draft.num_exit_tokens} by the exit)" if draft.num_exit_tokens is not None else ""
     branches = f", B={speculative.num_branches} branches" if speculative.num_branches > 1 else ""
-    sure = [("draft", speculative.draft_confidence), ("check", speculative.check.confidence if speculative.check is not None else None)]
+    sure = [
+        ("draft", speculative.draft_confidence),
+        ("check", speculative.check.confidence if speculative.check is not None else None),
+    ]
     confidence = "".join(f", {tier} p>={value:g}" for tier, value in sure if value is not None)
     return f"{stages}, K={speculative.num_draft_tokens} drafts{exits}{branches}{checks}{confidence}"

@@ -1,4 +1,5 @@
 """Input rows: one JSON object per line, read lazily, checked one by one."""
+
 from __future__ import annotations
 
 import hashlib
@@ -45,15 +46,21 @@ class InputLine(Settings):
 
     @model_validator(mode="after")
     def _one_prompt(self) -> InputLine:
-        given = [name for name in ("prompt", "prompt_token_ids", "messages") if getattr(self, name) is not None]
+        given = [
+            name for name in ("prompt", "prompt_token_ids", "messages") if getattr(self, name) is not None
+        ]
         if len(given) != 1:
-            raise ValueError(f"a row needs exactly one of prompt, prompt_token_ids and messages, got {' and '.join(given) or 'none'}")
+            raise ValueError(
+                "a row needs exactly one of prompt, prompt_token_ids and messages, got"
+                f" {' and '.join(given) or 'none'}"
+            )
         return self
 
 
 @dataclass(frozen=True)
 class Row:
-    """A checked row. `index` counts rows from 0, `line` lines from 1; blank lines are no rows, but count as lines."""
+    """A checked row. `index` counts rows from 0, `line` lines from 1; blank lines are no rows, but count as
+    lines."""
 
     index: int
     line: int
@@ -101,7 +108,10 @@ def count_rows(config: InputConfig) -> int:
     except OSError as error:
         raise ConfigError(f"input.path: cannot read {path}: {error.strerror}") from None
     if not num_rows:
-        raise ConfigError(f"input.path: {path} has no rows; it needs one JSON object per line, such as {{\"prompt\": \"Hello\"}}")
+        raise ConfigError(
+            f'input.path: {path} has no rows; it needs one JSON object per line, such as {{"prompt":'
+            ' "Hello"}'
+        )
     return num_rows
 
 
@@ -121,7 +131,13 @@ def parse_row(job: RunConfig, index: int, line: int, raw: bytes) -> Row | BadRow
         sampling = _row_sampling(job, index, content.sampling)
     except ConfigError as error:
         return BadRow(index, line, _digest(raw), f"line {line}: {error}"[:_MAX_MESSAGE_LEN], row_id)
-    identity = [job.model, content.prompt, content.prompt_token_ids, content.model_dump()["messages"], sampling.model_dump()]
+    identity = [
+        job.model,
+        content.prompt,
+        content.prompt_token_ids,
+        content.model_dump()["messages"],
+        sampling.model_dump(),
+    ]
     if job.engine.quantization is not None:  # another model, with other outputs
         identity.append(job.engine.quantization)
     return Row(index, line, _digest(_canonical(identity)), content, sampling)
@@ -130,7 +146,8 @@ def parse_row(job: RunConfig, index: int, line: int, raw: bytes) -> Row | BadRow
 def _row_sampling(job: RunConfig, index: int, overrides: dict[str, Any]) -> SamplingParams:
     """The job's sampling with the row's put over it, and a seed of the row's own.
 
-    The engine would derive a seed from the order of arrival; from the row's index it is the same in a resumed run and in `compare_plain`.
+    The engine would derive a seed from the order of arrival; from the row's index it is the same in a resumed
+    run and in `compare_plain`.
     """
     values = {**job.sampling.model_dump(), **overrides}
     if values["seed"] is None:
@@ -162,7 +179,9 @@ def _decode(raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"expected a JSON object, such as {{\"prompt\": \"Hello\"}}, got {type(values).__name__}")
+        raise ConfigError(
+            f'expected a JSON object, such as {{"prompt": "Hello"}}, got {type(values).__name__}'
+        )
     return values
 
 
@@ -172,7 +191,9 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _canonical(values: Any) -> bytes:
     """One byte string for equal values. Raises ValueError for what strict JSON in UTF-8 cannot hold."""
-    return json.dumps(values, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":")).encode("utf-8")
+    return json.dumps(
+        values, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":")
+    ).encode("utf-8")
 
 
 def _digest(content: bytes) -> str:

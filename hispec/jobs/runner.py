@@ -1,4 +1,5 @@
 """Runs a job: keeps the engine fed from a file of any length, writes results in order, measures."""
+
 from __future__ import annotations
 
 import hashlib
@@ -90,14 +91,17 @@ class JobInterrupted(KeyboardInterrupt):
 def run_job(job: Job, *, progress: bool = True) -> JobReport:
     """Runs every row of the job's input and writes its output file; `progress` shows a bar on stderr.
 
-    Raises ConfigError (before the model is loaded, wherever that is possible), CheckpointError, OutputError if the
-    output can't be written any more, and JobInterrupted on Ctrl-C. Bad rows raise nothing: they are rows of the output.
+    Raises ConfigError (before the model is loaded, wherever that is possible), CheckpointError, OutputError
+    if the output can't be written any more, and JobInterrupted on Ctrl-C. Bad rows raise nothing: they are
+    rows of the output.
     """
     from ..llm import LLM
 
     num_rows = count_rows(job.input)
     prepare_output(job)
-    num_done, num_bytes = count_done(job.output.path, read_rows(job, job.input)) if job.output.resume else (0, 0)
+    num_done, num_bytes = (
+        count_done(job.output.path, read_rows(job, job.input)) if job.output.resume else (0, 0)
+    )
     report = JobReport(job, num_rows, resumed=num_done)
     if num_done == num_rows:
         return report
@@ -138,10 +142,15 @@ def _run(llm: LLM, job: Job, report: JobReport, num_bytes: int, progress: bool) 
         try:
             report.comparison = _compare(llm, job, report, digests, progress)
         except KeyboardInterrupt:
-            raise JobInterrupted(f"all {report.num_rows} rows are done, in {job.output.path}; only the comparison with plain decoding is not") from None
+            raise JobInterrupted(
+                f"all {report.num_rows} rows are done, in {job.output.path}; only the comparison with plain"
+                " decoding is not"
+            ) from None
 
 
-def _write_rows(llm: LLM, job: Job, report: JobReport, writer: OrderedWriter, digests: dict[int, bytes], progress: bool) -> None:
+def _write_rows(
+    llm: LLM, job: Job, report: JobReport, writer: OrderedWriter, digests: dict[int, bytes], progress: bool
+) -> None:
     """The job's own pass: every row that is not done yet, each written when its turn comes."""
 
     def finish(row: Row | BadRow, outcome: Outcome) -> None:
@@ -179,7 +188,8 @@ def drive(
     bar: tqdm[Any],
     num_waiting: Callable[[], int] = lambda: 0,
 ) -> None:
-    """Takes rows as the engine has room for them, and calls `finish` once for each, in the order in which they end.
+    """Takes rows as the engine has room for them, and calls `finish` once for each, in the order in which
+    they end.
 
     `num_waiting` says how many finished rows are held back; while there are too many, no new row is taken.
     """
@@ -224,13 +234,17 @@ def _start(llm: LLM, row: Row) -> RowError | None:
 
 
 def warm_up(llm: LLM, job: Job) -> None:
-    """A few tokens of the first rows, so that compiling and first touches of memory are not part of a measurement.
+    """A few tokens of the first rows, so that compiling and first touches of memory are not part of a
+    measurement.
 
-    Each row is one token longer than the one before: the batch shrinks through all its sizes, as it does at the end of a job.
+    Each row is one token longer than the one before: the batch shrinks through all its sizes, as it does at
+    the end of a job.
     """
     rows = [row for row in islice(read_rows(job, job.input), WARM_UP_ROWS) if isinstance(row, Row)]
     short = [
-        replace(row, sampling=row.sampling.model_copy(update={"n": 1, "max_tokens": num_tokens, "min_tokens": 0}))
+        replace(
+            row, sampling=row.sampling.model_copy(update={"n": 1, "max_tokens": num_tokens, "min_tokens": 0})
+        )
         for num_tokens, row in enumerate(rows, start=2)
     ]
     with tqdm(disable=True) as bar:
@@ -246,4 +260,13 @@ def digest(result: RequestOutput) -> bytes:
 def _bar(total: int, done: int, name: str, progress: bool) -> tqdm[Any]:
     # A log file gets a line twice a minute, a terminal a live bar.
     interval = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(total=total, initial=done, desc=name, unit="row", disable=not progress, mininterval=interval, file=sys.stderr, dynamic_ncols=True)
+    return tqdm(
+        total=total,
+        initial=done,
+        desc=name,
+        unit="row",
+        disable=not progress,
+        mininterval=interval,
+        file=sys.stderr,
+        dynamic_ncols=True,
+    )

@@ -1,4 +1,5 @@
 """What a YAML job says. The names are those of the Python API, nested."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -38,8 +39,8 @@ class OutputConfig(Settings):
     path           relative to the working directory; missing folders are created
     overwrite      replace an existing file
     resume         go on where an interrupted run of the same job stopped
-    compare_plain  run the same prompts through plain decoding too, and report speed and identity; turns prefix
-                   caching off in both runs, so that neither is served from the other's cache
+    compare_plain  run the same prompts through plain decoding too, and report speed and identity; turns
+                   prefix caching off in both runs, so that neither is served from the other's cache
     echo_input     repeat the prompt in its output row
     token_ids      add the token ids of each output
     """
@@ -83,5 +84,8 @@ class Job(RunConfig):
     @model_validator(mode="after")
     def _comparable(self) -> Job:
         if self.output.compare_plain and self.speculative is None:
-            raise ValueError("output.compare_plain=true has nothing to compare: `speculative` is not set, so the job already decodes plainly")
+            raise ValueError(
+                "output.compare_plain=true has nothing to compare: `speculative` is not set, so the job"
+                " already decodes plainly"
+            )
         return self

@@ -1,4 +1,6 @@
-"""Fits the costs of stages to what was measured, and says how well that foretells what it was not fitted to."""
+"""Fits the costs of stages to what was measured, and says how well that foretells what it was not fitted
+to."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,9 +16,17 @@ from .model import Linear
 Floats = NDArray[np.float64]
 _FOLDS = 3
 _LEAST_POINTS = 6  # from which on a third of them can be held out
-_WORTH = 0.8  # free tokens are believed in only if they lower the squared error of held-out points to this share
+_WORTH = (
+    0.8  # free tokens are believed in only if they lower the squared error of held-out points to this share
+)
 _ALIKE = 1e-6  # share of a column that others must leave unexplained, or it says nothing that they do not
-_COEFFICIENTS = ("constant_ms", "token_ms", "context_ms", "pair_ms", "row_ms")  # of those that say the same, the first is kept
+_COEFFICIENTS = (
+    "constant_ms",
+    "token_ms",
+    "context_ms",
+    "pair_ms",
+    "row_ms",
+)  # of those that say the same, the first is kept
 _TOKENS = _COEFFICIENTS.index("token_ms")
 
 
@@ -32,15 +42,18 @@ class Point:
 
     def __post_init__(self) -> None:
         if self.rows < 1 or min(self.tokens, self.context_tokens) < 0 or not 0.0 < self.ms < float("inf"):
-            raise ConfigError(f"{self}: a measured pass has at least one row, no negative counts, and a time above 0")
+            raise ConfigError(
+                f"{self}: a measured pass has at least one row, no negative counts, and a time above 0"
+            )
 
 
 @dataclass(frozen=True)
 class StageFit:
     """The cost of a stage, of `num_points` points.
 
-    r2, mean_error   of points that were held out, each third in turn: the share of their variance that is explained, and the mean of
-                     |foretold - measured| / measured; None where there are too few points to hold any out
+    r2, mean_error   of points that were held out, each third in turn: the share of their variance that is
+                     explained, and the mean of |foretold - measured| / measured; None where there are too few
+                     points to hold any out
     """
 
     cost: Linear
@@ -50,8 +63,11 @@ class StageFit:
 
     @property
     def is_poor(self) -> bool:
-        """Whether the cost is not to be relied on. A stage that costs the same everywhere has no variance to explain, but small errors."""
-        return self.r2 is not None and self.mean_error is not None and self.r2 < 0.9 and self.mean_error > 0.15
+        """Whether the cost is not to be relied on. A stage that costs the same everywhere has no variance to
+        explain, but small errors."""
+        return (
+            self.r2 is not None and self.mean_error is not None and self.r2 < 0.9 and self.mean_error > 0.15
+        )
 
 
 def fit(points: Iterable[Point]) -> dict[str, StageFit]:
@@ -63,9 +79,12 @@ def fit(points: Iterable[Point]) -> dict[str, StageFit]:
 
 
 def fit_stage(points: Sequence[Point]) -> StageFit:
-    """Non-negative least squares of relative errors over all points; whether there are free tokens, and how many, by what is held out."""
+    """Non-negative least squares of relative errors over all points; whether there are free tokens, and how
+    many, by what is held out."""
     if not points:
-        raise ConfigError("a stage without a measured pass has no cost; measure again: hispec profile JOB.yaml --latency")
+        raise ConfigError(
+            "a stage without a measured pass has no cost; measure again: hispec profile JOB.yaml --latency"
+        )
     if len(points) < _LEAST_POINTS:
         return StageFit(_linear(points, 0.0), len(points), None, None)
     ms = np.array([point.ms for point in points])
@@ -89,7 +108,8 @@ def _best(points: Sequence[Point]) -> Linear:
 
 
 def _knees(points: Sequence[Point]) -> Iterator[float]:
-    """Numbers of tokens that may be free: those measured and halfway between them, as long as two larger ones were measured."""
+    """Numbers of tokens that may be free: those measured and halfway between them, as long as two larger ones
+    were measured."""
     tokens = sorted({float(point.tokens) for point in points})
     for at in range(1, len(tokens) - 2):
         yield tokens[at]
@@ -103,19 +123,28 @@ def _held_out(points: Sequence[Point], fitted: Callable[[Sequence[Point]], Linea
     for fold in range(_FOLDS):
         out = order[fold::_FOLDS]
         cost = fitted([points[at] for at in np.setdiff1d(order, out)])
-        rows, tokens, context_tokens = np.array([(points[at].rows, points[at].tokens, points[at].context_tokens) for at in out], float).T
+        rows, tokens, context_tokens = np.array(
+            [(points[at].rows, points[at].tokens, points[at].context_tokens) for at in out], float
+        ).T
         found[out] = cost(rows, tokens, context_tokens)
     return found
 
 
 def _linear(points: Sequence[Point], free_tokens: float) -> Linear:
     """The coefficients, given free_tokens. Those that the points cannot tell from others are 0."""
-    rows, tokens, context_tokens, ms = np.array([(point.rows, point.tokens, point.context_tokens, point.ms) for point in points], float).T
-    columns = np.stack((np.ones_like(rows), tokens, context_tokens, tokens * context_tokens / rows, rows), axis=1)
+    rows, tokens, context_tokens, ms = np.array(
+        [(point.rows, point.tokens, point.context_tokens, point.ms) for point in points], float
+    ).T
+    columns = np.stack(
+        (np.ones_like(rows), tokens, context_tokens, tokens * context_tokens / rows, rows), axis=1
+    )
     told = _told_apart(columns)
     columns[:, _TOKENS] = np.maximum(tokens - free_tokens, 0.0)
     found = _non_negative(columns[:, told] / ms[:, None])
-    return Linear(**{_COEFFICIENTS[at]: float(value) for at, value in zip(told, found, strict=True)}, free_tokens=free_tokens if found.any() else 0.0)
+    return Linear(
+        **{_COEFFICIENTS[at]: float(value) for at, value in zip(told, found, strict=True)},
+        free_tokens=free_tokens if found.any() else 0.0,
+    )
 
 
 def _told_apart(columns: Floats) -> list[int]:
@@ -132,8 +161,9 @@ def _told_apart(columns: Floats) -> list[int]:
 
 
 def _non_negative(relative: Floats) -> Floats:
-    """The x >= 0 that minimises |relative @ x - 1|, relative [points, coefficients] in shares of what was measured: the best of the
-    unconstrained solutions over the few sets of coefficients that may differ from 0."""
+    """The x >= 0 that minimises |relative @ x - 1|, relative [points, coefficients] in shares of what was
+    measured: the best of the unconstrained solutions over the few sets of coefficients that may differ from
+    0."""
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0] = 1.0  # all tokens are free
     scaled = relative / scale
@@ -142,7 +172,9 @@ def _non_negative(relative: Floats) -> Floats:
     for size in range(1, len(scale) + 1):
         for taken in map(list, combinations(range(len(scale)), size)):
             found = np.linalg.lstsq(gram[np.ix_(taken, taken)], target[taken], rcond=None)[0]
-            error = float(len(relative) - 2 * found @ target[taken] + found @ gram[np.ix_(taken, taken)] @ found)
+            error = float(
+                len(relative) - 2 * found @ target[taken] + found @ gram[np.ix_(taken, taken)] @ found
+            )
             if (found >= 0).all() and error < least:
                 best, least = np.zeros(len(scale)), error
                 best[taken] = found

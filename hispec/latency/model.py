@@ -1,4 +1,5 @@
 """What stages cost: milliseconds of each as a linear function of what it is run over [SmartSpec §4.2]."""
+
 from __future__ import annotations
 
 import math
@@ -19,14 +20,15 @@ _LEAST_ROWS = 1e-9  # in whose place no rows stand, over which nothing is run
 class Linear:
     """Milliseconds of a pass:
 
-        constant + row * rows + token * max(tokens - free_tokens, 0) + context * context tokens + pair * tokens * context tokens / rows
+        constant + row * rows + token * max(tokens - free_tokens, 0) + context * context tokens + pair *
+        tokens * context tokens / rows
 
     tokens          batched tokens: positions that the pass computes, over all rows
     context tokens  positions that the rows attend to, summed over rows
     free_tokens     tokens that cost no more than one does, since the weights are read for it anyway
-    pair_ms         of one position that attends to another: several positions of a row read its context once, but each computes with it.
-                    SmartSpec has neither this nor free tokens; on a CPU the error is a third with both of what it is without
-                    (docs/performance.md)
+    pair_ms         of one position that attends to another: several positions of a row read its context once,
+                    but each computes with it. SmartSpec has neither this nor free tokens; on a CPU the error
+                    is a third with both of what it is without (docs/performance.md)
     """
 
     constant_ms: float = 0.0
@@ -40,20 +42,30 @@ class Linear:
         for each in fields(self):
             value = getattr(self, each.name)
             if not math.isfinite(value) or value < 0:
-                raise ConfigError(f"{each.name}={value!r} of a stage's cost must be a number >= 0; measure again: hispec profile JOB.yaml --latency")
+                raise ConfigError(
+                    f"{each.name}={value!r} of a stage's cost must be a number >= 0; measure again: hispec"
+                    " profile JOB.yaml --latency"
+                )
 
     def __call__(self, rows: Value, tokens: Value, context_tokens: Value) -> Value:
         """Numbers, or arrays of one shape."""
         each = context_tokens / np.maximum(rows, _LEAST_ROWS)
         paid = np.maximum(tokens - self.free_tokens, 0.0)
-        return self.constant_ms + self.row_ms * rows + self.token_ms * paid + self.context_ms * context_tokens + self.pair_ms * tokens * each
+        return (
+            self.constant_ms
+            + self.row_ms * rows
+            + self.token_ms * paid
+            + self.context_ms * context_tokens
+            + self.pair_ms * tokens * each
+        )
 
 
 NOTHING = Linear()
 
 
 def stage_names(layers: Collection[int], trained: Collection[int], has_draft_model: bool) -> list[str]:
-    """The stages that a profile has for exits at `layers`, of which those in `trained` are trained: as LatencyModel says."""
+    """The stages that a profile has for exits at `layers`, of which those in `trained` are trained: as
+    LatencyModel says."""
     above = {lo: [layer for layer in sorted(layers) if layer > max(lo, 1)] for lo in (0, *sorted(layers))}
     return [
         "plain",
@@ -76,8 +88,10 @@ class LatencyModel:
     """Costs of the stages of one model on one machine, by name:
 
     plain          a round of plain decoding: layers [0, L), the model's logits, the choice of a token
-    draft/D        one draft pass: layers [0, D), the exit's logits, the choice of a token; draft_model: of a separate model
-    fill/D         the same without logits: what is fed to the draft tier, but asked for nothing; fill_model: of a separate model
+    draft/D        one draft pass: layers [0, D), the exit's logits, the choice of a token; draft_model: of a
+                   separate model
+    fill/D         the same without logits: what is fed to the draft tier, but asked for nothing; fill_model:
+                   of a separate model
     check/lo-C     layers [lo, C), the exit's logits, acceptance; lo = 0: the drafter was outside of the model
     verify/lo      layers [lo, L), the model's logits, acceptance
     along/D        the KV of the trained exit at D, from hidden states that a pass went through anyway
@@ -87,11 +101,11 @@ class LatencyModel:
     swap           KV of so many positions to host memory and back
     round          what a round costs besides its passes
 
-    plain, lookup and round are of as many tokens as rows; prefill of a chunk that ends at so many context tokens; swap of as many context tokens as
-    tokens; both of one row.
+    plain, lookup and round are of as many tokens as rows; prefill of a chunk that ends at so many context
+    tokens; swap of as many context tokens as tokens; both of one row.
 
-    is_static   whether rounds have static shapes: every pass takes its whole rectangle of places, whatever was drafted, and rows are rounded up
-                to `row_buckets`
+    is_static   whether rounds have static shapes: every pass takes its whole rectangle of places, whatever
+                was drafted, and rows are rounded up to `row_buckets`
     """
 
     stages: Mapping[str, Linear]
@@ -104,11 +118,18 @@ class LatencyModel:
             return self.stages[name]
         except KeyError:
             there = ", ".join(sorted(self.stages))
-            raise ConfigError(f"the latency profile has no stage {name!r}, only {there}; measure again: hispec profile JOB.yaml --latency") from None
+            raise ConfigError(
+                f"the latency profile has no stage {name!r}, only {there}; measure again: hispec profile"
+                " JOB.yaml --latency"
+            ) from None
 
     def __contains__(self, name: str) -> bool:
         return name in self.stages
 
     def rows(self, num_rows: int) -> int:
         """Rows that a round of `num_rows` costs."""
-        return next((bucket for bucket in self.row_buckets if bucket >= num_rows), num_rows) if self.is_static else num_rows
+        return (
+            next((bucket for bucket in self.row_buckets if bucket >= num_rows), num_rows)
+            if self.is_static
+            else num_rows
+        )

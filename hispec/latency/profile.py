@@ -1,4 +1,5 @@
 """Latency profiles on disk: what was measured, of what, and where; refused where it does not fit."""
+
 from __future__ import annotations
 
 import hashlib
@@ -45,7 +46,9 @@ class Subject(Settings):
     @model_validator(mode="after")
     def _exits_at_layers(self) -> Subject:
         if stray := sorted(self.exits.keys() - set(map(str, self.layers))):
-            raise ValueError(f"exits: there are no exits at layers {', '.join(stray)}, only at {list(self.layers)}")
+            raise ValueError(
+                f"exits: there are no exits at layers {', '.join(stray)}, only at {list(self.layers)}"
+            )
         return self
 
     @property
@@ -59,7 +62,8 @@ class Subject(Settings):
 
 
 class StageCost(Settings):
-    """A stage: its coefficients (see Linear), how many points they are of, and how well they foretell held-out ones (see StageFit)."""
+    """A stage: its coefficients (see Linear), how many points they are of, and how well they foretell
+    held-out ones (see StageFit)."""
 
     constant_ms: NotNegative
     row_ms: NotNegative
@@ -102,7 +106,8 @@ class LatencyProfile(Settings):
     """A whole profile.
 
     fingerprint   of the subject: a file whose subject was edited is refused
-    date          on which it was measured; seconds that it took; load of the machine just before, None = not known
+    date          on which it was measured; seconds that it took; load of the machine just before, None = not
+                  known
     max_num_seqs  rows at most
     is_static, row_buckets   as LatencyModel has them
     """
@@ -123,7 +128,10 @@ class LatencyProfile(Settings):
     @model_validator(mode="after")
     def _is_whole(self) -> LatencyProfile:
         if self.fingerprint != self.subject.fingerprint:
-            raise ValueError(f"fingerprint={self.fingerprint!r} is not that of its subject, {self.subject.fingerprint!r}: one of them was changed")
+            raise ValueError(
+                f"fingerprint={self.fingerprint!r} is not that of its subject, {self.subject.fingerprint!r}:"
+                " one of them was changed"
+            )
         if missing := [name for name in self.subject.stage_names if name not in self.stages]:
             raise ValueError(f"stages: {', '.join(missing)} missing")
         if list(self.row_buckets) != sorted(set(self.row_buckets)):
@@ -132,17 +140,26 @@ class LatencyProfile(Settings):
 
     def model(self) -> LatencyModel:
         """The costs of its stages."""
-        return LatencyModel({name: stage.cost for name, stage in self.stages.items()}, self.is_static, self.row_buckets)
+        return LatencyModel(
+            {name: stage.cost for name, stage in self.stages.items()}, self.is_static, self.row_buckets
+        )
 
     def poor_stages(self) -> list[str]:
-        """Those whose held-out points are foretold badly, but for those that cost next to nothing beside a round."""
-        longest = {stage: max(point.ms for point in self.points if point.stage == stage) for stage in {point.stage for point in self.points}}
+        """Those whose held-out points are foretold badly, but for those that cost next to nothing beside a
+        round."""
+        longest = {
+            stage: max(point.ms for point in self.points if point.stage == stage)
+            for stage in {point.stage for point in self.points}
+        }
         least = _NOTHING_BESIDE * self.stages["plain"].constant_ms
-        return [name for name, stage in self.stages.items() if stage.is_poor and longest.get(name, 0.0) > least]
+        return [
+            name for name, stage in self.stages.items() if stage.is_poor and longest.get(name, 0.0) > least
+        ]
 
 
 def kept_path(subject: Subject) -> Path:
-    """Where the profile of a model on a machine is kept: both are in the name, since machines may share the folder."""
+    """Where the profile of a model on a machine is kept: both are in the name, since machines may share the
+    folder."""
     return cache_dir() / "latency" / f"{subject.fingerprint}-{_hash(subject.machine)}.json"
 
 
@@ -150,9 +167,14 @@ def save(profile: LatencyProfile, path: Path) -> None:
     """Writes it whole or not at all, and the folder with it. Raises ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, (json.dumps(profile.model_dump(mode="json"), indent=1, allow_nan=False) + "\n").encode())
+        write_atomically(
+            path, (json.dumps(profile.model_dump(mode="json"), indent=1, allow_nan=False) + "\n").encode()
+        )
     except OSError as error:
-        raise ConfigError(f"the latency profile cannot be written to {path}: {error.strerror}; choose another place, or set HISPEC_CACHE") from None
+        raise ConfigError(
+            f"the latency profile cannot be written to {path}: {error.strerror}; choose another place, or set"
+            " HISPEC_CACHE"
+        ) from None
 
 
 def load(path: Path, expected: Subject | None = None, max_num_seqs: int = 1) -> LatencyProfile:
@@ -160,18 +182,24 @@ def load(path: Path, expected: Subject | None = None, max_num_seqs: int = 1) -> 
 
     expected      what it must be of; None = whatever it says (as for a simulation)
     max_num_seqs  rows that it must cover
-    Raises ConfigError for a file that is not there, damaged, foreign (of another model or machine) or stale (of other versions).
+    Raises ConfigError for a file that is not there, damaged, foreign (of another model or machine) or stale
+    (of other versions).
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"the latency profile {path} cannot be read: {error.strerror}; {_AGAIN} {path}") from None
+        raise ConfigError(
+            f"the latency profile {path} cannot be read: {error.strerror}; {_AGAIN} {path}"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"the latency profile {path} is damaged: {error}; {_AGAIN} {path}") from None
     if isinstance(values, dict):
         for name, known in (("format", _FORMAT), ("version", 1)):
             if values.get(name) != known:
-                raise ConfigError(f"{path} is not a latency profile of this hispec: {name} is {values.get(name)!r}, expected {known!r}; {_AGAIN} {path}")
+                raise ConfigError(
+                    f"{path} is not a latency profile of this hispec: {name} is {values.get(name)!r},"
+                    f" expected {known!r}; {_AGAIN} {path}"
+                )
     try:
         profile = build(LatencyProfile, values, str(path))
     except ConfigError as error:
@@ -182,7 +210,8 @@ def load(path: Path, expected: Subject | None = None, max_num_seqs: int = 1) -> 
 
 
 def check(profile: LatencyProfile, expected: Subject, max_num_seqs: int, path: Path) -> None:
-    """Raises ConfigError, with both values, if the profile is not of what is expected. It may cover more: exits, a draft model, rows."""
+    """Raises ConfigError, with both values, if the profile is not of what is expected. It may cover more:
+    exits, a draft model, rows."""
     found = profile.subject
 
     def refuse(what: str) -> None:
@@ -203,7 +232,9 @@ def check(profile: LatencyProfile, expected: Subject, max_num_seqs: int, path: P
     same(expected.machine, found.machine, "another machine", "")
     for name in ("torch", "hispec"):
         if found.versions.get(name) != expected.versions.get(name):
-            refuse(f"is stale: {name} was {found.versions.get(name)!r} and is {expected.versions.get(name)!r}")
+            refuse(
+                f"is stale: {name} was {found.versions.get(name)!r} and is {expected.versions.get(name)!r}"
+            )
     if profile.max_num_seqs < max_num_seqs:
         refuse(f"covers max_num_seqs={profile.max_num_seqs} rows, but engine.max_num_seqs is {max_num_seqs}")
 

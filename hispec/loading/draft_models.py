@@ -1,4 +1,5 @@
 """Finds and loads separate draft models, each once, and makes sure that they speak the target's tokens."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -24,13 +25,21 @@ class DraftModels:
         self._loaded: dict[str, Decoder] = {}
 
     def check(self, speculative: SpeculativeConfig | None) -> None:
-        """Raises CheckpointError or ConfigError if the model that `speculative` names cannot be read. Loads nothing."""
+        """Raises CheckpointError or ConfigError if the model that `speculative` names cannot be read. Loads
+        nothing."""
         path = _path(speculative)
         if path is not None and path not in self._loaded:
             self._open(path)
 
-    def load(self, speculative: SpeculativeConfig | None, target: Decoder, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int) -> Decoder | None:
-        """The draft model of `speculative`, on the target's device, in its dtype, quantized if it is; None if it names none.
+    def load(
+        self,
+        speculative: SpeculativeConfig | None,
+        target: Decoder,
+        tokenizer: PreTrainedTokenizerBase | None,
+        max_model_len: int,
+    ) -> Decoder | None:
+        """The draft model of `speculative`, on the target's device, in its dtype, quantized if it is; None if
+        it names none.
 
         tokenizer   the target's; None = token ids only, then the vocabularies must be of one size
         Raises CheckpointError if it cannot be read, ConfigError if its tokens are not the target's.
@@ -42,7 +51,9 @@ class DraftModels:
             checkpoint = self._open(path)
             _check_tokens(path, checkpoint, target, tokenizer)
             config = checkpoint.config
-            length = min(max_model_len, config.max_position_embeddings, config.sliding_window or max_model_len)
+            length = min(
+                max_model_len, config.max_position_embeddings, config.sliding_window or max_model_len
+            )
             self._loaded[path] = Decoder.load(
                 checkpoint,
                 target.dtype,
@@ -73,33 +84,44 @@ def _path(speculative: SpeculativeConfig | None) -> str | None:
     return speculative.draft.path if speculative is not None and speculative.draft.kind == "model" else None
 
 
-def _check_tokens(path: str, checkpoint: Checkpoint, target: Decoder, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _check_tokens(
+    path: str, checkpoint: Checkpoint, target: Decoder, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
     """Every token must mean the same to both. Raises ConfigError that names the first one that does not."""
     own, others = checkpoint.config, target.config
     if tokenizer is None:
         if own.vocab_size != others.vocab_size:
             raise ConfigError(
-                f"{_WHERE}={path!r}: the draft model has {own.vocab_size} tokens, the target {others.vocab_size};"
-                " without tokenizers to compare they must be equal"
+                f"{_WHERE}={path!r}: the draft model has {own.vocab_size} tokens, the target"
+                f" {others.vocab_size}; without tokenizers to compare they must be equal"
             )
         return
     draft_tokenizer = load_tokenizer(checkpoint)
     if draft_tokenizer is None:
-        raise ConfigError(f"{_WHERE}={path!r}: the draft model has no tokenizer to compare with the target's; choose one that has")
+        raise ConfigError(
+            f"{_WHERE}={path!r}: the draft model has no tokenizer to compare with the target's; choose one"
+            " that has"
+        )
     ours, theirs = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     if ours != theirs:
         differing = (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-        token = min(differing, key=lambda token: min(vocabulary[token] for vocabulary in (ours, theirs) if token in vocabulary))
+        token = min(
+            differing,
+            key=lambda token: min(vocabulary[token] for vocabulary in (ours, theirs) if token in vocabulary),
+        )
         raise ConfigError(
-            f"{_WHERE}={path!r}: the draft model's vocabulary is not the target's ({len(theirs)} and {len(ours)} tokens):"
-            f" {token!r} is token {theirs.get(token, 'none')} of the draft model and {ours.get(token, 'none')} of the target;"
-            " choose a model with the same tokenizer"
+            f"{_WHERE}={path!r}: the draft model's vocabulary is not the target's ({len(theirs)} and"
+            f" {len(ours)} tokens): {token!r} is token {theirs.get(token, 'none')} of the draft model and"
+            f" {ours.get(token, 'none')} of the target; choose a model with the same tokenizer"
         )
     for name, special in tokenizer.special_tokens_map.items():
         if name in ("bos_token", "eos_token") and draft_tokenizer.special_tokens_map.get(name) != special:
             raise ConfigError(
-                f"{_WHERE}={path!r}: {name} is {draft_tokenizer.special_tokens_map.get(name)!r} in the draft model and {special!r} in the target;"
-                " choose a model with the same tokenizer"
+                f"{_WHERE}={path!r}: {name} is {draft_tokenizer.special_tokens_map.get(name)!r} in the draft"
+                f" model and {special!r} in the target; choose a model with the same tokenizer"
             )
     if own.vocab_size < len(ours):
-        raise ConfigError(f"{_WHERE}={path!r}: the draft model embeds {own.vocab_size} tokens, but its tokenizer has {len(ours)}")
+        raise ConfigError(
+            f"{_WHERE}={path!r}: the draft model embeds {own.vocab_size} tokens, but its tokenizer has"
+            f" {len(ours)}"
+        )

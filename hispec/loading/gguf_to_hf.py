@@ -1,9 +1,10 @@
 """A Llama GGUF file as a plain float32 `transformers` folder.
 
-`ee_models` reads the file; here its parts are checked and written down. `transformers` can read GGUF too, but what it
-makes of a file differs between versions (an untied head, another tokenizer class, digits not split), and its model
-counts as quantised and refuses to be saved.
+`ee_models` reads the file; here its parts are checked and written down. `transformers` can read GGUF too, but
+what it makes of a file differs between versions (an untied head, another tokenizer class, digits not split),
+and its model counts as quantised and refuses to be saved.
 """
+
 from __future__ import annotations
 
 import sys
@@ -28,7 +29,8 @@ class ConversionError(HiSpecError):
 
 
 def convert_gguf(gguf: Path, folder: Path, *, turn_end: str, progress: bool = True) -> None:
-    """Writes weights (safetensors), config, generation config and tokenizer of `gguf` into the empty `folder`.
+    """Writes weights (safetensors), config, generation config and tokenizer of `gguf` into the empty
+    `folder`.
 
     `turn_end` is the token that ends a chat turn; it must be the file's end-of-sequence token.
     Raises ConversionError if the file is of another kind, lacks something, or contradicts itself.
@@ -53,19 +55,30 @@ def convert_gguf(gguf: Path, folder: Path, *, turn_end: str, progress: bool = Tr
     tokens = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     GenerationConfig(**tokens).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # safetensors makes its file private to the user; a model in a shared cache is for all who may read its config.
+    # safetensors makes its file private to the user; a model in a shared cache is for all who may read its
+    # config.
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
 
 
 def _config(checkpoint: Checkpoint) -> LlamaConfig:
-    """The file's config in the words of `transformers`. Raises ConversionError for what this does not write down."""
+    """The file's config in the words of `transformers`. Raises ConversionError for what this does not write
+    down."""
     from transformers import LlamaConfig
 
     source = checkpoint.config
-    if source.architecture != "LlamaForCausalLM" or source.rope.kind != "default" or source.sliding_window is not None:
-        raise ConversionError(f"only a Llama with unscaled rotary embeddings and no window can be converted, got {source}")
+    if (
+        source.architecture != "LlamaForCausalLM"
+        or source.rope.kind != "default"
+        or source.sliding_window is not None
+    ):
+        raise ConversionError(
+            f"only a Llama with unscaled rotary embeddings and no window can be converted, got {source}"
+        )
     if len(source.eos_token_ids) != 1:
-        raise ConversionError(f"the file has {len(source.eos_token_ids)} end-of-sequence tokens, {source.eos_token_ids}; supported: one")
+        raise ConversionError(
+            f"the file has {len(source.eos_token_ids)} end-of-sequence tokens, {source.eos_token_ids};"
+            " supported: one"
+        )
     return LlamaConfig(
         architectures=[source.architecture],
         dtype="float32",
@@ -90,12 +103,20 @@ def _config(checkpoint: Checkpoint) -> LlamaConfig:
 
 def _weights(checkpoint: Checkpoint, progress: bool) -> dict[str, Tensor]:
     """All tensors of the model by their `transformers` names, in float32; a tied head is not among them."""
-    names = tqdm(checkpoint.tensors, desc="convert", unit=" tensors", leave=False, file=sys.stderr, disable=None if progress else True)
+    names = tqdm(
+        checkpoint.tensors,
+        desc="convert",
+        unit=" tensors",
+        leave=False,
+        file=sys.stderr,
+        disable=None if progress else True,
+    )
     return {name: checkpoint.tensor(name).float().contiguous() for name in names}
 
 
 def _load_tokenizer(checkpoint: Checkpoint, turn_end: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in the file. Raises ConversionError if it cannot chat, loses text, or a turn would not end generation."""
+    """The tokenizer in the file. Raises ConversionError if it cannot chat, loses text, or a turn would not
+    end generation."""
     from ee_models.checkpoint.loader import load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint)
@@ -107,5 +128,8 @@ def _load_tokenizer(checkpoint: Checkpoint, turn_end: str) -> PreTrainedTokenize
     if text != ROUNDTRIP_TEXT:
         raise ConversionError(f"the tokenizer turns {ROUNDTRIP_TEXT!r} into {text!r}")
     if tokenizer.eos_token != turn_end:
-        raise ConversionError(f"a chat turn ends with {turn_end!r}, but the file's end-of-sequence token is {tokenizer.eos_token!r}")
+        raise ConversionError(
+            f"a chat turn ends with {turn_end!r}, but the file's end-of-sequence token is"
+            f" {tokenizer.eos_token!r}"
+        )
     return tokenizer

@@ -1,4 +1,5 @@
 """The models known by name: where each comes from, what it must be, and where the cache keeps it."""
+
 from __future__ import annotations
 
 import json
@@ -74,7 +75,10 @@ def resolve_model(name_or_path: str) -> str:
         return name_or_path
     final = model_dir(model)
     if not is_complete(final, model):
-        raise ModelNotFetchedError(f"model {name_or_path!r} is not in {final.parent}; run `hispec fetch {name_or_path}` once to download it")
+        raise ModelNotFetchedError(
+            f"model {name_or_path!r} is not in {final.parent}; run `hispec fetch {name_or_path}` once to"
+            " download it"
+        )
     return str(final)
 
 

@@ -1,4 +1,5 @@
 """Finds and loads the trained exits that a plan names, each once."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -26,7 +27,8 @@ class TrainedExits:
         self._loaded: dict[tuple[str, int], AdapterExit] = {}
 
     def check(self, speculative: SpeculativeConfig | None) -> None:
-        """Raises ExitsError if an exit that `speculative` names is not there, or belongs to another model. Loads nothing."""
+        """Raises ExitsError if an exit that `speculative` names is not there, or belongs to another model.
+        Loads nothing."""
         for name, path, layer in self._named(speculative):
             try:
                 self._file(path).info(layer)
@@ -46,7 +48,8 @@ class TrainedExits:
         return exits
 
     def layers(self, path: str | None) -> list[int]:
-        """Where the folder at `path`, or with None what comes with HiSpec, has exits for this model. Raises ExitsError."""
+        """Where the folder at `path`, or with None what comes with HiSpec, has exits for this model. Raises
+        ExitsError."""
         return sorted(self._file(path).layers)
 
     def _named(self, speculative: SpeculativeConfig | None) -> Iterable[tuple[str, str | None, int]]:
@@ -77,7 +80,8 @@ class TrainedExits:
 
 
 def shipped_exits(checkpoint: Checkpoint) -> ExitsFile:
-    """The exits that come with HiSpec for this model, told by its weights. Raises ExitsError if there are none."""
+    """The exits that come with HiSpec for this model, told by its weights. Raises ExitsError if there are
+    none."""
     print_of_model = fingerprint(checkpoint)
     names = []
     for info in sorted(SHIPPED.glob(f"*/{INFO}")):
@@ -86,6 +90,6 @@ def shipped_exits(checkpoint: Checkpoint) -> ExitsFile:
             return file
         names.append(file.about.base_model.name)
     raise ExitsError(
-        f"HiSpec comes with exits for {', '.join(names) or 'no model'} only, not for {checkpoint.path}; train some with"
-        " `hispec train` and give their folder as `path`"
+        f"HiSpec comes with exits for {', '.join(names) or 'no model'} only, not for {checkpoint.path}; train"
+        " some with `hispec train` and give their folder as `path`"
     )

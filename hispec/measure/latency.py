@@ -1,4 +1,6 @@
-"""Measures what every stage of a model costs on this machine, for controllers, simulations and the scheduler [SmartSpec §4.2]."""
+"""Measures what every stage of a model costs on this machine, for controllers, simulations and the scheduler
+[SmartSpec §4.2]."""
+
 from __future__ import annotations
 
 import datetime
@@ -56,33 +58,53 @@ class Grid:
 
     @staticmethod
     def of(max_num_seqs: int, max_window: int, max_positions: int, *, is_cuda: bool, is_static: bool) -> Grid:
-        """Within what a CPU computes in a third of a second, or a GPU keeps logits of, and within a few GB of KV."""
+        """Within what a CPU computes in a third of a second, or a GPU keeps logits of, and within a few GB of
+        KV."""
         most_tokens, most_kv, longest = (2048, 2**15, 4096) if is_cuda else (128, 2**13, 512)
         all_rows = sorted(buckets(max_num_seqs)) if is_static else list(range(1, max_num_seqs + 1))
         positions = _powers(2, min(max_window, most_tokens, max_positions - _LEAST_CONTEXT))
         longest = min(longest, max_positions - positions[-1])
         shortest = min(longest, max(_LEAST_CONTEXT, min(64, longest // 8)))
         most_kv = max(most_kv, max_num_seqs * shortest)
-        return Grid(max_num_seqs, is_static, _among(all_rows, 2), _among(all_rows, 4), positions, most_tokens, (shortest, longest), most_kv)
+        return Grid(
+            max_num_seqs,
+            is_static,
+            _among(all_rows, 2),
+            _among(all_rows, 4),
+            positions,
+            most_tokens,
+            (shortest, longest),
+            most_kv,
+        )
 
     def context(self, rows: int, is_long: bool) -> int:
         """Of so many rows."""
-        return max(self.contexts[0], min(self.contexts[1], self.most_kv // rows)) if is_long else self.contexts[0]
+        return (
+            max(self.contexts[0], min(self.contexts[1], self.most_kv // rows))
+            if is_long
+            else self.contexts[0]
+        )
 
     def narrow(self) -> Iterator[tuple[int, int]]:
         """(rows, context) of narrow passes."""
-        return ((rows, context) for rows in self.rows for context in {self.context(rows, is_long) for is_long in (False, True)})
+        return (
+            (rows, context)
+            for rows in self.rows
+            for context in {self.context(rows, is_long) for is_long in (False, True)}
+        )
 
     def wide(self) -> Iterator[tuple[int, int, int]]:
-        """(rows, positions of each, context) of wide passes: of a few rows all sizes, of more the largest and some below it; where they take long,
-        contexts take turns."""
+        """(rows, positions of each, context) of wide passes: of a few rows all sizes, of more the largest and
+        some below it; where they take long, contexts take turns."""
         shapes = []
         for at, rows in enumerate(self.wide_rows):
             fitting = [q_len for q_len in self.positions if q_len == 1 or rows * q_len <= self.most_tokens]
             shapes += [(rows, q_len) for q_len in (fitting[::-2] if at else fitting)]
         for at, (rows, q_len) in enumerate(shapes):
             is_quick = 8 * rows * q_len <= self.most_tokens
-            for context in {self.context(rows, is_long) for is_long in ((False, True) if is_quick else (at % 2 == 0,))}:
+            for context in {
+                self.context(rows, is_long) for is_long in ((False, True) if is_quick else (at % 2 == 0,))
+            }:
                 yield rows, q_len, context
 
 
@@ -101,30 +123,49 @@ def measure_latency(
 
     exits         the trained ones among them; the others are read through the model's own head
     max_num_seqs  rows of a round at most; max_window: places of a row in a round
-    graph_device  where rounds of static shapes are captured; None = on a GPU there, on a CPU rounds are packed
-    Raises ConfigError for sizes below 1. Memory is taken for max_num_seqs rows of a short context, and given back.
+    graph_device  where rounds of static shapes are captured; None = on a GPU there, on a CPU rounds are
+                  packed
+    Raises ConfigError for sizes below 1. Memory is taken for max_num_seqs rows of a short context, and given
+    back.
     """
     _check_sizes(max_num_seqs, max_window, layers, exits, decoder)
     started, about = time.monotonic(), environment()
     is_cuda = decoder.device.type == "cuda"
     is_static = is_cuda or graph_device is not None
-    room = min(decoder.max_positions, draft_model.max_positions if draft_model is not None else decoder.max_positions)
+    room = min(
+        decoder.max_positions, draft_model.max_positions if draft_model is not None else decoder.max_positions
+    )
     grid = Grid.of(max_num_seqs, max_window, room, is_cuda=is_cuda, is_static=is_static)
     rng, window = random.Random(0), max(grid.positions[-1], _MOST_LOOKED_UP + 1)
     words = [rng.randrange(decoder.config.vocab_size) for _ in range(_PERIOD)]
-    context = (words * grid.contexts[1])[: max(grid.context(max_num_seqs, True), -(-(grid.contexts[1] + window) // max_num_seqs))]
+    context = (words * grid.contexts[1])[
+        : max(grid.context(max_num_seqs, True), -(-(grid.contexts[1] + window) // max_num_seqs))
+    ]
     rig = Rig(decoder, exits, context, max_num_seqs, window, graph_device, written=())
-    of_model = None if draft_model is None else Rig(draft_model, [], context, max_num_seqs, window, graph_device)
+    of_model = (
+        None if draft_model is None else Rig(draft_model, [], context, max_num_seqs, window, graph_device)
+    )
     try:
         passes = dict(_passes(rig, of_model, layers, exits, grid))
-        ms = medians(passes, decoder.device, samples=_SAMPLES, what="latency", progress=progress, budget_s=_BUDGET_S)
+        ms = medians(
+            passes, decoder.device, samples=_SAMPLES, what="latency", progress=progress, budget_s=_BUDGET_S
+        )
     finally:
         for each in (rig, of_model):
             if each is not None:
                 each.close()
     points = [Point(*key, ms=max(value, 1e-4)) for key, value in ms.items()]
-    points += [Point("round", rows, rows, 0, ms=max(value, 1e-4)) for rows, value in overheads(decoder, grid.rows, is_static, graph_device).items()]
-    return _profile(subject_of(decoder, layers, exits, draft_model), points, grid, about["load"], time.monotonic() - started)
+    points += [
+        Point("round", rows, rows, 0, ms=max(value, 1e-4))
+        for rows, value in overheads(decoder, grid.rows, is_static, graph_device).items()
+    ]
+    return _profile(
+        subject_of(decoder, layers, exits, draft_model),
+        points,
+        grid,
+        about["load"],
+        time.monotonic() - started,
+    )
 
 
 def latency_for(
@@ -138,8 +179,9 @@ def latency_for(
     path: str | Path | None = None,
     progress: bool = True,
 ) -> LatencyProfile:
-    """The profile at `path`, which must fit; without a path the one that is kept for this model on this machine, which is measured first if there is
-    none, or if it does not fit any more. As `measure_latency`; raises ConfigError."""
+    """The profile at `path`, which must fit; without a path the one that is kept for this model on this
+    machine, which is measured first if there is none, or if it does not fit any more. As `measure_latency`;
+    raises ConfigError."""
     expected = subject_of(decoder, layers, exits, draft_model)
     if path is not None:
         return load(Path(path).expanduser(), expected, max_num_seqs)
@@ -151,7 +193,15 @@ def latency_for(
             _log.info("%s", error)
     if progress:
         print(f"measuring what stages cost here, once: it is kept in {kept}", file=sys.stderr)
-    profile = measure_latency(decoder, layers, exits, max_num_seqs=max_num_seqs, max_window=max_window, draft_model=draft_model, progress=progress)
+    profile = measure_latency(
+        decoder,
+        layers,
+        exits,
+        max_num_seqs=max_num_seqs,
+        max_window=max_window,
+        draft_model=draft_model,
+        progress=progress,
+    )
     try:
         save(profile, kept)
     except ConfigError as error:
@@ -159,23 +209,34 @@ def latency_for(
     return profile
 
 
-def subject_of(decoder: Decoder, layers: Sequence[int], exits: Sequence[AdapterExit], draft_model: Decoder | None) -> Subject:
+def subject_of(
+    decoder: Decoder, layers: Sequence[int], exits: Sequence[AdapterExit], draft_model: Decoder | None
+) -> Subject:
     """What a profile measured here and now would be of."""
     about = environment()
-    of_exits: dict[str, Facts] = {str(each.layer): {"num_kv_layers": each.num_kv_layers, "num_bytes": each.num_bytes} for each in exits}
+    of_exits: dict[str, Facts] = {
+        str(each.layer): {"num_kv_layers": each.num_kv_layers, "num_bytes": each.num_bytes} for each in exits
+    }
     return Subject(
         model=_facts(decoder),
         layers=tuple(sorted(layers)),
         exits=of_exits,
         draft_model=None if draft_model is None else _facts(draft_model),
-        machine={name: about[name] for name in ("cpu", "cores", "threads")} | {"gpu": about["gpu"] if decoder.device.type == "cuda" else None},
-        versions={"python": platform.python_version(), "torch": str(torch.__version__), "hispec": __version__},
+        machine={name: about[name] for name in ("cpu", "cores", "threads")}
+        | {"gpu": about["gpu"] if decoder.device.type == "cuda" else None},
+        versions={
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "hispec": __version__,
+        },
     )
 
 
 def _facts(decoder: Decoder) -> Facts:
     """What a pass over the model costs depends on."""
-    sizes: Facts = {name: value for name, value in asdict(decoder.config).items() if isinstance(value, int | str)}
+    sizes: Facts = {
+        name: value for name, value in asdict(decoder.config).items() if isinstance(value, int | str)
+    }
     linear = decoder.make_linear
     return sizes | {
         "dtype": str(decoder.dtype).removeprefix("torch."),
@@ -187,7 +248,9 @@ def _facts(decoder: Decoder) -> Facts:
     }
 
 
-def _profile(subject: Subject, points: Sequence[Point], grid: Grid, load: float | None, seconds: float) -> LatencyProfile:
+def _profile(
+    subject: Subject, points: Sequence[Point], grid: Grid, load: float | None, seconds: float
+) -> LatencyProfile:
     stages = {name: StageCost.of(each) for name, each in fit(points).items()}
     return LatencyProfile(
         fingerprint=subject.fingerprint,
@@ -203,17 +266,28 @@ def _profile(subject: Subject, points: Sequence[Point], grid: Grid, load: float 
     )
 
 
-def _check_sizes(max_num_seqs: int, max_window: int, layers: Sequence[int], exits: Sequence[AdapterExit], decoder: Decoder) -> None:
+def _check_sizes(
+    max_num_seqs: int, max_window: int, layers: Sequence[int], exits: Sequence[AdapterExit], decoder: Decoder
+) -> None:
     for name, value in (("max_num_seqs", max_num_seqs), ("max_window", max_window)):
         if value < 1:
             raise ConfigError(f"{name}={value} of a latency profile must be at least 1")
     if decoder.max_positions < _LEAST_ROOM:
-        raise ConfigError(f"max_model_len={decoder.max_positions} leaves no room to measure in; a latency profile needs {_LEAST_ROOM} positions")
+        raise ConfigError(
+            f"max_model_len={decoder.max_positions} leaves no room to measure in; a latency profile needs"
+            f" {_LEAST_ROOM} positions"
+        )
     num_layers = decoder.config.num_layers
     if bad := [layer for layer in layers if not 0 < layer < num_layers]:
-        raise ConfigError(f"layers={bad} of a latency profile are no early exits of a model of {num_layers} layers; choose 1 to {num_layers - 1}")
+        raise ConfigError(
+            f"layers={bad} of a latency profile are no early exits of a model of {num_layers} layers; choose"
+            f" 1 to {num_layers - 1}"
+        )
     if stray := sorted({each.layer for each in exits} - set(layers)):
-        raise ConfigError(f"trained exits at layers {stray} are not among layers={sorted(layers)} of a latency profile; name them too")
+        raise ConfigError(
+            f"trained exits at layers {stray} are not among layers={sorted(layers)} of a latency profile;"
+            " name them too"
+        )
 
 
 def _powers(base: int, most: int) -> tuple[int, ...]:
@@ -228,14 +302,19 @@ def _powers(base: int, most: int) -> tuple[int, ...]:
 
 def _among(sizes: Sequence[int], base: int) -> tuple[int, ...]:
     """Of rising sizes, those at or next above the powers of `base`."""
-    return tuple(dict.fromkeys(next(size for size in sizes if size >= power) for power in _powers(base, sizes[-1])))
+    return tuple(
+        dict.fromkeys(next(size for size in sizes if size >= power) for power in _powers(base, sizes[-1]))
+    )
 
 
 Key = tuple[str, int, int, int]  # stage, rows, tokens, context tokens
 
 
-def _passes(rig: Rig, of_model: Rig | None, layers: Sequence[int], exits: Sequence[AdapterExit], grid: Grid) -> Iterator[tuple[Key, Callable[[], None]]]:
-    """What was measured, with what runs it once. Every stage that `stage_names` names, but for what a round costs besides."""
+def _passes(
+    rig: Rig, of_model: Rig | None, layers: Sequence[int], exits: Sequence[AdapterExit], grid: Grid
+) -> Iterator[tuple[Key, Callable[[], None]]]:
+    """What was measured, with what runs it once. Every stage that `stage_names` names, but for what a round
+    costs besides."""
     for rows, context in grid.narrow():
         at = rig.laid_out(context)
         key = rows, rows, rows * context

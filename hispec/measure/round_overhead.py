@@ -1,4 +1,5 @@
 """What a round costs besides its passes: whole steps of an engine, less the pass in them."""
+
 from __future__ import annotations
 
 import statistics
@@ -29,7 +30,9 @@ class NoModel:
 
     def __init__(self, like: DecoderLike) -> None:
         self.max_positions = 1024
-        self.config = replace(like.config, num_layers=1, max_position_embeddings=self.max_positions, sliding_window=None)
+        self.config = replace(
+            like.config, num_layers=1, max_position_embeddings=self.max_positions, sliding_window=None
+        )
         self.dtype, self.device = like.dtype, like.device
         self._hidden = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device)
         self._logits = torch.zeros(1, self.config.vocab_size, dtype=self.dtype, device=self.device)
@@ -44,14 +47,23 @@ class NoModel:
         return self._logits.expand(hidden.shape[0], -1).contiguous()
 
 
-def overheads(decoder: DecoderLike, rows: Sequence[int], is_static: bool, graph_device: GraphDevice | None) -> dict[int, float]:
-    """{rows: milliseconds of a step of plain decoding, less those of its pass}, of an engine over a model that computes nothing: next to a real
-    pass they would be lost in its noise. On a GPU the real model is taken, since the host's work is hidden behind the device's there."""
+def overheads(
+    decoder: DecoderLike, rows: Sequence[int], is_static: bool, graph_device: GraphDevice | None
+) -> dict[int, float]:
+    """{rows: milliseconds of a step of plain decoding, less those of its pass}, of an engine over a model
+    that computes nothing: next to a real pass they would be lost in its noise. On a GPU the real model is
+    taken, since the host's work is hidden behind the device's there.
+    """
     model = decoder if decoder.device.type == "cuda" else NoModel(decoder)
     most = max(rows)
     steps = max(1, min(_STEPS, (model.max_positions - len(_PROMPT)) // (_BLOCKS + 2)))
     length = len(_PROMPT) + steps * (_BLOCKS + 2)
-    config = EngineConfig(max_num_seqs=most, max_model_len=length, num_kv_blocks=most * -(-length // 16), max_prefill_tokens=most * len(_PROMPT))
+    config = EngineConfig(
+        max_num_seqs=most,
+        max_model_len=length,
+        num_kv_blocks=most * -(-length // 16),
+        max_prefill_tokens=most * len(_PROMPT),
+    )
     engine = Engine(model, config, is_static=is_static, graph_device=graph_device)
     rig = Rig(model, [], _PROMPT, most, 1, graph_device)
     try:

@@ -1,4 +1,5 @@
 """Rows in the middle of an answer, on which single stages of a round can be run again and again."""
+
 from __future__ import annotations
 
 import copy
@@ -31,14 +32,17 @@ _LOGITS = 64  # positions whose logits are kept at a time
 
 
 class Rig:
-    """`rows` rows that all have the tokens `context`, the last of which is not processed yet: a round's entry invariant.
+    """`rows` rows that all have the tokens `context`, the last of which is not processed yet: a round's entry
+    invariant.
 
-    Every method returns what runs one stage once, in the code of `hispec.decoding.round` and its drafters, except for a single draft
-    pass, which is a piece of a loop. Stages overwrite what they wrote before; nothing is ever committed. A draft model has a
-    rig of its own, whose draft passes go through all of its layers.
+    Every method returns what runs one stage once, in the code of `hispec.decoding.round` and its drafters,
+    except for a single draft pass, which is a piece of a loop. Stages overwrite what they wrote before;
+    nothing is ever committed. A draft model has a rig of its own, whose draft passes go through all of its
+    layers.
 
-    On a GPU a stage has static shapes, attends within the bucket of its context as an engine's rounds do, and is replayed from a graph
-    that its first run is followed by: so what is timed is what the device does, not the launches.
+    On a GPU a stage has static shapes, attends within the bucket of its context as an engine's rounds do, and
+    is replayed from a graph that its first run is followed by: so what is timed is what the device does, not
+    the launches.
     """
 
     def __init__(
@@ -51,8 +55,8 @@ class Rig:
         graph_device: GraphDevice | None = None,
         written: Collection[int] | None = None,
     ) -> None:
-        """graph_device: where stages are captured; None = as the decoder's device wants it, which on a CPU is nowhere.
-        written: layers of exits whose KV passes write on their way; None = all of `exits`."""
+        """graph_device: where stages are captured; None = as the decoder's device wants it, which on a CPU is
+        nowhere. written: layers of exits whose KV passes write on their way; None = all of `exits`."""
         config = decoder.config
         self._graphs = graph_device or (CudaGraphs(decoder.device) if decoder.device.type == "cuda" else None)
         context = [min(token, config.vocab_size - 1) for token in context]  # as a draft model is fed
@@ -61,28 +65,47 @@ class Rig:
         self._most_context = max(decoder.max_positions, self._start + window)
         num_kv_layers = config.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
         self._tables = torch.arange(rows * max_blocks, device=decoder.device).view(rows, max_blocks)
-        self._kv = PagedKV(num_kv_layers, rows * max_blocks, _BLOCK_SIZE, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
+        self._kv = PagedKV(
+            num_kv_layers,
+            rows * max_blocks,
+            _BLOCK_SIZE,
+            config.num_kv_heads,
+            config.head_dim,
+            decoder.dtype,
+            decoder.device,
+        )
         hidden = HiddenBuffer(len(Tier), rows, window, config.hidden_size, decoder.dtype, decoder.device)
         self._stages = Stages(decoder, config.num_layers, self._kv, hidden, PassCounts(), exits, written)
         self._judge = CoupledJudge()
-        self._num_layers, self._vocab_size, self._device = config.num_layers, config.vocab_size, decoder.device
+        self._num_layers, self._vocab_size, self._device = (
+            config.num_layers,
+            config.vocab_size,
+            decoder.device,
+        )
         self._logits = torch.randn(_LOGITS, config.vocab_size, dtype=decoder.dtype, device=decoder.device)
-        self._tokens = torch.tensor([context[-1], *(context[at % len(context)] for at in range(window))], device=decoder.device).expand(rows, -1)
+        self._tokens = torch.tensor(
+            [context[-1], *(context[at % len(context)] for at in range(window))], device=decoder.device
+        ).expand(rows, -1)
         with torch.inference_mode():
             self._prefill(context)
             # Tiers resume from hidden states of an ordinary size, not from what the memory held.
             hidden.data[:] = decoder.embed(self._tokens[:, :window].reshape(-1)).view(rows, window, -1)
 
     def laid_out(self, context_len: int) -> Rig:
-        """The memory of this rig as that of rows with context_len positions each: shorter ones of the same text, or fewer and longer ones. What a
-        longer one attends to is as much as it should be, but not its own text. Raises ValueError if not one such row has room."""
+        """The memory of this rig as that of rows with context_len positions each: shorter ones of the same
+        text, or fewer and longer ones. What a longer one attends to is as much as it should be, but not its
+        own text. Raises ValueError if not one such row has room.
+        """
         rig = copy.copy(self)
         rig._context = (self._context * -(-context_len // len(self._context)))[:context_len]
         rig._start = context_len - 1
         if context_len > len(self._context):
             max_blocks = -(-(rig._start + self._window) // _BLOCK_SIZE)
             if not (rows := self._tables.numel() // max_blocks):
-                raise ValueError(f"{context_len} positions and a window of {self._window} do not fit into {self._tables.numel()} blocks")
+                raise ValueError(
+                    f"{context_len} positions and a window of {self._window} do not fit into"
+                    f" {self._tables.numel()} blocks"
+                )
             rig._tables = self._tables.flatten()[: rows * max_blocks].view(rows, max_blocks)
             rig._most_context = max(self._most_context, rig._start + self._window)
         return rig
@@ -96,8 +119,8 @@ class Rig:
         return self._stage(lambda: run_round(self._stages, PLAIN, self._judge, None, batch))
 
     def draft(self, rows: int, q_len: int, layer: int | None) -> Callable[[], None]:
-        """As a step of `ComputedDrafter.propose`: over node 0 for one position, else over a level of a tree of so many branches.
-        `layer`: of the exit; None = all layers, as of a draft model."""
+        """As a step of `ComputedDrafter.propose`: over node 0 for one position, else over a level of a tree
+        of so many branches. `layer`: of the exit; None = all layers, as of a draft model."""
         tree = DraftTree.branches(2, q_len) if q_len > 1 else DraftTree.chain(1)
         batch, speaker = self._batch(rows, tree.num_nodes), self._speaker(layer)
         nodes = tree.on(self._device).levels[1 if q_len > 1 else 0]
@@ -110,8 +133,8 @@ class Rig:
         return self._stage(run)
 
     def fill(self, rows: int, q_len: int, layer: int | None) -> Callable[[], None]:
-        """As the last step of `ComputedDrafter.propose`, or what `HybridDrafter` does with what it looked up: a chain. A level of a
-        tree has other positions to attend to, but not more of them."""
+        """As the last step of `ComputedDrafter.propose`, or what `HybridDrafter` does with what it looked up:
+        a chain. A level of a tree has other positions to attend to, but not more of them."""
         tree = DraftTree.chain(q_len - 1)
         batch, speaker = self._batch(rows, q_len), self._speaker(layer)
 
@@ -125,14 +148,20 @@ class Rig:
         """A check in layers [lo, hi) of a chain of q_len - 1 drafts in each row."""
         batch, plan = self._batch(rows, q_len), Plan(lo, hi, max(1, q_len - 1))
         drafter = self._drafter(plan)
-        return self._stage(lambda: check(self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len)))
+        return self._stage(
+            lambda: check(self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len))
+        )
 
     def verify(self, rows: int, q_len: int, lo: int) -> Callable[[], None]:
-        """Verify from layer `lo` on, over a chain of q_len positions of each row. A tree of as many takes a little longer: its
-        places attend by their paths, and the accepted path is moved."""
+        """Verify from layer `lo` on, over a chain of q_len positions of each row. A tree of as many takes a
+        little longer: its places attend by their paths, and the accepted path is moved."""
         batch, plan = self._batch(rows, q_len), Plan(lo, None, max(1, q_len - 1))
         drafter = self._drafter(plan)
-        return self._stage(lambda: verify(self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len), batch.limits))
+        return self._stage(
+            lambda: verify(
+                self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len), batch.limits
+            )
+        )
 
     def choose(self, rows: int, num: int) -> Callable[[], None]:
         """The `num` likeliest tokens of each row, from logits."""
@@ -149,10 +178,13 @@ class Rig:
         batch = self._batch(rows, most + 1)
         drafter = NgramDrafter(NgramConfig(), self._judge, rows, len(self._context), self._device)
         drafter.follow([(row, self._context) for row in range(rows)])
-        return self._stage(lambda: drafter.propose(batch, torch.zeros_like(batch.limits), DraftTree.chain(most)))
+        return self._stage(
+            lambda: drafter.propose(batch, torch.zeros_like(batch.limits), DraftTree.chain(most))
+        )
 
     def along(self, rows: int, q_len: int, layer: int) -> Callable[[], None]:
-        """The KV of the trained exit at `layer`, at q_len places of each row, from hidden states that are there."""
+        """The KV of the trained exit at `layer`, at q_len places of each row, from hidden states that are
+        there."""
         _, span, hidden = self._left(rows, q_len)
         return self._stage(lambda: self._stages.fill(hidden, layer, span.view))
 
@@ -163,19 +195,24 @@ class Rig:
 
         def run() -> None:
             logits = self._stages.logits(hidden, layer, span)
-            span.put(said, span.index.unsqueeze(-1), batch.sampler.choose_top(logits, Stages.places(batch, span), 1))
+            span.put(
+                said,
+                span.index.unsqueeze(-1),
+                batch.sampler.choose_top(logits, Stages.places(batch, span), 1),
+            )
 
         return self._stage(run)
 
     def prefill(self, num_tokens: int) -> Callable[[], None]:
-        """The last num_tokens positions of one row's context, at all layers and exits: eagerly, as an engine computes prompts."""
+        """The last num_tokens positions of one row's context, at all layers and exits: eagerly, as an engine
+        computes prompts."""
         start = self._start - num_tokens
         token_ids, view = self._chunk(self._context, start, self._start)
         return self._quiet(lambda: self._stages.prefill(token_ids, view))
 
     def swap(self, num_positions: int) -> Callable[[], None]:
-        """The KV of the first num_positions positions of one row at all layers and exits: to host memory and back, as for a request that makes
-        room, which no graph does."""
+        """The KV of the first num_positions positions of one row at all layers and exits: to host memory and
+        back, as for a request that makes room, which no graph does."""
         host, blocks = HostKV(self._kv.num_bytes), self._tables[0].tolist()
 
         def run() -> None:
@@ -204,8 +241,11 @@ class Rig:
         return torch.inference_mode()(_captured(quiet, self._graphs))
 
     def _piecewise(self, num_positions: int, run: Callable[[Tensor], object]) -> Callable[[], None]:
-        """`run` over logits of so many positions; in pieces, since those of the widest passes would take more memory than the rest."""
-        pieces = [self._logits[: min(_LOGITS, num_positions - start)] for start in range(0, num_positions, _LOGITS)]
+        """`run` over logits of so many positions; in pieces, since those of the widest passes would take more
+        memory than the rest."""
+        pieces = [
+            self._logits[: min(_LOGITS, num_positions - start)] for start in range(0, num_positions, _LOGITS)
+        ]
         return self._stage(lambda: [run(piece) for piece in pieces])
 
     def _speaker(self, layer: int | None) -> ExitSpeaker:
@@ -230,7 +270,11 @@ class Rig:
 
     @staticmethod
     def _proposals(batch: RoundBatch, q_len: int) -> Proposals:
-        return Proposals(DraftTree.chain(q_len - 1), torch.zeros_like(batch.limits), torch.full_like(batch.limits, q_len - 1))
+        return Proposals(
+            DraftTree.chain(q_len - 1),
+            torch.zeros_like(batch.limits),
+            torch.full_like(batch.limits, q_len - 1),
+        )
 
     def _batch(self, rows: int, window: int) -> RoundBatch:
         """The first `rows` rows in a round of `window` positions."""
@@ -241,7 +285,11 @@ class Rig:
             most_drafts=torch.full((rows,), window - 1, device=self._device),
             block_tables=self._tables[:rows],
             block_size=_BLOCK_SIZE,
-            max_context_len=self._start + window if self._graphs is None else context_bucket(self._start + window, self._most_context),
+            max_context_len=(
+                self._start + window
+                if self._graphs is None
+                else context_bucket(self._start + window, self._most_context)
+            ),
             sampler=Sampler([None] * rows, self._vocab_size, self._device),
             execution=PACKED if self._graphs is None else STATIC,
             keeps_logits=self._graphs is None,
@@ -258,7 +306,14 @@ class Rig:
         """Positions [start, stop) of the first row's context, for one pass."""
         positions = torch.arange(start, stop, device=self._device)
         slots = packed_slots_of(self._tables[:1], torch.zeros_like(positions), positions, _BLOCK_SIZE)
-        view = BatchView(positions, slots, self._tables[:1], torch.tensor([0, stop - start], device=self._device), stop - start, stop)
+        view = BatchView(
+            positions,
+            slots,
+            self._tables[:1],
+            torch.tensor([0, stop - start], device=self._device),
+            stop - start,
+            stop,
+        )
         return torch.tensor(context[start:stop], device=self._device), view
 
 

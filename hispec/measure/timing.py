@@ -1,4 +1,5 @@
 """Times passes against each other."""
+
 from __future__ import annotations
 
 import math
@@ -16,19 +17,34 @@ Key = TypeVar("Key")
 
 
 def medians(
-    passes: Mapping[Key, Callable[[], None]], device: torch.device, *, samples: int, what: str, progress: bool, budget_s: float = math.inf
+    passes: Mapping[Key, Callable[[], None]],
+    device: torch.device,
+    *,
+    samples: int,
+    what: str,
+    progress: bool,
+    budget_s: float = math.inf,
 ) -> dict[Key, float]:
-    """Milliseconds of each pass on `device`, the median of its samples. All passes take turns, so that a machine that slows down slows all of them;
-    in another order each time, so that none always finds in the caches what the one before it left there.
+    """Milliseconds of each pass on `device`, the median of its samples. All passes take turns, so that a
+    machine that slows down slows all of them; in another order each time, so that none always finds in the
+    caches what the one before it left there.
 
-    budget_s   seconds after which no further turn begins once each pass has a sample; half of them go to all passes alike, the rest to those that
-               take less than the mean, since short ones vary more, and are sampled the more cheaply
+    budget_s   seconds after which no further turn begins once each pass has a sample; half of them go to all
+               passes alike, the rest to those that take less than the mean, since short ones vary more, and
+               are sampled the more cheaply
     """
     taken: dict[Key, list[float]] = {key: [] for key in passes}
     order, shuffled = list(passes), random.Random(0)
     sync = sync_of(device)
     began = time.monotonic()
-    with tqdm(total=(samples + 1) * len(passes), desc=what, unit="pass", disable=not progress, file=sys.stderr, dynamic_ncols=True) as bar:
+    with tqdm(
+        total=(samples + 1) * len(passes),
+        desc=what,
+        unit="pass",
+        disable=not progress,
+        file=sys.stderr,
+        dynamic_ncols=True,
+    ) as bar:
         for turn in range(samples + 1):
             if turn > 1 and time.monotonic() - began > budget_s:
                 break

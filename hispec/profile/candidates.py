@@ -1,4 +1,6 @@
-"""The exits that plans are made of: trained ones where there are any, else the model's own head at a few layers."""
+"""The exits that plans are made of: trained ones where there are any, else the model's own head at a few
+layers."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -40,7 +42,14 @@ class Candidates:
 
     def hybrid(self, layer: int, ngram: NgramConfig, num_exit_tokens: int) -> DraftConfig:
         """Prompt lookup, and the exit at `layer` where that finds nothing."""
-        return DraftConfig(kind="hybrid", exit=self.kind, path=self.path, layer=layer, ngram=ngram, num_exit_tokens=num_exit_tokens)
+        return DraftConfig(
+            kind="hybrid",
+            exit=self.kind,
+            path=self.path,
+            layer=layer,
+            ngram=ngram,
+            num_exit_tokens=num_exit_tokens,
+        )
 
     def check(self, layer: int, confidence: float | None = None) -> CheckConfig:
         return CheckConfig(kind=self.kind, path=self.path, layer=layer, confidence=confidence)
@@ -56,7 +65,10 @@ def exits_folder(option: str | None, speculative: SpeculativeConfig | None) -> s
     """
     named = [tier.path for tier in _trained_tiers(speculative) if tier.path is not None]
     if option is None and len(set(named)) > 1:
-        raise ConfigError(f"speculative names trained exits in two folders, {named[0]} and {named[1]}; say with --exits which to profile")
+        raise ConfigError(
+            f"speculative names trained exits in two folders, {named[0]} and {named[1]}; say with --exits"
+            " which to profile"
+        )
     path = option if option is not None else named[0] if named else None
     if path is None:
         return None
@@ -68,14 +80,21 @@ def exits_folder(option: str | None, speculative: SpeculativeConfig | None) -> s
     return str(folder)
 
 
-def find_candidates(trained: TrainedExits, decoder: Decoder, folder: str | None, *, must_be_trained: bool) -> Candidates:
-    """The candidates of a loaded model. `must_be_trained`: the job asks for the trained exits that come with HiSpec.
+def find_candidates(
+    trained: TrainedExits, decoder: Decoder, folder: str | None, *, must_be_trained: bool
+) -> Candidates:
+    """The candidates of a loaded model. `must_be_trained`: the job asks for the trained exits that come with
+    HiSpec.
 
-    Raises ExitsError for trained exits that cannot be used, and ConfigError if the model has no room for an exit.
+    Raises ExitsError for trained exits that cannot be used, and ConfigError if the model has no room for an
+    exit.
     """
     num_layers = decoder.config.num_layers
     if num_layers < 2:
-        raise ConfigError(f"a model of {num_layers} layer has no early exit, so there is nothing to profile; plain decoding is all that it can do")
+        raise ConfigError(
+            f"a model of {num_layers} layer has no early exit, so there is nothing to profile; plain decoding"
+            " is all that it can do"
+        )
     try:
         layers = trained.layers(folder)
     except ExitsError as error:

@@ -1,8 +1,11 @@
-"""What each stage costs here: passes of the round's own code over a real model and a real KV, timed at many widths.
+"""What each stage costs here: passes of the round's own code over a real model and a real KV, timed at many
+widths.
 
-A width is a number of positions that one pass computes, over all rows. Widths up to the number of rows are one position
-each of so many rows, as in drafting; larger ones are several positions of every row, as in checking and verifying.
+A width is a number of positions that one pass computes, over all rows. Widths up to the number of rows are
+one position each of so many rows, as in drafting; larger ones are several positions of every row, as in
+checking and verifying.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +37,10 @@ class Curve:
     def __call__(self, width: float) -> float:
         """Raises ValueError for a width outside of what was measured: nothing is guessed."""
         if not self.widths[0] <= width <= self.widths[-1]:
-            raise ValueError(f"a pass over {width:.1f} positions was not measured; measured were {self.widths[0]} to {self.widths[-1]}")
+            raise ValueError(
+                f"a pass over {width:.1f} positions was not measured; measured were {self.widths[0]} to"
+                f" {self.widths[-1]}"
+            )
         return float(np.interp(width, self.widths, self.ms))
 
     @cached_property
@@ -52,9 +58,11 @@ class Curve:
 class StageCosts:
     """Milliseconds of every stage, by width.
 
-    draft         {D: one draft pass: layers [0, D), the exit's logits, the choice of a token}; draft_model: a draft model's
+    draft         {D: one draft pass: layers [0, D), the exit's logits, the choice of a token}; draft_model: a
+                  draft model's
     fill          {D: a draft pass whose logits nobody asks for}; fill_model: a draft model's
-    check         {(lo, C): layers [lo, C), the exit's logits, acceptance}; lo = 0: the drafter was outside of the model
+    check         {(lo, C): layers [lo, C), the exit's logits, acceptance}; lo = 0: the drafter was outside of
+                  the model
     verify        {lo: layers [lo, L), the model's logits, acceptance}
     plain         layers [0, L), the model's logits, the choice of a token
     ranks         what it adds to choose several of the likeliest tokens instead of the likeliest
@@ -77,12 +85,30 @@ class StageCosts:
     def as_dict(self) -> dict[str, Any]:
         """In plain types: of each stage its layers, `widths` and `ms`."""
         curves: dict[str, list[dict[str, Any]]] = {}
-        for name, by_layers in (("draft", self.draft), ("fill", self.fill), ("check", self.check), ("verify", self.verify), ("plain", {0: self.plain})):
+        for name, by_layers in (
+            ("draft", self.draft),
+            ("fill", self.fill),
+            ("check", self.check),
+            ("verify", self.verify),
+            ("plain", {0: self.plain}),
+        ):
             curves[name] = []
             for layers, curve in by_layers.items():
-                lo, hi = layers if isinstance(layers, tuple) else (0, layers) if name in ("draft", "fill") else (layers, None)
+                lo, hi = (
+                    layers
+                    if isinstance(layers, tuple)
+                    else (0, layers)
+                    if name in ("draft", "fill")
+                    else (layers, None)
+                )
                 curves[name].append({"from_layer": lo, "to_layer": hi, **curve.as_dict()})
-        others = {"ranks": self.ranks, "probability": self.probability, "lookup": self.lookup, "draft_model": self.draft_model, "fill_model": self.fill_model}
+        others = {
+            "ranks": self.ranks,
+            "probability": self.probability,
+            "lookup": self.lookup,
+            "draft_model": self.draft_model,
+            "fill_model": self.fill_model,
+        }
         return {
             "context_len": self.context_len,
             "samples": _SAMPLES,
@@ -102,7 +128,8 @@ def measure_costs(
     draft_model: Decoder | None = None,
     progress: bool = False,
 ) -> StageCosts:
-    """Times every stage of every plan over exits at `layers` within `reach`, with rows of `context` tokens each."""
+    """Times every stage of every plan over exits at `layers` within `reach`, with rows of `context` tokens
+    each."""
     window = max(reach.verify, reach.verify_all, reach.lookup + 1, 2 * reach.level + 1)
     rig = Rig(decoder, exits, context, batch_size, window)
     of_model = None if draft_model is None else Rig(draft_model, [], context, batch_size, 1)
@@ -121,14 +148,20 @@ def _costs_of(ms: dict[Key, float], context_len: int) -> StageCosts:
     points: dict[str, dict[Any, list[tuple[int, float]]]] = {}
     for (stage, where, width), value in sorted(ms.items(), key=lambda item: item[0][2]):
         points.setdefault(stage, {}).setdefault(where, []).append((width, value))
-    curves = {stage: {where: Curve(*zip(*pairs, strict=True)) for where, pairs in of_stage.items()} for stage, of_stage in points.items()}
+    curves = {
+        stage: {where: Curve(*zip(*pairs, strict=True)) for where, pairs in of_stage.items()}
+        for stage, of_stage in points.items()
+    }
 
     def one(stage: str) -> Curve | None:
         return curves.get(stage, {}).get(None)
 
     ranks = one("several")
     if (likeliest := one("likeliest")) is not None and ranks is not None:
-        ranks = Curve(ranks.widths, tuple(max(0.0, more - less) for more, less in zip(ranks.ms, likeliest.ms, strict=True)))
+        ranks = Curve(
+            ranks.widths,
+            tuple(max(0.0, more - less) for more, less in zip(ranks.ms, likeliest.ms, strict=True)),
+        )
     return StageCosts(
         context_len,
         draft=curves.get("draft", {}),
@@ -145,7 +178,8 @@ def _costs_of(ms: dict[Key, float], context_len: int) -> StageCosts:
 
 
 def grid(most: int) -> list[int]:
-    """Sizes from 1 to `most` at which to measure: powers of two, what lies halfway between them, and `most`."""
+    """Sizes from 1 to `most` at which to measure: powers of two, what lies halfway between them, and
+    `most`."""
     sizes = {most}
     power = 1
     while power <= most:
@@ -161,8 +195,14 @@ def _passes(rig: Rig, of_model: Rig | None, layers: Sequence[int], batch_size: i
     """(stage, layers, width) with what runs it once."""
 
     def shapes(most: int) -> list[tuple[int, int]]:
-        """(rows, positions of each row) from 1 to batch_size * most positions; none if there are no such passes."""
-        return [(rows, 1) for rows in grid(batch_size)] + [(batch_size, q_len) for q_len in grid(most) if q_len > 1] if most else []
+        """(rows, positions of each row) from 1 to batch_size * most positions; none if there are no such
+        passes."""
+        return (
+            [(rows, 1) for rows in grid(batch_size)]
+            + [(batch_size, q_len) for q_len in grid(most) if q_len > 1]
+            if most
+            else []
+        )
 
     for rows in grid(batch_size):
         yield ("plain", None, rows), rig.plain(rows)
@@ -184,7 +224,10 @@ def _passes(rig: Rig, of_model: Rig | None, layers: Sequence[int], batch_size: i
         for hi in (layer for layer in layers if layer > max(lo, 1)):
             for rows, q_len in shapes(most):
                 yield ("check", (lo, hi), rows * q_len), rig.check(rows, q_len, lo, hi)
-    for lo, most in ((0, reach.verify_all), *((layer, max(reach.verify, reach.verify_all)) for layer in layers)):
+    for lo, most in (
+        (0, reach.verify_all),
+        *((layer, max(reach.verify, reach.verify_all)) for layer in layers),
+    ):
         for rows, q_len in shapes(most):
             yield ("verify", lo, rows * q_len), rig.verify(rows, q_len, lo)
     for rows, q_len in shapes(max(most_checked, reach.level, 1)):

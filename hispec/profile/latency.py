@@ -1,4 +1,6 @@
-"""`hispec profile --latency`: measures what stages of a job's model cost here, keeps it, and says how good it is."""
+"""`hispec profile --latency`: measures what stages of a job's model cost here, keeps it, and says how good it
+is."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -23,8 +25,11 @@ from .options import Targets
 _WINDOW = 32  # places of a round, where the job says nothing of them
 
 
-def profile_latency(job: Job, path: Path | None, *, max_window: int | None = None, progress: bool = True) -> tuple[LatencyProfile, Path]:
-    """Measures the job's model with the exits and the draft model that its plans may use, and writes the profile -> it, and where it is.
+def profile_latency(
+    job: Job, path: Path | None, *, max_window: int | None = None, progress: bool = True
+) -> tuple[LatencyProfile, Path]:
+    """Measures the job's model with the exits and the draft model that its plans may use, and writes the
+    profile -> it, and where it is.
 
     path        None = where it is kept for this model on this machine
     max_window  places of a row's round at most; None = those of the job's plan
@@ -42,14 +47,21 @@ def profile_latency(job: Job, path: Path | None, *, max_window: int | None = Non
         Targets(latency=place).check()
         window = max_window or (_WINDOW if own is None else own.plan(llm.decoder.config.num_layers).window)
         profile = measure_latency(
-            llm.decoder, layers, exits, max_num_seqs=job.engine.max_num_seqs, max_window=window, draft_model=draft_model, progress=progress
+            llm.decoder,
+            layers,
+            exits,
+            max_num_seqs=job.engine.max_num_seqs,
+            max_window=window,
+            draft_model=draft_model,
+            progress=progress,
         )
     save(profile, place)
     return profile, place
 
 
 def _exits(llm: LLM, speculative: SpeculativeConfig | None) -> list[AdapterExit]:
-    """The trained exits that the job's plans may use; without a plan those that come with HiSpec, if there are any."""
+    """The trained exits that the job's plans may use; without a plan those that come with HiSpec, if there
+    are any."""
     if speculative is not None and not uses_trained(speculative):
         return []
     path = None if speculative is None else trained_path(speculative)
@@ -67,20 +79,42 @@ def _exits(llm: LLM, speculative: SpeculativeConfig | None) -> list[AdapterExit]
 def print_latency(profile: LatencyProfile, path: Path, file: IO[str] | None = None) -> None:
     """The table of a profile, on stdout unless `file` is given."""
     console = make_console(file)
-    console.print(f"{hardware_text(profile.subject.machine | profile.subject.versions)}; up to {profile.max_num_seqs} rows")
+    console.print(
+        f"{hardware_text(profile.subject.machine | profile.subject.versions)}; up to {profile.max_num_seqs}"
+        " rows"
+    )
     table = Table(box=None, pad_edge=False)
     table.add_column("ms of a stage")
-    for name in ("constant", "per token", "free tokens", "per row", "per 1k context", "per 1k pairs", "points", "R²", "mean error"):
+    for name in (
+        "constant",
+        "per token",
+        "free tokens",
+        "per row",
+        "per 1k context",
+        "per 1k pairs",
+        "points",
+        "R²",
+        "mean error",
+    ):
         table.add_column(name, justify="right")
     for name, stage in profile.stages.items():
         table.add_row(name, *_cells(stage))
     console.print(table)
-    console.print("context: positions attended to, of all rows; pairs: of a token and such a position. R² and mean error are of points that were held out.")
+    console.print(
+        "context: positions attended to, of all rows; pairs: of a token and such a position. R² and mean"
+        " error are of points that were held out."
+    )
     console.print(f"{len(profile.points)} passes timed in {profile.seconds:.0f} s; {path}")
     if poor := profile.poor_stages():
-        console.print(f"Costs of these stages are not well foretold: {', '.join(poor)}. Measure again on a quiet machine.")
+        console.print(
+            f"Costs of these stages are not well foretold: {', '.join(poor)}. Measure again on a quiet"
+            " machine."
+        )
     if is_busy({"load": profile.load, "cores": profile.subject.machine["cores"]}):
-        console.print(f"Other programs were running when this began (load {profile.load:.1f}): do not rely on these costs.")
+        console.print(
+            f"Other programs were running when this began (load {profile.load:.1f}): do not rely on these"
+            " costs."
+        )
 
 
 def _cells(stage: StageCost) -> Iterator[str]:

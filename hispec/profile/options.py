@@ -1,4 +1,5 @@
 """What `hispec profile` may be told, and where its results go: checked before an hour of measuring."""
+
 from __future__ import annotations
 
 import os
@@ -21,13 +22,15 @@ def _as_tuple(value: Any) -> Any:
 class ProfileOptions(Settings):
     """How far to look, and how to measure.
 
-    exits         folder of trained exits; None = those that the job names, else those that come with HiSpec for the model,
-                  else the model's own head at a few layers
-    drafters      kinds of drafters to look at: exit (trained exits, where there are any), tree (of an exit's drafts), ngram, hybrid,
-                  model (the one that the job's speculative.draft.path names); None = all that apply
+    exits         folder of trained exits; None = those that the job names, else those that come with HiSpec
+                  for the model, else the model's own head at a few layers
+    drafters      kinds of drafters to look at: exit (trained exits, where there are any), tree (of an exit's
+                  drafts), ngram, hybrid, model (the one that the job's speculative.draft.path names); None =
+                  all that apply
     batch_size    prompts that run together; None = the job's engine.max_num_seqs
     max_tokens    new tokens per prompt
-    max_drafts    largest K (num_draft_tokens) of exits and of a draft model; prompt lookup and trees go by max_window alone
+    max_drafts    largest K (num_draft_tokens) of exits and of a draft model; prompt lookup and trees go by
+                  max_window alone
     max_checks    largest R (num_checks)
     max_window    positions that a round may process per row, R * (B * K + 1), at most
     top           plans of each kind of drafter, of two tiers, and of three, that are run for real
@@ -48,15 +51,17 @@ class ProfileOptions(Settings):
     def _drafts_fit(self) -> ProfileOptions:
         if self.max_drafts + 1 > self.max_window:
             raise ValueError(
-                f"max_drafts={self.max_drafts} takes {self.max_drafts + 1} positions of a round, more than max_window={self.max_window};"
-                f" lower max_drafts to {self.max_window - 1}, or raise max_window"
+                f"max_drafts={self.max_drafts} takes {self.max_drafts + 1} positions of a round, more than"
+                f" max_window={self.max_window}; lower max_drafts to {self.max_window - 1}, or raise"
+                " max_window"
             )
         return self
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What `hispec profile` writes; None = not asked for. `overwrite` is about the preset: the others are replaced."""
+    """What `hispec profile` writes; None = not asked for. `overwrite` is about the preset: the others are
+    replaced."""
 
     json: Path | None = None
     preset: Path | None = None
@@ -66,15 +71,25 @@ class Targets:
 
     def check(self) -> None:
         """Creates missing folders. Raises ConfigError for what can't be written, or must not be."""
-        for flag, path in (("--json", self.json), ("--write-preset", self.preset), ("--latency", self.latency)):
+        for flag, path in (
+            ("--json", self.json),
+            ("--write-preset", self.preset),
+            ("--latency", self.latency),
+        ):
             if path is None:
                 continue
             if path.exists() and not path.is_file():
                 raise ConfigError(f"{flag}: {path} is not a regular file; choose another path")
             _try_folder(flag, path.parent)
         if self.preset is not None and self.preset.exists() and not self.overwrite:
-            raise ConfigError(f"--write-preset: {self.preset} exists; replace it with --overwrite, or choose another path")
-        if self.json is not None and self.preset is not None and self.json.absolute() == self.preset.absolute():
+            raise ConfigError(
+                f"--write-preset: {self.preset} exists; replace it with --overwrite, or choose another path"
+            )
+        if (
+            self.json is not None
+            and self.preset is not None
+            and self.json.absolute() == self.preset.absolute()
+        ):
             raise ConfigError(f"--json and --write-preset both name {self.json}; give each a path of its own")
         if self.plots is not None:
             _try_folder("--plots", self.plots)
@@ -86,7 +101,10 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError("--plots needs matplotlib, which is not installed: pip install 'hispec[plots]', or leave --plots out") from None
+        raise ConfigError(
+            "--plots needs matplotlib, which is not installed: pip install 'hispec[plots]', or leave"
+            " --plots out"
+        ) from None
 
 
 def _try_folder(flag: str, folder: Path) -> None:
@@ -96,4 +114,6 @@ def _try_folder(flag: str, folder: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"{flag}: cannot write to {folder}: {error.strerror}; choose another place") from None
+        raise ConfigError(
+            f"{flag}: cannot write to {folder}: {error.strerror}; choose another place"
+        ) from None

@@ -1,4 +1,5 @@
 """Every plan that a profile looks at: what drafts, in how many tiers, and how much of it in a round."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,10 +27,13 @@ _MOST_EXIT_TOKENS = 3  # of an exit, where prompt lookup finds nothing
 _MOST_CHECKS_OF_NGRAM, _MOST_CHECKS_OF_HYBRID = 4, 3
 
 
-def all_plans(options: ProfileOptions, candidates: Candidates, own: SpeculativeConfig | None) -> list[SpeculativeConfig]:
+def all_plans(
+    options: ProfileOptions, candidates: Candidates, own: SpeculativeConfig | None
+) -> list[SpeculativeConfig]:
     """Each once. `own`: the job's plan, whose n-gram sizes and draft model are looked at too.
 
-    Raises ConfigError if `options` asks for a draft model and the job names none, or if nothing at all is left.
+    Raises ConfigError if `options` asks for a draft model and the job names none, or if nothing at all is
+    left.
     """
     space = _Space(options, candidates)
     ngrams = ngram_sizes(own)
@@ -42,10 +46,21 @@ def all_plans(options: ProfileOptions, candidates: Candidates, own: SpeculativeC
         "model": partial(space.models, model),
     }
     if model is None and options.drafters is not None and "model" in options.drafters:
-        raise ConfigError("drafters: 'model' needs a draft model; name it in the job: speculative.draft.kind=model, speculative.draft.path=...")
-    found = [plan for name, make in makers.items() if options.drafters is None or name in options.drafters for plan in make()]
+        raise ConfigError(
+            "drafters: 'model' needs a draft model; name it in the job: speculative.draft.kind=model,"
+            " speculative.draft.path=..."
+        )
+    found = [
+        plan
+        for name, make in makers.items()
+        if options.drafters is None or name in options.drafters
+        for plan in make()
+    ]
     if not found:
-        raise ConfigError(f"drafters: no plan of {', '.join(options.drafters or makers)} fits into max_window={options.max_window}; raise it, or add drafters")
+        raise ConfigError(
+            f"drafters: no plan of {', '.join(options.drafters or makers)} fits into"
+            f" max_window={options.max_window}; raise it, or add drafters"
+        )
     return list(dict.fromkeys(found))
 
 
@@ -57,13 +72,19 @@ def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
     of_check = (None,) if plan.check is None else _FINE
     for confidence in of_draft:
         for check_confidence in of_check:
-            check = None if plan.check is None else plan.check.model_copy(update={"confidence": check_confidence})
+            check = (
+                None if plan.check is None else plan.check.model_copy(update={"confidence": check_confidence})
+            )
             yield plan.model_copy(update={"draft_confidence": confidence, "check": check})
 
 
 def ngram_sizes(own: SpeculativeConfig | None) -> list[NgramConfig]:
     """What prompt lookup is tried with; the job's own is among it."""
-    named = [own.draft.ngram or NgramConfig()] if own is not None and own.draft.kind in ("ngram", "hybrid") else []
+    named = (
+        [own.draft.ngram or NgramConfig()]
+        if own is not None and own.draft.kind in ("ngram", "hybrid")
+        else []
+    )
     return list(dict.fromkeys([*named, *_NGRAMS]))
 
 
@@ -84,14 +105,24 @@ def short_text(plan: SpeculativeConfig | None) -> str:
     draft, sizes = plan.draft, plan.draft.ngram or NgramConfig()
     parts = [drafter_of(plan)]
     if draft.kind in ("ngram", "hybrid"):
-        parts.append(f"{sizes.max_size}-{sizes.min_size}" + (f"×{sizes.tokens_per_match}" if sizes.tokens_per_match is not None else ""))
+        parts.append(
+            f"{sizes.max_size}-{sizes.min_size}"
+            + (f"×{sizes.tokens_per_match}" if sizes.tokens_per_match is not None else "")
+        )
         parts += [f"store={sizes.datastore_tokens}"] if sizes.datastore_tokens else []
-    for name, value in (("D", draft.layer), ("C", plan.check.layer if plan.check else None), ("K", plan.num_draft_tokens)):
+    for name, value in (
+        ("D", draft.layer),
+        ("C", plan.check.layer if plan.check else None),
+        ("K", plan.num_draft_tokens),
+    ):
         parts += [f"{name}={value}"] if value is not None else []
     parts += [f"exit={draft.num_exit_tokens}"] if draft.num_exit_tokens is not None else []
     parts += [f"B={plan.num_branches}"] if plan.num_branches > 1 else []
     parts += [f"R={plan.num_checks}"] if plan.check is not None else []
-    for name, confidence in (("draft", plan.draft_confidence), ("check", plan.check.confidence if plan.check else None)):
+    for name, confidence in (
+        ("draft", plan.draft_confidence),
+        ("check", plan.check.confidence if plan.check else None),
+    ):
         parts += [f"{name}≥{confidence:g}"] if confidence is not None else []
     return " ".join(parts)
 
@@ -156,7 +187,11 @@ class _Space:
     def ngrams(self, sizes: Iterable[NgramConfig]) -> Iterator[SpeculativeConfig]:
         for ngram in sizes:
             for num_drafts in _LOOKED_UP:
-                yield from self._tiers(DraftConfig(kind="ngram", ngram=ngram), num_drafts, min(self._options.max_checks, _MOST_CHECKS_OF_NGRAM))
+                yield from self._tiers(
+                    DraftConfig(kind="ngram", ngram=ngram),
+                    num_drafts,
+                    min(self._options.max_checks, _MOST_CHECKS_OF_NGRAM),
+                )
 
     def hybrids(self, sizes: Iterable[NgramConfig]) -> Iterator[SpeculativeConfig]:
         for ngram in sizes:
@@ -165,21 +200,31 @@ class _Space:
                     draft = self._candidates.hybrid(layer, ngram, num_exit_tokens)
                     for num_drafts in _LOOKED_UP:
                         if num_drafts >= num_exit_tokens:
-                            yield from self._tiers(draft, num_drafts, min(self._options.max_checks, _MOST_CHECKS_OF_HYBRID))
+                            yield from self._tiers(
+                                draft, num_drafts, min(self._options.max_checks, _MOST_CHECKS_OF_HYBRID)
+                            )
 
     def models(self, draft: DraftConfig | None) -> Iterator[SpeculativeConfig]:
         for num_drafts in range(1, self._options.max_drafts + 1) if draft is not None else ():
             assert draft is not None
             yield from self._tiers(draft, num_drafts, self._options.max_checks)
 
-    def _tiers(self, draft: DraftConfig, num_drafts: int, max_checks: int, num_branches: int = 1) -> Iterator[SpeculativeConfig]:
-        """The two-tier plans of these drafts, and the three-tier ones; none if a cycle alone exceeds the window."""
+    def _tiers(
+        self, draft: DraftConfig, num_drafts: int, max_checks: int, num_branches: int = 1
+    ) -> Iterator[SpeculativeConfig]:
+        """The two-tier plans of these drafts, and the three-tier ones; none if a cycle alone exceeds the
+        window."""
         num_nodes = num_branches * num_drafts + 1
         if num_nodes > self._options.max_window:
             return
         confidences = (None,) if draft.kind == "ngram" or num_branches > 1 else _COARSE_DRAFT
         for confidence in confidences:
-            shape: dict[str, Any] = {"draft": draft, "num_draft_tokens": num_drafts, "num_branches": num_branches, "draft_confidence": confidence}
+            shape: dict[str, Any] = {
+                "draft": draft,
+                "num_draft_tokens": num_drafts,
+                "num_branches": num_branches,
+                "draft_confidence": confidence,
+            }
             yield SpeculativeConfig(**shape, num_checks=1)
             for check in self._checks(draft.layer or 1, (None,) if num_branches > 1 else _COARSE_CHECK):
                 for num_checks in range(1, min(max_checks, self._options.max_window // num_nodes) + 1):

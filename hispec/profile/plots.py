@@ -1,4 +1,5 @@
 """Two pictures of a profile's result: how often exits are right, and which plans pay."""
+
 from __future__ import annotations
 
 import io
@@ -30,7 +31,9 @@ def draw_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
 
 def _acceptance(result: Mapping[str, Any]) -> Figure:
     """Share of the full model's tokens that an exit gives, by layer."""
-    from matplotlib.figure import Figure  # not pyplot: nothing of the user's is changed, and no window is opened
+    from matplotlib.figure import (
+        Figure,
+    )  # not pyplot: nothing of the user's is changed, and no window is opened
 
     agreement = result["agreement"]
     figure = Figure(figsize=(7, 4.5))
@@ -40,16 +43,44 @@ def _acceptance(result: Mapping[str, Any]) -> Figure:
     colors = {task: f"C{at}" for at, task in enumerate(tasks)}
     if len(tasks) > 1:
         for task in tasks:
-            axes.plot(layers, [exit_["tasks"][task] for exit_ in agreement["own_head"]], color=colors[task], linewidth=0.7, alpha=0.8, label=task)
-    axes.plot(layers, [exit_["agreement"] for exit_ in agreement["own_head"]], color="black", linewidth=2, label="the model's own head")
+            axes.plot(
+                layers,
+                [exit_["tasks"][task] for exit_ in agreement["own_head"]],
+                color=colors[task],
+                linewidth=0.7,
+                alpha=0.8,
+                label=task,
+            )
+    axes.plot(
+        layers,
+        [exit_["agreement"] for exit_ in agreement["own_head"]],
+        color="black",
+        linewidth=2,
+        label="the model's own head",
+    )
     trained = [exit_ for exit_ in agreement["exits"] if exit_["kind"] == "adapter"]
     if trained:
         places = [exit_["layer"] for exit_ in trained]
         if len(tasks) > 1:
             for task in tasks:
-                axes.scatter(places, [exit_["tasks"][task] for exit_ in trained], color=colors[task], s=12, marker="_")
-        axes.scatter(places, [exit_["agreement"] for exit_ in trained], color="black", marker="D", s=40, zorder=3, label="trained exits")
-    axes.set(xlabel="layer of the exit", ylabel="share of the full model's tokens", xlim=(0, result["num_layers"]), ylim=(0, 1.03))
+                axes.scatter(
+                    places, [exit_["tasks"][task] for exit_ in trained], color=colors[task], s=12, marker="_"
+                )
+        axes.scatter(
+            places,
+            [exit_["agreement"] for exit_ in trained],
+            color="black",
+            marker="D",
+            s=40,
+            zorder=3,
+            label="trained exits",
+        )
+    axes.set(
+        xlabel="layer of the exit",
+        ylabel="share of the full model's tokens",
+        xlim=(0, result["num_layers"]),
+        ylim=(0, 1.03),
+    )
     axes.set_title(f"{result['model']}: {agreement['positions']} positions, greedy")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -57,25 +88,45 @@ def _acceptance(result: Mapping[str, Any]) -> Figure:
 
 
 def _ratio(result: Mapping[str, Any]) -> Figure:
-    """Best predicted speed over plain's, by draft exit (across) and check exit (up); the lowest row has no check tier, and in the first
-    column the drafter is outside of the model. In each field: the ratio, and by which kind of drafter."""
+    """Best predicted speed over plain's, by draft exit (across) and check exit (up); the lowest row has no
+    check tier, and in the first column the drafter is outside of the model. In each field: the ratio, and by
+    which kind of drafter."""
     from matplotlib.figure import Figure
 
     best: dict[tuple[int | None, int | None], Mapping[str, Any]] = {}
     for plan in result["predictions"]:
         best.setdefault((plan["draft_layer"], plan["check_layer"]), plan)  # the fastest first
     layers, checks = (sorted({place[at] for place in best}, key=lambda layer: layer or 0) for at in (0, 1))
-    table = [[best[draft, check]["ratio_to_plain"] if (draft, check) in best else math.nan for draft in layers] for check in checks]
+    table = [
+        [best[draft, check]["ratio_to_plain"] if (draft, check) in best else math.nan for draft in layers]
+        for check in checks
+    ]
     figure = Figure(figsize=(1.5 + 1.3 * len(layers), 1.5 + 0.8 * len(checks)))
     axes = figure.subplots()
-    spread = max(abs(plan["ratio_to_plain"] - 1.0) for plan in best.values()) or 1.0  # as fast as plain is the middle of the colours
-    image = axes.imshow(table, origin="lower", aspect="auto", cmap="RdYlGn", vmin=1.0 - spread, vmax=1.0 + spread)
+    spread = (
+        max(abs(plan["ratio_to_plain"] - 1.0) for plan in best.values()) or 1.0
+    )  # as fast as plain is the middle of the colours
+    image = axes.imshow(
+        table, origin="lower", aspect="auto", cmap="RdYlGn", vmin=1.0 - spread, vmax=1.0 + spread
+    )
     for (draft, check), plan in best.items():
-        shape = f"{plan['kind'].partition('_')[0]} K={plan['num_draft_tokens']}" + (f" R={plan['num_checks']}" if check is not None else "")
-        axes.text(layers.index(draft), checks.index(check), f"{plan['ratio_to_plain']:.2f}\n{shape}", ha="center", va="center", fontsize="xx-small")
+        shape = f"{plan['kind'].partition('_')[0]} K={plan['num_draft_tokens']}" + (
+            f" R={plan['num_checks']}" if check is not None else ""
+        )
+        axes.text(
+            layers.index(draft),
+            checks.index(check),
+            f"{plan['ratio_to_plain']:.2f}\n{shape}",
+            ha="center",
+            va="center",
+            fontsize="xx-small",
+        )
     axes.set_xticks(range(len(layers)), ["none" if layer is None else str(layer) for layer in layers])
     axes.set_yticks(range(len(checks)), ["none" if check is None else str(check) for check in checks])
     axes.set(xlabel="draft exit D", ylabel="check exit C")
-    axes.set_title(f"{result['model']}: best predicted speed over plain, batch {result['options']['batch_size']}", fontsize="medium")
+    axes.set_title(
+        f"{result['model']}: best predicted speed over plain, batch {result['options']['batch_size']}",
+        fontsize="medium",
+    )
     figure.colorbar(image, ax=axes)
     return figure

@@ -1,4 +1,6 @@
-"""What every plan would give: rounds counted over the recorded tokens, times what each of their passes was measured to cost."""
+"""What every plan would give: rounds counted over the recorded tokens, times what each of their passes was
+measured to cost."""
+
 from __future__ import annotations
 
 import heapq
@@ -22,7 +24,8 @@ from .timed_runs import Step
 class Calibration:
     """What an engine's step takes besides the passes that were measured alone.
 
-    plain_step_ms   median of the engine's plain steps with `rows` rows (None if there was none without a prompt in it)
+    plain_step_ms   median of the engine's plain steps with `rows` rows (None if there was none without a
+                    prompt in it)
     plain_parts_ms  what its one pass takes by itself
     host_ms         median of the difference, over all plain steps: scheduling, batches, copies, text
     prefill_s       seconds that the prompts took in all
@@ -39,18 +42,33 @@ def calibrate(steps: Sequence[Step], costs: StageCosts, batch_size: int) -> Cali
     """From the steps of a plain run over all prompts."""
     decoding = [step for step in steps if step.rows and not step.prefill_tokens]
     full = [1e3 * step.seconds for step in decoding if step.rows == batch_size]
-    host_ms = max(0.0, statistics.median(1e3 * step.seconds - costs.plain(step.rows) for step in decoding)) if decoding else 0.0
-    prefill_ms = sum(1e3 * step.seconds - (costs.plain(step.rows) + host_ms if step.rows else 0.0) for step in steps if step.prefill_tokens)
-    return Calibration(batch_size, statistics.median(full) if full else None, costs.plain(batch_size), host_ms, max(0.0, prefill_ms / 1e3))
+    host_ms = (
+        max(0.0, statistics.median(1e3 * step.seconds - costs.plain(step.rows) for step in decoding))
+        if decoding
+        else 0.0
+    )
+    prefill_ms = sum(
+        1e3 * step.seconds - (costs.plain(step.rows) + host_ms if step.rows else 0.0)
+        for step in steps
+        if step.prefill_tokens
+    )
+    return Calibration(
+        batch_size,
+        statistics.median(full) if full else None,
+        costs.plain(batch_size),
+        host_ms,
+        max(0.0, prefill_ms / 1e3),
+    )
 
 
 @dataclass(frozen=True)
 class Prediction:
     """What a plan (None: plain decoding) is expected to give.
 
-    tokens_per_round      tokens that a row's round adds: exact, under greedy decoding, where rows keep their bits
-    tokens_per_full_pass  tokens per as many layers as the model has; a pass over several rows counts once. Prompts are left out, and
-                          so are a draft model's own layers
+    tokens_per_round      tokens that a row's round adds: exact, under greedy decoding, where rows keep their
+                          bits
+    tokens_per_full_pass  tokens per as many layers as the model has; a pass over several rows counts once.
+                          Prompts are left out, and so are a draft model's own layers
     verify_positions      positions of a row that verify computes in a round, on average
     round_ms              of a round of a full batch, the engine's own work included
     tokens_per_s          over all prompts, their processing included
@@ -88,14 +106,26 @@ class Predictor:
     """
 
     def __init__(
-        self, recording: Recording, costs: StageCosts, calibration: Calibration, batch_size: int, num_layers: int, draft_model_share: float = 0.0
+        self,
+        recording: Recording,
+        costs: StageCosts,
+        calibration: Calibration,
+        batch_size: int,
+        num_layers: int,
+        draft_model_share: float = 0.0,
     ) -> None:
         self._counter, self._groups = RoundCounter(recording), recording.groups()
         self._costs, self._calibration = costs, calibration
-        self._batch_size, self._num_layers, self._draft_model_share = batch_size, num_layers, draft_model_share
+        self._batch_size, self._num_layers, self._draft_model_share = (
+            batch_size,
+            num_layers,
+            draft_model_share,
+        )
         plain = self.rounds(None)
         steps = self._steps(plain)
-        self.plain_tokens_per_s = plain.tokens / self._seconds(None, steps, self.round_costs(None, plain, steps))
+        self.plain_tokens_per_s = plain.tokens / self._seconds(
+            None, steps, self.round_costs(None, plain, steps)
+        )
 
     def rounds(self, plan: SpeculativeConfig | None) -> Rounds:
         """Counts the rounds of `plan`, row by row."""
@@ -109,7 +139,9 @@ class Predictor:
         return Prediction(
             plan=plan,
             tokens_per_round=rounds.tokens_per_round,
-            tokens_per_full_pass=rounds.tokens * self._num_layers / sum(count * costs[rows].layers for rows, count in steps.items()),
+            tokens_per_full_pass=rounds.tokens
+            * self._num_layers
+            / sum(count * costs[rows].layers for rows, count in steps.items()),
             verify_positions=rounds.verify_positions,
             round_ms=self._calibration.host_ms + costs[self._batch_size].ms,
             tokens_per_s=tokens_per_s,
@@ -120,11 +152,15 @@ class Predictor:
         """The fastest first."""
         return sorted(map(self.predict, plans), key=lambda prediction: -prediction.tokens_per_s)
 
-    def round_costs(self, plan: SpeculativeConfig | None, rounds: Rounds, rows: Iterable[int]) -> dict[int, RoundCost]:
+    def round_costs(
+        self, plan: SpeculativeConfig | None, rounds: Rounds, rows: Iterable[int]
+    ) -> dict[int, RoundCost]:
         """{rows: of a round of so many}; without the engine's own work."""
         return round_costs(plan, rounds, rows, self._costs, self._num_layers)
 
-    def _seconds(self, plan: SpeculativeConfig | None, steps: Mapping[int, int], costs: Mapping[int, RoundCost]) -> float:
+    def _seconds(
+        self, plan: SpeculativeConfig | None, steps: Mapping[int, int], costs: Mapping[int, RoundCost]
+    ) -> float:
         """Of all prompts and answers."""
         share = self._draft_model_share if plan is not None and plan.draft.kind == "model" else 0.0
         decode_ms = sum(count * (self._calibration.host_ms + costs[rows].ms) for rows, count in steps.items())
@@ -132,12 +168,15 @@ class Predictor:
 
     def _steps(self, rounds: Rounds) -> dict[int, int]:
         """{rows: steps with so many live rows}, if one task after the other is run."""
-        live = np.concatenate([_occupancy(rounds.per_answer[numbers], self._batch_size) for numbers in self._groups])
+        live = np.concatenate(
+            [_occupancy(rounds.per_answer[numbers], self._batch_size) for numbers in self._groups]
+        )
         return {rows: count for rows, count in enumerate(np.bincount(live).tolist()) if count}
 
 
 def _occupancy(rounds: Ints, batch_size: int) -> Ints:
-    """Rows that are live in each step, if answers of so many `rounds` are served in order by `batch_size` rows."""
+    """Rows that are live in each step, if answers of so many `rounds` are served in order by `batch_size`
+    rows."""
     free_at = [0] * min(batch_size, len(rounds))
     changes = np.zeros(int(rounds.sum()) + 1, np.int64)
     for count in rounds.tolist():

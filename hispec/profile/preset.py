@@ -1,4 +1,6 @@
-"""A preset: `model`, `engine`, `speculative` and `sampling` of a job, as YAML with every field and what it means."""
+"""A preset: `model`, `engine`, `speculative` and `sampling` of a job, as YAML with every field and what it
+means."""
+
 from __future__ import annotations
 
 import json
@@ -22,7 +24,9 @@ COMMENTS = {
     "engine.max_num_seqs": "requests that run together, at most: as many as in the measurement",
     "engine.max_model_len": "prompt + output of one request in tokens, at most; null = the model's own limit",
     "engine.block_size": "positions per block of the KV cache",
-    "engine.num_kv_blocks": "blocks of the KV cache; null = enough for max_num_seqs requests of max_model_len",
+    "engine.num_kv_blocks": (
+        "blocks of the KV cache; null = enough for max_num_seqs requests of max_model_len"
+    ),
     "engine.max_prefill_tokens": "prompt tokens computed per step, at most",
     "engine.enable_prefix_caching": "compute equal beginnings of prompts once; it was off in the measurement",
     "engine.quantization": "null = weights as stored; int8, int4: a smaller model with other outputs",
@@ -37,29 +41,53 @@ COMMENTS = {
     "engine.gpu_memory_utilization": "share of a GPU's free memory that may be used, weights not counted",
     "speculative": "null = plain decoding",
     "speculative.draft": "what proposes tokens",
-    "speculative.draft.kind": "exit: the model's own head; adapter: a trained exit; ngram: prompt lookup; hybrid: that, else an exit; model: a small model",
-    "speculative.draft.layer": "D: the draft tier runs layers 0 to D-1; null = it is outside of the model (ngram, model)",
-    "speculative.draft.path": "folder of trained exits, null = the ones that come with HiSpec; or the small model; null for the model's own head",
+    "speculative.draft.kind": (
+        "exit: the model's own head; adapter: a trained exit; ngram: prompt lookup; hybrid: that, else an"
+        " exit; model: a small model"
+    ),
+    "speculative.draft.layer": (
+        "D: the draft tier runs layers 0 to D-1; null = it is outside of the model (ngram, model)"
+    ),
+    "speculative.draft.path": (
+        "folder of trained exits, null = the ones that come with HiSpec; or the small model; null for the"
+        " model's own head"
+    ),
     "speculative.draft.ngram": "prompt lookup of ngram and hybrid; null = the defaults",
     "speculative.draft.ngram.max_size": "longest run of tokens that is looked for in the text",
     "speculative.draft.ngram.min_size": "shortest run of tokens that counts as found",
-    "speculative.draft.ngram.tokens_per_match": "propose at most this many tokens for each that matched; null = always num_draft_tokens",
+    "speculative.draft.ngram.tokens_per_match": (
+        "propose at most this many tokens for each that matched; null = always num_draft_tokens"
+    ),
     "speculative.draft.ngram.datastore_tokens": "tokens of earlier outputs that are searched too; 0 = none",
     "speculative.draft.exit": "of hybrid: adapter or exit, as in kind",
-    "speculative.draft.num_exit_tokens": "of hybrid: tokens that the exit drafts where nothing is found; null = num_draft_tokens",
+    "speculative.draft.num_exit_tokens": (
+        "of hybrid: tokens that the exit drafts where nothing is found; null = num_draft_tokens"
+    ),
     "speculative.check": "where drafts are checked; null = two tiers, no check",
     "speculative.check.kind": "exit: the model's own head; adapter: a trained exit",
     "speculative.check.layer": "C: the check tier runs layers D (or 0) to C-1, verify the rest",
-    "speculative.check.path": "folder of trained exits; null = the ones that come with HiSpec, or the model's own head",
-    "speculative.check.confidence": "overrule a draft only where the check is this sure of its own token (0 to 1); null = always",
+    "speculative.check.path": (
+        "folder of trained exits; null = the ones that come with HiSpec, or the model's own head"
+    ),
+    "speculative.check.confidence": (
+        "overrule a draft only where the check is this sure of its own token (0 to 1); null = always"
+    ),
     "speculative.num_draft_tokens": "K: tokens drafted before each check, at most",
     "speculative.num_checks": "R: checks before each verify; without effect where there is no check tier",
     "speculative.num_branches": "B: chains of K drafts, which begin with the likeliest tokens; 1 = one chain",
-    "speculative.draft_confidence": "draft no further where no token has this probability (0 to 1); null = always K",
-    "speculative.acceptance": "coupled: the output of plain decoding, token for token; rejection: equal in law",
-    "speculative.control": "fixed: keep this plan throughout; goodput: the one that promises most (docs/control.md)",
+    "speculative.draft_confidence": (
+        "draft no further where no token has this probability (0 to 1); null = always K"
+    ),
+    "speculative.acceptance": (
+        "coupled: the output of plain decoding, token for token; rejection: equal in law"
+    ),
+    "speculative.control": (
+        "fixed: keep this plan throughout; goodput: the one that promises most (docs/control.md)"
+    ),
     "speculative.goodput": "of control goodput: how it decides",
-    "speculative.goodput.latency": "profile of hispec profile --latency; null = the one that is kept, measured first if there is none",
+    "speculative.goodput.latency": (
+        "profile of hispec profile --latency; null = the one that is kept, measured first if there is none"
+    ),
     "speculative.goodput.interval": "rounds between two decisions",
     "speculative.goodput.margin": "another plan must promise so many times the present one's goodput",
     "speculative.goodput.probe_share": "share of rounds that try other plans, at most",
@@ -76,9 +104,13 @@ COMMENTS = {
     "scheduling.num_queues": "queues of mlfq and laps",
     "scheduling.first_quantum": "passes over the model that a request gets in the first of them",
     "scheduling.quantum_growth": "growth from each queue to the next",
-    "scheduling.stability_window": "of laps: acceptance is stable when the means of two such windows of rounds",
+    "scheduling.stability_window": (
+        "of laps: acceptance is stable when the means of two such windows of rounds"
+    ),
     "scheduling.stability_tolerance": "differ by less",
-    "scheduling.max_slowdown": "who is here so many times as long as it would take alone goes first; null = never",
+    "scheduling.max_slowdown": (
+        "who is here so many times as long as it would take alone goes first; null = never"
+    ),
     "scheduling.expected_tokens": "output length that is assumed before anything has ended",
     "scheduling.review_rounds": "rounds between two looks at who should run",
     "scheduling.swap_bytes": "host memory for KV of preempted requests",
@@ -104,8 +136,8 @@ COMMENTS = {
 
 
 def preset_text(job: Job, result: Mapping[str, Any], chosen: Mapping[str, Any] | None = None) -> str:
-    """A measured plan of a profile's `result`, the fastest unless one is `chosen`, as YAML that a RunConfig accepts, with the figures in
-    its header."""
+    """A measured plan of a profile's `result`, the fastest unless one is `chosen`, as YAML that a RunConfig
+    accepts, with the figures in its header."""
     chosen = chosen or max(result["measured"], key=lambda run: run["tokens_per_s"])
     config = RunConfig(
         model=job.model,
@@ -121,23 +153,33 @@ def preset_text(job: Job, result: Mapping[str, Any], chosen: Mapping[str, Any] |
 
 def _header(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> Iterator[str]:
     options, prompts, measured_on = result["options"], result["prompts"], result["environment"]
-    yield f"Made by `hispec profile` on {result['date']}: the fastest of the plans that were run, on this machine and these prompts."
+    yield (
+        f"Made by `hispec profile` on {result['date']}: the fastest of the plans that were run, on this"
+        " machine and these prompts."
+    )
     text = (
-        f"Measured on {hardware_text(measured_on)}, hispec {measured_on['hispec']}: {prompts['num']} prompts of {prompts['tokens_mean']:.0f} tokens (mean),"
-        f" {options['max_tokens']} new tokens at most, batch {options['batch_size']}, greedy, medians of {options['repeats']} interleaved runs."
+        f"Measured on {hardware_text(measured_on)}, hispec {measured_on['hispec']}: {prompts['num']} prompts"
+        f" of {prompts['tokens_mean']:.0f} tokens (mean), {options['max_tokens']} new tokens at most, batch"
+        f" {options['batch_size']}, greedy, medians of {options['repeats']} interleaved runs."
     )
     yield from textwrap.wrap(text, _WIDTH, break_long_words=False)
     for run in _best_of_each_kind(result["measured"], chosen):
         mark = " <- this plan" if run is chosen else ""
         yield (
-            f"  {run['tokens_per_s']:9.1f} tokens/s, {run['ratio_to_plain']:.2f} x plain, {run['tokens_per_round']:.2f} tokens/round,"
-            f" output as plain's {run['exact_match'][0]}/{run['exact_match'][1]}: {run['plan_text']}{mark}"
+            f"  {run['tokens_per_s']:9.1f} tokens/s, {run['ratio_to_plain']:.2f} x plain,"
+            f" {run['tokens_per_round']:.2f} tokens/round, output as plain's"
+            f" {run['exact_match'][0]}/{run['exact_match'][1]}: {run['plan_text']}{mark}"
         )
     if is_busy(measured_on):
-        yield f"Other programs were running when this began (load {measured_on['load']:.1f}): do not rely on these speeds."
+        yield (
+            f"Other programs were running when this began (load {measured_on['load']:.1f}): do not rely on"
+            " these speeds."
+        )
 
 
-def _best_of_each_kind(measured: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _best_of_each_kind(
+    measured: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
     """Plain decoding, the fastest of each kind, and what was chosen, in the order in which they were run."""
     fastest: dict[str, Mapping[str, Any]] = {}
     for run in measured:
@@ -151,7 +193,10 @@ def _reason(result: Mapping[str, Any]) -> str:
     if not others:
         return "plain decoding was the only one to run"
     fastest = max(others, key=lambda run: run["tokens_per_s"])
-    return f"plain decoding was the fastest: the best other plan ({fastest['plan_text']}) gave {fastest['ratio_to_plain']:.2f} x its speed"
+    return (
+        f"plain decoding was the fastest: the best other plan ({fastest['plan_text']}) gave"
+        f" {fastest['ratio_to_plain']:.2f} x its speed"
+    )
 
 
 def _settings(values: Mapping[str, Any], where: str, why_plain: str | None) -> Iterator[str]:
@@ -173,6 +218,10 @@ def _settings(values: Mapping[str, Any], where: str, why_plain: str | None) -> I
 
 def _scalar(value: Any) -> str:
     """JSON is YAML; text that needs no quotes goes without."""
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_/][\w./-]*", value) and value.lower() not in _NOT_TEXT:
+    if (
+        isinstance(value, str)
+        and re.fullmatch(r"[A-Za-z_/][\w./-]*", value)
+        and value.lower() not in _NOT_TEXT
+    ):
         return value
     return json.dumps(value, ensure_ascii=False)

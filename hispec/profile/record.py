@@ -1,4 +1,6 @@
-"""Makes recordings: one teacher-forced pass over every answer, of the model and of a draft model, and prompt lookup at each of its places."""
+"""Makes recordings: one teacher-forced pass over every answer, of the model and of a draft model, and prompt
+lookup at each of its places."""
+
 from __future__ import annotations
 
 import sys
@@ -44,29 +46,37 @@ def record(
     batch_size: int = 1,
     progress: bool = False,
 ) -> Recording:
-    """Feeds every prompt with its answer through the model, and notes what each drafter and each check would say.
+    """Feeds every prompt with its answer through the model, and notes what each drafter and each check would
+    say.
 
-    layers          of the candidate exits; those that are not among `exits` are read through the model's own head
+    layers          of the candidate exits; those that are not among `exits` are read through the model's own
+                    head
     ngrams          sizes of prompt lookup, of which up to `most_looked_up` proposals are noted
-    batch_size      answers that are made together: only a datastore, which earlier outputs fill, depends on it
+    batch_size      answers that are made together: only a datastore, which earlier outputs fill, depends on
+                    it
     """
     longest = max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers)
     num_layers = decoder.config.num_layers
     reader = _Reader(decoder, exits, longest, own=range(1, num_layers + 1), said=layers)
-    bar = tqdm(answers, desc="agreement", unit="answer", disable=not progress, file=sys.stderr, dynamic_ncols=True)
+    bar = tqdm(
+        answers, desc="agreement", unit="answer", disable=not progress, file=sys.stderr, dynamic_ncols=True
+    )
     own, said = _joined([reader.read(answer) for answer in bar])
     model = None
     if draft_model is not None:
         last = draft_model.config.num_layers
         drafts = _Reader(draft_model, [], longest, own=[], said=[last], most=decoder.config.vocab_size)
         model = _joined([drafts.read(answer) for answer in answers])[1][last]
-    looked_up = {sizes: look_up(sizes, answers, most_looked_up, batch_size, decoder.device) for sizes in ngrams}
+    looked_up = {
+        sizes: look_up(sizes, answers, most_looked_up, batch_size, decoder.device) for sizes in ngrams
+    }
     return Recording(answers, {layer: said[layer] for layer in layers}, own, looked_up, model)
 
 
 @dataclass(frozen=True)
 class _Read:
-    """What a pass said at places of an answer: {layer: tokens [places]}, and {layer: (ranked [places, RANKS], probability [places])}."""
+    """What a pass said at places of an answer: {layer: tokens [places]}, and {layer: (ranked [places, RANKS],
+    probability [places])}."""
 
     own: dict[int, Tensor]
     said: dict[int, tuple[Tensor, Tensor]]
@@ -76,22 +86,37 @@ def _joined(reads: Sequence[_Read]) -> tuple[dict[int, Ints], dict[int, Said]]:
     """In the layout of a Recording; one _Read for each answer."""
 
     def join(values: Sequence[Tensor]) -> Any:
-        return torch.cat([torch.cat((one, one.new_full((1, *one.shape[1:]), NOTHING))) for one in values]).numpy()
+        return torch.cat(
+            [torch.cat((one, one.new_full((1, *one.shape[1:]), NOTHING))) for one in values]
+        ).numpy()
 
     own = {layer: join([read.own[layer] for read in reads]) for layer in reads[0].own}
-    said = {layer: Said(*(join([read.said[layer][part] for read in reads]) for part in (0, 1))) for layer in reads[0].said}
+    said = {
+        layer: Said(*(join([read.said[layer][part] for read in reads]) for part in (0, 1)))
+        for layer in reads[0].said
+    }
     return own, said
 
 
 class _Reader:
-    """One row of scratch KV, used anew for every sequence. As in the engine, KV of exits follows that of the model's layers.
+    """One row of scratch KV, used anew for every sequence. As in the engine, KV of exits follows that of the
+    model's layers.
 
     own    layers at which the likeliest token by the model's own norm and head is noted
     said   layers at which more is noted of what the exit says, a trained one where there is one
     most   tokens of the vocabulary that can be said: a draft model may have more than its target; None = all
     """
 
-    def __init__(self, decoder: Decoder, exits: Sequence[Exit], longest: int, *, own: Sequence[int], said: Sequence[int], most: int | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        exits: Sequence[Exit],
+        longest: int,
+        *,
+        own: Sequence[int],
+        said: Sequence[int],
+        most: int | None = None,
+    ) -> None:
         self._decoder, self._own, self._said, self._most = decoder, set(own), set(said), most
         self._exit_at: dict[int, tuple[Exit, int]] = {}
         num_kv_layers = decoder.config.num_layers
@@ -100,27 +125,49 @@ class _Reader:
             num_kv_layers += exit_.num_kv_layers
         config, num_blocks = decoder.config, -(-longest // _BLOCK_SIZE)
         self._table = torch.arange(num_blocks, device=decoder.device).unsqueeze(0)
-        self._kv = PagedKV(num_kv_layers, num_blocks, _BLOCK_SIZE, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
+        self._kv = PagedKV(
+            num_kv_layers,
+            num_blocks,
+            _BLOCK_SIZE,
+            config.num_kv_heads,
+            config.head_dim,
+            decoder.dtype,
+            decoder.device,
+        )
 
     def read(self, answer: Answer) -> _Read:
         """What is said at each place of the answer, of the true context."""
         last = self._decoder.config.vocab_size - 1
-        token_ids = [min(token, last) for token in (*answer.prompt_token_ids, *answer.token_ids[:-1])]  # as a draft model is fed
+        token_ids = [
+            min(token, last) for token in (*answer.prompt_token_ids, *answer.token_ids[:-1])
+        ]  # as a draft model is fed
         first = len(answer.prompt_token_ids) - 1  # the place that says the answer's first token
         for start in range(0, first, _PROMPT_TOKENS_PER_PASS):
             self._pass(token_ids, start, min(start + _PROMPT_TOKENS_PER_PASS, first), says=False)
         stops = range(first, len(token_ids), _ANSWER_TOKENS_PER_PASS)
-        parts = [self._pass(token_ids, start, min(start + _ANSWER_TOKENS_PER_PASS, len(token_ids)), says=True) for start in stops]
+        parts = [
+            self._pass(token_ids, start, min(start + _ANSWER_TOKENS_PER_PASS, len(token_ids)), says=True)
+            for start in stops
+        ]
         own = {layer: torch.cat([part.own[layer] for part in parts]) for layer in parts[0].own}
-        said = {layer: (torch.cat([part.said[layer][0] for part in parts]), torch.cat([part.said[layer][1] for part in parts])) for layer in parts[0].said}
+        said = {
+            layer: (
+                torch.cat([part.said[layer][0] for part in parts]),
+                torch.cat([part.said[layer][1] for part in parts]),
+            )
+            for layer in parts[0].said
+        }
         return _Read(own, said)
 
     def _pass(self, token_ids: list[int], start: int, stop: int, *, says: bool) -> _Read:
-        """Computes positions start..stop-1, one layer at a time; with `says` what is said there, else nothing."""
+        """Computes positions start..stop-1, one layer at a time; with `says` what is said there, else
+        nothing."""
         decoder, device = self._decoder, self._decoder.device
         positions = torch.arange(start, stop, device=device)
         slots = packed_slots_of(self._table, torch.zeros_like(positions), positions, _BLOCK_SIZE)
-        view = BatchView(positions, slots, self._table, torch.tensor([0, stop - start], device=device), stop - start, stop)
+        view = BatchView(
+            positions, slots, self._table, torch.tensor([0, stop - start], device=device), stop - start, stop
+        )
         hidden = decoder.embed(torch.tensor(token_ids[start:stop], device=device))
         read = _Read({}, {})
         for layer in range(1, decoder.config.num_layers + 1):
@@ -145,31 +192,45 @@ def _likeliest(logits: Tensor) -> Tensor:
     """The RANKS likeliest tokens [tokens, RANKS], first among equals as `Sampler.choose_top` has them."""
     best = logits.argmax(-1, keepdim=True)
     others = logits.scatter(1, best, -torch.inf).topk(min(RANKS, logits.shape[-1]) - 1, dim=-1).indices
-    return torch.nn.functional.pad(torch.cat((best, others), dim=1), (0, RANKS - 1 - others.shape[1]), value=NOTHING)
+    return torch.nn.functional.pad(
+        torch.cat((best, others), dim=1), (0, RANKS - 1 - others.shape[1]), value=NOTHING
+    )
 
 
-def look_up(sizes: NgramConfig, answers: Sequence[Answer], most: int, batch_size: int, device: torch.device) -> LookedUp:
+def look_up(
+    sizes: NgramConfig, answers: Sequence[Answer], most: int, batch_size: int, device: torch.device
+) -> LookedUp:
     """What the engine's own drafter proposes at every place, after the true text.
 
-    The rows of a batch advance together, one token at a time. That matters to a datastore alone, into which an output goes when it ends:
-    with one row it is filled as in the engine, with several nearly so.
+    The rows of a batch advance together, one token at a time. That matters to a datastore alone, into which
+    an output goes when it ends: with one row it is filled as in the engine, with several nearly so.
     """
     num_rows = batch_size if sizes.datastore_tokens else _ROWS
     longest = max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers)
     drafter = NgramDrafter(sizes, CoupledJudge(), num_rows, longest, device)
     counts = [np.zeros(len(answer.token_ids) + 1, np.int64) for answer in answers]
     tokens = [np.full((len(answer.token_ids) + 1, most), NOTHING, np.int64) for answer in answers]
-    by_task = [number for task in dict.fromkeys(answer.task for answer in answers) for number, answer in enumerate(answers) if answer.task == task]
+    by_task = [
+        number
+        for task in dict.fromkeys(answer.task for answer in answers)
+        for number, answer in enumerate(answers)
+        if answer.task == task
+    ]
     for start in range(0, len(by_task), num_rows):
         live, place = by_task[start : start + num_rows], 0
         while live:
             texts = [answers[number].prompt_token_ids + answers[number].token_ids[:place] for number in live]
             drafter.follow(list(zip(live, texts, strict=True)))
             batch = _text_ends(texts, most, device)
-            proposed = drafter.propose(batch, torch.zeros_like(batch.limits), DraftTree.chain(most)).proposals.counts.tolist()
+            proposed = drafter.propose(
+                batch, torch.zeros_like(batch.limits), DraftTree.chain(most)
+            ).proposals.counts.tolist()
             window = batch.tokens[:, 1:].cpu().numpy()
             for row, number in enumerate(live):
-                counts[number][place], tokens[number][place, : proposed[row]] = proposed[row], window[row, : proposed[row]]
+                counts[number][place], tokens[number][place, : proposed[row]] = (
+                    proposed[row],
+                    window[row, : proposed[row]],
+                )
             place += 1
             for number in (number for number in live if len(answers[number].token_ids) == place):
                 drafter.finish(number, answers[number].token_ids)

@@ -1,8 +1,10 @@
-"""What every tier says at every place of the target's own answers (`reading`), and what follows from it about drafts and checks.
+"""What every tier says at every place of the target's own answers (`reading`), and what follows from it about
+drafts and checks.
 
-Under greedy decoding a draft's context is the true one for as long as all drafts before it were right, so what a round
-commits can be read off these tokens, exactly (`walk`).
+Under greedy decoding a draft's context is the true one for as long as all drafts before it were right, so
+what a round commits can be read off these tokens, exactly (`walk`).
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -55,10 +57,12 @@ class LookedUp:
 
 
 class Recording:
-    """Tokens at the places of all answers, answer after answer; after each answer's last place comes one without a token.
+    """Tokens at the places of all answers, answer after answer; after each answer's last place comes one
+    without a token.
 
     exits       {layer: what the candidate exit there says}
-    own         {layer: tokens [places]} of the model's own norm and head after each layer, the last one included
+    own         {layer: tokens [places]} of the model's own norm and head after each layer, the last one
+                included
     looked_up   {sizes: what prompt lookup of these sizes proposes}
     model       what the draft model says; None = there is none
     """
@@ -86,7 +90,8 @@ class Recording:
         return self._runs(tokens == self.truth)
 
     def kept(self, tokens: Ints, check: Said, confidence: float | None = None) -> Ints:
-        """[places]: how many of `tokens` from here on a check keeps: says itself, or does not overrule with this confidence."""
+        """[places]: how many of `tokens` from here on a check keeps: says itself, or does not overrule with
+        this confidence."""
         kept = check.tokens == tokens
         return self._runs(kept if confidence is None else kept | (check.probability < np.float32(confidence)))
 
@@ -111,8 +116,8 @@ class Recording:
         return self._leading(found, found.tokens == self._ahead(self.truth, found))
 
     def kept_looked_up(self, found: LookedUp, check: Said, confidence: float | None = None) -> Ints:
-        """[places]: how many leading proposals a check keeps, as in `kept`. What it says after a wrong one that it keeps is not known: no
-        more than that one is counted."""
+        """[places]: how many leading proposals a check keeps, as in `kept`. What it says after a wrong one
+        that it keeps is not known: no more than that one is counted."""
         kept = self._ahead(check.tokens, found) == found.tokens
         if confidence is not None:
             kept |= self._ahead(check.probability, found) < np.float32(confidence)
@@ -131,7 +136,10 @@ class Recording:
 
     def groups(self) -> list[Ints]:
         """The numbers of each task's answers."""
-        return [np.array([at for at, answer in enumerate(self.answers) if answer.task == task], np.int64) for task in self.tasks()]
+        return [
+            np.array([at for at, answer in enumerate(self.answers) if answer.task == task], np.int64)
+            for task in self.tasks()
+        ]
 
     def agreement(self, tokens: Ints, task: str | None = None) -> float:
         """Share of `tokens` that are the answer's."""
@@ -143,21 +151,28 @@ class Recording:
         return float((found.counts > 0)[self.places(task)].mean())
 
     def first_right(self, right: Ints, most: int, drafts: Ints | None = None) -> list[float | None]:
-        """[j - 1] = probability that the first j drafts from a random place are all right; None where no place has j.
+        """[j - 1] = probability that the first j drafts from a random place are all right; None where no
+        place has j.
 
-        right   [places]: drafts in a row that are right; drafts [places]: how many there are, None = as many as the answer has left
+        right   [places]: drafts in a row that are right; drafts [places]: how many there are, None = as many
+                as the answer has left
         """
         there = self._ends - np.arange(len(right))
         if drafts is not None:
             there = np.minimum(there, drafts)
-        return [float((right[there >= j] >= j).mean()) if bool((there >= j).any()) else None for j in range(1, most + 1)]
+        return [
+            float((right[there >= j] >= j).mean()) if bool((there >= j).any()) else None
+            for j in range(1, most + 1)
+        ]
 
     # ---- inside ----
 
     def _runs(self, equal: Bools) -> Ints:
         equal = equal & (self.truth != NOTHING)
         index = np.arange(len(equal))
-        next_other = np.where(equal, len(equal), index)  # every answer is followed by a place that counts as other
+        next_other = np.where(
+            equal, len(equal), index
+        )  # every answer is followed by a place that counts as other
         return np.minimum.accumulate(next_other[::-1])[::-1] - index
 
     def _ahead(self, values: NDArray[Any], found: LookedUp) -> NDArray[Any]:
@@ -166,7 +181,8 @@ class Recording:
         return values[np.minimum(places, self._ends[:, None])]
 
     def _leading(self, found: LookedUp, good: Bools) -> Ints:
-        """[places]: how many leading proposals are there, are for a place of the answer, and are `good` [places, most]."""
+        """[places]: how many leading proposals are there, are for a place of the answer, and are `good`
+        [places, most]."""
         there = np.minimum(found.counts, self._ends - np.arange(len(self.truth)))
         good = good & (np.arange(good.shape[1]) < there[:, None])
         return np.cumprod(good, axis=1, dtype=np.int64).sum(axis=1)

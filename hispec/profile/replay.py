@@ -1,4 +1,6 @@
-"""The rounds of every plan, counted over a recording: exact in what they commit, nearly so in what they compute."""
+"""The rounds of every plan, counted over a recording: exact in what they commit, nearly so in what they
+compute."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
@@ -16,9 +18,11 @@ class Rounds:
     """A plan's rounds over all answers: of each (`per_answer`), and in all, row by row.
 
     cycles      draft cycles
-    unchecked   rounds whose only check was left out for want of drafts; they are in neither `checks` nor `verifies`
+    unchecked   rounds whose only check was left out for want of drafts; they are in neither `checks` nor
+                `verifies`
     looked_up   [positions]: cycles with looked-up drafts, by their number and the token before them
-    levels      [drafts + 1, positions]: passes of computed drafts by level; of the last one nobody asks for logits
+    levels      [drafts + 1, positions]: passes of computed drafts by level; of the last one nobody asks for
+                logits
     checks, verifies   [positions]: passes
     """
 
@@ -80,10 +84,11 @@ class RoundCounter:
     def count(self, plan: SpeculativeConfig | None) -> Rounds:
         """The rounds of `plan`, row by row; of plain decoding for None.
 
-        What a round commits is exact: its drafts and checks are on the true context up to the first tentative token that is
-        wrong, and nothing is committed beyond that. After it, the tiers go on in that round from a wrong token, and what they
-        would say there was not recorded. They are taken to find, say and keep what they do at those places on the true
-        context; only the costs of the round depend on that. Not exact is a plan with a datastore, for several rows.
+        What a round commits is exact: its drafts and checks are on the true context up to the first tentative
+        token that is wrong, and nothing is committed beyond that. After it, the tiers go on in that round
+        from a wrong token, and what they would say there was not recorded. They are taken to find, say and
+        keep what they do at those places on the true context; only the costs of the round depend on that. Not
+        exact is a plan with a datastore, for several rows.
         """
         lengths = self._recording.lengths
         if plan is None:
@@ -94,7 +99,10 @@ class RoundCounter:
 
         check = (plan.check.layer, plan.check.confidence) if plan.check is not None else None
         draft, drafted = plan.draft, plan.num_draft_tokens
-        looked_up, computed = _LookedUp(self._none, self._none, self._none), _Computed(self._none, self._none, self._none, self._always)
+        looked_up, computed = (
+            _LookedUp(self._none, self._none, self._none),
+            _Computed(self._none, self._none, self._none, self._always),
+        )
         sizes = draft.ngram or NgramConfig() if draft.kind in ("ngram", "hybrid") else None
         if sizes is not None:
             looked_up = self._once(("looked up", sizes, check), lambda: self._looked_up(sizes, check))
@@ -104,15 +112,32 @@ class RoundCounter:
             computed = self._once(("computed", *shape), lambda: self._computed(*shape))
             if (confidence := plan.draft_confidence) is not None:
                 said = self._said(draft.layer)
-                computed = computed._replace(sure=self._once(("sure", draft.layer, confidence), lambda: self._recording.sure(said, confidence)))
-        own_right = self._never if check is None else self._once(("own", check[0]), lambda: self._own_right(check[0]))
+                computed = computed._replace(
+                    sure=self._once(
+                        ("sure", draft.layer, confidence), lambda: self._recording.sure(said, confidence)
+                    )
+                )
+        own_right = (
+            self._never if check is None else self._once(("own", check[0]), lambda: self._own_right(check[0]))
+        )
         num_checks, has_check = plan.num_checks if check else 1, check is not None
         most_found = plan.num_draft_tokens if sizes is not None else 0
         window = num_checks * (max(most_found, plan.num_branches * drafted) + 1)
         per_answer, totals = np.zeros(len(lengths), np.int64), np.zeros(replay_numba.NUM_TOTALS, np.int64)
         widths = np.zeros((replay_numba.LEVELS + drafted + 1, window + 1), np.int64)
-        answers, shape_of_round = (self._recording.starts, lengths, self._recording.caps), (most_found, drafted, plan.num_branches, num_checks, has_check)
-        replay_numba.walk(*answers, *looked_up, *computed, own_right, *shape_of_round, per_answer, totals, widths)
+        answers, shape_of_round = (
+            (self._recording.starts, lengths, self._recording.caps),
+            (
+                most_found,
+                drafted,
+                plan.num_branches,
+                num_checks,
+                has_check,
+            ),
+        )
+        replay_numba.walk(
+            *answers, *looked_up, *computed, own_right, *shape_of_round, per_answer, totals, widths
+        )
         return Rounds(
             per_answer=per_answer,
             rounds=int(totals[replay_numba.ROUNDS]),
@@ -132,7 +157,9 @@ class RoundCounter:
 
     def _looked_up(self, sizes: NgramConfig, check: _Check | None) -> _LookedUp:
         recording, found = self._recording, self._recording.looked_up[sizes]
-        kept = self._none if check is None else recording.kept_looked_up(found, self._said(check[0]), check[1])
+        kept = (
+            self._none if check is None else recording.kept_looked_up(found, self._said(check[0]), check[1])
+        )
         return _LookedUp(found.counts, recording.right_looked_up(found), kept)
 
     def _computed(self, layer: int | None, num_branches: int, check: _Check | None) -> _Computed:
@@ -141,9 +168,12 @@ class RoundCounter:
         kept = self._none if check is None else recording.kept(said.tokens, self._said(check[0]), check[1])
         if num_branches == 1:
             return _Computed(self._none, right, kept, self._always)
-        # The next tier goes along the branch that begins with its own token, and from there on as it would along a chain.
+        # The next tier goes along the branch that begins with its own token, and from there on as it would
+        # along a chain.
         assert check is None or check[1] is None, "a lenient check may go along several branches"
-        rank = recording.rank(said, recording.truth if check is None else self._said(check[0]).tokens, num_branches)
+        rank = recording.rank(
+            said, recording.truth if check is None else self._said(check[0]).tokens, num_branches
+        )
         first_right = rank >= 0 if check is None else self._own_right(check[0])
         right, kept = 1 + recording.after(right), 1 + recording.after(kept)
         return _Computed(rank, np.where(first_right, right, 0), np.where(first_right, kept, 1), self._always)

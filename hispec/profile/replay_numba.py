@@ -1,4 +1,6 @@
-"""Rounds over recorded tokens: what `hispec.decoding.round` does to one row under greedy decoding, with a look-up for each tier."""
+"""Rounds over recorded tokens: what `hispec.decoding.round` does to one row under greedy decoding, with a
+look-up for each tier."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -22,8 +24,8 @@ LOOKED_UP, CHECK, VERIFY, LEVELS = range(4)
 
 @_kernel
 def _draft(room: Any, length: Any, num_branches: Any, sure: Any, widths: Any) -> None:
-    """Counts the passes of a computed draft, one for each level of the tree, as far as there is room, and up to the first draft that
-    is not sure."""
+    """Counts the passes of a computed draft, one for each level of the tree, as far as there is room, and up
+    to the first draft that is not sure."""
     for level in range(min(length, sure) + 1):
         live = 1 if level == 0 and room > 0 else 0
         if level > 0:
@@ -56,19 +58,26 @@ def walk(
     totals: Any,
     widths: Any,
 ) -> None:
-    """Walks every answer from its first token to its last, round by round, and adds to `rounds` [answers], `totals` and `widths`.
+    """Walks every answer from its first token to its last, round by round, and adds to `rounds` [answers],
+    `totals` and `widths`.
 
-    starts, lengths, caps [answers]   where an answer lies in the arrays of places, its tokens, and how many it could have had
-    found, found_right, found_kept    [places]: proposals that are looked up; of these, how many leading ones are right, and kept by the check
-    rank, right, kept, sure           [places], of drafts that are computed where nothing is found: the branch that the next tier goes along
-                                      (-1: none, a chain has one, 0), how far that is right, how far the check keeps it, and how far it
-                                      is sure enough to go on
+    starts, lengths, caps [answers]   where an answer lies in the arrays of places, its tokens, and how many
+                                      it could have had
+    found, found_right, found_kept    [places]: proposals that are looked up; of these, how many leading ones
+                                      are right, and kept by the check
+    rank, right, kept, sure           [places], of drafts that are computed where nothing is found: the branch
+                                      that the next tier goes along (-1: none, a chain has one, 0), how far
+                                      that is right, how far the check keeps it, and how far it is sure enough
+                                      to go on
     own_right                         [places]: whether the check's own token is the answer's
-    most_found, length_drafted        proposals of each kind at most (0 = none); num_branches: chains of length_drafted that are drafted
-    widths                            [LEVELS + length_drafted + 1, window + 1]: passes of each kind by their positions
+    most_found, length_drafted        proposals of each kind at most (0 = none); num_branches: chains of
+                                      length_drafted that are drafted
+    widths                            [LEVELS + length_drafted + 1, window + 1]: passes of each kind by their
+                                      positions
 
-    A place after each answer's last holds nothing right in any of them. Once a tentative token is wrong, what is said further on in
-    that round is of another context: only the round's cost depends on that, not what it commits.
+    A place after each answer's last holds nothing right in any of them. Once a tentative token is wrong, what
+    is said further on in that round is of another context: only the round's cost depends on that, not what it
+    commits.
     """
     window = num_checks * (max(most_found, num_branches * length_drafted) + 1)
     for answer in range(starts.shape[0]):
@@ -88,7 +97,9 @@ def walk(
                     widths[LOOKED_UP, drafts + 1] += 1
                 elif length_drafted > 0:
                     drafts = min(min(num_branches * length_drafted, room - 1), sure[at])
-                    path = 0 if rank[at] < 0 else max(0, min(length_drafted, drafts - rank[at] * length_drafted))
+                    path = (
+                        0 if rank[at] < 0 else max(0, min(length_drafted, drafts - rank[at] * length_drafted))
+                    )
                     path_right, path_kept = right[at], kept[at]
                     _draft(room, length_drafted, num_branches, sure[at], widths)
                 if not has_check:

@@ -1,4 +1,5 @@
 """What `hispec profile` prints when it is done."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -19,41 +20,63 @@ def print_profile(result: Mapping[str, Any], file: IO[str] | None = None) -> Non
     console = make_console(file)
     options, prompts, found = result["options"], result["prompts"], result["agreement"]
     console.print(
-        f"{result['model']}: {prompts['num']} prompts of {prompts['tokens_mean']:.0f} tokens (mean), {options['max_tokens']} new tokens at most,"
-        f" batch {options['batch_size']}, greedy"
+        f"{result['model']}: {prompts['num']} prompts of {prompts['tokens_mean']:.0f} tokens (mean),"
+        f" {options['max_tokens']} new tokens at most, batch {options['batch_size']}, greedy"
     )
     console.print(hardware_text(result["environment"]))
     console.print(_exits_text(result["exits"]))
     console.print()
     console.print(_agreement(found, result["draft_model"]))
-    console.print(f"{found['positions']} positions. Shares of the full model's tokens; p(j): the first j drafts are all right.")
+    console.print(
+        f"{found['positions']} positions. Shares of the full model's tokens; p(j): the first j drafts are all"
+        " right."
+    )
     if found["ngrams"]:
         console.print()
         console.print(_ngrams(found))
-        console.print("found: share of places at which something is proposed; p(j): where j tokens are, they are all right.")
+        console.print(
+            "found: share of places at which something is proposed; p(j): where j tokens are, they are all"
+            " right."
+        )
     console.print()
     console.print(_plans(result))
     _print_about_plans(console, result)
     if not result["row_invariant"]:
-        console.print("This platform does not give bit-identical rows whatever else is in a pass: near-ties may fall differently, and tokens/round with them.")
+        console.print(
+            "This platform does not give bit-identical rows whatever else is in a pass: near-ties may fall"
+            " differently, and tokens/round with them."
+        )
     if is_busy(result["environment"]):
-        console.print(f"Other programs were running when this began (load {result['environment']['load']:.1f}): do not rely on these speeds.")
+        console.print(
+            f"Other programs were running when this began (load {result['environment']['load']:.1f}): do not"
+            " rely on these speeds."
+        )
 
 
 def _print_about_plans(console: Console, result: Mapping[str, Any]) -> None:
     """What the table of plans leaves out."""
-    console.print(f"{result['num_predicted']} plans predicted, the best of each kind run in {result['options']['repeats']} interleaved repeats.")
-    measured = result["measured"]
-    largest = {name: max((run["difference"][name] for run in measured), key=abs) for name in ("tokens_per_round", "tokens_per_full_pass")}
     console.print(
-        f"Largest difference to the prediction: {largest['tokens_per_round']:+.2%} of tokens/round, {largest['tokens_per_full_pass']:+.2%} of tokens/full pass."
+        f"{result['num_predicted']} plans predicted, the best of each kind run in"
+        f" {result['options']['repeats']} interleaved repeats."
+    )
+    measured = result["measured"]
+    largest = {
+        name: max((run["difference"][name] for run in measured), key=abs)
+        for name in ("tokens_per_round", "tokens_per_full_pass")
+    }
+    console.print(
+        f"Largest difference to the prediction: {largest['tokens_per_round']:+.2%} of tokens/round,"
+        f" {largest['tokens_per_full_pass']:+.2%} of tokens/full pass."
     )
     if result["draft_model"] is not None:
         console.print("A draft model's own layers are left out of tokens/full pass.")
     calibration = result["calibration"]
     if calibration["plain_step_ms"] is not None:
         parts, added = f"{calibration['plain_parts_ms']:.2f} ms", f"{calibration['host_ms']:.2f} ms"
-        console.print(f"A plain step takes {calibration['plain_step_ms']:.2f} ms, its pass alone {parts}; {added} are added to every round.")
+        console.print(
+            f"A plain step takes {calibration['plain_step_ms']:.2f} ms, its pass alone {parts}; {added} are"
+            " added to every round."
+        )
     console.print(f"fastest: {result['best']}")
 
 
@@ -68,14 +91,24 @@ def _agreement(agreement: Mapping[str, Any], draft_model: str | None) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     num_rows = [j for j in _ROWS if j <= len(agreement["exits"][0]["first_right"])]
     is_trained = agreement["exits"][0]["kind"] == "adapter"
-    for title in ["exit after", "agreement", *(["own head"] if is_trained else []), *tasks, *(f"p({j})" for j in num_rows)]:
+    for title in [
+        "exit after",
+        "agreement",
+        *(["own head"] if is_trained else []),
+        *tasks,
+        *(f"p({j})" for j in num_rows),
+    ]:
         table.add_column(title, justify="right")
     own = {exit_["layer"]: exit_["agreement"] for exit_ in agreement["own_head"]}
     rows = [(str(exit_["layer"]), own[exit_["layer"]], exit_) for exit_ in agreement["exits"]]
     if agreement["draft_model"] is not None:
         rows.append((str(draft_model), None, agreement["draft_model"]))
     for name, of_own_head, said in rows:
-        values = [said["agreement"], *([of_own_head] if is_trained else []), *(said["tasks"][task] for task in tasks)]
+        values = [
+            said["agreement"],
+            *([of_own_head] if is_trained else []),
+            *(said["tasks"][task] for task in tasks),
+        ]
         table.add_row(name, *_shares([*values, *(said["first_right"][j - 1] for j in num_rows)]))
     return table
 
@@ -88,7 +121,11 @@ def _ngrams(agreement: Mapping[str, Any]) -> Table:
         table.add_column(title, justify="right")
     for sizes in agreement["ngrams"]:
         store = f" + {sizes['datastore_tokens']} stored" if sizes["datastore_tokens"] else ""
-        values = [sizes["found"], *(sizes["tasks"][task] for task in tasks), *(sizes["first_right"][j - 1] for j in num_rows)]
+        values = [
+            sizes["found"],
+            *(sizes["tasks"][task] for task in tasks),
+            *(sizes["first_right"][j - 1] for j in num_rows),
+        ]
         most = "any" if sizes["tokens_per_match"] is None else str(sizes["tokens_per_match"])
         table.add_row(f"{sizes['max_size']} to {sizes['min_size']}{store}", most, *_shares(values))
     return table
@@ -104,10 +141,20 @@ def _shares(values: Sequence[float | None]) -> list[str]:
 
 
 def _plans(result: Mapping[str, Any]) -> Table:
-    """Plain decoding, and the fastest plan of each kind: what was measured, and beside it what was predicted."""
+    """Plain decoding, and the fastest plan of each kind: what was measured, and beside it what was
+    predicted."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("best of each kind", no_wrap=True)
-    for title in ("tokens\n/s", "× plain", "predicted", "tokens\n/round", "predicted", "tokens\n/full pass", "predicted", "same\noutput"):
+    for title in (
+        "tokens\n/s",
+        "× plain",
+        "predicted",
+        "tokens\n/round",
+        "predicted",
+        "tokens\n/full pass",
+        "predicted",
+        "same\noutput",
+    ):
         table.add_column(title, justify="right")
     fastest: dict[str, Mapping[str, Any]] = {}
     for run in result["measured"]:
@@ -115,7 +162,12 @@ def _plans(result: Mapping[str, Any]) -> Table:
             fastest[run["kind"]] = run
     for run in fastest.values():
         predicted = run["predicted"]
-        pairs = [(f"{run[name]:.2f}", f"{predicted[name]:.2f}") for name in ("ratio_to_plain", "tokens_per_round", "tokens_per_full_pass")]
+        pairs = [
+            (f"{run[name]:.2f}", f"{predicted[name]:.2f}")
+            for name in ("ratio_to_plain", "tokens_per_round", "tokens_per_full_pass")
+        ]
         same = f"{run['exact_match'][0]}/{run['exact_match'][1]}"
-        table.add_row(run["plan"], f"{run['tokens_per_s']:.1f}", *(value for pair in pairs for value in pair), same)
+        table.add_row(
+            run["plan"], f"{run['tokens_per_s']:.1f}", *(value for pair in pairs for value in pair), same
+        )
     return table

@@ -1,4 +1,5 @@
 """What a profile says of its exits and of the plans that it ran, in plain types."""
+
 from __future__ import annotations
 
 import statistics
@@ -14,18 +15,25 @@ from .timed_runs import PlanRuns
 
 
 def agreement(recording: Recording, candidates: Candidates, max_drafts: int) -> dict[str, Any]:
-    """Of each candidate, and of the model's own head after every layer; of prompt lookup, by its sizes; of the draft model, or None.
+    """Of each candidate, and of the model's own head after every layer; of prompt lookup, by its sizes; of
+    the draft model, or None.
 
     full_model    how much of the answers the pass itself gives
-    first_right   [j - 1]: how often the first j drafts are all right, of prompt lookup where it proposes as many
+    first_right   [j - 1]: how often the first j drafts are all right, of prompt lookup where it proposes as
+                  many
     """
     tasks = recording.tasks()
 
     def shares(tokens: Any) -> dict[str, Any]:
-        return {"agreement": recording.agreement(tokens), "tasks": {task: recording.agreement(tokens, task) for task in tasks}}
+        return {
+            "agreement": recording.agreement(tokens),
+            "tasks": {task: recording.agreement(tokens, task) for task in tasks},
+        }
 
     def drafts(said: Said) -> dict[str, Any]:
-        return shares(said.tokens) | {"first_right": recording.first_right(recording.right(said.tokens), max_drafts)}
+        return shares(said.tokens) | {
+            "first_right": recording.first_right(recording.right(said.tokens), max_drafts)
+        }
 
     *own, full = recording.own.items()
     ngrams = [
@@ -33,14 +41,19 @@ def agreement(recording: Recording, candidates: Candidates, max_drafts: int) -> 
             **sizes.model_dump(),
             "found": recording.found(found),
             "tasks": {task: recording.found(found, task) for task in tasks},
-            "first_right": recording.first_right(recording.right_looked_up(found), found.tokens.shape[1], found.counts),
+            "first_right": recording.first_right(
+                recording.right_looked_up(found), found.tokens.shape[1], found.counts
+            ),
         }
         for sizes, found in recording.looked_up.items()
     ]
     return {
         "positions": int(recording.lengths.sum()),
         "tasks": {task: int(recording.places(task).sum()) for task in tasks},
-        "exits": [{"kind": candidates.kind, "layer": layer, **drafts(said)} for layer, said in recording.exits.items()],
+        "exits": [
+            {"kind": candidates.kind, "layer": layer, **drafts(said)}
+            for layer, said in recording.exits.items()
+        ],
         "own_head": [{"layer": layer, **shares(tokens)} for layer, tokens in own],
         "full_model": recording.agreement(full[1]),
         "ngrams": ngrams,
@@ -48,10 +61,14 @@ def agreement(recording: Recording, candidates: Candidates, max_drafts: int) -> 
     }
 
 
-def measured_plans(chosen: Sequence[Prediction], runs: Sequence[PlanRuns], num_layers: int) -> list[dict[str, Any]]:
+def measured_plans(
+    chosen: Sequence[Prediction], runs: Sequence[PlanRuns], num_layers: int
+) -> list[dict[str, Any]]:
     """What was predicted of each plan that was run, and what came out; the first is plain decoding."""
     plain = runs[0]
-    return [_measured(prediction, run, plain, num_layers) for prediction, run in zip(chosen, runs, strict=True)]
+    return [
+        _measured(prediction, run, plain, num_layers) for prediction, run in zip(chosen, runs, strict=True)
+    ]
 
 
 def _measured(prediction: Prediction, run: PlanRuns, plain: PlanRuns, num_layers: int) -> dict[str, Any]:
@@ -80,7 +97,10 @@ def best_of_kind(measured: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, A
     """{kind: the fastest of its plans that were run}; plain decoding is none."""
     best: dict[str, Mapping[str, Any]] = {}
     for run in measured:
-        if run["speculative"] is not None and run["tokens_per_s"] > best.get(run["kind"], {"tokens_per_s": 0.0})["tokens_per_s"]:
+        if (
+            run["speculative"] is not None
+            and run["tokens_per_s"] > best.get(run["kind"], {"tokens_per_s": 0.0})["tokens_per_s"]
+        ):
             best[run["kind"]] = run
     names = ("plan_text", "speculative", "tokens_per_s", "ratio_to_plain", "ratio_by_task")
     return {kind: {name: run[name] for name in names} for kind, run in best.items()}

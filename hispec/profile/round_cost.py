@@ -1,4 +1,5 @@
 """What a plan's round costs, of any number of rows, from what was counted row by row."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -13,11 +14,14 @@ from .recording import Ints
 from .replay import Rounds
 
 Floats = NDArray[np.float64]
-_EXACT_ROWS = 8  # up to which the widths of a batch are worked out as a distribution; beyond, the mean tells as much
+_EXACT_ROWS = (
+    8  # up to which the widths of a batch are worked out as a distribution; beyond, the mean tells as much
+)
 
 
 class RoundCost(NamedTuple):
-    """Of an average round: milliseconds, and layers of the model that are run (a draft model's own are none of them)."""
+    """Of an average round: milliseconds, and layers of the model that are run (a draft model's own are none
+    of them)."""
 
     ms: float
     layers: float
@@ -38,11 +42,15 @@ class _Kind(NamedTuple):
     layers: int
 
 
-def round_costs(plan: SpeculativeConfig | None, rounds: Rounds, rows: Iterable[int], costs: StageCosts, num_layers: int) -> dict[int, RoundCost]:
-    """{rows: cost of a round of so many rows}. Of one row it is the sum over the passes that were counted, exactly.
+def round_costs(
+    plan: SpeculativeConfig | None, rounds: Rounds, rows: Iterable[int], costs: StageCosts, num_layers: int
+) -> dict[int, RoundCost]:
+    """{rows: cost of a round of so many rows}. Of one row it is the sum over the passes that were counted,
+    exactly.
 
-    Rows differ within a round: a pass is run if any row needs it, over the positions of all that do. What each of them needs is
-    taken as an independent draw from what was counted. Raises ValueError for passes wider than what was measured.
+    Rows differ within a round: a pass is run if any row needs it, over the positions of all that do. What
+    each of them needs is taken as an independent draw from what was counted. Raises ValueError for passes
+    wider than what was measured.
     """
     if plan is None:
         return {num: RoundCost(costs.plain(num), num_layers) for num in rows}
@@ -54,7 +62,10 @@ def round_costs(plan: SpeculativeConfig | None, rounds: Rounds, rows: Iterable[i
         for kind in kinds:
             shares = _shares_of_batch(kind.passes / kind.chances, num)
             if len(shares) > len(kind.ms):
-                raise ValueError(f"a pass over {len(shares) - 1} positions was not measured; measured were up to {len(kind.ms) - 1}")
+                raise ValueError(
+                    f"a pass over {len(shares) - 1} positions was not measured; measured were up to"
+                    f" {len(kind.ms) - 1}"
+                )
             ms += kind.times * float(shares[1:] @ kind.ms[1 : len(shares)])
             layers += kind.times * float(shares[1:].sum()) * kind.layers
         if rounds.unchecked:
@@ -72,9 +83,17 @@ def _kinds(plan: SpeculativeConfig, rounds: Rounds, costs: StageCosts, num_layer
     if rounds.looked_up.any() and layer:
         yield _Kind(rounds.looked_up, *cycles, costs.fill[layer].table, layer)
     if rounds.levels.any():
-        draft, fill = (costs.draft_model, costs.fill_model) if plan.draft.layer is None else (costs.draft[layer], costs.fill[layer])
+        draft, fill = (
+            (costs.draft_model, costs.fill_model)
+            if plan.draft.layer is None
+            else (costs.draft[layer], costs.fill[layer])
+        )
         assert draft is not None and fill is not None
-        extra = _padded(costs.probability.table, draft.table) if costs.probability is not None and plan.draft_confidence is not None else 0.0
+        extra = (
+            _padded(costs.probability.table, draft.table)
+            if costs.probability is not None and plan.draft_confidence is not None
+            else 0.0
+        )
         for level, passes in enumerate(rounds.levels):
             ms = fill.table if level == drafts else draft.table + extra
             if level == 0 and plan.num_branches > 1 and costs.ranks is not None:
@@ -97,19 +116,25 @@ def _padded(values: Floats, like: Floats) -> Floats:
     return np.pad(values, (0, max(0, len(like) - len(values))), mode="edge")[: len(like)]
 
 
-def _without_check(plan: SpeculativeConfig, rounds: Rounds, rows: int, costs: StageCosts, checked: RoundCost) -> RoundCost:
-    """Where no row has drafts, check and verify over one position of each are replaced by verify from the draft's layer on."""
+def _without_check(
+    plan: SpeculativeConfig, rounds: Rounds, rows: int, costs: StageCosts, checked: RoundCost
+) -> RoundCost:
+    """Where no row has drafts, check and verify over one position of each are replaced by verify from the
+    draft's layer on."""
     assert plan.check is not None
     share = (rounds.unchecked / rounds.rounds) ** rows
     layer, top = plan.draft.layer or 0, plan.check.layer
     check = costs.check[layer, top](rows)
     if plan.check.confidence is not None and costs.probability is not None:
         check += costs.probability(rows)
-    return RoundCost(checked.ms + share * (costs.verify[layer](rows) - check - costs.verify[top](rows)), checked.layers)
+    return RoundCost(
+        checked.ms + share * (costs.verify[layer](rows) - check - costs.verify[top](rows)), checked.layers
+    )
 
 
 def _shares_of_batch(of_row: Floats, rows: int) -> Floats:
-    """[positions]: how often `rows` rows have so many in all, if each has as many as `of_row` [positions] says; 0 where none takes part."""
+    """[positions]: how often `rows` rows have so many in all, if each has as many as `of_row` [positions]
+    says; 0 where none takes part."""
     most = int(of_row.nonzero()[0].max(initial=0))
     of_row = of_row[: most + 1].copy()
     of_row[0] = 1.0 - of_row[1:].sum()

@@ -1,4 +1,5 @@
 """Real runs of the engine: the target's own answers, and the timing of plans against each other."""
+
 from __future__ import annotations
 
 import statistics
@@ -31,7 +32,8 @@ class Step:
 
 @dataclass
 class PlanRuns:
-    """Timed runs of one plan over all prompts, one task after the other, and what the engine counted in the last of them.
+    """Timed runs of one plan over all prompts, one task after the other, and what the engine counted in the
+    last of them.
 
     tasks     {task: numbers of its prompts}
     seconds   of each run: {task: seconds}; outputs: of each run, of each prompt
@@ -45,7 +47,10 @@ class PlanRuns:
 
     @property
     def tokens_per_s_runs(self) -> list[float]:
-        return [sum(map(len, outputs)) / sum(seconds.values()) for outputs, seconds in zip(self.outputs, self.seconds, strict=True)]
+        return [
+            sum(map(len, outputs)) / sum(seconds.values())
+            for outputs, seconds in zip(self.outputs, self.seconds, strict=True)
+        ]
 
     @property
     def tokens_per_s(self) -> float:
@@ -56,7 +61,8 @@ class PlanRuns:
         """Medians."""
         return {
             task: statistics.median(
-                sum(len(outputs[number]) for number in numbers) / seconds[task] for outputs, seconds in zip(self.outputs, self.seconds, strict=True)
+                sum(len(outputs[number]) for number in numbers) / seconds[task]
+                for outputs, seconds in zip(self.outputs, self.seconds, strict=True)
             )
             for task, numbers in self.tasks.items()
         }
@@ -69,11 +75,17 @@ class PlanRuns:
     @property
     def tokens_per_full_pass(self) -> float:
         """Tokens per as many layers as the model has; without those of prompts, and of a draft model."""
-        return self.stats["tokens"] * self.stats["num_layers"] / (self.stats["layer_passes"] - self.stats["prefill_layer_passes"])
+        return (
+            self.stats["tokens"]
+            * self.stats["num_layers"]
+            / (self.stats["layer_passes"] - self.stats["prefill_layer_passes"])
+        )
 
     def num_identical(self, reference: Sequence[TokenIds]) -> int:
         """Prompts whose output is the reference's in every run."""
-        return sum(all(outputs[at] == reference[at] for outputs in self.outputs) for at in range(len(reference)))
+        return sum(
+            all(outputs[at] == reference[at] for outputs in self.outputs) for at in range(len(reference))
+        )
 
 
 def check_served(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
@@ -90,7 +102,9 @@ def check_served(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams
         raise RequestError("\n".join(errors))
 
 
-def generate_in_steps(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams, *, progress: bool) -> tuple[list[TokenIds], list[Step]]:
+def generate_in_steps(
+    llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams, *, progress: bool
+) -> tuple[list[TokenIds], list[Step]]:
     """As `generate`, with the time of every step of the engine."""
     ids = [f"profile-{number}" for number in range(len(prompts))]
     done: dict[str, RequestOutput] = {}
@@ -99,13 +113,26 @@ def generate_in_steps(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingP
         for request_id, prompt in zip(ids, prompts, strict=True):
             llm.add(prompt, sampling, request_id)
         before = llm.stats()
-        with tqdm(total=len(prompts), desc="answers", unit="prompt", disable=not progress, file=sys.stderr, dynamic_ncols=True) as bar:
+        with tqdm(
+            total=len(prompts),
+            desc="answers",
+            unit="prompt",
+            disable=not progress,
+            file=sys.stderr,
+            dynamic_ncols=True,
+        ) as bar:
             while llm.has_unfinished():
                 started = time.perf_counter()
                 finished = llm.step()
                 seconds = time.perf_counter() - started
                 after = llm.stats()
-                steps.append(Step(seconds, after["prefill_tokens"] - before["prefill_tokens"], after["rounds"] - before["rounds"]))
+                steps.append(
+                    Step(
+                        seconds,
+                        after["prefill_tokens"] - before["prefill_tokens"],
+                        after["rounds"] - before["rounds"],
+                    )
+                )
                 before = after
                 done |= {result.request_id: result for result in finished}
                 bar.update(len(finished))
@@ -125,17 +152,27 @@ def time_plans(
     batch_size: int,
     progress: bool,
 ) -> list[PlanRuns]:
-    """Runs every plan `repeats` times over all prompts, in turns: nobody is always first, or always after the same one."""
+    """Runs every plan `repeats` times over all prompts, in turns: nobody is always first, or always after the
+    same one."""
     by_task: dict[str, list[int]] = {}
     for number, task in enumerate(tasks):
         by_task.setdefault(task, []).append(number)
     runs = [PlanRuns(speculative, by_task) for speculative in plans]
-    with tqdm(total=repeats * len(runs), desc="plans", unit="run", disable=not progress, file=sys.stderr, dynamic_ncols=True) as bar:
+    with tqdm(
+        total=repeats * len(runs),
+        desc="plans",
+        unit="run",
+        disable=not progress,
+        file=sys.stderr,
+        dynamic_ncols=True,
+    ) as bar:
         for repeat in range(repeats):
             turn = repeat % len(runs)
             for run in runs[turn:] + runs[:turn]:
                 llm.set_speculative(run.speculative)
-                warm_up(llm, prompts[:batch_size], sampling)  # every time: KV memory of a plan with other exits is new
+                warm_up(
+                    llm, prompts[:batch_size], sampling
+                )  # every time: KV memory of a plan with other exits is new
                 llm.set_speculative(run.speculative)  # again, for a drafter that has not seen anything
                 llm.reset_stats()
                 _time(llm, run, prompts, sampling)

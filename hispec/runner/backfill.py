@@ -1,4 +1,6 @@
-"""What exits and draft models lack of requests whose rounds they sat out is made up for before the next round that they take part in."""
+"""What exits and draft models lack of requests whose rounds they sat out is made up for before the next round
+that they take part in."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -11,16 +13,24 @@ from .plan_runtime import PlanRuntime
 from .prefill import prefill_pass
 
 
-def catch_up(runtime: PlanRuntime, requests: Sequence[Request], block_tables: Tensor, block_size: int, most_tokens: int) -> int:
-    """Computes the KV that the exits and the draft model of `runtime` lack of these requests -> positions computed, at most `most_tokens` per pass.
-    block_tables [rows, max_blocks] of all rows."""
-    starts = {request: min(request.gaps[owner] for owner in owners) for request in requests if (owners := _lacking(runtime, request))}
+def catch_up(
+    runtime: PlanRuntime, requests: Sequence[Request], block_tables: Tensor, block_size: int, most_tokens: int
+) -> int:
+    """Computes the KV that the exits and the draft model of `runtime` lack of these requests -> positions
+    computed, at most `most_tokens` per pass. block_tables [rows, max_blocks] of all rows."""
+    starts = {
+        request: min(request.gaps[owner] for owner in owners)
+        for request in requests
+        if (owners := _lacking(runtime, request))
+    }
     if not starts:
         return 0
     lacking = {owner for request in starts for owner in _lacking(runtime, request)}
     layers = [owner for owner in lacking if isinstance(owner, int)]
     num_tokens = 0
-    for chunks in _pieces([Chunk(request, start, request.num_computed) for request, start in starts.items()], most_tokens):
+    for chunks in _pieces(
+        [Chunk(request, start, request.num_computed) for request, start in starts.items()], most_tokens
+    ):
         token_ids, view = prefill_pass(chunks, block_tables, block_size, runtime.kv.data.device)
         if layers:
             runtime.stages.catch_up(token_ids, view, layers)

@@ -1,4 +1,5 @@
 """RowTables: the block tables of all rows as one tensor, of which a step writes only what changed."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,7 +8,8 @@ import torch
 
 
 class RowTables:
-    """`tensor` [rows, max_blocks] int64. Entries past a row's own blocks are leftovers that no position leads to."""
+    """`tensor` [rows, max_blocks] int64. Entries past a row's own blocks are leftovers that no position leads
+    to."""
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
         self.tensor = torch.zeros(num_rows, max_blocks, dtype=torch.int64)

@@ -1,9 +1,11 @@
 """Captured graphs: what a round does on a GPU, recorded once and replayed by one launch.
 
-A pass of a small model is over before Python has launched the next one, so the launches decide how fast it is. A graph holds
-all launches of a round (or of one stage, where the host decides in between), with the addresses that they read and write:
-whatever changes from round to round must be written to where it lay at capture.
+A pass of a small model is over before Python has launched the next one, so the launches decide how fast it
+is. A graph holds all launches of a round (or of one stage, where the host decides in between), with the
+addresses that they read and write: whatever changes from round to round must be written to where it lay at
+capture.
 """
+
 from __future__ import annotations
 
 import logging
@@ -25,7 +27,8 @@ class GraphDevice(Protocol):
     """Where graphs are captured: a GPU; tests have one that records operations on the CPU."""
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Records what `run` does, without doing it -> what does it, and run's result, whose tensors each replay writes anew."""
+        """Records what `run` does, without doing it -> what does it, and run's result, whose tensors each
+        replay writes anew."""
 
     def renew(self) -> None:
         """All graphs captured before are gone: later ones take memory of their own."""
@@ -53,7 +56,11 @@ class CudaGraphs:
 
     def num_bytes(self) -> int:
         segments = torch.cuda.memory_snapshot()
-        return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self._pool))
+        return sum(
+            segment["total_size"]
+            for segment in segments
+            if tuple(segment["segment_pool_id"]) == tuple(self._pool)
+        )
 
 
 @dataclass
@@ -67,14 +74,17 @@ class _Graph:
 
 
 class GraphCache:
-    """Graphs by key, captured on first use. Beyond max_graphs the least recently used makes room; beyond max_bytes all of them do, since
-    a pool of memory is given back as a whole.
+    """Graphs by key, captured on first use. Beyond max_graphs the least recently used makes room; beyond
+    max_bytes all of them do, since a pool of memory is given back as a whole.
 
-    Captures happen once the work was done eagerly: so what a library sets up on its first call is set up, and the round in which a
-    graph is captured has its result. What cannot be captured for want of memory goes on eagerly.
+    Captures happen once the work was done eagerly: so what a library sets up on its first call is set up, and
+    the round in which a graph is captured has its result. What cannot be captured for want of memory goes on
+    eagerly.
     """
 
-    def __init__(self, device: GraphDevice, counters: Sequence[PassCounts], max_graphs: int, max_bytes: int) -> None:
+    def __init__(
+        self, device: GraphDevice, counters: Sequence[PassCounts], max_graphs: int, max_bytes: int
+    ) -> None:
         """counters: what runs count in; a replay adds what its capture did."""
         self._device, self._counters = device, tuple(counters)
         self.max_graphs, self._max_bytes = max_graphs, max_bytes
@@ -90,11 +100,11 @@ class GraphCache:
         return self._device.num_bytes()
 
     def run(self, key: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
-        """run(*inputs), by a replay if it was run before under this key. Its result may be overwritten by the next run of any key, since
-        graphs share memory.
+        """run(*inputs), by a replay if it was run before under this key. Its result may be overwritten by the
+        next run of any key, since graphs share memory.
 
-        Under one key `run` must do the same operations each time, on tensors that lie in the same places, apart from `inputs`.
-        Doing it twice must be the same as doing it once.
+        Under one key `run` must do the same operations each time, on tensors that lie in the same places,
+        apart from `inputs`. Doing it twice must be the same as doing it once.
         """
         graph = self._graphs.get(key)
         if graph is None:
@@ -131,16 +141,27 @@ class GraphCache:
             if not is_out_of_memory(error):
                 raise
             self._refused.add(key)
-            _log.warning("no memory to capture a graph of %s: it runs eagerly; lower engine.num_kv_blocks or engine.max_graphs", key)
+            _log.warning(
+                "no memory to capture a graph of %s: it runs eagerly; lower engine.num_kv_blocks or"
+                " engine.max_graphs",
+                key,
+            )
             return
         finally:
-            counts = tuple(counter.since(earlier) for counter, earlier in zip(self._counters, before, strict=True))
+            counts = tuple(
+                counter.since(earlier) for counter, earlier in zip(self._counters, before, strict=True)
+            )
             for counter, earlier in zip(self._counters, before, strict=True):
                 counter.set(earlier)
         self._graphs[key] = _Graph(replay, held, result, counts)
         self.num_captures += 1
         if (num_bytes := self.num_bytes) > self._max_bytes:
-            # One that is too large by itself stays: to capture it in each round would cost more than it gains.
-            _log.warning("captured graphs take %d MB, more than engine.max_graph_bytes=%d; raise it", num_bytes >> 20, self._max_bytes)
+            # One that is too large by itself stays: to capture it in each round would cost more than it
+            # gains.
+            _log.warning(
+                "captured graphs take %d MB, more than engine.max_graph_bytes=%d; raise it",
+                num_bytes >> 20,
+                self._max_bytes,
+            )
             if len(self._graphs) > 1:
                 self.clear()

@@ -1,4 +1,5 @@
 """What becomes of requests whose drafter has failed."""
+
 from __future__ import annotations
 
 import logging
@@ -12,8 +13,13 @@ _log = logging.getLogger(__name__)
 
 
 def give_up_drafting(requests: Sequence[Request], error: DrafterError, stats: EngineStats) -> None:
-    """These requests go on with plain decoding. Those that opted out are marked too, as a draft model's KV of theirs has a hole."""
-    named = [request.request_id for request in requests if request.params.speculative and not request.drafter_failed]
+    """These requests go on with plain decoding. Those that opted out are marked too, as a draft model's KV of
+    theirs has a hole."""
+    named = [
+        request.request_id
+        for request in requests
+        if request.params.speculative and not request.drafter_failed
+    ]
     for request in requests:
         request.drafter_failed = True
     stats.drafter_failures += 1

@@ -1,9 +1,12 @@
-"""Launchers: the rows of a round from the host to the device, and what was committed back, in one copy each way.
+"""Launchers: the rows of a round from the host to the device, and what was committed back, in one copy each
+way.
 
-    packed   eagerly, over the live places alone; the host may look at values in the middle of a round. For CPUs
-    static   every round of a plan and a number of rows has the same shapes and addresses, so that it can be one captured graph, and
-             the next may follow on the device before the host has read what this one committed. For GPUs
+packed   eagerly, over the live places alone; the host may look at values in the middle of a round. For CPUs
+static   every round of a plan and a number of rows has the same shapes and addresses, so that it can be one
+         captured graph, and the next may follow on the device before the host has read what this one
+         committed. For GPUs
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
@@ -27,12 +30,14 @@ from .cuda_graphs import GraphCache
 from .plan_runtime import PlanRuntime
 from .round_output import RowOutcome, outcomes_of
 
-_LEAST_CONTEXT = 512  # positions; a static round attends within one of few lengths, each four times the one before
+_LEAST_CONTEXT = (
+    512  # positions; a static round attends within one of few lengths, each four times the one before
+)
 
 
 class Input(IntEnum):
-    """What a round needs to know of a row: its last committed token, that one's position, the places that it may take in a round, the
-    tokens that it may still output, and the drafts that a cycle may have."""
+    """What a round needs to know of a row: its last committed token, that one's position, the places that it
+    may take in a round, the tokens that it may still output, and the drafts that a cycle may have."""
 
     TOKEN = 0
     START = 1
@@ -43,8 +48,9 @@ class Input(IntEnum):
 
 @dataclass(frozen=True)
 class Rows:
-    """inputs [5, rows] int64 by Input; requests in them that take part, by row; context_len: positions that any may reach; whether logits
-    are asked for after the round; whether exits that are not in use are asked too."""
+    """inputs [5, rows] int64 by Input; requests in them that take part, by row; context_len: positions that
+    any may reach; whether logits are asked for after the round; whether exits that are not in use are asked
+    too."""
 
     inputs: np.ndarray[Any, np.dtype[np.int64]]
     requests: tuple[tuple[int, Request], ...]
@@ -55,8 +61,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Flight:
-    """A round that was launched; outcomes(): of all its rows, once the device has done it; layers of the model that it runs; when it was
-    launched, by time.perf_counter; the controller's route; whether nothing else was done meanwhile, such as capturing it."""
+    """A round that was launched; outcomes(): of all its rows, once the device has done it; layers of the
+    model that it runs; when it was launched, by time.perf_counter; the controller's route; whether nothing
+    else was done meanwhile, such as capturing it.
+    """
 
     runtime: PlanRuntime
     plan: Plan
@@ -88,8 +96,8 @@ class Launcher(Protocol):
         """A round from what the host knows."""
 
     def proceed(self, flight: Flight, context_len: int) -> Flight | None:
-        """The round after `flight` for the same rows, from what the device knows. Rows that `flight` brings to their end do nothing in it.
-        None where the host is never behind."""
+        """The round after `flight` for the same rows, from what the device knows. Rows that `flight` brings
+        to their end do nothing in it. None where the host is never behind."""
 
 
 class PackedLauncher:
@@ -101,7 +109,11 @@ class PackedLauncher:
     def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         num_rows = rows.inputs.shape[1]
         host = np.zeros((num_rows, plan.window + 4), np.int64)  # the window's tokens, start, limit, drafts
-        host[:, 0], host[:, -3], host[:, -1] = rows.inputs[Input.TOKEN], rows.inputs[Input.START], rows.inputs[Input.DRAFTS]
+        host[:, 0], host[:, -3], host[:, -1] = (
+            rows.inputs[Input.TOKEN],
+            rows.inputs[Input.START],
+            rows.inputs[Input.DRAFTS],
+        )
         host[:, -2] = np.minimum(rows.inputs[Input.CAP], rows.inputs[Input.ROOM])
         inputs = torch.from_numpy(host).to(self._device)
         batch = RoundBatch(
@@ -116,7 +128,9 @@ class PackedLauncher:
             keeps_logits=rows.keeps_logits,
             watch=_watch(runtime, plan, rows, num_rows, self._device),
         )
-        result = run_round(runtime.stages, plan, runtime.judge, None if plan.is_plain else runtime.drafter, batch)
+        result = run_round(
+            runtime.stages, plan, runtime.judge, None if plan.is_plain else runtime.drafter, batch
+        )
         packed = _packed(result, batch.watch)
         return Flight(runtime, plan, rows, result, partial(outcomes_of, packed, plan), batch.tokens)
 
@@ -125,12 +139,19 @@ class PackedLauncher:
 
 
 class StaticLauncher:
-    """Its tensors are as large as the engine's batch can be, and stay where they are; a round uses the first of their rows."""
+    """Its tensors are as large as the engine's batch can be, and stay where they are; a round uses the first
+    of their rows."""
 
     runs_ahead = True
 
     def __init__(
-        self, tables: RowTables, sampler: Sampler, block_size: int, max_model_len: int, device: torch.device, graphs: GraphCache | None
+        self,
+        tables: RowTables,
+        sampler: Sampler,
+        block_size: int,
+        max_model_len: int,
+        device: torch.device,
+        graphs: GraphCache | None,
     ) -> None:
         """graphs: where rounds are captured; None = they run eagerly, with the same results."""
         num_rows = tables.tensor.shape[0]
@@ -141,19 +162,26 @@ class StaticLauncher:
         self._block_tables = torch.zeros_like(tables.tensor, device=device)
         self._windows: dict[int, Tensor] = {}  # tokens [rows, window + 1] by window
         self._graphs = graphs
-        # Copies from the host are read when the device gets to them, so what they read must stay: there are at most two rounds in the air.
+        # Copies from the host are read when the device gets to them, so what they read must stay: there are
+        # at most two rounds in the air.
         self._upload = [_Upload(device) for _ in range(3)]
         self._num_uploads = 0
 
     def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
-        inputs = np.zeros((len(Input), self._num_rows), np.int64)  # rows that nobody is in have room for nothing
+        inputs = np.zeros(
+            (len(Input), self._num_rows), np.int64
+        )  # rows that nobody is in have room for nothing
         inputs[:, : rows.inputs.shape[1]] = rows.inputs
         self._copy(self._inputs, torch.from_numpy(inputs))
         return self._run(runtime, plan, rows)
 
     def proceed(self, flight: Flight, context_len: int) -> Flight:
         """As Launcher.proceed."""
-        num_rows, plan, drafter = bucket(flight.rows.inputs.shape[1], self._num_rows), flight.plan, flight.drafter
+        num_rows, plan, drafter = (
+            bucket(flight.rows.inputs.shape[1], self._num_rows),
+            flight.plan,
+            flight.drafter,
+        )
 
         def advance(counts: Tensor) -> None:
             token, start, _, room, _ = self._inputs[:, :num_rows]
@@ -165,36 +193,56 @@ class StaticLauncher:
             start += counts
             room -= counts
 
-        # Not to be done twice, as a capture does; it is a handful of operations, and the device is busy with the round before.
+        # Not to be done twice, as a capture does; it is a handful of operations, and the device is busy with
+        # the round before.
         advance(flight.result.counts)
-        return self._run(flight.runtime, plan, Rows(flight.rows.inputs, flight.rows.requests, context_len, False))
+        return self._run(
+            flight.runtime, plan, Rows(flight.rows.inputs, flight.rows.requests, context_len, False)
+        )
 
     def _run(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         if self._tables.has_changed:
             self._copy(self._block_tables, self._tables.tensor)
             self._tables.has_changed = False  # last, since a copy may be interrupted
-        num_rows, context_len = bucket(rows.inputs.shape[1], self._num_rows), context_bucket(rows.context_len, self._max_model_len)
-        by_stage = runtime.stops_early and not plan.is_plain  # the host decides how far drafting goes, so there is a graph per stage
+        num_rows, context_len = (
+            bucket(rows.inputs.shape[1], self._num_rows),
+            context_bucket(rows.context_len, self._max_model_len),
+        )
+        by_stage = (
+            runtime.stops_early and not plan.is_plain
+        )  # the host decides how far drafting goes, so there is a graph per stage
         watches = rows.watches and not by_stage and bool(runtime.watched)
         key = (runtime, plan, num_rows, context_len, self._sampler.mode, rows.keeps_logits, watches)
         graphs = self._graphs if runtime.captures else None
         execution = STATIC
         if by_stage:
             # Where nobody is in the rows, as when warming up, all stages are gone through.
-            execution = Execution(is_static=True, may_ask=bool(rows.requests), call=directly if graphs is None else partial(_stage, graphs, key))
+            execution = Execution(
+                is_static=True,
+                may_ask=bool(rows.requests),
+                call=directly if graphs is None else partial(_stage, graphs, key),
+            )
 
         def run() -> tuple[RoundResult, Tensor]:
             watch = _watch(runtime, plan, rows, num_rows, self._device) if watches else None
             batch = self._batch(plan, num_rows, context_len, execution, rows.keeps_logits, watch)
             batch.tokens[:, 0] = self._inputs[Input.TOKEN, :num_rows]
-            result = run_round(runtime.stages, plan, runtime.judge, None if plan.is_plain else runtime.drafter, batch)
+            result = run_round(
+                runtime.stages, plan, runtime.judge, None if plan.is_plain else runtime.drafter, batch
+            )
             return result, _packed(result, watch)
 
         result, packed = run() if by_stage or graphs is None else graphs.run(key, run)
         return Flight(runtime, plan, rows, result, _to_host(packed, plan), self._window(plan)[:num_rows])
 
     def _batch(
-        self, plan: Plan, num_rows: int, context_len: int, execution: Execution, keeps_logits: bool = False, watch: Watch | None = None
+        self,
+        plan: Plan,
+        num_rows: int,
+        context_len: int,
+        execution: Execution,
+        keeps_logits: bool = False,
+        watch: Watch | None = None,
     ) -> RoundBatch:
         _, start, cap, room, drafts = self._inputs[:, :num_rows]
         limits = torch.minimum(cap, room, out=self._limits[:num_rows])  # where every stage's graph reads them
@@ -214,7 +262,9 @@ class StaticLauncher:
 
     def _window(self, plan: Plan) -> Tensor:
         if plan.window not in self._windows:
-            self._windows[plan.window] = torch.zeros(self._num_rows, plan.window + 1, dtype=torch.int64, device=self._device)
+            self._windows[plan.window] = torch.zeros(
+                self._num_rows, plan.window + 1, dtype=torch.int64, device=self._device
+            )
         return self._windows[plan.window]
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
@@ -242,7 +292,8 @@ class _Upload:
 
 
 def bucket(num_rows: int, most: int) -> int:
-    """Rows of the static round that `num_rows` rows run in: powers of 2 up to 8, then multiples of 8 up to 64, then of 32."""
+    """Rows of the static round that `num_rows` rows run in: powers of 2 up to 8, then multiples of 8 up to
+    64, then of 32."""
     step = 1 << max(0, num_rows - 1).bit_length() if num_rows <= 8 else 8 if num_rows <= 64 else 32
     return min(-(-num_rows // step) * step, most)
 
@@ -268,7 +319,9 @@ def context_buckets(most: int) -> list[int]:
     return lengths
 
 
-def _stage(graphs: GraphCache, key: Hashable, name: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
+def _stage(
+    graphs: GraphCache, key: Hashable, name: Hashable, run: Callable[..., Any], *inputs: Tensor
+) -> Any:
     return graphs.run((key, name), run, *inputs)
 
 

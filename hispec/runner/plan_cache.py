@@ -1,4 +1,5 @@
 """The plans of an engine: the one in use, and a few that were, whose graphs serve again."""
+
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
@@ -17,7 +18,8 @@ _PROBE_ROUNDS = 4  # of a plan that is tried again
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What `Engine.set_speculative` is asked for. Equal if it is the same: of models and exits, the same objects."""
+    """What `Engine.set_speculative` is asked for. Equal if it is the same: of models and exits, the same
+    objects."""
 
     speculative: SpeculativeConfig | None = None
     exits: Sequence[Exit] = ()
@@ -39,7 +41,14 @@ class Wanted:
 class PlanCache:
     """Makes them, over one KV."""
 
-    def __init__(self, decoder: DecoderLike, config: EngineConfig, max_model_len: int, counts: PassCounts, draft_counts: PassCounts) -> None:
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        config: EngineConfig,
+        max_model_len: int,
+        counts: PassCounts,
+        draft_counts: PassCounts,
+    ) -> None:
         self._decoder, self._config, self._max_model_len = decoder, config, max_model_len
         self._counts, self._draft_counts = counts, draft_counts
         self._kept: dict[Wanted, PlanRuntime] = {}
@@ -58,7 +67,9 @@ class PlanCache:
         """Raises ConfigError for what does not fit the model or memory."""
         limits = Limits(self._config.max_num_seqs, self._max_model_len, num_blocks, self._config.block_size)
         kv = self._now.kv if self._now is not None else None
-        draft_kv = next((each.draft_kv for each in self._kept.values() if each.draft_model is wanted.draft_model), None)
+        draft_kv = next(
+            (each.draft_kv for each in self._kept.values() if each.draft_model is wanted.draft_model), None
+        )
         along = None if wanted.latency is None else AlongOrLater(wanted.latency, wanted.speculative)
         return make_plan_runtime(
             self._decoder,
@@ -79,9 +90,15 @@ class PlanCache:
         return self._kept.get(wanted) or self.make(num_blocks, wanted)
 
     def use(self, new: PlanRuntime, wanted: Wanted, keeps_graphs: bool) -> tuple[bool, bool]:
-        """Makes it the one in use -> whether graphs of the others are of no use any more, and whether what blocks hold is."""
+        """Makes it the one in use -> whether graphs of the others are of no use any more, and whether what
+        blocks hold is."""
         before = self._now
-        is_anew = before is None or new.kv is not before.kv or not keeps_graphs or (wanted not in self._kept and len(self._kept) >= _MOST_KEPT)
+        is_anew = (
+            before is None
+            or new.kv is not before.kv
+            or not keeps_graphs
+            or (wanted not in self._kept and len(self._kept) >= _MOST_KEPT)
+        )
         if is_anew:
             self._kept.clear()  # of use for their graphs alone, and none with another KV
         self._kept[wanted] = self._now = new
@@ -100,9 +117,10 @@ class PlanCache:
 
 
 class AlongOrLater:
-    """Whether the KV of an exit that a plan does not use is written along in every round, or made up for in one pass when a plan needs it again:
-    whichever is measured cheaper, between two probes of the plans that are not in use. Of a draft model it is always the latter: there, each
-    round along would cost a pass of its own."""
+    """Whether the KV of an exit that a plan does not use is written along in every round, or made up for in
+    one pass when a plan needs it again: whichever is measured cheaper, between two probes of the plans that
+    are not in use. Of a draft model it is always the latter: there, each round along would cost a pass of its
+    own."""
 
     def __init__(self, latency: LatencyModel, speculative: SpeculativeConfig | None) -> None:
         goodput = speculative.goodput if speculative is not None else None

@@ -1,4 +1,6 @@
-"""What a plan needs besides the model: its exits and drafter, a judge, and buffers. Checked, then made all at once."""
+"""What a plan needs besides the model: its exits and drafter, a judge, and buffers. Checked, then made all at
+once."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -25,7 +27,8 @@ from ..scheduling.request import Owner
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes of an engine that a plan's buffers depend on: rows of a round, tokens of a sequence, KV blocks and their positions."""
+    """Sizes of an engine that a plan's buffers depend on: rows of a round, tokens of a sequence, KV blocks
+    and their positions."""
 
     max_num_seqs: int
     max_model_len: int
@@ -35,11 +38,13 @@ class Limits:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PlanRuntime:
-    """A plan, ready to run; and, where a controller decides, all that it may choose from instead. `drafter` is None for plain decoding;
-    `draft_kv` is a draft model's. All of `routes` share buffers, exits and models.
+    """A plan, ready to run; and, where a controller decides, all that it may choose from instead. `drafter`
+    is None for plain decoding; `draft_kv` is a draft model's. All of `routes` share buffers, exits and
+    models.
 
     plan          the most that a round of it does: those of fewer drafts or checks run on the same buffers
-    owners        exits (by layer) and models whose own KV its rounds write; that of others falls behind meanwhile
+    owners        exits (by layer) and models whose own KV its rounds write; that of others falls behind
+                  meanwhile
     watched       exits that it does not use, and that its rounds could read
     stops_early   whether the host decides in the middle of a round how far drafting goes
     captures      whether its rounds may be captured as graphs
@@ -98,7 +103,9 @@ class PlanRuntime:
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, once, by what they are for."""
-        judge = next((each.judge for each in (self, *self.routes) if isinstance(each.judge, RejectionJudge)), None)
+        judge = next(
+            (each.judge for each in (self, *self.routes) if isinstance(each.judge, RejectionJudge)), None
+        )
         return {
             "kv_bytes": self.kv.num_bytes,
             "hidden_bytes": self.hidden.num_bytes,
@@ -134,12 +141,16 @@ def make_plan_runtime(
 
     counts, draft_counts   where passes of the model, and of a draft model, are counted
     kv, draft_kv           what there is already: it is taken over where it serves
-    along                  whether every round writes the KV of the exit at a layer; None = of all. Others fall behind while they are not used
+    along                  whether every round writes the KV of the exit at a layer; None = of all. Others
+                           fall behind while they are not used
     """
     model = decoder.config
     if speculative is not None and speculative.control == "goodput":
         if plan is not None:
-            raise ConfigError("`plan` is given, but speculative.control='goodput' chooses the plan; leave it out, or use control='fixed'")
+            raise ConfigError(
+                "`plan` is given, but speculative.control='goodput' chooses the plan; leave it out, or use"
+                " control='fixed'"
+            )
         ways = candidates(speculative, [exit_.layer for exit_ in exits])
     else:
         ways = [] if speculative is None else [speculative]
@@ -155,9 +166,24 @@ def make_plan_runtime(
     if draft_model is not None:
         draft_kv = draft_kv or _make_kv(draft_model, draft_model.config.num_layers, limits)
     window = max(plan.window for plan in plans or [PLAIN])
-    hidden = HiddenBuffer(len(Tier), limits.max_num_seqs, window, model.hidden_size, decoder.dtype, decoder.device)
+    hidden = HiddenBuffer(
+        len(Tier), limits.max_num_seqs, window, model.hidden_size, decoder.dtype, decoder.device
+    )
     read_layers = {layer for each in plans or () for layer in (each.draft_layer, each.check_layer) if layer}
-    parts = _Parts(decoder, limits, tuple(exits), draft_model, counts, draft_counts, kv, draft_kv, hidden, window, read_layers, along)
+    parts = _Parts(
+        decoder,
+        limits,
+        tuple(exits),
+        draft_model,
+        counts,
+        draft_counts,
+        kv,
+        draft_kv,
+        hidden,
+        window,
+        read_layers,
+        along,
+    )
     if speculative is None or speculative.control == "fixed":
         return parts.make((plans or [PLAIN])[0], speculative)
     routes = tuple(parts.make(each_plan, way) for each_plan, way in zip(plans, ways, strict=True))
@@ -184,7 +210,14 @@ class _Parts:
     ) -> None:
         """read_layers: of all exits that any of them reads; along: as for make_plan_runtime."""
         self._decoder, self._limits, self._exits, self._draft_model = decoder, limits, exits, draft_model
-        self._counts, self._draft_counts, self._kv, self._draft_kv, self._hidden, self._window = counts, draft_counts, kv, draft_kv, hidden, window
+        self._counts, self._draft_counts, self._kv, self._draft_kv, self._hidden, self._window = (
+            counts,
+            draft_counts,
+            kv,
+            draft_kv,
+            hidden,
+            window,
+        )
         self._along = frozenset(exit_.layer for exit_ in exits if along is None or along(exit_.layer))
         # One whose KV falls behind has nothing to say meanwhile.
         self._readable = frozenset(read_layers) - {exit_.layer for exit_ in exits} | self._along
@@ -201,12 +234,22 @@ class _Parts:
         read = {plan.draft_layer, plan.check_layer}
         own = {exit_.layer for exit_ in self._exits} & read
         written = self._along | own
-        stages = Stages(self._decoder, self._decoder.config.num_layers, self._kv, self._hidden, self._counts, self._exits, written)
+        stages = Stages(
+            self._decoder,
+            self._decoder.config.num_layers,
+            self._kv,
+            self._hidden,
+            self._counts,
+            self._exits,
+            written,
+        )
         judge = self._judge(plan, speculative)
         drafter = None
         if not plan.is_plain:
             draft = speculative.draft if speculative else DraftConfig(layer=max(1, plan.draft_layer))
-            drafter = self._drafter(draft, plan, speculative.draft_confidence if speculative else None, stages, judge)
+            drafter = self._drafter(
+                draft, plan, speculative.draft_confidence if speculative else None, stages, judge
+            )
         has_model = drafter is not None and drafter is self._model
         return PlanRuntime(
             plan,
@@ -230,15 +273,25 @@ class _Parts:
             return CoupledJudge(speculative.check.confidence if speculative and speculative.check else None)
         if self._rejection is None:
             limits, model = self._limits, self._decoder.config
-            self._rejection = RejectionJudge(limits.max_num_seqs, self._window, model.vocab_size, self._decoder.device, plan.check_layer is not None)
+            self._rejection = RejectionJudge(
+                limits.max_num_seqs,
+                self._window,
+                model.vocab_size,
+                self._decoder.device,
+                plan.check_layer is not None,
+            )
         return self._rejection.of_plan(plan.check_layer is not None)
 
-    def _drafter(self, draft: DraftConfig, plan: Plan, confidence: float | None, stages: Stages, judge: Judge) -> Drafter:
+    def _drafter(
+        self, draft: DraftConfig, plan: Plan, confidence: float | None, stages: Stages, judge: Judge
+    ) -> Drafter:
         """The drafter of `draft`, for plans of the layers of `plan`."""
         if draft.kind == "model":
             assert self._draft_model is not None and self._draft_kv is not None
             if self._model is None:
-                speaker = ModelSpeaker(self._draft_model, self._draft_kv, stages.vocab_size, self._draft_counts)
+                speaker = ModelSpeaker(
+                    self._draft_model, self._draft_kv, stages.vocab_size, self._draft_counts
+                )
                 self._model = ModelDrafter(speaker, judge, confidence)
             return self._model
         exit_speaker = ExitSpeaker(stages, plan.draft_layer)
@@ -246,67 +299,109 @@ class _Parts:
             return ComputedDrafter(exit_speaker, judge, confidence)
         sizes, limits = draft.ngram or NgramConfig(), self._limits
         if sizes not in self._ngrams:
-            self._ngrams[sizes] = NgramDrafter(sizes, judge, limits.max_num_seqs, limits.max_model_len, stages.device)
+            self._ngrams[sizes] = NgramDrafter(
+                sizes, judge, limits.max_num_seqs, limits.max_model_len, stages.device
+            )
         ngram = self._ngrams[sizes]
         if draft.kind == "ngram":
             return ngram
-        return HybridDrafter(ngram, ComputedDrafter(exit_speaker, judge, confidence), exit_speaker, draft.num_exit_tokens)
+        return HybridDrafter(
+            ngram, ComputedDrafter(exit_speaker, judge, confidence), exit_speaker, draft.num_exit_tokens
+        )
 
 
 def _make_kv(decoder: DecoderLike, num_layers: int, limits: Limits) -> PagedKV:
     model = decoder.config
-    return PagedKV(num_layers, limits.num_blocks, limits.block_size, model.num_kv_heads, model.head_dim, decoder.dtype, decoder.device)
+    return PagedKV(
+        num_layers,
+        limits.num_blocks,
+        limits.block_size,
+        model.num_kv_heads,
+        model.head_dim,
+        decoder.dtype,
+        decoder.device,
+    )
 
 
 def _check(
-    plan: Plan, speculative: SpeculativeConfig | None, exits: Sequence[Exit], decoder: DecoderLike, draft_model: DecoderLike | None, limits: Limits
+    plan: Plan,
+    speculative: SpeculativeConfig | None,
+    exits: Sequence[Exit],
+    decoder: DecoderLike,
+    draft_model: DecoderLike | None,
+    limits: Limits,
 ) -> None:
     num_layers = decoder.config.num_layers
     if plan.top_layer > num_layers:
         raise ConfigError(f"{plan} has an exit at layer {plan.top_layer} of a model of {num_layers}")
     read = set() if plan.is_plain else {plan.draft_layer, plan.check_layer} - {num_layers}
     if stray := [exit_.layer for exit_ in exits if exit_.layer not in read]:
-        raise ConfigError(f"{plan} does not read trained exits at layers {stray}; pass only those that it reads, below layer {num_layers}")
+        raise ConfigError(
+            f"{plan} does not read trained exits at layers {stray}; pass only those that it reads, below"
+            f" layer {num_layers}"
+        )
     trained = {exit_.layer for exit_ in exits}
     for name, layer in speculative.trained_layers().items() if speculative else ():
         if layer not in trained:
-            raise ConfigError(f"speculative.{name} is an adapter, but none for layer {layer} was given; pass it in `exits`, or use LLM, which loads it")
+            raise ConfigError(
+                f"speculative.{name} is an adapter, but none for layer {layer} was given; pass it in `exits`,"
+                " or use LLM, which loads it"
+            )
     if plan.window > limits.max_model_len:
         raise ConfigError(
-            f"a round of {plan} takes {plan.window} places, more than max_model_len={limits.max_model_len}; lower num_draft_tokens, num_checks or num_branches"
+            f"a round of {plan} takes {plan.window} places, more than max_model_len={limits.max_model_len};"
+            " lower num_draft_tokens, num_checks or num_branches"
         )
     if speculative is not None and not plan.is_plain:
         _check_shape(plan, speculative)
     wants_model = speculative is not None and speculative.draft.kind == "model"
     if wants_model != (draft_model is not None):
-        raise ConfigError("draft.kind='model' needs `draft_model`" if wants_model else "`draft_model` is given, but draft.kind is not 'model'")
+        raise ConfigError(
+            "draft.kind='model' needs `draft_model`"
+            if wants_model
+            else "`draft_model` is given, but draft.kind is not 'model'"
+        )
     if draft_model is not None:
         check_draft_model(decoder, draft_model, limits.max_model_len)
 
 
 def _check_shape(plan: Plan, speculative: SpeculativeConfig) -> None:
-    """A plan of the caller's must be one that the drafter can draft for; those that SpeculativeConfig gives are."""
+    """A plan of the caller's must be one that the drafter can draft for; those that SpeculativeConfig gives
+    are."""
     kind = speculative.draft.kind
     if plan.draft_layer and kind in ("ngram", "model"):
-        raise ConfigError(f"{plan} resumes at layer {plan.draft_layer}, but draft.kind={kind!r} leaves nothing there; its draft_layer must be 0")
-    if plan.num_branches > 1 and (kind in ("ngram", "hybrid") or speculative.acceptance == "rejection" or speculative.draft_confidence is not None):
-        raise ConfigError(f"{plan} has branches, which need draft.kind exit, adapter or model, acceptance='coupled' and no draft_confidence")
+        raise ConfigError(
+            f"{plan} resumes at layer {plan.draft_layer}, but draft.kind={kind!r} leaves nothing there; its"
+            " draft_layer must be 0"
+        )
+    if plan.num_branches > 1 and (
+        kind in ("ngram", "hybrid")
+        or speculative.acceptance == "rejection"
+        or speculative.draft_confidence is not None
+    ):
+        raise ConfigError(
+            f"{plan} has branches, which need draft.kind exit, adapter or model, acceptance='coupled' and no"
+            " draft_confidence"
+        )
 
 
 def check_draft_model(target: DecoderLike, draft_model: DecoderLike, max_model_len: int) -> None:
     """Raises ConfigError if the model cannot draft for the target, or cannot be of use."""
     if draft_model.max_positions < max_model_len:
         raise ConfigError(
-            f"speculative.draft.path: the draft model attends to {draft_model.max_positions} positions, but engine.max_model_len is {max_model_len};"
-            f" lower it to {draft_model.max_positions}"
+            f"speculative.draft.path: the draft model attends to {draft_model.max_positions} positions, but"
+            f" engine.max_model_len is {max_model_len}; lower it to {draft_model.max_positions}"
         )
     if draft_model.device != target.device:
-        raise ConfigError(f"speculative.draft.path: the draft model is on {draft_model.device}, the target on {target.device}")
+        raise ConfigError(
+            f"speculative.draft.path: the draft model is on {draft_model.device}, the target on"
+            f" {target.device}"
+        )
     sizes = [_num_parameters(decoder) for decoder in (draft_model, target)]
     if sizes[0] > sizes[1]:
         raise ConfigError(
-            f"speculative.draft.path: the draft model is larger than the target ({sizes[0] / 1e6:.0f} M and {sizes[1] / 1e6:.0f} M parameters);"
-            " choose a smaller one"
+            f"speculative.draft.path: the draft model is larger than the target ({sizes[0] / 1e6:.0f} M and"
+            f" {sizes[1] / 1e6:.0f} M parameters); choose a smaller one"
         )
 
 
@@ -314,4 +409,7 @@ def _num_parameters(decoder: DecoderLike) -> int:
     """Weights that a pass reads, by the sizes of the model; norms and biases are left out."""
     config = decoder.config
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size) + config.vocab_size * config.hidden_size
+    return (
+        config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+        + config.vocab_size * config.hidden_size
+    )

@@ -1,4 +1,5 @@
 """Pieces of several prompts as one pass."""
+
 from __future__ import annotations
 
 import logging
@@ -18,10 +19,13 @@ from .plan_runtime import PlanRuntime
 _log = logging.getLogger(__name__)
 
 
-def prefill(runtime: PlanRuntime, chunks: Sequence[Chunk], block_tables: Tensor, block_size: int, stats: EngineStats) -> None:
-    """Computes the KV of prompt positions at every layer, of all exits and of the draft model; several requests' chunks in one pass. block_tables
-    [rows, max_blocks] of all rows. If the draft model fails, its requests go on without it; where there are other drafters too, it has to make up
-    for it when it is asked again. Raises DrafterError if it lacks memory and fewer rows might do."""
+def prefill(
+    runtime: PlanRuntime, chunks: Sequence[Chunk], block_tables: Tensor, block_size: int, stats: EngineStats
+) -> None:
+    """Computes the KV of prompt positions at every layer, of all exits and of the draft model; several
+    requests' chunks in one pass. block_tables [rows, max_blocks] of all rows. If the draft model fails, its
+    requests go on without it; where there are other drafters too, it has to make up for it when it is asked
+    again. Raises DrafterError if it lacks memory and fewer rows might do."""
     token_ids, view = prefill_pass(chunks, block_tables, block_size, runtime.kv.data.device)
     runtime.stages.prefill(token_ids, view)
     for drafter in runtime.drafters:
@@ -40,11 +44,17 @@ def prefill(runtime: PlanRuntime, chunks: Sequence[Chunk], block_tables: Tensor,
                 give_up_drafting([chunk.request for chunk in chunks], error, stats)
 
 
-def prefill_pass(chunks: Sequence[Chunk], block_tables: Tensor, block_size: int, device: torch.device) -> tuple[Tensor, BatchView]:
-    """Token ids [tokens] of the chunks, row after row, and where they stand; block_tables [rows, max_blocks] of all rows."""
+def prefill_pass(
+    chunks: Sequence[Chunk], block_tables: Tensor, block_size: int, device: torch.device
+) -> tuple[Tensor, BatchView]:
+    """Token ids [tokens] of the chunks, row after row, and where they stand; block_tables [rows, max_blocks]
+    of all rows."""
     chunks = sorted(chunks, key=lambda chunk: chunk.request.row or 0)
     num_rows = block_tables.shape[0]
-    token_ids = torch.tensor([token for chunk in chunks for token in chunk.request.token_ids[chunk.start : chunk.end]], device=device)
+    token_ids = torch.tensor(
+        [token for chunk in chunks for token in chunk.request.token_ids[chunk.start : chunk.end]],
+        device=device,
+    )
     positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]).to(device)
     q_lens = torch.zeros(num_rows + 1, dtype=torch.int64)
     for chunk in chunks:

@@ -1,4 +1,6 @@
-"""What rounds said, on the host: row by row for the engine, and as arrays for whoever decides what rounds do."""
+"""What rounds said, on the host: row by row for the engine, and as arrays for whoever decides what rounds
+do."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,8 +19,10 @@ from ..scheduling.policy import Service
 class RowOutcome:
     """What a round says of one row.
 
-    drafted, kept, source   of each cycle: drafts that could be judged, those that the tier above kept, and who made them
-    shadows                 of each exit that was watched: places, right, drafts, agreed (see control.choice.Shadow)
+    drafted, kept, source   of each cycle: drafts that could be judged, those that the tier above kept, and
+                            who made them
+    shadows                 of each exit that was watched: places, right, drafts, agreed (see
+                            control.choice.Shadow)
     """
 
     token_ids: list[int]
@@ -30,7 +34,8 @@ class RowOutcome:
     shadows: list[int] = field(default_factory=list)
 
     def service(self, passes: float, seconds: float) -> Service:
-        """What the round gave the row, for a policy. Of tentative tokens some are the check's own: more may be accepted than were drafted."""
+        """What the round gave the row, for a policy. Of tentative tokens some are the check's own: more may
+        be accepted than were drafted."""
         drafted = sum(self.drafted)
         return Service(1, len(self.token_ids), drafted, min(drafted, self.accepted), passes, seconds)
 
@@ -43,8 +48,8 @@ class RowOutcome:
 
 
 def outcomes_of(packed: Tensor, plan: Plan) -> list[RowOutcome]:
-    """packed [rows, ...] as a launcher has put it together: counts, tentative, accepted; by cycle drafted, kept, source; tokens; what exits
-    would have said."""
+    """packed [rows, ...] as a launcher has put it together: counts, tentative, accepted; by cycle drafted,
+    kept, source; tokens; what exits would have said."""
     return [_outcome(values, plan.num_checks, plan.window) for values in packed.tolist()]
 
 
@@ -52,7 +57,9 @@ def _outcome(values: Sequence[int], num_checks: int, window: int) -> RowOutcome:
     count, tentative, accepted, *rest = values
     drafted, kept, source = (rest[at * num_checks : (at + 1) * num_checks] for at in range(3))
     tokens = rest[3 * num_checks : 3 * num_checks + window]
-    return RowOutcome(tokens[:count], tentative, accepted, drafted, kept, source, rest[3 * num_checks + window :])
+    return RowOutcome(
+        tokens[:count], tentative, accepted, drafted, kept, source, rest[3 * num_checks + window :]
+    )
 
 
 def observed(
@@ -65,7 +72,8 @@ def observed(
     context_tokens: int,
     seconds: float,
 ) -> Observation:
-    """One round: number and outcome of each request, the places and the drafts per cycle that it might have taken, the exits that were watched."""
+    """One round: number and outcome of each request, the places and the drafts per cycle that it might have
+    taken, the exits that were watched."""
     cycles: list[tuple[int, int, int, int, int]] = []
     verified: list[tuple[int, int, int]] = []
     if choice.route is not None:
@@ -79,7 +87,10 @@ def observed(
                 first += kept + 1
             if first:
                 verified.append((number, outcome.tentative, outcome.accepted))
-    by_cycle, by_row = np.array(cycles, np.int64).reshape(-1, 5).T, np.array(verified, np.int64).reshape(-1, 3).T
+    by_cycle, by_row = (
+        np.array(cycles, np.int64).reshape(-1, 5).T,
+        np.array(verified, np.int64).reshape(-1, 3).T,
+    )
     return Observation(
         choice=choice,
         num_rows=len(rows),

@@ -1,4 +1,5 @@
 """How likely tokens are, by logits as they are: what a drafter's and a check's confidence is measured by."""
+
 from __future__ import annotations
 
 from torch import Tensor

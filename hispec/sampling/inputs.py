@@ -1,4 +1,5 @@
 """What sampling is told: the rows' parameters, and where in a round the logits of a pass belong."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,10 +24,11 @@ class RowSampling:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the logits of a pass belong: rows [tokens]; index [tokens], column of the token that was fed in the round's window;
-    positions [tokens], absolute position of the token to be chosen; window_tokens [rows, window + 1], the round's tokens so
-    far, whose first is the last committed one. In a tree also first [tokens], the column after which it begins, and
-    paths [tokens, depth], the columns on the way to the place."""
+    """Where the logits of a pass belong: rows [tokens]; index [tokens], column of the token that was fed in
+    the round's window; positions [tokens], absolute position of the token to be chosen; window_tokens [rows,
+    window + 1], the round's tokens so far, whose first is the last committed one. In a tree also first
+    [tokens], the column after which it begins, and paths [tokens, depth], the columns on the way to the
+    place."""
 
     rows: Tensor
     index: Tensor
@@ -36,7 +38,8 @@ class Places:
     paths: Tensor | None = None
 
     def tentative(self) -> Tensor:
-        """[tokens, window + 1] bool: the uncommitted tokens of the window that stand before the token to be chosen."""
+        """[tokens, window + 1] bool: the uncommitted tokens of the window that stand before the token to be
+        chosen."""
         columns = torch.arange(self.window_tokens.shape[1], device=self.rows.device)
         if self.first is None or self.paths is None:
             return (columns >= 1) & (columns <= self.index.unsqueeze(-1))

@@ -1,4 +1,6 @@
-"""What is done to logits before they are tempered: logit_bias, penalties, min_tokens; for the rows that ask for it."""
+"""What is done to logits before they are tempered: logit_bias, penalties, min_tokens; for the rows that ask
+for it."""
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -11,8 +13,8 @@ from .inputs import Places, RowSampling
 
 
 class Adjuster(ABC):
-    """What some rows want done to their logits. Each of these has a line in tables [lines, vocab]; line 0 is all others', and does
-    nothing. Tables are made when a row first needs one, and grow by doubling."""
+    """What some rows want done to their logits. Each of these has a line in tables [lines, vocab]; line 0 is
+    all others', and does nothing. Tables are made when a row first needs one, and grow by doubling."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
@@ -82,7 +84,8 @@ class Bias(Adjuster):
 
 
 class Penalties(Adjuster):
-    """Repetition, presence and frequency penalties. Tokens of the round before the place count as output already."""
+    """Repetition, presence and frequency penalties. Tokens of the round before the place count as output
+    already."""
 
     def wants(self, row: RowSampling) -> bool:
         return row.params.has_penalties
@@ -93,19 +96,37 @@ class Penalties(Adjuster):
         self._penalties = torch.tensor([1.0, 0.0, 0.0], device=self._device).repeat(num_lines, 1)
 
     def fill(self, rows: Sequence[RowSampling]) -> None:
-        counts = torch.stack([torch.bincount(torch.tensor(row.output_token_ids, dtype=torch.int64), minlength=self._vocab_size) for row in rows])
+        counts = torch.stack(
+            [
+                torch.bincount(
+                    torch.tensor(row.output_token_ids, dtype=torch.int64), minlength=self._vocab_size
+                )
+                for row in rows
+            ]
+        )
         in_prompt = torch.zeros(len(rows), self._vocab_size, dtype=torch.bool)
         for line, row in enumerate(rows):
             in_prompt[line, torch.tensor(row.prompt_token_ids)] = True
-        penalties = torch.tensor([[row.params.repetition_penalty, row.params.presence_penalty, row.params.frequency_penalty] for row in rows])
-        for table, values in ((self._counts, counts), (self._in_prompt, in_prompt), (self._penalties, penalties)):
+        penalties = torch.tensor(
+            [
+                [row.params.repetition_penalty, row.params.presence_penalty, row.params.frequency_penalty]
+                for row in rows
+            ]
+        )
+        for table, values in (
+            (self._counts, counts),
+            (self._in_prompt, in_prompt),
+            (self._penalties, penalties),
+        ):
             table[1 : len(rows) + 1].copy_(values)
 
     def advance(self, tokens: Tensor, counts: Tensor) -> None:
         lines = self._line_of_row[: len(counts)].unsqueeze(1)
         columns = torch.arange(1, tokens.shape[1], device=tokens.device)
         is_output = (columns <= counts.unsqueeze(1)) & (lines > 0)
-        self._counts.view(-1).scatter_add_(0, (lines * self._vocab_size + tokens[:, 1:]).view(-1), is_output.float().view(-1))
+        self._counts.view(-1).scatter_add_(
+            0, (lines * self._vocab_size + tokens[:, 1:]).view(-1), is_output.float().view(-1)
+        )
 
     def apply(self, logits: Tensor, at: Places) -> None:
         lines = self._line_of_row[at.rows]
@@ -114,7 +135,9 @@ class Penalties(Adjuster):
         counts.scatter_add_(1, tokens, (at.tentative() & (lines > 0).unsqueeze(-1)).float())
         repetition, presence, frequency = self._penalties[lines].unsqueeze(-1).unbind(1)
         seen = (counts > 0) | self._in_prompt[lines]
-        logits.copy_(torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits))
+        logits.copy_(
+            torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+        )
         logits -= frequency * counts + presence * (counts > 0)
 
 
@@ -133,7 +156,9 @@ class MinTokens(Adjuster):
         for line, row in enumerate(rows):
             forbidden[line, list(row.stop_ids)] = True
         self._forbidden[1 : len(rows) + 1].copy_(forbidden)
-        self._first_free[1 : len(rows) + 1].copy_(torch.tensor([len(row.prompt_token_ids) + row.params.min_tokens for row in rows]))
+        self._first_free[1 : len(rows) + 1].copy_(
+            torch.tensor([len(row.prompt_token_ids) + row.params.min_tokens for row in rows])
+        )
 
     def apply(self, logits: Tensor, at: Places) -> None:
         lines = self._line_of_row[at.rows]

@@ -1,8 +1,10 @@
 """Randomness keyed by (request seed, position, stream): the one source of it in the runtime.
 
-A counter-based hash, so that a draw depends on nothing but its key: not on the batch, the plan, or what was drawn
-before. Streams keep draws at one position apart; `CHOICE` is shared by all tiers, which is what couples them.
+A counter-based hash, so that a draw depends on nothing but its key: not on the batch, the plan, or what was
+drawn before. Streams keep draws at one position apart; `CHOICE` is shared by all tiers, which is what couples
+them.
 """
+
 from __future__ import annotations
 
 from enum import IntEnum

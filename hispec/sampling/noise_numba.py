@@ -1,4 +1,5 @@
 """The coupled choice on a CPU: Gumbel noise only for tokens that could still win."""
+
 from __future__ import annotations
 
 import math

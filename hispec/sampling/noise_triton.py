@@ -1,7 +1,10 @@
-"""The coupled choice, and the filters' floor, on a GPU: logits are read as they are, and no tensor of their shape is made.
+"""The coupled choice, and the filters' floor, on a GPU: logits are read as they are, and no tensor of their
+shape is made.
 
-The noise is `noise.gumbel`'s, by the same operations. Shapes are static and nothing is copied to the host, so that a CUDA graph can hold both.
+The noise is `noise.gumbel`'s, by the same operations. Shapes are static and nothing is copied to the host, so
+that a CUDA graph can hold both.
 """
+
 from __future__ import annotations
 
 import torch
@@ -9,7 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHOICE_BLOCK, _CHOICE_WARPS = 1024, 4  # tokens of the vocabulary per program: so many programs that one row keeps a whole GPU busy
+_CHOICE_BLOCK, _CHOICE_WARPS = (
+    1024,
+    4,
+)  # tokens of the vocabulary per program: so many programs that one row keeps a whole GPU busy
 _FLOOR_BLOCK, _FLOOR_WARPS = 4096, 16  # tokens at a time of the one program that a row has
 _LARGEST_INT32 = tl.constexpr(2**31 - 1)
 
@@ -51,9 +57,13 @@ def _best_of_block(
 ) -> None:
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    score = tl.load(logits + row * row_stride + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
+    score = tl.load(logits + row * row_stride + token, mask=token < vocab_size, other=-float("inf")).to(
+        tl.float32
+    )
     if keys is not None:
-        temperature = tl.load(temperatures + row) if temperatures is not None else tl.full((), 1.0, tl.float32)
+        temperature = (
+            tl.load(temperatures + row) if temperatures is not None else tl.full((), 1.0, tl.float32)
+        )
         if temperature > 0.0:
             score = tl.div_rn(score, tl.broadcast_to(temperature, score.shape))
             if floors is not None:
@@ -66,19 +76,33 @@ def _best_of_block(
 
 
 @triton.jit
-def _best_of_row(scores: tl.tensor, tokens: tl.tensor, out: tl.tensor, num_blocks: int, vocab_size: int, BLOCKS: tl.constexpr) -> None:
+def _best_of_row(
+    scores: tl.tensor,
+    tokens: tl.tensor,
+    out: tl.tensor,
+    num_blocks: int,
+    vocab_size: int,
+    BLOCKS: tl.constexpr,
+) -> None:
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     live = block < num_blocks
     score = tl.load(scores + row * num_blocks + block, mask=live, other=-float("inf"))
     _, token = _best(score, tl.load(tokens + row * num_blocks + block, mask=live, other=_LARGEST_INT32))
-    tl.store(out + row, tl.minimum(token, vocab_size - 1).to(tl.int64))  # NaN would win nowhere: better any token than none
+    tl.store(
+        out + row, tl.minimum(token, vocab_size - 1).to(tl.int64)
+    )  # NaN would win nowhere: better any token than none
 
 
-def argmax_with_noise(logits: Tensor, key: Tensor | None, temperature: Tensor | None = None, floor: Tensor | None = None) -> Tensor:
-    """argmax over the vocabulary of logits [n, vocab] / temperature [n] + gumbel(key [n]) -> [n] int64, the lowest token of several.
+def argmax_with_noise(
+    logits: Tensor, key: Tensor | None, temperature: Tensor | None = None, floor: Tensor | None = None
+) -> Tensor:
+    """argmax over the vocabulary of logits [n, vocab] / temperature [n] + gumbel(key [n]) -> [n] int64, the
+    lowest token of several.
 
-    Any float dtype; computed in float32. Rows of temperature 0, and all of them without keys, are greedy: no noise, no floor.
-    temperature None: 1. floor [n] float32: tokens whose tempered logit is below it are out; None: no token is."""
+    Any float dtype; computed in float32. Rows of temperature 0, and all of them without keys, are greedy: no
+    noise, no floor. temperature None: 1. floor [n] float32: tokens whose tempered logit is below it are out;
+    None: no token is.
+    """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     num_blocks = triton.cdiv(vocab_size, _CHOICE_BLOCK)
@@ -98,13 +122,16 @@ def argmax_with_noise(logits: Tensor, key: Tensor | None, temperature: Tensor | 
         num_warps=_CHOICE_WARPS,
         enable_fp_fusion=False,
     )
-    _best_of_row[(num_rows,)](scores, tokens, out, num_blocks, vocab_size, triton.next_power_of_2(num_blocks), num_warps=1)
+    _best_of_row[(num_rows,)](
+        scores, tokens, out, num_blocks, vocab_size, triton.next_power_of_2(num_blocks), num_warps=1
+    )
     return out
 
 
 @triton.jit
 def _float_at(place: tl.tensor, LOW_BITS: tl.constexpr) -> tl.tensor:
-    """The float32 at a place (uint32) of the order of all float32, -inf for those below it; the lowest LOW_BITS bits are not set."""
+    """The float32 at a place (uint32) of the order of all float32, -inf for those below it; the lowest
+    LOW_BITS bits are not set."""
     bits = tl.where(place >> 31 != 0, place ^ 0x80000000, place ^ 0xFFFFFFFF) >> LOW_BITS << LOW_BITS
     return tl.where(place < 0x007FFFFF, -float("inf"), bits.to(tl.float32, bitcast=True))
 
@@ -121,17 +148,27 @@ def _smallest_floor(
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The smallest value of logits [vocab] at `row` that less than `limit` lies above: so many tokens, or BY_MASS so much of `_weights`.
+    """The smallest value of logits [vocab] at `row` that less than `limit` lies above: so many tokens, or
+    BY_MASS so much of `_weights`.
 
-    What lies above falls as the value rises. So the last place of the order where too much lies above is found digit by digit (base 4, three
-    values per pass over the vocabulary), and the floor is the next. A value where it falls is a logit. Half the digits do for bfloat16.
+    What lies above falls as the value rises. So the last place of the order where too much lies above is
+    found digit by digit (base 4, three values per pass over the vocabulary), and the floor is the next. A
+    value where it falls is a logit. Half the digits do for bfloat16.
     """
     LOW_BITS: tl.constexpr = 16 if row.dtype.element_ty == tl.bfloat16 else 0
     place = tl.full((), 0, tl.uint32)
     for step in range((32 - LOW_BITS) // 2):
         unit = tl.full((), 1, tl.uint32) << (30 - 2 * step)
-        first, second, third = _float_at(place + unit, LOW_BITS), _float_at(place + 2 * unit, LOW_BITS), _float_at(place + 3 * unit, LOW_BITS)
-        above_first, above_second, above_third = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        first, second, third = (
+            _float_at(place + unit, LOW_BITS),
+            _float_at(place + 2 * unit, LOW_BITS),
+            _float_at(place + 3 * unit, LOW_BITS),
+        )
+        above_first, above_second, above_third = (
+            tl.zeros((BLOCK,), tl.float32),
+            tl.zeros((BLOCK,), tl.float32),
+            tl.zeros((BLOCK,), tl.float32),
+        )
         for block in range(NUM_BLOCKS):
             x, weight = _weights(row, block, vocab_size, kept, largest, rate, BY_MASS, BLOCK)
             above_first += tl.where(x > first, weight, 0.0)
@@ -146,9 +183,17 @@ def _smallest_floor(
 
 @triton.jit
 def _weights(
-    row: tl.tensor, block: tl.tensor, vocab_size: int, kept: tl.tensor, largest: tl.tensor, rate: tl.tensor, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
+    row: tl.tensor,
+    block: tl.tensor,
+    vocab_size: int,
+    kept: tl.tensor,
+    largest: tl.tensor,
+    rate: tl.tensor,
+    BY_MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Logits [BLOCK], and what each counts: 1, or BY_MASS exp2((logit - largest) * rate) if it is `kept` or more."""
+    """Logits [BLOCK], and what each counts: 1, or BY_MASS exp2((logit - largest) * rate) if it is `kept` or
+    more."""
     token = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(row + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
     if BY_MASS:
@@ -170,7 +215,8 @@ def _filter_floor(
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row. Dividing by a temperature keeps the order, so that logits are searched as they are, and only what is found is divided."""
+    """One row. Dividing by a temperature keeps the order, so that logits are searched as they are, and only
+    what is found is divided."""
     program = tl.program_id(0).to(tl.int64)
     row, temperature = logits + program * row_stride, tl.load(temperatures + program)
     top_k, top_p, min_p = tl.load(top_ks + program), tl.load(top_ps + program), tl.load(min_ps + program)
@@ -178,13 +224,26 @@ def _filter_floor(
     if temperature > 0.0:
         kept, one = floor, tl.full((), 1.0, tl.float32)
         if top_k > 0:
-            kept = _smallest_floor(row, vocab_size, floor, floor, one, tl.minimum(top_k, vocab_size).to(tl.float32), False, NUM_BLOCKS, BLOCK)
+            kept = _smallest_floor(
+                row,
+                vocab_size,
+                floor,
+                floor,
+                one,
+                tl.minimum(top_k, vocab_size).to(tl.float32),
+                False,
+                NUM_BLOCKS,
+                BLOCK,
+            )
             floor = tl.div_rn(kept, temperature)
         if (top_p < 1.0) | (min_p > 0.0):
             largest_at = tl.full((BLOCK,), -float("inf"), tl.float32)
             for block in range(NUM_BLOCKS):
                 token = block * BLOCK + tl.arange(0, BLOCK)
-                largest_at = tl.maximum(largest_at, tl.load(row + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32))
+                largest_at = tl.maximum(
+                    largest_at,
+                    tl.load(row + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32),
+                )
             largest = tl.max(largest_at, axis=0)
             if top_p < 1.0:
                 rate = tl.div_rn(one * 1.4426950408889634, temperature)
@@ -192,8 +251,12 @@ def _filter_floor(
                 for block in range(NUM_BLOCKS):
                     _, weight = _weights(row, block, vocab_size, kept, largest, rate, True, BLOCK)
                     mass += weight
-                limit = tl.maximum(top_p * tl.sum(mass, axis=0), 1e-30)  # above 0, so that the largest is always left
-                nucleus = _smallest_floor(row, vocab_size, kept, largest, rate, limit, True, NUM_BLOCKS, BLOCK)
+                limit = tl.maximum(
+                    top_p * tl.sum(mass, axis=0), 1e-30
+                )  # above 0, so that the largest is always left
+                nucleus = _smallest_floor(
+                    row, vocab_size, kept, largest, rate, limit, True, NUM_BLOCKS, BLOCK
+                )
                 floor = tl.maximum(floor, tl.div_rn(nucleus, temperature))
             if min_p > 0.0:
                 floor = tl.maximum(floor, tl.div_rn(largest, temperature) + tl.log(min_p))
@@ -201,10 +264,11 @@ def _filter_floor(
 
 
 def nucleus_floor(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """What a tempered logit must reach to be left by top_k, then top_p, then min_p, as `Sampler._filtered` has them -> [n] float32.
+    """What a tempered logit must reach to be left by top_k, then top_p, then min_p, as `Sampler._filtered`
+    has them -> [n] float32.
 
-    logits [n, vocab] of any float dtype; temperature, top_p, min_p [n] float32; top_k [n] int64. -inf for greedy rows, and where no filter is on
-    (top_k 0, top_p 1, min_p 0)."""
+    logits [n, vocab] of any float dtype; temperature, top_p, min_p [n] float32; top_k [n] int64. -inf for
+    greedy rows, and where no filter is on (top_k 0, top_p 1, min_p 0)."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     floors = torch.empty(num_rows, dtype=torch.float32, device=logits.device)

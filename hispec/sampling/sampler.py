@@ -2,6 +2,7 @@
 
 The order is transformers': logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,10 +22,16 @@ _NUCLEUS_FIRST = 512
 
 
 class Sampler:
-    """Sampling parameters of the rows of a batch, as tensors. They stay where they are when the rows change (`load`), since a captured
-    graph reads them there."""
+    """Sampling parameters of the rows of a batch, as tensors. They stay where they are when the rows change
+    (`load`), since a captured graph reads them there."""
 
-    def __init__(self, rows: Sequence[RowSampling | None], vocab_size: int, device: torch.device, num_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        rows: Sequence[RowSampling | None],
+        vocab_size: int,
+        device: torch.device,
+        num_rows: int | None = None,
+    ) -> None:
         """num_rows: as many as there can ever be; None = those of `rows`."""
         self._vocab_size, self._device = vocab_size, device
         self._num_rows = num_rows or len(rows)
@@ -32,7 +39,9 @@ class Sampler:
         self._ints = torch.zeros(2, self._num_rows, dtype=torch.int64, device=device)
         self._temperature, self._top_p, self._min_p = self._floats
         self._top_k, self._seeds = self._ints
-        self._adjusters: tuple[Adjuster, ...] = tuple(kind(self._num_rows, vocab_size, device) for kind in (Bias, Penalties, MinTokens))
+        self._adjusters: tuple[Adjuster, ...] = tuple(
+            kind(self._num_rows, vocab_size, device) for kind in (Bias, Penalties, MinTokens)
+        )
         self.load(rows)
 
     def load(self, rows: Sequence[RowSampling | None]) -> None:
@@ -40,22 +49,40 @@ class Sampler:
         missing: list[RowSampling | None] = [None] * (self._num_rows - len(rows))
         rows = [*rows, *missing]
         params = [row.params if row else SamplingParams(temperature=0.0) for row in rows]
-        self._floats.copy_(torch.tensor([[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]))
-        self._ints.copy_(torch.tensor([[min(p.top_k, self._vocab_size) for p in params], [row.seed if row else 0 for row in rows]]))
+        self._floats.copy_(
+            torch.tensor(
+                [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+            )
+        )
+        self._ints.copy_(
+            torch.tensor(
+                [[min(p.top_k, self._vocab_size) for p in params], [row.seed if row else 0 for row in rows]]
+            )
+        )
         sampled = [p for p in params if p.temperature > 0]
         self._any_sampled = bool(sampled)
         # A power of two, as graphs are captured anew for another number.
         most = max((p.top_k for p in sampled), default=0)
         self._max_top_k = min(self._vocab_size, 1 << (most - 1).bit_length()) if most else 0
-        self._any_top_p, self._any_min_p = any(p.top_p < 1.0 for p in sampled), any(p.min_p > 0.0 for p in sampled)
+        self._any_top_p, self._any_min_p = (
+            any(p.top_p < 1.0 for p in sampled),
+            any(p.min_p > 0.0 for p in sampled),
+        )
         for adjuster in self._adjusters:
             adjuster.load(rows)
         self._active = [adjuster for adjuster in self._adjusters if adjuster.num_lines]
 
     @property
     def mode(self) -> tuple[object, ...]:
-        """What the code below depends on besides values of tensors: a graph captured in one mode is no use in another."""
-        return self._any_sampled, self._max_top_k, self._any_top_p, self._any_min_p, *(adjuster.mode for adjuster in self._adjusters)
+        """What the code below depends on besides values of tensors: a graph captured in one mode is no use in
+        another."""
+        return (
+            self._any_sampled,
+            self._max_top_k,
+            self._any_top_p,
+            self._any_min_p,
+            *(adjuster.mode for adjuster in self._adjusters),
+        )
 
     def advance(self, tokens: Tensor, counts: Tensor) -> None:
         """tokens[:, 1 : counts + 1] of a round's window, counts [rows], are now output of the rows."""
@@ -63,25 +90,31 @@ class Sampler:
             adjuster.advance(tokens, counts)
 
     def choose(self, logits: Tensor, at: Places) -> Tensor:
-        """The coupled choice [tokens] from logits [tokens, vocab]: argmax, at temperature > 0 with the position's noise."""
+        """The coupled choice [tokens] from logits [tokens, vocab]: argmax, at temperature > 0 with the
+        position's noise."""
         logits = self._adjusted(logits, at)
         if runs_triton(logits.device):
             return self._choose_on_gpu(logits, at)
         if not self._any_sampled:
             return logits.argmax(-1)
         sampled = self._temperature[at.rows] > 0
-        return torch.where(sampled, draw(self._filtered(logits, at.rows), self._choice_keys(at)), logits.argmax(-1))
+        return torch.where(
+            sampled, draw(self._filtered(logits, at.rows), self._choice_keys(at)), logits.argmax(-1)
+        )
 
     def _choose_on_gpu(self, logits: Tensor, at: Places) -> Tensor:
-        """As `choose`, without a copy of the logits in float32, and without sorting any. Of equal logits, of which bfloat16 has many, the
-        lowest token wins in every pass; torch's argmax on a GPU promises none."""
+        """As `choose`, without a copy of the logits in float32, and without sorting any. Of equal logits, of
+        which bfloat16 has many, the lowest token wins in every pass; torch's argmax on a GPU promises
+        none."""
         from . import noise_triton
 
         if not self._any_sampled:
             return noise_triton.argmax_with_noise(logits, None)
         temperature, floor = self._temperature[at.rows], None
         if self._max_top_k or self._any_top_p or self._any_min_p:
-            floor = noise_triton.nucleus_floor(logits, temperature, self._top_k[at.rows], self._top_p[at.rows], self._min_p[at.rows])
+            floor = noise_triton.nucleus_floor(
+                logits, temperature, self._top_k[at.rows], self._top_p[at.rows], self._min_p[at.rows]
+            )
         return noise_triton.argmax_with_noise(logits, self._choice_keys(at), temperature, floor)
 
     def choose_top(self, logits: Tensor, at: Places, num: int) -> Tensor:
@@ -92,8 +125,13 @@ class Sampler:
         logits = self._adjusted(logits, at)
         if self._any_sampled:
             sampled = (self._temperature[at.rows] > 0).unsqueeze(-1)
-            logits = torch.where(sampled, self._filtered(logits, at.rows) + noise.gumbel(self._choice_keys(at), logits.shape[-1]), logits)
-        # The choice itself is put first by hand: a tie, or another rounding of the noise, must not leave it out.
+            logits = torch.where(
+                sampled,
+                self._filtered(logits, at.rows) + noise.gumbel(self._choice_keys(at), logits.shape[-1]),
+                logits,
+            )
+        # The choice itself is put first by hand: a tie, or another rounding of the noise, must not leave it
+        # out.
         others = logits.scatter(1, best, -torch.inf).topk(num - 1, dim=-1).indices
         return torch.cat((best, others), dim=1)
 
@@ -123,15 +161,20 @@ class Sampler:
         return logits
 
     def _filtered(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Tempered logits [tokens, vocab], -inf where a filter removes the token. Greedy rows are left as they are."""
+        """Tempered logits [tokens, vocab], -inf where a filter removes the token. Greedy rows are left as
+        they are."""
         temperature = self._temperature[rows].unsqueeze(-1)
         logits = logits / torch.where(temperature > 0, temperature, 1.0)
         if self._max_top_k:
             top_k = self._top_k[rows].unsqueeze(-1)
-            kth = logits.topk(self._max_top_k, dim=-1).values.gather(-1, (top_k - 1).clamp(0, self._max_top_k - 1))
+            kth = logits.topk(self._max_top_k, dim=-1).values.gather(
+                -1, (top_k - 1).clamp(0, self._max_top_k - 1)
+            )
             logits = logits.masked_fill((logits < kth) & (top_k > 0), -torch.inf)
         if self._any_top_p:
-            logits = logits.masked_fill(logits < _nucleus_floor(logits, self._top_p[rows].unsqueeze(-1)), -torch.inf)
+            logits = logits.masked_fill(
+                logits < _nucleus_floor(logits, self._top_p[rows].unsqueeze(-1)), -torch.inf
+            )
         if self._any_min_p:
             floor = logits.amax(-1, keepdim=True) + self._min_p[rows].unsqueeze(-1).log()
             logits = logits.masked_fill(logits < floor, -torch.inf)
@@ -139,7 +182,8 @@ class Sampler:
 
 
 def _nucleus_floor(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Smallest logit [tokens, 1] in the nucleus: the fewest most likely tokens whose probability reaches top_p."""
+    """Smallest logit [tokens, 1] in the nucleus: the fewest most likely tokens whose probability reaches
+    top_p."""
     probabilities = logits.softmax(-1)  # row by row the same bits, which logsumexp does not give
     # Elsewhere than on a CPU nobody waits for an answer: the first look takes in everything.
     size = min(_NUCLEUS_FIRST, logits.shape[-1]) if logits.device.type == "cpu" else logits.shape[-1]
@@ -155,9 +199,12 @@ def _nucleus_floor(logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, key: Tensor) -> Tensor:
-    """One token per row [n] int64, distributed as softmax(logits [n, vocab]), by the Gumbel noise of key [n]."""
+    """One token per row [n] int64, distributed as softmax(logits [n, vocab]), by the Gumbel noise of key
+    [n]."""
     if logits.device.type == "cpu":
-        from .noise_numba import argmax_with_noise  # here, so that a machine without numba can still use a GPU
+        from .noise_numba import (
+            argmax_with_noise,
+        )  # here, so that a machine without numba can still use a GPU
 
         return argmax_with_noise(logits, key)
     return (logits + noise.gumbel(key, logits.shape[-1])).argmax(-1)

@@ -1,4 +1,5 @@
 """Ageing: whatever a policy prefers, nobody waits for ever."""
+
 from __future__ import annotations
 
 from .policy import Job, Key, Policy, Service
@@ -17,22 +18,26 @@ class _Age(Progress):
 
 
 class Ageing:
-    """A policy under which a request that has been here more than max_slowdown times as long as it would take alone is *urgent*, until it ends: urgent
-    requests go before all others, the oldest first, and if the policy preempts they displace whom they go before.
+    """A policy under which a request that has been here more than max_slowdown times as long as it would take
+    alone is *urgent*, until it ends: urgent requests go before all others, the oldest first, and if the
+    policy preempts they displace whom they go before.
 
     It would take alone
         (attained passes + (predicted length - generated) / tokens per pass) * seconds per pass,
-    with its own recent tokens per pass (those of all service before its first round) and seconds per pass of all recent service, at its batch sizes.
-    A prediction never exceeds max_tokens, so whoever is waiting is urgent at the latest when it has been here for
+    with its own recent tokens per pass (those of all service before its first round) and seconds per pass of
+    all recent service, at its batch sizes. A prediction never exceeds max_tokens, so whoever is waiting is
+    urgent at the latest when it has been here for
         max_slowdown * (attained + (max_tokens - generated) / tokens per pass) * seconds per pass.
     From then on it waits only
-        for urgent requests that arrived before it: while it waits, each review leaves only those in rows, and new arrivals never delay it. In
-        rounds: at most review_rounds + the rounds that older requests still need, divided by the rows;
-        if the policy does not preempt, also for those that were running, whose rounds then count as those of older requests do;
-        and for blocks until the requests that it displaces, or all others that wait, have given up theirs.
+        for urgent requests that arrived before it: while it waits, each review leaves only those in rows, and
+        new arrivals never delay it. In rounds: at most review_rounds + the rounds that older requests still
+        need, divided by the rows; if the policy does not preempt, also for those that were running, whose
+        rounds then count as those of older requests do; and for blocks until the requests that it displaces,
+        or all others that wait, have given up theirs.
     Among more than a few hundred waiting requests the scheduler may notice some looks late (WaitingOrder).
-    Before the first service seconds per pass are unknown, and nobody is urgent. An unserved request's prefill is not predicted, so a long prompt ages
-    somewhat early. Under overload most requests become urgent, and the order tends to that of arrival.
+    Before the first service seconds per pass are unknown, and nobody is urgent. An unserved request's prefill
+    is not predicted, so a long prompt ages somewhat early. Under overload most requests become urgent, and
+    the order tends to that of arrival.
     """
 
     def __init__(self, policy: Policy, max_slowdown: float) -> None:
@@ -78,5 +83,7 @@ class Ageing:
     def _alone_s(self, age: _Age) -> float:
         if self._passes <= 0.0 or self._seconds <= 0.0:
             return float("inf")
-        tokens_per_pass = self._tokens / self._round_passes if self._tokens > 0.0 and self._round_passes > 0.0 else 1.0
+        tokens_per_pass = (
+            self._tokens / self._round_passes if self._tokens > 0.0 and self._round_passes > 0.0 else 1.0
+        )
         return (age.attained + age.remaining_passes(tokens_per_pass)) * self._seconds / self._passes

@@ -1,4 +1,6 @@
-"""LAPS-SD: least attained service while a request's acceptance is unknown, shortest remaining time once it is stable [arXiv 2505.17074]."""
+"""LAPS-SD: least attained service while a request's acceptance is unknown, shortest remaining time once it is
+stable [arXiv 2505.17074]."""
+
 from __future__ import annotations
 
 from bisect import bisect_right
@@ -7,11 +9,14 @@ from collections import deque
 from .policy import Job, Key, Service
 from .progress import Progress
 
-_SLACK = 1.25  # a perceptible request sinks to a lower queue only if it is this much beyond the bound, since estimates jitter
+# a perceptible request sinks to a lower queue only if it is this much beyond the bound, since estimates
+# jitter
+_SLACK = 1.25
 
 
 class _Request:
-    """`recent`, `before`: acceptance of the last `window` rounds, and of as many before them; None once it is perceptible."""
+    """`recent`, `before`: acceptance of the last `window` rounds, and of as many before them; None once it is
+    perceptible."""
 
     __slots__ = ("before", "before_sum", "progress", "queue", "recent", "recent_sum", "remaining")
 
@@ -25,15 +30,19 @@ class _Request:
 
 
 class Laps:
-    """Requests are *non-perceptible* at first: they sink through queues as they consume service, and the least served goes first within a queue. One
-    becomes *perceptible*, for good, when the mean acceptance (accepted / drafted, 0 in a round without drafts) of its last `window` rounds and of as
-    many before them differ by less than `tolerance`. From then on it stands in the queue into whose bounds its remaining passes fall,
-    (predicted length - generated) / own recent tokens per pass, and is ordered by them. Attained and remaining passes of one queue compare as they are.
-    A higher queue displaces a lower one; within a queue nobody displaces anybody.
+    """Requests are *non-perceptible* at first: they sink through queues as they consume service, and the
+    least served goes first within a queue. One becomes *perceptible*, for good, when the mean acceptance
+    (accepted / drafted, 0 in a round without drafts) of its last `window` rounds and of as many before them
+    differ by less than `tolerance`. From then on it stands in the queue into whose bounds its remaining
+    passes fall, (predicted length - generated) / own recent tokens per pass, and is ordered by them. Attained
+    and remaining passes of one queue compare as they are. A higher queue displaces a lower one; within a
+    queue nobody displaces anybody.
 
-    The paper gives neither queues, nor the rule of stability, nor what the two kinds are to each other in a queue: these are our choice.
+    The paper gives neither queues, nor the rule of stability, nor what the two kinds are to each other in a
+    queue: these are our choice.
 
-    bounds   passes over the whole model at which each queue but the last ends, growing; of attained and of remaining service alike
+    bounds   passes over the whole model at which each queue but the last ends, growing; of attained and of
+             remaining service alike
     """
 
     preempts = True
@@ -68,7 +77,11 @@ class Laps:
 
     def key(self, number: int, now_s: float) -> Key:
         request = self._requests[number]
-        return (request.queue, request.progress.attained if request.remaining is None else request.remaining, number)
+        return (
+            request.queue,
+            request.progress.attained if request.remaining is None else request.remaining,
+            number,
+        )
 
     def displaces(self, waiting: Key, running: Key) -> bool:
         return waiting[0] < running[0]
@@ -89,4 +102,7 @@ class Laps:
                 request.before_sum += oldest
             if len(request.before) > self._window:
                 request.before_sum -= request.before.popleft()
-        return len(request.before) == self._window and abs(request.recent_sum - request.before_sum) < self._tolerance * self._window
+        return (
+            len(request.before) == self._window
+            and abs(request.recent_sum - request.before_sum) < self._tolerance * self._window
+        )

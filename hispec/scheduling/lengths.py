@@ -1,4 +1,5 @@
 """How long outputs will be, predicted while they grow."""
+
 from __future__ import annotations
 
 import itertools
@@ -22,8 +23,8 @@ class LengthPredictor(Protocol):
     """What users may put in place of the default."""
 
     def predictor(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Callable[[int], float]:
-        """Of a request that has come: tokens that there are already -> expected length of its output. It is asked again as the output grows; what
-        it says is cut to [generated + 1, max_tokens]."""
+        """Of a request that has come: tokens that there are already -> expected length of its output. It is
+        asked again as the output grows; what it says is cut to [generated + 1, max_tokens]."""
 
     def finished(self, prompt_token_ids: Sequence[int], num_output: int) -> None:
         """A request has ended by itself, or at its max_tokens, with so many tokens."""
@@ -55,12 +56,13 @@ class _Lengths:
 
 
 class OnlineLengths:
-    """Learns from what finished: by prompts that begin alike (a template) and are of about the same length, among prompts of about the same length,
-    among all.
+    """Learns from what finished: by prompts that begin alike (a template) and are of about the same length,
+    among prompts of about the same length, among all.
 
-    Expected residual = mean of (L - generated) over the recent lengths L > generated, the wider class's counting for `_PARENT_WEIGHT` of them. Where
-    nobody was as long, lengths are taken as memoryless: as much again as is expected of a new request; `expected_tokens` while nothing has finished.
-    Memory is bounded: `_WINDOW` lengths of `_TEMPLATES` templates, of each power of two of prompt lengths, and of all.
+    Expected residual = mean of (L - generated) over the recent lengths L > generated, the wider class's
+    counting for `_PARENT_WEIGHT` of them. Where nobody was as long, lengths are taken as memoryless: as much
+    again as is expected of a new request; `expected_tokens` while nothing has finished. Memory is bounded:
+    `_WINDOW` lengths of `_TEMPLATES` templates, of each power of two of prompt lengths, and of all.
     """
 
     def __init__(self, expected_tokens: int = 256) -> None:
@@ -148,7 +150,11 @@ class GuardedLengths:
     def _failed(self, error: Exception) -> None:
         self.num_failures += 1
         if self.num_failures == 1:
-            _log.warning("the length predictor failed (%s: %s); the default one answers instead", type(error).__name__, error)
+            _log.warning(
+                "the length predictor failed (%s: %s); the default one answers instead",
+                type(error).__name__,
+                error,
+            )
 
 
 def make_lengths(expected_tokens: int, hook: LengthPredictor | None = None) -> LengthPredictor:

@@ -1,4 +1,5 @@
 """From settings to a policy."""
+
 from __future__ import annotations
 
 from cache.blocks import BlockPool
@@ -15,7 +16,11 @@ from .waiting import Keeper
 
 
 def make_scheduler(
-    config: SchedulingConfig, engine: EngineConfig, pool: BlockPool, length_predictor: LengthPredictor | None, keeper: Keeper | None
+    config: SchedulingConfig,
+    engine: EngineConfig,
+    pool: BlockPool,
+    length_predictor: LengthPredictor | None,
+    keeper: Keeper | None,
 ) -> Scheduler:
     """length_predictor: the user's; None = the default. keeper: of KV whose blocks others need."""
     sizes = engine.max_num_seqs, engine.max_prefill_tokens, engine.enable_prefix_caching

@@ -1,4 +1,5 @@
 """Queues by attained service."""
+
 from __future__ import annotations
 
 import itertools
@@ -13,8 +14,8 @@ def queue_bounds(num_queues: int, first_quantum: float, growth: float) -> tuple[
 
 
 class MultiLevelFeedback:
-    """Least attained service first, as far as queues tell it: a request sinks to the next queue when it has had that one's quantum. Within a
-    queue in order of arrival; a higher queue displaces a lower one.
+    """Least attained service first, as far as queues tell it: a request sinks to the next queue when it has
+    had that one's quantum. Within a queue in order of arrival; a higher queue displaces a lower one.
 
     bounds   attained passes over the whole model at which each queue but the last ends, growing
     """

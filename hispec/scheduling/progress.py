@@ -1,4 +1,5 @@
 """What a request has had, and how much it still needs."""
+
 from __future__ import annotations
 
 from .policy import Job, Service

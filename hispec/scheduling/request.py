@@ -1,4 +1,5 @@
 """A request: its tokens, how far they are computed, and when it ends."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ class TextStream(Protocol):
     """Turns output tokens into text as they come, and looks for stop strings in it."""
 
     def append(self, token_id: int, may_stop: bool) -> str | None:
-        """Takes one token; the stop string that it completed, if any. Before `may_stop` stop strings are plain text."""
+        """Takes one token; the stop string that it completed, if any. Before `may_stop` stop strings are
+        plain text."""
 
     def release(self, final: bool) -> str:
         """Text that is certain and not handed out yet; with `final`, all of it up to a stop string."""
@@ -31,12 +33,14 @@ class Request:
 
     number         order of arrival
     token_ids      prompt and committed output
-    num_computed   positions whose KV is valid at every layer, while it has blocks; len(token_ids) - 1 when ready for a round
+    num_computed   positions whose KV is valid at every layer, while it has blocks; len(token_ids) - 1 when
+                   ready for a round
     stop_ids       tokens that end it; params.ignore_eos has been applied
     num_cached     prompt positions found in the prefix cache at its last admission
     row            its place in the batch, None while it waits
     drafter_failed whether it goes on with plain decoding because the drafter could not serve it
-    gaps           the first position that lacks KV of an exit or a draft model, whose rounds it was not in since; it is made up for before the next
+    gaps           the first position that lacks KV of an exit or a draft model, whose rounds it was not in
+                   since; it is made up for before the next
     """
 
     request_id: str
@@ -96,7 +100,8 @@ class Request:
     def append(self, token_ids: Sequence[int]) -> int:
         """Takes committed tokens in order up to the one that ends the request -> how many were taken.
 
-        A stop token or stop string is looked for before the cap, so that a token which is both ends it as a stop.
+        A stop token or stop string is looked for before the cap, so that a token which is both ends it as a
+        stop.
         """
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
@@ -114,11 +119,13 @@ class Request:
         return len(token_ids)
 
     def release_text(self) -> str:
-        """Text that became certain with the tokens appended so far; all of it once the request is finished."""
+        """Text that became certain with the tokens appended so far; all of it once the request is
+        finished."""
         return self.text.release(final=self.finish_reason is not None) if self.text is not None else ""
 
     def release_text_or_nothing(self) -> str:
-        """The text that an aborted request still owes; nothing if its hook fails, since it ends in any case."""
+        """The text that an aborted request still owes; nothing if its hook fails, since it ends in any
+        case."""
         try:
             return self.release_text()
         except Exception:  # a text hook is the caller's code

@@ -1,4 +1,5 @@
 """Scheduler: who is in which row, with which blocks, and what one step computes."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +25,8 @@ class Chunk:
 
 @dataclass
 class Step:
-    """What one step computes: prefill chunks, then a round over rows that may process `limits[row]` positions each."""
+    """What one step computes: prefill chunks, then a round over rows that may process `limits[row]` positions
+    each."""
 
     chunks: list[Chunk] = field(default_factory=list)
     limits: dict[int, int] = field(default_factory=dict)
@@ -35,12 +37,14 @@ class Scheduler:
 
     Rows are kept compact: running[i] is in row i. When a request leaves, the last one moves into its row.
 
-    A request that waits is new; *paused*: it has its blocks, and goes on at once when it gets a row; *kept*: its KV is in host memory; or to be
-    computed again. Who loses its row to another request, or to fewer rows, is paused. When blocks run out the paused give up theirs, those who go
-    last first, then the running are preempted likewise. The keeper says whether KV is kept or computed again.
+    A request that waits is new; *paused*: it has its blocks, and goes on at once when it gets a row; *kept*:
+    its KV is in host memory; or to be computed again. Who loses its row to another request, or to fewer rows,
+    is paused. When blocks run out the paused give up theirs, those who go last first, then the running are
+    preempted likewise. The keeper says whether KV is kept or computed again.
 
-    Admission never skips ahead: if the first in order cannot have its blocks, the next does not come in its place because it needs fewer, or
-    a large request would wait for ever. No row stays empty for that while somebody paused holds blocks: they are given up.
+    Admission never skips ahead: if the first in order cannot have its blocks, the next does not come in its
+    place because it needs fewer, or a large request would wait for ever. No row stays empty for that while
+    somebody paused holds blocks: they are given up.
     """
 
     def __init__(
@@ -54,7 +58,8 @@ class Scheduler:
         predictor: LengthPredictor | None = None,
         keeper: Keeper | None = None,
     ) -> None:
-        """predictor: of output lengths; keeper: of the KV of requests without blocks, None = it is computed again."""
+        """predictor: of output lengths; keeper: of the KV of requests without blocks, None = it is computed
+        again."""
         self.running: list[Request] = []
         self.num_preemptions = self.num_cached_tokens = 0
         self._pool, self._policy = pool, policy
@@ -99,10 +104,12 @@ class Scheduler:
         self._policy.served(request.number, service)
 
     def schedule(self, window: int, now_s: float = 0.0) -> Step:
-        """Plans one step in which a round may process up to `window` positions per row. now_s: on the clock of arrivals.
+        """Plans one step in which a round may process up to `window` positions per row. now_s: on the clock
+        of arrivals.
 
-        Who goes before a running request takes its row, if the policy preempts. Then rounds: running requests get the blocks that they may
-        need, if need be those of others. What waits is admitted with what is left, and never in a step that had to preempt for blocks.
+        Who goes before a running request takes its row, if the policy preempts. Then rounds: running requests
+        get the blocks that they may need, if need be those of others. What waits is admitted with what is
+        left, and never in a step that had to preempt for blocks.
         """
         self._now_s = now_s
         if self.may_admit:
@@ -123,16 +130,22 @@ class Scheduler:
                 end = min(len(request.token_ids) - 1, request.num_computed + budget)
                 step.chunks.append(Chunk(request, request.num_computed, end))
                 budget -= end - request.num_computed
-        finishing = {chunk.request.row for chunk in step.chunks if chunk.end == len(chunk.request.token_ids) - 1}
+        finishing = {
+            chunk.request.row for chunk in step.chunks if chunk.end == len(chunk.request.token_ids) - 1
+        }
         for row, request in enumerate(self.running):
             # A prompt whose last chunk is computed in this step joins its round at once: it has the blocks.
             if request.is_ready or row in finishing:
                 step.limits[row] = request.round_limit(window)
-                assert len(request.table.blocks) * self._pool.block_size >= len(request.token_ids) - 1 + step.limits[row]
+                assert (
+                    len(request.table.blocks) * self._pool.block_size
+                    >= len(request.token_ids) - 1 + step.limits[row]
+                )
         return step
 
     def fit(self, step: Step, window: int) -> None:
-        """The round of the step may process another window than it was planned with: as far as there are free blocks."""
+        """The round of the step may process another window than it was planned with: as far as there are free
+        blocks."""
         for row in step.limits:
             request = self.running[row]
             start, limit = len(request.token_ids) - 1, request.round_limit(window)
@@ -145,17 +158,24 @@ class Scheduler:
         self._rounds_since_review += 1
 
     def commit(self, request: Request, num_computed: int, release: bool) -> None:
-        """The only place where a request's computed length grows: sets it, and offers full blocks to the prefix cache.
-        `release`, after a round, gives back the blocks that it had reserved beyond."""
+        """The only place where a request's computed length grows: sets it, and offers full blocks to the
+        prefix cache. `release`, after a round, gives back the blocks that it had reserved beyond."""
         request.num_computed = num_computed
-        if self._enable_prefix_caching and not request.drafter_failed:  # its blocks may lack a draft model's KV
-            self._pool.publish(request.table, request.token_ids, min(num_computed, *request.gaps.values()) if request.gaps else num_computed)
+        if (
+            self._enable_prefix_caching and not request.drafter_failed
+        ):  # its blocks may lack a draft model's KV
+            self._pool.publish(
+                request.table,
+                request.token_ids,
+                min(num_computed, *request.gaps.values()) if request.gaps else num_computed,
+            )
         if release:
             self._pool.truncate(request.table, num_computed)
 
     @property
     def may_admit(self) -> bool:
-        """Whether somebody waits for whom there is a row, or who may take another's now: the next round needs `schedule`."""
+        """Whether somebody waits for whom there is a row, or who may take another's now: the next round needs
+        `schedule`."""
         return bool(self.waiting) and (len(self.running) < self._max_num_seqs or self._is_review_due)
 
     def shrink(self, max_num_seqs: int) -> None:
@@ -182,13 +202,18 @@ class Scheduler:
             raise
 
     def repair(self, live: Iterable[Request]) -> None:
-        """After an interrupt anywhere in here: who is live, and only they, have a row, or wait, in order; and have blocks or are kept, not both."""
+        """After an interrupt anywhere in here: who is live, and only they, have a row, or wait, in order; and
+        have blocks or are kept, not both."""
         wanted = {request.number: request for request in live}
         for request in {*self.running, *self.waiting} - set(wanted.values()):
             self._pool.free(request.table)
             self.kv.drop(request)
             self._policy.remove(request.number)
-        self.running = [request for request in dict.fromkeys(self.running) if request.number in wanted and request.row is not None]
+        self.running = [
+            request
+            for request in dict.fromkeys(self.running)
+            if request.number in wanted and request.row is not None
+        ]
         for row, request in enumerate(self.running):
             request.row = row
         waiting = [request for request in wanted.values() if request not in self.running]
@@ -217,8 +242,9 @@ class Scheduler:
     def _review(self, window: int) -> None:
         """Pauses running requests, those who go last first, of whom waiting ones take row and blocks.
 
-        Between regular reviews only who has just come may do so. So there are at most as many such preemptions as rows every review_rounds
-        rounds, and for each arrival those that its row and blocks take, whatever estimates do.
+        Between regular reviews only who has just come may do so. So there are at most as many such
+        preemptions as rows every review_rounds rounds, and for each arrival those that its row and blocks
+        take, whatever estimates do.
         """
         is_regular = self._rounds_since_review >= self._policy.review_rounds
         if is_regular:
@@ -233,7 +259,9 @@ class Scheduler:
             num_rows -= 1
             num_blocks -= self._pool.blocks_for(_end(request, window))
             victims: list[Request] = []
-            while (num_rows < 0 or num_blocks < 0) and rest and self._policy.displaces(key, self._key(rest[-1])):
+            while (
+                (num_rows < 0 or num_blocks < 0) and rest and self._policy.displaces(key, self._key(rest[-1]))
+            ):
                 victim = rest.pop()
                 victims.append(victim)
                 num_rows += 1
@@ -252,8 +280,8 @@ class Scheduler:
     def _make_room(self, request: Request, window: int) -> None:
         """Extends the request's blocks for one round, preempting others (or, last of all, itself).
 
-        One that is still prefilling was admitted with the blocks; but an interrupt within a step may have left any with
-        tokens that are not computed yet, so all are looked at.
+        One that is still prefilling was admitted with the blocks; but an interrupt within a step may have
+        left any with tokens that are not computed yet, so all are looked at.
         """
         while not self.kv.extend(request, _end(request, window)):
             victim = max(self.running, key=self._key)
@@ -280,8 +308,8 @@ class Scheduler:
             self.running.append(request)
 
     def _take_blocks(self, request: Request, num_positions: int) -> bool:
-        """Gives a waiting request blocks for so many positions, and its KV as far as there is any: kept from before, or in the prefix cache.
-        False, and nothing changed for it, if there are not blocks enough."""
+        """Gives a waiting request blocks for so many positions, and its KV as far as there is any: kept from
+        before, or in the prefix cache. False, and nothing changed for it, if there are not blocks enough."""
         if (has_resumed := self.kv.resume(request, num_positions)) is not None:
             return has_resumed
         num_cached = 0

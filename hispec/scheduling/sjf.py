@@ -1,4 +1,5 @@
 """Shortest first: by predicted length, or by remaining service that somebody knows."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -34,8 +35,8 @@ class ShortestJobFirst:
 class ShortestRemaining(Forgetful):
     """By remaining service, preempting: with the true one, the oracle that others are measured against.
 
-    remaining   of a request, by its number, in any unit. It should fall while the request runs and stay while it waits: then only arrivals
-                make anybody preempt
+    remaining   of a request, by its number, in any unit. It should fall while the request runs and stay while
+                it waits: then only arrivals make anybody preempt
     """
 
     preempts = True

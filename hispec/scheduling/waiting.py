@@ -1,4 +1,5 @@
 """Requests without a row: in which order they go, and where their KV is."""
+
 from __future__ import annotations
 
 import heapq
@@ -19,11 +20,12 @@ class Keeper(Protocol):
     """Keeps the KV of requests that wait without blocks."""
 
     def save(self, request: Request) -> bool:
-        """Copies the KV of the request's computed positions out of its blocks, which go to others next. False, and nothing kept, if there is no room
-        or it is cheaper to compute it again."""
+        """Copies the KV of the request's computed positions out of its blocks, which go to others next.
+        False, and nothing kept, if there is no room or it is cheaper to compute it again."""
 
     def restore(self, request: Request) -> bool:
-        """Copies it into the request's blocks, which cover the same positions again, and keeps it no longer. False: it is lost, compute it again."""
+        """Copies it into the request's blocks, which cover the same positions again, and keeps it no longer.
+        False: it is lost, compute it again."""
 
     def drop(self, request: Request) -> None:
         """It is not needed any more. Requests of which nothing is kept are passed over."""
@@ -32,8 +34,9 @@ class Keeper(Protocol):
 class WaitingOrder:
     """The first few of many, without looking at all of them.
 
-    A key that has grown is noticed when its request comes first. One that has shrunk, as those of urgent requests do, is noticed in turn: each look
-    computes `_REFRESHED` keys anew. So with n waiting, at most n / _REFRESHED looks go by until then.
+    A key that has grown is noticed when its request comes first. One that has shrunk, as those of urgent
+    requests do, is noticed in turn: each look computes `_REFRESHED` keys anew. So with n waiting, at most n /
+    _REFRESHED looks go by until then.
     """
 
     def __init__(self, key: Callable[[Request], Key]) -> None:
@@ -98,7 +101,8 @@ class WaitingOrder:
 
 
 class WaitingKV:
-    """KV of requests without a row: in their blocks (paused), or in host memory (kept). Whoever is in neither is computed again."""
+    """KV of requests without a row: in their blocks (paused), or in host memory (kept). Whoever is in neither
+    is computed again."""
 
     def __init__(self, pool: BlockPool, keeper: Keeper | None, key: Callable[[Request], Key]) -> None:
         self.num_kept = self.num_restored = 0  # requests whose KV went to host memory, and came back
@@ -129,7 +133,8 @@ class WaitingKV:
         del self._paused[request.number]
 
     def extend(self, request: Request, num_positions: int) -> bool:
-        """Extends its blocks, if need be by those of the paused, of whoever goes last first. False if they do not suffice."""
+        """Extends its blocks, if need be by those of the paused, of whoever goes last first. False if they do
+        not suffice."""
         while not self._pool.extend(request.table, num_positions):
             others = [other for other in self._paused.values() if other is not request]
             if not others:
@@ -138,8 +143,9 @@ class WaitingKV:
         return True
 
     def resume(self, request: Request, num_positions: int) -> bool | None:
-        """Gives a waiting request blocks for so many positions, beside the KV that it has. False, and nothing changed for it, if there are not
-        blocks enough; None if it has no KV. Sets num_computed if its KV was in host memory."""
+        """Gives a waiting request blocks for so many positions, beside the KV that it has. False, and nothing
+        changed for it, if there are not blocks enough; None if it has no KV. Sets num_computed if its KV was
+        in host memory."""
         if request.number not in self._paused and request.number not in self._kept:
             return None
         if not self.extend(request, num_positions):
@@ -158,7 +164,8 @@ class WaitingKV:
         return True
 
     def repair(self, waiting: Iterable[Request]) -> None:
-        """After an interrupt, for those without a row: blocks that do not hold what is computed are of no use, nor are those of who is kept."""
+        """After an interrupt, for those without a row: blocks that do not hold what is computed are of no
+        use, nor are those of who is kept."""
         self._paused.clear()
         for request in waiting:
             is_kept = request.number in self._kept

@@ -1,4 +1,5 @@
 """When requests come."""
+
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -21,16 +22,20 @@ _TAKES: dict[str, frozenset[str]] = {
 
 
 class ArrivalsConfig(Settings):
-    """When requests come, and the loads that are tried: one list of `rates`, `utilisations`, `speeds` or `clients`.
+    """When requests come, and the loads that are tried: one list of `rates`, `utilisations`, `speeds` or
+    `clients`.
 
-    kind          "poisson"; "gamma": intervals with standard deviation / mean = cv; "bursty": Poisson whose rate jumps between two values;
-                  "recorded": as `times`, or the trace, say; "closed": a constant number of clients
+    kind          "poisson"; "gamma": intervals with standard deviation / mean = cv; "bursty": Poisson whose
+                  rate jumps between two values; "recorded": as `times`, or the trace, say; "closed": a
+                  constant number of clients
     rates         requests per second, of all replicas together
-    utilisations  the same as shares of what the system `reference` (None = the first) gets done when it always has work
+    utilisations  the same as shares of what the system `reference` (None = the first) gets done when it
+                  always has work
     speeds        of recorded: so many times as fast
     clients       of closed: each asks again think_s after its answer
     cv            of gamma
-    burst_factor, burst_share, burst_s   of bursty: rate in a burst over that outside; share of time in bursts; mean seconds of one
+    burst_factor, burst_share, burst_s   of bursty: rate in a burst over that outside; share of time in
+                                         bursts; mean seconds of one
     times         of recorded: seconds, ascending; run through again as often as needed
     """
 
@@ -50,10 +55,17 @@ class ArrivalsConfig(Settings):
     @model_validator(mode="after")
     def _fields_of_kind(self) -> ArrivalsConfig:
         for name in sorted(self.model_fields_set - {"kind"} - _TAKES[self.kind]):
-            raise ValueError(f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}; leave it out")
-        given = [name for name in ("rates", "utilisations", "speeds", "clients") if getattr(self, name) is not None]
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}; leave it out"
+            )
+        given = [
+            name for name in ("rates", "utilisations", "speeds", "clients") if getattr(self, name) is not None
+        ]
         if self.kind != "recorded" and len(given) != 1:
-            raise ValueError(f"kind={self.kind!r} needs one list of loads, not {given or 'none'}: {', '.join(sorted(_TAKES[self.kind] & _LOADS))}")
+            raise ValueError(
+                f"kind={self.kind!r} needs one list of loads, not {given or 'none'}:"
+                f" {', '.join(sorted(_TAKES[self.kind] & _LOADS))}"
+            )
         if self.times is not None and list(self.times) != sorted(self.times):
             raise ValueError("times must ascend")
         return self
@@ -61,7 +73,10 @@ class ArrivalsConfig(Settings):
     @property
     def what(self) -> str:
         """What loads are counted in."""
-        return next((name for name in ("rates", "utilisations", "clients") if getattr(self, name) is not None), "speeds")
+        return next(
+            (name for name in ("rates", "utilisations", "clients") if getattr(self, name) is not None),
+            "speeds",
+        )
 
     @property
     def loads(self) -> tuple[float, ...]:

@@ -1,4 +1,6 @@
-"""Who is in the rows of a simulated engine and with which KV blocks: requests are moved as hispec/scheduling/scheduler.py moves them."""
+"""Who is in the rows of a simulated engine and with which KV blocks: requests are moved as
+hispec/scheduling/scheduler.py moves them."""
+
 from __future__ import annotations
 
 import math
@@ -37,7 +39,8 @@ from .workload import Workload
 
 @dataclass
 class Counts:
-    """preemptions: rows taken; swaps: KV moved out; recomputed: positions of KV that were lost; rounds: by (route, K, R)"""
+    """preemptions: rows taken; swaps: KV moved out; recomputed: positions of KV that were lost; rounds: by
+    (route, K, R)"""
 
     preemptions: int = 0
     swaps: int = 0
@@ -48,8 +51,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all replicas of a run share. tables: of costs and recorded rounds; swap_bytes: host memory of each; route_numbers: what the controller's
-    routes are in the tables."""
+    """What all replicas of a run share. tables: of costs and recorded rounds; swap_bytes: host memory of
+    each; route_numbers: what the controller's routes are in the tables."""
 
     engine: EngineSettings
     costs: Costs
@@ -60,7 +63,12 @@ class Setup:
 
 
 def empty_rows(num: int, num_routes: int) -> Rows:
-    return Rows(np.zeros((num, NUM_WHOLE), np.int64), np.zeros((num, NUM_REAL)), np.zeros(num, np.uint64), np.zeros((num, num_routes, 4)))
+    return Rows(
+        np.zeros((num, NUM_WHOLE), np.int64),
+        np.zeros((num, NUM_REAL)),
+        np.zeros(num, np.uint64),
+        np.zeros((num, num_routes, 4)),
+    )
 
 
 class Seats:
@@ -108,7 +116,8 @@ class Seats:
         return np.argsort(whole[:, REQUEST])
 
     def progress_of(self, request: int) -> tuple[int, int]:
-        """Of a request that is here: tokens that it has, positions that are to be computed before it gets more."""
+        """Of a request that is here: tokens that it has, positions that are to be computed before it gets
+        more."""
         row = self._row_of.get(request)
         if row is not None:
             return int(self.rows.whole[row, OUTPUT]), int(self.rows.whole[row, LEFT])
@@ -125,7 +134,9 @@ class Seats:
 
     @property
     def _is_review_due(self) -> bool:
-        return self.policy.preempts and (bool(self.new) or self.rounds_since_review >= self.policy.review_rounds)
+        return self.policy.preempts and (
+            bool(self.new) or self.rounds_since_review >= self.policy.review_rounds
+        )
 
     def _review(self) -> None:
         """As Scheduler._review."""
@@ -134,7 +145,10 @@ class Seats:
             self.rounds_since_review = 0
         may_displace, self.new = self.waiting if is_regular else self.new, []
         is_limited, size = self._num_blocks >= 0, self.setup.engine.block_size
-        held = {request: -(-int(self.rows.whole[row, LENGTH] - 1) // size) if is_limited else 0 for request, row in self._row_of.items()}
+        held = {
+            request: -(-int(self.rows.whole[row, LENGTH] - 1) // size) if is_limited else 0
+            for request, row in self._row_of.items()
+        }
         rest = sorted((self._key(request), request) for request in held)
         num_rows = self.setup.engine.max_num_seqs - self.num_running
         num_blocks = self._num_blocks - sum(held.values()) if is_limited else 0
@@ -152,7 +166,11 @@ class Seats:
     def _admit(self) -> None:
         if self.num_running == self.setup.engine.max_num_seqs:
             return
-        order = sorted((self._key(request), request) for request in self.waiting) if len(self.waiting) > 1 else [((), self.waiting[0])]
+        order = (
+            sorted((self._key(request), request) for request in self.waiting)
+            if len(self.waiting) > 1
+            else [((), self.waiting[0])]
+        )
         for _, request in order[: self.setup.engine.max_num_seqs - self.num_running]:
             if self._num_blocks >= 0:
                 needed = self._needed() + self._end_blocks(request)
@@ -166,7 +184,15 @@ class Seats:
     # ---- rows and blocks ----
 
     def _needed(self) -> int:
-        return int(self._blocks_needed(self.rows.whole, self.num_running, self.plan.num_draft_tokens, self.plan.num_checks, self.setup.engine.block_size))
+        return int(
+            self._blocks_needed(
+                self.rows.whole,
+                self.num_running,
+                self.plan.num_draft_tokens,
+                self.plan.num_checks,
+                self.setup.engine.block_size,
+            )
+        )
 
     def _end_blocks(self, request: int) -> int:
         """Blocks that a request may need in its next round."""
@@ -175,7 +201,10 @@ class Seats:
         length = int(workload.prompt_tokens[request]) if saved is None else int(saved[0][LENGTH])
         output = 0 if saved is None else int(saved[0][OUTPUT])
         window = self.plan.num_checks * (self.plan.num_draft_tokens + 1)
-        return -(-(length - 1 + min(window, int(workload.max_tokens[request]) - output)) // self.setup.engine.block_size)
+        return -(
+            -(length - 1 + min(window, int(workload.max_tokens[request]) - output))
+            // self.setup.engine.block_size
+        )
 
     def make_room(self) -> None:
         """Blocks are short for the next round: who is paused gives up, who goes last first; then who runs."""
@@ -205,12 +234,20 @@ class Seats:
             rows.whole[row], rows.real[row] = saved
             return
         prompt, replay = int(workload.prompt_tokens[request]), int(workload.replays[request])
-        first, last = (workload.recorded.starts[replay], workload.recorded.starts[replay + 1]) if replay >= 0 else (-1, -1)
+        first, last = (
+            (workload.recorded.starts[replay], workload.recorded.starts[replay + 1])
+            if replay >= 0
+            else (-1, -1)
+        )
         new = rows.whole[row]
         new[:] = 0
         new[REQUEST], new[LEFT], new[LENGTH], new[TARGET], new[MOST] = (
-            request, prompt - 1 - workload.cached_tokens[request], prompt, workload.output_tokens[request], workload.max_tokens[request],
-        )  # fmt: skip
+            request,
+            prompt - 1 - workload.cached_tokens[request],
+            prompt,
+            workload.output_tokens[request],
+            workload.max_tokens[request],
+        )
         new[FIRST], new[LAST], new[DRAFTS], new[CHECKS] = first, last, -1, -1
         rows.real[row] = 0.0
         rows.real[row, FIRST_TOKEN] = math.nan
@@ -241,7 +278,11 @@ class Seats:
         whole, costs = self._saved[request][0], self.setup.costs
         computed = int(whole[LENGTH] - 1 - whole[LEFT])
         num_bytes, swap_s = computed * self.setup.engine.kv_bytes_per_token, costs.swap_s(computed)
-        if swap_s is not None and swap_s < costs.prefill_s(computed) and self._kept_bytes + num_bytes <= self.setup.swap_bytes:
+        if (
+            swap_s is not None
+            and swap_s < costs.prefill_s(computed)
+            and self._kept_bytes + num_bytes <= self.setup.swap_bytes
+        ):
             self._kept_bytes += num_bytes
             self._moved[request] = num_bytes
             self.stall_s += swap_s / 2
@@ -267,5 +308,7 @@ class Seats:
         if prefill_passes > 0.0:
             self.policy.served(int(whole[REQUEST]), Service(0, 0, 0, 0, prefill_passes, prefill_s))
         if rounds:
-            self.policy.served(int(whole[REQUEST]), Service(rounds, tokens, drafted, accepted, passes, seconds))
+            self.policy.served(
+                int(whole[REQUEST]), Service(rounds, tokens, drafted, accepted, passes, seconds)
+            )
         whole[S_ROUNDS:], real[S_PASSES:] = 0, 0.0

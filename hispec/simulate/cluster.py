@@ -1,4 +1,5 @@
 """Replicas behind a router, in the order of time."""
+
 from __future__ import annotations
 
 import heapq
@@ -38,7 +39,9 @@ class Router:
         self._work[replica] += tokens
 
 
-def serve_open(replicas: Sequence[Replica], router: Router, arrivals: Floats, progress: Callable[[int], object]) -> Outcomes:
+def serve_open(
+    replicas: Sequence[Replica], router: Router, arrivals: Floats, progress: Callable[[int], object]
+) -> Outcomes:
     """Requests that come at these times [requests], ascending."""
     cluster = _Cluster(replicas, router, len(arrivals), progress)
     for request, arrival_s in enumerate(arrivals.tolist()):
@@ -50,10 +53,19 @@ def serve_open(replicas: Sequence[Replica], router: Router, arrivals: Floats, pr
     return cluster.done()
 
 
-def serve_closed(replicas: Sequence[Replica], router: Router, num: int, clients: int, think_s: float, progress: Callable[[int], object]) -> Outcomes:
+def serve_closed(
+    replicas: Sequence[Replica],
+    router: Router,
+    num: int,
+    clients: int,
+    think_s: float,
+    progress: Callable[[int], object],
+) -> Outcomes:
     """`num` requests of so many clients, each of whom asks again think_s after its answer."""
     cluster = _Cluster(replicas, router, num, progress)
-    coming = [(0.0, client) for client in range(min(clients, num))]  # a heap of times, and the requests' order
+    coming = [
+        (0.0, client) for client in range(min(clients, num))
+    ]  # a heap of times, and the requests' order
     asked = len(coming)
     while coming or cluster.next_s < math.inf:
         if coming and coming[0][0] < cluster.next_s:
@@ -70,10 +82,14 @@ def serve_closed(replicas: Sequence[Replica], router: Router, num: int, clients:
 class _Cluster:
     """The replicas that have something to do, by when something happens in them."""
 
-    def __init__(self, replicas: Sequence[Replica], router: Router, num: int, progress: Callable[[int], object]) -> None:
+    def __init__(
+        self, replicas: Sequence[Replica], router: Router, num: int, progress: Callable[[int], object]
+    ) -> None:
         self._replicas, self._router, self._progress = replicas, router, progress
         self._outcomes, self._num_finished = Outcomes(num), 0
-        self._events: list[tuple[float, int]] = []  # of which those count that still say when their replica's run ends
+        self._events: list[
+            tuple[float, int]
+        ] = []  # of which those count that still say when their replica's run ends
         self._tokens = np.zeros(num)
 
     @property
@@ -100,7 +116,10 @@ class _Cluster:
         if self._replicas[at].end_s < math.inf:
             heapq.heappush(self._events, (self._replicas[at].end_s, at))
         for each in finished:
-            self._outcomes.first_token_s[each.request], self._outcomes.finished_s[each.request] = each.first_token_s, each.finished_s
+            self._outcomes.first_token_s[each.request], self._outcomes.finished_s[each.request] = (
+                each.first_token_s,
+                each.finished_s,
+            )
             self._router.add(at, -self._tokens[each.request])
             self._num_finished += 1
             if self._num_finished % _OFTEN == 0:

@@ -1,4 +1,5 @@
 """What `hispec simulate` may be told (docs/simulation.md)."""
+
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -44,9 +45,11 @@ class StageSettings(Settings):
 
 
 class LatencySettings(Settings):
-    """What stages cost: either each by name (`LatencyModel` lists them), or a profile that `hispec profile --latency` wrote.
+    """What stages cost: either each by name (`LatencyModel` lists them), or a profile that `hispec profile
+    --latency` wrote.
 
-    is_static, row_buckets  whether passes take their whole rectangle, and to which numbers of rows they are rounded up
+    is_static, row_buckets  whether passes take their whole rectangle, and to which numbers of rows they are
+                            rounded up
     """
 
     stages: dict[str, StageSettings] | None = None
@@ -59,14 +62,17 @@ class LatencySettings(Settings):
         if (self.stages is None) == (self.path is None):
             raise ValueError("give either latency.stages or latency.path, the file of a profile")
         if self.path is not None and (self.is_static or self.row_buckets):
-            raise ValueError("is_static and row_buckets are said by the profile that latency.path names; leave them out")
+            raise ValueError(
+                "is_static and row_buckets are said by the profile that latency.path names; leave them out"
+            )
         if list(self.row_buckets) != sorted(set(self.row_buckets)):
             raise ValueError(f"row_buckets={list(self.row_buckets)} must ascend")
         return self
 
 
 class AcceptanceSettings(Settings):
-    """Chance that a draft is kept, those before it in its cycle having been: share * by_position * drift, cut to 0 to 1.
+    """Chance that a draft is kept, those before it in its cycle having been: share * by_position * drift, cut
+    to 0 to 1.
 
     share        drawn once per request
     by_position  factor of the first, second, ... draft of a cycle; the last goes on
@@ -74,7 +80,9 @@ class AcceptanceSettings(Settings):
     """
 
     share: Distribution
-    by_position: Annotated[Tuple[Annotated[float, Field(ge=0.0, le=10.0)]], Field(min_length=1, max_length=32)] = (1.0,)
+    by_position: Annotated[
+        Tuple[Annotated[float, Field(ge=0.0, le=10.0)]], Field(min_length=1, max_length=32)
+    ] = (1.0,)
     drift: Tuple[Tuple[Annotated[float, Field(ge=0.0, le=1e9)]]] = ()
 
     @model_validator(mode="after")
@@ -99,7 +107,8 @@ class RouteSettings(Settings):
     acceptance         of drafts, by the tier above; of hybrid: of those that were looked up
     exit_acceptance    of hybrid: of the exit's drafts
     verify_acceptance  of three tiers: of tentative tokens, by verify
-    match              of ngram and hybrid: share of cycles in which something is looked up, drawn once per request
+    match              of ngram and hybrid: share of cycles in which something is looked up, drawn once per
+                       request
     """
 
     kind: DraftKind
@@ -117,12 +126,20 @@ class RouteSettings(Settings):
     def _fits_together(self) -> RouteSettings:
         is_inside = self.kind in ("exit", "adapter", "hybrid")
         if is_inside != (self.draft_layer > 0):
-            raise ValueError(f"draft_layer={self.draft_layer} of kind={self.kind!r}: {'give the layer, >= 1' if is_inside else 'must be 0, it is outside'}")
+            raise ValueError(
+                f"draft_layer={self.draft_layer} of kind={self.kind!r}:"
+                f" {'give the layer, >= 1' if is_inside else 'must be 0, it is outside'}"
+            )
         if self.check_layer is not None and self.check_layer <= self.draft_layer:
             raise ValueError(f"check_layer={self.check_layer} must lie above draft_layer={self.draft_layer}")
         for name, given, allowed, why in (
             ("most_checks", self.most_checks > 1, self.check_layer is not None, "check_layer"),
-            ("verify_acceptance", self.verify_acceptance is not None, self.check_layer is not None, "check_layer"),
+            (
+                "verify_acceptance",
+                self.verify_acceptance is not None,
+                self.check_layer is not None,
+                "check_layer",
+            ),
             ("exit_acceptance", self.exit_acceptance is not None, self.kind == "hybrid", "kind='hybrid'"),
             ("num_exit_tokens", self.num_exit_tokens is not None, self.kind == "hybrid", "kind='hybrid'"),
             ("match", "match" in self.model_fields_set, self.kind in _LOOKING_UP, "kind='ngram' or 'hybrid'"),
@@ -130,18 +147,29 @@ class RouteSettings(Settings):
             if given and not allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs {why}; leave it out")
         if self.check_layer is not None and self.verify_acceptance is None:
-            raise ValueError(f"check_layer={self.check_layer} needs verify_acceptance: how often verify keeps what the check kept")
+            raise ValueError(
+                f"check_layer={self.check_layer} needs verify_acceptance: how often verify keeps what the"
+                " check kept"
+            )
         if self.kind == "hybrid" and self.exit_acceptance is None:
             raise ValueError("kind='hybrid' needs exit_acceptance: how often the exit's drafts are kept")
         return self
 
     @property
     def route(self) -> Route:
-        return Route(self.kind, self.draft_layer, self.check_layer, self.most_drafts, self.most_checks, self.num_exit_tokens)
+        return Route(
+            self.kind,
+            self.draft_layer,
+            self.check_layer,
+            self.most_drafts,
+            self.most_checks,
+            self.num_exit_tokens,
+        )
 
 
 class ClassSettings(Settings):
-    """Requests of one kind: how many of all (weight over the sum of weights), and what differs from `requests`.
+    """Requests of one kind: how many of all (weight over the sum of weights), and what differs from
+    `requests`.
 
     has_template  whether their prompts begin alike, so that a length predictor can tell the class
     acceptance    share by route, in place of the route's acceptance.share
@@ -162,8 +190,8 @@ class RequestsSettings(Settings):
     prompt_tokens, output_tokens   lengths; where an output ends is not known before
     max_tokens     that a request may output at most, as its policy is told
     classes        by name; none = all alike
-    trace          a file that the engine recorded (engine.trace): lengths, drafts and what was kept of them; arrivals too if these are
-                   `recorded`. It is run through again as often as `num` needs
+    trace          a file that the engine recorded (engine.trace): lengths, drafts and what was kept of them;
+                   arrivals too if these are `recorded`. It is run through again as often as `num` needs
     """
 
     num: Annotated[int, Field(ge=1, le=100_000_000)] = 10_000
@@ -176,15 +204,21 @@ class RequestsSettings(Settings):
 
     @model_validator(mode="after")
     def _one_source(self) -> RequestsSettings:
-        if self.trace is not None and (self.classes or {"prompt_tokens", "output_tokens", "max_tokens"} & self.model_fields_set):
-            raise ValueError(f"trace={self.trace!r} says all lengths; leave prompt_tokens, output_tokens, max_tokens and classes out")
+        if self.trace is not None and (
+            self.classes or {"prompt_tokens", "output_tokens", "max_tokens"} & self.model_fields_set
+        ):
+            raise ValueError(
+                f"trace={self.trace!r} says all lengths; leave prompt_tokens, output_tokens, max_tokens and"
+                " classes out"
+            )
         return self
 
 
 class ControlSettings(Settings):
     """Who decides what a round does.
 
-    kind        "plain"; "fixed": always num_drafts of `route`, with num_checks; "goodput": the controller, with settings `goodput`
+    kind        "plain"; "fixed": always num_drafts of `route`, with num_checks; "goodput": the controller,
+                with settings `goodput`
     routes      that goodput chooses from; None = all
     """
 
@@ -199,9 +233,15 @@ class ControlSettings(Settings):
     def _fields_of_kind(self) -> ControlSettings:
         if self.kind == "fixed" and (self.route is None or self.num_drafts is None):
             raise ValueError("kind='fixed' needs route and num_drafts")
-        takes = {"plain": set(), "fixed": {"route", "num_drafts", "num_checks"}, "goodput": {"goodput", "routes"}}[self.kind]
+        takes = {
+            "plain": set(),
+            "fixed": {"route", "num_drafts", "num_checks"},
+            "goodput": {"goodput", "routes"},
+        }[self.kind]
         for name in sorted(self.model_fields_set - {"kind"} - takes):
-            raise ValueError(f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}; leave it out")
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}; leave it out"
+            )
         return self
 
 
@@ -218,7 +258,9 @@ class PredictorSettings(Settings):
     @model_validator(mode="after")
     def _fields_of_kind(self) -> PredictorSettings:
         if (self.sigma is not None) != (self.kind == "noisy"):
-            raise ValueError(f"sigma={self.sigma!r} and kind={self.kind!r}: sigma belongs to kind='noisy', which needs it")
+            raise ValueError(
+                f"sigma={self.sigma!r} and kind={self.kind!r}: sigma belongs to kind='noisy', which needs it"
+            )
         return self
 
 
@@ -226,8 +268,9 @@ class SystemSettings(Settings):
     """One of the systems that are compared.
 
     scheduling  as an engine takes it
-    srtf        in place of scheduling.policy: shortest remaining first, preempting, by the true "service" (rounds; the oracle that others are measured
-                against), the true "tokens", or the tokens that are "predicted" to be left; to find out what knowledge is worth
+    srtf        in place of scheduling.policy: shortest remaining first, preempting, by the true "service"
+                (rounds; the oracle that others are measured against), the true "tokens", or the tokens that
+                are "predicted" to be left; to find out what knowledge is worth
     """
 
     scheduling: SchedulingConfig = SchedulingConfig()
@@ -238,9 +281,15 @@ class SystemSettings(Settings):
     @model_validator(mode="after")
     def _one_order(self) -> SystemSettings:
         if self.srtf == "service" and self.control.kind == "goodput":
-            raise ValueError("srtf='service' knows the rounds that are left only if the plan is fixed; set control.kind to plain or fixed, or srtf: tokens")
+            raise ValueError(
+                "srtf='service' knows the rounds that are left only if the plan is fixed; set control.kind to"
+                " plain or fixed, or srtf: tokens"
+            )
         if self.srtf is not None and "policy" in self.scheduling.model_fields_set:
-            raise ValueError(f"srtf={self.srtf!r} takes the place of scheduling.policy={self.scheduling.policy!r}; leave one of them out")
+            raise ValueError(
+                f"srtf={self.srtf!r} takes the place of scheduling.policy={self.scheduling.policy!r}; leave"
+                " one of them out"
+            )
         return self
 
     @property
@@ -272,12 +321,21 @@ class SimulationConfig(Settings):
     @model_validator(mode="after")
     def _names_are_known(self) -> SimulationConfig:
         known = ", ".join(self.routes) or "none"
-        named = [(f"requests.classes.{name}.acceptance", route) for name, each in self.requests.classes.items() for route in each.acceptance]
+        named = [
+            (f"requests.classes.{name}.acceptance", route)
+            for name, each in self.requests.classes.items()
+            for route in each.acceptance
+        ]
         for name, system in self.systems.items():
             control = system.control
-            named += [(f"systems.{name}.control", route) for route in (*((control.route,) if control.route else ()), *(control.routes or ()))]
+            named += [
+                (f"systems.{name}.control", route)
+                for route in (*((control.route,) if control.route else ()), *(control.routes or ()))
+            ]
             if control.kind == "goodput" and not self.routes:
-                raise ValueError(f"systems.{name}.control.kind='goodput' has nothing to choose from; give routes")
+                raise ValueError(
+                    f"systems.{name}.control.kind='goodput' has nothing to choose from; give routes"
+                )
         for where, route in named:
             if route not in self.routes:
                 raise ValueError(f"{where} names a route {route!r}; there are: {known}")
@@ -285,16 +343,28 @@ class SimulationConfig(Settings):
             if system.control.kind == "fixed" and system.control.route is not None:
                 _check_plan(name, system.control, self.routes[system.control.route])
         if self.arrivals.reference is not None and self.arrivals.reference not in self.systems:
-            raise ValueError(f"arrivals.reference={self.arrivals.reference!r} is no system; there are: {', '.join(self.systems)}")
+            raise ValueError(
+                f"arrivals.reference={self.arrivals.reference!r} is no system; there are:"
+                f" {', '.join(self.systems)}"
+            )
         for name, each in self.routes.items():
             if max(each.draft_layer, each.check_layer or 0) >= self.engine.num_layers:
-                raise ValueError(f"routes.{name} has an exit beyond engine.num_layers={self.engine.num_layers}; lower it, or raise num_layers")
+                raise ValueError(
+                    f"routes.{name} has an exit beyond engine.num_layers={self.engine.num_layers}; lower it,"
+                    " or raise num_layers"
+                )
         if self.arrivals.kind == "recorded" and self.arrivals.times is None and self.requests.trace is None:
             raise ValueError("arrivals.kind='recorded' needs arrivals.times or requests.trace")
         return self
 
 
 def _check_plan(name: str, control: ControlSettings, route: RouteSettings) -> None:
-    for field, value, most in (("num_drafts", control.num_drafts or 0, route.most_drafts), ("num_checks", control.num_checks, route.most_checks)):
+    for field, value, most in (
+        ("num_drafts", control.num_drafts or 0, route.most_drafts),
+        ("num_checks", control.num_checks, route.most_checks),
+    ):
         if value > most:
-            raise ValueError(f"systems.{name}.control.{field}={value} is more than route {control.route!r} allows ({most}); lower it, or raise the route's")
+            raise ValueError(
+                f"systems.{name}.control.{field}={value} is more than route {control.route!r} allows"
+                f" ({most}); lower it, or raise the route's"
+            )

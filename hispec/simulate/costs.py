@@ -1,4 +1,5 @@
 """Settings of stages and routes as the arrays that compiled rounds read."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ from .config import AcceptanceSettings, LatencySettings, RouteSettings
 from .distributions import Floats, Ints
 
 COMPUTED, LOOKED_UP, HYBRID = range(3)  # who drafts
-# Columns of Costs.routes: who drafts, stages of passes (-1 = none), tokens of a hybrid's exit, whether there is a check tier.
+# Columns of Costs.routes: who drafts, stages of passes (-1 = none), tokens of a hybrid's exit, whether there
+# is a check tier.
 KIND, PASS, FILL, CHECK, VERIFY, EXIT_TOKENS, HAS_CHECK, PLAIN_VERIFY = range(8)
 PLAIN_STAGE, PREFILL_STAGE, ROUND_STAGE, LOOKUP_STAGE = range(4)
 MOST_POINTS = 64
@@ -24,11 +26,14 @@ MOST_POINTS = 64
 class Costs:
     """What rounds cost and how right their drafts are.
 
-    stages     [stages, 6] constant, per row, per token, per context token, per pair, in seconds; free tokens: as Linear
+    stages     [stages, 6] constant, per row, per token, per context token, per pair, in seconds; free tokens:
+               as Linear
     buckets    numbers of rows that rounds are rounded up to; empty = rounds are packed
     routes     [routes, 8], as above
-    passes     [routes, 4] passes over the whole model, for attained service: of a pass of the draft tier, a check, verify, verify without a check
-    positions  [routes, 3, 32] factors of a chance, by place in its cycle: drafts, a hybrid's exit's, tentative tokens
+    passes     [routes, 4] passes over the whole model, for attained service: of a pass of the draft tier, a
+               check, verify, verify without a check
+    positions  [routes, 3, 32] factors of a chance, by place in its cycle: drafts, a hybrid's exit's,
+               tentative tokens
     drift      [routes, 3, 2, points] seconds and factors
     """
 
@@ -86,7 +91,12 @@ def make_costs(latency: LatencyModel, routes: Mapping[str, RouteSettings], num_l
             table[index, CHECK] = stage(f"check/{layer}-{check}")
         table[index, VERIFY], table[index, PLAIN_VERIFY] = stage(f"verify/{top}"), stage(f"verify/{layer}")
         table[index, EXIT_TOKENS] = route.num_exit_tokens or 32
-        passes[index] = layer / num_layers, (top - layer) / num_layers, 1.0 - top / num_layers, 1.0 - layer / num_layers
+        passes[index] = (
+            layer / num_layers,
+            (top - layer) / num_layers,
+            1.0 - top / num_layers,
+            1.0 - layer / num_layers,
+        )
         for which, settings in enumerate((route.acceptance, route.exit_acceptance, route.verify_acceptance)):
             if settings is not None:
                 _put_acceptance(settings, positions[index, which], drift[index, which])
@@ -108,4 +118,11 @@ def _put_acceptance(settings: AcceptanceSettings, positions: Floats, drift: Floa
 def _seconds(latency: LatencyModel, name: str) -> tuple[float, ...]:
     # What a round costs besides its passes, and prompt lookup, are free if nothing is said of them.
     stage = NOTHING if name in ("round", "lookup") and name not in latency else latency[name]
-    return stage.constant_ms / 1e3, stage.row_ms / 1e3, stage.token_ms / 1e3, stage.context_ms / 1e3, stage.pair_ms / 1e3, stage.free_tokens
+    return (
+        stage.constant_ms / 1e3,
+        stage.row_ms / 1e3,
+        stage.token_ms / 1e3,
+        stage.context_ms / 1e3,
+        stage.pair_ms / 1e3,
+        stage.free_tokens,
+    )

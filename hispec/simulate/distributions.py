@@ -1,4 +1,5 @@
 """Random numbers as settings say: lengths in tokens, shares of drafts that are right."""
+
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -54,7 +55,10 @@ class Distribution(Settings):
             given, needed = getattr(self, name) is not None, name in _NEEDS[self.kind]
             if given and not needed:
                 takes = ", ".join(_NEEDS[self.kind])
-                raise ValueError(f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}, which takes {takes}; leave it out")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}, which takes"
+                    f" {takes}; leave it out"
+                )
             if needed and not given:
                 raise ValueError(f"kind={self.kind!r} needs {name}")
         if self.low is not None and self.high is not None and self.low > self.high:
@@ -82,14 +86,19 @@ class Distribution(Settings):
             drawn = chance.beta(mean * weight, (1.0 - mean) * weight, num)
         else:
             drawn = chance.choice(np.asarray(self.values, np.float64), num)
-        return np.clip(drawn, self.least if self.least is not None else -np.inf, self.most if self.most is not None else np.inf)
+        return np.clip(
+            drawn,
+            self.least if self.least is not None else -np.inf,
+            self.most if self.most is not None else np.inf,
+        )
 
     def tokens(self, num: int, chance: np.random.Generator) -> Ints:
         """[num] whole numbers, at least 1."""
         return np.maximum(1, np.ceil(self.sample(num, chance))).astype(np.int64)
 
     def shares(self, ranks: Ints, chance: np.random.Generator) -> Floats:
-        """[num] of 0 to 1, dealt out by the rank of each request: who is drafted well by one drafter is drafted well by all."""
+        """[num] of 0 to 1, dealt out by the rank of each request: who is drafted well by one drafter is
+        drafted well by all."""
         return np.sort(np.clip(self.sample(len(ranks), chance), 0.0, 1.0))[ranks]
 
 

@@ -1,4 +1,5 @@
 """What came out of a run, in numbers."""
+
 from __future__ import annotations
 
 import math
@@ -20,7 +21,8 @@ _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2
 
 @dataclass(frozen=True)
 class Run:
-    """One system at one load with one seed. alone_s [requests]: what each would take with an engine for itself; num_urgent: None = unknown."""
+    """One system at one load with one seed. alone_s [requests]: what each would take with an engine for
+    itself; num_urgent: None = unknown."""
 
     outcomes: Outcomes
     counts: Sequence[Counts]
@@ -38,11 +40,17 @@ class Run:
 
 
 def figures(config: SimulationConfig, system: SystemSettings, runs: Sequence[Run]) -> dict[str, Any]:
-    """What a report says of a system at a load; runs: one per seed. Latencies are of requests after the warm-up, in seconds."""
+    """What a report says of a system at a load; runs: one per seed. Latencies are of requests after the
+    warm-up, in seconds."""
     first = int(config.requests.num * config.requests.warm_up)
     latencies = [run.outcomes.finished_s[first:] - run.outcomes.arrival_s[first:] for run in runs]
-    latency, slowdown = np.concatenate(latencies), np.concatenate([each / run.alone_s[first:] for each, run in zip(latencies, runs, strict=True)])
-    to_first = np.concatenate([run.outcomes.first_token_s[first:] - run.outcomes.arrival_s[first:] for run in runs])
+    latency, slowdown = (
+        np.concatenate(latencies),
+        np.concatenate([each / run.alone_s[first:] for each, run in zip(latencies, runs, strict=True)]),
+    )
+    to_first = np.concatenate(
+        [run.outcomes.first_token_s[first:] - run.outcomes.arrival_s[first:] for run in runs]
+    )
     totals, span_s = np.sum([run.totals for run in runs], axis=0), sum(run.span_s for run in runs)
     counts = [each for run in runs for each in run.counts]
     bound = system.scheduling.max_slowdown
@@ -66,7 +74,11 @@ def figures(config: SimulationConfig, system: SystemSettings, runs: Sequence[Run
         "slowdown_p99": float(np.percentile(slowdown, 99)),
         "slowdown_max": float(slowdown.max()),
         "num_beyond_max_slowdown": int((slowdown > bound).sum()) if bound is not None else None,
-        "num_aged": sum(run.num_urgent for run in runs if run.num_urgent is not None) if runs[0].num_urgent is not None else None,
+        "num_aged": (
+            sum(run.num_urgent for run in runs if run.num_urgent is not None)
+            if runs[0].num_urgent is not None
+            else None
+        ),
         "num_counted": len(latency),
         "plans": plan_shares(config, counts),
     }
@@ -80,16 +92,23 @@ def plan_shares(config: SimulationConfig, counts: Sequence[Counts]) -> dict[str,
         for (route, num_drafts, num_checks), rounds in each.rounds.items():
             name = "plain"
             if route >= 0 and num_drafts:
-                name = f"{names[route]} K={num_drafts}" + (f" R={num_checks}" if config.routes[names[route]].check_layer is not None else "")
+                name = f"{names[route]} K={num_drafts}" + (
+                    f" R={num_checks}" if config.routes[names[route]].check_layer is not None else ""
+                )
             shares[name] = shares.get(name, 0.0) + rounds
     total = sum(shares.values()) or 1.0
     return {name: rounds / total for name, rounds in sorted(shares.items(), key=lambda item: -item[1])}
 
 
 def compare(config: SimulationConfig, policies: Mapping[str, dict[str, Any]]) -> None:
-    """Adds to each system's figures its mean latency over the best of the other systems; oracles are nobody's other."""
+    """Adds to each system's figures its mean latency over the best of the other systems; oracles are nobody's
+    other."""
     for name, own in policies.items():
-        others = [figures["mean_s"] for other, figures in policies.items() if other != name and not config.systems[other].is_oracle]
+        others = [
+            figures["mean_s"]
+            for other, figures in policies.items()
+            if other != name and not config.systems[other].is_oracle
+        ]
         own["mean_over_best_other"] = own["mean_s"] / min(others) if others else None
 
 
@@ -98,4 +117,6 @@ def _half_width(means: Sequence[float]) -> float | None:
     if len(means) < 2:
         return None
     degrees = len(means) - 1
-    return float((_T[degrees - 1] if degrees <= len(_T) else 1.96) * np.std(means, ddof=1) / math.sqrt(len(means)))
+    return float(
+        (_T[degrees - 1] if degrees <= len(_T) else 1.96) * np.std(means, ddof=1) / math.sqrt(len(means))
+    )

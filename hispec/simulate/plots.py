@@ -1,4 +1,5 @@
 """Pictures of a simulation: mean and p99 latency by load."""
+
 from __future__ import annotations
 
 import io
@@ -17,7 +18,8 @@ _COLOURS = 10
 
 
 def draw_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """mean_s.png, p99_s.png and goodput_tokens_per_s.png in `folder`. Raises ConfigError without matplotlib, and OSError if they can't be written."""
+    """mean_s.png, p99_s.png and goodput_tokens_per_s.png in `folder`. Raises ConfigError without matplotlib,
+    and OSError if they can't be written."""
     check_matplotlib()
     paths = []
     for name, label in _PLOTS.items():
@@ -33,21 +35,37 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError("--plots needs matplotlib, which is not installed: pip install 'hispec[plots]', or leave --plots out") from None
+        raise ConfigError(
+            "--plots needs matplotlib, which is not installed: pip install 'hispec[plots]', or leave"
+            " --plots out"
+        ) from None
 
 
 def _by_load(result: Mapping[str, Any], name: str, label: str) -> Figure:
-    from matplotlib.figure import Figure  # not pyplot: nothing of the user's is changed, and no window is opened
+    from matplotlib.figure import (
+        Figure,
+    )  # not pyplot: nothing of the user's is changed, and no window is opened
 
     figure = Figure(figsize=(7, 4.5))
     axes = figure.subplots()
     loads = [load["load"] for load in result["loads"]]
     for at, system in enumerate(result["loads"][0]["policies"]):
         values = [load["policies"][system][name] for load in result["loads"]]
-        axes.plot(loads, values, marker="o", markersize=3, color=f"C{at % _COLOURS}", linestyle="-" if at < _COLOURS else "--", label=system)
+        axes.plot(
+            loads,
+            values,
+            marker="o",
+            markersize=3,
+            color=f"C{at % _COLOURS}",
+            linestyle="-" if at < _COLOURS else "--",
+            label=system,
+        )
     if name != "goodput_tokens_per_s":
         axes.set_yscale("log")
-    axes.set(xlabel={"rates": "requests/s", "utilisations": "load"}.get(result["what"], result["what"]), ylabel=label)
+    axes.set(
+        xlabel={"rates": "requests/s", "utilisations": "load"}.get(result["what"], result["what"]),
+        ylabel=label,
+    )
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize="small")
     return figure

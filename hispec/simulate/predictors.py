@@ -1,4 +1,5 @@
 """Length predictors of simulated engines: the engine's own, or one that knows the truth, more or less."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,10 @@ class KnownLengths:
         total = float(self._totals[self._next])
 
         def predict(generated: int) -> float:
-            return min(float(max_tokens), max(total, _GROWTH * generated if generated >= total else 0.0, generated + 1.0))
+            return min(
+                float(max_tokens),
+                max(total, _GROWTH * generated if generated >= total else 0.0, generated + 1.0),
+            )
 
         return predict
 

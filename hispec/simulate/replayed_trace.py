@@ -1,4 +1,5 @@
 """Requests as an engine's trace recorded them."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,11 +18,14 @@ _UNKNOWN = -2  # a route that the experiment has not: its rounds are drawn anew
 
 
 def read_recording(config: SimulationConfig) -> Workload | None:
-    """The requests of requests.trace that got any output, in order of arrival; None without a trace. Raises ConfigError."""
+    """The requests of requests.trace that got any output, in order of arrival; None without a trace. Raises
+    ConfigError."""
     if config.requests.trace is None:
         return None
     path = Path(config.requests.trace)
-    requests = sorted((each for each in read_trace(path).requests if each.output_tokens), key=lambda each: each.arrival)
+    requests = sorted(
+        (each for each in read_trace(path).requests if each.output_tokens), key=lambda each: each.arrival
+    )
     if not requests:
         raise ConfigError(f"requests.trace: no request was finished in {path}; record a longer run")
     num = len(requests)

@@ -1,4 +1,5 @@
 """One simulated engine: runs of rounds between the events that may change who is in them, or what they do."""
+
 from __future__ import annotations
 
 import math
@@ -44,19 +45,30 @@ class Finished:
 
 
 class Replica(Seats):
-    """Runs rounds ahead of the clock until something happens of itself; an arrival that may change that makes it run them again, up to then."""
+    """Runs rounds ahead of the clock until something happens of itself; an arrival that may change that makes
+    it run them again, up to then."""
 
-    def __init__(self, index: int, setup: Setup, policy: Policy, control: Control, predictor: LengthPredictor) -> None:
+    def __init__(
+        self, index: int, setup: Setup, policy: Policy, control: Control, predictor: LengthPredictor
+    ) -> None:
         super().__init__(setup, policy)
         from .rounds_numba import run_rounds
 
         self.index, self.control, self.predictor = index, control, predictor
         self.end_s = math.inf  # of the run of rounds that was looked ahead; inf = idle
-        self._run_rounds, self._ahead = run_rounds, empty_rows(setup.engine.max_num_seqs, setup.workload.shares.shape[0])
+        self._run_rounds, self._ahead = (
+            run_rounds,
+            empty_rows(setup.engine.max_num_seqs, setup.workload.shares.shape[0]),
+        )
         self._is_fixed = isinstance(control, FixedControl)
         most_checks = max((route.most_checks for route in control.routes), default=1)
         entries = 1 if self._is_fixed else setup.engine.max_num_seqs * _ROUNDS_PER_RUN
-        self._kept = Kept(not self._is_fixed, np.zeros((entries * most_checks, 5), np.int64), np.zeros((entries, 3), np.int64), np.zeros(2, np.int64))
+        self._kept = Kept(
+            not self._is_fixed,
+            np.zeros((entries * most_checks, 5), np.int64),
+            np.zeros((entries, 3), np.int64),
+            np.zeros(2, np.int64),
+        )
         self._totals, self._reason = np.zeros(NUM_TOTALS), NO_ROOM
         self._order = np.arange(setup.engine.max_num_seqs)
         self._predict: dict[int, Callable[[int], float]] = {}
@@ -84,12 +96,17 @@ class Replica(Seats):
         return len(prompt) + predict(0)
 
     def advance(self) -> list[Finished]:
-        """Takes the run of rounds that was looked ahead for done, and looks ahead again -> who has finished with it."""
+        """Takes the run of rounds that was looked ahead for done, and looks ahead again -> who has finished
+        with it."""
         self.rows, self._ahead, self.now_s = self._ahead, self.rows, self.end_s
         self.stall_s = 0.0
         totals, choice = self._totals, self._choice
         self.counts.totals += totals
-        key = (-1 if choice.route is None else self._route_number, choice.plan.num_draft_tokens, choice.plan.num_checks)
+        key = (
+            -1 if choice.route is None else self._route_number,
+            choice.plan.num_draft_tokens,
+            choice.plan.num_checks,
+        )
         self.counts.rounds[key] = self.counts.rounds.get(key, 0.0) + totals[T_ROUNDS]
         self.rounds_since_review += int(totals[T_ROUNDS])
         if not self._is_fixed and totals[T_ROUNDS]:
@@ -127,11 +144,15 @@ class Replica(Seats):
         finished: list[Finished] = []
         if self._reason != FINISHED:
             return finished
-        done = np.flatnonzero(self.rows.whole[: self.num_running, OUTPUT] >= self.rows.whole[: self.num_running, TARGET])
+        done = np.flatnonzero(
+            self.rows.whole[: self.num_running, OUTPUT] >= self.rows.whole[: self.num_running, TARGET]
+        )
         for row in done[::-1]:
             request, num_output = int(self.rows.whole[row, REQUEST]), int(self.rows.whole[row, OUTPUT])
             self.tell(row)
-            finished.append(Finished(request, float(self.rows.real[row, FIRST_TOKEN]), self.now_s, self.index))
+            finished.append(
+                Finished(request, float(self.rows.real[row, FIRST_TOKEN]), self.now_s, self.index)
+            )
             self.leave(row)
             self.policy.remove(request)
             self.control.forget(request)
@@ -156,12 +177,16 @@ class Replica(Seats):
         if not self._is_fixed:
             self._choice = self.control.choose(whole[:, REQUEST].tolist(), int(whole[:, LENGTH].sum()))
             for column, own in ((DRAFTS, self._choice.most_drafts), (CHECKS, self._choice.most_checks)):
-                whole[:, column] = [own.get(request, -1) for request in whole[:, REQUEST].tolist()] if own else -1
+                whole[:, column] = (
+                    [own.get(request, -1) for request in whole[:, REQUEST].tolist()] if own else -1
+                )
         self.plan = self._choice.plan
         self._order[: self.num_running] = self.order()
         self._max_rounds = min(self.control.rounds_left, _ROUNDS_PER_RUN) if self._kept.is_kept else MANY
         if self.policy.preempts and self.waiting:
-            self._max_rounds = min(self._max_rounds, max(1, self.policy.review_rounds - self.rounds_since_review))
+            self._max_rounds = min(
+                self._max_rounds, max(1, self.policy.review_rounds - self.rounds_since_review)
+            )
 
     @property
     def _start_s(self) -> float:
@@ -178,6 +203,19 @@ class Replica(Seats):
         self._kept.num[:] = 0
         self._totals = np.zeros(NUM_TOTALS)
         self.end_s, self._reason = self._run_rounds(
-            self._ahead, num, self._order, self._route_number, choice.plan.num_draft_tokens, choice.plan.num_checks, self.setup.tables,
-            engine.max_prefill_tokens, engine.block_size, self.num_blocks, self._start_s, until_s, self._max_rounds, self._kept, self._totals,
-        )  # fmt: skip
+            self._ahead,
+            num,
+            self._order,
+            self._route_number,
+            choice.plan.num_draft_tokens,
+            choice.plan.num_checks,
+            self.setup.tables,
+            engine.max_prefill_tokens,
+            engine.block_size,
+            self.num_blocks,
+            self._start_s,
+            until_s,
+            self._max_rounds,
+            self._kept,
+            self._totals,
+        )

@@ -1,4 +1,5 @@
 """What `hispec simulate` prints when it is done."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -21,13 +22,16 @@ def print_simulation(result: Mapping[str, Any], file: IO[str] | None = None) -> 
             if len(figures["plans"]) > 1:
                 plans = list(figures["plans"].items())
                 rest = sum(share for _, share in plans[_MOST_PLANS:])
-                named = [f"{plan} {share:.0%}" for plan, share in plans[:_MOST_PLANS]] + ([f"others {rest:.0%}"] if rest else [])
+                named = [f"{plan} {share:.0%}" for plan, share in plans[:_MOST_PLANS]] + (
+                    [f"others {rest:.0%}"] if rest else []
+                )
                 console.print(f"{name}: {', '.join(named)} of rounds")
         console.print()
     first = next(iter(result["loads"][0]["policies"].values()))
     console.print(
-        f"Latencies in seconds from arrival to end, of the {first['num_counted']} requests after the warm-up. x best: mean latency over the best other's,"
-        " oracles left out. slowdown: latency over the time alone on an idle engine by the same plan (plain decoding, where a controller chooses)."
+        f"Latencies in seconds from arrival to end, of the {first['num_counted']} requests after the warm-up."
+        " x best: mean latency over the best other's, oracles left out. slowdown: latency over the time"
+        " alone on an idle engine by the same plan (plain decoding, where a controller chooses)."
     )
     console.print(f"{result['seconds']:.1f} s on {hardware_text(result['environment'])}")
 

@@ -1,4 +1,5 @@
 """Compiled parts of a simulated round: costs of passes, draws of what is right, limits of rows."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -31,8 +32,13 @@ kernel = njit(cache=True, nogil=True)
 
 @kernel
 def chance(seed: Any, stream: Any, place: Any) -> Any:
-    """A number in [0, 1) that depends on these alone: so a draft at a place is right or wrong under every policy and plan."""
-    x = seed ^ (np.uint64(stream + 1) * np.uint64(0x9E3779B97F4A7C15)) ^ (np.uint64(place) * np.uint64(0xD1B54A32D192ED03))
+    """A number in [0, 1) that depends on these alone: so a draft at a place is right or wrong under every
+    policy and plan."""
+    x = (
+        seed
+        ^ (np.uint64(stream + 1) * np.uint64(0x9E3779B97F4A7C15))
+        ^ (np.uint64(place) * np.uint64(0xD1B54A32D192ED03))
+    )
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return float((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
@@ -42,7 +48,13 @@ def chance(seed: Any, stream: Any, place: Any) -> Any:
 def cost(tables: Any, stage: Any, rows: Any, tokens: Any, context: Any) -> Any:
     each = tables.stages[stage]
     paid = max(tokens - each[5], 0.0)
-    return each[0] + each[1] * rows + each[2] * paid + each[3] * context + each[4] * tokens * context / max(rows, 1)
+    return (
+        each[0]
+        + each[1] * rows
+        + each[2] * paid
+        + each[3] * context
+        + each[4] * tokens * context / max(rows, 1)
+    )
 
 
 @kernel
@@ -53,7 +65,9 @@ def factor(points: Any, now: Any) -> Any:
         return factors[0]
     for i in range(1, len(seconds)):
         if now < seconds[i]:
-            return factors[i - 1] + (factors[i] - factors[i - 1]) * (now - seconds[i - 1]) / (seconds[i] - seconds[i - 1])
+            return factors[i - 1] + (factors[i] - factors[i - 1]) * (now - seconds[i - 1]) / (
+                seconds[i] - seconds[i - 1]
+            )
     return factors[-1]
 
 
@@ -89,15 +103,20 @@ def blocks_needed(whole: Any, num_rows: Any, num_drafts: Any, num_checks: Any, b
 
 
 @kernel
-def rounds_left(seed: Any, shares: Any, positions: Any, route: Any, num_drafts: Any, output: Any, target: Any) -> Any:
-    """Rounds until the output is complete, by a plan of two tiers (num_drafts 0 = plain), drift aside; for oracles. shares [4]"""
+def rounds_left(
+    seed: Any, shares: Any, positions: Any, route: Any, num_drafts: Any, output: Any, target: Any
+) -> Any:
+    """Rounds until the output is complete, by a plan of two tiers (num_drafts 0 = plain), drift aside; for
+    oracles. shares [4]"""
     rounds = 0
     while output < target:
         drafts, which = num_drafts, DRAFT
         if route[KIND] != COMPUTED and chance(seed, MATCH, output) >= shares[MATCH]:
             drafts, which = 0 if route[KIND] == LOOKED_UP else min(drafts, route[EXIT_TOKENS]), EXIT
         kept = 0
-        while kept < drafts and chance(seed, DRAFT, output + kept + 1) < shares[which] * positions[which, kept]:
+        while (
+            kept < drafts and chance(seed, DRAFT, output + kept + 1) < shares[which] * positions[which, kept]
+        ):
             kept += 1
         output += kept + 1
         rounds += 1
@@ -132,8 +151,11 @@ def is_recorded(row: Any, route_index: Any, tables: Any) -> Any:
 
 
 @kernel
-def cycle(r: Any, cycle: Any, offset: Any, room: Any, rows: Any, route_index: Any, tables: Any, factors: Any) -> Any:
-    """A row's drafts in a cycle, of which there may be `room` -> (drafted, kept by the tier above, whether they were looked up)."""
+def cycle(
+    r: Any, cycle: Any, offset: Any, room: Any, rows: Any, route_index: Any, tables: Any, factors: Any
+) -> Any:
+    """A row's drafts in a cycle, of which there may be `room` -> (drafted, kept by the tier above, whether
+    they were looked up)."""
     recorded = is_recorded(rows.whole[r], route_index, tables)
     if recorded >= 0:
         at = tables.recorded_rounds[recorded, 2] + cycle
@@ -146,7 +168,10 @@ def cycle(r: Any, cycle: Any, offset: Any, room: Any, rows: Any, route_index: An
         if looked_up == 0:
             which, room = EXIT, 0 if route[KIND] == LOOKED_UP else min(room, route[EXIT_TOKENS])
     kept, positions = 0, tables.positions[route_index, which]
-    while kept < room and chance(seed, DRAFT, start + kept + 1) < shares[which] * positions[kept] * factors[which]:
+    while (
+        kept < room
+        and chance(seed, DRAFT, start + kept + 1) < shares[which] * positions[kept] * factors[which]
+    ):
         kept += 1
     return room, kept, looked_up
 

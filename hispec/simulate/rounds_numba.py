@@ -1,4 +1,6 @@
-"""Rounds, compiled: runs of them over the same rows and by the same choice, as hispec/decoding/round.py and hispec/drafters run them."""
+"""Rounds, compiled: runs of them over the same rows and by the same choice, as hispec/decoding/round.py and
+hispec/drafters run them."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -6,7 +8,22 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from .costs import CHECK, COMPUTED, EXIT_TOKENS, FILL, HAS_CHECK, HYBRID, KIND, LOOKED_UP, LOOKUP_STAGE, PASS, PLAIN_STAGE, PLAIN_VERIFY, ROUND_STAGE, VERIFY
+from .costs import (
+    CHECK,
+    COMPUTED,
+    EXIT_TOKENS,
+    FILL,
+    HAS_CHECK,
+    HYBRID,
+    KIND,
+    LOOKED_UP,
+    LOOKUP_STAGE,
+    PASS,
+    PLAIN_STAGE,
+    PLAIN_VERIFY,
+    ROUND_STAGE,
+    VERIFY,
+)
 from .round_parts_numba import accepted as accepted_by_verify
 from .round_parts_numba import blocks_needed, cost, factor, limit, own, prefill, rows_paid
 from .round_parts_numba import cycle as draft_cycle
@@ -47,15 +64,21 @@ kernel = njit(cache=True, nogil=True)
 
 
 @kernel
-def _draft_seconds(num: Any, drafted: Any, looked_up: Any, contexts: Any, num_drafts: Any, route: Any, tables: Any, paid: Any) -> Any:
-    """Of one cycle's drafting, for rows with these drafts [num]; `paid`: rows of a static shape -> seconds, passes over the draft tier."""
+def _draft_seconds(
+    num: Any, drafted: Any, looked_up: Any, contexts: Any, num_drafts: Any, route: Any, tables: Any, paid: Any
+) -> Any:
+    """Of one cycle's drafting, for rows with these drafts [num]; `paid`: rows of a static shape -> seconds,
+    passes over the draft tier."""
     context, seconds, passes = contexts[:num].sum(), 0.0, 0
     if route[KIND] != COMPUTED:
         seconds += cost(tables, LOOKUP_STAGE, paid, paid, context)
         if route[KIND] == LOOKED_UP:
             return seconds, passes
         fed = looked_up[:num].sum()
-        tokens, fed_context = (looked_up[:num] * (drafted[:num] + 1)).sum(), (looked_up[:num] * contexts[:num]).sum()
+        tokens, fed_context = (
+            (looked_up[:num] * (drafted[:num] + 1)).sum(),
+            (looked_up[:num] * contexts[:num]).sum(),
+        )
         if tables.is_static:
             fed, tokens, fed_context = paid, paid * (num_drafts + 1), context
         if fed > 0:
@@ -93,12 +116,35 @@ def _plain_round(rows: Any, num_rows: Any, ready: Any, tables: Any, totals: Any)
 
 
 @kernel
-def _round(now: Any, rows: Any, num_rows: Any, ready: Any, route_index: Any, num_drafts: Any, num_checks: Any, tables: Any, kept: Any, totals: Any) -> Any:
+def _round(
+    now: Any,
+    rows: Any,
+    num_rows: Any,
+    ready: Any,
+    route_index: Any,
+    num_drafts: Any,
+    num_checks: Any,
+    tables: Any,
+    kept: Any,
+    totals: Any,
+) -> Any:
     """One speculative round -> seconds."""
-    whole, route, passes, drift = rows.whole, tables.routes[route_index], tables.passes[route_index], tables.drift[route_index]
+    whole, route, passes, drift = (
+        rows.whole,
+        tables.routes[route_index],
+        tables.passes[route_index],
+        tables.drift[route_index],
+    )
     factors = (factor(drift[0], now), factor(drift[1], now), factor(drift[2], now))
     state = np.zeros((6, num_rows), np.int64)
-    offset, all_drafted, accepted, drafted, looked_up, contexts = state[0], state[1], state[2], state[3], state[4], state[5]
+    offset, all_drafted, accepted, drafted, looked_up, contexts = (
+        state[0],
+        state[1],
+        state[2],
+        state[3],
+        state[4],
+        state[5],
+    )
     paid, has_check, skipped = rows_paid(tables, ready), route[HAS_CHECK] == 1, False
     seconds = num_passes = 0.0
     for cycle in range(num_checks):
@@ -111,7 +157,13 @@ def _round(now: Any, rows: Any, num_rows: Any, ready: Any, route_index: Any, num
             d, m, was_looked_up = draft_cycle(r, cycle, offset[r], room, rows, route_index, tables, factors)
             if kept.is_kept and room > 0:  # else there is nothing to learn
                 entry = kept.cycles[kept.num[0]]
-                entry[0], entry[1], entry[2], entry[3], entry[4] = whole[r, REQUEST], room, d, m, was_looked_up
+                entry[0], entry[1], entry[2], entry[3], entry[4] = (
+                    whole[r, REQUEST],
+                    room,
+                    d,
+                    m,
+                    was_looked_up,
+                )
                 kept.num[0] += 1
             drafted[live], looked_up[live], contexts[live] = d, was_looked_up, whole[r, LENGTH] + offset[r]
             live, tokens, proposed = live + 1, tokens + d + 1, proposed + d
@@ -122,15 +174,23 @@ def _round(now: Any, rows: Any, num_rows: Any, ready: Any, route_index: Any, num
         if live == 0:
             break
         context = contexts[:live].sum()
-        draft_s, draft_passes = _draft_seconds(live, drafted, looked_up, contexts, num_drafts, route, tables, paid if tables.is_static else live)
+        draft_s, draft_passes = _draft_seconds(
+            live, drafted, looked_up, contexts, num_drafts, route, tables, paid if tables.is_static else live
+        )
         seconds, num_passes = seconds + draft_s, num_passes + draft_passes * passes[0]
         tokens, live = (paid * (num_drafts + 1), paid) if tables.is_static else (tokens, live)
         # Without any draft a single check has nothing to filter: verify resumes where drafting stopped.
         skipped = has_check and num_checks == 1 and proposed == 0 and not tables.is_static
         if not has_check or skipped:
-            seconds, num_passes = seconds + cost(tables, route[PLAIN_VERIFY], live, tokens, context), num_passes + passes[3]
+            seconds, num_passes = (
+                seconds + cost(tables, route[PLAIN_VERIFY], live, tokens, context),
+                num_passes + passes[3],
+            )
         else:
-            seconds, num_passes = seconds + cost(tables, route[CHECK], live, tokens, context), num_passes + passes[1]
+            seconds, num_passes = (
+                seconds + cost(tables, route[CHECK], live, tokens, context),
+                num_passes + passes[1],
+            )
     if kept.is_kept and not has_check:
         for r in range(num_rows):
             if offset[r] > 0 and all_drafted[r] > 0:
@@ -138,16 +198,39 @@ def _round(now: Any, rows: Any, num_rows: Any, ready: Any, route_index: Any, num
                 entry[0], entry[1], entry[2] = whole[r, REQUEST], all_drafted[r], accepted[r]
                 kept.num[1] += 1
     if has_check and not skipped:
-        seconds += _verify_seconds(rows, num_rows, ready, offset, route_index, num_drafts, num_checks, tables, accepted, kept, factors[2], totals)
+        seconds += _verify_seconds(
+            rows,
+            num_rows,
+            ready,
+            offset,
+            route_index,
+            num_drafts,
+            num_checks,
+            tables,
+            accepted,
+            kept,
+            factors[2],
+            totals,
+        )
         num_passes += passes[2]
     return seconds + _commit(rows, num_rows, offset, all_drafted, accepted, num_passes, tables, ready, totals)
 
 
 @kernel
 def _verify_seconds(
-    rows: Any, num_rows: Any, ready: Any, offset: Any, route_index: Any, num_drafts: Any, num_checks: Any, tables: Any, accepted: Any, kept: Any,
-    trust: Any, totals: Any,
-) -> Any:  # fmt: skip
+    rows: Any,
+    num_rows: Any,
+    ready: Any,
+    offset: Any,
+    route_index: Any,
+    num_drafts: Any,
+    num_checks: Any,
+    tables: Any,
+    accepted: Any,
+    kept: Any,
+    trust: Any,
+    totals: Any,
+) -> Any:
     """Verify after checks: what it accepts [rows] of `offset` tentative tokens [rows] -> seconds."""
     context = tentative = 0
     for r in range(num_rows):
@@ -166,8 +249,19 @@ def _verify_seconds(
 
 
 @kernel
-def _commit(rows: Any, num_rows: Any, offset: Any, drafted: Any, accepted: Any, num_passes: Any, tables: Any, ready: Any, totals: Any) -> Any:
-    """Commits what a round accepted, up to the end of outputs -> seconds of what a round costs besides its passes."""
+def _commit(
+    rows: Any,
+    num_rows: Any,
+    offset: Any,
+    drafted: Any,
+    accepted: Any,
+    num_passes: Any,
+    tables: Any,
+    ready: Any,
+    totals: Any,
+) -> Any:
+    """Commits what a round accepted, up to the end of outputs -> seconds of what a round costs besides its
+    passes."""
     whole, context = rows.whole, 0
     for r in range(num_rows):
         if offset[r] > 0:
@@ -189,19 +283,36 @@ def _commit(rows: Any, num_rows: Any, offset: Any, drafted: Any, accepted: Any, 
 
 @kernel
 def run_rounds(
-    rows: Any, num_rows: Any, order: Any, route_index: Any, num_drafts: Any, num_checks: Any, tables: Any, max_prefill_tokens: Any, block_size: Any,
-    num_blocks: Any, now: Any, until: Any, max_rounds: Any, kept: Any, totals: Any,
-) -> Any:  # fmt: skip
+    rows: Any,
+    num_rows: Any,
+    order: Any,
+    route_index: Any,
+    num_drafts: Any,
+    num_checks: Any,
+    tables: Any,
+    max_prefill_tokens: Any,
+    block_size: Any,
+    num_blocks: Any,
+    now: Any,
+    until: Any,
+    max_rounds: Any,
+    kept: Any,
+    totals: Any,
+) -> Any:
     """Steps over the first num_rows rows until one of the reasons in rows.py -> (time, reason).
 
     order       rows, whose prompt goes first
     num_blocks  that these rows may have; -1 = enough
-    kept        if it is written, a run ends when a prompt is through: rounds of one run are over the same rows
+    kept        if it is written, a run ends when a prompt is through: rounds of one run are over the same
+                rows
     totals      [NUM_TOTALS], added to
     """
     whole, real, rounds = rows.whole, rows.real, 0
     while True:
-        if num_blocks >= 0 and blocks_needed(whole, num_rows, num_drafts, num_checks, block_size) > num_blocks:
+        if (
+            num_blocks >= 0
+            and blocks_needed(whole, num_rows, num_drafts, num_checks, block_size) > num_blocks
+        ):
             return now, NO_ROOM
         step_s, ready, finished = prefill(rows, num_rows, order, tables, max_prefill_tokens), 0, False
         has_prefill, round_s, most = step_s > 0.0, 0.0, 0
@@ -212,7 +323,18 @@ def run_rounds(
             if most <= 1:  # nobody may speculate
                 round_s = _plain_round(rows, num_rows, ready, tables, totals)
             else:
-                round_s = _round(now + step_s, rows, num_rows, ready, route_index, num_drafts, num_checks, tables, kept, totals)
+                round_s = _round(
+                    now + step_s,
+                    rows,
+                    num_rows,
+                    ready,
+                    route_index,
+                    num_drafts,
+                    num_checks,
+                    tables,
+                    kept,
+                    totals,
+                )
             rounds += 1
             step_s += round_s
             totals[T_ROUNDS] += 1

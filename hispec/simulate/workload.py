@@ -1,4 +1,5 @@
 """The requests of a run: the same for every system, so that only systems make a difference."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +36,10 @@ class Workload:
     output_tokens   that it will output, which nobody but an oracle knows
     max_tokens      that it may output
     classes         index among `class_names`
-    seeds           of what is drawn for it: the draft at a place of its output is right or wrong whoever asks, and whenever
-    shares          [routes, requests, 4] chances: of a draft, of a hybrid's exit's draft, at verify, of a match
+    seeds           of what is drawn for it: the draft at a place of its output is right or wrong whoever
+                    asks, and whenever
+    shares          [routes, requests, 4] chances: of a draft, of a hybrid's exit's draft, at verify, of a
+                    match
     recorded        which of `recorded` it repeats; -1 = none
     """
 
@@ -57,7 +60,9 @@ class Workload:
         return len(self.prompt_tokens)
 
 
-def make_workload(config: SimulationConfig, num: int, seed: int, recording: Workload | None = None) -> Workload:
+def make_workload(
+    config: SimulationConfig, num: int, seed: int, recording: Workload | None = None
+) -> Workload:
     """`num` requests; of a recording, its own, over and over."""
     chance = np.random.default_rng([seed, 1])
     seeds = np.random.default_rng([seed, 2]).integers(0, 2**63, num, dtype=np.uint64)
@@ -106,7 +111,11 @@ def _classes(requests: RequestsSettings, num: int, chance: np.random.Generator) 
 
 
 def shares_of(
-    routes: Mapping[str, RouteSettings], own: Sequence[Mapping[str, Distribution]], members: Sequence[Ints], num: int, chance: np.random.Generator
+    routes: Mapping[str, RouteSettings],
+    own: Sequence[Mapping[str, Distribution]],
+    members: Sequence[Ints],
+    num: int,
+    chance: np.random.Generator,
 ) -> Floats:
     """[routes, requests, 4] chances; routes 1 at least. own: of each class of `members`."""
     shares = np.ones((max(1, len(routes)), num, 4))

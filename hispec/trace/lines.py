@@ -1,4 +1,5 @@
 """The file of a trace: lines gathered and written, numbers as JSON has them."""
+
 from __future__ import annotations
 
 import json
@@ -28,10 +29,15 @@ class Lines:
                 raise ConfigError(f"engine.trace: {path} is not a regular file; choose another path")
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and not _is_ours(path):
-                raise ConfigError(f"engine.trace: {path} exists and is no trace of HiSpec; move it away, or choose another path")
+                raise ConfigError(
+                    f"engine.trace: {path} exists and is no trace of HiSpec; move it away, or choose another"
+                    " path"
+                )
             self._file = path.open("wb", buffering=0)
         except OSError as error:
-            raise ConfigError(f"engine.trace: cannot write {path}: {error.strerror or error}; choose another path") from None
+            raise ConfigError(
+                f"engine.trace: cannot write {path}: {error.strerror or error}; choose another path"
+            ) from None
         self._path, self._clock = path, clock
         self._waiting: list[bytes] = []
         self._flushed_s = clock()
@@ -55,7 +61,11 @@ class Lines:
                 content = content[self._file.write(content) :]
         except (OSError, ValueError) as error:  # ValueError: closed already
             if not self._file.closed:
-                _log.warning("the trace ends here: cannot write %s any more: %s", self._path, getattr(error, "strerror", None) or error)
+                _log.warning(
+                    "the trace ends here: cannot write %s any more: %s",
+                    self._path,
+                    getattr(error, "strerror", None) or error,
+                )
                 self._file.close()
 
 

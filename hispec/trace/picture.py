@@ -1,4 +1,5 @@
 """The picture of a trace: plans, speed, acceptance and load on one axis of time."""
+
 from __future__ import annotations
 
 import io
@@ -15,7 +16,10 @@ from .summary import acceptance
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_STEPS, _MOST_DOTS = 400, 100  # of speed, and of a route's acceptance: each is a mean over as many lines of the trace as it takes
+_MOST_STEPS, _MOST_DOTS = (
+    400,
+    100,
+)  # of speed, and of a route's acceptance: each is a mean over as many lines of the trace as it takes
 _IDLE_SHARE = 0.03  # of the span, without rounds, that ends a line
 _LEAST_SHARE = 0.06  # of the span, for a stretch of one plan to be named
 _PLAIN_HEIGHT = 0.5  # of K = 0
@@ -39,12 +43,16 @@ def has_matplotlib() -> bool:
 def check_matplotlib() -> None:
     """Raises ConfigError, with what to install, if a picture cannot be drawn here."""
     if not has_matplotlib():
-        raise ConfigError("-o needs matplotlib, which is not installed: pip install 'hispec[plots]', or leave -o out")
+        raise ConfigError(
+            "-o needs matplotlib, which is not installed: pip install 'hispec[plots]', or leave -o out"
+        )
 
 
 def draw_trace(trace: Trace, path: Path) -> None:
     """Draws the trace into a PNG file. Raises OSError if it can't be written."""
-    from matplotlib.figure import Figure  # not pyplot: nothing of the user's is changed, and no window is opened
+    from matplotlib.figure import (
+        Figure,
+    )  # not pyplot: nothing of the user's is changed, and no window is opened
 
     figure = Figure(figsize=(11, 9))
     plans, speed, kept, load = figure.subplots(4, 1, sharex=True, height_ratios=(3, 3, 3, 2))
@@ -57,10 +65,15 @@ def draw_trace(trace: Trace, path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0)
     if plans.get_legend_handles_labels()[1]:
-        plans.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)  # of all panes: there may be many routes
+        plans.legend(
+            fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0
+        )  # of all panes: there may be many routes
     speed.legend(fontsize="xx-small", loc="lower left", ncols=3)
     load.set_xlabel("seconds since the engine started")
-    plans.set_title(f"{trace.header.model}, policy {trace.header.policy}" + ("" if trace.rounds else ": no round was recorded"))
+    plans.set_title(
+        f"{trace.header.model}, policy {trace.header.policy}"
+        + ("" if trace.rounds else ": no round was recorded")
+    )
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130, bbox_inches="tight")
     write_atomically(path, buffer.getvalue())
@@ -72,11 +85,14 @@ def _colors(trace: Trace) -> dict[str, str]:
     from matplotlib.colors import to_hex
 
     palette = colormaps["tab10" if len(trace.routes) <= 10 else "tab20"]
-    return {PLAIN_NAME: _GREY} | {name: to_hex(palette(at % palette.N)) for at, name in enumerate(trace.routes)}
+    return {PLAIN_NAME: _GREY} | {
+        name: to_hex(palette(at % palette.N)) for at, name in enumerate(trace.routes)
+    }
 
 
 def spans(rounds: Sequence[Rounds]) -> list[tuple[float, float]]:
-    """When the rounds of each line began and ended: as long before its end as they took; those without a time since the line before."""
+    """When the rounds of each line began and ended: as long before its end as they took; those without a time
+    since the line before."""
     found: list[tuple[float, float]] = []
     before = 0.0 if not rounds or rounds[0].seconds is None else rounds[0].t - rounds[0].seconds
     for line in rounds:
@@ -93,14 +109,24 @@ def _draw_plans(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> None:
 
     stretches: list[tuple[Rounds, float, float]] = []
     for line, (start, end) in zip(trace.rounds, spans(trace.rounds), strict=True):
-        if stretches and stretches[-1][0].plan == line.plan and start - stretches[-1][2] < max(end - start, 0.1):
+        if (
+            stretches
+            and stretches[-1][0].plan == line.plan
+            and start - stretches[-1][2] < max(end - start, 0.1)
+        ):
             stretches[-1] = (stretches[-1][0], stretches[-1][1], end)
         else:
             stretches.append((line, start, end))
     for name in dict.fromkeys(line.name for line, _, _ in stretches):
-        boxes = [(line.num_drafts or _PLAIN_HEIGHT, start, end) for line, start, end in stretches if line.name == name]
+        boxes = [
+            (line.num_drafts or _PLAIN_HEIGHT, start, end)
+            for line, start, end in stretches
+            if line.name == name
+        ]
         corners = [[(start, 0.0), (start, height), (end, height), (end, 0.0)] for height, start, end in boxes]
-        axes.add_collection(PolyCollection(corners, facecolor=colors[name], edgecolor="none", alpha=0.8, label=name))
+        axes.add_collection(
+            PolyCollection(corners, facecolor=colors[name], edgecolor="none", alpha=0.8, label=name)
+        )
     span = max((end for _, _, end in stretches), default=0.0)
     for line, start, end in stretches:
         if end - start > _LEAST_SHARE * span and line.num_drafts:
@@ -108,7 +134,9 @@ def _draw_plans(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> None:
             axes.text((start + end) / 2, line.num_drafts, text, ha="center", va="bottom", fontsize="xx-small")
     highest = max((line.num_drafts for line, _, _ in stretches), default=0)
     if probes := [decision.t for decision in trace.decisions if decision.is_probe]:
-        axes.plot(probes, [(highest + 1) * 1.08] * len(probes), "|", color="black", markersize=5, label="probe")
+        axes.plot(
+            probes, [(highest + 1) * 1.08] * len(probes), "|", color="black", markersize=5, label="probe"
+        )
     axes.autoscale_view()
     axes.set_ylim(top=(highest + 1) * 1.15)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -129,19 +157,44 @@ def _draw_speed(axes: Axes, trace: Trace) -> None:
     axes.plot(times, speeds, color="black", linewidth=1.0, label="measured")
     promised = [(one.t, one.predicted, one.is_probe) for one in trace.decisions if one.predicted is not None]
     if settled := [(at, value) for at, value, is_probe in promised if not is_probe]:
-        axes.step([at for at, _ in settled], [value for _, value in settled], where="post", color="C1", linewidth=0.9, label="predicted")
+        axes.step(
+            [at for at, _ in settled],
+            [value for _, value in settled],
+            where="post",
+            color="C1",
+            linewidth=0.9,
+            label="predicted",
+        )
     if probes := [(at, value) for at, value, is_probe in promised if is_probe]:
-        axes.plot([at for at, _ in probes], [value for _, value in probes], "x", color="C1", markersize=4, label="predicted of a probe")
+        axes.plot(
+            [at for at, _ in probes],
+            [value for _, value in probes],
+            "x",
+            color="C1",
+            markersize=4,
+            label="predicted of a probe",
+        )
     axes.set_ylabel("tokens/s in rounds")
 
 
 def _draw_acceptance(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> None:
     """By route, in its colour: what was measured, and what the controller believes of those that ran."""
     for name in dict.fromkeys(line.name for line in trace.rounds if line.drafted):
-        shares = [(part[len(part) // 2].t, acceptance(part)) for part in _parts([line for line in trace.rounds if line.name == name], _MOST_DOTS)]
+        shares = [
+            (part[len(part) // 2].t, acceptance(part))
+            for part in _parts([line for line in trace.rounds if line.name == name], _MOST_DOTS)
+        ]
         for key, face in (("draft_accepted", colors[name]), ("tentative_accepted", "none")):
             points = [(at, value) for at, share in shares if (value := share[key]) is not None]
-            axes.scatter([at for at, _ in points], [value for _, value in points], s=8, alpha=0.6, facecolor=face, edgecolor=colors[name], linewidth=0.7)
+            axes.scatter(
+                [at for at, _ in points],
+                [value for _, value in points],
+                s=8,
+                alpha=0.6,
+                facecolor=face,
+                edgecolor=colors[name],
+                linewidth=0.7,
+            )
         for tier, style in (("draft", "-"), ("check", "--")):
             times, values = _estimates(trace.decisions, name, tier)
             axes.plot(times, values, linestyle=style, linewidth=0.8, color=colors[name], alpha=0.7)
@@ -154,7 +207,9 @@ def _draw_acceptance(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> Non
 
 def _estimates(decisions: Sequence[Decision], route: str, tier: str) -> tuple[list[float], list[float]]:
     known = [(decision.t, decision.acceptance.get(route, {}).get(tier)) for decision in decisions]
-    return [at for at, value in known if value is not None], [value for _, value in known if value is not None]
+    return [at for at, value in known if value is not None], [
+        value for _, value in known if value is not None
+    ]
 
 
 def _draw_load(axes: Axes, rounds: Sequence[Rounds]) -> None:

@@ -1,4 +1,5 @@
 """What the lines of a trace say, typed and checked."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,8 @@ class _Line(Settings):
 
 
 class Header(_Line):
-    """Whose trace it is. `routes`: their names, by number, until a line of type "routes" gives others, which the engine writes whenever its plan is set."""
+    """Whose trace it is. `routes`: their names, by number, until a line of type "routes" gives others, which
+    the engine writes whenever its plan is set."""
 
     model: str
     policy: str
@@ -44,7 +46,8 @@ class RoutesChange(_Line):
 
 
 class _OfRoute(_Line):
-    """What happened at `t`, with a route (None = plain decoding), whose name is filled in as the trace is read."""
+    """What happened at `t`, with a route (None = plain decoding), whose name is filled in as the trace is
+    read."""
 
     t: Number
     route: Count | None
@@ -86,7 +89,8 @@ class Decision(_OfRoute):
 
 
 class Rounds(_OfRoute):
-    """Sums over consecutive rounds of one choice over as many rows, the last of which ended at `t`; context_tokens is their mean.
+    """Sums over consecutive rounds of one choice over as many rows, the last of which ended at `t`;
+    context_tokens is their mean.
 
     seconds           None = not to be learnt from: something else was timed too
     drafted, kept     drafts of all cycles; of them, those that the tier above kept
@@ -113,7 +117,8 @@ class Rounds(_OfRoute):
 class RequestRecord(_Line):
     """A request that ended.
 
-    rounds   (number of the route, -1 = plain decoding; tokens committed; drafts, and those kept, of each cycle)
+    rounds   (number of the route, -1 = plain decoding; tokens committed; drafts, and those kept, of each
+             cycle)
     routes   the names of these numbers, filled in as the trace is read
     """
 
@@ -134,9 +139,14 @@ class RequestRecord(_Line):
     def _in_order(self) -> RequestRecord:
         times = [at for at in (self.arrival, self.first_token, self.finished) if at is not None]
         if times != sorted(times):
-            raise ValueError(f"arrival={self.arrival}, first_token={self.first_token} and finished={self.finished} are not in this order")
+            raise ValueError(
+                f"arrival={self.arrival}, first_token={self.first_token} and finished={self.finished} are not"
+                " in this order"
+            )
         for at, (_, _, drafted, kept) in enumerate(self.rounds):
-            if len(drafted) != len(kept) or any(more > most for more, most in zip(kept, drafted, strict=True)):
+            if len(drafted) != len(kept) or any(
+                more > most for more, most in zip(kept, drafted, strict=True)
+            ):
                 raise ValueError(f"rounds[{at}]: kept={list(kept)} does not fit drafted={list(drafted)}")
         return self
 
@@ -146,7 +156,13 @@ class RequestRecord(_Line):
 
 
 Record = Header | RoutesChange | Decision | Rounds | RequestRecord
-RECORDS: dict[str, type[Record]] = {"trace": Header, "routes": RoutesChange, "decision": Decision, "rounds": Rounds, "request": RequestRecord}
+RECORDS: dict[str, type[Record]] = {
+    "trace": Header,
+    "routes": RoutesChange,
+    "decision": Decision,
+    "rounds": Rounds,
+    "request": RequestRecord,
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
 """What `hispec report` prints."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -27,8 +28,8 @@ def print_report(summary: Mapping[str, Any], file: IO[str] | None = None) -> Non
     else:
         speed = summary["tokens_per_s"]
         console.print(
-            f"{summary['rounds']} rounds in {summary['round_s']:.1f} s (of {summary['span_s']:.1f} s), {summary['tokens']} tokens"
-            + ("" if speed is None else f", {speed:.1f} tokens/s in rounds")
+            f"{summary['rounds']} rounds in {summary['round_s']:.1f} s (of {summary['span_s']:.1f} s),"
+            f" {summary['tokens']} tokens" + ("" if speed is None else f", {speed:.1f} tokens/s in rounds")
         )
         console.print(_plans(summary["plans"]))
         if (left := len(summary["plans"]) - _MOST_PLANS) > 0:
@@ -52,18 +53,30 @@ def _control(control: Mapping[str, Any] | None) -> str:
     if control is None:
         return "No decisions: the plan was fixed."
     reasons = ", ".join(f"{reason} {count}" for reason, count in control["reasons"].items())
-    shares = f"{_percent(control['probe_rounds_share'])} of rounds, {_percent(control['probe_seconds_share'])} of their seconds"
+    shares = (
+        f"{_percent(control['probe_rounds_share'])} of rounds, {_percent(control['probe_seconds_share'])} of"
+        " their seconds"
+    )
     probes = f"{control['probes']} probes, {control['probes_at_start']} of them at the start ({shares})"
-    text = f"{control['decisions']} decisions ({reasons}): {control['switches']} switches, {control['route_switches']} of them to other tiers; {probes}"
+    text = (
+        f"{control['decisions']} decisions ({reasons}): {control['switches']} switches,"
+        f" {control['route_switches']} of them to other tiers; {probes}"
+    )
     ratios = control["predicted_to_measured"]
     if ratios["mean"] is not None:
-        text += f"\npredicted / measured tokens/s: mean {ratios['mean']:.2f}, from {ratios['p10']:.2f} (p10) to {ratios['p90']:.2f} (p90)"
+        text += (
+            f"\npredicted / measured tokens/s: mean {ratios['mean']:.2f}, from {ratios['p10']:.2f} (p10) to"
+            f" {ratios['p90']:.2f} (p90)"
+        )
     return text
 
 
 def _print_requests(console: Console, requests: Mapping[str, Any]) -> None:
     others = f", {requests['others']} aborted or failed" if requests["others"] else ""
-    console.print(f"{requests['finished']} requests finished{others}; {requests['preemptions']} preemptions, of {requests['preempted']} requests")
+    console.print(
+        f"{requests['finished']} requests finished{others}; {requests['preemptions']} preemptions, of"
+        f" {requests['preempted']} requests"
+    )
     if requests["latency_s"] is None:
         return
     table = Table(box=None, padding=(0, 2, 0, 0))

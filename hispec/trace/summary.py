@@ -1,4 +1,5 @@
 """What a trace says, in plain types: the JSON of `hispec report`."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -39,7 +40,9 @@ def _plans(rounds: Sequence[Rounds]) -> dict[str, dict[str, Any]]:
         by_plan.setdefault(line.plan, []).append(line)
     all_rounds, all_seconds = sum(line.rounds for line in rounds), sum(line.seconds or 0.0 for line in rounds)
     plans = {}
-    for plan, lines in sorted(by_plan.items(), key=lambda item: -sum(line.seconds or 0.0 for line in item[1])):
+    for plan, lines in sorted(
+        by_plan.items(), key=lambda item: -sum(line.seconds or 0.0 for line in item[1])
+    ):
         num_rounds, seconds = sum(line.rounds for line in lines), sum(line.seconds or 0.0 for line in lines)
         plans[plan] = {
             "route": None if lines[0].route is None else lines[0].name,
@@ -55,17 +58,21 @@ def _plans(rounds: Sequence[Rounds]) -> dict[str, dict[str, Any]]:
 
 
 def acceptance(lines: Iterable[Rounds]) -> dict[str, float | None]:
-    """Share of drafts that the tier above kept, and of tentative tokens that verify kept; None for the second without a check tier."""
+    """Share of drafts that the tier above kept, and of tentative tokens that verify kept; None for the second
+    without a check tier."""
     lines = list(lines)
     checked = [line for line in lines if line.has_check]
     return {
         "draft_accepted": rate(sum(line.kept for line in lines), sum(line.drafted for line in lines)),
-        "tentative_accepted": rate(sum(line.accepted for line in checked), sum(line.tentative for line in checked)),
+        "tentative_accepted": rate(
+            sum(line.accepted for line in checked), sum(line.tentative for line in checked)
+        ),
     }
 
 
 def _control(decisions: Sequence[Decision], rounds: Sequence[Rounds]) -> dict[str, Any] | None:
-    """Of the controller; None for a fixed plan. A switch is from one chosen plan to the next, probes left out."""
+    """Of the controller; None for a fixed plan. A switch is from one chosen plan to the next, probes left
+    out."""
     if not decisions:
         return None
     chosen = [decision for decision in decisions if not decision.is_probe]
@@ -73,19 +80,29 @@ def _control(decisions: Sequence[Decision], rounds: Sequence[Rounds]) -> dict[st
     probes = [line for line in rounds if line.is_probe]
     # What is measured at a decision is what the one before it had promised.
     promised = [(one.predicted, after.measured) for one, after in pairwise(decisions)]
-    ratios = np.array([predicted / measured for predicted, measured in promised if predicted is not None and measured])
+    ratios = np.array(
+        [predicted / measured for predicted, measured in promised if predicted is not None and measured]
+    )
     return {
         "decisions": len(decisions),
-        "reasons": {reason: sum(one.reason == reason for one in decisions) for reason in dict.fromkeys(one.reason for one in decisions)},
+        "reasons": {
+            reason: sum(one.reason == reason for one in decisions)
+            for reason in dict.fromkeys(one.reason for one in decisions)
+        },
         "switches": sum(before.plan != after.plan for before, after in pairs),
         "route_switches": sum(before.route != after.route for before, after in pairs),
         "probes": sum(decision.is_probe for decision in decisions),
         "probes_at_start": sum(decision.is_probe and decision.reason == "start" for decision in decisions),
         "probe_rounds_share": rate(sum(line.rounds for line in probes), sum(line.rounds for line in rounds)),
-        "probe_seconds_share": rate(sum(line.seconds or 0.0 for line in probes), sum(line.seconds or 0.0 for line in rounds)),
+        "probe_seconds_share": rate(
+            sum(line.seconds or 0.0 for line in probes), sum(line.seconds or 0.0 for line in rounds)
+        ),
         "predicted_to_measured": {
             "mean": float(ratios.mean()) if len(ratios) else None,
-            **{f"p{share}": float(np.percentile(ratios, share)) if len(ratios) else None for share in (10, 50, 90)},
+            **{
+                f"p{share}": float(np.percentile(ratios, share)) if len(ratios) else None
+                for share in (10, 50, 90)
+            },
         },
     }
 
@@ -117,4 +134,3 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
 def _tokens_per_s(lines: Iterable[Rounds]) -> float | None:
     timed = [line for line in lines if line.seconds is not None]
     return rate(sum(line.tokens for line in timed), sum(line.seconds or 0.0 for line in timed))
-

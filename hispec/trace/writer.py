@@ -1,7 +1,10 @@
-"""The trace of an engine: what was decided, what rounds did and what requests took, one JSON object per line (docs/control.md).
+"""The trace of an engine: what was decided, what rounds did and what requests took, one JSON object per line
+(docs/control.md).
 
-The first line is the header. Times are seconds since the engine started. Numbers that are not finite are written as null.
+The first line is the header. Times are seconds since the engine started. Numbers that are not finite are
+written as null.
 """
+
 from __future__ import annotations
 
 import json
@@ -25,9 +28,11 @@ MOST_ROUNDS = 16  # of one line
 
 
 class TraceWriter:
-    """Writes a trace. Never fails once it is there: when the file can't be written any more it says so once, and stops.
+    """Writes a trace. Never fails once it is there: when the file can't be written any more it says so once,
+    and stops.
 
-    Whole lines are handed to the system about once a second, at the next call; and on close, or when the writer is dropped.
+    Whole lines are handed to the system about once a second, at the next call; and on close, or when the
+    writer is dropped.
     """
 
     def __init__(
@@ -41,8 +46,8 @@ class TraceWriter:
         environment: Mapping[str, Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Replaces a trace that is there, with its folder made if need be. Raises ConfigError for a file that is no trace, and for what can't
-        be written.
+        """Replaces a trace that is there, with its folder made if need be. Raises ConfigError for a file that
+        is no trace, and for what can't be written.
 
         clock   seconds; that of `RequestMetrics`
         """
@@ -50,7 +55,14 @@ class TraceWriter:
         self._group: _Group | None = None
         self._lines = Lines(path, clock)
         self._finalizer = weakref.finalize(self, self._lines.close)
-        header = {"version": VERSION, "model": model, "policy": policy, "max_num_seqs": max_num_seqs, "routes": list(routes), "environment": dict(environment)}
+        header = {
+            "version": VERSION,
+            "model": model,
+            "policy": policy,
+            "max_num_seqs": max_num_seqs,
+            "routes": list(routes),
+            "environment": dict(environment),
+        }
         self._lines.add({"type": "trace", **header}, now=True)
 
     def routes(self, routes: Sequence[str]) -> None:
@@ -64,7 +76,8 @@ class TraceWriter:
         self._lines.add({"type": "decision", "t": self._now(), **record})
 
     def round(self, seen: Observation) -> None:
-        """Rounds that ended now. Consecutive ones of one choice over as many rows become one line: at most 16, and little more than a second."""
+        """Rounds that ended now. Consecutive ones of one choice over as many rows become one line: at most
+        16, and little more than a second."""
         group = self._group
         if group is not None and not group.takes(seen):
             self._end_group()
@@ -87,12 +100,25 @@ class TraceWriter:
     ) -> None:
         """A request has ended.
 
-        rounds   those it was in: (route, -1 = plain decoding; tokens that it committed; drafts, and those kept, of each cycle)
+        rounds   those it was in: (route, -1 = plain decoding; tokens that it committed; drafts, and those
+                 kept, of each cycle)
         """
         since = self._started_s
-        times = {"arrival": metrics.arrival_s, "first_token": metrics.first_token_s, "finished": metrics.finished_s}
-        line = {"type": "request", "number": number, **{name: None if at is None else round(at - since, 6) for name, at in times.items()}}
-        line |= {"prompt_tokens": metrics.num_prompt_tokens, "cached_tokens": metrics.num_cached_tokens, "output_tokens": metrics.num_output_tokens}
+        times = {
+            "arrival": metrics.arrival_s,
+            "first_token": metrics.first_token_s,
+            "finished": metrics.finished_s,
+        }
+        line = {
+            "type": "request",
+            "number": number,
+            **{name: None if at is None else round(at - since, 6) for name, at in times.items()},
+        }
+        line |= {
+            "prompt_tokens": metrics.num_prompt_tokens,
+            "cached_tokens": metrics.num_cached_tokens,
+            "output_tokens": metrics.num_output_tokens,
+        }
         line |= {"max_tokens": max_tokens, "finish_reason": finish_reason, "preemptions": metrics.preemptions}
         self._lines.add(line | {"rounds": list(rounds)})
 
@@ -123,7 +149,9 @@ class _Group:
 
     def takes(self, seen: Observation) -> bool:
         own, other = self._choice, seen.choice
-        is_same = own is other or (own.route == other.route and own.plan == other.plan and own.is_probe == other.is_probe)
+        is_same = own is other or (
+            own.route == other.route and own.plan == other.plan and own.is_probe == other.is_probe
+        )
         fits = self.rounds + seen.rounds <= MOST_ROUNDS and self._is_timed == math.isfinite(seen.seconds)
         return is_same and fits and self._num_rows == seen.num_rows
 
@@ -131,20 +159,41 @@ class _Group:
         self.rounds += seen.rounds
         self._context += seen.context_tokens * seen.rounds
         self._seconds += seen.seconds
-        sums = (int(np.add.reduce(values)) for values in (seen.drafted, seen.kept, seen.tentative, seen.accepted))
-        self._counts = [before + more for before, more in zip(self._counts, (seen.tokens, *sums), strict=True)]
+        sums = (
+            int(np.add.reduce(values)) for values in (seen.drafted, seen.kept, seen.tentative, seen.accepted)
+        )
+        self._counts = [
+            before + more for before, more in zip(self._counts, (seen.tokens, *sums), strict=True)
+        ]
 
     def line(self) -> dict[str, Any]:
         choice = self._choice
-        plan = {"route": choice.route, "num_drafts": choice.plan.num_draft_tokens, "num_checks": choice.plan.num_checks}
-        where = {"rows": self._num_rows, "context_tokens": round(self._context / max(self.rounds, 1), 1), "rounds": self.rounds}
+        plan = {
+            "route": choice.route,
+            "num_drafts": choice.plan.num_draft_tokens,
+            "num_checks": choice.plan.num_checks,
+        }
+        where = {
+            "rows": self._num_rows,
+            "context_tokens": round(self._context / max(self.rounds, 1), 1),
+            "rounds": self.rounds,
+        }
         counts = dict(zip(("tokens", "drafted", "kept", "tentative", "accepted"), self._counts, strict=True))
         probe = {"is_probe": True} if choice.is_probe else {}
-        return {"type": "rounds", "t": self.ended_s, **plan, **where, "seconds": round(self._seconds, 6), **counts, **probe}
+        return {
+            "type": "rounds",
+            "t": self.ended_s,
+            **plan,
+            **where,
+            "seconds": round(self._seconds, 6),
+            **counts,
+            **probe,
+        }
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file. A last line that was cut off, because the engine was killed, is left out; lines of unknown types are passed over.
+    """The trace in a file. A last line that was cut off, because the engine was killed, is left out; lines of
+    unknown types are passed over.
 
     Raises ConfigError, with file and line, for anything else that is not as `TraceWriter` writes it.
     """
@@ -192,9 +241,16 @@ def _record(raw: bytes, names: Sequence[str], is_first: bool) -> Record | None:
         raise ConfigError(f"not a line of a trace, which is JSON: {error}") from None
     kind = values.pop("type", None) if isinstance(values, dict) else None
     if (kind == "trace") != is_first:
-        raise ConfigError('a second header: two traces in one file' if kind == "trace" else 'not a trace of HiSpec, whose first line has "type": "trace"')
+        raise ConfigError(
+            "a second header: two traces in one file"
+            if kind == "trace"
+            else 'not a trace of HiSpec, whose first line has "type": "trace"'
+        )
     if is_first and (version := values.pop("version", None)) != VERSION:
-        raise ConfigError(f"version={version!r} of the trace is not {VERSION}, which this HiSpec reads; read it with the HiSpec that wrote it")
+        raise ConfigError(
+            f"version={version!r} of the trace is not {VERSION}, which this HiSpec reads; read it with the"
+            " HiSpec that wrote it"
+        )
     if not isinstance(kind, str):
         raise ConfigError('expected a JSON object with a "type"')
     if kind not in RECORDS:
@@ -204,7 +260,9 @@ def _record(raw: bytes, names: Sequence[str], is_first: bool) -> Record | None:
     elif isinstance(route := values.get("route"), int):
         values["name"] = _name(route, names)
     record = build(RECORDS[kind], values)
-    for route in {route for route, *_ in record.rounds if route >= 0} if isinstance(record, RequestRecord) else ():
+    for route in (
+        {route for route, *_ in record.rounds if route >= 0} if isinstance(record, RequestRecord) else ()
+    ):
         _name(route, names)
     return record
 

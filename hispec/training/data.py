@@ -2,9 +2,11 @@
 
 Both are jobs of `hispec run`, so they are resumed row by row. Files in the work folder:
 
-    written.in.jsonl, written.jsonl     what the model is asked to go on with, and the user turns that it wrote
+    written.in.jsonl, written.jsonl     what the model is asked to go on with, and the user turns that it
+                                        wrote
     prompts.jsonl, answers.jsonl        all conversations, and the answers
 """
+
 from __future__ import annotations
 
 import json
@@ -29,7 +31,9 @@ from .schema import PromptSource, TrainConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MARK = "\u2063HISPEC\u2063"  # stands for the user's text in a rendered template; no text of a user's holds it
+_MARK = (  # stands for the user's text in a rendered template; no text of a user's holds it
+    "\u2063HISPEC\u2063"
+)
 _MIN_CHARS = 8  # shorter than this, what the model wrote is no prompt
 Messages = list[dict[str, str]]
 
@@ -49,7 +53,13 @@ class BadRows:
     def report(self, shown: int = 10) -> None:
         """On stderr: how many, and the first of them."""
         if self.messages:
-            print(f"{len(self.messages)} rows left out:", *self.messages[:shown], *(["..."] if len(self.messages) > shown else []), sep="\n  ", file=sys.stderr)
+            print(
+                f"{len(self.messages)} rows left out:",
+                *self.messages[:shown],
+                *(["..."] if len(self.messages) > shown else []),
+                sep="\n  ",
+                file=sys.stderr,
+            )
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,11 @@ class Prompt:
         return self.messages[-1]["role"] == "assistant"
 
 
-def make_examples(config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, *, progress: bool) -> list[Example]:
-    """Prompts and answers -> examples, in the order of prompts.jsonl. Work that is done already is not done again.
+def make_examples(
+    config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, *, progress: bool
+) -> list[Example]:
+    """Prompts and answers -> examples, in the order of prompts.jsonl. Work that is done already is not done
+    again.
 
     Raises ConfigError for sources that can't be read, or that leave no example.
     """
@@ -73,7 +86,9 @@ def make_examples(config: TrainConfig, work: Path, tokenizer: PreTrainedTokenize
     read = [*_read(config, bad)]  # first: a file that is not there is found before minutes of writing
     prompts = [*_written(config, work, tokenizer, progress), *read]
     random.Random(config.seed).shuffle(prompts)
-    answered = _answers(config, work, [prompt.messages for prompt in prompts if not prompt.has_answer], progress)
+    answered = _answers(
+        config, work, [prompt.messages for prompt in prompts if not prompt.has_answer], progress
+    )
     examples = []
     for prompt in prompts:
         messages = prompt.messages
@@ -96,21 +111,35 @@ def make_examples(config: TrainConfig, work: Path, tokenizer: PreTrainedTokenize
         if len(response) < 2:
             bad.add(prompt.where, "the response is empty")
         elif len(token_ids) + len(response) > config.data.max_length:
-            bad.add(prompt.where, f"{len(token_ids)} tokens of prompt and {len(response)} of response are over data.max_length={config.data.max_length}")
+            bad.add(
+                prompt.where,
+                f"{len(token_ids)} tokens of prompt and {len(response)} of response are over"
+                f" data.max_length={config.data.max_length}",
+            )
         else:
             examples.append(Example([*token_ids, *response], len(token_ids)))
     bad.report()
     if len(examples) <= config.data.held_out:
-        raise ConfigError(f"data: {len(examples)} usable examples, of which data.held_out={config.data.held_out} are held out; give more prompts")
+        raise ConfigError(
+            f"data: {len(examples)} usable examples, of which data.held_out={config.data.held_out} are held"
+            " out; give more prompts"
+        )
     return examples
 
 
-def _written(config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, progress: bool) -> Iterator[Prompt]:
-    """User turns that the model writes: it is given the chat template up to the user's text, and the opening."""
+def _written(
+    config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, progress: bool
+) -> Iterator[Prompt]:
+    """User turns that the model writes: it is given the chat template up to the user's text, and the
+    opening."""
     sources = [source for source in config.data.prompts if source.opening is not None]
     if not sources:
         return
-    rendered = str(tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True))
+    rendered = str(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+        )
+    )
     before = rendered[: rendered.index(_MARK)]
     rows: list[dict[str, Any]] = []
     for source in sources:
@@ -119,17 +148,29 @@ def _written(config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase
         prompt = tokenizer.encode(before + source.opening.rstrip(" "), add_special_tokens=False)
         for _ in range(source.count):
             sampling = {"max_tokens": source.max_tokens, "seed": config.seed + len(rows)}
-            rows.append({"id": len(rows), "prompt_token_ids": prompt, "sampling": sampling, "metadata": {"opening": source.opening}})
+            rows.append(
+                {
+                    "id": len(rows),
+                    "prompt_token_ids": prompt,
+                    "sampling": sampling,
+                    "metadata": {"opening": source.opening},
+                }
+            )
     params = SamplingParams(temperature=config.data.writing_temperature)
     seen = set()
-    for row in _generate(config, work / "written.in.jsonl", work / "written.jsonl", rows, params, "writing prompts", progress):
+    for row in _generate(
+        config, work / "written.in.jsonl", work / "written.jsonl", rows, params, "writing prompts", progress
+    ):
         if row["error"] is None:
             opening, text = row["metadata"]["opening"], row["outputs"][0]["text"].rstrip()
             # After an opening that ends with a space or line, the text's own would be a second one.
             prompt = opening + (text.lstrip() if not opening or opening[-1].isspace() else text)
             if len(text.strip()) >= _MIN_CHARS and prompt not in seen:
                 seen.add(prompt)
-                yield Prompt([{"role": "user", "content": prompt}], f"written prompt {row['id'] + 1} ({_excerpt(prompt)})")
+                yield Prompt(
+                    [{"role": "user", "content": prompt}],
+                    f"written prompt {row['id'] + 1} ({_excerpt(prompt)})",
+                )
 
 
 def _read(config: TrainConfig, bad: BadRows) -> Iterator[Prompt]:
@@ -142,7 +183,9 @@ def _read_file(source: PromptSource, path: Path, bad: BadRows) -> Iterator[Promp
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError(f"data.prompts: cannot read {path}: {error.strerror}; mend the path, or leave this source out") from None
+        raise ConfigError(
+            f"data.prompts: cannot read {path}: {error.strerror}; mend the path, or leave this source out"
+        ) from None
     for number, raw in enumerate(lines[: source.limit], start=1):
         if not raw.strip():
             continue
@@ -160,42 +203,89 @@ def _read_file(source: PromptSource, path: Path, bad: BadRows) -> Iterator[Promp
                 bad.add(where, f"messages: {error}")
                 continue
             if not messages or not messages[-1]["content"].strip():
-                bad.add(where, "the response is empty" if messages and messages[-1]["role"] == "assistant" else "the last message is empty")
+                bad.add(
+                    where,
+                    (
+                        "the response is empty"
+                        if messages and messages[-1]["role"] == "assistant"
+                        else "the last message is empty"
+                    ),
+                )
                 continue
             yield Prompt(messages, where)
-        elif not isinstance(row, dict) or not isinstance(row.get(source.field), str) or not row[source.field].strip():
+        elif (
+            not isinstance(row, dict)
+            or not isinstance(row.get(source.field), str)
+            or not row[source.field].strip()
+        ):
             known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            bad.add(where, f"needs a non-empty string in field {source.field!r} (or `messages`); it has: {known}")
+            bad.add(
+                where, f"needs a non-empty string in field {source.field!r} (or `messages`); it has: {known}"
+            )
         else:
             yield Prompt([{"role": "user", "content": row[source.field].strip()}], where)
 
 
-def _answers(config: TrainConfig, work: Path, conversations: list[Messages], progress: bool) -> Iterator[dict[str, Any]]:
+def _answers(
+    config: TrainConfig, work: Path, conversations: list[Messages], progress: bool
+) -> Iterator[dict[str, Any]]:
     temperatures = config.data.temperatures
     rows = [
-        {"id": number, "messages": messages, "sampling": {"temperature": temperatures[number % len(temperatures)], "seed": config.seed + number}}
+        {
+            "id": number,
+            "messages": messages,
+            "sampling": {
+                "temperature": temperatures[number % len(temperatures)],
+                "seed": config.seed + number,
+            },
+        }
         for number, messages in enumerate(conversations)
     ]
     params = SamplingParams(max_tokens=config.data.max_tokens)
-    return _generate(config, work / "prompts.jsonl", work / "answers.jsonl", rows, params, "answers", progress)
+    return _generate(
+        config, work / "prompts.jsonl", work / "answers.jsonl", rows, params, "answers", progress
+    )
 
 
 def _generate(
-    config: TrainConfig, source: Path, target: Path, rows: list[dict[str, Any]], params: SamplingParams, what: str, progress: bool
+    config: TrainConfig,
+    source: Path,
+    target: Path,
+    rows: list[dict[str, Any]],
+    params: SamplingParams,
+    what: str,
+    progress: bool,
 ) -> Iterator[dict[str, Any]]:
     """Runs `rows` as a job, going on from what `target` holds -> output rows in the order of `rows`."""
     if rows:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_atomically(source, lambda draft: draft.write_bytes(text.encode()))
-        engine = EngineConfig.model_validate({**config.engine.model_dump(), "max_model_len": config.engine.max_model_len or config.data.max_length})
+        engine = EngineConfig.model_validate(
+            {
+                **config.engine.model_dump(),
+                "max_model_len": config.engine.max_model_len or config.data.max_length,
+            }
+        )
         output = OutputConfig(path=target, resume=True, echo_input=False, token_ids=True)
         print(f"{what}: {len(rows)} rows to {target}", file=sys.stderr)
         try:
-            run_job(Job(model=config.model, engine=engine, sampling=params, input=InputConfig(path=source), output=output), progress=progress)
+            run_job(
+                Job(
+                    model=config.model,
+                    engine=engine,
+                    sampling=params,
+                    input=InputConfig(path=source),
+                    output=output,
+                ),
+                progress=progress,
+            )
         except ConfigError as error:
             if "output.resume" not in str(error):
                 raise
-            raise ConfigError(f"{target} holds what other prompts or settings gave; choose another output.work, or delete the file") from error
+            raise ConfigError(
+                f"{target} holds what other prompts or settings gave; choose another output.work, or delete"
+                " the file"
+            ) from error
         with target.open(encoding="utf-8") as file:
             for line in file:
                 yield json.loads(line)

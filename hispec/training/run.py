@@ -1,4 +1,5 @@
 """Runs a training file: data, hidden states, training, exits; each stage goes on where it was interrupted."""
+
 from __future__ import annotations
 
 import hashlib
@@ -37,21 +38,29 @@ class TrainReport:
     outcome: Outcome
 
 
-def run_training(config: TrainConfig, *, only_data: bool = False, progress: bool = True) -> TrainReport | None:
-    """Trains what `config` says and returns where it lies; with `only_data`, ends with the data and returns None.
+def run_training(
+    config: TrainConfig, *, only_data: bool = False, progress: bool = True
+) -> TrainReport | None:
+    """Trains what `config` says and returns where it lies; with `only_data`, ends with the data and returns
+    None.
 
-    With several processes (`accelerate launch`), run it once with `only_data` first. Raises ConfigError, CheckpointError,
-    TrainingError; all that is on disk then is whole, and `output.resume` goes on from there.
+    With several processes (`accelerate launch`), run it once with `only_data` first. Raises ConfigError,
+    CheckpointError, TrainingError; all that is on disk then is whole, and `output.resume` goes on from there.
     """
     if not only_data and find_spec("accelerate") is None:
         raise ConfigError("training needs the package accelerate: pip install 'hispec[train]'")
     checkpoint = open_checkpoint(resolve_model(config.model))
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None or not tokenizer.chat_template:
-        raise ConfigError(f"model: {config.model} has no tokenizer with a chat template, which prompts are put into")
+        raise ConfigError(
+            f"model: {config.model} has no tokenizer with a chat template, which prompts are put into"
+        )
     longest = checkpoint.config.max_position_embeddings
     if config.data.max_length > longest:
-        raise ConfigError(f"data.max_length={config.data.max_length} is over the {longest} positions of {config.model}; choose at most that")
+        raise ConfigError(
+            f"data.max_length={config.data.max_length} is over the {longest} positions of {config.model};"
+            " choose at most that"
+        )
     if config.adapters is not None:
         _check_exits(config.adapters, checkpoint)
     elif config.layerskip is None:
@@ -60,7 +69,11 @@ def run_training(config: TrainConfig, *, only_data: bool = False, progress: bool
     _prepare(config, work)
     examples = make_examples(config, work, tokenizer, progress=progress)
     num_tokens = sum(len(example.token_ids) for example in examples)
-    print(f"{len(examples)} examples, {num_tokens} tokens, {sum(len(e.token_ids) - e.prompt_len for e in examples)} of them in answers", file=sys.stderr)
+    print(
+        f"{len(examples)} examples, {num_tokens} tokens,"
+        f" {sum(len(e.token_ids) - e.prompt_len for e in examples)} of them in answers",
+        file=sys.stderr,
+    )
     if only_data:
         return None
     if config.adapters is not None:
@@ -74,11 +87,19 @@ def _prepare(config: TrainConfig, work: Path) -> None:
     folder = config.output.path
     try:
         if config.output.overwrite and folder.exists():
-            for name in (CHECKPOINT, LOG):  # hours of answers and states stay: they are used again only where they fit
+            for name in (
+                CHECKPOINT,
+                LOG,
+            ):  # hours of answers and states stay: they are used again only where they fit
                 (folder / name).unlink(missing_ok=True)
-        if folder.exists() and any(folder.iterdir()) and not (config.output.resume or config.output.overwrite):
+        if (
+            folder.exists()
+            and any(folder.iterdir())
+            and not (config.output.resume or config.output.overwrite)
+        ):
             raise ConfigError(
-                f"output.path: {folder} is not empty; set output.resume=true to go on with it, output.overwrite=true to start anew, or choose another"
+                f"output.path: {folder} is not empty; set output.resume=true to go on with it,"
+                " output.overwrite=true to start anew, or choose another"
             )
         folder.mkdir(parents=True, exist_ok=True)
         work.mkdir(parents=True, exist_ok=True)
@@ -90,13 +111,24 @@ def _check_exits(adapters: AdaptersConfig, checkpoint: Checkpoint) -> None:
     depth = checkpoint.config.num_layers
     for exit_ in adapters.exits:
         if exit_.layer >= depth:
-            raise ConfigError(f"adapters.exits: layer {exit_.layer} is no early exit of a model of {depth} layers; choose 1 to {depth - 1}")
+            raise ConfigError(
+                f"adapters.exits: layer {exit_.layer} is no early exit of a model of {depth} layers; choose 1"
+                f" to {depth - 1}"
+            )
         if exit_.vocabulary_size is not None and exit_.vocabulary_size > checkpoint.config.vocab_size:
-            raise ConfigError(f"adapters.exits: vocabulary_size={exit_.vocabulary_size} is over the model's {checkpoint.config.vocab_size} tokens")
+            raise ConfigError(
+                f"adapters.exits: vocabulary_size={exit_.vocabulary_size} is over the model's"
+                f" {checkpoint.config.vocab_size} tokens"
+            )
 
 
 def _train_adapters(
-    config: TrainConfig, adapters: AdaptersConfig, checkpoint: Checkpoint, examples: list[Example], work: Path, progress: bool
+    config: TrainConfig,
+    adapters: AdaptersConfig,
+    checkpoint: Checkpoint,
+    examples: list[Example],
+    work: Path,
+    progress: bool,
 ) -> Outcome:
     from accelerate import PartialState
 
@@ -105,63 +137,122 @@ def _train_adapters(
     needed = num_bytes(examples, len(adapters.exits), model.hidden_size)
     if needed > adapters.max_states_gb * 1e9:
         raise ConfigError(
-            f"the hidden states of {len(examples)} examples at {len(adapters.exits)} exits take {needed / 1e9:.1f} GB on disk, over"
-            f" adapters.max_states_gb={adapters.max_states_gb:g}; raise it, or train fewer exits or examples at once"
+            f"the hidden states of {len(examples)} examples at {len(adapters.exits)} exits take"
+            f" {needed / 1e9:.1f} GB on disk, over adapters.max_states_gb={adapters.max_states_gb:g}; raise"
+            " it, or train fewer exits or examples at once"
         )
     device = torch.device("cuda" if torch.cuda.is_available() and config.engine.device != "cpu" else "cpu")
-    decoder = Decoder.load(checkpoint, torch.float32 if wide else torch.bfloat16, device, max_positions=config.data.max_length)
+    decoder = Decoder.load(
+        checkpoint, torch.float32 if wide else torch.bfloat16, device, max_positions=config.data.max_length
+    )
     layers = [exit_.layer for exit_ in adapters.exits]
     trunk = fingerprint(checkpoint)
     with PartialState(cpu=device.type == "cpu").main_process_first():  # the others then find them written
-        store = StateStore(work / "states", decoder, layers, [*training, *held_out], f"{trunk} {decoder.dtype}", progress=progress)
+        store = StateStore(
+            work / "states",
+            decoder,
+            layers,
+            [*training, *held_out],
+            f"{trunk} {decoder.dtype}",
+            progress=progress,
+        )
     del decoder
     frequent = frequent_tokens(training, model.vocab_size)
     head = checkpoint.tensor(head_name(checkpoint)).to(torch.float32 if wide else torch.bfloat16)
     modules = [_adapter(exit_, adapters, checkpoint, frequent, config.seed) for exit_ in adapters.exits]
     exits = Exits(modules, head, model.rope.inv_freq(model.head_dim))
-    task = AdaptersTask(exits, store, [*training, *held_out], range(len(training), len(examples)), config.loop.batch_size, config.seed)
+    task = AdaptersTask(
+        exits,
+        store,
+        [*training, *held_out],
+        range(len(training), len(examples)),
+        config.loop.batch_size,
+        config.seed,
+    )
     settings = _loop_settings(config)
     identity = _identity(config, trunk, examples)
-    outcome = train(task, settings, config.output.path, identity, cpu=device.type == "cpu", resume=config.output.resume, progress=progress)
+    outcome = train(
+        task,
+        settings,
+        config.output.path,
+        identity,
+        cpu=device.type == "cpu",
+        resume=config.output.resume,
+        progress=progress,
+    )
     if PartialState().is_main_process:
         _save(config, checkpoint, modules, training, outcome.metrics)
     return outcome
 
 
-def _adapter(exit_: ExitTraining, adapters: AdaptersConfig, checkpoint: Checkpoint, frequent: torch.Tensor, seed: int) -> AdapterModule:
-    size = checkpoint.config.intermediate_size if exit_.intermediate_size == "model" else exit_.intermediate_size
+def _adapter(
+    exit_: ExitTraining, adapters: AdaptersConfig, checkpoint: Checkpoint, frequent: torch.Tensor, seed: int
+) -> AdapterModule:
+    size = (
+        checkpoint.config.intermediate_size if exit_.intermediate_size == "model" else exit_.intermediate_size
+    )
     info = ExitInfo(**{**exit_.model_dump(), "intermediate_size": size if exit_.num_blocks else None})
     vocabulary = None if exit_.vocabulary_size is None else frequent[: exit_.vocabulary_size]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed + exit_.layer)  # of its own, so that an exit's start does not depend on which others are trained
+        torch.manual_seed(
+            seed + exit_.layer
+        )  # of its own, so that an exit's start does not depend on which others are trained
         module = AdapterModule(info, checkpoint.config, vocabulary)
     if adapters.init == "trunk":
         init_from_trunk(module, checkpoint)
     return module
 
 
-def _save(config: TrainConfig, checkpoint: Checkpoint, modules: list[AdapterModule], training: list[Example], metrics: Metrics) -> ExitsFile:
+def _save(
+    config: TrainConfig,
+    checkpoint: Checkpoint,
+    modules: list[AdapterModule],
+    training: list[Example],
+    metrics: Metrics,
+) -> ExitsFile:
     exits = {}
     for module in modules:
         layer = module.info.layer
-        held_out = {what: round(metrics[f"layer{layer}_{what}"], 4) for what in ("loss", "agreement") if f"layer{layer}_{what}" in metrics}
+        held_out = {
+            what: round(metrics[f"layer{layer}_{what}"], 4)
+            for what in ("loss", "agreement")
+            if f"layer{layer}_{what}" in metrics
+        }
         exits[layer] = module.info.model_copy(update={"held_out": held_out}), module.export()
-    recipe = {"name": "adapters", "seed": config.seed, "init": config.adapters.init if config.adapters else None, **config.loop.model_dump()}
+    recipe = {
+        "name": "adapters",
+        "seed": config.seed,
+        "init": config.adapters.init if config.adapters else None,
+        **config.loop.model_dump(),
+    }
     num_tokens = sum(len(example.token_ids) for example in training)
-    data: dict[str, Any] = {"examples": len(training), "tokens": num_tokens, "answer_tokens": num_tokens - sum(e.prompt_len for e in training)}
+    data: dict[str, Any] = {
+        "examples": len(training),
+        "tokens": num_tokens,
+        "answer_tokens": num_tokens - sum(e.prompt_len for e in training),
+    }
     data["prompts"] = [_described(source.model_dump(exclude_none=True)) for source in config.data.prompts]
     try:
         return save_exits(config.output.path, BaseModelInfo.of(config.model, checkpoint), exits, recipe, data)
     except OSError as error:
-        raise TrainingError(f"cannot write the exits to {config.output.path}: {error}; free some space and run again with output.resume=true") from error
+        raise TrainingError(
+            f"cannot write the exits to {config.output.path}: {error}; free some space and run again with"
+            " output.resume=true"
+        ) from error
 
 
 def _described(source: dict[str, Any]) -> dict[str, Any]:
     """A source without the folder that it lay in."""
-    return {name: Path(value).name if name == "path" else value for name, value in source.items() if not (name == "field" and "path" not in source)}
+    return {
+        name: Path(value).name if name == "path" else value
+        for name, value in source.items()
+        if not (name == "field" and "path" not in source)
+    }
 
 
-def _train_layerskip(config: TrainConfig, checkpoint: Checkpoint, examples: list[Example], progress: bool) -> Outcome:
+def _train_layerskip(
+    config: TrainConfig, checkpoint: Checkpoint, examples: list[Example], progress: bool
+) -> Outcome:
     from accelerate import PartialState
 
     from ee_models.training.layerskip import LayerSkipSettings, LayerSkipTask, load_trainable
@@ -169,10 +260,25 @@ def _train_layerskip(config: TrainConfig, checkpoint: Checkpoint, examples: list
     assert config.layerskip is not None
     training, held_out = split(examples, config.data.held_out)
     settings = LayerSkipSettings(**config.layerskip.model_dump(), batch_size=config.loop.batch_size)
-    task = LayerSkipTask(load_trainable(checkpoint.path), training, held_out, settings, num_steps=config.loop.num_steps, seed=config.seed)
+    task = LayerSkipTask(
+        load_trainable(checkpoint.path),
+        training,
+        held_out,
+        settings,
+        num_steps=config.loop.num_steps,
+        seed=config.seed,
+    )
     identity = _identity(config, fingerprint(checkpoint), examples)
     cpu = not torch.cuda.is_available() or config.engine.device == "cpu"
-    outcome = train(task, _loop_settings(config), config.output.path, identity, cpu=cpu, resume=config.output.resume, progress=progress)
+    outcome = train(
+        task,
+        _loop_settings(config),
+        config.output.path,
+        identity,
+        cpu=cpu,
+        resume=config.output.resume,
+        progress=progress,
+    )
     if PartialState().is_main_process:
         task.save(config.output.path / "model", tokenizer=load_tokenizer(checkpoint))
     return outcome
@@ -187,7 +293,9 @@ def _identity(config: TrainConfig, trunk: str, examples: list[Example]) -> str:
     settings = config.model_dump(mode="json", include={"recipe", "seed", "adapters", "layerskip", "loop"})
     for changeable in ("eval_every", "checkpoint_every"):
         del settings["loop"][changeable]
-    digest = hashlib.blake2b(json.dumps([settings, trunk, config.data.held_out], sort_keys=True).encode(), digest_size=16)
+    digest = hashlib.blake2b(
+        json.dumps([settings, trunk, config.data.held_out], sort_keys=True).encode(), digest_size=16
+    )
     for example in examples:
         digest.update(json.dumps([example.prompt_len, example.token_ids]).encode())
     return digest.hexdigest()

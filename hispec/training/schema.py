@@ -1,4 +1,5 @@
 """What a training YAML says (docs/training.md), and how it is read."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ class PromptSource(Settings):
     """Where prompts come from: a file, or the model itself.
 
     path        a UTF-8 file of one JSON object per line, relative to the training file
-    field       the string that is the prompt; rows with `messages` are conversations instead, and if the last message is
-                the assistant's, it is taken as the response
+    field       the string that is the prompt; rows with `messages` are conversations instead, and if the last
+                message is the assistant's, it is taken as the response
     limit       use this many rows from the start; None = all
     opening     the model writes the user's turn, which begins with this, as it stands ("" = with nothing)
     count, max_tokens   prompts to write, and how long they may become
@@ -33,7 +34,9 @@ class PromptSource(Settings):
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSource:
         if (self.path is None) == (self.opening is None):
-            raise ValueError("a source of prompts needs either `path` (a file) or `opening` (the model writes them)")
+            raise ValueError(
+                "a source of prompts needs either `path` (a file) or `opening` (the model writes them)"
+            )
         if (self.opening is None) != (self.count is None):
             raise ValueError("`count` says how many prompts of an `opening` are written; the two go together")
         return self
@@ -53,7 +56,9 @@ class DataConfig(Settings):
 
     prompts: Annotated[list[PromptSource], Field(min_length=1)]
     writing_temperature: Annotated[float, Field(gt=0.0)] = 0.8
-    temperatures: Annotated[list[Annotated[float, Field(ge=0.0)]], Field(min_length=1)] = Field(default_factory=lambda: [0.0])
+    temperatures: Annotated[list[Annotated[float, Field(ge=0.0)]], Field(min_length=1)] = Field(
+        default_factory=lambda: [0.0]
+    )
     max_tokens: Annotated[int, Field(ge=2)] = 200
     max_length: Annotated[int, Field(ge=8)] = 1024
     held_out: Annotated[int, Field(ge=1)] = 128
@@ -76,14 +81,18 @@ class ExitTraining(Settings):
     @model_validator(mode="after")
     def _not_empty(self) -> ExitTraining:
         if self.num_blocks and not self.attention and self.intermediate_size is None:
-            raise ValueError("a block needs attention: true, an intermediate_size, or both; num_blocks: 0 leaves blocks out")
+            raise ValueError(
+                "a block needs attention: true, an intermediate_size, or both; num_blocks: 0 leaves"
+                " blocks out"
+            )
         return self
 
 
 class AdaptersConfig(Settings):
     """The recipe `adapters`: exits on a frozen trunk.
 
-    init            "trunk": blocks start as copies of the layers after the exit; "random": from small random weights
+    init            "trunk": blocks start as copies of the layers after the exit; "random": from small random
+                    weights
     max_states_gb   what hidden states may take on disk
     """
 
@@ -95,20 +104,24 @@ class AdaptersConfig(Settings):
     def _distinct(self) -> AdaptersConfig:
         layers = [exit_.layer for exit_ in self.exits]
         if len(set(layers)) != len(layers):
-            raise ValueError(f"exits must be at different layers, got {layers}; train other shapes at a layer in a run of their own")
+            raise ValueError(
+                f"exits must be at different layers, got {layers}; train other shapes at a layer in a run of"
+                " their own"
+            )
         return self
 
 
 class LayerSkipConfig(Settings):
-    """The recipe `layerskip`: layer dropout and early-exit loss [arXiv 2404.16710], which change the model itself.
+    """The recipe `layerskip`: layer dropout and early-exit loss [arXiv 2404.16710], which change the model
+    itself.
 
     dropout_max        p_max, the last layer's rate of being left out
     dropout_schedule   "constant" for continued training, "exponential" from scratch
     exit_loss_scale    e_scale
     curriculum         which layers' losses are on: "rotational", "gradual" or "all"
     rotation           R: with "rotational", every R-th layer
-    lora_rank          train low-rank adapters of this rank, scaled by lora_alpha / lora_rank and merged at the end; None = all
-                       weights
+    lora_rank          train low-rank adapters of this rank, scaled by lora_alpha / lora_rank and merged at
+                       the end; None = all weights
     """
 
     dropout_max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
@@ -123,8 +136,8 @@ class LayerSkipConfig(Settings):
 class LoopConfig(Settings):
     """Steps and speed; `num_steps` are optimizer steps over `batch_size` examples (all processes together).
 
-    warmup            share of the steps in which the learning rate rises; afterwards it falls along a cosine to
-                      `final_lr` of its peak
+    warmup            share of the steps in which the learning rate rises; afterwards it falls along a cosine
+                      to `final_lr` of its peak
     mixed_precision   "bf16": matrix products in bfloat16; "no": float32
     """
 
@@ -144,7 +157,8 @@ class TrainOutput(Settings):
     """Where results go.
 
     path   a folder for the exits (or, with `layerskip`, the model), checkpoints and a log
-    work   a folder for prompts, answers and hidden states, which runs on the same data may share; None = path/work
+    work   a folder for prompts, answers and hidden states, which runs on the same data may share; None =
+           path/work
     overwrite   train anew; what `work` holds is used where it fits
     resume      go on from the last checkpoint
     """
@@ -189,5 +203,6 @@ class TrainConfig(Settings):
 
 
 def load_training(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The training file at `path`; files of prompts lie relative to it. Raises ConfigError with all that is wrong."""
+    """The training file at `path`; files of prompts lie relative to it. Raises ConfigError with all that is
+    wrong."""
     return load_settings(TrainConfig, Path(path), overrides, [("data", "prompts", "*", "path")])

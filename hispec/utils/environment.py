@@ -1,4 +1,5 @@
 """What a measurement ran on."""
+
 from __future__ import annotations
 
 import os
@@ -11,7 +12,8 @@ BUSY_SHARE = 0.5  # of the cores
 
 
 def environment() -> dict[str, Any]:
-    """Hardware and versions; `cores` are those this process may use, `load` is how many programs wanted one in the last minute."""
+    """Hardware and versions; `cores` are those this process may use, `load` is how many programs wanted one
+    in the last minute."""
     import torch
 
     return {
@@ -31,11 +33,14 @@ def environment() -> dict[str, Any]:
 def hardware_text(values: dict[str, Any]) -> str:
     """One line of `environment()` for a summary."""
     gpu = f"{values['gpu']}, " if values["gpu"] else ""
-    return f"{gpu}{values['cpu']}, {values['cores']} cores, {values['threads']} threads, torch {values['torch']}"
+    return (
+        f"{gpu}{values['cpu']}, {values['cores']} cores, {values['threads']} threads, torch {values['torch']}"
+    )
 
 
 def is_busy(values: dict[str, Any]) -> bool:
-    """Whether other programs took enough of the machine, just before `environment()`, to spoil a measurement."""
+    """Whether other programs took enough of the machine, just before `environment()`, to spoil a
+    measurement."""
     return values["load"] is not None and values["load"] > BUSY_SHARE * values["cores"]
 
 

@@ -1,4 +1,5 @@
 """Where HiSpec keeps its files, and how a file is written whole or not at all."""
+
 from __future__ import annotations
 
 import os

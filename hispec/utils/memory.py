@@ -1,4 +1,5 @@
 """How much memory there is, how much a computation takes, and what an allocation failure looks like."""
+
 from __future__ import annotations
 
 import os
@@ -8,11 +9,16 @@ import torch
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. torch has a class for it on a GPU; on a CPU, and where a library on the GPU was who failed, only words."""
-    if isinstance(error.__cause__, RuntimeError) and is_out_of_memory(error.__cause__):  # of a drafter, for example
+    """Whether an allocation failed. torch has a class for it on a GPU; on a CPU, and where a library on the
+    GPU was who failed, only words."""
+    if isinstance(error.__cause__, RuntimeError) and is_out_of_memory(
+        error.__cause__
+    ):  # of a drafter, for example
         return True
     words = "can't allocate memory", "out of memory", "ALLOC_FAILED"
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and any(each in str(error) for each in words))
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+    )
 
 
 def free_memory_bytes() -> int:
@@ -27,7 +33,8 @@ def free_memory_bytes() -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """That can still be allocated on a GPU: what the system has, and what torch holds for itself without using it."""
+    """That can still be allocated on a GPU: what the system has, and what torch holds for itself without
+    using it."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

@@ -1,4 +1,6 @@
-"""BlockPool against a naive model: what is held, cached and free; what a prefix finds; what is evicted, and in which order."""
+"""BlockPool against a naive model: what is held, cached and free; what a prefix finds; what is evicted, and
+in which order."""
+
 from __future__ import annotations
 
 import copy
@@ -37,7 +39,9 @@ class Sequence:
 @dataclass
 class Model:
     free: set[int]
-    cached: list[int] = field(default_factory=list)  # in the order in which they fell idle: the first is evicted first
+    cached: list[int] = field(
+        default_factory=list
+    )  # in the order in which they fell idle: the first is evicted first
     nodes: list[Node] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
 
@@ -67,7 +71,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.size = block_size
         self.pool = BlockPool(NUM_BLOCKS, block_size)
         self.model = Model(free=set(range(NUM_BLOCKS)))
-        self.content: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its end, as whoever published it wrote them
+        self.content: dict[
+            int, tuple[int, ...]
+        ] = {}  # block -> all tokens up to its end, as whoever published it wrote them
 
     @rule(target=sequences, tokens=token_lists)
     def allocate(self, tokens: list[int]) -> Sequence:
@@ -83,7 +89,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert table.blocks == blocks
         assert num_found == len(blocks) * self.size
         for i, block in enumerate(blocks):
-            assert self.content[block] == tuple(tokens[: (i + 1) * self.size]), "a block was found by another prefix than it was published under"
+            assert self.content[block] == tuple(tokens[: (i + 1) * self.size]), (
+                "a block was found by another prefix than it was published under"
+            )
         sequence = Sequence(table, list(tokens), blocks, node, len(blocks))
         model.sequences.append(sequence)
         return sequence
@@ -95,7 +103,9 @@ class PoolMachine(RuleBasedStateMachine):
         missing = max(0, -(-length // self.size) - len(sequence.blocks))
         before = copy.deepcopy((self.pool.__dict__, sequence.table))
         if not self.pool.extend(sequence.table, length):
-            assert missing > len(model.free) + len(model.cached), "extend refused although there were blocks enough"
+            assert missing > len(model.free) + len(model.cached), (
+                "extend refused although there were blocks enough"
+            )
             assert (self.pool.__dict__, sequence.table) == before, "a refused extend changed something"
             return
         new = sequence.table.blocks[len(sequence.blocks) :]
@@ -103,7 +113,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(new) == missing
         num_evicted = max(0, missing - len(model.free))
         assert set(new[: missing - num_evicted]) <= model.free, "a block was evicted while another was free"
-        assert new[missing - num_evicted :] == model.cached[:num_evicted], "eviction is not in the order of falling idle"
+        assert new[missing - num_evicted :] == model.cached[:num_evicted], (
+            "eviction is not in the order of falling idle"
+        )
         model.free -= set(new)
         model.cached = model.cached[num_evicted:]
         model.nodes = [node for node in model.nodes if node.block not in new]
@@ -154,11 +166,18 @@ class PoolMachine(RuleBasedStateMachine):
             assert sequence.table.num_published == sequence.num_published
         held = {block for sequence in self.model.sequences for block in sequence.blocks}
         assert self.pool.num_held == len(held)
-        assert self.pool.num_available == NUM_BLOCKS - len(held) == len(self.model.free) + len(self.model.cached)
+        assert (
+            self.pool.num_available == NUM_BLOCKS - len(held) == len(self.model.free) + len(self.model.cached)
+        )
 
 
 PoolMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestPoolAgainstNaiveModel = PoolMachine.TestCase
 
@@ -263,7 +282,9 @@ def test_check_finds_a_table_that_is_missing_or_unknown() -> None:
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 4), (4, 0), (-1, 4)])
 def test_a_pool_without_room_is_refused(num_blocks: int, block_size: int) -> None:
-    with pytest.raises(ValueError, match=f"num_blocks={num_blocks} and block_size={block_size} must be at least 1"):
+    with pytest.raises(
+        ValueError, match=f"num_blocks={num_blocks} and block_size={block_size} must be at least 1"
+    ):
         BlockPool(num_blocks, block_size)
 
 

@@ -1,4 +1,5 @@
 """KV in host memory: what comes back is what went, to the bit, within the bound; and when it is worth it."""
+
 from __future__ import annotations
 
 import random
@@ -21,25 +22,38 @@ BLOCKS = [5, 0, 3, 7]
 OTHERS = [6, 2, 1, 4]
 
 
-def make_kv(num_layers: int = 3, dtype: torch.dtype = torch.float32, device: torch.device = CPU, seed: int = 0) -> PagedKV:
+def make_kv(
+    num_layers: int = 3, dtype: torch.dtype = torch.float32, device: torch.device = CPU, seed: int = 0
+) -> PagedKV:
     """Random bits in every place: numbers of all kinds, nan among them."""
     kv = PagedKV(num_layers, 8, 4, 2, 8, dtype, device)
-    bits = torch.randint(0, 256, (*kv.data.shape[:-1], kv.data.shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    bits = torch.randint(
+        0,
+        256,
+        (*kv.data.shape[:-1], kv.data.shape[-1] * dtype.itemsize),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
     kv.data.copy_(bits.to(device).view(dtype))
     return kv
 
 
 def bits(kv: PagedKV, blocks: Sequence[int], num_positions: int) -> torch.Tensor:
     """[layers, 2, positions, heads, bytes]"""
-    slots = [block * kv.block_size + offset for block in blocks for offset in range(kv.block_size)][:num_positions]
+    slots = [block * kv.block_size + offset for block in blocks for offset in range(kv.block_size)][
+        :num_positions
+    ]
     return kv.data.cpu().contiguous().view(torch.uint8)[:, :, slots]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_positions", [0, 1, 4, 11, 16])
-def test_what_comes_back_is_what_went_to_the_bit(dtype: torch.dtype, num_positions: int, device: torch.device) -> None:
-    """The model's KV, exits in its further layers, and a draft model's of another size; into other blocks; nothing else is touched."""
+def test_what_comes_back_is_what_went_to_the_bit(
+    dtype: torch.dtype, num_positions: int, device: torch.device
+) -> None:
+    """The model's KV, exits in its further layers, and a draft model's of another size; into other blocks;
+    nothing else is touched."""
     kvs = [make_kv(3, dtype, device), make_kv(1, dtype, device, seed=1)]
     before = [bits(kv, BLOCKS, num_positions) for kv in kvs]
     host = HostKV(1 << 20)
@@ -99,7 +113,9 @@ def test_misuse_is_refused() -> None:
     assert 0 not in host and host.num_bytes == 0
     host.save(0, kvs, BLOCKS, 16)
     held = host.num_bytes
-    host.save(0, kvs, BLOCKS, 16)  # in place of the first: an interrupt may have come between the copy and the word of it
+    host.save(
+        0, kvs, BLOCKS, 16
+    )  # in place of the first: an interrupt may have come between the copy and the word of it
     assert host.num_bytes == held > 0
     with pytest.raises(ValueError, match="16 positions do not lie in 3 blocks"):
         host.restore(0, kvs, BLOCKS[:3])
@@ -108,13 +124,18 @@ def test_misuse_is_refused() -> None:
     assert 0 in host
 
 
-@pytest.mark.parametrize("others", [[], [make_kv(), make_kv(1)], [make_kv(2)], [make_kv(dtype=torch.float16)]])
+@pytest.mark.parametrize(
+    "others", [[], [make_kv(), make_kv(1)], [make_kv(2)], [make_kv(dtype=torch.float16)]]
+)
 def test_into_other_tensors_nothing_is_restored(others: list[PagedKV]) -> None:
     host = HostKV(1 << 20)
     host.save(0, [make_kv()], BLOCKS, 9)
     before = [kv.data.clone() for kv in others]
     assert not host.restore(0, others, OTHERS) and 0 in host
-    assert all(torch.equal(kv.data.view(torch.uint8), data.view(torch.uint8)) for kv, data in zip(others, before, strict=True))
+    assert all(
+        torch.equal(kv.data.view(torch.uint8), data.view(torch.uint8))
+        for kv, data in zip(others, before, strict=True)
+    )
 
 
 def test_any_number_of_sequences_come_and_go() -> None:
@@ -159,7 +180,9 @@ def test_the_keeper_saves_what_is_cheaper_to_move_and_restores_it() -> None:
     assert host.num_bytes == 0
 
 
-def test_the_keeper_goes_on_without_memory_and_with_another_plans_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keeper_goes_on_without_memory_and_with_another_plans_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kvs = [make_kv()]
     host = HostKV(1 << 20)
     keeper = KVOffloader(host, lambda: kvs, lambda num_positions: True)
@@ -184,12 +207,17 @@ def test_other_errors_of_the_keeper_are_not_hidden() -> None:
     keeper = KVOffloader(HostKV(1 << 20), lambda: [make_kv()], lambda num_positions: True)
     with pytest.raises(ValueError, match="do not lie in"):
         keeper.save(computed(0, 6, BLOCKS[:1]))
-    assert not keeper.restore(computed(0, 6, BLOCKS[:2])), "an interrupt may have come between: then it is computed again"
+    assert not keeper.restore(computed(0, 6, BLOCKS[:2])), (
+        "an interrupt may have come between: then it is computed again"
+    )
 
 
 def test_moving_is_weighed_against_prefill_by_the_profile() -> None:
     """Swap 10 ms and 1 ms a position; prefill 1 ms a position and 4 ms a chunk of at most 8."""
-    stages = {"swap": Linear(constant_ms=10.0, token_ms=1.0), "prefill": Linear(constant_ms=4.0, token_ms=1.0)}
+    stages = {
+        "swap": Linear(constant_ms=10.0, token_ms=1.0),
+        "prefill": Linear(constant_ms=4.0, token_ms=1.0),
+    }
     is_cheaper = cheaper_to_move(LatencyModel(stages), 8)
     assert [is_cheaper(num_positions) for num_positions in (1, 16, 17, 40)] == [False, False, True, True]
     for latency in (None, LatencyModel({}), LatencyModel({"prefill": Linear()})):

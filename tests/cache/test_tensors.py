@@ -1,4 +1,5 @@
 """The tensors of `cache`: where PagedKV and HiddenBuffer write and read, and how a view addresses them."""
+
 from __future__ import annotations
 
 import gc
@@ -17,7 +18,9 @@ CPU = torch.device("cpu")
 
 
 def make_kv(dtype: torch.dtype = torch.float32) -> PagedKV:
-    return PagedKV(num_layers=3, num_blocks=4, block_size=2, num_kv_heads=2, head_dim=4, dtype=dtype, device=CPU)
+    return PagedKV(
+        num_layers=3, num_blocks=4, block_size=2, num_kv_heads=2, head_dim=4, dtype=dtype, device=CPU
+    )
 
 
 def random_tokens(num: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +85,10 @@ def test_released_kv_memory_is_held_by_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"), [(3, 4, 2, 2, 4), (1, 1, 16, 3, 64), (5, 7, 1, 1, 10)])
+@pytest.mark.parametrize(
+    ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"),
+    [(3, 4, 2, 2, 4), (1, 1, 16, 3, 64), (5, 7, 1, 1, 10)],
+)
 def test_bytes_per_block_is_the_memory_that_a_block_takes(
     num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
@@ -184,18 +190,27 @@ def moved(data: torch.Tensor, sources: list[int], targets: list[int]) -> torch.T
 @pytest.mark.parametrize(("sources", "targets"), MOVES)
 @pytest.mark.parametrize(("first_layer", "last_layer"), [(0, 3), (1, 2), (1, 3), (2, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kv_is_moved_at_its_layers_and_nowhere_else(first_layer: int, last_layer: int, sources: list[int], targets: list[int], dtype: torch.dtype) -> None:
+def test_kv_is_moved_at_its_layers_and_nowhere_else(
+    first_layer: int, last_layer: int, sources: list[int], targets: list[int], dtype: torch.dtype
+) -> None:
     kv = make_kv(dtype)
     kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(1)))
     expected = kv.data.clone()
     span = slice(first_layer, last_layer)
     expected[span] = moved(kv.data[span].flatten(3), sources, targets).view_as(kv.data[span])
-    kv.move(first_layer, last_layer, torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
+    kv.move(
+        first_layer,
+        last_layer,
+        torch.tensor(sources, dtype=torch.int64),
+        torch.tensor(targets, dtype=torch.int64),
+    )
     assert torch.equal(kv.data, expected)
 
 
 @pytest.mark.parametrize(("sources", "targets"), MOVES)
-def test_hidden_states_are_moved_at_their_exit_and_nowhere_else(sources: list[int], targets: list[int]) -> None:
+def test_hidden_states_are_moved_at_their_exit_and_nowhere_else(
+    sources: list[int], targets: list[int]
+) -> None:
     buffer = HiddenBuffer(2, 3, 3, 2, torch.float32, CPU)
     buffer.data.copy_(torch.randn(buffer.data.shape, generator=torch.Generator().manual_seed(1)))
     expected = buffer.data.clone()

@@ -1,4 +1,6 @@
-"""What drafts are worth, estimated: without bias whatever the caps, of places and routes that were not tried too, and forgotten in time."""
+"""What drafts are worth, estimated: without bias whatever the caps, of places and routes that were not tried
+too, and forgotten in time."""
+
 from __future__ import annotations
 
 import json
@@ -19,13 +21,33 @@ EXIT, CHECKED, OTHER = Route("exit", 4, None, 8), Route("exit", 4, 15, 8, 4), Ro
 HAZARDS = np.array([0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45])
 
 
-def seen(route: int, kept: Sequence[int], caps: Sequence[int], numbers: Sequence[int] | None = None, **more: Sequence[int]) -> Observation:
+def seen(
+    route: int,
+    kept: Sequence[int],
+    caps: Sequence[int],
+    numbers: Sequence[int] | None = None,
+    **more: Sequence[int],
+) -> Observation:
     """Cycles of a route, each of a row of its own; all that might be drafted is, unless it is said."""
     arrays = {name: np.array(values, np.int64) for name, values in more.items()}
-    cycles = {"numbers": np.arange(len(kept)) if numbers is None else np.array(numbers), "caps": np.array(caps), "kept": np.array(kept)}
+    cycles = {
+        "numbers": np.arange(len(kept)) if numbers is None else np.array(numbers),
+        "caps": np.array(caps),
+        "kept": np.array(kept),
+    }
     drafted = arrays.pop("drafted", cycles["caps"])
     looked_up = arrays.pop("looked_up", np.zeros(len(kept), np.int64))
-    return Observation(Choice(route, Plan(4, None, 8)), max(1, len(kept)), 0.0, float("nan"), 0, drafted=drafted, looked_up=looked_up, **cycles, **arrays)
+    return Observation(
+        Choice(route, Plan(4, None, 8)),
+        max(1, len(kept)),
+        0.0,
+        float("nan"),
+        0,
+        drafted=drafted,
+        looked_up=looked_up,
+        **cycles,
+        **arrays,
+    )
 
 
 def kept_of(random: np.random.Generator, caps: np.ndarray) -> np.ndarray:
@@ -47,7 +69,9 @@ def by_the_past(random: np.random.Generator, past: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("caps_of", [by_chance, short, by_the_past])
-def test_hazards_are_unbiased_however_caps_are_chosen(caps_of: Callable[[np.random.Generator, list[int]], np.ndarray]) -> None:
+def test_hazards_are_unbiased_however_caps_are_chosen(
+    caps_of: Callable[[np.random.Generator, list[int]], np.ndarray],
+) -> None:
     """And accepted / drafted is not: what stands behind the first wrong draft is never judged."""
     random, acceptance = np.random.default_rng(3), Acceptance([EXIT], CONFIG)
     past: list[int] = []
@@ -71,7 +95,9 @@ def test_what_is_not_offered_counts_against_the_drafter_where_it_might_have_been
     """Prompt lookup that finds something in half of all cycles, and then is right."""
     acceptance = Acceptance([Route("ngram", 0, None, 4)], CONFIG)
     looked = [4, 0] * 500
-    acceptance.add(0, [seen(0, looked, [4] * 1000, drafted=looked, looked_up=[1] * 1000)], 10, 10, acceptance.estimates())
+    acceptance.add(
+        0, [seen(0, looked, [4] * 1000, drafted=looked, looked_up=[1] * 1000)], 10, 10, acceptance.estimates()
+    )
     estimates = acceptance.estimates()
     assert estimates.kept[0] == pytest.approx([0.5, 1.0, 1.0, 1.0], abs=0.02)
     assert survival(estimates.looked)[0, 1:] == pytest.approx([0.5] * 4, abs=0.02)
@@ -81,7 +107,9 @@ def test_a_hybrid_is_told_apart_by_who_drafted() -> None:
     acceptance = Acceptance([Route("hybrid", 4, None, 8, num_exit_tokens=2)], CONFIG)
     looked_up = [1, 0, 0, 0] * 200
     drafted = [6, 2, 2, 2] * 200
-    acceptance.add(0, [seen(0, [1] * 800, [8] * 800, drafted=drafted, looked_up=looked_up)], 1, 1, acceptance.estimates())
+    acceptance.add(
+        0, [seen(0, [1] * 800, [8] * 800, drafted=drafted, looked_up=looked_up)], 1, 1, acceptance.estimates()
+    )
     estimates = acceptance.estimates()
     assert estimates.found[0] == pytest.approx(0.25, abs=0.01)
     assert survival(estimates.looked)[0, [6, 7]] == pytest.approx([1.0, 0.0], abs=0.05)
@@ -123,8 +151,20 @@ def test_many_rounds_at_once_are_what_they_are_one_by_one(rounds: int) -> None:
         caps = random.integers(1, 9, (rounds, 16))
         kept = np.stack([kept_of(random, each) for each in caps])
         for at in range(rounds):
-            single.add(0, [seen(0, kept[at].tolist(), caps[at].tolist())], now - rounds + at + 1, 1, single.estimates())
-        together.add(0, [seen(0, kept.reshape(-1).tolist(), caps.reshape(-1).tolist())], now, rounds, together.estimates())
+            single.add(
+                0,
+                [seen(0, kept[at].tolist(), caps[at].tolist())],
+                now - rounds + at + 1,
+                1,
+                single.estimates(),
+            )
+        together.add(
+            0,
+            [seen(0, kept.reshape(-1).tolist(), caps.reshape(-1).tolist())],
+            now,
+            rounds,
+            together.estimates(),
+        )
     assert together.kept.at_risk[0] == pytest.approx(single.kept.at_risk[0], rel=0.15)
     assert together.estimates().kept[0] == pytest.approx(single.estimates().kept[0], abs=0.02)
 
@@ -153,7 +193,9 @@ def test_routes_that_were_never_run_are_predicted_from_exits_that_were_watched()
         acceptance.add_shadows(0, [shadow(8, 60, 0), shadow(15, 160, 120), shadow(20, 190, 80)], 10 * now, 1)
     estimates = acceptance.estimates()
     assert estimates.kept[3] == pytest.approx(np.full(8, 0.3), abs=0.05)  # right at 8
-    assert estimates.kept[1] == pytest.approx(np.full(8, 0.6), abs=0.05)  # agreed with at 15, by drafts of this drafter
+    assert estimates.kept[1] == pytest.approx(
+        np.full(8, 0.6), abs=0.05
+    )  # agreed with at 15, by drafts of this drafter
     assert estimates.kept[2] == pytest.approx(np.full(8, 0.4), abs=0.05)
     assert estimates.accepted[1, 0] == pytest.approx(0.8, abs=0.05)  # right at 15
     assert estimates.accepted[2, 0] == pytest.approx(0.95, abs=0.05)
@@ -181,7 +223,13 @@ def test_verify_is_estimated_by_tentative_token() -> None:
     tentative = random.integers(1, 10, 4000)
     right = random.random((4000, 9)) < 0.9 - 0.05 * np.arange(9)
     accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), tentative)
-    acceptance.add(0, [seen(0, [], [], rows=range(4000), tentative=tentative.tolist(), accepted=accepted.tolist())], 1, 1, acceptance.estimates())
+    acceptance.add(
+        0,
+        [seen(0, [], [], rows=range(4000), tentative=tentative.tolist(), accepted=accepted.tolist())],
+        1,
+        1,
+        acceptance.estimates(),
+    )
     assert acceptance.estimates().accepted[0, :5] == pytest.approx(0.9 - 0.05 * np.arange(5), abs=0.04)
 
 
@@ -192,7 +240,9 @@ def test_optimism_grows_with_the_age_of_what_is_known_and_ends_where_it_is_seen_
     known = acceptance.estimates().kept[0, 0]
     assert known < fresh < known + 0.1 < old
     assert acceptance.estimates().kept[0, 0] == known  # however long ago
-    acceptance.add_shadows(None, [Shadow(4, np.array([300]), np.array([270]), np.array([0]), np.array([0]))], 2000, 1)
+    acceptance.add_shadows(
+        None, [Shadow(4, np.array([300]), np.array([270]), np.array([0]), np.array([0]))], 2000, 1
+    )
     assert acceptance.optimistic(2000.0, 1.5).kept[0, 0] > 0.8  # what its exit would say now
 
 
@@ -201,7 +251,13 @@ def test_requests_are_known_by_what_they_do_better_or_worse_than_expected() -> N
     requests.keep([7, 9, 11])
     for now in range(1, 60):
         requests.age(now)
-        requests.add(0, np.array([7, 9, 9, 99]), np.array([4, 2, 2, 5]), np.array([4, 0, 0, 5]), np.array([2.0, 1.0, 1.0, 2.5]))
+        requests.add(
+            0,
+            np.array([7, 9, 9, 99]),
+            np.array([4, 2, 2, 5]),
+            np.array([4, 0, 0, 5]),
+            np.array([2.0, 1.0, 1.0, 2.5]),
+        )
     shift, tries = requests.shifts(0, [7, 9, 11, 99])
     assert shift[0] > 1.0
     assert shift[1] < -1.0

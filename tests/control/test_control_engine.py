@@ -1,4 +1,6 @@
-"""A controller in an engine: what it is told, and what becomes of it when drafters fail, plans come back, and steps are interrupted."""
+"""A controller in an engine: what it is told, and what becomes of it when drafters fail, plans come back, and
+steps are interrupted."""
+
 from __future__ import annotations
 
 import random
@@ -23,12 +25,34 @@ from tests.helpers.support import make_engine, random_prompts, run
 from tests.helpers.tiny import tiny_checkpoint
 
 PROMPTS = random_prompts((1, 2, 7, 8, 9, 31, 33, 70))
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 128, "block_size": 8, "num_kv_blocks": 64, "max_prefill_tokens": 32}
-EXITS: dict[str, Any] = {"draft": {"layer": 3}, "check": {"layer": 6}, "num_draft_tokens": 3, "control": "goodput"}
-MODEL: dict[str, Any] = {"draft": {"kind": "model", "path": "tiny"}, "check": {"layer": 6}, "num_draft_tokens": 3, "control": "goodput"}
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_model_len": 128,
+    "block_size": 8,
+    "num_kv_blocks": 64,
+    "max_prefill_tokens": 32,
+}
+EXITS: dict[str, Any] = {
+    "draft": {"layer": 3},
+    "check": {"layer": 6},
+    "num_draft_tokens": 3,
+    "control": "goodput",
+}
+MODEL: dict[str, Any] = {
+    "draft": {"kind": "model", "path": "tiny"},
+    "check": {"layer": 6},
+    "num_draft_tokens": 3,
+    "control": "goodput",
+}
 
 
-def controlled(decoder: Decoder, values: dict[str, Any], draft_model: Decoder | None = None, policy: str = "fcfs", **config: Any) -> Engine:
+def controlled(
+    decoder: Decoder,
+    values: dict[str, Any],
+    draft_model: Decoder | None = None,
+    policy: str = "fcfs",
+    **config: Any,
+) -> Engine:
     return Engine(
         decoder,
         EngineConfig(**{**SIZES, **config}),
@@ -47,11 +71,14 @@ def expected(tiny_decoder: Decoder) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """With a vocabulary of its own size."""
-    return draft_decoder(tiny_checkpoint(tmp_path_factory.mktemp("small"), hidden=32, num_layers=2, vocab=300))
+    return draft_decoder(
+        tiny_checkpoint(tmp_path_factory.mktemp("small"), hidden=32, num_layers=2, vocab=300)
+    )
 
 
 def test_a_draft_model_is_no_exit_to_be_watched(tiny_decoder: Decoder, small_model: Decoder) -> None:
-    """Though its own passes go through layers of the same numbers; penalties look at rows of the whole vocabulary."""
+    """Though its own passes go through layers of the same numbers; penalties look at rows of the whole
+    vocabulary."""
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=16, repetition_penalty=1.2)
     engine = controlled(tiny_decoder, MODEL, small_model)
     control = make_restless(engine, watches=1.0, plain=0.0)
@@ -60,26 +87,39 @@ def test_a_draft_model_is_no_exit_to_be_watched(tiny_decoder: Decoder, small_mod
     assert any(seen.shadows for seen in control.seen)
 
 
-def test_it_decides_for_the_rows_that_run(tiny_decoder: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_decides_for_the_rows_that_run(
+    tiny_decoder: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Few blocks: most of those who might have a row wait."""
     engine = controlled(tiny_decoder, EXITS, max_num_seqs=8, num_kv_blocks=16)
     control = make_restless(engine)
     told: list[int] = []
     choose = control.choose
-    monkeypatch.setattr(control, "choose", lambda numbers, context: (told.append(len(numbers)), choose(numbers, context))[1])
+    monkeypatch.setattr(
+        control, "choose", lambda numbers, context: (told.append(len(numbers)), choose(numbers, context))[1]
+    )
     monkeypatch.setattr(type(control), "is_due", True)
     assert run(engine, PROMPTS) == expected
     assert told == [seen.num_rows for seen in control.seen] and max(told) < 8
 
 
-def test_one_failing_drafter_does_not_end_the_others(tiny_decoder: Decoder, small_model: Decoder, expected: list[list[int]]) -> None:
+def test_one_failing_drafter_does_not_end_the_others(
+    tiny_decoder: Decoder, small_model: Decoder, expected: list[list[int]]
+) -> None:
     """Its route is left alone for longer and longer."""
-    engine = controlled(tiny_decoder, MODEL | {"goodput": {"drafters": ("ngram", "model"), "interval": 1, "probe_share": 0.5, "window": 16.0}}, small_model)
+    engine = controlled(
+        tiny_decoder,
+        MODEL
+        | {"goodput": {"drafters": ("ngram", "model"), "interval": 1, "probe_share": 0.5, "window": 16.0}},
+        small_model,
+    )
 
     def fail(*_: Any) -> None:
         raise OSError("gone")
 
-    failing = next(drafter for drafter in engine._runtime.drafters if type(drafter).__name__ == "ModelDrafter")
+    failing = next(
+        drafter for drafter in engine._runtime.drafters if type(drafter).__name__ == "ModelDrafter"
+    )
     setattr(failing, "propose", fail)  # noqa: B010 - a method of this one object
     for _ in range(3):
         assert run(engine, PROMPTS) == expected
@@ -107,14 +147,24 @@ def test_what_was_learnt_is_there_when_a_plan_comes_back(tiny_decoder: Decoder) 
 
 def test_a_trace_names_the_plan_that_was_given(tiny_decoder: Decoder, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    engine = Engine(tiny_decoder, EngineConfig(**SIZES, trace=str(trace)), SpeculativeConfig(draft={"layer": 1}), plan=Plan(3, 6, 2, 2), name="tiny")
+    engine = Engine(
+        tiny_decoder,
+        EngineConfig(**SIZES, trace=str(trace)),
+        SpeculativeConfig(draft={"layer": 1}),
+        plan=Plan(3, 6, 2, 2),
+        name="tiny",
+    )
     outputs = run(engine, PROMPTS[:3])
     engine.close()
     read = read_trace(trace)
     assert read.header.model == "tiny" and tuple(read.header.routes) == ("exit D=3 C=6",)
-    assert {(rounds.num_drafts, rounds.num_checks) for rounds in read.rounds if rounds.route is not None} == {(2, 2)}
+    assert {(rounds.num_drafts, rounds.num_checks) for rounds in read.rounds if rounds.route is not None} == {
+        (2, 2)
+    }
     assert sum(rounds.tokens for rounds in read.rounds) == engine.stats()["committed"]
-    assert [request.output_tokens for request in sorted(read.requests, key=lambda request: request.number)] == [len(output) for output in outputs]
+    assert [
+        request.output_tokens for request in sorted(read.requests, key=lambda request: request.number)
+    ] == [len(output) for output in outputs]
 
 
 def test_an_engine_that_is_refused_leaves_an_earlier_trace(tiny_decoder: Decoder, tmp_path: Path) -> None:
@@ -137,9 +187,15 @@ def interrupted(chance: random.Random, share: float) -> Iterator[None]:
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
-        if not name.endswith(("scheduling/scheduler.py", "scheduling/waiting.py", "host_kv.py", "keeping.py")):
+        if not name.endswith(
+            ("scheduling/scheduler.py", "scheduling/waiting.py", "host_kv.py", "keeping.py")
+        ):
             return None if event == "call" and "hispec" not in name else trace
-        if event == "line" and name.endswith(("waiting.py", "host_kv.py", "keeping.py", "scheduler.py")) and chance.random() < share:
+        if (
+            event == "line"
+            and name.endswith(("waiting.py", "host_kv.py", "keeping.py", "scheduler.py"))
+            and chance.random() < share
+        ):
             raise KeyboardInterrupt
         return trace
 
@@ -151,8 +207,11 @@ def interrupted(chance: random.Random, share: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_is_interrupted_in_the_scheduler_can_be_gone_on_with(tiny_decoder: Decoder, seed: int) -> None:
-    """Steps with KV that moves to host memory and back, stopped anywhere: everybody ends, and nothing leaks."""
+def test_whatever_is_interrupted_in_the_scheduler_can_be_gone_on_with(
+    tiny_decoder: Decoder, seed: int
+) -> None:
+    """Steps with KV that moves to host memory and back, stopped anywhere: everybody ends, and nothing
+    leaks."""
     engine = controlled(tiny_decoder, EXITS, policy="laps", num_kv_blocks=16)
     make_restless(engine, seed)
     ids = [engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=12)) for prompt in PROMPTS]

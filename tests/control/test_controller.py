@@ -1,4 +1,6 @@
-"""The controller against scripted machines: it finds the best plan, follows changes, stays within its budgets, and does not flap."""
+"""The controller against scripted machines: it finds the best plan, follows changes, stays within its
+budgets, and does not flap."""
+
 from __future__ import annotations
 
 import math
@@ -18,12 +20,30 @@ from hispec.latency.model import LatencyModel, Linear
 
 from ..helpers.scripted_control import ROUTES, Law, Machine, cpu_like
 
-LAWS = [Law(0.5), Law(0.7), Law(0.8, found=0.4), Law(0.72, found=0.4), Law(0.8), Law(0.6, 0.9), Law(0.75, 0.9), Law(0.85, 0.95, 0.4), Law(0.75, 0.93, 0.4)]
-TWO = (Route("exit", 4, None, 8), Route("ngram", 0, None, 8))  # one good at all times, one that comes and goes
+LAWS = [
+    Law(0.5),
+    Law(0.7),
+    Law(0.8, found=0.4),
+    Law(0.72, found=0.4),
+    Law(0.8),
+    Law(0.6, 0.9),
+    Law(0.75, 0.9),
+    Law(0.85, 0.95, 0.4),
+    Law(0.75, 0.93, 0.4),
+]
+TWO = (
+    Route("exit", 4, None, 8),
+    Route("ngram", 0, None, 8),
+)  # one good at all times, one that comes and goes
 QUICK = GoodputConfig(window=128.0)
 
 
-def made(routes: Sequence[Route] = ROUTES, latency: LatencyModel | None = None, config: GoodputConfig | None = None, **more: Any) -> GoodputControl:
+def made(
+    routes: Sequence[Route] = ROUTES,
+    latency: LatencyModel | None = None,
+    config: GoodputConfig | None = None,
+    **more: Any,
+) -> GoodputControl:
     return GoodputControl(routes, latency or cpu_like(), config or GoodputConfig(), **more)
 
 
@@ -108,7 +128,10 @@ def test_a_sudden_change_is_followed() -> None:
 def test_plans_that_are_as_good_are_not_switched_for_ever(margin: float) -> None:
     """Two routes of the same cost and worth."""
     routes = (Route("exit", 4, None, 4), Route("adapter", 4, None, 4))
-    machine, control = Machine(routes, cpu_like(), [Law(0.6), Law(0.6)], noise=0.1), made(routes, config=GoodputConfig(margin=margin))
+    machine, control = (
+        Machine(routes, cpu_like(), [Law(0.6), Law(0.6)], noise=0.1),
+        made(routes, config=GoodputConfig(margin=margin)),
+    )
     machine.run(control, range(2), 3000)
     stats = control.stats()
     assert stats["decisions"] >= 150
@@ -128,7 +151,9 @@ def test_oscillation_at_a_threshold_has_bounded_switches() -> None:
 
 def pays(routes: Sequence[Route], kept: float) -> bool:
     machine = Machine(routes, cpu_like(), [Law(kept)])
-    return max(machine.fixed(0, routes[0].plan(drafts), range(16), 60) for drafts in (1, 2, 3)) > machine.fixed(None, PLAIN, range(16), 60)
+    return max(
+        machine.fixed(0, routes[0].plan(drafts), range(16), 60) for drafts in (1, 2, 3)
+    ) > machine.fixed(None, PLAIN, range(16), 60)
 
 
 def test_it_follows_the_number_of_rows() -> None:
@@ -153,7 +178,8 @@ def test_it_follows_the_number_of_rows() -> None:
 
 
 def test_a_wrong_profile_is_corrected_by_what_rounds_take() -> None:
-    """The exit's passes cost four times what was profiled, so that prompt lookup is better, though it does not look so."""
+    """The exit's passes cost four times what was profiled, so that prompt lookup is better, though it does
+    not look so."""
     true, profiled = cpu_like({"draft/4": 4.0, "fill/4": 4.0}), cpu_like()
     laws = [Law(0.8), Law(0.6, found=0.8)]
     machine, control = Machine(TWO, true, laws), made(TWO, profiled)
@@ -165,7 +191,10 @@ def test_a_wrong_profile_is_corrected_by_what_rounds_take() -> None:
 
 
 def test_a_stage_that_costs_twice_what_was_profiled_costs_little() -> None:
-    machine, control = Machine(ROUTES, cpu_like({"verify/4": 2.0, "verify/0": 2.0}), LAWS), made(latency=cpu_like())
+    machine, control = (
+        Machine(ROUTES, cpu_like({"verify/4": 2.0, "verify/0": 2.0}), LAWS),
+        made(latency=cpu_like()),
+    )
     machine.run(control, range(4), 500)
     assert machine.run(control, range(4), 600) >= 0.93 * best_fixed(machine, 4)
 
@@ -200,7 +229,9 @@ def test_seconds_that_are_not_known_teach_nothing() -> None:
     for _ in range(200):
         control.observe(replace(machine.round(control.choose(range(4), 1200), range(4)), seconds=math.nan))
     stats = control.stats()
-    assert all(entry["seconds"] == 1.0 and entry["timed_rounds"] == 0 for entry in stats["refinement"].values())
+    assert all(
+        entry["seconds"] == 1.0 and entry["timed_rounds"] == 0 for entry in stats["refinement"].values()
+    )
     assert stats["decision"]["measured"] is None
     assert stats["acceptance"]["routes"][str(ROUTES[stats["decision"]["route"]])]["draft_counts"] > 0
 
@@ -208,7 +239,10 @@ def test_seconds_that_are_not_known_teach_nothing() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.05])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_probes_keep_to_their_share_of_rounds_and_of_time(share: float, rows: int) -> None:
-    machine, control = Machine(ROUTES, cpu_like(), LAWS), made(config=GoodputConfig(probe_share=share, window=64.0))
+    machine, control = (
+        Machine(ROUTES, cpu_like(), LAWS),
+        made(config=GoodputConfig(probe_share=share, window=64.0)),
+    )
     machine.run(control, range(rows), 200)  # the start is over
     machine.history.clear()
     before = control.stats()["probe_rounds"]
@@ -225,7 +259,10 @@ def test_probes_keep_to_their_share_of_rounds_and_of_time(share: float, rows: in
 def test_no_route_is_switched_off_for_good() -> None:
     """Hopeless as they are, all are tried again."""
     laws = [Law(0.9)] + [Law(1e-4, 1e-4)] * (len(ROUTES) - 1)
-    machine, control = Machine(ROUTES, cpu_like(), laws), made(config=GoodputConfig(window=32.0, probe_share=0.05))
+    machine, control = (
+        Machine(ROUTES, cpu_like(), laws),
+        made(config=GoodputConfig(window=32.0, probe_share=0.05)),
+    )
     machine.run(control, range(2), 1000)
     machine.history.clear()
     machine.run(control, range(2), 3000)
@@ -262,7 +299,10 @@ def test_exits_are_watched_on_a_share_of_rounds_evenly(share: float) -> None:
 
 def test_exits_that_are_all_in_use_are_not_watched() -> None:
     routes = (Route("exit", 4, None, 8),)
-    machine, control = Machine(routes, cpu_like(), [Law(0.9)]), made(routes, config=GoodputConfig(shadow_share=1.0, probe_share=0.0))
+    machine, control = (
+        Machine(routes, cpu_like(), [Law(0.9)]),
+        made(routes, config=GoodputConfig(shadow_share=1.0, probe_share=0.0)),
+    )
     machine.run(control, range(1), 50)
     assert not any(choice.watches for choice, *_ in machine.history if choice.route == 0)
     assert Evenly(0.0, 0.5).left(10) == math.inf
@@ -271,14 +311,23 @@ def test_exits_that_are_all_in_use_are_not_watched() -> None:
 def test_requests_get_drafts_in_proportion_to_what_they_make_of_them() -> None:
     """And one that makes nothing of them none, but is tried again."""
     routes = (Route("exit", 4, None, 8),)
-    machine, control = Machine(routes, cpu_like(), [Law(0.85)], request=lambda number: {0: 2.0, 1: 0.0, 2: 0.0, 3: -6.0}[number]), made(routes)
+    machine, control = (
+        Machine(
+            routes, cpu_like(), [Law(0.85)], request=lambda number: {0: 2.0, 1: 0.0, 2: 0.0, 3: -6.0}[number]
+        ),
+        made(routes),
+    )
     machine.run(control, range(4), 400)
     sizes: dict[int, list[int]] = {number: [] for number in range(4)}
     for _ in range(300):
         choice = control.choose(range(4), 1200)
         for number, of_request in sizes.items():
             of_request.append(choice.most_drafts.get(number, choice.plan.num_draft_tokens))
-        assert choice.route is None or choice.is_probe or max(size[-1] for size in sizes.values()) <= choice.plan.num_draft_tokens
+        assert (
+            choice.route is None
+            or choice.is_probe
+            or max(size[-1] for size in sizes.values()) <= choice.plan.num_draft_tokens
+        )
         control.observe(machine.round(choice, range(4)))
     means = [float(np.mean(of_request)) for of_request in sizes.values()]
     assert means[0] > 1.15 * means[1] > 0.0
@@ -294,16 +343,25 @@ def test_requests_get_drafts_in_proportion_to_what_they_make_of_them() -> None:
 
 def test_requests_of_three_tiers_get_checks_in_proportion_too() -> None:
     routes = (Route("exit", 4, 15, 4, 6),)
-    free = LatencyModel({**cpu_like().stages, "plain": Linear(90.0), "verify/15": Linear(60.0)})  # so that many checks pay
+    free = LatencyModel(
+        {**cpu_like().stages, "plain": Linear(90.0), "verify/15": Linear(60.0)}
+    )  # so that many checks pay
     machine, control = Machine(routes, free, [Law(0.8, 0.9)]), made(routes, free)
     machine.run(control, range(3), 200)
     rng = np.random.default_rng(0)
     for _ in range(200):
         choice = control.choose(range(3), 900)
         seen = machine.round(choice, range(3))
-        accepted = np.where(seen.rows < 2, seen.tentative, np.minimum(seen.tentative, rng.integers(2, 6, len(seen.rows))))
+        accepted = np.where(
+            seen.rows < 2, seen.tentative, np.minimum(seen.tentative, rng.integers(2, 6, len(seen.rows)))
+        )
         control.observe(replace(seen, accepted=accepted))
-    choice = next(choice for _ in range(20) if not (choice := control.choose(range(3), 900)).is_probe or control.observe(machine.round(choice, range(3))))
+    choice = next(
+        choice
+        for _ in range(20)
+        if not (choice := control.choose(range(3), 900)).is_probe
+        or control.observe(machine.round(choice, range(3)))
+    )
     checks = [choice.most_checks.get(number, choice.plan.num_checks) for number in range(3)]
     assert checks[0] > checks[2] >= 1
 
@@ -312,7 +370,10 @@ def test_where_shapes_are_static_a_plan_is_not_shared_out() -> None:
     """Every pass takes the whole rectangle: who drafts less costs as much."""
     latency = cpu_like(is_static=True)
     routes = (Route("exit", 4, None, 8),)
-    machine, control = Machine(routes, latency, [Law(0.85)], request=lambda number: 2.0 if number < 2 else -3.0), made(routes, latency)
+    machine, control = (
+        Machine(routes, latency, [Law(0.85)], request=lambda number: 2.0 if number < 2 else -3.0),
+        made(routes, latency),
+    )
     machine.run(control, range(4), 300)
     assert not any(choice.most_drafts for choice, *_ in machine.history)
     assert {choice.plan.num_draft_tokens for choice, *_ in machine.history} <= {0, 1, 2, 3, 4, 6, 8}

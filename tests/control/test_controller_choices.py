@@ -1,4 +1,5 @@
 """What the controller says of its choices, what it forgets, and what it refuses."""
+
 from __future__ import annotations
 
 import json
@@ -28,8 +29,13 @@ def test_many_rounds_told_of_at_once_lead_to_the_same_plan() -> None:
         num = control.rounds_left
         assert num >= 1
         seen = [machine.round(choice, range(4)) for _ in range(num)]
-        arrays = {name: np.concatenate([getattr(each, name) for each in seen]) for name in ("numbers", "caps", "drafted", "kept", "looked_up", "rows")}
-        arrays |= {name: np.concatenate([getattr(each, name) for each in seen]) for name in ("tentative", "accepted")}
+        arrays = {
+            name: np.concatenate([getattr(each, name) for each in seen])
+            for name in ("numbers", "caps", "drafted", "kept", "looked_up", "rows")
+        }
+        arrays |= {
+            name: np.concatenate([getattr(each, name) for each in seen]) for name in ("tentative", "accepted")
+        }
         tokens, seconds = sum(each.tokens for each in seen), sum(each.seconds for each in seen)
         control.observe(Observation(choice, 4, 1200.0, seconds, tokens, num, **arrays))
         rounds += num
@@ -48,7 +54,10 @@ def best_route(control: Control, machine: Machine) -> float:
 
 
 def test_it_says_when_a_choice_ends_with_a_round_under_way() -> None:
-    machine, control = Machine(TWO, cpu_like(), [Law(0.6), Law(0.6, found=0.3)]), made(TWO, config=GoodputConfig(interval=8, shadow_share=0.05))
+    machine, control = (
+        Machine(TWO, cpu_like(), [Law(0.6), Law(0.6, found=0.3)]),
+        made(TWO, config=GoodputConfig(interval=8, shadow_share=0.05)),
+    )
     assert control.is_due
     last: Choice | None = None
     for _ in range(500):
@@ -93,7 +102,20 @@ def test_every_decision_is_recorded_with_its_reason() -> None:
     machine.run(control, range(4), 500)
     assert len(records) == control.stats()["decisions"]
     assert json.loads(json.dumps(records, allow_nan=False)) == records
-    fields = {"type", "round", "route", "plan", "num_drafts", "num_checks", "rows", "context_tokens", "predicted", "measured", "previous", "reason"}
+    fields = {
+        "type",
+        "round",
+        "route",
+        "plan",
+        "num_drafts",
+        "num_checks",
+        "rows",
+        "context_tokens",
+        "predicted",
+        "measured",
+        "previous",
+        "reason",
+    }
     assert set(records[0]) == {*fields, "is_probe", "alternatives", "acceptance"}
     assert records[0]["reason"] == "start"
     assert records[0]["previous"] is None
@@ -102,9 +124,13 @@ def test_every_decision_is_recorded_with_its_reason() -> None:
     assert all(after["previous"] == before["plan"] for before, after in pairwise(records))
     last = records[-1]
     assert 1 <= len(last["alternatives"]) <= 5
-    assert [promised for _, promised in last["alternatives"]] == sorted((promised for _, promised in last["alternatives"]), reverse=True)
+    assert [promised for _, promised in last["alternatives"]] == sorted(
+        (promised for _, promised in last["alternatives"]), reverse=True
+    )
     kept = [record for record in records if not record["is_probe"] and record["measured"]]
-    assert np.median([record["predicted"] / record["measured"] for record in kept[-20:]]) == pytest.approx(1.0, abs=0.1)
+    assert np.median([record["predicted"] / record["measured"] for record in kept[-20:]]) == pytest.approx(
+        1.0, abs=0.1
+    )
     stats = json.loads(json.dumps(control.stats(), allow_nan=False))
     assert sum(stats["rounds_by_plan"].values()) == stats["rounds"] == 500
     assert 0.0 < stats["overhead_s"] < 500 * 5e-3

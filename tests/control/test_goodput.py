@@ -1,4 +1,6 @@
-"""What plans promise: SmartSpec's table, three tiers against simulated rounds, costs against passes that are counted one by one."""
+"""What plans promise: SmartSpec's table, three tiers against simulated rounds, costs against passes that are
+counted one by one."""
+
 from __future__ import annotations
 
 import itertools
@@ -39,8 +41,12 @@ def estimates_of(routes: tuple[Route, ...], laws: list[Law]) -> Estimates:
             exit_drafts, reach = route.num_exit_tokens or most, law.kept ** np.arange(1, most + 1)
             reach[exit_drafts:] *= law.found
             kept[index] = reach / np.concatenate([[1.0], reach[:-1]])
-    found = np.array([law.found if route.kind == "hybrid" else 0.0 for route, law in zip(routes, laws, strict=True)])
-    return Estimates(kept, np.array([[law.accepted] for law in laws]) * wide, np.ones((len(routes), most)), looked, found)
+    found = np.array(
+        [law.found if route.kind == "hybrid" else 0.0 for route, law in zip(routes, laws, strict=True)]
+    )
+    return Estimates(
+        kept, np.array([[law.accepted] for law in laws]) * wide, np.ones((len(routes), most)), looked, found
+    )
 
 
 def decided(acceptance: float, rows: int, latency: LatencyModel) -> int:
@@ -51,11 +57,17 @@ def decided(acceptance: float, rows: int, latency: LatencyModel) -> int:
     return choice.plan.num_draft_tokens
 
 
-@pytest.mark.parametrize(("acceptance", "best"), [(0.5, (3, 2, 2, 0, 0)), (0.7, (5, 4, 3, 2, 0)), (0.9, (7, 7, 7, 5, 0))])
+@pytest.mark.parametrize(
+    ("acceptance", "best"), [(0.5, (3, 2, 2, 0, 0)), (0.7, (5, 4, 3, 2, 0)), (0.9, (7, 7, 7, 5, 0))]
+)
 def test_two_tiers_choose_what_smartspec_publishes(acceptance: float, best: tuple[int, ...]) -> None:
-    """The table does not say what drafting costs, nor what plain decoding attends for. With free drafts its own formula gives other numbers (below);
-    all fifteen follow from a draft step of 0.42 ms + 0.009 ms per row, if context is charged to speculation alone. Both are fitted to the table."""
-    latency = LatencyModel({**H100.stages, "plain": Linear(6.94, 0.0, 1.84e-2), "draft_model": Linear(0.42, 0.009)})
+    """The table does not say what drafting costs, nor what plain decoding attends for. With free drafts its
+    own formula gives other numbers (below); all fifteen follow from a draft step of 0.42 ms + 0.009 ms per
+    row, if context is charged to speculation alone. Both are fitted to the table.
+    """
+    latency = LatencyModel(
+        {**H100.stages, "plain": Linear(6.94, 0.0, 1.84e-2), "draft_model": Linear(0.42, 0.009)}
+    )
     assert tuple(decided(acceptance, rows, latency) for rows in (1, 16, 32, 128, 256)) == best
 
 
@@ -65,7 +77,10 @@ def test_two_tiers_choose_the_best_by_smartspecs_formula(acceptance: float, draf
     latency = LatencyModel({**H100.stages, "draft_model": Linear(draft_ms)})
     for rows in (1, 16, 32, 128, 256):
         goodput = [
-            rows * (1.0 - acceptance ** (num + 1)) / (1.0 - acceptance) / (6.94 + 1.84e-2 * rows * (num + 1) + 4.86e-5 * 512 * rows + num * draft_ms)
+            rows
+            * (1.0 - acceptance ** (num + 1))
+            / (1.0 - acceptance)
+            / (6.94 + 1.84e-2 * rows * (num + 1) + 4.86e-5 * 512 * rows + num * draft_ms)
             for num in range(8)
         ]
         assert decided(acceptance, rows, latency) == int(np.argmax(goodput)), f"{rows} rows"
@@ -79,7 +94,9 @@ def test_plain_decoding_is_an_entry_of_its_own() -> None:
     assert GoodputControl([MODEL], H100, config).choose([0], 512).route is None
 
 
-def committed(random: np.random.Generator, kept: float, accepted: list[float], drafts: int, checks: int, num: int) -> float:
+def committed(
+    random: np.random.Generator, kept: float, accepted: list[float], drafts: int, checks: int, num: int
+) -> float:
     """Tokens per round by the rule of rounds, over `num` rounds; accepted: hazards by place."""
     m = np.minimum(random.geometric(1.0 - kept, (num, checks)) - 1, drafts)
     tentative = (m + 1).sum(axis=1)
@@ -93,7 +110,9 @@ def test_three_tiers_commit_what_simulated_rounds_do(kept: float, accepted: floa
     random, route = np.random.default_rng(5), Route("exit", 4, 15, 12, 6)
     hazards = [accepted * 0.99**place for place in range(MOST_TENTATIVE)]
     grid = PlanGrid([route], cpu_like())
-    known = Estimates(np.full((1, 12), kept), np.array([hazards]), np.ones((1, 12)), np.ones((1, 12)), np.zeros(1))
+    known = Estimates(
+        np.full((1, 12), kept), np.array([hazards]), np.ones((1, 12)), np.ones((1, 12)), np.zeros(1)
+    )
     tokens = grid.tokens(grid.widths(known))
     for index in range(1, len(grid), 7):
         plan = grid.plan(index)
@@ -103,24 +122,44 @@ def test_three_tiers_commit_what_simulated_rounds_do(kept: float, accepted: floa
 
 def test_three_tiers_in_small_cases_are_exact() -> None:
     """Every outcome of two cycles of two drafts, with its chance."""
-    grid, kept, accepted = PlanGrid([Route("exit", 4, 15, 2, 2)], cpu_like()), (0.6, 0.3), (0.9, 0.5, 0.7, 0.2, 0.4, 0.8)
+    grid, kept, accepted = (
+        PlanGrid([Route("exit", 4, 15, 2, 2)], cpu_like()),
+        (0.6, 0.3),
+        (0.9, 0.5, 0.7, 0.2, 0.4, 0.8),
+    )
     cycle = {0: 1 - kept[0], 1: kept[0] * (1 - kept[1]), 2: kept[0] * kept[1]}
     reach = np.concatenate([[1.0], np.cumprod(accepted)])
     exact = 0.0
     for first, second in itertools.product(cycle, cycle):
         tentative = first + second + 2
-        leading = {a: (reach[a] - reach[a + 1] if a < tentative else reach[a]) for a in range(tentative + 1)}
-        exact += cycle[first] * cycle[second] * sum(chance * min(a + 1, tentative) for a, chance in leading.items())
+        leading = {a: reach[a] - reach[a + 1] if a < tentative else reach[a] for a in range(tentative + 1)}
+        exact += (
+            cycle[first]
+            * cycle[second]
+            * sum(chance * min(a + 1, tentative) for a, chance in leading.items())
+        )
     tail = np.pad(np.array([accepted]), ((0, 0), (0, MOST_TENTATIVE - 6)))
     widths = grid.widths(Estimates(np.array([kept]), tail, np.ones((1, 2)), np.ones((1, 2)), np.zeros(1)))
-    assert grid.tokens(widths, None)[[grid.plan(at) == Plan(4, 15, 2, 2) for at in range(len(grid))]] == pytest.approx(exact, rel=1e-9)
+    assert grid.tokens(widths, None)[
+        [grid.plan(at) == Plan(4, 15, 2, 2) for at in range(len(grid))]
+    ] == pytest.approx(exact, rel=1e-9)
     # What is evaluated alone is what it is among all.
     assert grid.tokens(widths.of(0), grid.one(0, Plan(4, 15, 2, 2)))[0] == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_milliseconds_are_those_of_passes_one_by_one(rows: int) -> None:
-    laws = [Law(0.5), Law(0.7), Law(0.8, found=0.4), Law(0.7, found=0.4), Law(0.8), Law(0.6, 0.9), Law(0.7, 0.9), Law(0.85, 0.95, 0.4), Law(0.7, 0.9, 0.4)]
+    laws = [
+        Law(0.5),
+        Law(0.7),
+        Law(0.8, found=0.4),
+        Law(0.7, found=0.4),
+        Law(0.8),
+        Law(0.6, 0.9),
+        Law(0.7, 0.9),
+        Law(0.85, 0.95, 0.4),
+        Law(0.7, 0.9, 0.4),
+    ]
     grid = PlanGrid(ROUTES, cpu_like())
     widths = grid.widths(estimates_of(ROUTES, laws))
     expected, tokens = grid.milliseconds(widths, rows, rows * 300.0), grid.tokens(widths)
@@ -131,8 +170,12 @@ def test_milliseconds_are_those_of_passes_one_by_one(rows: int) -> None:
         for _ in range(num):
             machine.round(Choice(grid.route(index), grid.plan(index)), range(rows))
         name = grid.name(grid.route(index), grid.plan(index))
-        assert statistics.fmean(seconds for _, _, seconds, _ in machine.history) * 1e3 == pytest.approx(expected[index], rel=0.03), name
-        assert statistics.fmean(count for _, count, _, _ in machine.history) / rows == pytest.approx(tokens[index], rel=0.05), name
+        assert statistics.fmean(seconds for _, _, seconds, _ in machine.history) * 1e3 == pytest.approx(
+            expected[index], rel=0.03
+        ), name
+        assert statistics.fmean(count for _, count, _, _ in machine.history) / rows == pytest.approx(
+            tokens[index], rel=0.05
+        ), name
 
 
 def test_costs_are_what_linear_says() -> None:
@@ -150,13 +193,27 @@ def test_costs_are_what_linear_says() -> None:
 def test_static_shapes_cost_their_rectangles_whatever_is_accepted() -> None:
     latency = cpu_like(is_static=True)
     grid, laws = PlanGrid(ROUTES, latency), [Law(0.9, 0.9, 0.9)] * len(ROUTES)
-    good, bad = grid.widths(estimates_of(ROUTES, laws)), grid.widths(estimates_of(ROUTES, [Law(0.1, 0.1, 0.1)] * len(ROUTES)))
+    good, bad = (
+        grid.widths(estimates_of(ROUTES, laws)),
+        grid.widths(estimates_of(ROUTES, [Law(0.1, 0.1, 0.1)] * len(ROUTES))),
+    )
     assert np.array_equal(grid.milliseconds(good, 3, 900.0), grid.milliseconds(bad, 3, 900.0))
     index = next(at for at in range(len(grid)) if grid.route(at) == 8 and grid.plan(at) == Plan(4, 15, 6, 2))
     bucket, context = 4, 900.0  # three rows are run as four, whose context is that of three
-    passes = {"lookup": (2, 1), "fill/4": (2, 1), "draft/4": (8, 1), "check/4-15": (2, 7), "verify/15": (1, 14)}
-    exact = sum(num * float(latency[name](float(bucket), float(bucket * width), context * bucket / 3)) for name, (num, width) in passes.items())
-    exact += 2 * float(latency["fill/4"](float(bucket), float(bucket * 7), context * bucket / 3)) + float(latency["round"](3.0, 3.0, context))
+    passes = {
+        "lookup": (2, 1),
+        "fill/4": (2, 1),
+        "draft/4": (8, 1),
+        "check/4-15": (2, 7),
+        "verify/15": (1, 14),
+    }
+    exact = sum(
+        num * float(latency[name](float(bucket), float(bucket * width), context * bucket / 3))
+        for name, (num, width) in passes.items()
+    )
+    exact += 2 * float(latency["fill/4"](float(bucket), float(bucket * 7), context * bucket / 3)) + float(
+        latency["round"](3.0, 3.0, context)
+    )
     assert grid.milliseconds(good, 3, context)[index] == pytest.approx(exact, rel=0.01)
 
 
@@ -165,20 +222,32 @@ def test_a_check_without_drafts_is_not_paid_for() -> None:
     widths = grid.widths(estimates_of((Route("ngram", 0, 15, 4, 2),), [Law(0.5, found=0.0)]))
     by_plan = {grid.plan(at): cost for at, cost in enumerate(grid.milliseconds(widths, 4, 0.0))}
     latency = cpu_like()
-    bare = float(latency["verify/0"](4.0, 4.0, 0.0) + latency["lookup"](4.0, 4.0, 0.0) + latency["round"](4.0, 4.0, 0.0))
+    bare = float(
+        latency["verify/0"](4.0, 4.0, 0.0)
+        + latency["lookup"](4.0, 4.0, 0.0)
+        + latency["round"](4.0, 4.0, 0.0)
+    )
     assert by_plan[Plan(0, 15, 4, 1)] == pytest.approx(bare)
     assert by_plan[Plan(0, 15, 4, 2)] > bare
 
 
 def test_rows_that_stop_drafting_make_later_passes_cheaper() -> None:
-    route, grid = Route("exit", 4, None, 8, has_confidence=True), PlanGrid([Route("exit", 4, None, 8, has_confidence=True)], cpu_like())
+    route, grid = (
+        Route("exit", 4, None, 8, has_confidence=True),
+        PlanGrid([Route("exit", 4, None, 8, has_confidence=True)], cpu_like()),
+    )
     known = estimates_of((route,), [Law(0.5)])
     unsure = Estimates(known.kept, known.accepted, known.computed * 0.5, known.looked, known.found)
     for rows in (1, 16):
         whole, part = (grid.milliseconds(grid.widths(each), rows, 100.0)[-1] for each in (known, unsure))
         assert part < whole
-    passes = [float(cpu_like()["draft/4"](1.0, 1.0, 100.0)) * 0.5**step for step in range(8)]  # one row: a pass is run or not
-    passes += [float(cpu_like()["fill/4"](1.0, 1.0, 100.0)) * 0.5**8, float(cpu_like()["round"](1.0, 1.0, 100.0))]
+    passes = [
+        float(cpu_like()["draft/4"](1.0, 1.0, 100.0)) * 0.5**step for step in range(8)
+    ]  # one row: a pass is run or not
+    passes += [
+        float(cpu_like()["fill/4"](1.0, 1.0, 100.0)) * 0.5**8,
+        float(cpu_like()["round"](1.0, 1.0, 100.0)),
+    ]
     passes += [float(cpu_like()["verify/4"](1.0, 1.0 + sum(0.5**step for step in range(1, 9)), 100.0))]
     assert grid.milliseconds(grid.widths(unsure), 1, 100.0)[-1] == pytest.approx(sum(passes), rel=1e-6)
 
@@ -189,26 +258,40 @@ def test_exits_written_along_cost_where_they_are_not_read() -> None:
     bare, along = (PlanGrid(routes, cpu_like(), layers) for layers in ((), (4, 15)))
     extra = along.milliseconds(along.widths(known), 1, 0.0) - bare.milliseconds(bare.widths(known), 1, 0.0)
     assert extra[0] == pytest.approx(2 * 0.11)  # plain decoding: both
-    assert extra[1:3] == pytest.approx([0.1 + 0.01 * 2, 0.1 + 0.01 * 3])  # the one at 15, over what verify goes through
+    assert extra[1:3] == pytest.approx(
+        [0.1 + 0.01 * 2, 0.1 + 0.01 * 3]
+    )  # the one at 15, over what verify goes through
     assert extra[3:] == pytest.approx(0.0)
 
 
 def test_a_stage_that_was_not_measured_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no stage 'check/4-15'"):
-        PlanGrid([Route("exit", 4, 15, 2, 2)], LatencyModel({name: Linear(1.0) for name in ("plain", "draft/4", "fill/4", "verify/15", "verify/4")}))
+        PlanGrid(
+            [Route("exit", 4, 15, 2, 2)],
+            LatencyModel(
+                {name: Linear(1.0) for name in ("plain", "draft/4", "fill/4", "verify/15", "verify/4")}
+            ),
+        )
 
 
 def test_candidates_hold_every_k_up_to_8_and_no_more_than_the_route_allows() -> None:
     grid = PlanGrid([Route("exit", 4, None, 11), Route("ngram", 0, 15, 32, 16)], cpu_like())
     assert grid.plan(0) == PLAIN
-    sizes = {route: sorted({grid.plan(at).num_draft_tokens for at in range(len(grid)) if grid.route(at) == route}) for route in (0, 1)}
+    sizes = {
+        route: sorted({grid.plan(at).num_draft_tokens for at in range(len(grid)) if grid.route(at) == route})
+        for route in (0, 1)
+    }
     assert sizes == {0: [1, 2, 3, 4, 5, 6, 7, 8, 10, 11], 1: [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32]}
-    assert all(plan.num_checks == 1 or plan.window <= MOST_TENTATIVE for plan in map(grid.plan, range(len(grid))))
+    assert all(
+        plan.num_checks == 1 or plan.window <= MOST_TENTATIVE for plan in map(grid.plan, range(len(grid)))
+    )
 
 
 def test_all_plans_of_many_routes_are_evaluated_in_little_time() -> None:
     routes = [Route("ngram", 0, layer, 8, 8 if layer else 1) for layer in (None, 15)]
-    routes += [Route("exit", 4, layer, most, 6 if layer else 1) for layer in (None, 15) for most in range(4, 13)]
+    routes += [
+        Route("exit", 4, layer, most, 6 if layer else 1) for layer in (None, 15) for most in range(4, 13)
+    ]
     grid = PlanGrid(routes, cpu_like())
     known = estimates_of(tuple(routes), [Law(0.7, 0.9, 0.5)] * len(routes))
     assert len(routes) == 20
@@ -221,4 +304,6 @@ def test_all_plans_of_many_routes_are_evaluated_in_little_time() -> None:
         grid.milliseconds(widths, 16, 4800.0)
         return time.process_time() - start
 
-    assert statistics.median(evaluate() for _ in range(50)) < 4e-3  # of a busy core; about 0.5 ms on a free one
+    assert (
+        statistics.median(evaluate() for _ in range(50)) < 4e-3
+    )  # of a busy core; about 0.5 ms on a free one

@@ -1,8 +1,11 @@
-"""The accept functions: coupled acceptance over all patterns; speculative sampling by its exact law, without sampling.
+"""The accept functions: coupled acceptance over all patterns; speculative sampling by its exact law, without
+sampling.
 
-The law is exact because `rejection` is a function of the uniforms that it is given: the set of uniforms that accept a
-proposal is found by bisection on the function itself, and the distribution that it draws from is captured.
+The law is exact because `rejection` is a function of the uniforms that it is given: the set of uniforms that
+accept a proposal is found by bisection on the function itself, and the distribution that it draws from is
+captured.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -38,8 +41,12 @@ def coupled_by_hand(own: list[int], proposed: list[int], num_proposed: int) -> i
         ([5, 6, 7], 1, 1, 6),
     ],
 )
-def test_coupled_accepts_the_leading_matches_and_adds_its_own_token(proposed: list[int], num_proposed: int, num_accepted: int, token: int | None) -> None:
-    count, last, own = acceptance.coupled(torch.tensor([[5, 6, 7]]), torch.tensor([proposed]), torch.tensor([num_proposed]), DraftTree.chain(3))
+def test_coupled_accepts_the_leading_matches_and_adds_its_own_token(
+    proposed: list[int], num_proposed: int, num_accepted: int, token: int | None
+) -> None:
+    count, last, own = acceptance.coupled(
+        torch.tensor([[5, 6, 7]]), torch.tensor([proposed]), torch.tensor([num_proposed]), DraftTree.chain(3)
+    )
     assert count.tolist() == last.tolist() == [num_accepted]
     assert token is None or own.tolist() == [token]
 
@@ -54,7 +61,9 @@ def test_coupled_is_right_for_every_pattern_of_three_places_in_one_batch() -> No
     owns, proposals, nums = (torch.tensor([case[i] for case in cases]) for i in range(3))
     counts, lasts, tokens = acceptance.coupled(owns, proposals, nums, DraftTree.chain(3))
     assert torch.equal(counts, lasts)
-    for (own, proposed, num_proposed), count, token in zip(cases, counts.tolist(), tokens.tolist(), strict=True):
+    for (own, proposed, num_proposed), count, token in zip(
+        cases, counts.tolist(), tokens.tolist(), strict=True
+    ):
         assert count == coupled_by_hand(list(own), list(proposed), num_proposed)
         assert count == 3 or token == own[count]
 
@@ -81,7 +90,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
 def distributions(seed: int, *shape: int) -> Tensor:
     """Random distributions [*shape, VOCAB], some with zeros, from peaked to flat."""
     generator = torch.Generator().manual_seed(seed)
-    p = (3 * torch.rand(*shape, 1, generator=generator) * torch.randn(*shape, VOCAB, generator=generator)).softmax(-1)
+    p = (
+        3 * torch.rand(*shape, 1, generator=generator) * torch.randn(*shape, VOCAB, generator=generator)
+    ).softmax(-1)
     p = p * (torch.rand(*shape, VOCAB, generator=generator) > 0.2)
     p[..., 0] += 1e-3
     return p / p.sum(-1, keepdim=True)
@@ -93,10 +104,14 @@ def judge(p: Tensor, q: Tensor, proposed: Tensor, num_proposed: Tensor, uniform:
 
 
 def accepting_uniforms(p: Tensor, q: Tensor) -> Tensor:
-    """Measure [rows, VOCAB] of the uniforms that accept each token of one place, p and q [rows, VOCAB], by bisection."""
+    """Measure [rows, VOCAB] of the uniforms that accept each token of one place, p and q [rows, VOCAB], by
+    bisection."""
     rows = p.shape[0] * VOCAB
     p, q = (x.repeat_interleave(VOCAB, 0).unsqueeze(1) for x in (p, q))
-    proposed, one = torch.arange(VOCAB).repeat(rows // VOCAB).unsqueeze(1), torch.ones(rows, dtype=torch.int64)
+    proposed, one = (
+        torch.arange(VOCAB).repeat(rows // VOCAB).unsqueeze(1),
+        torch.ones(rows, dtype=torch.int64),
+    )
     low, high = torch.zeros(rows), torch.ones(rows)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -119,7 +134,16 @@ def test_rejection_turns_from_accepting_to_rejecting_once_as_the_uniform_grows(d
         rows = len(grid)
         for case in range(20):
             p_rows, q_rows = (x[case].expand(rows, 1, VOCAB) for x in (p, q))
-            accepted = judge(p_rows, q_rows, torch.full((rows, 1), token), torch.ones(rows, dtype=torch.int64), grid.unsqueeze(1)) == 1
+            accepted = (
+                judge(
+                    p_rows,
+                    q_rows,
+                    torch.full((rows, 1), token),
+                    torch.ones(rows, dtype=torch.int64),
+                    grid.unsqueeze(1),
+                )
+                == 1
+            )
             clear = (grid - threshold[case, token]).abs() > 1e-6
             assert torch.equal(accepted[clear], (grid < threshold[case, token])[clear])
 
@@ -133,7 +157,11 @@ def test_after_a_rejection_the_token_is_from_the_residual_and_after_none_from_p(
         proposed = torch.randint(0, VOCAB, (1, 3), generator=generator)
         ratio = (p / q).gather(-1, proposed.unsqueeze(-1)).squeeze(-1).nan_to_num(posinf=2.0)
         # Uniforms well on one side of each threshold, where there is such a side.
-        uniform = torch.where(torch.rand(1, 3, generator=generator) < 0.5, ratio.clamp(max=1.0) * 0.5, (1 + ratio.clamp(max=1.0)) / 2)
+        uniform = torch.where(
+            torch.rand(1, 3, generator=generator) < 0.5,
+            ratio.clamp(max=1.0) * 0.5,
+            (1 + ratio.clamp(max=1.0)) / 2,
+        )
         keys = torch.tensor([[11, 12, 13]])
         num_accepted, _ = acceptance.rejection(p, q, proposed, torch.tensor([2]), uniform, keys)
         accepted = [bool(uniform[0, place] < ratio[0, place]) for place in range(2)]
@@ -150,12 +178,15 @@ def test_after_a_rejection_the_token_is_from_the_residual_and_after_none_from_p(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_rejection_emits_is_distributed_as_p_whatever_q_is(seed: int, drawn: Drawn) -> None:
-    """sum over x of q(x) * P(accept x) at x, and the rest from the captured distribution: exactly p [Leviathan et al. 2023, A.1]."""
+    """sum over x of q(x) * P(accept x) at x, and the rest from the captured distribution: exactly p
+    [Leviathan et al. 2023, A.1]."""
     p, q = distributions(seed, 40), distributions(seed + 50, 40)
     acceptance = accepting_uniforms(p, q).double()
     ones = torch.ones(40, dtype=torch.int64)
     # No uniform is this large, but so every row is rejected and shows what it would then draw from.
-    assert not judge(p.unsqueeze(1), q.unsqueeze(1), q.argmax(-1, keepdim=True), ones, torch.full((40, 1), 1e9)).any()
+    assert not judge(
+        p.unsqueeze(1), q.unsqueeze(1), q.argmax(-1, keepdim=True), ones, torch.full((40, 1), 1e9)
+    ).any()
     emitted = q * acceptance + (1 - (q * acceptance).sum(-1, keepdim=True)) * drawn.probabilities
     torch.testing.assert_close(emitted, p.double(), atol=1e-6, rtol=0)
 
@@ -179,8 +210,15 @@ def test_where_nothing_was_proposed_the_token_is_from_p_and_not_from_a_residual(
 def test_equal_distributions_accept_whatever_the_uniform(uniform: float, drawn: Drawn) -> None:
     p = distributions(5, 1, 1)
     for token in range(VOCAB):
-        expected = [int(p[0, 0, token] > 0)]  # a token without probability cannot be proposed; if it were, it would be rejected
-        assert judge(p, p.clone(), torch.tensor([[token]]), torch.tensor([1]), torch.tensor([[uniform]])).tolist() == expected
+        expected = [
+            int(p[0, 0, token] > 0)
+        ]  # a token without probability cannot be proposed; if it were, it would be rejected
+        assert (
+            judge(
+                p, p.clone(), torch.tensor([[token]]), torch.tensor([1]), torch.tensor([[uniform]])
+            ).tolist()
+            == expected
+        )
 
 
 def test_a_rejection_by_rounding_alone_draws_from_p(drawn: Drawn) -> None:
@@ -200,8 +238,12 @@ def test_impossible_tokens_are_never_accepted_and_never_drawn(drawn: Drawn) -> N
 def test_greedy_rows_accept_exactly_the_argmax(drawn: Drawn) -> None:
     """One-hot distributions, as greedy rows have them: `rejection` then is `coupled`."""
     for own, proposed in itertools.product(range(VOCAB), repeat=2):
-        p, q = (torch.nn.functional.one_hot(torch.tensor([[token]]), VOCAB).float() for token in (own, proposed))
-        assert judge(p, q, torch.tensor([[proposed]]), torch.tensor([1]), torch.tensor([[0.3]])).tolist() == [int(own == proposed)]
+        p, q = (
+            torch.nn.functional.one_hot(torch.tensor([[token]]), VOCAB).float() for token in (own, proposed)
+        )
+        assert judge(p, q, torch.tensor([[proposed]]), torch.tensor([1]), torch.tensor([[0.3]])).tolist() == [
+            int(own == proposed)
+        ]
         if own != proposed:
             assert drawn.probabilities[0].argmax() == own
 
@@ -209,7 +251,10 @@ def test_greedy_rows_accept_exactly_the_argmax(drawn: Drawn) -> None:
 def test_rows_are_judged_each_by_itself(drawn: Drawn) -> None:
     p, q = distributions(1, 30, 3), distributions(2, 30, 3)
     generator = torch.Generator().manual_seed(3)
-    proposed, num_proposed = torch.randint(0, VOCAB, (30, 3), generator=generator), torch.randint(0, 4, (30,), generator=generator)
+    proposed, num_proposed = (
+        torch.randint(0, VOCAB, (30, 3), generator=generator),
+        torch.randint(0, 4, (30,), generator=generator),
+    )
     uniform = torch.rand(30, 3, generator=generator)
     together = judge(p, q, proposed, num_proposed, uniform)
     from_together = drawn.probabilities

@@ -1,4 +1,6 @@
-"""Every pattern of who agrees with whom: accepted by the check and rejected by verify, the reverse, and all others."""
+"""Every pattern of who agrees with whom: accepted by the check and rejected by verify, the reverse, and all
+others."""
+
 from __future__ import annotations
 
 import itertools
@@ -14,11 +16,19 @@ PROMPT = [3]
 
 
 def first_round(plan: Plan, wrong_draft: set[int], wrong_check: set[int]) -> dict:
-    """Stats of one round in which the draft (check) exit is wrong exactly at the given columns of the first round."""
+    """Stats of one round in which the draft (check) exit is wrong exactly at the given columns of the first
+    round."""
 
     def next_token(exit_layer: int, position: int, token: int) -> int:
-        wrong = position in (wrong_draft if exit_layer == plan.draft_layer else wrong_check if exit_layer == plan.check_layer else ())
-        # Both tiers are wrong in the same way where both are: then the check keeps the draft, and verify must reject it.
+        wrong = position in (
+            wrong_draft
+            if exit_layer == plan.draft_layer
+            else wrong_check
+            if exit_layer == plan.check_layer
+            else ()
+        )
+        # Both tiers are wrong in the same way where both are: then the check keeps the draft, and verify must
+        # reject it.
         return (true_next(position, token) + (17 if wrong else 0)) % 50
 
     engine = make_engine(ScriptedDecoder(one_hot_script(next_token)), plan)
@@ -39,7 +49,8 @@ def simulate(plan: Plan, wrong_draft: set[int], wrong_check: set[int]) -> tuple[
         kept = 0
         while kept < plan.num_draft_tokens:
             column = offset + kept
-            # Off the track the tokens differ, but the scripts still agree with each other unless just one is wrong.
+            # Off the track the tokens differ, but the scripts still agree with each other unless just one is
+            # wrong.
             if (column in wrong_draft) != (column in wrong_check):
                 break
             kept += 1
@@ -57,7 +68,9 @@ def simulate(plan: Plan, wrong_draft: set[int], wrong_check: set[int]) -> tuple[
 def test_every_pattern_of_agreement(plan: Plan) -> None:
     columns = range(plan.window if plan.window <= 4 else 4)
     seen = set()
-    for wrong_draft, wrong_check in itertools.product(*[[set(s) for n in range(len(columns) + 1) for s in itertools.combinations(columns, n)]] * 2):
+    for wrong_draft, wrong_check in itertools.product(
+        *[[set(s) for n in range(len(columns) + 1) for s in itertools.combinations(columns, n)]] * 2
+    ):
         stats = first_round(plan, wrong_draft, wrong_check)
         got = stats["draft_accepted"], stats["tentative"], stats["accepted"], stats["committed"]
         assert got == simulate(plan, wrong_draft, wrong_check), (wrong_draft, wrong_check)

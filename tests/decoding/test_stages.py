@@ -1,4 +1,6 @@
-"""Packing of live places says what a walk row by row says, and `spread` puts values back where they came from."""
+"""Packing of live places says what a walk row by row says, and `spread` puts values back where they came
+from."""
+
 from __future__ import annotations
 
 import pytest
@@ -25,7 +27,16 @@ def test_packing_agrees_with_a_walk(rows: int, q_len: int, block_size: int, shar
     tables = torch.randperm(rows * 64, generator=generator).view(rows, 64)
     limits = torch.full((rows,), WINDOW)
     sampler = Sampler([None] * rows, 50, torch.device("cpu"))
-    batch = RoundBatch(torch.zeros(rows, WINDOW + 1, dtype=torch.int64), starts, limits, limits, tables, block_size, 64, sampler)
+    batch = RoundBatch(
+        torch.zeros(rows, WINDOW + 1, dtype=torch.int64),
+        starts,
+        limits,
+        limits,
+        tables,
+        block_size,
+        64,
+        sampler,
+    )
     walked, ends = [], [0]
     for row in range(rows):
         for j in range(q_len):

@@ -1,4 +1,6 @@
-"""Drafters that misbehave, and draft models that do not fit: requests go on, settings are refused in words."""
+"""Drafters that misbehave, and draft models that do not fit: requests go on, settings are refused in
+words."""
+
 from __future__ import annotations
 
 import logging
@@ -35,8 +37,12 @@ def misbehaving(engine: Engine, tokens: Any) -> FixedDrafter:
 
 
 @pytest.mark.parametrize("name", [TWO_TIER, THREE_TIER, MANY_CHECKS])
-@pytest.mark.parametrize("what", ["nothing", "garbage", "out of range", "the end and more", "more than fits", "now and then"])
-def test_whatever_a_drafter_proposes_the_output_is_plain_decodings(tiny_decoder: Decoder, expected: list[list[int]], name: str, what: str) -> None:
+@pytest.mark.parametrize(
+    "what", ["nothing", "garbage", "out of range", "the end and more", "more than fits", "now and then"]
+)
+def test_whatever_a_drafter_proposes_the_output_is_plain_decodings(
+    tiny_decoder: Decoder, expected: list[list[int]], name: str, what: str
+) -> None:
     generator = random.Random(0)
 
     def tokens(row: int, column: int) -> list[int]:
@@ -56,13 +62,20 @@ def test_whatever_a_drafter_proposes_the_output_is_plain_decodings(tiny_decoder:
     assert drafter.num_asked > 0 and stats["drafter_failures"] == 0
     assert (stats["drafted"] == 0) == (what == "nothing")
     if what == "nothing" and name != MANY_CHECKS:
-        assert stats["layer_passes"] - stats["prefill_layer_passes"] == 9 * stats["steps"], "a round without drafts costs more than a plain one"
+        assert stats["layer_passes"] - stats["prefill_layer_passes"] == 9 * stats["steps"], (
+            "a round without drafts costs more than a plain one"
+        )
 
 
 @pytest.mark.parametrize("name", [TWO_TIER, THREE_TIER])
-def test_a_right_drafter_is_followed_to_the_last_token(tiny_decoder: Decoder, expected: list[list[int]], name: str) -> None:
-    """It proposes what plain decoding would say, beyond the end of the request too; nothing beyond it comes out."""
-    engine = drafter_engine(tiny_decoder, ALL[name] | {"check": None} if name == TWO_TIER else ALL[name], max_num_seqs=1)
+def test_a_right_drafter_is_followed_to_the_last_token(
+    tiny_decoder: Decoder, expected: list[list[int]], name: str
+) -> None:
+    """It proposes what plain decoding would say, beyond the end of the request too; nothing beyond it comes
+    out."""
+    engine = drafter_engine(
+        tiny_decoder, ALL[name] | {"check": None} if name == TWO_TIER else ALL[name], max_num_seqs=1
+    )
     longer = run(make_engine(tiny_decoder), [PROMPTS[4]], SamplingParams(temperature=0.0, max_tokens=60))[0]
     done = [0]
 
@@ -101,13 +114,19 @@ def test_a_drafter_that_raises_leaves_plain_decoding(
     with caplog.at_level(logging.WARNING, "hispec"):
         assert run(engine, PROMPTS) == expected
     (warning,) = caplog.messages
-    assert "OSError: the drafter's disk is full" in warning and "request-0" in warning and "plain decoding" in warning
+    assert (
+        "OSError: the drafter's disk is full" in warning
+        and "request-0" in warning
+        and "plain decoding" in warning
+    )
     assert engine.stats()["drafter_failures"] == 1
     assert drafter.num_asked > 10, "requests that came later are not drafted for"
 
 
 @pytest.mark.parametrize("where", ["follow", "prefill", "finish", "move"])
-def test_a_drafter_may_fail_anywhere(tiny_decoder: Decoder, expected: list[list[int]], where: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drafter_may_fail_anywhere(
+    tiny_decoder: Decoder, expected: list[list[int]], where: str, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = drafter_engine(tiny_decoder, ALL["model tree"], tiny_decoder, max_num_seqs=3)
 
     def fail(*_: Any) -> None:
@@ -117,11 +136,17 @@ def test_a_drafter_may_fail_anywhere(tiny_decoder: Decoder, expected: list[list[
     setattr(engine._runtime.drafter, where, fail)
     with caplog.at_level(logging.WARNING, "hispec"):
         assert run(engine, PROMPTS) == expected  # which checks that nothing is lost or leaked
-    assert engine.stats()["drafter_failures"] > 0 and "MemoryError: no room" in caplog.messages[0] and "request-" in caplog.messages[0]
+    assert (
+        engine.stats()["drafter_failures"] > 0
+        and "MemoryError: no room" in caplog.messages[0]
+        and "request-" in caplog.messages[0]
+    )
     assert len(set(caplog.messages)) == len(caplog.messages), "a request failed twice"
 
 
-def test_blocks_of_requests_whose_drafter_failed_are_not_reused(tiny_decoder: Decoder, expected: list[list[int]]) -> None:
+def test_blocks_of_requests_whose_drafter_failed_are_not_reused(
+    tiny_decoder: Decoder, expected: list[list[int]]
+) -> None:
     """They lack the draft model's KV: what reuses a prefix must still be drafted for rightly."""
     engine = drafter_engine(tiny_decoder, ALL["model"], tiny_decoder)
     drafter = engine._runtime.drafter
@@ -141,12 +166,16 @@ def test_blocks_of_requests_whose_drafter_failed_are_not_reused(tiny_decoder: De
     run(engine, longer)
     stats = engine.stats()
     histogram = stats["accept_length_histogram"]
-    assert sum(histogram[:4]) <= len(PROMPTS), "the draft model, which is the target, was wrong: its KV had a hole"
+    assert sum(histogram[:4]) <= len(PROMPTS), (
+        "the draft model, which is the target, was wrong: its KV had a hole"
+    )
 
 
 def test_what_a_drafter_sees_is_what_the_request_is(tiny_decoder: Decoder) -> None:
     """Rows move when requests leave, and are taken by others: the index follows."""
-    drafter = NgramDrafter(NgramConfig(max_size=2, min_size=1, tokens_per_match=None), CoupledJudge(), 2, 32, torch.device("cpu"))
+    drafter = NgramDrafter(
+        NgramConfig(max_size=2, min_size=1, tokens_per_match=None), CoupledJudge(), 2, 32, torch.device("cpu")
+    )
     drafter.follow([(0, [1, 2, 3, 1]), (1, [5, 6, 5])])
     assert drafter._lookup.length(int(drafter._places[1])) == 3
     drafter.follow([(1, [5, 6, 5, 6])])
@@ -162,22 +191,52 @@ def test_what_a_drafter_sees_is_what_the_request_is(tiny_decoder: Decoder) -> No
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"draft": {"kind": "ngram", "layer": 3}}, "layer=3 means nothing for kind='ngram'; .*exit, adapter, hybrid"),
+        (
+            {"draft": {"kind": "ngram", "layer": 3}},
+            "layer=3 means nothing for kind='ngram'; .*exit, adapter, hybrid",
+        ),
         ({"draft": {"kind": "hybrid"}}, "kind='hybrid' needs layer"),
         ({"draft": {"kind": "model"}}, "kind='model' needs path: the model that drafts"),
         ({"draft": {"kind": "model", "path": "x", "ngram": {}}}, "ngram=.* means nothing for kind='model'"),
-        ({"draft": {"kind": "hybrid", "layer": 3, "exit": "exit", "path": "x"}}, "path='x' names trained exits, but exit='exit'"),
-        ({"draft": {"kind": "hybrid", "layer": 3, "num_exit_tokens": 3}}, "num_exit_tokens=3 is more than num_draft_tokens=2"),
-        ({"draft": {"kind": "ngram", "ngram": {"max_size": 2, "min_size": 3}}}, "min_size=3 is above max_size=2"),
-        ({"draft": {"kind": "ngram", "ngram": {"datastore_tokens": 10}}}, "datastore_tokens=10 holds hardly one output"),
+        (
+            {"draft": {"kind": "hybrid", "layer": 3, "exit": "exit", "path": "x"}},
+            "path='x' names trained exits, but exit='exit'",
+        ),
+        (
+            {"draft": {"kind": "hybrid", "layer": 3, "num_exit_tokens": 3}},
+            "num_exit_tokens=3 is more than num_draft_tokens=2",
+        ),
+        (
+            {"draft": {"kind": "ngram", "ngram": {"max_size": 2, "min_size": 3}}},
+            "min_size=3 is above max_size=2",
+        ),
+        (
+            {"draft": {"kind": "ngram", "ngram": {"datastore_tokens": 10}}},
+            "datastore_tokens=10 holds hardly one output",
+        ),
         ({"draft": {"kind": "ngram", "ngram": {"max_siz": 2}}}, "max_siz: unknown setting .*max_size"),
-        ({"draft": {"kind": "ngram"}, "draft_confidence": 0.5}, "draft_confidence=0.5 means nothing for draft.kind='ngram'"),
-        ({"draft": {"kind": "ngram"}, "num_branches": 2}, "num_branches=2 needs a drafter with probabilities"),
-        ({"draft": {"layer": 3}, "num_branches": 2, "acceptance": "rejection"}, "num_branches=2 takes tokens by rank"),
+        (
+            {"draft": {"kind": "ngram"}, "draft_confidence": 0.5},
+            "draft_confidence=0.5 means nothing for draft.kind='ngram'",
+        ),
+        (
+            {"draft": {"kind": "ngram"}, "num_branches": 2},
+            "num_branches=2 needs a drafter with probabilities",
+        ),
+        (
+            {"draft": {"layer": 3}, "num_branches": 2, "acceptance": "rejection"},
+            "num_branches=2 takes tokens by rank",
+        ),
         ({"draft": {"layer": 3}, "num_branches": 2, "draft_confidence": 0.5}, "cannot be combined"),
         ({"draft": {"layer": 3}, "num_branches": 16, "num_draft_tokens": 5}, "more than 64 drafts per cycle"),
-        ({"draft": {"layer": 3}, "check": {"layer": 5, "confidence": 0.5}, "acceptance": "rejection"}, "check.confidence=0.5 keeps drafts"),
-        ({"draft": {"layer": 3}, "check": {"layer": 5, "confidence": 1.5}}, "check.confidence: input should be less than 1"),
+        (
+            {"draft": {"layer": 3}, "check": {"layer": 5, "confidence": 0.5}, "acceptance": "rejection"},
+            "check.confidence=0.5 keeps drafts",
+        ),
+        (
+            {"draft": {"layer": 3}, "check": {"layer": 5, "confidence": 1.5}},
+            "check.confidence: input should be less than 1",
+        ),
     ],
     ids=str,
 )
@@ -187,8 +246,14 @@ def test_settings_that_contradict_each_other(values: dict[str, Any], words: str)
 
 
 def test_a_window_beyond_the_longest_sequence_is_refused(tiny_decoder: Decoder) -> None:
-    with pytest.raises(ConfigError, match=r"takes 66 places, more than max_model_len=40; lower num_draft_tokens"):
-        drafter_engine(tiny_decoder, {"draft": {"layer": 3}, "check": {"layer": 6}, "num_draft_tokens": 32}, max_model_len=40)
+    with pytest.raises(
+        ConfigError, match=r"takes 66 places, more than max_model_len=40; lower num_draft_tokens"
+    ):
+        drafter_engine(
+            tiny_decoder,
+            {"draft": {"layer": 3}, "check": {"layer": 6}, "num_draft_tokens": 32},
+            max_model_len=40,
+        )
 
 
 def test_an_engine_is_given_a_draft_model_if_and_only_if_it_needs_one(tiny_decoder: Decoder) -> None:
@@ -211,7 +276,9 @@ def test_an_engine_is_given_a_draft_model_if_and_only_if_it_needs_one(tiny_decod
     ],
     ids=str,
 )
-def test_a_plan_of_the_callers_that_the_drafter_cannot_serve(tiny_decoder: Decoder, name: str, plan: Plan, changes: dict[str, Any], words: str) -> None:
+def test_a_plan_of_the_callers_that_the_drafter_cannot_serve(
+    tiny_decoder: Decoder, name: str, plan: Plan, changes: dict[str, Any], words: str
+) -> None:
     engine = drafter_engine(tiny_decoder, ALL["ngram"])
     with pytest.raises(ConfigError, match=words):
         engine.set_speculative(build(SpeculativeConfig, ALL[name] | changes), plan=plan)
@@ -231,12 +298,18 @@ def test_closing_gives_the_draft_models_memory_back(tiny_decoder: Decoder) -> No
     assert engine.memory()["drafter_bytes"] == engine.memory()["kv_bytes"] == 0
 
 
-def test_a_draft_model_larger_or_shorter_than_the_target_is_refused(tiny_decoder: Decoder, tmp_path: Path) -> None:
+def test_a_draft_model_larger_or_shorter_than_the_target_is_refused(
+    tiny_decoder: Decoder, tmp_path: Path
+) -> None:
     larger = draft_decoder(tiny_checkpoint(tmp_path / "larger", num_layers=12))
-    with pytest.raises(ConfigError, match=r"larger than the target \(.* M parameters\); choose a smaller one"):
+    with pytest.raises(
+        ConfigError, match=r"larger than the target \(.* M parameters\); choose a smaller one"
+    ):
         drafter_engine(tiny_decoder, ALL["model"], larger)
     shorter = draft_decoder(tiny_checkpoint(tmp_path / "shorter", num_layers=2, max_position_embeddings=64))
-    with pytest.raises(ConfigError, match=r"attends to 64 positions, but engine.max_model_len is 256; lower it to 64"):
+    with pytest.raises(
+        ConfigError, match=r"attends to 64 positions, but engine.max_model_len is 256; lower it to 64"
+    ):
         drafter_engine(tiny_decoder, ALL["model"], shorter)
 
 
@@ -247,9 +320,15 @@ def draft_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_llm_loads_a_draft_model_once(tiny_path: Path, draft_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    with LLM(str(tiny_path), speculative={"draft": {"kind": "model", "path": str(draft_path)}}, **SMALL) as llm:
+    with LLM(
+        str(tiny_path), speculative={"draft": {"kind": "model", "path": str(draft_path)}}, **SMALL
+    ) as llm:
         output = llm.generate("abcabcabc", params, use_tqdm=False)[0].outputs[0].token_ids
-        assert llm.stats()["drafted"] > 0 and llm.memory()["drafter_bytes"] > 0 and llm.memory()["draft_model_bytes"] > 0
+        assert (
+            llm.stats()["drafted"] > 0
+            and llm.memory()["drafter_bytes"] > 0
+            and llm.memory()["draft_model_bytes"] > 0
+        )
         model = llm.engine._runtime.draft_model
         llm.set_speculative(None)
         assert llm.generate("abcabcabc", params, use_tqdm=False)[0].outputs[0].token_ids == output
@@ -258,10 +337,17 @@ def test_llm_loads_a_draft_model_once(tiny_path: Path, draft_path: Path) -> None
         assert llm.generate("abcabcabc", params, use_tqdm=False)[0].outputs[0].token_ids == output
 
 
-def test_llm_refuses_draft_models_that_speak_other_tokens(tiny_path: Path, draft_path: Path, tmp_path: Path) -> None:
+def test_llm_refuses_draft_models_that_speak_other_tokens(
+    tiny_path: Path, draft_path: Path, tmp_path: Path
+) -> None:
     def refused(words: str, path: Path, **settings: Any) -> None:
         with pytest.raises(HiSpecError if "cannot" not in words else ValueError, match=words):
-            LLM(str(tiny_path), speculative={"draft": {"kind": "model", "path": str(path)}}, **SMALL, **settings)
+            LLM(
+                str(tiny_path),
+                speculative={"draft": {"kind": "model", "path": str(path)}},
+                **SMALL,
+                **settings,
+            )
 
     other = tiny_checkpoint(tmp_path / "other", num_layers=2, tokenizer=True)
     text = (other / "tokenizer.json").read_text()
@@ -274,6 +360,14 @@ def test_llm_refuses_draft_models_that_speak_other_tokens(tiny_path: Path, draft
     (ends / "tokenizer_config.json").write_text(config.replace('"eos_token": "</s>"', '"eos_token": "<pad>"'))
     refused(r"eos_token is '<pad>' in the draft model and '</s>' in the target", ends)
     refused("has no tokenizer to compare", tiny_checkpoint(tmp_path / "mute", num_layers=2))
-    refused("has 300 tokens, the target 260", tiny_checkpoint(tmp_path / "wide", num_layers=2, vocab=300), skip_tokenizer_init=True)
+    refused(
+        "has 300 tokens, the target 260",
+        tiny_checkpoint(tmp_path / "wide", num_layers=2, vocab=300),
+        skip_tokenizer_init=True,
+    )
     with pytest.raises(ValueError, match=r"speculative\.draft\.path: .*nowhere"):
-        LLM(str(tiny_path), speculative={"draft": {"kind": "model", "path": str(tmp_path / "nowhere")}}, **SMALL)
+        LLM(
+            str(tiny_path),
+            speculative={"draft": {"kind": "model", "path": str(tmp_path / "nowhere")}},
+            **SMALL,
+        )

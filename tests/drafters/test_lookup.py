@@ -1,4 +1,6 @@
-"""Prompt lookup: the incremental index and its tensor twin against a search that is written as the rule reads."""
+"""Prompt lookup: the incremental index and its tensor twin against a search that is written as the rule
+reads."""
+
 from __future__ import annotations
 
 import random
@@ -18,14 +20,25 @@ CPU = torch.device("cpu")
 NUM_ROWS, MAX_LEN, WINDOW = 3, 24, 7
 UNTOUCHED = 77  # in every place of tokens that is not to be read; never to be proposed
 
-MAKERS: dict[str, Callable[..., Any]] = {"index": LookupIndex, "tensors": lambda *sizes: TensorLookup(CPU, *sizes)}
+MAKERS: dict[str, Callable[..., Any]] = {
+    "index": LookupIndex,
+    "tensors": lambda *sizes: TensorLookup(CPU, *sizes),
+}
 both = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 
 
 class Naive:
     """The rule, by linear search."""
 
-    def __init__(self, num_rows: int, max_len: int, min_size: int, max_size: int, store_tokens: int = 0, per_match: int | None = None) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_len: int,
+        min_size: int,
+        max_size: int,
+        store_tokens: int = 0,
+        per_match: int | None = None,
+    ) -> None:
         self.per_match = per_match
         self.texts: list[list[int]] = [[] for _ in range(num_rows)]
         self.sizes = range(max_size, min_size - 1, -1)
@@ -49,7 +62,9 @@ class Naive:
             for source in (text, self.current, self.previous):
                 for j in range(len(source) - 2, size - 2, -1):
                     if source[j - size + 1 : j + 1] == text[-size:] and source[j + 1] != -1:
-                        return self.follow(source, j + 1, min(most, self.limit(text, source, j)), repeats=source is text)
+                        return self.follow(
+                            source, j + 1, min(most, self.limit(text, source, j)), repeats=source is text
+                        )
         return []
 
     def limit(self, text: list[int], source: list[int], end: int) -> int:
@@ -70,13 +85,20 @@ class Naive:
         return proposals
 
 
-def propose(lookup: Lookup, queries: Sequence[tuple[int, list[int], int]], last: Callable[[int], int], window: int = WINDOW) -> list[list[int]]:
+def propose(
+    lookup: Lookup,
+    queries: Sequence[tuple[int, list[int], int]],
+    last: Callable[[int], int],
+    window: int = WINDOW,
+) -> list[list[int]]:
     """Asks for (row, tail, most) in one call, and checks that nothing but the proposals was written."""
     tokens = torch.full((len(queries), window + 1), UNTOUCHED)
     for i, (row, tail, _) in enumerate(queries):
         tokens[i, : len(tail) + 1] = torch.tensor([last(row), *tail])
     before = tokens.clone()
-    rows, tail_lens, most = torch.tensor([[row, len(tail), most] for row, tail, most in queries], dtype=torch.int64).T.contiguous()
+    rows, tail_lens, most = torch.tensor(
+        [[row, len(tail), most] for row, tail, most in queries], dtype=torch.int64
+    ).T.contiguous()
     counts = lookup.propose(rows, tokens, tail_lens, most)
     assert counts.dtype == torch.int64 and counts.shape == rows.shape
     proposals = []
@@ -89,7 +111,8 @@ def propose(lookup: Lookup, queries: Sequence[tuple[int, list[int], int]], last:
 
 
 def replay(make: Callable[..., Any], sizes: tuple[Any, ...], steps: list[Any], max_len: int = MAX_LEN) -> int:
-    """Runs steps on an index and on the naive one, comparing all proposals -> how many tokens were proposed."""
+    """Runs steps on an index and on the naive one, comparing all proposals -> how many tokens were
+    proposed."""
     lookup, naive = make(NUM_ROWS, max_len, *sizes), Naive(NUM_ROWS, max_len, *sizes)
     num_proposed = 0
     for name, *arguments in steps:
@@ -113,13 +136,16 @@ def replay(make: Callable[..., Any], sizes: tuple[Any, ...], steps: list[Any], m
 
 @st.composite
 def scripts(draw: st.DrawFn) -> tuple[tuple[Any, ...], list[Any]]:
-    """((min_size, max_size, store_tokens), steps) over an alphabet so small that nearly everything matches."""
+    """((min_size, max_size, store_tokens), steps) over an alphabet so small that nearly everything
+    matches."""
     min_size = draw(st.integers(1, 3))
     max_size = min_size + draw(st.integers(0, 2))
     store_tokens = draw(st.one_of(st.just(0), st.integers(2 * (max_size + 2), 30)))
     token = st.integers(0, draw(st.sampled_from([0, 1, 1, 2, 9])))
     rows = st.integers(0, NUM_ROWS - 1)
-    query = st.integers(0, WINDOW).flatmap(lambda n: st.tuples(rows, st.lists(token, min_size=n, max_size=n), st.integers(0, WINDOW - n)))
+    query = st.integers(0, WINDOW).flatmap(
+        lambda n: st.tuples(rows, st.lists(token, min_size=n, max_size=n), st.integers(0, WINDOW - n))
+    )
     step = st.one_of(
         st.tuples(st.just("reset"), rows, st.lists(token, max_size=MAX_LEN)),
         st.tuples(st.just("append"), rows, st.lists(token, max_size=6)),
@@ -133,18 +159,75 @@ def scripts(draw: st.DrawFn) -> tuple[tuple[Any, ...], list[Any]]:
 @both
 @settings(max_examples=120, deadline=None)
 @given(script=scripts())
-# What stands in the tail is more recent than the same in the committed text; what was in a tail is gone with the round.
-@example(script=((2, 2, 0), [("reset", 0, [1, 2, 3, 1]), ("propose", [(0, [2, 5, 1, 2], 3)]), ("propose", [(0, [2], 6)])]))
-# An occurrence may neither span a separator nor run on behind one, and the previous half comes after the current one.
-@example(script=((2, 2, 16), [("store", [1, 2]), ("store", [3, 4]), ("reset", 0, [0, 2, 3]), ("propose", [(0, [], 5), (0, [1, 2], 5)])]))
-@example(script=((1, 2, 8), [("store", [1, 2, 3]), ("store", [1, 2, 4]), ("store", [5, 1, 6]), ("reset", 0, [0, 1]), ("propose", [(0, [], 5), (0, [2], 5)])]))
+# What stands in the tail is more recent than the same in the committed text; what was in a tail is gone with
+# the round.
+@example(
+    script=(
+        (2, 2, 0),
+        [("reset", 0, [1, 2, 3, 1]), ("propose", [(0, [2, 5, 1, 2], 3)]), ("propose", [(0, [2], 6)])],
+    )
+)
+# An occurrence may neither span a separator nor run on behind one, and the previous half comes after the
+# current one.
+@example(
+    script=(
+        (2, 2, 16),
+        [
+            ("store", [1, 2]),
+            ("store", [3, 4]),
+            ("reset", 0, [0, 2, 3]),
+            ("propose", [(0, [], 5), (0, [1, 2], 5)]),
+        ],
+    )
+)
+@example(
+    script=(
+        (1, 2, 8),
+        [
+            ("store", [1, 2, 3]),
+            ("store", [1, 2, 4]),
+            ("store", [5, 1, 6]),
+            ("reset", 0, [0, 1]),
+            ("propose", [(0, [], 5), (0, [2], 5)]),
+        ],
+    )
+)
 # The text itself before the store, but a longer match in the store before a shorter one in the text.
-@example(script=((1, 2, 16), [("store", [1, 2, 9]), ("reset", 0, [2, 8, 0, 2]), ("propose", [(0, [], 3), (0, [1, 2], 3)])]))
+@example(
+    script=(
+        (1, 2, 16),
+        [("store", [1, 2, 9]), ("reset", 0, [2, 8, 0, 2]), ("propose", [(0, [], 3), (0, [1, 2], 3)])],
+    )
+)
 # A text as short as the n-gram has none to look up, not even in the store.
-@example(script=((2, 2, 16), [("store", [1, 2, 3]), ("reset", 0, [1, 2]), ("propose", [(0, [], 3)]), ("append", 1, []), ("propose", [(1, [0, 1, 2], 3)])]))
+@example(
+    script=(
+        (2, 2, 16),
+        [
+            ("store", [1, 2, 3]),
+            ("reset", 0, [1, 2]),
+            ("propose", [(0, [], 3)]),
+            ("append", 1, []),
+            ("propose", [(1, [0, 1, 2], 3)]),
+        ],
+    )
+)
 # Another text in the same row finds nothing of the former.
-@example(script=((1, 1, 0), [("reset", 0, [1, 2, 3, 4]), ("reset", 0, [9, 1]), ("propose", [(0, [], 3)]), ("append", 0, [5, 1]), ("propose", [(0, [], 3)])]))
-def test_proposals_are_those_of_the_rule(make: Callable[..., Any], script: tuple[tuple[Any, ...], list[Any]]) -> None:
+@example(
+    script=(
+        (1, 1, 0),
+        [
+            ("reset", 0, [1, 2, 3, 4]),
+            ("reset", 0, [9, 1]),
+            ("propose", [(0, [], 3)]),
+            ("append", 0, [5, 1]),
+            ("propose", [(0, [], 3)]),
+        ],
+    )
+)
+def test_proposals_are_those_of_the_rule(
+    make: Callable[..., Any], script: tuple[tuple[Any, ...], list[Any]]
+) -> None:
     replay(make, *script)
 
 
@@ -155,17 +238,26 @@ def test_proposals_are_those_of_the_rule(make: Callable[..., Any], script: tuple
     outputs=st.lists(st.lists(st.integers(0, 2), max_size=9), min_size=2, max_size=12),
     tails=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=2), min_size=1, max_size=4),
 )
-@example(store_tokens=12, outputs=[[2, 2, 1, 0, 0], [1, 2]], tails=[[1]])  # the half that is begun holds nothing of the one before
-def test_the_store_is_that_of_the_rule(make: Callable[..., Any], store_tokens: int, outputs: list[list[int]], tails: list[list[int]]) -> None:
+@example(
+    store_tokens=12, outputs=[[2, 2, 1, 0, 0], [1, 2]], tails=[[1]]
+)  # the half that is begun holds nothing of the one before
+def test_the_store_is_that_of_the_rule(
+    make: Callable[..., Any], store_tokens: int, outputs: list[list[int]], tails: list[list[int]]
+) -> None:
     """Asked by texts that match little themselves."""
     asked = ("propose", [(0, tail, WINDOW - len(tail)) for tail in tails])
-    replay(make, (1, 2, store_tokens), [("reset", 0, [9]), *(step for output in outputs for step in (("store", output), asked))])
+    replay(
+        make,
+        (1, 2, store_tokens),
+        [("reset", 0, [9]), *(step for output in outputs for step in (("store", output), asked))],
+    )
 
 
 @both
 @pytest.mark.parametrize("num_tokens", [3, 1000])
 def test_long_texts_grow_as_in_decoding(make: Callable[..., Any], num_tokens: int) -> None:
-    """Rounds of a few tokens up to max_len, rows out of step, a tail that is partly kept, finished outputs into the store."""
+    """Rounds of a few tokens up to max_len, rows out of step, a tail that is partly kept, finished outputs
+    into the store."""
     draw = random.Random(num_tokens)
     steps: list[Any] = []
     lengths = [0] * NUM_ROWS
@@ -199,7 +291,12 @@ def test_a_longer_match_gives_more_proposals(make: Callable[..., Any]) -> None:
     lookup = make(1, 100, 1, 2, 0, 3)
     lookup.reset(0, [*phrase, 60, 61, 5])
     # One token is the same, then two of which one is in the tail, then more than are counted.
-    assert [len(found) for found in propose(lookup, [(0, [], 60), (0, [6], 60), (0, phrase[5:25], 70)], lambda _: 5, window=90)] == [3, 6, 48]
+    assert [
+        len(found)
+        for found in propose(
+            lookup, [(0, [], 60), (0, [6], 60), (0, phrase[5:25], 70)], lambda _: 5, window=90
+        )
+    ] == [3, 6, 48]
 
 
 @both
@@ -229,7 +326,9 @@ def test_large_token_ids_and_no_room_at_all(make: Callable[..., Any]) -> None:
     lookup.reset(1, [2**31 - 1, 2**31 - 2, 5, 2**31 - 1])
     assert propose(lookup, [(1, [], 2), (0, [], 2)], lambda _: 0, window=2) == [[2**31 - 2, 5], []]
     assert propose(lookup, [(1, [], 0)], lambda _: 0, window=0) == [[]]
-    assert lookup.propose(*(torch.zeros(shape, dtype=torch.int64) for shape in ([0], [0, 3], [0], [0]))).shape == (0,)
+    assert lookup.propose(
+        *(torch.zeros(shape, dtype=torch.int64) for shape in ([0], [0, 3], [0], [0]))
+    ).shape == (0,)
     assert lookup.num_bytes > 2 * 6 * 4
 
 
@@ -237,7 +336,12 @@ def test_large_token_ids_and_no_room_at_all(make: Callable[..., Any]) -> None:
 def test_work_does_not_grow_with_the_text(text: str) -> None:
     """In places of hash tables looked at, which a few clusters of collisions may double."""
     length, draw = 8000, random.Random(0)
-    token_at = {"one token": lambda i: 7, "a period": lambda i: i % 11, "random": lambda i: draw.randrange(300), "all different": lambda i: i}
+    token_at = {
+        "one token": lambda i: 7,
+        "a period": lambda i: i % 11,
+        "random": lambda i: draw.randrange(300),
+        "all different": lambda i: i,
+    }
     tokens = [token_at[text](i) for i in range(length)]
     index = LookupIndex(1, length, 2, 4, 4000)
     index.reset(0, tokens)
@@ -246,7 +350,9 @@ def test_work_does_not_grow_with_the_text(text: str) -> None:
     before = index.num_probes
     for tail in ([tokens[i], tokens[i + 1], draw.randrange(300)] for i in range(0, length - 1, 20)):
         propose(index, [(0, tail, 4)], lambda _: tokens[-1])
-    assert 0 < index.num_probes - before <= 400 * 3 * 3 * 3, "for 400 proposals, three sizes and three sources"
+    assert 0 < index.num_probes - before <= 400 * 3 * 3 * 3, (
+        "for 400 proposals, three sizes and three sources"
+    )
     before = index.num_probes
     index.reset(0, tokens[:10])
     assert index.num_probes - before <= 3 * 10 * 3, "another text costs as much as itself"
@@ -284,7 +390,15 @@ def test_the_tensor_twin_needs_no_value_on_the_host() -> None:
 
 @both
 def test_bad_arguments_are_refused_and_change_nothing(make: Callable[..., Any]) -> None:
-    for sizes in ((0, 9, 1, 2), (1, 0, 1, 2), (1, 9, 0, 2), (1, 9, 3, 2), (1, 9, 1, 2, -1), (1, 9, 1, 2, 7), (1, 9, 1, 2, 0, 0)):
+    for sizes in (
+        (0, 9, 1, 2),
+        (1, 0, 1, 2),
+        (1, 9, 0, 2),
+        (1, 9, 3, 2),
+        (1, 9, 1, 2, -1),
+        (1, 9, 1, 2, 7),
+        (1, 9, 1, 2, 0, 0),
+    ):
         with pytest.raises(ValueError, match="must be"):
             make(*sizes)
     lookup = make(2, 4, 1, 2, 8)
@@ -298,7 +412,9 @@ def test_bad_arguments_are_refused_and_change_nothing(make: Callable[..., Any]) 
         lambda: lookup.reset(2, [1]),
         lambda: lookup.append(-1, [1]),
         lambda: lookup.length(2),
-        lambda: lookup.propose(torch.tensor([0, 0]), torch.zeros(1, 4, dtype=torch.int64), torch.tensor([0]), torch.tensor([1])),
+        lambda: lookup.propose(
+            torch.tensor([0, 0]), torch.zeros(1, 4, dtype=torch.int64), torch.tensor([0]), torch.tensor([1])
+        ),
     ):
         with pytest.raises(ValueError, match=r"must|at most max_len=4"):
             call()
@@ -306,7 +422,9 @@ def test_bad_arguments_are_refused_and_change_nothing(make: Callable[..., Any]) 
     assert propose(lookup, [(0, [], 3)], lambda _: 1) == [[2, 1, 2]]
 
 
-@pytest.mark.parametrize(("row", "tail", "most"), [(2, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, -1), (0, 2, 2), (0, 0, 4)])
+@pytest.mark.parametrize(
+    ("row", "tail", "most"), [(2, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, -1), (0, 2, 2), (0, 0, 4)]
+)
 def test_the_index_refuses_proposals_out_of_range(row: int, tail: int, most: int) -> None:
     index = LookupIndex(2, 4, 1, 2)
     index.reset(0, [1, 2, 1])

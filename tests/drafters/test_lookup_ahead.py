@@ -1,4 +1,6 @@
-"""Prompt lookup while the host is a round behind: texts that are extended on the device, and written again once the host knows."""
+"""Prompt lookup while the host is a round behind: texts that are extended on the device, and written again
+once the host knows."""
+
 from __future__ import annotations
 
 import random
@@ -18,12 +20,15 @@ both = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 def proposals(lookup: Lookup, last: list[int]) -> list[list[int]]:
     tokens = torch.zeros(ROWS, WINDOW + 1, dtype=torch.int64)
     tokens[:, 0] = torch.tensor(last)
-    counts = lookup.propose(torch.arange(ROWS), tokens, torch.zeros(ROWS, dtype=torch.int64), torch.full((ROWS,), WINDOW))
+    counts = lookup.propose(
+        torch.arange(ROWS), tokens, torch.zeros(ROWS, dtype=torch.int64), torch.full((ROWS,), WINDOW)
+    )
     return [row[1 : count + 1] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
 
 
 def window_of(token_ids: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """A round's tokens, of which the first `counts` after column 0 are committed; what follows them is not."""
+    """A round's tokens, of which the first `counts` after column 0 are committed; what follows them is
+    not."""
     tokens = torch.full((len(token_ids), WINDOW + 1), 9)
     for row, ids in enumerate(token_ids):
         tokens[row, 1 : len(ids) + 1] = torch.tensor(ids, dtype=torch.int64)
@@ -47,11 +52,15 @@ def test_extending_is_appending_that_the_host_does_not_know_of(make: Any, seed: 
         for place, ids in zip(order, new, strict=True):
             level.append(place, ids)
             texts[place] += ids
-        assert proposals(behind, [text[-1] for text in texts]) == proposals(level, [text[-1] for text in texts])
+        assert proposals(behind, [text[-1] for text in texts]) == proposals(
+            level, [text[-1] for text in texts]
+        )
         if generator.random() < 0.4:  # the host has read all that was committed
             for row, text in enumerate(texts):
                 behind.reset(row, text)
-            assert proposals(behind, [text[-1] for text in texts]) == proposals(level, [text[-1] for text in texts])
+            assert proposals(behind, [text[-1] for text in texts]) == proposals(
+                level, [text[-1] for text in texts]
+            )
 
 
 @both
@@ -92,7 +101,8 @@ def test_rows_of_padding_share_a_place_and_change_nothing(make: Any) -> None:
 
 @both
 def test_a_text_longer_than_what_is_searched_within_is_left_alone(make: Any) -> None:
-    """A row that is still computing its prompt may be longer than any that takes part; others see all of theirs."""
+    """A row that is still computing its prompt may be longer than any that takes part; others see all of
+    theirs."""
     lookup = make(ROWS, MAX_LEN, 1, 3)
     for row, length in enumerate((8, 50, 3, 11)):
         lookup.reset(row, [step % 4 for step in range(length)])

@@ -1,5 +1,6 @@
-"""Attention over pages: numba's backend against sdpa and against a softmax over explicit positions; and bit for bit against
-itself, whatever else is in the pass, however the pages lie, on one thread and on all."""
+"""Attention over pages: numba's backend against sdpa and against a softmax over explicit positions; and bit
+for bit against itself, whatever else is in the pass, however the pages lie, on one thread and on all."""
+
 from __future__ import annotations
 
 import statistics
@@ -26,8 +27,8 @@ TILE_EDGES = [1, 2, 3, 4, 5, 62, 63, 64, 65, 66, 127, 128, 129, 200]
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence: keys and values [context, kv_heads, head_dim], queries [context, heads, head_dim]; of these a pass
-    attends with the last `q_len` before `context_len`."""
+    """One sequence: keys and values [context, kv_heads, head_dim], queries [context, heads, head_dim]; of
+    these a pass attends with the last `q_len` before `context_len`."""
 
     keys: Tensor
     values: Tensor
@@ -39,12 +40,26 @@ class Row:
     def random(cls, context_len: int, q_len: int, heads: tuple[int, int, int], seed: int = 0) -> Row:
         num_heads, num_kv_heads, head_dim = heads
         generator = torch.Generator().manual_seed(seed * 1009 + context_len)
-        keys, values = (torch.randn(context_len, num_kv_heads, head_dim, generator=generator) for _ in range(2))
-        return cls(keys, values, torch.randn(context_len, num_heads, head_dim, generator=generator), context_len, q_len)
+        keys, values = (
+            torch.randn(context_len, num_kv_heads, head_dim, generator=generator) for _ in range(2)
+        )
+        return cls(
+            keys,
+            values,
+            torch.randn(context_len, num_heads, head_dim, generator=generator),
+            context_len,
+            q_len,
+        )
 
     def last(self, q_len: int, context_len: int | None = None) -> Row:
         """The same sequence, attended to with other queries of it."""
-        return Row(self.keys, self.values, self.queries, self.context_len if context_len is None else context_len, q_len)
+        return Row(
+            self.keys,
+            self.values,
+            self.queries,
+            self.context_len if context_len is None else context_len,
+            q_len,
+        )
 
 
 @dataclass(frozen=True)
@@ -55,19 +70,25 @@ class Pass:
 
     @classmethod
     def of(cls, rows: Sequence[Row], block_size: int = 16, seed: int = 0) -> Pass:
-        """Lays the rows on scattered blocks. All other slots hold large numbers, which nothing must read with any weight."""
+        """Lays the rows on scattered blocks. All other slots hold large numbers, which nothing must read with
+        any weight."""
         generator = torch.Generator().manual_seed(seed)
         num_kv_heads, head_dim = rows[0].keys.shape[1:]
         max_blocks = max(-(-row.context_len // block_size) for row in rows)
         num_blocks = len(rows) * max_blocks + 3
-        tables = torch.randperm(num_blocks, generator=generator)[: len(rows) * max_blocks].view(len(rows), max_blocks)
+        tables = torch.randperm(num_blocks, generator=generator)[: len(rows) * max_blocks].view(
+            len(rows), max_blocks
+        )
         kv = PagedKV(LAYER + 1, num_blocks, block_size, num_kv_heads, head_dim, torch.float32, CPU)
         kv.data.fill_(1e4)
         positions, slots = [], []
         for row, table in zip(rows, tables, strict=True):
             at = torch.arange(row.context_len)
             row_slots = table[at // block_size] * block_size + at % block_size
-            kv.keys(LAYER)[row_slots], kv.values(LAYER)[row_slots] = row.keys[: row.context_len], row.values[: row.context_len]
+            kv.keys(LAYER)[row_slots], kv.values(LAYER)[row_slots] = (
+                row.keys[: row.context_len],
+                row.values[: row.context_len],
+            )
             positions.append(at[row.context_len - row.q_len :])
             slots.append(row_slots[row.context_len - row.q_len :])
         q_lens = torch.tensor([row.q_len for row in rows])
@@ -79,20 +100,26 @@ class Pass:
             max_q_len=int(q_lens.max()),
             max_context_len=max(row.context_len for row in rows),
         )
-        return cls(torch.cat([row.queries[row.context_len - row.q_len : row.context_len] for row in rows]), kv, view)
+        return cls(
+            torch.cat([row.queries[row.context_len - row.q_len : row.context_len] for row in rows]), kv, view
+        )
 
     def attend(self, backend: AttentionBackend) -> Tensor:
         return backend.attend(self.queries, self.kv, LAYER, backend.prepare(self.view, self.kv))
 
 
 def naive(rows: Sequence[Row]) -> Tensor:
-    """[tokens, heads * head_dim] in float64, token by token and head by head, from the sequences themselves."""
+    """[tokens, heads * head_dim] in float64, token by token and head by head, from the sequences
+    themselves."""
     out = []
     for row in rows:
         group = row.queries.shape[1] // row.keys.shape[1]
         for position in range(row.context_len - row.q_len, row.context_len):
             for head in range(row.queries.shape[1]):
-                keys, values = row.keys[: position + 1, head // group].double(), row.values[: position + 1, head // group].double()
+                keys, values = (
+                    row.keys[: position + 1, head // group].double(),
+                    row.values[: position + 1, head // group].double(),
+                )
                 scores = keys @ row.queries[position, head].double() / keys.shape[1] ** 0.5
                 out.append(scores.softmax(0) @ values)
     return torch.cat(out).view(-1, rows[0].queries.shape[1] * rows[0].queries.shape[2]).float()
@@ -106,7 +133,8 @@ def check_backends(rows: Sequence[Row], block_size: int = 16) -> None:
 
 
 def use_threads(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes backends that are built from now on share even the smallest call among so many threads, whatever the machine has."""
+    """Makes backends that are built from now on share even the smallest call among so many threads, whatever
+    the machine has."""
     monkeypatch.setattr(numba_pages, "_PARALLEL_FROM", -1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
 
@@ -117,27 +145,49 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     use_threads(request.param, monkeypatch)
 
 
-@pytest.mark.parametrize("heads", [(1, 1, 8), (4, 2, 16), (6, 2, 40), (9, 3, 64), (8, 2, 128), (6, 6, 10), (3, 1, 34), (2, 1, 126), (4, 4, 2)])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        (1, 1, 8),
+        (4, 2, 16),
+        (6, 2, 40),
+        (9, 3, 64),
+        (8, 2, 128),
+        (6, 6, 10),
+        (3, 1, 34),
+        (2, 1, 126),
+        (4, 4, 2),
+    ],
+)
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_backends_agree_for_all_groups_and_head_sizes(heads: tuple[int, int, int], q_len: int, threads: None) -> None:
+def test_backends_agree_for_all_groups_and_head_sizes(
+    heads: tuple[int, int, int], q_len: int, threads: None
+) -> None:
     check_backends([Row.random(context_len, q_len, heads) for context_len in (q_len, 70)])
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("q_len", [1, 5])
 def test_backends_agree_around_the_edges_of_tiles(q_len: int, block_size: int, threads: None) -> None:
-    check_backends([Row.random(context_len, min(q_len, context_len), (4, 2, 16)) for context_len in TILE_EDGES], block_size)
+    check_backends(
+        [Row.random(context_len, min(q_len, context_len), (4, 2, 16)) for context_len in TILE_EDGES],
+        block_size,
+    )
 
 
 @pytest.mark.parametrize("context_len", [64, 65, 200])
 @pytest.mark.parametrize("q_len", [15, 16, 17, 64])
-def test_backends_agree_for_long_queries_and_whole_prompts(q_len: int, context_len: int, threads: None) -> None:
+def test_backends_agree_for_long_queries_and_whole_prompts(
+    q_len: int, context_len: int, threads: None
+) -> None:
     check_backends([Row.random(context_len, q_len, (4, 2, 16)), Row.random(q_len, q_len, (4, 2, 16))])
 
 
 @pytest.mark.parametrize("q_lens", [[1, 4, 2], [0, 3, 0], [5, 0, 0, 1], [0, 0, 2], [17, 0, 1, 33]])
 def test_backends_agree_on_ragged_rows(q_lens: list[int], threads: None) -> None:
-    check_backends([Row.random(70 + 7 * i, q_len, (6, 2, 16)) for i, q_len in enumerate(q_lens)], block_size=4)
+    check_backends(
+        [Row.random(70 + 7 * i, q_len, (6, 2, 16)) for i, q_len in enumerate(q_lens)], block_size=4
+    )
 
 
 def test_backends_agree_when_scores_are_far_apart(threads: None) -> None:
@@ -160,7 +210,9 @@ def test_a_token_sees_nothing_after_its_own_position(name: str) -> None:
 
 
 @pytest.mark.parametrize("heads", INVARIANT_HEADS)
-def test_a_tokens_bits_do_not_depend_on_the_rest_of_the_pass(heads: tuple[int, int, int], threads: None) -> None:
+def test_a_tokens_bits_do_not_depend_on_the_rest_of_the_pass(
+    heads: tuple[int, int, int], threads: None
+) -> None:
     backend, row = NumbaAttention(), Row.random(200, 40, heads)
     together = Pass.of([row]).attend(backend)
     others = [Row.random(length, min(length, 7), heads, seed=1) for length in (1, 64, 129, 300)]
@@ -170,12 +222,20 @@ def test_a_tokens_bits_do_not_depend_on_the_rest_of_the_pass(heads: tuple[int, i
         first = sum(other.q_len for other in others[:2])
         assert torch.equal(among[first : first + q_len], together[-q_len:]), f"q_len {q_len} in a batch"
     for position in (160, 177, 191, 192, 193, 199):  # alone, and with nothing after it
-        assert torch.equal(Pass.of([row.last(1, context_len=position + 1)]).attend(backend)[0], together[position - 160]), f"position {position}"
+        assert torch.equal(
+            Pass.of([row.last(1, context_len=position + 1)]).attend(backend)[0], together[position - 160]
+        ), f"position {position}"
 
 
 @pytest.mark.parametrize("heads", INVARIANT_HEADS)
-def test_bits_do_not_depend_on_blocks_or_threads(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Row.random(context_len, min(q_len, context_len), heads) for context_len in (1, 63, 64, 65, 129, 200) for q_len in (1, 18)]
+def test_bits_do_not_depend_on_blocks_or_threads(
+    heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        Row.random(context_len, min(q_len, context_len), heads)
+        for context_len in (1, 63, 64, 65, 129, 200)
+        for q_len in (1, 18)
+    ]
     seen = []
     for num_threads in (1, 2, 5):
         use_threads(num_threads, monkeypatch)
@@ -184,7 +244,9 @@ def test_bits_do_not_depend_on_blocks_or_threads(heads: tuple[int, int, int], mo
     assert all(torch.equal(seen[0], other) for other in seen[1:])
 
 
-@pytest.mark.parametrize(("num_threads", "parallel_from", "shares"), [(1, -1, [0]), (4, -1, [0, 1, 2, 3]), (4, 1 << 60, [0])])
+@pytest.mark.parametrize(
+    ("num_threads", "parallel_from", "shares"), [(1, -1, [0]), (4, -1, [0, 1, 2, 3]), (4, 1 << 60, [0])]
+)
 def test_large_calls_are_shared_among_torchs_threads_and_small_ones_are_not(
     num_threads: int, parallel_from: int, shares: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +285,10 @@ def test_auto_takes_numba_on_a_cpu_in_float32_triton_on_a_gpu_and_sdpa_elsewhere
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float32), ("cpu", torch.bfloat16)])
 def test_numba_is_refused_where_it_cannot_run(device: str, dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=f"'numba' runs on a CPU in float32, not on {device} in {dtype}; use 'sdpa' or 'auto'"):
+    with pytest.raises(
+        ValueError,
+        match=f"'numba' runs on a CPU in float32, not on {device} in {dtype}; use 'sdpa' or 'auto'",
+    ):
         select_backend("numba", torch.device(device), dtype)
 
 
@@ -247,5 +312,8 @@ def test_numba_is_faster_than_sdpa_on_long_contexts(num_rows: int, context_len: 
             backend.attend(batch.queries, batch.kv, LAYER, ready)
             taken.append(time.perf_counter() - start)
     by_numba, by_sdpa = (statistics.median(taken[5:]) for taken in times_s)
-    print(f"{num_rows=} {context_len=} numba {by_numba * 1e3:.3f} ms, sdpa {by_sdpa * 1e3:.3f} ms, ratio {by_sdpa / by_numba:.2f}")
+    print(
+        f"{num_rows=} {context_len=} numba {by_numba * 1e3:.3f} ms, sdpa {by_sdpa * 1e3:.3f} ms, ratio"
+        f" {by_sdpa / by_numba:.2f}"
+    )
     assert by_sdpa / by_numba > 1.2

@@ -1,4 +1,6 @@
-"""Passes over token trees: a node sees the committed positions, its ancestors and itself, with the bits of a chain of just these."""
+"""Passes over token trees: a node sees the committed positions, its ancestors and itself, with the bits of a
+chain of just these."""
+
 from __future__ import annotations
 
 import random
@@ -27,7 +29,8 @@ CONTEXTS = [0, 1, 7, 57, 61, 63, 64, 65, 120, 127, 128, 200]
 
 @dataclass(frozen=True)
 class Tree:
-    """Nodes on `context_len` committed positions; parents[i] is the parent of node i, -1 for a node that has only the context.
+    """Nodes on `context_len` committed positions; parents[i] is the parent of node i, -1 for a node that has
+    only the context.
 
     committed, nodes   the context's, and each node's, (keys, values, queries) [n, heads, head_dim]
     """
@@ -38,11 +41,16 @@ class Tree:
     nodes: tuple[Tensor, Tensor, Tensor]
 
     @classmethod
-    def random(cls, context_len: int, parents: list[int], heads: tuple[int, int, int] = HEADS, seed: int = 0) -> Tree:
+    def random(
+        cls, context_len: int, parents: list[int], heads: tuple[int, int, int] = HEADS, seed: int = 0
+    ) -> Tree:
         num_heads, num_kv_heads, head_dim = heads
         generator = torch.Generator().manual_seed(seed * 1009 + context_len)
         context, nodes = (
-            tuple(torch.randn(n, count, head_dim, generator=generator) for count in (num_kv_heads, num_kv_heads, num_heads))
+            tuple(
+                torch.randn(n, count, head_dim, generator=generator)
+                for count in (num_kv_heads, num_kv_heads, num_heads)
+            )
             for n in (context_len, len(parents))
         )
         return cls(context_len, parents, context, nodes)
@@ -55,12 +63,16 @@ class Tree:
     def chain(self, node: int) -> Row:
         """The node's path as a row of its own, of which a pass attends with all nodes."""
         path = self.path(node)
-        keys, values, queries = (torch.cat((context, nodes[path])) for context, nodes in zip(self.committed, self.nodes, strict=True))
+        keys, values, queries = (
+            torch.cat((context, nodes[path]))
+            for context, nodes in zip(self.committed, self.nodes, strict=True)
+        )
         return Row(keys, values, queries, self.context_len + len(path), len(path))
 
 
 def random_forest(seed: int, heads: tuple[int, int, int] = HEADS) -> list[Tree]:
-    """Rows at all CONTEXTS: trees of many sizes and orders, chains, single tokens, and siblings without a root."""
+    """Rows at all CONTEXTS: trees of many sizes and orders, chains, single tokens, and siblings without a
+    root."""
     generator = random.Random(seed)
     shapes = [
         lambda: random_parents(generator.randint(2, 20), generator),
@@ -69,15 +81,20 @@ def random_forest(seed: int, heads: tuple[int, int, int] = HEADS) -> list[Tree]:
         lambda: [-1],
         lambda: [-1] * generator.randint(2, 6),
     ]
-    return [Tree.random(context_len, shapes[(i + seed) % len(shapes)](), heads, seed) for i, context_len in enumerate(CONTEXTS)]
+    return [
+        Tree.random(context_len, shapes[(i + seed) % len(shapes)](), heads, seed)
+        for i, context_len in enumerate(CONTEXTS)
+    ]
 
 
-def tree_pass(trees: Sequence[Tree], block_size: int = 16, seed: int = 0, early: int = 3, past_own: int | None = None) -> Pass:
-    """Lays contexts on scattered blocks and nodes on scattered slots. All other slots hold large numbers, which nothing must read with any
-    weight, and the block tables end with the longest context.
+def tree_pass(
+    trees: Sequence[Tree], block_size: int = 16, seed: int = 0, early: int = 3, past_own: int | None = None
+) -> Pass:
+    """Lays contexts on scattered blocks and nodes on scattered slots. All other slots hold large numbers,
+    which nothing must read with any weight, and the block tables end with the longest context.
 
-    early: paths begin up to so many positions below the context's end. past_own: what paths hold past a token's own position; if None, slots
-    of the large numbers.
+    early: paths begin up to so many positions below the context's end. past_own: what paths hold past a
+    token's own position; if None, slots of the large numbers.
     """
     generator, choose = torch.Generator().manual_seed(seed), random.Random(seed)
     num_kv_heads, head_dim = trees[0].nodes[0].shape[1:]
@@ -87,7 +104,11 @@ def tree_pass(trees: Sequence[Tree], block_size: int = 16, seed: int = 0, early:
     num_blocks = num_table_blocks + -(-2 * num_nodes // block_size)
     order = torch.randperm(num_blocks, generator=generator)
     tables = order[:num_table_blocks].view(len(trees), max_blocks)
-    others = slots_of(order[num_table_blocks:].view(1, -1), torch.arange((num_blocks - num_table_blocks) * block_size).unsqueeze(0), block_size)[0]
+    others = slots_of(
+        order[num_table_blocks:].view(1, -1),
+        torch.arange((num_blocks - num_table_blocks) * block_size).unsqueeze(0),
+        block_size,
+    )[0]
     others = others[torch.randperm(len(others), generator=generator)]
     slots, unused = others[:num_nodes], others[num_nodes:]
     kv = PagedKV(LAYER + 1, num_blocks, block_size, num_kv_heads, head_dim, torch.float32, CPU)
@@ -96,7 +117,9 @@ def tree_pass(trees: Sequence[Tree], block_size: int = 16, seed: int = 0, early:
     depth = early + max(len(tree.path(node)) for tree in trees for node in range(len(tree.parents)))
     for tree, table in zip(trees, tables, strict=True):
         row_slots = slots[first : first + len(tree.parents)].tolist()
-        context_slots = slots_of(table.unsqueeze(0), torch.arange(tree.context_len).unsqueeze(0), block_size)[0]
+        context_slots = slots_of(table.unsqueeze(0), torch.arange(tree.context_len).unsqueeze(0), block_size)[
+            0
+        ]
         for at, data in ((context_slots, tree.committed), (torch.tensor(row_slots), tree.nodes)):
             kv.keys(LAYER)[at], kv.values(LAYER)[at] = data[0], data[1]
         for node in range(len(tree.parents)):
@@ -124,7 +147,13 @@ def tree_pass(trees: Sequence[Tree], block_size: int = 16, seed: int = 0, early:
 
 def by_chains(trees: Sequence[Tree], backend: AttentionBackend) -> Tensor:
     """[tokens, heads * head_dim]: each node's output at the end of a chain pass over its path."""
-    return torch.stack([Pass.of([tree.chain(node)]).attend(backend)[-1] for tree in trees for node in range(len(tree.parents))])
+    return torch.stack(
+        [
+            Pass.of([tree.chain(node)]).attend(backend)[-1]
+            for tree in trees
+            for node in range(len(tree.parents))
+        ]
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -148,7 +177,9 @@ def test_a_nodes_bits_are_those_of_a_chain_for_all_groups_and_head_sizes(heads: 
 def test_a_nodes_bits_are_those_of_a_chain_wherever_its_path_crosses_a_tile(context_len: int) -> None:
     """Three branches of ten, which part at once: each has its own keys on both sides of the edge."""
     tree = Tree.random(context_len, [-1, *(node - 3 if node > 3 else 0 for node in range(1, 31))])
-    assert torch.equal(tree_pass([tree], early=0).attend(NumbaAttention()), by_chains([tree], NumbaAttention()))
+    assert torch.equal(
+        tree_pass([tree], early=0).attend(NumbaAttention()), by_chains([tree], NumbaAttention())
+    )
 
 
 def test_a_nodes_bits_do_not_depend_on_slots_units_or_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +194,13 @@ def test_a_nodes_bits_do_not_depend_on_slots_units_or_threads(monkeypatch: pytes
 
 @pytest.mark.parametrize("name", ["numba", "sdpa"])
 @pytest.mark.parametrize("context_len", [0, 5, 62, 64])
-def test_a_node_sees_its_ancestors_and_itself_and_nothing_else_of_the_tree(name: str, context_len: int) -> None:
-    backend, tree = select_backend(name, CPU, torch.float32), Tree.random(context_len, random_parents(12, random.Random(4)))
+def test_a_node_sees_its_ancestors_and_itself_and_nothing_else_of_the_tree(
+    name: str, context_len: int
+) -> None:
+    backend, tree = (
+        select_backend(name, CPU, torch.float32),
+        Tree.random(context_len, random_parents(12, random.Random(4))),
+    )
     batch = tree_pass([tree])
     before = batch.attend(backend)
     for other in range(12):
@@ -187,16 +223,27 @@ def test_what_stands_in_a_path_past_the_tokens_own_position_is_not_read(name: st
 
 @pytest.mark.parametrize("name", ["numba", "sdpa"])
 def test_a_chain_may_be_told_by_paths_or_by_its_table_alone(name: str) -> None:
-    """A row without a tree in a pass over trees: its path_starts lie past its own positions, and its paths hold nothing."""
+    """A row without a tree in a pass over trees: its path_starts lie past its own positions, and its paths
+    hold nothing."""
     backend = select_backend(name, CPU, torch.float32)
-    batch = Pass.of([Row.random(context_len, q_len, HEADS) for context_len, q_len in ((70, 5), (64, 1), (130, 20), (9, 9))], block_size=5)
+    batch = Pass.of(
+        [
+            Row.random(context_len, q_len, HEADS)
+            for context_len, q_len in ((70, 5), (64, 1), (130, 20), (9, 9))
+        ],
+        block_size=5,
+    )
     expected = batch.attend(backend)
-    without = replace(batch.view, paths=torch.full((batch.view.num_tokens, 4), -1), path_starts=batch.view.positions + 1)
+    without = replace(
+        batch.view, paths=torch.full((batch.view.num_tokens, 4), -1), path_starts=batch.view.positions + 1
+    )
     by_table = Pass(batch.queries, batch.kv, without).attend(backend)
     starts = (batch.view.positions - 2).clamp(min=0)
     last_three = torch.minimum(starts.unsqueeze(1) + torch.arange(3), batch.view.positions.unsqueeze(1))
     all_slots = slots_of(batch.view.block_tables[batch.view.row_ids()], last_three, 5)
-    by_paths = Pass(batch.queries, batch.kv, replace(batch.view, paths=all_slots, path_starts=starts)).attend(backend)
+    by_paths = Pass(batch.queries, batch.kv, replace(batch.view, paths=all_slots, path_starts=starts)).attend(
+        backend
+    )
     for found in (by_table, by_paths):
         assert torch.equal(found, expected) if name == "numba" else torch.allclose(found, expected, atol=1e-5)
 
@@ -204,8 +251,13 @@ def test_a_chain_may_be_told_by_paths_or_by_its_table_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ["numba", "sdpa"])
 @pytest.mark.parametrize("starts", [(200, 70), (70, 200), (199, 0), (64, 130), (130, 128)])
 def test_a_rows_tokens_may_part_anywhere(name: str, starts: tuple[int, int]) -> None:
-    """Two tokens of one row, whose paths hold other keys and values than the table does, from different positions on."""
-    backend, ours, others = select_backend(name, CPU, torch.float32), Row.random(200, 2, HEADS), Row.random(200, 2, HEADS, seed=1)
+    """Two tokens of one row, whose paths hold other keys and values than the table does, from different
+    positions on."""
+    backend, ours, others = (
+        select_backend(name, CPU, torch.float32),
+        Row.random(200, 2, HEADS),
+        Row.random(200, 2, HEADS, seed=1),
+    )
     batch = Pass.of([ours, others], block_size=5)
     by_table, by_path = slots_of(batch.view.block_tables, torch.arange(200).expand(2, -1), 5)
     view = replace(
@@ -219,9 +271,16 @@ def test_a_rows_tokens_may_part_anywhere(name: str, starts: tuple[int, int]) -> 
     )
     found, expected = Pass(batch.queries[:2], batch.kv, view).attend(backend), []
     for start, position in zip(starts, (198, 199), strict=True):
-        keys, values = (torch.cat((a[:start], b[start:])) for a, b in ((ours.keys, others.keys), (ours.values, others.values)))
+        keys, values = (
+            torch.cat((a[:start], b[start:]))
+            for a, b in ((ours.keys, others.keys), (ours.values, others.values))
+        )
         expected.append(Pass.of([Row(keys, values, ours.queries, position + 1, 1)]).attend(backend)[0])
-    assert torch.equal(found, torch.stack(expected)) if name == "numba" else torch.allclose(found, torch.stack(expected), atol=1e-5)
+    assert (
+        torch.equal(found, torch.stack(expected))
+        if name == "numba"
+        else torch.allclose(found, torch.stack(expected), atol=1e-5)
+    )
 
 
 PROMPT_LENGTHS = (60, 3, 17)
@@ -230,14 +289,19 @@ PARENTS = ([-1, 0, 0, 0, 1, 1, 3, 4, 6, 7, 7], [-1, 0, 1], [2, 2, -1, 0])
 
 
 class TreeRunner:
-    """A decoder's passes over rows of PROMPT_LENGTHS committed tokens with trees of PARENTS on them, in blocks of 5."""
+    """A decoder's passes over rows of PROMPT_LENGTHS committed tokens with trees of PARENTS on them, in
+    blocks of 5."""
 
     def __init__(self, decoder: Decoder) -> None:
         config = decoder.config
         self.decoder, self.num_layers = decoder, config.num_layers
         self.tables = torch.randperm(3 * 16, generator=torch.Generator().manual_seed(0)).view(3, 16)
-        self.kv = PagedKV(self.num_layers, 3 * 16 + 8, 5, config.num_kv_heads, config.head_dim, torch.float32, CPU)
-        self.trees = [Tree.random(length, parents) for length, parents in zip(PROMPT_LENGTHS, PARENTS, strict=True)]
+        self.kv = PagedKV(
+            self.num_layers, 3 * 16 + 8, 5, config.num_kv_heads, config.head_dim, torch.float32, CPU
+        )
+        self.trees = [
+            Tree.random(length, parents) for length, parents in zip(PROMPT_LENGTHS, PARENTS, strict=True)
+        ]
         self.tokens = random_prompts([len(parents) for parents in PARENTS], seed=5)
         for row, prompt in enumerate(random_prompts(PROMPT_LENGTHS, seed=6)):
             self.run_chain(row, 0, prompt)
@@ -254,13 +318,17 @@ class TreeRunner:
         positions = torch.arange(start, start + len(tokens))
         slots = slots_of(self.tables[row : row + 1], positions.unsqueeze(0), 5)[0]
         end = start + len(tokens)
-        view = BatchView(positions, slots, self.tables[row : row + 1], torch.tensor([0, len(tokens)]), len(tokens), end)
+        view = BatchView(
+            positions, slots, self.tables[row : row + 1], torch.tensor([0, len(tokens)]), len(tokens), end
+        )
         return self.run(torch.tensor(tokens), view)
 
     def run_trees(self) -> tuple[Tensor, Tensor]:
         """Logits and slots of all nodes, which lie in blocks that no table names."""
         num_nodes = [len(parents) for parents in PARENTS]
-        slots = 3 * 16 * 5 + torch.randperm(8 * 5, generator=torch.Generator().manual_seed(1))[: sum(num_nodes)]
+        slots = (
+            3 * 16 * 5 + torch.randperm(8 * 5, generator=torch.Generator().manual_seed(1))[: sum(num_nodes)]
+        )
         positions, paths, starts = [], [], []
         for tree, own in zip(self.trees, slots.split(num_nodes), strict=True):
             for node in range(len(tree.parents)):
@@ -270,7 +338,14 @@ class TreeRunner:
                 starts.append(tree.context_len)
         ends = torch.tensor([0, *num_nodes]).cumsum(0)
         view = BatchView(
-            torch.tensor(positions), slots, self.tables, ends, max(num_nodes), max(positions) + 1, torch.tensor(paths), torch.tensor(starts)
+            torch.tensor(positions),
+            slots,
+            self.tables,
+            ends,
+            max(num_nodes),
+            max(positions) + 1,
+            torch.tensor(paths),
+            torch.tensor(starts),
         )
         return self.run(torch.tensor([token for tokens in self.tokens for token in tokens]), view), slots
 
@@ -283,7 +358,8 @@ def assert_same(found: Tensor, expected: Tensor, decoder: Decoder) -> None:
 
 
 def test_logits_over_a_tree_are_those_of_each_path_as_a_chain(tiny_decoder: Decoder) -> None:
-    """And once an accepted path has been moved to the row's own slots, decoding goes on as if the tree had never been."""
+    """And once an accepted path has been moved to the row's own slots, decoding goes on as if the tree had
+    never been."""
     assert isinstance(tiny_decoder.attention, NumbaAttention)
     runner = TreeRunner(tiny_decoder)
     logits, slots = runner.run_trees()
@@ -294,8 +370,13 @@ def test_logits_over_a_tree_are_those_of_each_path_as_a_chain(tiny_decoder: Deco
             runner.kv.data.copy_(with_trees)
             chain_logits = runner.run_chain(row, n, [runner.tokens[row][i] for i in path])
             assert_same(logits[first:][path], chain_logits, tiny_decoder)
-            targets = slots_of(runner.tables[row : row + 1], torch.arange(n, n + len(path)).unsqueeze(0), 5)[0]
-            by_chain, next_by_chain = runner.kv.data[:, :, targets], runner.run_chain(row, n + len(path), [65])
+            targets = slots_of(runner.tables[row : row + 1], torch.arange(n, n + len(path)).unsqueeze(0), 5)[
+                0
+            ]
+            by_chain, next_by_chain = (
+                runner.kv.data[:, :, targets],
+                runner.run_chain(row, n + len(path), [65]),
+            )
             runner.kv.data.copy_(with_trees)
             runner.kv.move(0, runner.num_layers, slots[first:][path], targets)
             assert_same(runner.kv.data[:, :, targets], by_chain, tiny_decoder)

@@ -1,4 +1,6 @@
-"""Exits on disk: what is written is read again, and what cannot be used is refused with the reason and the way out."""
+"""Exits on disk: what is written is read again, and what cannot be used is refused with the reason and the
+way out."""
+
 from __future__ import annotations
 
 import errno
@@ -36,8 +38,16 @@ from hispec.loading.trained_exits import SHIPPED, TrainedExits, shipped_exits
 from tests.helpers.adapters import TINY_MLP, make_exits, make_module, tensors_of
 from tests.helpers.tiny import tiny_checkpoint, tiny_model
 
-INFOS = [ExitInfo(layer=3, intermediate_size=TINY_MLP, vocabulary_size=60, held_out={"loss": 1.25}), ExitInfo(layer=6, num_blocks=2)]
-SMALL: dict[str, Any] = {"max_model_len": 64, "num_kv_blocks": 16, "max_num_seqs": 2, "skip_tokenizer_init": True}
+INFOS = [
+    ExitInfo(layer=3, intermediate_size=TINY_MLP, vocabulary_size=60, held_out={"loss": 1.25}),
+    ExitInfo(layer=6, num_blocks=2),
+]
+SMALL: dict[str, Any] = {
+    "max_model_len": 64,
+    "num_kv_blocks": 16,
+    "max_num_seqs": 2,
+    "skip_tokenizer_init": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +81,26 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> 
     tensors = load_file(folder / TENSORS)
     change(tensors)
     save_file(tensors, folder / TENSORS)
-    change_info(folder, lambda values: values.update(tensors_sha256=ee_models.checkpoint.exit_files._sha256(folder / TENSORS)))
+    change_info(
+        folder,
+        lambda values: values.update(
+            tensors_sha256=ee_models.checkpoint.exit_files._sha256(folder / TENSORS)
+        ),
+    )
 
 
 def test_what_is_written_is_read_again(tmp_path: Path, checkpoint: Checkpoint, tiny_decoder: Decoder) -> None:
     exits = {info.layer: (info, tensors_of(make_module(info, checkpoint.config))) for info in reversed(INFOS)}
-    recipe, data = {"name": "adapters", "loop": {"num_steps": 7}}, {"examples": 5, "prompts": [{"opening": "Žluť"}]}
-    written = save_exits(tmp_path / "new" / "exits", BaseModelInfo.of("tiny", checkpoint), exits, recipe, data)
+    recipe, data = (
+        {"name": "adapters", "loop": {"num_steps": 7}},
+        {
+            "examples": 5,
+            "prompts": [{"opening": "Žluť"}],
+        },
+    )
+    written = save_exits(
+        tmp_path / "new" / "exits", BaseModelInfo.of("tiny", checkpoint), exits, recipe, data
+    )
     file = ExitsFile(tmp_path / "new" / "exits")
     assert file.about == written.about and file.layers == [3, 6]
     assert (file.about.recipe, file.about.data, file.about.base_model.name) == (recipe, data, "tiny")
@@ -101,7 +124,10 @@ def test_a_written_file_replaces_an_older_one(folder: Path, checkpoint: Checkpoi
     [
         ({"layer": 0}, "layer"),
         ({"layer": 1, "num_blocks": 9}, "less than or equal to 8"),
-        ({"layer": 1, "attention": False}, "a block needs attention=true, an intermediate_size, or both; num_blocks=0 leaves blocks out"),
+        (
+            {"layer": 1, "attention": False},
+            "a block needs attention=true, an intermediate_size, or both; num_blocks=0 leaves blocks out",
+        ),
         ({"layer": 1, "intermediate_size": 0}, "intermediate_size"),
         ({"layer": 1, "vocabulary_size": 0}, "vocabulary_size"),
         ({"layer": 1, "hidden_size": 3}, "Extra inputs"),
@@ -127,21 +153,56 @@ def cut_short(folder: Path) -> None:
 
 def pickled(folder: Path) -> None:
     (folder / TENSORS).write_bytes(pickle.dumps({"layer3.norm": 1}))
-    change_info(folder, lambda values: values.update(tensors_sha256=ee_models.checkpoint.exit_files._sha256(folder / TENSORS)))
+    change_info(
+        folder,
+        lambda values: values.update(
+            tensors_sha256=ee_models.checkpoint.exit_files._sha256(folder / TENSORS)
+        ),
+    )
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no folder": (shutil.rmtree, "holds no exits: cannot read exits.json"),
     "no description": (lambda folder: (folder / INFO).unlink(), "holds no exits: cannot read exits.json"),
-    "no tensors": (lambda folder: (folder / TENSORS).unlink(), "is incomplete: exits.safetensors is missing; copy it there, or train the exits again"),
-    "broken JSON": (lambda folder: (folder / INFO).write_text("{"), "exits.json is not a description of exits: the file: Invalid JSON"),
-    "not UTF-8": (lambda folder: (folder / INFO).write_bytes(b"\xff\xfe{}"), "holds no exits: cannot read exits.json"),
-    "not an object": (lambda folder: (folder / INFO).write_text("[]"), "exits.json is not a description of exits"),
-    "unknown field": (lambda folder: change_info(folder, lambda values: values["exits"][0].update(heads=2)), r"exits\.0\.heads: Extra inputs"),
-    "missing field": (lambda folder: change_info(folder, lambda values: values.pop("base_model")), "base_model: Field required"),
-    "later format": (lambda folder: change_info(folder, lambda values: values.update(format=2)), "format: Input should be 1"),
-    "no exits": (lambda folder: change_info(folder, lambda values: values.update(exits=[])), "exits: List should have at least 1"),
-    "a flipped bit": (flip_a_byte, "exits.safetensors is damaged: its checksum is not the one in exits.json; copy it again, or train the exits again"),
+    "no tensors": (
+        lambda folder: (folder / TENSORS).unlink(),
+        "is incomplete: exits.safetensors is missing; copy it there, or train the exits again",
+    ),
+    "broken JSON": (
+        lambda folder: (folder / INFO).write_text("{"),
+        "exits.json is not a description of exits: the file: Invalid JSON",
+    ),
+    "not UTF-8": (
+        lambda folder: (folder / INFO).write_bytes(b"\xff\xfe{}"),
+        "holds no exits: cannot read exits.json",
+    ),
+    "not an object": (
+        lambda folder: (folder / INFO).write_text("[]"),
+        "exits.json is not a description of exits",
+    ),
+    "unknown field": (
+        lambda folder: change_info(folder, lambda values: values["exits"][0].update(heads=2)),
+        r"exits\.0\.heads: Extra inputs",
+    ),
+    "missing field": (
+        lambda folder: change_info(folder, lambda values: values.pop("base_model")),
+        "base_model: Field required",
+    ),
+    "later format": (
+        lambda folder: change_info(folder, lambda values: values.update(format=2)),
+        "format: Input should be 1",
+    ),
+    "no exits": (
+        lambda folder: change_info(folder, lambda values: values.update(exits=[])),
+        "exits: List should have at least 1",
+    ),
+    "a flipped bit": (
+        flip_a_byte,
+        (
+            "exits.safetensors is damaged: its checksum is not the one in exits.json; copy it again, or train"
+            " the exits again"
+        ),
+    ),
     "cut short": (cut_short, "exits.safetensors is damaged: its checksum"),
     "a pickle": (pickled, "exits.safetensors cannot be read"),
     "a tensor missing": (
@@ -149,11 +210,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "exits.safetensors cannot be read: .*layer6.blocks.1.v_proj",
     ),
     "another shape": (
-        lambda folder: change_tensors(folder, lambda tensors: tensors.update({"layer3.blocks.0.o_proj": torch.zeros(48, 47)})),
+        lambda folder: change_tensors(
+            folder, lambda tensors: tensors.update({"layer3.blocks.0.o_proj": torch.zeros(48, 47)})
+        ),
         r"layer3\.blocks\.0\.o_proj has shape \[48, 47\]; the exit needs \[48, 48\]",
     ),
     "another norm": (
-        lambda folder: change_tensors(folder, lambda tensors: tensors.update({"layer6.norm": torch.ones(1, 48)})),
+        lambda folder: change_tensors(
+            folder, lambda tensors: tensors.update({"layer6.norm": torch.ones(1, 48)})
+        ),
         r"layer6\.norm has shape \[1, 48\]; the exit needs \[48\]",
     ),
     "vocabulary too high": (
@@ -165,18 +230,24 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"layer3\.vocabulary must hold distinct tokens of 0 to 259",
     ),
     "vocabulary repeated": (
-        lambda folder: change_tensors(folder, lambda tensors: tensors["layer3.vocabulary"][7].copy_(tensors["layer3.vocabulary"][8])),
+        lambda folder: change_tensors(
+            folder, lambda tensors: tensors["layer3.vocabulary"][7].copy_(tensors["layer3.vocabulary"][8])
+        ),
         r"layer3\.vocabulary must hold distinct tokens of 0 to 259",
     ),
     "vocabulary of another size": (
-        lambda folder: change_tensors(folder, lambda tensors: tensors.update({"layer3.vocabulary": torch.arange(61, dtype=torch.int32)})),
+        lambda folder: change_tensors(
+            folder, lambda tensors: tensors.update({"layer3.vocabulary": torch.arange(61, dtype=torch.int32)})
+        ),
         r"layer3\.vocabulary has shape \[61\]; the exit needs \[60\]",
     ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_is_refused_with_the_reason(folder: Path, checkpoint: Checkpoint, tiny_decoder: Decoder, damage: str) -> None:
+def test_what_is_damaged_is_refused_with_the_reason(
+    folder: Path, checkpoint: Checkpoint, tiny_decoder: Decoder, damage: str
+) -> None:
     use(folder, checkpoint, tiny_decoder)
     harm, words = DAMAGE[damage]
     harm(folder)
@@ -185,7 +256,9 @@ def test_what_is_damaged_is_refused_with_the_reason(folder: Path, checkpoint: Ch
     assert str(folder) in str(caught.value)
 
 
-def test_an_exit_that_is_not_there_is_named_with_those_that_are(good: Path, checkpoint: Checkpoint, tiny_decoder: Decoder) -> None:
+def test_an_exit_that_is_not_there_is_named_with_those_that_are(
+    good: Path, checkpoint: Checkpoint, tiny_decoder: Decoder
+) -> None:
     with pytest.raises(ExitsError, match="has no exit at layer 4; it has exits at 3, 6"):
         use(good, checkpoint, tiny_decoder, (3, 4))
 
@@ -215,7 +288,9 @@ def add_low_rank(tensors: dict[str, Tensor]) -> None:
         ({"seed": 1}, "belong to tiny; .*other has the same sizes, but other weights; train exits for it"),
     ],
 )
-def test_exits_of_another_model_are_refused(tmp_path: Path, good: Path, sizes: dict[str, int], words: str) -> None:
+def test_exits_of_another_model_are_refused(
+    tmp_path: Path, good: Path, sizes: dict[str, int], words: str
+) -> None:
     with pytest.raises(ExitsError, match=words):
         ExitsFile(good).check_model(open_checkpoint(tiny_checkpoint(tmp_path / "other", **sizes)))
 
@@ -230,13 +305,17 @@ def test_exits_of_another_model_are_refused(tmp_path: Path, good: Path, sizes: d
     ],
     ids=["low rank", "final norm", "a norm", "one row of an MLP"],
 )
-def test_exits_of_a_fine_tuned_model_are_refused(tmp_path: Path, tiny_path: Path, good: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+def test_exits_of_a_fine_tuned_model_are_refused(
+    tmp_path: Path, tiny_path: Path, good: Path, change: Callable[[dict[str, Tensor]], Any]
+) -> None:
     other = changed_copy(tmp_path / "tuned", tiny_path, change)
     with pytest.raises(ExitsError, match="tuned has the same sizes, but other weights"):
         ExitsFile(good).check_model(other)
 
 
-def test_a_fingerprint_is_of_the_weights_and_not_of_how_they_are_stored(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_a_fingerprint_is_of_the_weights_and_not_of_how_they_are_stored(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
     print_of_model = fingerprint(checkpoint)
     shards = open_checkpoint(tiny_checkpoint(tmp_path / "shards", max_shard_size="100KB"))
     narrow = open_checkpoint(tiny_checkpoint(tmp_path / "narrow", dtype=torch.bfloat16))
@@ -248,13 +327,18 @@ def test_a_float16_copy_of_small_weights_counts_as_another_model(tmp_path: Path)
     model = tiny_model(matrix_std=0.02).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "original")
     model.to(torch.float16).save_pretrained(tmp_path / "half")
-    assert fingerprint(open_checkpoint(tmp_path / "half")) != fingerprint(open_checkpoint(tmp_path / "original"))
+    assert fingerprint(open_checkpoint(tmp_path / "half")) != fingerprint(
+        open_checkpoint(tmp_path / "original")
+    )
 
 
 # ---- written whole or not at all ----
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")],
+)
 def test_a_full_disk_leaves_the_old_exits_and_no_others(
     folder: Path, good: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -304,7 +388,10 @@ def no_weights_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def adapters(path: str | None, draft: int = 3, check: int | None = 6) -> dict[str, Any]:
-    tiers = {"draft": {"kind": "adapter", "layer": draft, "path": path}, "check": {"kind": "adapter", "layer": check, "path": path}}
+    tiers = {
+        "draft": {"kind": "adapter", "layer": draft, "path": path},
+        "check": {"kind": "adapter", "layer": check, "path": path},
+    }
     return tiers if check is not None else {"draft": tiers["draft"]}
 
 
@@ -312,11 +399,30 @@ def adapters(path: str | None, draft: int = 3, check: int | None = 6) -> dict[st
 def test_llm_refuses_exits_before_it_loads_weights(tmp_path: Path, tiny_path: Path, good: Path) -> None:
     other = str(tiny_checkpoint(tmp_path / "other", seed=1))
     for model, speculative, words in (
-        (str(tiny_path), adapters(str(tmp_path / "nothing")), r"speculative\.draft: .*nothing holds no exits"),
-        (str(tiny_path), adapters(str(good), draft=4), r"speculative\.draft: .* has no exit at layer 4; it has exits at 3, 6"),
-        (str(tiny_path), adapters(str(good), check=7), r"speculative\.check: .* has no exit at layer 7; it has exits at 3, 6"),
+        (
+            str(tiny_path),
+            adapters(str(tmp_path / "nothing")),
+            r"speculative\.draft: .*nothing holds no exits",
+        ),
+        (
+            str(tiny_path),
+            adapters(str(good), draft=4),
+            r"speculative\.draft: .* has no exit at layer 4; it has exits at 3, 6",
+        ),
+        (
+            str(tiny_path),
+            adapters(str(good), check=7),
+            r"speculative\.check: .* has no exit at layer 7; it has exits at 3, 6",
+        ),
         (other, adapters(str(good)), r"speculative\.draft: .*other has the same sizes, but other weights"),
-        (str(tiny_path), adapters(None), r"speculative\.draft: HiSpec comes with exits for .* only, not for .*; train some with `hispec train`"),
+        (
+            str(tiny_path),
+            adapters(None),
+            (
+                r"speculative\.draft: HiSpec comes with exits for .* only, not for .*; train some with"
+                r" `hispec train`"
+            ),
+        ),
     ):
         with pytest.raises(ExitsError, match=words):
             LLM(model, speculative=speculative, **SMALL)
@@ -325,15 +431,29 @@ def test_llm_refuses_exits_before_it_loads_weights(tmp_path: Path, tiny_path: Pa
 @pytest.mark.parametrize(
     ("speculative", "words"),
     [
-        ({"draft": {"layer": 3, "path": "somewhere"}}, "path='somewhere' means nothing for kind='exit'; leave it out, or choose .*: adapter, hybrid, model"),
-        ({"draft": {"layer": 3}, "check": {"layer": 5, "path": "x"}}, r"speculative\.check: path='x' names trained exits"),
+        (
+            {"draft": {"layer": 3, "path": "somewhere"}},
+            (
+                "path='somewhere' means nothing for kind='exit'; leave it out, or choose .*: adapter, hybrid,"
+                " model"
+            ),
+        ),
+        (
+            {"draft": {"layer": 3}, "check": {"layer": 5, "path": "x"}},
+            r"speculative\.check: path='x' names trained exits",
+        ),
         ({"draft": {"layer": 3, "kind": "adaptor"}}, "kind.*adapter"),
         ({"draft": {"layer": 3, "kind": "adapter", "path": ""}}, "path"),
-        (adapters("x", draft=9, check=None), r"draft\.layer=9 is not an early exit of a model of 9 layers; choose 1 to 8"),
+        (
+            adapters("x", draft=9, check=None),
+            r"draft\.layer=9 is not an early exit of a model of 9 layers; choose 1 to 8",
+        ),
     ],
 )
 @pytest.mark.usefixtures("no_weights_loaded")
-def test_settings_that_contradict_each_other_are_refused(tiny_path: Path, speculative: dict[str, Any], words: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(
+    tiny_path: Path, speculative: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(str(tiny_path), speculative=speculative, **SMALL)
 
@@ -354,17 +474,24 @@ def test_damage_is_found_before_a_plan_is_changed(tiny_path: Path, folder: Path)
     assert broken.engine.plan == plan and broken.memory()["exit_bytes"] == 0
 
 
-def test_trained_exits_are_read_once_and_found_again(tiny_path: Path, tiny_decoder: Decoder, checkpoint: Checkpoint, good: Path) -> None:
+def test_trained_exits_are_read_once_and_found_again(
+    tiny_path: Path, tiny_decoder: Decoder, checkpoint: Checkpoint, good: Path
+) -> None:
     trained = TrainedExits(checkpoint)
     config = SpeculativeConfig(draft={"kind": "adapter", "layer": 3, "path": str(good)}, check={"layer": 6})
     first = trained.load(config, tiny_decoder)
     assert [exit_.layer for exit_ in first] == [3] and trained.layers(str(good)) == [3, 6]
-    again = trained.load(SpeculativeConfig(draft=config.draft, check={"kind": "adapter", "layer": 6, "path": str(good)}), tiny_decoder)
+    again = trained.load(
+        SpeculativeConfig(draft=config.draft, check={"kind": "adapter", "layer": 6, "path": str(good)}),
+        tiny_decoder,
+    )
     assert again[0] is first[0] and [exit_.layer for exit_ in again] == [3, 6]
     assert trained.load(None, tiny_decoder) == []
 
 
-def test_shipped_exits_are_found_by_the_models_weights(tmp_path: Path, good: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_exits_are_found_by_the_models_weights(
+    tmp_path: Path, good: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hispec.loading.trained_exits.SHIPPED", tmp_path)
     with pytest.raises(ExitsError, match="not for"):
         shipped_exits(checkpoint)
@@ -373,5 +500,7 @@ def test_shipped_exits_are_found_by_the_models_weights(tmp_path: Path, good: Pat
     with pytest.raises(ExitsError, match="HiSpec comes with exits for tiny only, not for"):
         shipped_exits(checkpoint)
     shutil.copytree(good, tmp_path / "b")
-    assert shipped_exits(checkpoint).folder == tmp_path / "b" and shipped_exits(other).folder == tmp_path / "a"
+    assert (
+        shipped_exits(checkpoint).folder == tmp_path / "b" and shipped_exits(other).folder == tmp_path / "a"
+    )
     assert SHIPPED.parent.name == "ee_models"

@@ -1,4 +1,6 @@
-"""Exits: the engine's adapters over paged KV are what was trained, and `fill` leaves what `logits` would have."""
+"""Exits: the engine's adapters over paged KV are what was trained, and `fill` leaves what `logits` would
+have."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -53,18 +55,29 @@ def make_exit(folder: Path, checkpoint: Checkpoint, decoder: Decoder, info: Exit
 def random_states(checkpoint: Checkpoint) -> list[Tensor]:
     """Hidden states of each row, as large as a trunk's."""
     generator = torch.Generator().manual_seed(7)
-    return [2.0 * torch.randn(length, checkpoint.config.hidden_size, generator=generator) for length in LENGTHS]
+    return [
+        2.0 * torch.randn(length, checkpoint.config.hidden_size, generator=generator) for length in LENGTHS
+    ]
 
 
 def make_kv(decoder: Decoder, exit_: AdapterExit) -> PagedKV:
     config = decoder.config
-    kv = PagedKV(KV_LAYER + exit_.num_kv_layers + 1, 64, BLOCK_SIZE, config.num_kv_heads, config.head_dim, decoder.dtype, CPU)
+    kv = PagedKV(
+        KV_LAYER + exit_.num_kv_layers + 1,
+        64,
+        BLOCK_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        decoder.dtype,
+        CPU,
+    )
     kv.data.fill_(77.0)  # what nobody has written must not matter
     return kv
 
 
 def views() -> list[tuple[list[tuple[int, int, int]], BatchView]]:
-    """For each pass: (row, first, last + 1) of the rows that take part, and its view; blocks are scattered."""
+    """For each pass: (row, first, last + 1) of the rows that take part, and its view; blocks are
+    scattered."""
     tables = torch.randperm(64, generator=torch.Generator().manual_seed(1))[: 4 * 10].view(4, 10)
     done, out = [0] * 4, []
     for counts in PASSES:
@@ -79,7 +92,9 @@ def views() -> list[tuple[list[tuple[int, int, int]], BatchView]]:
     return out
 
 
-def over_pages(exit_: AdapterExit, states: Sequence[Tensor], kv: PagedKV, only_filled: Sequence[int] = ()) -> list[Tensor]:
+def over_pages(
+    exit_: AdapterExit, states: Sequence[Tensor], kv: PagedKV, only_filled: Sequence[int] = ()
+) -> list[Tensor]:
     """Logits of all rows [tokens, vocab], pass by pass; NaN for those of passes that are `only_filled`."""
     out: list[list[Tensor]] = [[] for _ in states]
     for number, (parts, view) in enumerate(views()):
@@ -91,7 +106,9 @@ def over_pages(exit_: AdapterExit, states: Sequence[Tensor], kv: PagedKV, only_f
         else:
             logits = exit_.logits(hidden, kv, KV_LAYER, view)
         assert torch.equal(hidden, before), "the trunk's hidden states were changed"
-        for (row, _, _), part in zip(parts, logits.split([last - first for _, first, last in parts]), strict=True):
+        for (row, _, _), part in zip(
+            parts, logits.split([last - first for _, first, last in parts]), strict=True
+        ):
             out[row].append(part)
     return [torch.cat(parts) for parts in out]
 
@@ -101,7 +118,10 @@ def as_trained(module: AdapterModule, checkpoint: Checkpoint, states: Sequence[T
     lengths = torch.tensor([len(row) for row in states])
     positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
     rows = torch.repeat_interleave(torch.arange(len(states)), lengths)
-    groups = [((rows // 2 == pair).nonzero().flatten(), rows[rows // 2 == pair] % 2, positions[rows // 2 == pair]) for pair in range(2)]
+    groups = [
+        ((rows // 2 == pair).nonzero().flatten(), rows[rows // 2 == pair] % 2, positions[rows // 2 == pair])
+        for pair in range(2)
+    ]
     angles = torch.outer(positions.float(), checkpoint.config.rope.inv_freq(checkpoint.config.head_dim))
     batch = StatesBatch({}, positions, torch.ones_like(positions, dtype=torch.bool), groups)
     with torch.no_grad():
@@ -117,11 +137,15 @@ def as_trained(module: AdapterModule, checkpoint: Checkpoint, states: Sequence[T
 
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     for row, (one, other) in enumerate(zip(found, expected, strict=True)):
-        torch.testing.assert_close(one, other, atol=2e-3, rtol=1e-3, msg=lambda text, row=row: f"row {row}: {text}")
+        torch.testing.assert_close(
+            one, other, atol=2e-3, rtol=1e-3, msg=lambda text, row=row: f"row {row}: {text}"
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_adapter_over_pages_says_what_the_training_module_says(tmp_path: Path, checkpoint: Checkpoint, decoder: Decoder, shape: str) -> None:
+def test_an_adapter_over_pages_says_what_the_training_module_says(
+    tmp_path: Path, checkpoint: Checkpoint, decoder: Decoder, shape: str
+) -> None:
     info = SHAPES[shape]
     exit_, states = make_exit(tmp_path, checkpoint, decoder, info), random_states(checkpoint)
     expected = as_trained(make_module(info, checkpoint.config), checkpoint, states)
@@ -135,7 +159,9 @@ def test_an_adapter_over_pages_says_what_the_training_module_says(tmp_path: Path
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fill_writes_the_very_kv_that_logits_writes_and_no_other(tmp_path: Path, checkpoint: Checkpoint, decoder: Decoder, shape: str) -> None:
+def test_fill_writes_the_very_kv_that_logits_writes_and_no_other(
+    tmp_path: Path, checkpoint: Checkpoint, decoder: Decoder, shape: str
+) -> None:
     exit_, states = make_exit(tmp_path, checkpoint, decoder, SHAPES[shape]), random_states(checkpoint)
     by_logits, by_fill = make_kv(decoder, exit_), make_kv(decoder, exit_)
     untouched = by_fill.data.clone()
@@ -146,26 +172,38 @@ def test_fill_writes_the_very_kv_that_logits_writes_and_no_other(tmp_path: Path,
     changed = (by_fill.data != untouched).flatten(3).any(-1)
     assert not changed[:KV_LAYER].any() and not changed[own.stop :].any(), "KV of others was written"
     if SHAPES[shape].attention:
-        assert bool((changed[own].sum(-1) == sum(LENGTHS)).all()), "not exactly the slots of the passes were written"
+        assert bool((changed[own].sum(-1) == sum(LENGTHS)).all()), (
+            "not exactly the slots of the passes were written"
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_of_every_family_say_what_was_trained(tmp_path: Path, family: str) -> None:
-    """Rotary frequencies, grouped heads, heads of another size than hidden / heads, tied heads; with and without the trunk's start."""
+    """Rotary frequencies, grouped heads, heads of another size than hidden / heads, tied heads; with and
+    without the trunk's start."""
     checkpoint = open_checkpoint(tiny_checkpoint(tmp_path / "model", family, num_layers=2))
     decoder, info = Decoder.load(checkpoint, torch.float32, CPU), ExitInfo(layer=LAYER, intermediate_size=96)
     states = random_states(checkpoint)
     for from_trunk in (False, True):
-        exit_ = loaded(make_exits(tmp_path / "exits", checkpoint, [info], from_trunk=from_trunk), decoder, checkpoint)[0]
+        exit_ = loaded(
+            make_exits(tmp_path / "exits", checkpoint, [info], from_trunk=from_trunk), decoder, checkpoint
+        )[0]
         module = make_module(info, checkpoint.config, checkpoint if from_trunk else None)
-        assert_same(over_pages(exit_, states, make_kv(decoder, exit_)), as_trained(module, checkpoint, states))
+        assert_same(
+            over_pages(exit_, states, make_kv(decoder, exit_)), as_trained(module, checkpoint, states)
+        )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "numba"])
-def test_every_attention_backend_serves_adapters(tmp_path: Path, checkpoint: Checkpoint, attention: str) -> None:
+def test_every_attention_backend_serves_adapters(
+    tmp_path: Path, checkpoint: Checkpoint, attention: str
+) -> None:
     decoder, info = Decoder.load(checkpoint, torch.float32, CPU, attention), SHAPES["two_blocks"]
     exit_, states = make_exit(tmp_path, checkpoint, decoder, info), random_states(checkpoint)
-    assert_same(over_pages(exit_, states, make_kv(decoder, exit_)), as_trained(make_module(info, checkpoint.config), checkpoint, states))
+    assert_same(
+        over_pages(exit_, states, make_kv(decoder, exit_)),
+        as_trained(make_module(info, checkpoint.config), checkpoint, states),
+    )
 
 
 def test_adapters_take_the_decoders_dtype(tmp_path: Path, checkpoint: Checkpoint) -> None:
@@ -176,11 +214,15 @@ def test_adapters_take_the_decoders_dtype(tmp_path: Path, checkpoint: Checkpoint
     expected = torch.cat(as_trained(make_module(info, checkpoint.config), checkpoint, states))
     inside = expected.isfinite()
     assert found.dtype == torch.bfloat16 and torch.equal(found.isfinite(), inside)
-    error = (found.float()[inside] - expected[inside]).square().mean().sqrt() / expected[inside].square().mean().sqrt()
+    error = (found.float()[inside] - expected[inside]).square().mean().sqrt() / expected[
+        inside
+    ].square().mean().sqrt()
     assert error < 0.05
 
 
-def test_outside_a_reduced_vocabulary_nothing_can_be_said(tmp_path: Path, checkpoint: Checkpoint, decoder: Decoder) -> None:
+def test_outside_a_reduced_vocabulary_nothing_can_be_said(
+    tmp_path: Path, checkpoint: Checkpoint, decoder: Decoder
+) -> None:
     info = SHAPES["reduced_vocabulary"]
     exit_, module = make_exit(tmp_path, checkpoint, decoder, info), make_module(info, checkpoint.config)
     logits = torch.cat(over_pages(exit_, random_states(checkpoint), make_kv(decoder, exit_)))
@@ -191,8 +233,11 @@ def test_outside_a_reduced_vocabulary_nothing_can_be_said(tmp_path: Path, checkp
 
 
 def test_an_exit_says_what_memory_it_takes(tmp_path: Path, checkpoint: Checkpoint, decoder: Decoder) -> None:
-    """Matrices, of which its own head is one if its vocabulary is reduced; what it shares with the model counts there."""
-    sizes = {name: make_exit(tmp_path / name, checkpoint, decoder, info).num_bytes for name, info in SHAPES.items()}
+    """Matrices, of which its own head is one if its vocabulary is reduced; what it shares with the model
+    counts there."""
+    sizes = {
+        name: make_exit(tmp_path / name, checkpoint, decoder, info).num_bytes for name, info in SHAPES.items()
+    }
     attention, mlp = 48 * (48 + 24 + 24 + 48), 3 * 48 * 40
     assert sizes["only_a_norm"] == 4 * 48
     assert sizes["only_a_norm_reduced_vocabulary"] == 4 * (48 + 48)

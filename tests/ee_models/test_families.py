@@ -1,4 +1,6 @@
-"""Every family's logits are those of transformers' own modules, and no split of the layers changes a bit of them."""
+"""Every family's logits are those of transformers' own modules, and no split of the layers changes a bit of
+them."""
+
 from __future__ import annotations
 
 from itertools import combinations_with_replacement
@@ -31,15 +33,22 @@ def make_view(starts: tuple[int, ...], ends: tuple[int, ...]) -> BatchView:
     num_blocks = -(-max(LENS) // BLOCK_SIZE)
     block_tables = torch.arange(len(LENS) * num_blocks).flip(0).reshape(len(LENS), num_blocks)
     positions = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
-    slots = [slots_of(block_tables[row : row + 1], own.unsqueeze(0), BLOCK_SIZE)[0] for row, own in enumerate(positions)]
+    slots = [
+        slots_of(block_tables[row : row + 1], own.unsqueeze(0), BLOCK_SIZE)[0]
+        for row, own in enumerate(positions)
+    ]
     q_lens = torch.tensor([0, *(len(own) for own in positions)])
-    return BatchView(torch.cat(positions), torch.cat(slots), block_tables, q_lens.cumsum(0), int(q_lens.max()), max(ends))
+    return BatchView(
+        torch.cat(positions), torch.cat(slots), block_tables, q_lens.cumsum(0), int(q_lens.max()), max(ends)
+    )
 
 
 def make_kv(decoder: Decoder) -> PagedKV:
     config = decoder.config
     num_blocks = len(LENS) * -(-max(LENS) // BLOCK_SIZE)
-    return PagedKV(config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim, decoder.dtype, CPU)
+    return PagedKV(
+        config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim, decoder.dtype, CPU
+    )
 
 
 def make_prompts() -> list[Tensor]:
@@ -51,7 +60,10 @@ def make_prompts() -> list[Tensor]:
 def prefill(decoder: Decoder, kv: PagedKV) -> Tensor:
     """Logits [tokens, vocab] of both prompts, in one pass."""
     view = make_view((0, 0), LENS)
-    return decoder.logits(decoder.run_layers(decoder.embed(torch.cat(make_prompts())), 0, decoder.config.num_layers, kv, view), decoder.config.num_layers)
+    return decoder.logits(
+        decoder.run_layers(decoder.embed(torch.cat(make_prompts())), 0, decoder.config.num_layers, kv, view),
+        decoder.config.num_layers,
+    )
 
 
 @torch.inference_mode()
@@ -84,10 +96,16 @@ def test_logits_equal_transformers(decoder: Decoder, expected: Tensor) -> None:
 
 
 def test_tied_and_untied_heads_both_equal_transformers(tmp_path: Path, family: str) -> None:
-    model = {"num_layers": 2, "tie_word_embeddings": not FAMILIES[family].get("tie_word_embeddings", False), **CALM}
+    model = {
+        "num_layers": 2,
+        "tie_word_embeddings": not FAMILIES[family].get("tie_word_embeddings", False),
+        **CALM,
+    }
     decoder = load(tmp_path, family, **model)
     assert decoder.config.tie_word_embeddings == model["tie_word_embeddings"]
-    torch.testing.assert_close(prefill(decoder, make_kv(decoder)), reference(tiny_model(family, **model)), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        prefill(decoder, make_kv(decoder)), reference(tiny_model(family, **model)), atol=1e-4, rtol=1e-4
+    )
 
 
 @torch.inference_mode()
@@ -106,20 +124,27 @@ def test_every_split_of_the_layers_gives_the_same_bits(decoder: Decoder) -> None
 
 @torch.inference_mode()
 def test_a_prompt_in_pieces_equals_transformers(decoder: Decoder, expected: Tensor) -> None:
-    """Each row goes on from its own position, a few tokens at a time, over the KV left by the passes before."""
+    """Each row goes on from its own position, a few tokens at a time, over the KV left by the passes
+    before."""
     kv, num_layers = make_kv(decoder), decoder.config.num_layers
     starts = (0, 0)
     for ends in ((4, 1), (13, 2), (14, 5), (21, 6)):
-        token_ids = torch.cat([prompt[start:end] for prompt, start, end in zip(make_prompts(), starts, ends, strict=True)])
+        token_ids = torch.cat(
+            [prompt[start:end] for prompt, start, end in zip(make_prompts(), starts, ends, strict=True)]
+        )
         hidden = decoder.run_layers(decoder.embed(token_ids), 0, num_layers, kv, make_view(starts, ends))
-        wanted = torch.cat([row[start:end] for row, start, end in zip(expected.split(LENS), starts, ends, strict=True)])
+        wanted = torch.cat(
+            [row[start:end] for row, start, end in zip(expected.split(LENS), starts, ends, strict=True)]
+        )
         torch.testing.assert_close(decoder.logits(hidden, num_layers), wanted, atol=1e-4, rtol=1e-4)
         starts = ends
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
-def test_half_precision_is_as_near_to_float32_as_transformers_is(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_half_precision_is_as_near_to_float32_as_transformers_is(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
     decoder = load(tmp_path, name, dtype, num_layers=3)
     model = tiny_model(name, num_layers=3).to(dtype)
     exact = reference(model.float())  # of the rounded weights, so that only the arithmetic differs
@@ -133,7 +158,9 @@ def test_rotary_frequencies_are_those_of_transformers(family: str) -> None:
     config = ModelConfig.from_transformers(model.config)
     assert torch.equal(config.rope.inv_freq(config.head_dim), model.model.rotary_emb.inv_freq)
     if config.rope.kind != "default":
-        assert torch.equal(config.rope.inv_freq(config.head_dim), ROPE_INIT_FUNCTIONS[config.rope.kind](model.config, CPU)[0])
+        assert torch.equal(
+            config.rope.inv_freq(config.head_dim), ROPE_INIT_FUNCTIONS[config.rope.kind](model.config, CPU)[0]
+        )
 
 
 WINDOWS: list[tuple[str, dict[str, Any], int | None]] = [
@@ -143,13 +170,26 @@ WINDOWS: list[tuple[str, dict[str, Any], int | None]] = [
     ("qwen2", {"sliding_window": 16}, None),
     ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, None),
     ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, 16),
-    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 16}, 16),
+    (
+        "qwen3",
+        {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "use_sliding_window": True,
+            "sliding_window": 16,
+        },
+        16,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "fields", "window"), WINDOWS)
-def test_a_window_is_reported_where_a_layer_has_one(name: str, fields: dict[str, Any], window: int | None) -> None:
-    assert ModelConfig.from_transformers(tiny_model(name, num_layers=2, **fields).config).sliding_window == window
+def test_a_window_is_reported_where_a_layer_has_one(
+    name: str, fields: dict[str, Any], window: int | None
+) -> None:
+    assert (
+        ModelConfig.from_transformers(tiny_model(name, num_layers=2, **fields).config).sliding_window
+        == window
+    )
 
 
 def test_layer_types_of_another_kind_are_refused() -> None:

@@ -1,4 +1,5 @@
 """GGUF: a file written as llama.cpp's converter writes it comes back as the model that it was made from."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -40,7 +41,9 @@ def test_half_precision_stays_as_it_is_stored(tmp_path: Path, kind: Kind, dtype:
     checkpoint = open_checkpoint(tmp_path / "tiny.gguf")
     assert checkpoint.dtype == dtype
     for name, parameter in model.named_parameters():
-        assert torch.equal(checkpoint.tensor(name), parameter.to(dtype) if parameter.ndim == 2 else parameter), name
+        assert torch.equal(
+            checkpoint.tensor(name), parameter.to(dtype) if parameter.ndim == 2 else parameter
+        ), name
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0])
@@ -77,7 +80,9 @@ def test_a_file_without_tokenizer_has_none(tmp_path: Path) -> None:
         ({"attention__head_count_kv": 3}, "num_kv_heads is 3; supported: a divisor of num_heads = 4"),
     ],
 )
-def test_what_the_decoder_does_not_implement_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_what_the_decoder_does_not_implement_is_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
     write_gguf(tmp_path / "tiny.gguf", "llama", **fields)
     with pytest.raises(UnsupportedModelError, match=message):
         open_checkpoint(tmp_path)
@@ -93,8 +98,14 @@ def test_rotary_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"block_count": None}, "llama.block_count is missing or holds no single number"),
-        ({"attention__head_count": [4, 4]}, "llama.attention.head_count is missing or holds no single number"),
-        ({"left_out": "blk.1.ffn_up.weight"}, r"disagree in 1 tensor\(s\): model.layers.1.mlp.up_proj.weight is missing"),
+        (
+            {"attention__head_count": [4, 4]},
+            "llama.attention.head_count is missing or holds no single number",
+        ),
+        (
+            {"left_out": "blk.1.ffn_up.weight"},
+            r"disagree in 1 tensor\(s\): model.layers.1.mlp.up_proj.weight is missing",
+        ),
     ],
 )
 def test_a_file_at_odds_with_itself_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:

@@ -1,4 +1,6 @@
-"""A GGUF file's tokenizer: it splits and merges as the file's names mean, and knows no token but the file's."""
+"""A GGUF file's tokenizer: it splits and merges as the file's names mean, and knows no token but the
+file's."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -49,8 +51,12 @@ def test_digits_and_words_are_split_as_the_file_says(tmp_path: Path, pre: str, p
         ({"add_bos_token": True, "bos_token_id": None}, ([], [])),
     ],
 )
-def test_bos_and_eos_are_added_where_the_file_says(tmp_path: Path, fields: dict[str, Any], ends: tuple[list[int], list[int]]) -> None:
-    tokenizer = read(tmp_path, BYTE_LEVEL, **{f"tokenizer__ggml__{name}": value for name, value in fields.items()})
+def test_bos_and_eos_are_added_where_the_file_says(
+    tmp_path: Path, fields: dict[str, Any], ends: tuple[list[int], list[int]]
+) -> None:
+    tokenizer = read(
+        tmp_path, BYTE_LEVEL, **{f"tokenizer__ggml__{name}": value for name, value in fields.items()}
+    )
     inner = tokenizer.encode("t", add_special_tokens=False)
     assert inner == [BYTE_TOKENS.index("t")]
     assert tokenizer.encode("t") == [*ends[0], *inner, *ends[1]]
@@ -59,7 +65,12 @@ def test_bos_and_eos_are_added_where_the_file_says(tmp_path: Path, fields: dict[
 def test_special_tokens_are_the_file_s_and_found_whole(tmp_path: Path) -> None:
     tokenizer = read(tmp_path, BYTE_LEVEL)
     assert tokenizer.get_vocab() == {token: token_id for token_id, token in enumerate(BYTE_TOKENS)}
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token) == (BOS_ID, EOS_ID, PAD_ID, None)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token) == (
+        BOS_ID,
+        EOS_ID,
+        PAD_ID,
+        None,
+    )
     ids = tokenizer.encode("<|role|><think></s>")
     assert ids == [ROLE_ID, BYTE_TOKENS.index("<think>"), EOS_ID]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>"
@@ -68,12 +79,29 @@ def test_special_tokens_are_the_file_s_and_found_whole(tmp_path: Path) -> None:
 
 def test_sentencepiece_joins_the_best_token_and_falls_back_on_bytes(tmp_path: Path) -> None:
     tokenizer = read(tmp_path, SENTENCEPIECE)
-    assert tokenizer.tokenize("the th 1th\n12é") == ["▁the", "▁t", "h", "▁", "1", "th", "<0x0A>", "1", "2", "<0xC3>", "<0xA9>"]
+    assert tokenizer.tokenize("the th 1th\n12é") == [
+        "▁the",
+        "▁t",
+        "h",
+        "▁",
+        "1",
+        "th",
+        "<0x0A>",
+        "1",
+        "2",
+        "<0xC3>",
+        "<0xA9>",
+    ]
     assert tokenizer.encode("the") == [1, tokenizer.convert_tokens_to_ids("▁the")]
-    assert tokenizer.get_vocab() == {token: token_id for token_id, token in enumerate(SENTENCEPIECE["tokenizer.ggml.tokens"])}
+    assert tokenizer.get_vocab() == {
+        token: token_id for token_id, token in enumerate(SENTENCEPIECE["tokenizer.ggml.tokens"])
+    }
     for text in ("the 漢字\n\t12", " 12  t "):
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
-    assert read(tmp_path, SENTENCEPIECE, tokenizer__ggml__add_space_prefix=False).tokenize("t t") == ["t", "▁t"]
+    assert read(tmp_path, SENTENCEPIECE, tokenizer__ggml__add_space_prefix=False).tokenize("t t") == [
+        "t",
+        "▁t",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -86,11 +114,18 @@ def test_sentencepiece_joins_the_best_token_and_falls_back_on_bytes(tmp_path: Pa
         ({"token_type": [1, 1]}, r"lists 264 tokens, but the types of 2"),
         ({"padding_token_id": 264}, "tokenizer.ggml.padding_token_id is 264, but the file lists 264 tokens"),
         (
-            {"tokens": [*BYTE_TOKENS, *map(str, range(VOCAB))], "token_type": [1] * (len(BYTE_TOKENS) + VOCAB)},
+            {
+                "tokens": [*BYTE_TOKENS, *map(str, range(VOCAB))],
+                "token_type": [1] * (len(BYTE_TOKENS) + VOCAB),
+            },
             "the file lists 536 tokens, but its model has embeddings for 272",
         ),
     ],
 )
-def test_a_tokenizer_that_cannot_be_built_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"cannot load the tokenizer of .*{message}.*skip_tokenizer_init"):
+def test_a_tokenizer_that_cannot_be_built_is_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(
+        CheckpointError, match=rf"cannot load the tokenizer of .*{message}.*skip_tokenizer_init"
+    ):
         read(tmp_path, BYTE_LEVEL, **{f"tokenizer__ggml__{name}": value for name, value in fields.items()})

@@ -1,4 +1,6 @@
-"""The numba kernels against the reference kernels, and against themselves: a token alone, and among others."""
+"""The numba kernels against the reference kernels, and against themselves: a token alone, and among
+others."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -33,15 +35,22 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Rope:
-    """Inputs of rope_and_store: `num_tokens` tokens at scattered positions and slots, over a KV that is not empty."""
+    """Inputs of rope_and_store: `num_tokens` tokens at scattered positions and slots, over a KV that is not
+    empty."""
 
-    def __init__(self, num_tokens: int, heads: tuple[int, int, int], with_norms: bool, num_padding: int = 0) -> None:
+    def __init__(
+        self, num_tokens: int, heads: tuple[int, int, int], with_norms: bool, num_padding: int = 0
+    ) -> None:
         self.num_heads, num_kv_heads, head_dim = heads
         generator = torch.Generator().manual_seed(num_tokens)
-        self.qkv = torch.randn(num_tokens, (self.num_heads + 2 * num_kv_heads) * head_dim, generator=generator)
+        self.qkv = torch.randn(
+            num_tokens, (self.num_heads + 2 * num_kv_heads) * head_dim, generator=generator
+        )
         angles = torch.outer(torch.arange(200.0), 10000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2)))
         self.cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1)
-        self.q_norm, self.k_norm = (1 + 0.1 * torch.randn(2, head_dim, generator=generator)).unbind() if with_norms else (None, None)
+        self.q_norm, self.k_norm = (
+            (1 + 0.1 * torch.randn(2, head_dim, generator=generator)).unbind() if with_norms else (None, None)
+        )
         num_blocks = num_tokens // 4 + 3
         self.initial = torch.randn(2, 2, num_blocks * 4, num_kv_heads, head_dim, generator=generator)
         self.kv_shape = (2, num_blocks, 4, num_kv_heads, head_dim)
@@ -49,14 +58,28 @@ class Rope:
         self.slots = torch.randperm(num_blocks * 4, generator=generator)[:num_tokens]
         self.slots[torch.randperm(num_tokens, generator=generator)[:num_padding]] = -1
 
-    def run(self, kernels: NumbaKernels | ReferenceKernels, tokens: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def run(
+        self, kernels: NumbaKernels | ReferenceKernels, tokens: slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
         """Of these tokens: queries, and the whole KV afterwards."""
         kv = PagedKV(*self.kv_shape, torch.float32, CPU)
         kv.data.copy_(self.initial)
         positions, slots = self.positions[tokens], self.slots[tokens]
-        view = BatchView(positions, slots, torch.zeros(1, 1, dtype=torch.int64), torch.tensor([0, len(positions)]), len(positions), 200)
+        view = BatchView(
+            positions,
+            slots,
+            torch.zeros(1, 1, dtype=torch.int64),
+            torch.tensor([0, len(positions)]),
+            len(positions),
+            200,
+        )
         qkv = self.qkv[tokens].clone()
-        return kernels.rope_and_store(qkv, self.cos_sin, self.q_norm, self.k_norm, EPS, self.num_heads, kv, 1, view), kv.data
+        return (
+            kernels.rope_and_store(
+                qkv, self.cos_sin, self.q_norm, self.k_norm, EPS, self.num_heads, kv, 1, view
+            ),
+            kv.data,
+        )
 
 
 @pytest.mark.parametrize("with_delta", [False, True])
@@ -64,7 +87,10 @@ class Rope:
 def test_add_rms_norm_equals_the_reference(num_tokens: int, size: int, with_delta: bool) -> None:
     weight, delta = 1 + 0.1 * randn(size, seed=1), randn(num_tokens, size, seed=2) if with_delta else None
     hidden, expected_hidden = randn(num_tokens, size), randn(num_tokens, size)
-    got, expected = (kernels.add_rms_norm(h, delta, weight, EPS) for kernels, h in ((NUMBA, hidden), (REFERENCE, expected_hidden)))
+    got, expected = (
+        kernels.add_rms_norm(h, delta, weight, EPS)
+        for kernels, h in ((NUMBA, hidden), (REFERENCE, expected_hidden))
+    )
     close(got, expected)
     assert torch.equal(hidden, expected_hidden), "the residual stream is updated in place by one addition"
     assert torch.equal(hidden, randn(num_tokens, size) + (delta if delta is not None else 0.0))
@@ -78,16 +104,22 @@ def test_add_rms_norm_of_zeros_is_zero_and_not_nan() -> None:
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(("num_tokens", "num_padding"), [(1, 0), (1, 1), (5, 0), (5, 2), (40, 3), (7, 7)])
 @pytest.mark.parametrize("heads", HEADS)
-def test_rope_and_store_equals_the_reference(heads: tuple[int, int, int], num_tokens: int, num_padding: int, with_norms: bool) -> None:
+def test_rope_and_store_equals_the_reference(
+    heads: tuple[int, int, int], num_tokens: int, num_padding: int, with_norms: bool
+) -> None:
     case = Rope(num_tokens, heads, with_norms, num_padding)
     (queries, data), (expected_queries, expected_data) = case.run(NUMBA), case.run(REFERENCE)
     close(queries, expected_queries)
     close(data, expected_data)
     untouched = torch.ones(data.shape[2], dtype=torch.bool)
     untouched[case.slots[case.slots >= 0]] = False
-    assert torch.equal(data[1][:, untouched], case.initial[1][:, untouched]), "a slot that no token has was written"
+    assert torch.equal(data[1][:, untouched], case.initial[1][:, untouched]), (
+        "a slot that no token has was written"
+    )
     assert torch.equal(data[0], case.initial[0]), "another layer was written"
-    assert torch.equal(data[1, 1][case.slots[case.slots >= 0]], expected_data[1, 1][case.slots[case.slots >= 0]]), "values are copied, not computed"
+    assert torch.equal(
+        data[1, 1][case.slots[case.slots >= 0]], expected_data[1, 1][case.slots[case.slots >= 0]]
+    ), "values are copied, not computed"
 
 
 @pytest.mark.parametrize(("num_tokens", "size"), TOKENS_AND_SIZES)
@@ -101,13 +133,19 @@ def test_silu_mul_equals_the_reference_at_the_ends_of_the_range() -> None:
     gate_up = torch.cat((gate, torch.ones_like(gate)), dim=1)
     got, expected = NUMBA.silu_mul(gate_up), REFERENCE.silu_mul(gate_up)
     torch.testing.assert_close(got[:, gate[0] > -86], expected[:, gate[0] > -86], atol=1e-7, rtol=1e-6)
-    assert got[:, gate[0] <= -86].abs().max() < 1e-7  # exp is clamped: tiny instead of 0, but for absurd gates
+    assert (
+        got[:, gate[0] <= -86].abs().max() < 1e-7
+    )  # exp is clamped: tiny instead of 0, but for absurd gates
 
 
 @pytest.mark.parametrize("size", [48, 130, 576, 1537])
 def test_a_token_gets_the_same_bits_alone_and_among_others(size: int) -> None:
     num_tokens, weight = 9, 1 + 0.1 * randn(size, seed=1)
-    hidden, delta, gate_up = randn(num_tokens, size), randn(num_tokens, size, seed=2), 4 * randn(num_tokens, 2 * size, seed=3)
+    hidden, delta, gate_up = (
+        randn(num_tokens, size),
+        randn(num_tokens, size, seed=2),
+        4 * randn(num_tokens, 2 * size, seed=3),
+    )
     kernels: list[Callable[[slice], Tensor]] = [
         lambda tokens: NUMBA.add_rms_norm(hidden[tokens].clone(), delta[tokens], weight, EPS),
         lambda tokens: NUMBA.add_rms_norm(hidden[tokens].clone(), None, weight, EPS),
@@ -121,7 +159,9 @@ def test_a_token_gets_the_same_bits_alone_and_among_others(size: int) -> None:
 
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
-def test_rope_gives_the_same_bits_alone_and_among_others(heads: tuple[int, int, int], with_norms: bool) -> None:
+def test_rope_gives_the_same_bits_alone_and_among_others(
+    heads: tuple[int, int, int], with_norms: bool
+) -> None:
     case = Rope(9, heads, with_norms)
     queries, data = case.run(NUMBA)
     for i in range(9):
@@ -145,7 +185,9 @@ def exp_all(x: np.ndarray) -> np.ndarray:
 def test_exp32_is_within_two_units_in_the_last_place() -> None:
     halfway = (np.arange(-125, 127) + 0.5) * np.log(2)  # where the reduction changes its power of two
     near_halfway = np.concatenate([halfway * (1 + offset) for offset in (-1e-6, -1e-7, 0.0, 1e-7, 1e-6)])
-    x = np.concatenate([np.linspace(-87, 88, 2_000_001), np.linspace(-1, 1, 500_001), near_halfway]).astype(np.float32)
+    x = np.concatenate([np.linspace(-87, 88, 2_000_001), np.linspace(-1, 1, 500_001), near_halfway]).astype(
+        np.float32
+    )
     x = x[(x >= -87) & (x <= 88)]
     exact = np.exp(x.astype(np.float64))
     error = np.abs(exp_all(x).astype(np.float64) - exact) / np.spacing(exact.astype(np.float32))

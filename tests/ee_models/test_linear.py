@@ -1,4 +1,5 @@
-"""Linear layers: equal to F.linear, and the same bits for a row whatever the other rows, where they say so."""
+"""Linear layers: equal to F.linear, and the same bits for a row whatever the other rows, where they say
+so."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_linear_equals_the_product_it_stands_for(shape: tuple[int, int], with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_linear_equals_the_product_it_stands_for(
+    shape: tuple[int, int], with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight, bias = randn(*shape) / shape[1] ** 0.5, randn(shape[0], seed=1) if with_bias else None
     x = randn(66, shape[1], seed=2)
     expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0.0)
@@ -42,10 +45,16 @@ def test_a_linear_equals_the_product_it_stands_for(shape: tuple[int, int], with_
             assert layer.num_bytes == weight.nbytes + (bias.nbytes if bias is not None else 0)
 
 
-@pytest.mark.parametrize(("shape", "with_bias"), [*((shape, False) for shape in SHAPES[:4]), (SHAPES[0], True)])
-def test_a_row_invariant_linear_gives_a_row_the_same_bits_among_any_others(shape: tuple[int, int], with_bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "with_bias"), [*((shape, False) for shape in SHAPES[:4]), (SHAPES[0], True)]
+)
+def test_a_row_invariant_linear_gives_a_row_the_same_bits_among_any_others(
+    shape: tuple[int, int], with_bias: bool
+) -> None:
     layer = LinearMaker(CPU, torch.float32)(randn(*shape), randn(shape[0], seed=1) if with_bias else None)
-    assert layer.row_invariant or not PACKS, f"no packed linear of shape {shape} is row-invariant on this CPU, so law 8 cannot hold on it"
+    assert layer.row_invariant or not PACKS, (
+        f"no packed linear of shape {shape} is row-invariant on this CPU, so law 8 cannot hold on it"
+    )
     x = randn(66, shape[1], seed=3)
     alone = torch.cat([layer(x[i : i + 1]) for i in range(66)])
     same = [torch.equal(layer(x[:rows]), alone[:rows]) for rows in range(1, 67)]
@@ -90,7 +99,9 @@ def test_the_probe_finds_bits_that_depend_on_the_number_of_rows(
     assert linear.probe_rows(Fake(weight, differs), "fake", weight) == found
 
 
-def test_the_probe_runs_once_per_shape_and_anew_for_another_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_runs_once_per_shape_and_anew_for_another_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(linear, "_probes", {})
     num_calls = 0
 
@@ -136,14 +147,19 @@ def test_packing_is_for_float32_on_a_cpu_only() -> None:
 def test_packing_is_off_where_the_op_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "mkldnn", types.SimpleNamespace())
     assert not can_pack(CPU, torch.float32)
-    right = types.SimpleNamespace(_reorder_linear_weight=lambda weight, _: weight, _linear_pointwise=lambda x, weight, bias, *_: F.linear(x, weight, bias))
+    right = types.SimpleNamespace(
+        _reorder_linear_weight=lambda weight, _: weight,
+        _linear_pointwise=lambda x, weight, bias, *_: F.linear(x, weight, bias),
+    )
     monkeypatch.setattr(torch.ops, "mkldnn", right)
     assert can_pack(CPU, torch.float32) == torch.backends.mkldnn.is_available()
     monkeypatch.setattr(right, "_linear_pointwise", lambda x, weight, *_: F.linear(x, weight) + 0.01)
     assert not can_pack(CPU, torch.float32)
 
 
-def test_a_decoder_without_the_op_computes_the_same_with_plain_linears(tiny_path: Path, tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_without_the_op_computes_the_same_with_plain_linears(
+    tiny_path: Path, tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ee_models.linear_factory.can_pack", lambda *_: False)
     monkeypatch.setattr(linear, "probe_rows", lambda *_: (1, False))
     plain = Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU)

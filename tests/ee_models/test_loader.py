@@ -1,4 +1,5 @@
 """Checkpoints: what is read is bit for bit what was saved, and what is wrong is refused by name."""
+
 from __future__ import annotations
 
 import json
@@ -87,7 +88,10 @@ def test_tensors_keep_their_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_dtype_is_that_of_most_elements(folder: Path) -> None:
-    edit_weights(folder, lambda weights: weights.update({name: x.bfloat16() for name, x in weights.items() if x.ndim == 2}))
+    edit_weights(
+        folder,
+        lambda weights: weights.update({name: x.bfloat16() for name, x in weights.items() if x.ndim == 2}),
+    )
     checkpoint = open_checkpoint(folder)
     assert checkpoint.dtype == torch.bfloat16
     assert checkpoint.tensor("model.norm.weight").dtype == torch.float32
@@ -102,10 +106,21 @@ def test_a_tensor_does_not_keep_the_file_mapped(original: Path) -> None:
 
 def test_config_says_what_the_decoder_needs(original: Path) -> None:
     assert open_checkpoint(original).config == ModelConfig(
-        architecture="LlamaForCausalLM", vocab_size=TINY_VOCAB, hidden_size=48, intermediate_size=96, num_layers=2,
-        num_heads=4, num_kv_heads=2, head_dim=12, rms_norm_eps=1e-6, max_position_embeddings=512, rope=RopeConfig(),
-        eos_token_ids=(EOS_ID,), bos_token_id=BOS_ID, pad_token_id=PAD_ID,
-    )  # fmt: skip
+        architecture="LlamaForCausalLM",
+        vocab_size=TINY_VOCAB,
+        hidden_size=48,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=12,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=512,
+        rope=RopeConfig(),
+        eos_token_ids=(EOS_ID,),
+        bos_token_id=BOS_ID,
+        pad_token_id=PAD_ID,
+    )
 
 
 def test_a_tied_checkpoint_has_no_head(tmp_path: Path) -> None:
@@ -126,7 +141,14 @@ def test_rotary_buffers_of_old_checkpoints_are_left_out(folder: Path) -> None:
 
 def test_generation_config_goes_before_config(folder: Path) -> None:
     generation = {"eos_token_id": [7, ROLE_ID, 7], "bos_token_id": 5, "pad_token_id": -1}
-    edit_json(folder / "generation_config.json", do_sample=True, temperature=0.6, top_p=0.9, top_k=None, **generation)
+    edit_json(
+        folder / "generation_config.json",
+        do_sample=True,
+        temperature=0.6,
+        top_p=0.9,
+        top_k=None,
+        **generation,
+    )
     checkpoint = open_checkpoint(folder)
     config = checkpoint.config
     assert (config.eos_token_ids, config.bos_token_id, config.pad_token_id) == ((7, ROLE_ID), 5, None)
@@ -156,7 +178,9 @@ def test_tokenizer_reads_text_and_chats(folder: Path) -> None:
     assert len(ids) == len(text.encode())
     assert max(ids) < 256
     assert tokenizer.decode(ids) == text
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
     assert tokenizer.encode(chat)[0] == ROLE_ID
     assert tokenizer.encode(chat).count(EOS_ID) == 1
 
@@ -170,22 +194,49 @@ def test_a_damaged_tokenizer_is_refused(folder: Path) -> None:
 
 # What stands in config.json, and what the refusal says.
 UNSUPPORTED: list[tuple[Fields, str]] = [
-    ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, r"architectures is 'MixtralForCausalLM'; supported: LlamaForCausalLM, "),
-    ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is 'LlamaForSequenceClassification'"),
-    ({"architectures": None, "model_type": "gpt2"}, "model_type is 'gpt2'; supported: llama, mistral, qwen2, qwen3"),
-    ({"model_type": "my_llama", "auto_map": {"AutoConfig": "evil.Config"}}, "model_type is 'my_llama'; supported: 'llama'"),
+    (
+        {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
+        r"architectures is 'MixtralForCausalLM'; supported: LlamaForCausalLM, ",
+    ),
+    (
+        {"architectures": ["LlamaForSequenceClassification"]},
+        "architectures is 'LlamaForSequenceClassification'",
+    ),
+    (
+        {"architectures": None, "model_type": "gpt2"},
+        "model_type is 'gpt2'; supported: llama, mistral, qwen2, qwen3",
+    ),
+    (
+        {"model_type": "my_llama", "auto_map": {"AutoConfig": "evil.Config"}},
+        "model_type is 'my_llama'; supported: 'llama'",
+    ),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
     ({"num_key_value_heads": 3}, "num_kv_heads is 3; supported: a divisor of num_heads = 4"),
     ({"head_dim": 3}, "head_dim is 3; supported: an even number"),
     ({"vocab_size": 0}, "vocab_size is 0; supported: an integer of at least 1"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'; supported: default, linear, llama3"),
+    (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type is 'dynamic'; supported: default, linear, llama3",
+    ),
     ({"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
-    ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, "rope factor is 0.0; supported: a number above 0"),
-    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; supported: 1.0"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq'; supported: unquantised"),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 0.0}},
+        "rope factor is 0.0; supported: a number above 0",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor is 0.5; supported: 1.0",
+    ),
+    (
+        {"quantization_config": {"quant_method": "awq"}},
+        "quantization_config.quant_method is 'awq'; supported: unquantised",
+    ),
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "'bitsandbytes'"),
     ({"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
-    ({"compression_config": {"format": "int-quantized"}}, "compression_config.quant_method is 'int-quantized'"),
+    (
+        {"compression_config": {"format": "int-quantized"}},
+        "compression_config.quant_method is 'int-quantized'",
+    ),
 ]
 
 
@@ -197,18 +248,29 @@ def test_what_the_decoder_does_not_implement_is_refused(folder: Path, changes: F
 
 
 CONTRADICTIONS: list[tuple[Fields, str]] = [
-    ({"vocab_size": 300}, r"vocab_size is 300 in the config, but model.embed_tokens.weight has shape \[260, 48\]"),
+    (
+        {"vocab_size": 300},
+        r"vocab_size is 300 in the config, but model.embed_tokens.weight has shape \[260, 48\]",
+    ),
     ({"hidden_size": "many"}, "LlamaConfig refuses the config: .*hidden_size"),
     ({"eos_token_id": "</s>"}, "eos_token_id"),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
-    ({"intermediate_size": 64}, r"disagree in 6 tensor\(s\): .*gate_proj.weight has shape \[96, 48\], the config says \[64, 48\].*; and 1 more"),
+    (
+        {"intermediate_size": 64},
+        r"disagree in 6 tensor\(s\): .*gate_proj.weight has shape \[96, 48\],"
+        r" the config says \[64, 48\].*; and 1 more",
+    ),
     ({"num_hidden_layers": 3}, "num_layers is 3 in the config, but the weights hold 2 layers"),
     ({"attention_bias": True}, r"disagree in 8 tensor\(s\): model.layers.0.self_attn.q_proj.bias is missing"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("changes", "message"), CONTRADICTIONS, ids=[message for _, message in CONTRADICTIONS])
-def test_a_config_at_odds_with_the_weights_or_itself_is_refused(folder: Path, changes: Fields, message: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"), CONTRADICTIONS, ids=[message for _, message in CONTRADICTIONS]
+)
+def test_a_config_at_odds_with_the_weights_or_itself_is_refused(
+    folder: Path, changes: Fields, message: str
+) -> None:
     (folder / "generation_config.json").unlink()
     edit_json(folder / "config.json", **changes)
     with pytest.raises(CheckpointError, match=message):
@@ -216,15 +278,35 @@ def test_a_config_at_odds_with_the_weights_or_itself_is_refused(folder: Path, ch
 
 
 WRONG_WEIGHTS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = [
-    ("no head", lambda weights: weights.pop("lm_head.weight"), r"lm_head.weight is missing \(tie_word_embeddings is false\)"),
-    ("int8", lambda weights: weights.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), r"model.norm.weight has dtype I8, .*F32, F16, BF16"),
-    ("float64", lambda weights: weights.update({"model.norm.weight": torch.ones(48).double()}), "model.norm.weight has dtype F64"),
-    ("bias", lambda weights: weights.update({"model.layers.1.mlp.up_proj.bias": torch.ones(96)}), "up_proj.bias has no place in LlamaForCausalLM"),
+    (
+        "no head",
+        lambda weights: weights.pop("lm_head.weight"),
+        r"lm_head.weight is missing \(tie_word_embeddings is false\)",
+    ),
+    (
+        "int8",
+        lambda weights: weights.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}),
+        r"model.norm.weight has dtype I8, .*F32, F16, BF16",
+    ),
+    (
+        "float64",
+        lambda weights: weights.update({"model.norm.weight": torch.ones(48).double()}),
+        "model.norm.weight has dtype F64",
+    ),
+    (
+        "bias",
+        lambda weights: weights.update({"model.layers.1.mlp.up_proj.bias": torch.ones(96)}),
+        "up_proj.bias has no place in LlamaForCausalLM",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), [case[1:] for case in WRONG_WEIGHTS], ids=[case[0] for case in WRONG_WEIGHTS])
-def test_weights_at_odds_with_the_config_are_refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"), [case[1:] for case in WRONG_WEIGHTS], ids=[case[0] for case in WRONG_WEIGHTS]
+)
+def test_weights_at_odds_with_the_config_are_refused(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], message: str
+) -> None:
     edit_weights(folder, change)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(folder)
@@ -234,7 +316,10 @@ def test_weights_at_odds_with_the_config_are_refused(folder: Path, change: Calla
 def test_a_truncated_file_is_refused(folder: Path, kept_bytes: int) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:kept_bytes])
-    with pytest.raises(CheckpointError, match=r"model.safetensors \(\d+ bytes\) is no complete safetensors file.*fetch it again"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model.safetensors \(\d+ bytes\) is no complete safetensors file.*fetch it again",
+    ):
         open_checkpoint(folder)
 
 
@@ -246,7 +331,10 @@ def test_a_file_damaged_after_opening_is_reported(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize(("content", "message"), [("{", "as JSON"), ("[]", "holds a list; it must hold an object"), ("\xff", "as JSON")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "as JSON"), ("[]", "holds a list; it must hold an object"), ("\xff", "as JSON")],
+)
 def test_malformed_json_is_refused(folder: Path, name: str, content: str, message: str) -> None:
     (folder / name).write_text(content, encoding="latin-1")
     with pytest.raises(CheckpointError, match=f"{name} .*{message}|{name} {message}"):

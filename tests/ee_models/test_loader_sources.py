@@ -1,4 +1,5 @@
 """Where a checkpoint comes from: folders of shards, the hub, and what is turned away at the door."""
+
 from __future__ import annotations
 
 import json
@@ -9,7 +10,12 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from ee_models.checkpoint.loader import CheckpointError, UnsupportedModelError, open_checkpoint
 from tests.helpers.tiny import tiny_checkpoint
@@ -37,18 +43,32 @@ def test_a_missing_shard_is_named(sharded: Path) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    ["../secret.safetensors", "/etc/secret.safetensors", "a/../../b.safetensors", "..\\b.safetensors", "C:\\b.safetensors", "weights.bin", 3, None],
+    [
+        "../secret.safetensors",
+        "/etc/secret.safetensors",
+        "a/../../b.safetensors",
+        "..\\b.safetensors",
+        "C:\\b.safetensors",
+        "weights.bin",
+        3,
+        None,
+    ],
 )
 def test_an_index_reaches_no_file_outside_its_folder(sharded: Path, file: object) -> None:
     move_tensor(sharded, "model.norm.weight", file)
-    with pytest.raises(CheckpointError, match=r"places 'model.norm.weight' in .*only .safetensors files within the model's folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"places 'model.norm.weight' in .*only .safetensors files within the model's folder",
+    ):
         open_checkpoint(sharded)
 
 
 def test_a_shard_without_its_tensor_is_refused(sharded: Path) -> None:
     shards = sorted(path.name for path in sharded.glob("model-*.safetensors"))
     weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
-    move_tensor(sharded, "model.norm.weight", next(name for name in shards if name != weight_map["model.norm.weight"]))
+    move_tensor(
+        sharded, "model.norm.weight", next(name for name in shards if name != weight_map["model.norm.weight"])
+    )
     with pytest.raises(CheckpointError, match=r"places 'model.norm.weight' .*which does not hold it"):
         open_checkpoint(sharded)
 
@@ -71,7 +91,9 @@ def test_an_index_without_a_map_is_refused(sharded: Path, content: str) -> None:
 def test_pickles_are_never_read(tmp_path: Path, pickle: str) -> None:
     folder = tiny_checkpoint(tmp_path, num_layers=1)
     (folder / "model.safetensors").rename(folder / pickle)
-    with pytest.raises(CheckpointError, match=f"pickles \\({pickle}\\), which can run code .*save_pretrained"):
+    with pytest.raises(
+        CheckpointError, match=f"pickles \\({pickle}\\), which can run code .*save_pretrained"
+    ):
         open_checkpoint(folder)
 
 
@@ -79,7 +101,9 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no model.safetensors, .*nor weights of any other kind"):
         open_checkpoint(tmp_path)
     (tmp_path / "adapter_model.safetensors").touch()
-    with pytest.raises(CheckpointError, match=r"has no model.safetensors, .*it holds adapter_model.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"has no model.safetensors, .*it holds adapter_model.safetensors"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -122,10 +146,14 @@ def test_a_hub_id_is_fetched_without_pickles_and_config_first(hub: list[dict[str
     assert not any(suffix in pattern for pattern in second for suffix in (".bin", ".pt", "*.*", ".py"))
 
 
-def test_an_unsupported_hub_model_is_refused_before_its_weights_are_fetched(hub: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_an_unsupported_hub_model_is_refused_before_its_weights_are_fetched(
+    hub: list[dict[str, Any]], tmp_path: Path
+) -> None:
     config = tmp_path / "snapshot" / "config.json"
     config.write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
-    with pytest.raises(UnsupportedModelError, match="cannot load model 'owner/name': architectures is 'MambaForCausalLM'"):
+    with pytest.raises(
+        UnsupportedModelError, match="cannot load model 'owner/name': architectures is 'MambaForCausalLM'"
+    ):
         open_checkpoint("owner/name")
     assert len(hub) == 1
 
@@ -138,8 +166,24 @@ def test_a_local_folder_goes_before_the_hub(hub: list[dict[str, Any]], tmp_path:
         open_checkpoint("owner/name", revision="v1")
 
 
-@pytest.mark.parametrize("model", ["./model", "~/no/such", "/no/such", "a/b/c", "model.gguf", "owner/model.safetensors", "..", "a\\b", Path("owner/name"), ""])
-def test_a_path_that_is_not_there_is_never_sent_to_the_hub(hub: list[dict[str, Any]], model: str | Path) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        "./model",
+        "~/no/such",
+        "/no/such",
+        "a/b/c",
+        "model.gguf",
+        "owner/model.safetensors",
+        "..",
+        "a\\b",
+        Path("owner/name"),
+        "",
+    ],
+)
+def test_a_path_that_is_not_there_is_never_sent_to_the_hub(
+    hub: list[dict[str, Any]], model: str | Path
+) -> None:
     with pytest.raises(CheckpointError):
         open_checkpoint(model)
     assert not hub
@@ -152,7 +196,10 @@ RESPONSE: Any = SimpleNamespace(headers={}, request=None)
     ("error", "message"),
     [
         (GatedRepoError("gated", response=RESPONSE), "its licence to be accepted"),
-        (RepositoryNotFoundError("none", response=RESPONSE), "no such local path, and the hub has no such repository"),
+        (
+            RepositoryNotFoundError("none", response=RESPONSE),
+            "no such local path, and the hub has no such repository",
+        ),
         (RevisionNotFoundError("none", response=RESPONSE), "has no revision 'v1'"),
         (LocalEntryNotFoundError("offline"), "not in the download cache, and the hub cannot be reached"),
         (OSError("disk full"), "download from the hub failed: OSError: disk full"),

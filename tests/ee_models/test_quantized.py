@@ -1,4 +1,6 @@
-"""Quantized models: close to the weights they stand for, smaller, and speculated on as exactly as any other model."""
+"""Quantized models: close to the weights they stand for, smaller, and speculated on as exactly as any other
+model."""
+
 from __future__ import annotations
 
 import logging
@@ -32,7 +34,11 @@ from tests.helpers.tiny import tiny_checkpoint
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PACKS = can_pack(CPU, torch.float32)
 DEVICES = [CPU, *([GPU] if torch.cuda.is_available() else [])]
-KINDS: list[tuple[Quantization, torch.dtype]] = [("int8", torch.float32), ("int8", torch.bfloat16), ("int4", torch.bfloat16)]
+KINDS: list[tuple[Quantization, torch.dtype]] = [
+    ("int8", torch.float32),
+    ("int8", torch.bfloat16),
+    ("int4", torch.bfloat16),
+]
 PROMPTS = random_prompts((1, 2, 9, 31, 33))
 
 
@@ -49,7 +55,12 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(("shape", "group"), [((96, 576), 64), ((48, 1536), 128), ((128, 96), 32)])
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_a_quantized_linear_is_close_to_its_weight_and_smaller(
-    kind: Quantization, dtype: torch.dtype, shape: tuple[int, int], group: int, with_bias: bool, device: torch.device
+    kind: Quantization,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    group: int,
+    with_bias: bool,
+    device: torch.device,
 ) -> None:
     weight = (randn(*shape) / shape[1] ** 0.5).to(device, dtype)
     bias = randn(shape[0], seed=1).to(device, dtype) if with_bias else None
@@ -61,7 +72,9 @@ def test_a_quantized_linear_is_close_to_its_weight_and_smaller(
         assert relative_error(layer(x[:rows]), expected[:rows]) < (0.02 if kind == "int8" else 0.12)
     assert layer(x[:0]).shape == (0, shape[0])
     assert layer(x).dtype == dtype
-    held = weight.numel() if kind == "int8" else weight.numel() // 2 + 4 * weight.numel() // group  # bfloat16 scales and zeros
+    held = (
+        weight.numel() if kind == "int8" else weight.numel() // 2 + 4 * weight.numel() // group
+    )  # bfloat16 scales and zeros
     own = layer.num_bytes - (0 if bias is None else bias.nbytes)
     assert held <= own <= 1.06 * held or (device == GPU and kind == "int4"), "pads inputs to 1,024 there"
 
@@ -79,7 +92,9 @@ def test_large_weights_of_a_cpu_are_unpacked_in_pieces(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("shape", [(960, 576), (512, 2048), (96, 48), (7, 13)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_an_int8_linear_has_the_same_bits_among_any_others(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_row_of_an_int8_linear_has_the_same_bits_among_any_others(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     layer = QuantizedLinear(randn(*shape).to(dtype), randn(shape[0], seed=1).to(dtype), 8)
     assert layer.row_invariant or not PACKS or dtype != torch.float32
     x = randn(66, shape[1], seed=3).to(dtype)
@@ -89,8 +104,13 @@ def test_a_row_of_an_int8_linear_has_the_same_bits_among_any_others(shape: tuple
     assert all(same) or not layer.row_invariant
 
 
-@pytest.mark.parametrize(("shape", "taken"), [((64, 128), True), ((64, 96), True), ((64, 48), False), ((64, 1000), False), ((260, 64), False)])
-def test_what_int4_does_not_fit_stays_as_it_is_and_is_logged_once(shape: tuple[int, int], taken: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("shape", "taken"),
+    [((64, 128), True), ((64, 96), True), ((64, 48), False), ((64, 1000), False), ((260, 64), False)],
+)
+def test_what_int4_does_not_fit_stays_as_it_is_and_is_logged_once(
+    shape: tuple[int, int], taken: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     quantized._log_kept.cache_clear()
     weight, x = randn(*shape).bfloat16(), randn(3, shape[1]).bfloat16()
     assert takes_int4(weight) == taken
@@ -109,12 +129,37 @@ def test_what_int4_does_not_fit_stays_as_it_is_and_is_logged_once(shape: tuple[i
     ("kind", "device", "dtype", "parts"),
     [
         ("int2", CPU, torch.float32, ["quantization='int2' is unknown", "int8, int4"]),
-        ("int4", CPU, torch.float32, ["quantization='int4'", "not in torch.float32 on cpu", "set dtype to bfloat16, or quantization to int8"]),
-        ("int4", GPU, torch.float16, ["quantization='int4'", "not in torch.float16 on cuda", "set dtype to bfloat16"]),
-        ("int8", CPU, torch.float16, ["quantization='int8'", "float32 or bfloat16, not in torch.float16 on cpu", "set dtype to bfloat16"]),
+        (
+            "int4",
+            CPU,
+            torch.float32,
+            [
+                "quantization='int4'",
+                "not in torch.float32 on cpu",
+                "set dtype to bfloat16, or quantization to int8",
+            ],
+        ),
+        (
+            "int4",
+            GPU,
+            torch.float16,
+            ["quantization='int4'", "not in torch.float16 on cuda", "set dtype to bfloat16"],
+        ),
+        (
+            "int8",
+            CPU,
+            torch.float16,
+            [
+                "quantization='int8'",
+                "float32 or bfloat16, not in torch.float16 on cpu",
+                "set dtype to bfloat16",
+            ],
+        ),
     ],
 )
-def test_what_cannot_be_quantized_is_refused_with_the_way_out(kind: Quantization, device: torch.device, dtype: torch.dtype, parts: list[str]) -> None:
+def test_what_cannot_be_quantized_is_refused_with_the_way_out(
+    kind: Quantization, device: torch.device, dtype: torch.dtype, parts: list[str]
+) -> None:
     with pytest.raises(ValueError, match="quantization") as error:
         LinearMaker(device, dtype, kind)
     assert all(part in str(error.value) for part in parts), str(error.value)
@@ -125,12 +170,19 @@ def test_exact_linears_of_a_gpu_cannot_be_quantized_and_on_a_cpu_exact_changes_n
         LinearMaker(GPU, torch.bfloat16, "int8", exact=True)
     assert isinstance(LinearMaker(CPU, torch.float32, "int8", exact=True)(randn(4, 8), None), QuantizedLinear)
     weight = randn(4, 8)
-    assert type(LinearMaker(CPU, torch.float32, exact=True)(weight, None)) is type(LinearMaker(CPU, torch.float32)(weight, None))
+    assert type(LinearMaker(CPU, torch.float32, exact=True)(weight, None)) is type(
+        LinearMaker(CPU, torch.float32)(weight, None)
+    )
 
 
-def test_without_torchao_the_error_says_what_to_install(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchao_the_error_says_what_to_install(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(ConfigError, match=r'^engine: quantization=\'int8\' needs torchao .*: pip install "hispec\[quantize\]"'):
+    with pytest.raises(
+        ConfigError,
+        match=r'^engine: quantization=\'int8\' needs torchao .*: pip install "hispec\[quantize\]"',
+    ):
         LLM(str(tiny_path), device="cpu", quantization="int8")
 
 
@@ -152,20 +204,32 @@ def int8(tiny_path: Path) -> Decoder:
 
 def logits_of(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     config, count = decoder.config, len(tokens)
-    kv = PagedKV(config.num_layers, 4, 16, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
-    positions, table = torch.arange(count, device=decoder.device), torch.arange(4, device=decoder.device)[None]
+    kv = PagedKV(
+        config.num_layers, 4, 16, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device
+    )
+    positions, table = (
+        torch.arange(count, device=decoder.device),
+        torch.arange(4, device=decoder.device)[None],
+    )
     slots = packed_slots_of(table, torch.zeros_like(positions), positions, 16)
     view = BatchView(positions, slots, table, torch.tensor([0, count], device=decoder.device), count, count)
-    hidden = decoder.run_layers(decoder.embed(torch.tensor(tokens, device=decoder.device)), 0, config.num_layers, kv, view)
+    hidden = decoder.run_layers(
+        decoder.embed(torch.tensor(tokens, device=decoder.device)), 0, config.num_layers, kv, view
+    )
     return decoder.logits(hidden, config.num_layers)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_a_quantized_decoder_computes_with_the_weights_that_it_holds(
-    kind: Quantization, dtype: torch.dtype, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Quantization,
+    dtype: torch.dtype,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It equals a decoder over those weights, unpacked; where they were rounded, the linears' own test tells."""
+    """It equals a decoder over those weights, unpacked; where they were rounded, the linears' own test
+    tells."""
     checkpoint = open_checkpoint(tiny_checkpoint(tmp_path, num_layers=2, hidden=64))
     decoder = Decoder.load(checkpoint, dtype, device, quantization=kind)
     small, whole = decoder.num_bytes, Decoder.load(checkpoint, dtype, device).num_bytes
@@ -183,7 +247,9 @@ def test_a_quantized_decoder_computes_with_the_weights_that_it_holds(
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_a_tied_head_is_a_copy_where_it_is_quantized_and_counted(kind: Quantization, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_tied_head_is_a_copy_where_it_is_quantized_and_counted(
+    kind: Quantization, dtype: torch.dtype, tmp_path: Path
+) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint(tmp_path, "qwen2", num_layers=1, hidden=64))
     decoder = Decoder.load(checkpoint, dtype, CPU, quantization=kind)
     assert decoder._embedding.dtype == dtype and decoder._embedding.shape == (260, 64)
@@ -197,7 +263,9 @@ def test_a_tied_head_is_a_copy_where_it_is_quantized_and_counted(kind: Quantizat
 
 
 @pytest.mark.parametrize("plan", [Plan(3, None, 4, 1), Plan(3, 6, 2, 2), Plan(6, 8, 3, 1)], ids=str)
-def test_speculation_keeps_the_output_of_the_quantized_model(int8: Decoder, plan: Plan, expected_int8: list[list[int]]) -> None:
+def test_speculation_keeps_the_output_of_the_quantized_model(
+    int8: Decoder, plan: Plan, expected_int8: list[list[int]]
+) -> None:
     assert int8.row_invariant or not PACKS
     for sizes in ({}, {"max_num_seqs": 2, "block_size": 4}):
         found = run(make_engine(int8, plan, **sizes), PROMPTS)
@@ -214,7 +282,10 @@ def test_trained_exits_are_quantized_with_their_model(
     int8: Decoder, tiny_decoder: Decoder, tiny_path: Path, tmp_path: Path, expected_int8: list[list[int]]
 ) -> None:
     checkpoint = open_checkpoint(tiny_path)
-    infos = [ExitInfo(layer=4, intermediate_size=TINY_MLP, vocabulary_size=96), ExitInfo(layer=7, intermediate_size=TINY_MLP)]
+    infos = [
+        ExitInfo(layer=4, intermediate_size=TINY_MLP, vocabulary_size=96),
+        ExitInfo(layer=7, intermediate_size=TINY_MLP),
+    ]
     file = make_exits(tmp_path / "some", checkpoint, infos, from_trunk=True)
     exits, originals = loaded(file, int8, checkpoint), loaded(file, tiny_decoder, checkpoint)
     assert all(own.num_bytes < 0.4 * other.num_bytes for own, other in zip(exits, originals, strict=True))
@@ -230,8 +301,17 @@ def test_a_draft_model_is_quantized_with_its_target(tiny_path: Path) -> None:
     draft = {"draft": {"kind": "model", "path": str(tiny_path)}, "num_draft_tokens": 3}
     params, outputs, sizes = SamplingParams(temperature=0.0, max_tokens=12), [], []
     for speculative, kind in ((None, "int8"), (draft, "int8"), (draft, None)):
-        llm = LLM(str(tiny_path), device="cpu", dtype="float32", quantization=kind, speculative=speculative, max_model_len=128)
-        outputs.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)])
+        llm = LLM(
+            str(tiny_path),
+            device="cpu",
+            dtype="float32",
+            quantization=kind,
+            speculative=speculative,
+            max_model_len=128,
+        )
+        outputs.append(
+            [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+        )
         sizes.append(llm.draft_models.num_bytes)
     assert sizes[0] == 0 and 0 < sizes[1] < 0.5 * sizes[2]
     assert outputs[0] == outputs[1] or not PACKS

@@ -1,4 +1,5 @@
 """Bad input gets an error that names the value, the limit and the way out, and leaves the engine working."""
+
 from __future__ import annotations
 
 import shutil
@@ -36,7 +37,9 @@ def llm(tiny_path: Path) -> LLM:
         ([1, 2], {"n": 2}, "n=2"),
     ],
 )
-def test_engine_refuses_and_goes_on(tiny_decoder: Decoder, prompt: list[Any], params: dict[str, Any], words: str) -> None:
+def test_engine_refuses_and_goes_on(
+    tiny_decoder: Decoder, prompt: list[Any], params: dict[str, Any], words: str
+) -> None:
     engine = make_engine(tiny_decoder, Plan(3, 8, 2, 2), **SMALL)
     with pytest.raises(RequestError, match=words):
         engine.add_request(prompt, SamplingParams(**params))
@@ -46,7 +49,9 @@ def test_engine_refuses_and_goes_on(tiny_decoder: Decoder, prompt: list[Any], pa
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers(tiny_decoder: Decoder) -> None:
     engine = make_engine(tiny_decoder, num_kv_blocks=4, block_size=8)
-    with pytest.raises(RequestError, match=r"42 tokens = 6 KV blocks of 8, but there are 4; lower max_tokens to 13"):
+    with pytest.raises(
+        RequestError, match=r"42 tokens = 6 KV blocks of 8, but there are 4; lower max_tokens to 13"
+    ):
         engine.add_request([1] * 20, SamplingParams(max_tokens=22))
     with pytest.raises(RequestError, match=r"40 tokens take 5 KV blocks of 8.*raise num_kv_blocks"):
         engine.add_request([1] * 40, SamplingParams(max_tokens=1))
@@ -61,7 +66,11 @@ def test_all_that_is_wrong_is_said_in_one_error(tiny_decoder: Decoder) -> None:
 
 
 def test_one_bad_prompt_does_not_take_the_others_down(llm: LLM) -> None:
-    outputs = llm.generate(["ab", "", [5, 6], [999], {"prompt_token_ids": [7]}, {"nothing": 1}], SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
+    outputs = llm.generate(
+        ["ab", "", [5, 6], [999], {"prompt_token_ids": [7]}, {"nothing": 1}],
+        SamplingParams(temperature=0.0, max_tokens=4),
+        use_tqdm=False,
+    )
     assert [output.error is None for output in outputs] == [True, False, True, False, True, False]
     assert all(len(output.outputs[0].token_ids) == 4 for output in outputs if output.error is None)
     assert not llm.has_unfinished() and llm.stats()["kv_blocks_used"] == 0
@@ -80,14 +89,20 @@ def test_duplicate_ids_are_refused_while_they_live(tiny_decoder: Decoder) -> Non
         ({"device": "tpu"}, "device='tpu'"),
         ({"device": "meta"}, "cpu and cuda"),
         ({"dtype": "int8"}, "dtype.*int8"),
-        ({"max_model_len": 100000}, r"max_model_len=100000 is above the model's max_position_embeddings of 512"),
+        (
+            {"max_model_len": 100000},
+            r"max_model_len=100000 is above the model's max_position_embeddings of 512",
+        ),
         ({"block_size": 0}, "block_size.*0"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"blok_size": 4}, "did you mean 'block_size'"),
         ({"dtype": "bfloat16", "attention": "numba"}, "numba.*float32"),
         ({"speculative": {"draft": {"layer": 9}}}, r"draft.layer=9 .* 9 layers; choose 1 to 8"),
         ({"speculative": {"draft": {"layer": 3}, "check": {"layer": 12}}}, r"check.layer=12"),
-        ({"speculative": {"draft": {"layer": 5}, "check": {"layer": 5}}}, r"check.layer=5 must lie above draft.layer=5"),
+        (
+            {"speculative": {"draft": {"layer": 5}, "check": {"layer": 5}}},
+            r"check.layer=5 must lie above draft.layer=5",
+        ),
         ({"speculative": {"draft": {"layer": 5}, "num_draft_tokens": 0}}, "num_draft_tokens.*0"),
         ({"speculative": {"draft": {"layer": 5}, "num_checks": 0}}, "num_checks.*0"),
     ],
@@ -111,7 +126,12 @@ def test_stop_strings_need_a_tokenizer_and_chat_a_template(tiny_path: Path) -> N
     bare = LLM(str(tiny_path), skip_tokenizer_init=True, **SMALL)
     for output in bare.generate(["text"], use_tqdm=False):
         assert output.error is not None and "prompt_token_ids" in output.error
-    assert bare.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=3), use_tqdm=False)[0].outputs[0].text == ""
+    assert (
+        bare.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=3), use_tqdm=False)[0]
+        .outputs[0]
+        .text
+        == ""
+    )
 
 
 def test_speculation_cannot_change_under_live_requests(tiny_path: Path) -> None:

@@ -1,4 +1,5 @@
 """How many KV blocks fit on a GPU, and what an engine does when memory runs out all the same."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -28,7 +29,9 @@ PROMPTS = random_prompts((1, 2, 7, 8, 9, 31, 33, 70))
 MB = 1 << 20
 
 
-def blocks(free: int, peak: int = 100 * MB, bytes_per_block: int = MB, model_len: int = 1600, **config: Any) -> int:
+def blocks(
+    free: int, peak: int = 100 * MB, bytes_per_block: int = MB, model_len: int = 1600, **config: Any
+) -> int:
     fields = {"max_num_seqs": 4, "block_size": 16, "max_graph_bytes": 100 * MB, **config}
     return num_blocks_beside(EngineConfig(**fields), free, peak, bytes_per_block, model_len)
 
@@ -41,7 +44,10 @@ def test_blocks_take_what_passes_and_graphs_leave() -> None:
 
 
 def test_no_room_for_a_block_is_an_error_that_names_what_to_lower() -> None:
-    limits = r"utilization=0\.5 allows 500 MB.*max_num_seqs=4.*max_prefill_tokens=512 take 400 MB.*not one KV block of 1 MB"
+    limits = (
+        r"utilization=0\.5 allows 500 MB.*max_num_seqs=4.*max_prefill_tokens=512 take 400 MB.*not one KV"
+        r" block of 1 MB"
+    )
     with pytest.raises(ConfigError, match=limits):
         blocks(1000 * MB, peak=400 * MB, gpu_memory_utilization=0.5)
 
@@ -55,14 +61,20 @@ def test_what_counts_as_out_of_memory() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_largest_passes_can_be_tried_over_a_single_block(tiny_decoder: Decoder, tmp_path: Any, expected: list[list[int]], name: str) -> None:
+def test_the_largest_passes_can_be_tried_over_a_single_block(
+    tiny_decoder: Decoder, tmp_path: Any, expected: list[list[int]], name: str
+) -> None:
     """As is done on a GPU to see what they need; nothing that they leave disturbs what comes after."""
-    draft_model = draft_decoder(tiny_checkpoint(tmp_path, hidden=32, num_layers=2)) if "model" in name else None
+    draft_model = (
+        draft_decoder(tiny_checkpoint(tmp_path, hidden=32, num_layers=2)) if "model" in name else None
+    )
     engine = drafter_engine(tiny_decoder, ALL[name], draft_model, is_static=True)
     trial = engine._plans.make(1, Wanted(build(SpeculativeConfig, ALL[name]), draft_model=draft_model))
     before = engine.stats()["layer_passes"]
     for speculation in (trial, engine._runtime):
-        try_largest_passes(EngineConfig(max_num_seqs=8, block_size=8, max_prefill_tokens=40), tiny_decoder, 256, speculation)
+        try_largest_passes(
+            EngineConfig(max_num_seqs=8, block_size=8, max_prefill_tokens=40), tiny_decoder, 256, speculation
+        )
     assert engine.stats()["layer_passes"] > before + 9
     assert run(engine, PROMPTS) == expected
 
@@ -95,20 +107,32 @@ class Memory:
 @pytest.mark.parametrize("is_static", [False, True])
 @pytest.mark.parametrize("name", ["ngram", "hybrid checks", "tree"])
 def test_the_batch_shrinks_and_goes_on(
-    tiny_decoder: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, is_static: bool
+    tiny_decoder: Decoder,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    is_static: bool,
 ) -> None:
     engine = drafter_engine(tiny_decoder, ALL[name], is_static=is_static, max_prefill_tokens=64)
     memory = Memory(monkeypatch, prefill_tokens=20, rows=3)
     assert run(engine, PROMPTS) == expected
     assert memory.num_failures >= 3
-    assert "prefill goes on with max_prefill_tokens=16" in caplog.text and "goes on with max_num_seqs=" in caplog.text
+    assert (
+        "prefill goes on with max_prefill_tokens=16" in caplog.text
+        and "goes on with max_num_seqs=" in caplog.text
+    )
     failures = memory.num_failures
     assert run(engine, PROMPTS) == expected
     assert memory.num_failures == failures, "what was learnt stays"
 
 
-def test_penalties_count_each_token_once_when_a_round_fails(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, repetition_penalty=1.3, frequency_penalty=0.3)
+def test_penalties_count_each_token_once_when_a_round_fails(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(
+        temperature=0.8, seed=3, max_tokens=24, repetition_penalty=1.3, frequency_penalty=0.3
+    )
     plain = run(make_engine(tiny_decoder), PROMPTS[:4], params)
     engine = drafter_engine(tiny_decoder, ALL["ngram"], is_static=True)
     memory = Memory(monkeypatch, rows=2)
@@ -117,9 +141,13 @@ def test_penalties_count_each_token_once_when_a_round_fails(tiny_decoder: Decode
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()])
-def test_penalties_count_each_token_once_when_the_round_after_fails(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_penalties_count_each_token_once_when_the_round_after_fails(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     """What the round before committed was counted already, so that this one could follow it."""
-    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, repetition_penalty=1.3, frequency_penalty=0.3)
+    params = SamplingParams(
+        temperature=0.8, seed=3, max_tokens=24, repetition_penalty=1.3, frequency_penalty=0.3
+    )
     plain = run(make_engine(tiny_decoder), PROMPTS[:2], params)
     engine = drafter_engine(tiny_decoder, ALL["ngram"], is_static=True)
     run_round, num_ahead = round.run_round, 0
@@ -137,7 +165,9 @@ def test_penalties_count_each_token_once_when_the_round_after_fails(tiny_decoder
     assert num_ahead > 6
 
 
-def test_a_request_that_does_not_fit_alone_ends_and_others_go_on(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_does_not_fit_alone_ends_and_others_go_on(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(tiny_decoder, Plan(3, 6, 2, 2), max_prefill_tokens=64)
     prefill = Stages.prefill
 

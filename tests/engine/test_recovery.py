@@ -1,4 +1,5 @@
 """What goes wrong in one request, or in the middle of a step, stays there."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -36,10 +37,15 @@ class Interrupting:
 
 @pytest.mark.parametrize("at", [1, 2, 7])
 @pytest.mark.parametrize("plan", [Plan(), Plan(8, None, 4, 1), Plan(3, 8, 2, 2)], ids=str)
-def test_an_interrupt_within_a_commit_leaves_every_output_right(tiny_decoder: Decoder, at: int, plan: Plan) -> None:
+def test_an_interrupt_within_a_commit_leaves_every_output_right(
+    tiny_decoder: Decoder, at: int, plan: Plan
+) -> None:
     wanted = run(make_engine(tiny_decoder), PROMPTS)
     engine = make_engine(tiny_decoder, plan, num_kv_blocks=40)
-    ids = [engine.add_request(prompt, GREEDY, text=Interrupting(at) if i == 1 else None) for i, prompt in enumerate(PROMPTS)]
+    ids = [
+        engine.add_request(prompt, GREEDY, text=Interrupting(at) if i == 1 else None)
+        for i, prompt in enumerate(PROMPTS)
+    ]
     outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
     interrupts = 0
     while engine.has_unfinished():
@@ -54,7 +60,8 @@ def test_an_interrupt_within_a_commit_leaves_every_output_right(tiny_decoder: De
     assert interrupts == 1
     assert outputs[ids[0]] == wanted[0] and outputs[ids[2]] == wanted[2]
     assert set(outputs[ids[1]]) <= set(wanted[1])
-    # Nothing wrong was published either: longer prompts that find the cached blocks go on as they would anywhere.
+    # Nothing wrong was published either: longer prompts that find the cached blocks go on as they would
+    # anywhere.
     longer = [prompt + output for prompt, output in zip(PROMPTS, wanted, strict=True)]
     assert run(engine, longer) == run(make_engine(tiny_decoder), longer)
 
@@ -66,15 +73,22 @@ def test_a_text_hook_that_fails_at_release_ends_its_request_alone(tiny_decoder: 
 
     wanted = run(make_engine(tiny_decoder), PROMPTS)
     engine = make_engine(tiny_decoder, Plan(3, 8, 2, 2))
-    ids = [engine.add_request(prompt, GREEDY, text=Broken(-1) if i == 1 else None) for i, prompt in enumerate(PROMPTS)]
+    ids = [
+        engine.add_request(prompt, GREEDY, text=Broken(-1) if i == 1 else None)
+        for i, prompt in enumerate(PROMPTS)
+    ]
     deltas = [delta for _ in range(100) if engine.has_unfinished() for delta in engine.step()]
     ends = {delta.request_id: delta for delta in deltas if delta.finish_reason}
     assert ends[ids[1]].finish_reason == "error" and "no text" in (ends[ids[1]].error or "")
     for i in (0, 2):
-        assert [token for delta in deltas if delta.request_id == ids[i] for token in delta.token_ids] == wanted[i]
+        assert [
+            token for delta in deltas if delta.request_id == ids[i] for token in delta.token_ids
+        ] == wanted[i]
 
 
-@pytest.mark.parametrize("values", [{"top_k": 2**63}, {"min_tokens": 2**63, "max_tokens": None}, {"temperature": 1e-40}])
+@pytest.mark.parametrize(
+    "values", [{"top_k": 2**63}, {"min_tokens": 2**63, "max_tokens": None}, {"temperature": 1e-40}]
+)
 def test_values_that_no_tensor_holds_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         SamplingParams.of(values)
@@ -107,7 +121,9 @@ def llm(tiny_path: Path) -> LLM:
 
 def test_streams_and_queued_requests_do_not_take_each_others_output(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    wanted = [output.outputs[0].token_ids for output in llm.generate(["job", "one", "two"], params, use_tqdm=False)]
+    wanted = [
+        output.outputs[0].token_ids for output in llm.generate(["job", "one", "two"], params, use_tqdm=False)
+    ]
     llm.add("job", params, "job")
     first, second = llm.stream("one", params), llm.stream("two", params)
     got: list[list[int]] = [[], []]
@@ -118,7 +134,9 @@ def test_streams_and_queued_requests_do_not_take_each_others_output(llm: LLM) ->
         tokens += [token for delta in stream for token in delta.token_ids]
     assert got == wanted[1:]
     outputs = [output for _ in range(50) if llm.has_unfinished() for output in llm.step()]
-    assert [output.request_id for output in outputs] == ["job"] and outputs[0].outputs[0].token_ids == wanted[0]
+    assert [output.request_id for output in outputs] == ["job"] and outputs[0].outputs[0].token_ids == wanted[
+        0
+    ]
 
 
 def test_retrying_an_aborted_id_starts_anew(llm: LLM) -> None:
@@ -127,7 +145,11 @@ def test_retrying_an_aborted_id_starts_anew(llm: LLM) -> None:
     llm.abort(["a"])
     llm.add("abc", params, "a")
     outputs = [output for _ in range(30) if llm.has_unfinished() for output in llm.step()]
-    assert len(outputs) == 1 and outputs[0].outputs[0].finish_reason == "length" and len(outputs[0].outputs[0].token_ids) == 5
+    assert (
+        len(outputs) == 1
+        and outputs[0].outputs[0].finish_reason == "length"
+        and len(outputs[0].outputs[0].token_ids) == 5
+    )
 
 
 def test_an_error_while_queuing_leaves_the_llm_usable(llm: LLM) -> None:
@@ -141,7 +163,9 @@ def test_a_stop_string_before_min_tokens_is_plain_text(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     whole = llm.generate("tell me", params, use_tqdm=False)[0].outputs[0]
     early = whole.text[2:4]
-    output = llm.generate("tell me", params.model_copy(update={"stop": [early], "min_tokens": 25}), use_tqdm=False)[0].outputs[0]
+    output = llm.generate(
+        "tell me", params.model_copy(update={"stop": [early], "min_tokens": 25}), use_tqdm=False
+    )[0].outputs[0]
     assert whole.text.startswith(output.text) and early in output.text
     assert output.token_ids == whole.token_ids[: len(output.token_ids)] and len(output.token_ids) >= 25
 
@@ -156,7 +180,9 @@ def test_another_rows_nan_stays_its_own_under_sdpa(tiny_decoder: Decoder) -> Non
     view = BatchView(torch.tensor([1]), torch.tensor([5]), torch.tensor([[1, 0]]), torch.tensor([0, 1]), 1, 8)
     for name in ("sdpa", "numba"):
         backend = select_backend(name, CPU, torch.float32)
-        assert torch.isfinite(backend.attend(torch.ones(1, 2, 8), kv, 0, backend.prepare(view, kv))).all(), name
+        assert torch.isfinite(backend.attend(torch.ones(1, 2, 8), kv, 0, backend.prepare(view, kv))).all(), (
+            name
+        )
 
 
 def test_the_engine_stays_within_the_rotary_table(tiny_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What happens around a round of static shape when something fails in between: copies, drafters, tables of the sampler, interrupts."""
+"""What happens around a round of static shape when something fails in between: copies, drafters, tables of
+the sampler, interrupts."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -63,7 +65,9 @@ def test_memory_that_a_drafter_lacks_shrinks_the_batch_and_keeps_the_drafter(
     assert stats["drafter_failures"] == 0 and stats["drafted"] > 0
 
 
-def test_tables_of_the_sampler_that_do_not_fit_shrink_the_batch(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_the_sampler_that_do_not_fit_shrink_the_batch(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=16, repetition_penalty=1.2)
     plain = run(make_engine(tiny_decoder), PROMPTS, params)
     make_tables = Penalties.make_tables
@@ -79,7 +83,9 @@ def test_tables_of_the_sampler_that_do_not_fit_shrink_the_batch(tiny_decoder: De
     assert run(engine, PROMPTS, params) == plain
 
 
-def test_penalties_that_cannot_be_counted_are_counted_anew(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_that_cannot_be_counted_are_counted_anew(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=16, repetition_penalty=1.2)
     plain = run(make_engine(tiny_decoder), PROMPTS[:3], params)
     advance, calls = Sampler.advance, 0
@@ -93,11 +99,16 @@ def test_penalties_that_cannot_be_counted_are_counted_anew(tiny_decoder: Decoder
 
     monkeypatch.setattr(Sampler, "advance", fails)
     for is_static in (False, True):
-        assert run(make_engine(tiny_decoder, Plan(3, 6, 2, 2), is_static=is_static), PROMPTS[:3], params) == plain
+        assert (
+            run(make_engine(tiny_decoder, Plan(3, 6, 2, 2), is_static=is_static), PROMPTS[:3], params)
+            == plain
+        )
 
 
 @pytest.mark.parametrize("is_static", [False, True])
-def test_prompt_lookup_forgets_what_a_lost_round_told_it(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch, is_static: bool) -> None:
+def test_prompt_lookup_forgets_what_a_lost_round_told_it(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch, is_static: bool
+) -> None:
     """A text of one token, so that all drafts are right, up to the longest text that there may be."""
     params = SamplingParams(temperature=0.0, max_tokens=44, logit_bias={7: 100.0})
     read, calls = Engine._read, 0
@@ -117,10 +128,15 @@ def test_prompt_lookup_forgets_what_a_lost_round_told_it(tiny_decoder: Decoder, 
 
 
 @pytest.mark.parametrize("is_static", [False, True])
-def test_plans_of_one_draft_model_share_its_kv(tiny_decoder: Decoder, expected: list[list[int]], is_static: bool) -> None:
+def test_plans_of_one_draft_model_share_its_kv(
+    tiny_decoder: Decoder, expected: list[list[int]], is_static: bool
+) -> None:
     """The draft model is the target: where its KV is there, all drafts are right."""
     engine = drafter_engine(tiny_decoder, ALL["model"], tiny_decoder, is_static=is_static)
-    first, other = SpeculativeConfig(**ALL["model"]), SpeculativeConfig(**{**ALL["model"], "num_draft_tokens": 2})
+    first, other = (
+        SpeculativeConfig(**ALL["model"]),
+        SpeculativeConfig(**{**ALL["model"], "num_draft_tokens": 2}),
+    )
     for speculative in (first, None, other, first):
         engine.set_speculative(speculative, draft_model=tiny_decoder if speculative else None)
         engine.reset_stats()
@@ -134,14 +150,21 @@ def test_what_plans_keep_is_counted_and_released(tiny_decoder: Decoder, tmp_path
     from tests.helpers.recorded_graphs import RecordedGraphs
 
     draft_model = draft_decoder(tiny_checkpoint(tmp_path, hidden=32, num_layers=2))
-    engine = drafter_engine(tiny_decoder, ALL["model"], draft_model, is_static=True, graph_device=RecordedGraphs())
+    engine = drafter_engine(
+        tiny_decoder, ALL["model"], draft_model, is_static=True, graph_device=RecordedGraphs()
+    )
     held = engine.memory()["hidden_bytes"]
     kept = [engine._runtime]
     for length in range(1, 30):
-        engine.set_speculative(SpeculativeConfig(**{**ALL["model"], "num_draft_tokens": length}), draft_model=draft_model)
+        engine.set_speculative(
+            SpeculativeConfig(**{**ALL["model"], "num_draft_tokens": length}), draft_model=draft_model
+        )
         kept.append(engine._runtime)
         assert len(engine._plans.kept) <= 8
     assert engine.memory()["hidden_bytes"] == sum(each.hidden.num_bytes for each in engine._plans.kept) > held
     assert all(each.draft_kv is kept[0].draft_kv for each in engine._plans.kept)
     engine.close()
-    assert all(each.kv.num_bytes == 0 and each.draft_kv is not None and each.draft_kv.num_bytes == 0 for each in engine._plans.kept)
+    assert all(
+        each.kv.num_bytes == 0 and each.draft_kv is not None and each.draft_kv.num_bytes == 0
+        for each in engine._plans.kept
+    )

@@ -1,7 +1,10 @@
-"""Triton's attention over pages against the sdpa twin and a softmax in float64; in its invariant mode bit for bit against itself.
+"""Triton's attention over pages against the sdpa twin and a softmax in float64; in its invariant mode bit for
+bit against itself.
 
-On a CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1, set by tests/__init__.py), on a CUDA device as they are.
+On a CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1, set by tests/__init__.py), on a CUDA
+device as they are.
 """
+
 from __future__ import annotations
 
 import random
@@ -42,12 +45,16 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 RAGGED = [Row(1, 1), Row(70, 5, 1), Row(131, 10, 2), Row(33, 0, 3), Row(64, 3, 4)]
 
 
-@pytest.mark.parametrize("heads", [(1, 1, 16), (4, 2, 16), (6, 2, 40), (9, 3, 64), (4, 1, 128), (6, 1, 80), (2, 2, 96), (12, 2, 8)])
+@pytest.mark.parametrize(
+    "heads", [(1, 1, 16), (4, 2, 16), (6, 2, 40), (9, 3, 64), (4, 1, 128), (6, 1, 80), (2, 2, 96), (12, 2, 8)]
+)
 def test_all_groups_and_head_sizes_agree_with_sdpa(heads: Heads) -> None:
     batch = Pass.of(RAGGED, heads)
     for backend in (TritonAttention(split_len=64), TritonAttention(invariant=True)):
         assert_close(batch.attend(backend), batch)
-    torch.testing.assert_close(batch.attend(TritonAttention()).cpu().double(), batch.exact(), atol=5e-6, rtol=0)
+    torch.testing.assert_close(
+        batch.attend(TritonAttention()).cpu().double(), batch.exact(), atol=5e-6, rtol=0
+    )
 
 
 @pytest.mark.parametrize(("block_size", "split_len"), [(1, 64), (5, None), (8, 32), (16, None)])
@@ -58,7 +65,9 @@ def test_all_query_lengths_agree_with_sdpa_in_all_blocks(block_size: int, split_
 
 @pytest.mark.parametrize("split_len", [None, 32, 96])
 def test_decoding_agrees_with_sdpa_around_the_edges_of_tiles_and_splits(split_len: int | None) -> None:
-    batch = Pass.of([Row(context_len, 1, context_len) for context_len in (1, 31, 32, 33, 64, 65, 95, 96, 97, 128, 129)])
+    batch = Pass.of(
+        [Row(context_len, 1, context_len) for context_len in (1, 31, 32, 33, 64, 65, 95, 96, 97, 128, 129)]
+    )
     assert_close(batch.attend(TritonAttention(split_len=split_len)), batch)
 
 
@@ -80,7 +89,9 @@ def test_chunks_of_several_prompts_agree_with_sdpa(split_len: int | None) -> Non
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 128)])
 @pytest.mark.parametrize("rows", [RAGGED, [Row(131, 40, 1), Row(20, 20, 2)]], ids=["drafts", "chunks"])
-def test_half_precision_is_near_the_exact_result(rows: list[Row], heads: Heads, dtype: torch.dtype, limit: float) -> None:
+def test_half_precision_is_near_the_exact_result(
+    rows: list[Row], heads: Heads, dtype: torch.dtype, limit: float
+) -> None:
     batch = Pass.of(rows, heads, dtype=dtype)
     for backend in (TritonAttention(split_len=64), TritonAttention(invariant=True)):
         found = batch.attend(backend)
@@ -89,7 +100,8 @@ def test_half_precision_is_near_the_exact_result(rows: list[Row], heads: Heads, 
 
 
 def test_scores_may_be_far_apart() -> None:
-    """Most weights underflow, and the largest score comes first, in between, or last: in another split than the rest."""
+    """Most weights underflow, and the largest score comes first, in between, or last: in another split than
+    the rest."""
     for peak in (0, 65, 199):
         batch = Pass.of([Row(200, 3)], (4, 2, 16))
         slot = slots_of(batch.view.block_tables, torch.tensor([[peak]], device=DEVICE), 8)[0, 0]
@@ -115,8 +127,8 @@ def test_a_pass_without_tokens_gives_nothing() -> None:
 
 
 def static(batch: Pass, q_len: int) -> tuple[Pass, Tensor]:
-    """The same rows as a rectangle of q_len places a row, with a row more, and which of its places are live. A place of padding has slot -1 and
-    position 0; in a tree its path holds -1."""
+    """The same rows as a rectangle of q_len places a row, with a row more, and which of its places are live.
+    A place of padding has slot -1 and position 0; in a tree its path holds -1."""
     view, rows = batch.view, batch.view.num_rows + 1
     live = torch.zeros(rows, q_len, dtype=torch.bool, device=DEVICE)
     live[:-1] = torch.arange(q_len, device=DEVICE) < view.cu_q_lens.diff().unsqueeze(1)
@@ -144,7 +156,9 @@ def static(batch: Pass, q_len: int) -> tuple[Pass, Tensor]:
 @pytest.mark.parametrize("invariant", [False, True])
 def test_places_of_padding_are_finite_and_change_nothing(invariant: bool, rows: list[Row]) -> None:
     backend, batch = TritonAttention(invariant, 64), Pass.of(rows)
-    batch.kv.data[LAYER].nan_to_num_(nan=1.0)  # padding reads slots that nobody wrote; a pool begins with zeros
+    batch.kv.data[LAYER].nan_to_num_(
+        nan=1.0
+    )  # padding reads slots that nobody wrote; a pool begins with zeros
     nan = torch.full((1, *batch.kv.keys(LAYER).shape[1:]), float("nan"), device=DEVICE)
     for layer in (LAYER - 1, LAYER):  # what would be read for slot -1
         batch.kv.write(layer, torch.tensor([-1], device=DEVICE), nan, nan)
@@ -156,7 +170,9 @@ def test_places_of_padding_are_finite_and_change_nothing(invariant: bool, rows: 
         assert torch.equal(found[live], batch.attend(backend))
 
 
-@pytest.mark.parametrize(("seed", "block_size", "split_len"), [(0, 1, None), (1, 5, 32), (2, 16, 64), (6, 8, 96)])
+@pytest.mark.parametrize(
+    ("seed", "block_size", "split_len"), [(0, 1, None), (1, 5, 32), (2, 16, 64), (6, 8, 96)]
+)
 def test_trees_agree_with_sdpa(seed: int, block_size: int, split_len: int | None) -> None:
     batch = Pass.of(forest(seed), (3, 1, 16), block_size, seed=seed)
     assert_close(batch.attend(TritonAttention(split_len=split_len)), batch)
@@ -193,7 +209,10 @@ def test_a_node_sees_its_ancestors_and_itself_and_nothing_else_of_the_tree(invar
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_chain_may_be_told_by_paths_or_by_its_table_alone(invariant: bool) -> None:
     """All of it, its last three positions, or nothing; in the invariant mode with the same bits."""
-    backend, batch = TritonAttention(invariant, 64), Pass.of([Row(70, 5, 1), Row(64, 1, 2), Row(80, 3, 3)], block_size=5)
+    backend, batch = (
+        TritonAttention(invariant, 64),
+        Pass.of([Row(70, 5, 1), Row(64, 1, 2), Row(80, 3, 3)], block_size=5),
+    )
     expected, positions = batch.attend(backend), batch.view.positions
     none = replace(batch.view, paths=torch.full((9, 4), -1, device=DEVICE), path_starts=positions + 1)
     no_depth = replace(none, paths=none.paths[:, :0])
@@ -201,14 +220,22 @@ def test_a_chain_may_be_told_by_paths_or_by_its_table_alone(invariant: bool) -> 
     for starts in ((positions - 2).clamp(min=0), torch.zeros_like(positions)):
         depth = int((positions - starts).max()) + 1
         seen = torch.minimum(starts.unsqueeze(1) + torch.arange(depth, device=DEVICE), positions.unsqueeze(1))
-        views.append(replace(batch.view, paths=slots_of(batch.view.block_tables[batch.view.row_ids()], seen, 5), path_starts=starts))
+        views.append(
+            replace(
+                batch.view,
+                paths=slots_of(batch.view.block_tables[batch.view.row_ids()], seen, 5),
+                path_starts=starts,
+            )
+        )
     for view in views:
         found = replace(batch, view=view).attend(backend)
         assert torch.equal(found, expected) if invariant else torch.allclose(found, expected, atol=5e-6)
 
 
 @pytest.mark.parametrize(("heads", "dtype"), [((3, 1, 40), torch.float32), ((4, 2, 64), torch.bfloat16)])
-def test_bits_do_not_depend_on_the_rest_of_the_pass(heads: Heads, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_the_rest_of_the_pass(
+    heads: Heads, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend, row = TritonAttention(invariant=True, split_len=64), Row(150, 24, seed=1)
     assert backend.row_invariant
     others = [Row(1, 1, 2), Row(64, 7, 3), Row(200, 2, 4), Row(90, 12, 5)]
@@ -222,19 +249,29 @@ def test_bits_do_not_depend_on_the_rest_of_the_pass(heads: Heads, dtype: torch.d
     among = attend([*others[:2], replace(row, q_len=5), *others[2:]], seed=1, block_size=5)
     assert torch.equal(among[8:13], together[-5:]), "in a batch"
     for position in (127, 128, 148):  # alone, and with nothing after it
-        assert torch.equal(attend([Row(position + 1, 1, 1)])[0], together[position - 126]), f"position {position}"
+        assert torch.equal(attend([Row(position + 1, 1, 1)])[0], together[position - 126]), (
+            f"position {position}"
+        )
     for bucket in (256, 1000):
         assert torch.equal(attend([row], bucket=bucket), together), f"up to {bucket} positions"
     monkeypatch.setattr(triton_pages, "_num_sms", lambda device: 0)
     assert torch.equal(attend([row]), together), "all splits in one program"
-    assert torch.equal(attend([*others, replace(row, q_len=3)], block_size=16)[-3:], together[-3:]), "all splits in one program, in a batch"
+    assert torch.equal(attend([*others, replace(row, q_len=3)], block_size=16)[-3:], together[-3:]), (
+        "all splits in one program, in a batch"
+    )
 
 
 @pytest.mark.parametrize("context_len", [0, 28, 60])
-def test_a_nodes_bits_are_those_of_its_path_as_a_chain(context_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two branches, which part at once and cross tiles and splits. The chain has the data of the branch's nodes at its last positions."""
+def test_a_nodes_bits_are_those_of_its_path_as_a_chain(
+    context_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two branches, which part at once and cross tiles and splits. The chain has the data of the branch's
+    nodes at its last positions."""
     parents = [-1, 0, 1, 2, 3, 4, 0, 6, 7, 8, 9]
-    backend, tree = TritonAttention(invariant=True, split_len=64), Row.tree(context_len, parents, seed=7, early=2)
+    backend, tree = (
+        TritonAttention(invariant=True, split_len=64),
+        Row.tree(context_len, parents, seed=7, early=2),
+    )
     for sms in (132, 0):
         monkeypatch.setattr(triton_pages, "_num_sms", lambda device, sms=sms: sms)
         batch = Pass.of([Row(90, 2, 3), tree], (3, 1, 16))
@@ -249,11 +286,15 @@ def test_a_nodes_bits_are_those_of_its_path_as_a_chain(context_len: int, monkeyp
             assert torch.equal(chain.attend(backend), found[branch])
 
 
-def test_bits_of_trees_do_not_depend_on_how_tokens_are_dealt_to_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_of_trees_do_not_depend_on_how_tokens_are_dealt_to_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     backend, batch = TritonAttention(invariant=True, split_len=64), Pass.of(forest(2), (3, 1, 16))
     expected, config = batch.attend(backend), triton_pages._launch_config
     for pairs in (3, 7):
-        monkeypatch.setattr(triton_pages, "_launch_config", lambda *args, pairs=pairs: replace(config(*args), pairs=pairs))
+        monkeypatch.setattr(
+            triton_pages, "_launch_config", lambda *args, pairs=pairs: replace(config(*args), pairs=pairs)
+        )
         assert torch.equal(batch.attend(backend), expected)
 
 

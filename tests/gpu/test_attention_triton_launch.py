@@ -1,4 +1,6 @@
-"""What Triton's attention launches: grids from host integers alone, splits that fill a device, kernels that compile without one."""
+"""What Triton's attention launches: grids from host integers alone, splits that fill a device, kernels that
+compile without one."""
+
 from __future__ import annotations
 
 import os
@@ -51,17 +53,33 @@ class Recorder:
         return lambda *args, **kwargs: self.calls.append((grid, args, kwargs))
 
 
-def launches(backend: TritonAttention, heads: Heads, dtype: torch.dtype, q_len: int, tree: bool) -> tuple[Recorder, Recorder]:
+def launches(
+    backend: TritonAttention, heads: Heads, dtype: torch.dtype, q_len: int, tree: bool
+) -> tuple[Recorder, Recorder]:
     """What a pass would launch. Its tensors have no data, so any look at one is an error."""
     meta, num_rows, bucket = torch.device("meta"), 2, 1024
     tokens = num_rows * q_len
     indices = torch.empty(tokens, dtype=torch.int64, device=meta)
     tables, ends = indices.new_empty(num_rows, 64), indices.new_empty(num_rows + 1)
-    view = BatchView(indices, indices, tables, ends, q_len, bucket, indices.new_empty(tokens, 4) if tree else None, indices if tree else None)
+    view = BatchView(
+        indices,
+        indices,
+        tables,
+        ends,
+        q_len,
+        bucket,
+        indices.new_empty(tokens, 4) if tree else None,
+        indices if tree else None,
+    )
     kv = PagedKV(LAYER + 1, 4, 16, heads[1], heads[2], dtype, meta)
     attend, combine = Recorder(), Recorder()
-    with mock.patch.object(triton_pages, "attend_pages", attend), mock.patch.object(triton_pages, "combine_splits", combine):
-        out = backend.attend(torch.empty(tokens, *heads[::2], dtype=dtype, device=meta), kv, LAYER, backend.prepare(view, kv))
+    with (
+        mock.patch.object(triton_pages, "attend_pages", attend),
+        mock.patch.object(triton_pages, "combine_splits", combine),
+    ):
+        out = backend.attend(
+            torch.empty(tokens, *heads[::2], dtype=dtype, device=meta), kv, LAYER, backend.prepare(view, kv)
+        )
     assert out.shape == (tokens, heads[0] * heads[2])
     return attend, combine
 
@@ -85,7 +103,10 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 def compile_call(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> str:
     """Compiles a kernel as a launch with these arguments would -> its registers and stack."""
     options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
-    values = {**dict(zip(kernel.arg_names, args, strict=False)), **{name: kwargs[name] for name in kwargs.keys() - options.keys()}}
+    values = {
+        **dict(zip(kernel.arg_names, args, strict=False)),
+        **{name: kwargs[name] for name in kwargs.keys() - options.keys()},
+    }
     if "WIDEN" in values:
         values["WIDEN"] = False
     signature, constants, attributes = {}, {}, {}
@@ -94,8 +115,16 @@ def compile_call(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cap
         if parameter.is_constexpr:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
-        signature[parameter.name] = POINTERS[value.dtype] if isinstance(value, Tensor) else "i32" if isinstance(value, int) else "fp32"
-        if not parameter.do_not_specialize and (isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)):
+        signature[parameter.name] = (
+            POINTERS[value.dtype]
+            if isinstance(value, Tensor)
+            else "i32"
+            if isinstance(value, int)
+            else "fp32"
+        )
+        if not parameter.do_not_specialize and (
+            isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
+        ):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -103,18 +132,27 @@ def compile_call(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cap
         file.write(compiled.asm["cubin"])
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     return f"registers {found[1]} stack {found[2]} shared {compiled.metadata.shared}"
 
 
 def compile_offline(every: bool) -> None:
-    """Compiles what passes of all kinds launch, for two generations of devices, and prints what each kernel takes."""
+    """Compiles what passes of all kinds launch, for two generations of devices, and prints what each kernel
+    takes."""
     plain, invariant = TritonAttention(), TritonAttention(invariant=True)
     passes = [(plain, 5, True)]
     if every:
-        passes += [(plain, 1, False), (plain, 6, False), (plain, 12, False), (invariant, 1, False), (invariant, 5, True)]
+        passes += [
+            (plain, 1, False),
+            (plain, 6, False),
+            (plain, 12, False),
+            (invariant, 1, False),
+            (invariant, 5, True),
+        ]
     for capability in (80, 90):
         for dtype in (torch.bfloat16, torch.float16, torch.float32) if every else (torch.bfloat16,):
             for head_dim in (64, 80, 128, 256) if every else (64, 128):
@@ -123,8 +161,14 @@ def compile_offline(every: bool) -> None:
                     for name, recorder in (("attend_pages", attend), ("combine_splits", combine)):
                         for grid, args, kwargs in recorder.calls:
                             taken = compile_call(getattr(triton_pages, name), args, kwargs, capability)
-                            kind = f"q_len {q_len} {'tree' if tree else 'chain'} {'invariant' if backend.row_invariant else 'plain'} grid {grid}"
-                            print(f"{name} sm_{capability} {dtype} head_dim {head_dim} {kind}: {taken}", flush=True)
+                            kind = (
+                                f"q_len {q_len} {'tree' if tree else 'chain'}"
+                                f" {'invariant' if backend.row_invariant else 'plain'} grid {grid}"
+                            )
+                            print(
+                                f"{name} sm_{capability} {dtype} head_dim {head_dim} {kind}: {taken}",
+                                flush=True,
+                            )
 
 
 def run_compile_offline(every: bool) -> list[str]:
@@ -132,7 +176,13 @@ def run_compile_offline(every: bool) -> list[str]:
     code = f"from tests.gpu.test_attention_triton_launch import compile_offline; compile_offline({every})"
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=Path(__file__).parents[2],
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -1,4 +1,5 @@
 """The GPU benchmark, rehearsed without a GPU: every path of it, and its report."""
+
 from __future__ import annotations
 
 import contextlib
@@ -45,16 +46,22 @@ def bench(folder: Path, seconds: float = 60.0) -> Bench:
 # ---- the command ----
 
 
-def test_a_rehearsal_goes_through_all_parts_and_measures_nothing(rehearsal: tuple[int, dict[str, Any], str]) -> None:
+def test_a_rehearsal_goes_through_all_parts_and_measures_nothing(
+    rehearsal: tuple[int, dict[str, Any], str],
+) -> None:
     code, result, printed = rehearsal
     assert code == 0 and result["failures"] == [], result["failures"]
-    assert {name: part["status"] for name, part in result["parts"].items()} == dict.fromkeys(gpu.PARTS, "done")
+    assert {name: part["status"] for name, part in result["parts"].items()} == dict.fromkeys(
+        gpu.PARTS, "done"
+    )
     assert result["rehearsal"] is True and "rehearsal" in result["label"]
     assert result["figures"] == dict.fromkeys(FIGURES) and set(result["reasons"]) == set(FIGURES)
     assert set(result["rehearsed_not_measured"]) == set(FIGURES), "a figure that no part gives"
     assert {"torch", "transformers", "cuda", "triton", "gpu"} <= set(result["environment"])
     table = printed[printed.index("*** a rehearsal") :]
-    assert all(figure.text in table for figure in FIGURES.values()) and table.count("not measured") == len(FIGURES)
+    assert all(figure.text in table for figure in FIGURES.values()) and table.count("not measured") == len(
+        FIGURES
+    )
     assert printed.splitlines()[-2] == "correct"
 
 
@@ -71,8 +78,13 @@ def test_nothing_in_a_rehearsal_was_left_out_or_failed(rehearsal: tuple[int, dic
 def test_what_a_rehearsal_compares_is_compared(rehearsal: tuple[int, dict[str, Any], str]) -> None:
     found = rehearsal[1]["parts"]["correctness"]
     plans = found["replay equals eager"]
-    assert len(plans) == 7 and all(plan["graphs"] >= 3 and plan["replays"] > 0 and plan["different"] == 0 for plan in plans.values())
-    assert all(equal == found["fp32 equals plain"]["prompts"] for equal in found["fp32 equals plain"]["equal"].values())
+    assert len(plans) == 7 and all(
+        plan["graphs"] >= 3 and plan["replays"] > 0 and plan["different"] == 0 for plan in plans.values()
+    )
+    assert all(
+        equal == found["fp32 equals plain"]["prompts"]
+        for equal in found["fp32 equals plain"]["equal"].values()
+    )
     assert found["bf16 against plain"]["outputs"] == 4 * found["fp32 equals plain"]["prompts"]
     synthetic = rehearsal[1]["parts"]["shapes"]["Llama-3-8B"]["batch 1"]["synthetic"]
     assert synthetic["label"] == gpu_run.SYNTHETIC and len(synthetic["ratio_to_plain"]) == 5
@@ -85,23 +97,36 @@ def test_plans_and_candidates_cover_every_drafter() -> None:
     for rows in (1, 8, 32, 128):
         plans = candidates(real, rows)
         for check in (True, False):
-            assert {plan.draft.kind for plan in plans.values() if (plan.check is not None) == check} >= {"adapter", "ngram", "hybrid"}
+            assert {plan.draft.kind for plan in plans.values() if (plan.check is not None) == check} >= {
+                "adapter",
+                "ngram",
+                "hybrid",
+            }
         assert all(plan.plan(30) for plan in plans.values())
         assert {layer for plan in plans.values() for layer in plan.trained_layers().values()} == {4, 7, 15}
 
 
-def test_a_part_that_raises_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_raises_is_recorded_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(bench: Bench, out: dict[str, Any]) -> None:
         out["before"] = 1
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(gpu_correctness, "run", broken)
     monkeypatch.setattr(gpu_shapes, "run", lambda bench, out: out.update(fine=True))
-    assert gpu.main(["--tiny", "--device", "cpu", "--out", str(tmp_path), "--parts", "correctness,shapes"]) == 1
+    assert (
+        gpu.main(["--tiny", "--device", "cpu", "--out", str(tmp_path), "--parts", "correctness,shapes"]) == 1
+    )
     result = json.loads((tmp_path / "gpu-rehearsal.json").read_text())
-    assert result["parts"]["correctness"]["status"] == "failed" and "no such kernel" in result["parts"]["correctness"]["error"]
+    assert (
+        result["parts"]["correctness"]["status"] == "failed"
+        and "no such kernel" in result["parts"]["correctness"]["error"]
+    )
     assert result["parts"]["correctness"]["before"] == 1 and result["parts"]["shapes"]["status"] == "done"
-    assert capsys.readouterr().out.count("FAILED: correctness: RuntimeError: no such kernel") == 2, "at once, and at the end"
+    assert capsys.readouterr().out.count("FAILED: correctness: RuntimeError: no such kernel") == 2, (
+        "at once, and at the end"
+    )
 
 
 def test_a_step_that_raises_is_recorded_and_one_without_time_is_left_out(tmp_path: Path) -> None:
@@ -124,7 +149,9 @@ def test_time_ends_a_part_wherever_it_is(tmp_path: Path, monkeypatch: pytest.Mon
     run = bench(tmp_path, seconds=0.3)
     gpu.measure(run, ["correctness", "shapes"])
     parts = json.loads(run.path.read_text())["parts"]
-    assert parts["correctness"]["status"].startswith("cut short") and parts["shapes"]["status"].startswith("left out")
+    assert parts["correctness"]["status"].startswith("cut short") and parts["shapes"]["status"].startswith(
+        "left out"
+    )
     assert run.result["failures"] == [], "to run out of time is no failure"
 
 
@@ -138,15 +165,29 @@ def test_figures_are_those_of_a_gpu_alone_and_the_worst_counts(tmp_path: Path) -
     run.save()
     result = json.loads(run.path.read_text())
     assert (result["figures"]["host_gap_fraction"], result["figures"]["captured_vs_eager"]) == (0.04, 1.0)
-    assert result["reasons"]["three_tier_vs_plain_b1"] == "no model" and "host_gap_fraction" not in result["reasons"]
+    assert (
+        result["reasons"]["three_tier_vs_plain_b1"] == "no model"
+        and "host_gap_fraction" not in result["reasons"]
+    )
     verdicts = dict(zip(FIGURES, (row[-1] for row in gpu_run.figure_rows(result)), strict=True))
-    assert verdicts["host_gap_fraction"] == verdicts["captured_vs_eager"] == "MISSED" and verdicts["three_tier_vs_plain_b1"] == "not measured"
-    assert FIGURES["host_gap_fraction"].verdict(0.03) == FIGURES["captured_vs_eager"].verdict(4.0) == "reached"
+    assert (
+        verdicts["host_gap_fraction"] == verdicts["captured_vs_eager"] == "MISSED"
+        and verdicts["three_tier_vs_plain_b1"] == "not measured"
+    )
+    assert (
+        FIGURES["host_gap_fraction"].verdict(0.03) == FIGURES["captured_vs_eager"].verdict(4.0) == "reached"
+    )
 
 
-@pytest.mark.parametrize(("arguments", "words"), [([], "--tiny --device cpu"), (["--device", "cpu"], "add --tiny")])
+@pytest.mark.parametrize(
+    ("arguments", "words"), [([], "--tiny --device cpu"), (["--device", "cpu"], "add --tiny")]
+)
 def test_without_a_gpu_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main([*arguments, "--out", str(tmp_path)]) == 2
@@ -156,16 +197,15 @@ def test_without_a_gpu_it_says_so(
 def test_nothing_that_it_imports_needs_numba() -> None:
     modules = sorted(path.stem for path in (ROOT / "benchmarks").glob("gpu*.py"))
     code = (
-        "import sys\n"
-        "class Blocked:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('numba', 'llvmlite'):\n"
-        "            raise ModuleNotFoundError(name)\n"
-        "sys.meta_path.insert(0, Blocked())\n"
-        f"import hispec.measure.stage_bench, hispec.drafters.lookup_torch, {', '.join(f'benchmarks.{module}' for module in modules)}\n"
+        "import sys\nclass Blocked:\n    def find_spec(self, name, path=None, target=None):\n        if"
+        " name.split('.')[0] in ('numba', 'llvmlite'):\n            raise"
+        " ModuleNotFoundError(name)\nsys.meta_path.insert(0, Blocked())\nimport hispec.measure.stage_bench,"
+        f" hispec.drafters.lookup_torch, {', '.join(f'benchmarks.{module}' for module in modules)}\n"
     )
     assert {"gpu", *(part.rpartition(".")[2] for part in gpu.PARTS.values())} < set(modules)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -198,7 +238,9 @@ def test_groups_are_filled_up_from_the_front() -> None:
 
 
 def test_a_speed_is_that_of_full_batches(tiny_decoder: Decoder) -> None:
-    engine = make_engine(tiny_decoder, SpeculativeConfig(draft=DraftConfig(layer=6), num_draft_tokens=4), rows=3, length=128)
+    engine = make_engine(
+        tiny_decoder, SpeculativeConfig(draft=DraftConfig(layer=6), num_draft_tokens=4), rows=3, length=128
+    )
     prompts = random_prompts((4, 9, 17))
     whole, part = decode(engine, prompts, 40), decode(engine, prompts, 40, while_full=True)
     assert [len(output) for output in whole.outputs] == [40] * 3
@@ -211,12 +253,23 @@ def test_a_speed_is_that_of_full_batches(tiny_decoder: Decoder) -> None:
 
 def test_floors_count_weights_heads_and_context(tiny_decoder: Decoder) -> None:
     config, size = tiny_decoder.config, tiny_decoder.dtype.itemsize
-    layer = 2 * config.hidden_size * config.q_size + 2 * config.hidden_size * config.kv_size + 3 * config.hidden_size * config.intermediate_size
+    layer = (
+        2 * config.hidden_size * config.q_size
+        + 2 * config.hidden_size * config.kv_size
+        + 3 * config.hidden_size * config.intermediate_size
+    )
     head = config.hidden_size * config.vocab_size
-    assert bytes_read(tiny_decoder, 2, 5, 2, 4, 30) == size * (3 * layer + 2 * head + 4 * 30 * 2 * config.kv_size * 3)
+    assert bytes_read(tiny_decoder, 2, 5, 2, 4, 30) == size * (
+        3 * layer + 2 * head + 4 * 30 * 2 * config.kv_size * 3
+    )
     assert stages_of(PLAIN) == {"plain": (1, 1, 0, -1, 1)}
     stages = stages_of(Plan(2, 5, 3, 2))
-    assert {name: (often, width) for name, (often, width, *_) in stages.items()} == {"draft": (6, 1), "fill": (2, 1), "check": (2, 4), "verify": (1, 8)}
+    assert {name: (often, width) for name, (often, width, *_) in stages.items()} == {
+        "draft": (6, 1),
+        "fill": (2, 1),
+        "check": (2, 4),
+        "verify": (1, 8),
+    }
 
 
 def test_random_shapes_run_in_any_split(tmp_path: Path) -> None:
@@ -246,19 +299,39 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_report_stands_between_the_markers_and_nothing_else_changes(tmp_path: Path, measured: dict[str, Any]) -> None:
-    docs = write(tmp_path / "performance.md", f"# Speed\nbefore\n\n{gpu_report.BEGIN}\nold\n{gpu_report.END}\n\nafter\n")
+def test_a_report_stands_between_the_markers_and_nothing_else_changes(
+    tmp_path: Path, measured: dict[str, Any]
+) -> None:
+    docs = write(
+        tmp_path / "performance.md",
+        f"# Speed\nbefore\n\n{gpu_report.BEGIN}\nold\n{gpu_report.END}\n\nafter\n",
+    )
     result = write(tmp_path / "gpu-x.json", json.dumps(measured))
     assert gpu_report.main([str(result), "--docs", str(docs)]) == 0
     once = docs.read_text()
-    assert once.startswith(f"# Speed\nbefore\n\n{gpu_report.BEGIN}\n") and once.endswith(f"\n{gpu_report.END}\n\nafter\n") and "\nold\n" not in once
+    assert (
+        once.startswith(f"# Speed\nbefore\n\n{gpu_report.BEGIN}\n")
+        and once.endswith(f"\n{gpu_report.END}\n\nafter\n")
+        and "\nold\n" not in once
+    )
     assert "0.812 | >= 0.8 | reached" in once and "0.500 | <= 0.03 | MISSED" in once and "too late" in once
-    assert "**Synthetic acceptance**" in once and "gpu-x.json" in once and "| batch 1 |" in once and "Equal to plain in float32" in once
+    assert (
+        "**Synthetic acceptance**" in once
+        and "gpu-x.json" in once
+        and "| batch 1 |" in once
+        and "Equal to plain in float32" in once
+    )
     assert gpu_report.main([str(result), "--docs", str(docs)]) == 0 and docs.read_text() == once
-    assert gpu_report.main(["--docs", str(docs)]) == 0 and "Not measured yet" in docs.read_text() and "MISSED" not in docs.read_text()
+    assert (
+        gpu_report.main(["--docs", str(docs)]) == 0
+        and "Not measured yet" in docs.read_text()
+        and "MISSED" not in docs.read_text()
+    )
 
 
-def test_what_is_no_measurement_is_refused(tmp_path: Path, measured: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_measurement_is_refused(
+    tmp_path: Path, measured: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     docs = write(tmp_path / "performance.md", f"{gpu_report.BEGIN}\n{gpu_report.END}\n")
     for text, words in (
         ("{", "Expecting"),
@@ -266,12 +339,24 @@ def test_what_is_no_measurement_is_refused(tmp_path: Path, measured: dict[str, A
         (json.dumps({"figures": {}}), "not written by"),
         (json.dumps(measured | {"rehearsal": True}), "rehearsal"),
         (json.dumps(measured | {"figures": {"captured_vs_eager": 5.0}}), "must have the keys"),
-        (json.dumps(measured | {"figures": dict.fromkeys(FIGURES) | {"captured_vs_eager": "fast"}}), "captured_vs_eager are no numbers"),
+        (
+            json.dumps(measured | {"figures": dict.fromkeys(FIGURES) | {"captured_vs_eager": "fast"}}),
+            "captured_vs_eager are no numbers",
+        ),
     ):
         before = docs.read_text()
         assert gpu_report.main([str(write(tmp_path / "x.json", text)), "--docs", str(docs)]) == 2
         assert words in capsys.readouterr().err and docs.read_text() == before
-    assert gpu_report.main([str(write(tmp_path / "x.json", json.dumps(measured))), "--docs", str(write(tmp_path / "none.md", "no markers"))]) == 2
+    assert (
+        gpu_report.main(
+            [
+                str(write(tmp_path / "x.json", json.dumps(measured))),
+                "--docs",
+                str(write(tmp_path / "none.md", "no markers")),
+            ]
+        )
+        == 2
+    )
 
 
 def test_the_documentation_has_a_place_for_it() -> None:

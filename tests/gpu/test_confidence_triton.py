@@ -1,4 +1,6 @@
-"""The probabilities that confidence is measured by, on a GPU against torch; in Triton's interpreter where there is no GPU."""
+"""The probabilities that confidence is measured by, on a GPU against torch; in Triton's interpreter where
+there is no GPU."""
+
 from __future__ import annotations
 
 import pytest
@@ -19,7 +21,9 @@ def test_log_sum_exp_is_torchs(vocab: int, dtype: torch.dtype) -> None:
     logits[1, 1:] = -torch.inf
     logits[2] = 90.0
     logits[3, : vocab // 2] = -torch.inf
-    torch.testing.assert_close(log_sum_exp(logits), logits.double().logsumexp(-1).float(), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(
+        log_sum_exp(logits), logits.double().logsumexp(-1).float(), atol=2e-6, rtol=2e-6
+    )
 
 
 def test_rows_may_lie_apart() -> None:
@@ -33,5 +37,7 @@ def test_probabilities_are_those_of_a_softmax(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(confidence, "runs_triton", lambda device: False)
     twins = confidence.largest(logits), confidence.of(logits, tokens)
     monkeypatch.setattr(confidence, "runs_triton", lambda device: True)
-    torch.testing.assert_close((confidence.largest(logits), confidence.of(logits, tokens)), twins, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        (confidence.largest(logits), confidence.of(logits, tokens)), twins, atol=1e-6, rtol=1e-5
+    )
     torch.testing.assert_close(twins[0], logits.softmax(-1).amax(-1))

@@ -1,4 +1,6 @@
-"""The row-invariant linear layer for GPUs: what it computes, and a row's bits among any others; in Triton's interpreter where there is no GPU."""
+"""The row-invariant linear layer for GPUs: what it computes, and a row's bits among any others; in Triton's
+interpreter where there is no GPU."""
+
 from __future__ import annotations
 
 import pytest
@@ -13,7 +15,8 @@ from ee_models.kernels.triton_linear import InvariantLinear  # noqa: E402
 from tests.gpu.test_kernels_triton import poisoned  # noqa: E402, F401 - a fixture
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# (out, in): smaller than a block, neither a multiple of one, a single part, several parts of which the last is not full.
+# (out, in): smaller than a block, neither a multiple of one, a single part, several parts of which the last
+# is not full.
 SHAPES = [(1, 1), (7, 13), (96, 48), (130, 300), (70, 1100), (40, 1601)]
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -22,28 +25,47 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def layer_of(shape: tuple[int, int], with_bias: bool, dtype: torch.dtype) -> tuple[InvariantLinear, Tensor, Tensor | None]:
-    weight, bias = randn(*shape, dtype=dtype) / shape[1] ** 0.5, randn(shape[0], dtype=dtype, seed=1) if with_bias else None
+def layer_of(
+    shape: tuple[int, int], with_bias: bool, dtype: torch.dtype
+) -> tuple[InvariantLinear, Tensor, Tensor | None]:
+    weight, bias = (
+        randn(*shape, dtype=dtype) / shape[1] ** 0.5,
+        (randn(shape[0], dtype=dtype, seed=1) if with_bias else None),
+    )
     return InvariantLinear(weight, bias), weight, bias
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_linear_equals_the_product_it_stands_for(shape: tuple[int, int], with_bias: bool, dtype: torch.dtype) -> None:
+def test_a_linear_equals_the_product_it_stands_for(
+    shape: tuple[int, int], with_bias: bool, dtype: torch.dtype
+) -> None:
     layer, weight, bias = layer_of(shape, with_bias, dtype)
     x = randn(66, shape[1], dtype=dtype, seed=2)
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     for rows in (0, 1, 17, 66):
         got = layer(x[:rows])
         assert got.dtype == dtype and got.is_contiguous()
-        torch.testing.assert_close(got.double(), expected[:rows], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(
+            got.double(), expected[:rows], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
     assert layer.num_bytes == weight.nbytes + (bias.nbytes if bias is not None else 0)
     assert layer.row_invariant
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((7, 13), torch.float32), ((70, 1100), torch.float32), ((40, 1601), torch.bfloat16), ((70, 1100), torch.float16)])
-def test_a_row_has_the_same_bits_among_any_number_of_others(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((7, 13), torch.float32),
+        ((70, 1100), torch.float32),
+        ((40, 1601), torch.bfloat16),
+        ((70, 1100), torch.float16),
+    ],
+)
+def test_a_row_has_the_same_bits_among_any_number_of_others(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     layer, _, _ = layer_of(shape, True, dtype)
     x = randn(70, shape[1], dtype=dtype, seed=3)
     together = layer(x)
@@ -56,7 +78,9 @@ def test_a_row_has_the_same_bits_among_any_number_of_others(shape: tuple[int, in
 
 
 @pytest.mark.parametrize("shape", [(70, 1100), (40, 1601), (130, 2048)])
-def test_a_part_with_programs_of_its_own_adds_up_as_one_that_comes_in_turn(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_with_programs_of_its_own_adds_up_as_one_that_comes_in_turn(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer, _, _ = layer_of(shape, True, torch.float32)
     assert layer._launch.num_parts > 1
     x = randn(20, shape[1], seed=5)
@@ -72,7 +96,8 @@ def test_rows_may_lie_apart() -> None:
 
 
 def test_the_weights_shape_alone_says_how_a_product_is_cut_up() -> None:
-    """Parts cover all inputs, are whole blocks, and are cut where a weight has too few outputs to keep a GPU busy."""
+    """Parts cover all inputs, are whole blocks, and are cut where a weight has too few outputs to keep a GPU
+    busy."""
     for dtype in TOLERANCE:
         for out_features in (1, 64, 576, 4096, 28672, 128256):
             for in_features in (1, 48, 576, 1536, 4096, 14336):

@@ -1,4 +1,6 @@
-"""The choice and the filters on a GPU against what hispec/sampling/noise.py and hispec/sampling/sampler.py say; in Triton's interpreter without a GPU."""
+"""The choice and the filters on a GPU against what hispec/sampling/noise.py and hispec/sampling/sampler.py
+say; in Triton's interpreter without a GPU."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -36,7 +38,9 @@ def tensor(values: Sequence[float]) -> Tensor:
 
 
 @triton.jit
-def _uniforms(keys: tl.tensor, uniforms: tl.tensor, gumbels: tl.tensor, vocab_size: int, BLOCK: tl.constexpr) -> None:
+def _uniforms(
+    keys: tl.tensor, uniforms: tl.tensor, gumbels: tl.tensor, vocab_size: int, BLOCK: tl.constexpr
+) -> None:
     row, token = tl.program_id(0), tl.arange(0, BLOCK)
     u = noise_triton._uniform(tl.load(keys + row), token)
     tl.store(uniforms + row * vocab_size + token, u, mask=token < vocab_size)
@@ -44,24 +48,37 @@ def _uniforms(keys: tl.tensor, uniforms: tl.tensor, gumbels: tl.tensor, vocab_si
 
 
 def test_the_noise_is_the_same_hash_and_the_same_logarithms() -> None:
-    key = torch.cat((many_keys(6), torch.tensor([0, -1, 2**63 - 1, -(2**63), 2**32 - 1, 2**31], device=DEVICE)))
+    key = torch.cat(
+        (many_keys(6), torch.tensor([0, -1, 2**63 - 1, -(2**63), 2**32 - 1, 2**31], device=DEVICE))
+    )
     uniforms, gumbels = torch.zeros(2, 12, 3000, device=DEVICE).unbind()
     _uniforms[(12,)](key, uniforms, gumbels, 3000, 4096, enable_fp_fusion=False)
-    token, low, high = torch.arange(3000, device=DEVICE), (key & noise._MASK32).unsqueeze(1), ((key >> 32) & noise._MASK32).unsqueeze(1)
+    token, low, high = (
+        torch.arange(3000, device=DEVICE),
+        (key & noise._MASK32).unsqueeze(1),
+        ((key >> 32) & noise._MASK32).unsqueeze(1),
+    )
     bits = noise._mix32(noise._mix32((token * 0x9E3779B1 & noise._MASK32) ^ low) ^ high)
     assert torch.equal(uniforms, ((bits >> 9).float() + 0.5) * 2.0**-23)
-    torch.testing.assert_close(gumbels, noise.gumbel(key, 3000), atol=3e-7, rtol=3e-7)  # a logarithm may differ by a unit in the last place
+    torch.testing.assert_close(
+        gumbels, noise.gumbel(key, 3000), atol=3e-7, rtol=3e-7
+    )  # a logarithm may differ by a unit in the last place
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_the_choice_is_the_argmax_of_tempered_logits_and_noise(vocab: int, dtype: torch.dtype) -> None:
     num, key = 16, many_keys(16, seed=vocab)
-    logits, temperature = random_logits(num, vocab).to(dtype), 0.3 + torch.rand(num, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    logits, temperature = (
+        random_logits(num, vocab).to(dtype),
+        0.3 + torch.rand(num, generator=torch.Generator().manual_seed(1)).to(DEVICE),
+    )
     for scale in (temperature, None):
         noisy = (logits.float() / (1.0 if scale is None else scale.unsqueeze(1))) + noise.gumbel(key, vocab)
         top_two = noisy.topk(2).values
-        assert (top_two[:, 0] - top_two[:, 1]).min() > 1e-5, "too near a tie for logarithms that may differ by a rounding error: take another seed"
+        assert (top_two[:, 0] - top_two[:, 1]).min() > 1e-5, (
+            "too near a tie for logarithms that may differ by a rounding error: take another seed"
+        )
         assert torch.equal(argmax_with_noise(logits, key, scale), noisy.argmax(-1))
     assert torch.equal(argmax_with_noise(logits, None, temperature), logits.float().argmax(-1))
 
@@ -91,7 +108,10 @@ def test_tokens_of_minus_infinity_or_below_the_floor_are_never_chosen() -> None:
     logits[:, [3, 1031, 1099]] = tensor([0.0, 0.1, -0.1])
     assert set(argmax_with_noise(logits, key).tolist()) == {3, 1031, 1099}
     temperature, floor = torch.full((30,), 0.5, device=DEVICE), torch.full((30,), 0.0, device=DEVICE)
-    assert set(argmax_with_noise(logits, key, temperature, floor).tolist()) == {3, 1031}, "a token at its floor is in, one below is out"
+    assert set(argmax_with_noise(logits, key, temperature, floor).tolist()) == {
+        3,
+        1031,
+    }, "a token at its floor is in, one below is out"
     floor.fill_(0.2)
     assert argmax_with_noise(logits, key, temperature, floor).eq(1031).all()
 
@@ -106,8 +126,12 @@ def test_rows_may_lie_apart_and_do_not_touch_each_other() -> None:
 
 
 def floors(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    temperature, top_p, min_p = (tensor([getattr(p, name) for p in params]) for name in ("temperature", "top_p", "min_p"))
-    return nucleus_floor(logits, temperature, torch.tensor([p.top_k for p in params], device=DEVICE), top_p, min_p)
+    temperature, top_p, min_p = (
+        tensor([getattr(p, name) for p in params]) for name in ("temperature", "top_p", "min_p")
+    )
+    return nucleus_floor(
+        logits, temperature, torch.tensor([p.top_k for p in params], device=DEVICE), top_p, min_p
+    )
 
 
 def left(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
@@ -120,7 +144,8 @@ def left(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tens
 
 
 def near_boundary(logits: Tensor, params: SamplingParams) -> bool:
-    """Whether the mass above some token is top_p but for rounding: float32 sums in another order may then disagree."""
+    """Whether the mass above some token is top_p but for rounding: float32 sums in another order may then
+    disagree."""
     if params.top_p == 1.0:
         return False
     descending = (logits.double() / params.temperature).sort(descending=True).values
@@ -131,7 +156,10 @@ def near_boundary(logits: Tensor, params: SamplingParams) -> bool:
 
 def some_logits(generator: torch.Generator, vocab: int) -> Tensor:
     """Smooth, full of ties, or mostly -inf; at times all of them negative, or with zeros of both signs."""
-    kind, scale = int(torch.randint(0, 5, (), generator=generator)), float(10 ** (2 * torch.rand((), generator=generator) - 1))
+    kind, scale = (
+        int(torch.randint(0, 5, (), generator=generator)),
+        float(10 ** (2 * torch.rand((), generator=generator) - 1)),
+    )
     logits = scale * torch.randn(vocab, generator=generator)
     if kind == 1:
         logits = logits.round()
@@ -141,7 +169,11 @@ def some_logits(generator: torch.Generator, vocab: int) -> Tensor:
     elif kind == 3:
         logits = logits - 100.0
     elif kind == 4:
-        logits = logits.sign() * (logits.abs() > scale) * torch.tensor([1.0, -1.0])[torch.randint(0, 2, (vocab,), generator=generator)]
+        logits = (
+            logits.sign()
+            * (logits.abs() > scale)
+            * torch.tensor([1.0, -1.0])[torch.randint(0, 2, (vocab,), generator=generator)]
+        )
     return logits
 
 
@@ -157,21 +189,35 @@ def test_the_floor_leaves_what_the_sampler_leaves(seed: int, monkeypatch: pytest
 
     params, rows = [], []
     while len(rows) < num:
-        top_k, top_p = one_of(0, 0, 1, 2, 7, 40, vocab - 1, vocab, 10 * vocab), one_of(1.0, 1.0, 1.0, 1e-9, 0.05, 0.3, 0.6, 0.9, 0.99, 0.999)
-        one = SamplingParams(temperature=one_of(0.25, 0.7, 1.0, 1.9), top_k=top_k, top_p=top_p, min_p=one_of(0.0, 0.0, 0.01, 0.2, 1.0))
+        top_k, top_p = (
+            one_of(0, 0, 1, 2, 7, 40, vocab - 1, vocab, 10 * vocab),
+            one_of(1.0, 1.0, 1.0, 1e-9, 0.05, 0.3, 0.6, 0.9, 0.99, 0.999),
+        )
+        one = SamplingParams(
+            temperature=one_of(0.25, 0.7, 1.0, 1.9),
+            top_k=top_k,
+            top_p=top_p,
+            min_p=one_of(0.0, 0.0, 0.01, 0.2, 1.0),
+        )
         row = some_logits(generator, vocab).to(DEVICE, dtype)
         if not near_boundary(row.float(), one):
             params.append(one)
             rows.append(row)
     by_floor, by_sampler = left(torch.stack(rows), params)
     for i in range(num):
-        assert torch.equal(by_floor[i], by_sampler[i]), f"{params[i]}: {int(by_floor[i].sum())} tokens left instead of {int(by_sampler[i].sum())}"
+        assert torch.equal(by_floor[i], by_sampler[i]), (
+            f"{params[i]}: {int(by_floor[i].sum())} tokens left instead of {int(by_sampler[i].sum())}"
+        )
 
 
 def test_a_large_vocabulary_is_searched_to_its_end() -> None:
     logits = random_logits(3, 9000, scale=0.5)
     logits[:, 8999] = 9.0
-    params = [SamplingParams(temperature=1.0, top_k=4321), SamplingParams(temperature=0.9, top_p=0.5), SamplingParams(temperature=1.0, top_p=0.99, top_k=8000)]
+    params = [
+        SamplingParams(temperature=1.0, top_k=4321),
+        SamplingParams(temperature=0.9, top_p=0.5),
+        SamplingParams(temperature=1.0, top_p=0.99, top_k=8000),
+    ]
     assert not any(near_boundary(row, one) for row, one in zip(logits, params, strict=True))
     by_floor, by_sampler = left(logits, params)
     assert torch.equal(by_floor, by_sampler)
@@ -189,14 +235,21 @@ def test_the_floor_of_top_k_is_the_kth_tempered_logit_to_the_bit() -> None:
 def test_there_is_no_floor_where_no_filter_is_on_and_in_greedy_rows() -> None:
     params = [SamplingParams(temperature=1.0), SamplingParams(temperature=0.0, top_k=1, top_p=0.5, min_p=0.5)]
     assert floors(random_logits(2, 50), params).tolist() == [-INF, -INF]
-    assert floors(torch.full((1, 50), -INF, device=DEVICE), [SamplingParams(temperature=1.0, top_k=3)]).tolist() == [-INF]
+    assert floors(
+        torch.full((1, 50), -INF, device=DEVICE), [SamplingParams(temperature=1.0, top_k=3)]
+    ).tolist() == [-INF]
 
 
 def test_floor_and_choice_together_are_the_samplers_choice() -> None:
-    params = [SamplingParams(temperature=t, top_k=k, top_p=p) for t, k, p in ((0.8, 6, 1.0), (1.0, 0, 0.7), (0.0, 0, 1.0), (1.5, 9, 0.8))]
+    params = [
+        SamplingParams(temperature=t, top_k=k, top_p=p)
+        for t, k, p in ((0.8, 6, 1.0), (1.0, 0, 0.7), (0.0, 0, 1.0), (1.5, 9, 0.8))
+    ]
     logits, key = random_logits(4, 600).bfloat16(), many_keys(4)
     temperature = tensor([p.temperature for p in params])
     sampler = Sampler([RowSampling(p, 0, [1], [], frozenset()) for p in params], 600, DEVICE)
     filtered = sampler._filtered(logits.float(), torch.arange(4, device=DEVICE))
-    expected = torch.where(temperature > 0, (filtered + noise.gumbel(key, 600)).argmax(-1), logits.float().argmax(-1))
+    expected = torch.where(
+        temperature > 0, (filtered + noise.gumbel(key, 600)).argmax(-1), logits.float().argmax(-1)
+    )
     assert torch.equal(argmax_with_noise(logits, key, temperature, floors(logits, params)), expected)

@@ -1,4 +1,6 @@
-"""What is fused of a round on a GPU against the same in torch; in Triton's interpreter where there is no GPU."""
+"""What is fused of a round on a GPU against the same in torch; in Triton's interpreter where there is no
+GPU."""
+
 from __future__ import annotations
 
 import pytest
@@ -16,7 +18,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize(("rows", "q_len", "block_size"), [(1, 1, 16), (3, 4, 7), (5, 9, 1), (40, 5, 16)])
-def test_addresses_are_those_of_torch(rows: int, q_len: int, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_are_those_of_torch(
+    rows: int, q_len: int, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(rows)
     window, longest = q_len + 3, 40
     live = torch.rand(rows, q_len, generator=generator) < 0.6
@@ -47,7 +51,9 @@ def test_addresses_are_those_of_torch(rows: int, q_len: int, block_size: int, mo
 @pytest.mark.parametrize(("rows", "num_drafts"), [(1, 1), (4, 2), (30, 7), (200, 3), (64, 16)])
 @pytest.mark.parametrize("has_unsure", [False, True])
 @pytest.mark.parametrize("extra", [0, 1])
-def test_coupled_acceptance_is_that_of_torch(rows: int, num_drafts: int, has_unsure: bool, extra: int) -> None:
+def test_coupled_acceptance_is_that_of_torch(
+    rows: int, num_drafts: int, has_unsure: bool, extra: int
+) -> None:
     """extra: places after the last draft; verify has none after a check."""
     generator = torch.Generator().manual_seed(rows + num_drafts)
     own = torch.randint(0, 2, (rows, num_drafts + extra), generator=generator).to(DEVICE)
@@ -55,8 +61,12 @@ def test_coupled_acceptance_is_that_of_torch(rows: int, num_drafts: int, has_uns
     proposed[0] = own[0, :num_drafts]
     num_proposed = torch.randint(0, num_drafts + 1, (rows,), generator=generator).to(DEVICE)
     num_proposed[0] = num_drafts
-    unsure = (torch.rand(rows, num_drafts + extra, generator=generator) < 0.3).to(DEVICE) if has_unsure else None
-    num_accepted, last, token = acceptance.coupled(own, proposed, num_proposed, DraftTree.chain(num_drafts), unsure)
+    unsure = (
+        (torch.rand(rows, num_drafts + extra, generator=generator) < 0.3).to(DEVICE) if has_unsure else None
+    )
+    num_accepted, last, token = acceptance.coupled(
+        own, proposed, num_proposed, DraftTree.chain(num_drafts), unsure
+    )
     found = coupled_chain(own, proposed, num_proposed, unsure)
     assert torch.equal(found[0], num_accepted) and torch.equal(found[0], last)
     assert torch.equal(found[1], token)

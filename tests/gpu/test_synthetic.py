@@ -1,4 +1,6 @@
-"""What the GPU benchmark measures with: synthetic acceptance at given rates, and the profile's rig from captured graphs."""
+"""What the GPU benchmark measures with: synthetic acceptance at given rates, and the profile's rig from
+captured graphs."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -19,12 +21,19 @@ from tests.helpers.recorded_graphs import RecordedGraphs, recordable
 from tests.helpers.support import random_prompts
 
 CPU = torch.device("cpu")
-CHECKED = SpeculativeConfig(draft=DraftConfig(layer=2), check=CheckConfig(layer=5), num_draft_tokens=2, num_checks=2)
+CHECKED = SpeculativeConfig(
+    draft=DraftConfig(layer=2), check=CheckConfig(layer=5), num_draft_tokens=2, num_checks=2
+)
 TWO_TIER = SpeculativeConfig(draft=DraftConfig(layer=2), num_draft_tokens=3)
 
 
-@pytest.mark.parametrize(("plan", "agreement"), [(CHECKED, Agreement(0.52, 0.79)), (CHECKED, Agreement(0.397, 0.581)), (TWO_TIER, Agreement(0.0, 0.6))])
-def test_forced_tiers_agree_at_the_given_rates(tiny_decoder: Decoder, plan: SpeculativeConfig, agreement: Agreement) -> None:
+@pytest.mark.parametrize(
+    ("plan", "agreement"),
+    [(CHECKED, Agreement(0.52, 0.79)), (CHECKED, Agreement(0.397, 0.581)), (TWO_TIER, Agreement(0.0, 0.6))],
+)
+def test_forced_tiers_agree_at_the_given_rates(
+    tiny_decoder: Decoder, plan: SpeculativeConfig, agreement: Agreement
+) -> None:
     engine = make_engine(tiny_decoder, plan, rows=16, length=256)
     use(engine, forced(engine, agreement))
     for first_seed in (0, 500):
@@ -60,7 +69,9 @@ def test_the_judge_can_be_captured(tiny_path: Path) -> None:
     decoder = recordable(Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU))
     outputs = []
     for graphs in (True, False):
-        engine = make_engine(decoder, CHECKED, rows=2, length=128, graphs=graphs, captured_on=RecordedGraphs())
+        engine = make_engine(
+            decoder, CHECKED, rows=2, length=128, graphs=graphs, captured_on=RecordedGraphs()
+        )
         use(engine, forced(engine, Agreement(0.5, 0.7)))
         outputs.append(decode(engine, [[3, 4, 5]] * 2, 40).outputs)
     assert outputs[0] == outputs[1] and "graph_replays" not in engine.stats()
@@ -70,9 +81,14 @@ def test_shares_give_the_agreement_that_gives_them() -> None:
     agreement = agreement_of_shares(0.397, 0.581, 2, 2)
     found = expected(agreement, 2, 2)
     assert (found.draft_share, found.tentative_share) == (pytest.approx(0.397), pytest.approx(0.581))
-    assert agreement.check == pytest.approx(0.5218, abs=1e-4) and agreement.verify == pytest.approx(0.79, abs=1e-3)
+    assert agreement.check == pytest.approx(0.5218, abs=1e-4) and agreement.verify == pytest.approx(
+        0.79, abs=1e-3
+    )
     certain = expected(Agreement(1.0, 1.0), 2, 2)
-    assert (certain.tentative, certain.tokens) == (6.0, 6.0), "a round commits no more places than it processed"
+    assert (certain.tentative, certain.tokens) == (
+        6.0,
+        6.0,
+    ), "a round commits no more places than it processed"
     assert expected(Agreement(0.0, 1.0), 3, 0).tokens == 4.0
     assert set(gpu_shapes.readings(TWO_TIER)["shares"].__dict__.values()) == {0.0, agreement.check}
 
@@ -80,8 +96,12 @@ def test_shares_give_the_agreement_that_gives_them() -> None:
 # ---- the rig on a GPU, played on a CPU ----
 
 
-def test_a_rigs_stages_do_from_graphs_what_they_do_eagerly(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hispec.drafters.ngram.make_lookup", lambda device, *sizes: TensorLookup(device, *sizes))
+def test_a_rigs_stages_do_from_graphs_what_they_do_eagerly(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "hispec.drafters.ngram.make_lookup", lambda device, *sizes: TensorLookup(device, *sizes)
+    )
     decoder = recordable(Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU))
     graphs = RecordedGraphs()
     rig = Rig(decoder, [], [1, 2, 3, 4, 1, 2, 3] * 4, 3, 8, graphs)
@@ -99,7 +119,10 @@ def test_a_rigs_stages_do_from_graphs_what_they_do_eagerly(tiny_path: Path, monk
     for name, run in stages.items():
         rig._kv.data[:, :, 27::40] = 0.0
         run()
-        kv, hidden = rig._kv.data.clone(), rig._stages._hidden.data.clone() if rig._stages._hidden is not None else None
+        kv, hidden = (
+            rig._kv.data.clone(),
+            (rig._stages._hidden.data.clone() if rig._stages._hidden is not None else None),
+        )
         rig._kv.data[:, :, 27::40] = 0.0
         run()
         assert torch.equal(rig._kv.data, kv), name

@@ -1,4 +1,5 @@
 """Drafters for tests: settings of every kind over the tiny model, and drafters that misbehave."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,23 +25,80 @@ CHECK = {"layer": 6}
 # One or more of every kind, with and without a check tier.
 KINDS: dict[str, dict[str, Any]] = {
     "ngram": {"draft": {"kind": "ngram", "ngram": SHORT}, "num_draft_tokens": 5},
-    "ngram by length": {"draft": {"kind": "ngram", "ngram": {"tokens_per_match": 1, "datastore_tokens": 1024}}, "num_draft_tokens": 4},
-    "ngram check": {"draft": {"kind": "ngram", "ngram": SHORT}, "check": CHECK, "num_draft_tokens": 3, "num_checks": 1},
-    "ngram checks": {"draft": {"kind": "ngram", "ngram": SHORT}, "check": {"layer": 8}, "num_draft_tokens": 2, "num_checks": 3},
-    "ngram lenient check": {"draft": {"kind": "ngram", "ngram": SHORT}, "check": {"layer": 8, "confidence": 0.6}, "num_draft_tokens": 3, "num_checks": 2},
-    "hybrid": {"draft": {"kind": "hybrid", "layer": 3, "exit": "exit", "ngram": SHORT, "num_exit_tokens": 1}, "num_draft_tokens": 4},
-    "hybrid sure": {"draft": {"kind": "hybrid", "layer": 5, "exit": "exit", "num_exit_tokens": 2}, "num_draft_tokens": 3, "draft_confidence": 0.4},
-    "hybrid checks": {"draft": {"kind": "hybrid", "layer": 3, "exit": "exit", "ngram": SHORT}, "check": CHECK, "num_draft_tokens": 2, "num_checks": 2},
+    "ngram by length": {
+        "draft": {"kind": "ngram", "ngram": {"tokens_per_match": 1, "datastore_tokens": 1024}},
+        "num_draft_tokens": 4,
+    },
+    "ngram check": {
+        "draft": {"kind": "ngram", "ngram": SHORT},
+        "check": CHECK,
+        "num_draft_tokens": 3,
+        "num_checks": 1,
+    },
+    "ngram checks": {
+        "draft": {"kind": "ngram", "ngram": SHORT},
+        "check": {"layer": 8},
+        "num_draft_tokens": 2,
+        "num_checks": 3,
+    },
+    "ngram lenient check": {
+        "draft": {"kind": "ngram", "ngram": SHORT},
+        "check": {"layer": 8, "confidence": 0.6},
+        "num_draft_tokens": 3,
+        "num_checks": 2,
+    },
+    "hybrid": {
+        "draft": {"kind": "hybrid", "layer": 3, "exit": "exit", "ngram": SHORT, "num_exit_tokens": 1},
+        "num_draft_tokens": 4,
+    },
+    "hybrid sure": {
+        "draft": {"kind": "hybrid", "layer": 5, "exit": "exit", "num_exit_tokens": 2},
+        "num_draft_tokens": 3,
+        "draft_confidence": 0.4,
+    },
+    "hybrid checks": {
+        "draft": {"kind": "hybrid", "layer": 3, "exit": "exit", "ngram": SHORT},
+        "check": CHECK,
+        "num_draft_tokens": 2,
+        "num_checks": 2,
+    },
     "model": {"draft": {"kind": "model", "path": "tiny"}, "num_draft_tokens": 3},
-    "model sure": {"draft": {"kind": "model", "path": "tiny"}, "num_draft_tokens": 3, "draft_confidence": 0.3},
-    "model checks": {"draft": {"kind": "model", "path": "tiny"}, "check": CHECK, "num_draft_tokens": 2, "num_checks": 2},
+    "model sure": {
+        "draft": {"kind": "model", "path": "tiny"},
+        "num_draft_tokens": 3,
+        "draft_confidence": 0.3,
+    },
+    "model checks": {
+        "draft": {"kind": "model", "path": "tiny"},
+        "check": CHECK,
+        "num_draft_tokens": 2,
+        "num_checks": 2,
+    },
 }
 TREES: dict[str, dict[str, Any]] = {
     "tree": {"draft": {"layer": 3}, "num_draft_tokens": 2, "num_branches": 3},
     "leaves": {"draft": {"layer": 8}, "num_draft_tokens": 1, "num_branches": 5},
-    "tree check": {"draft": {"layer": 5}, "check": {"layer": 8}, "num_draft_tokens": 2, "num_checks": 1, "num_branches": 2},
-    "tree checks": {"draft": {"layer": 3}, "check": CHECK, "num_draft_tokens": 3, "num_checks": 2, "num_branches": 2},
-    "tree lenient check": {"draft": {"layer": 5}, "check": {"layer": 8, "confidence": 0.7}, "num_draft_tokens": 2, "num_checks": 2, "num_branches": 3},
+    "tree check": {
+        "draft": {"layer": 5},
+        "check": {"layer": 8},
+        "num_draft_tokens": 2,
+        "num_checks": 1,
+        "num_branches": 2,
+    },
+    "tree checks": {
+        "draft": {"layer": 3},
+        "check": CHECK,
+        "num_draft_tokens": 3,
+        "num_checks": 2,
+        "num_branches": 2,
+    },
+    "tree lenient check": {
+        "draft": {"layer": 5},
+        "check": {"layer": 8, "confidence": 0.7},
+        "num_draft_tokens": 2,
+        "num_checks": 2,
+        "num_branches": 3,
+    },
     "model tree": {"draft": {"kind": "model", "path": "tiny"}, "num_draft_tokens": 2, "num_branches": 3},
 }
 ALL = KINDS | TREES
@@ -57,8 +115,16 @@ def drafter_engine(
     swap_bytes: int = 1 << 30,
     **config: Any,
 ) -> Engine:
-    """As `support.make_engine`, by fields of SpeculativeConfig; `draft_model` is left out if they name none."""
-    fields: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 256, "block_size": 8, "num_kv_blocks": 256, "max_prefill_tokens": 32, **config}
+    """As `support.make_engine`, by fields of SpeculativeConfig; `draft_model` is left out if they name
+    none."""
+    fields: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "block_size": 8,
+        "num_kv_blocks": 256,
+        "max_prefill_tokens": 32,
+        **config,
+    }
     speculative = build(SpeculativeConfig, values)
     wants_model = speculative.draft.kind == "model"
     return Engine(
@@ -74,7 +140,8 @@ def drafter_engine(
 
 
 class FixedDrafter(Stateless):
-    """Proposes what `tokens` says of (row, column): a list, however long. Looked up, for all that a judge knows."""
+    """Proposes what `tokens` says of (row, column): a list, however long. Looked up, for all that a judge
+    knows."""
 
     def __init__(self, judge: Judge, tokens: Callable[[int, int], list[int]]) -> None:
         self._judge, self._tokens = judge, tokens
@@ -87,7 +154,9 @@ class FixedDrafter(Stateless):
             tokens = self._tokens(row, column)
             counts[row] = len(tokens)
             room = batch.tokens.shape[1] - column - 1
-            batch.tokens[row, column + 1 : column + 1 + len(tokens)] = torch.tensor(tokens[:room], dtype=torch.int64)
+            batch.tokens[row, column + 1 : column + 1 + len(tokens)] = torch.tensor(
+                tokens[:room], dtype=torch.int64
+            )
         self._judge.propose(batch, Proposals(tree, first, counts.clamp(max=tree.num_drafts)))
         return Draft(Proposals(tree, first, counts), by(Source.LOOKED_UP, first))
 

@@ -1,4 +1,6 @@
-"""A stand-in for `hispec.llm.LLM`: characters are tokens, and the answer to a prompt is a function of it alone."""
+"""A stand-in for `hispec.llm.LLM`: characters are tokens, and the answer to a prompt is a function of it
+alone."""
+
 from __future__ import annotations
 
 import hashlib
@@ -14,7 +16,9 @@ NUM_LAYERS = 10
 
 def answer(prompt_ids: list[int], sampling: SamplingParams, at: int = 0) -> list[int]:
     """Token ids of output number `at`: letters picked by prompt and (if not greedy) seed."""
-    key = str((prompt_ids, sampling.seed if sampling.temperature else None, at if sampling.temperature else 0))
+    key = str(
+        (prompt_ids, sampling.seed if sampling.temperature else None, at if sampling.temperature else 0)
+    )
     length = min(sampling.max_tokens or 64, 3 + sum(prompt_ids) % 60)
     return [97 + byte % 26 for byte in hashlib.shake_128(key.encode()).digest(length)]
 
@@ -25,7 +29,9 @@ class FakeLLM:
     instances: ClassVar[list[FakeLLM]] = []
     row_invariant: ClassVar[bool] = True
     on_step: ClassVar[Callable[[int], None] | None] = None  # called with the number of the step, before it
-    wrong_when_speculative: ClassVar[bool] = False  # speculative output differs from plain: what a broken round does
+    wrong_when_speculative: ClassVar[bool] = (
+        False  # speculative output differs from plain: what a broken round does
+    )
 
     def __init__(self, model: str, *, speculative: Any = None, **engine: Any) -> None:
         self.model, self.speculative, self.engine = model, speculative, engine
@@ -46,7 +52,9 @@ class FakeLLM:
         if not ids:
             raise RequestError(f"{request_id}: the prompt is empty: give at least one token")
         if any(token < 0 for token in ids):
-            raise RequestError(f"{request_id}: prompt token ids must be 0 or more; the first that is not is {min(ids)}")
+            raise RequestError(
+                f"{request_id}: prompt token ids must be 0 or more; the first that is not is {min(ids)}"
+            )
         tokens = [answer(ids, sampling_params, at) for at in range(sampling_params.n)]
         if self.wrong_when_speculative and self.speculative is not None:
             tokens = [[*output[:-1], 48] for output in tokens]
@@ -72,7 +80,12 @@ class FakeLLM:
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
-    def generate(self, prompts: list[Any], sampling_params: SamplingParams | list[SamplingParams], use_tqdm: bool = True) -> list[RequestOutput]:
+    def generate(
+        self,
+        prompts: list[Any],
+        sampling_params: SamplingParams | list[SamplingParams],
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
         each = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
         for number, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             self.add(prompt, params, str(number))
@@ -94,9 +107,28 @@ class FakeLLM:
         return dict(self._stats)
 
     def reset_stats(self) -> None:
-        names = ("tokens", "rounds", "drafted", "draft_accepted", "tentative", "accepted", "committed", "layer_passes", "preemptions")
-        names += ("prefill_layer_passes", "looked_up", "looked_up_accepted", "draft_model_layer_passes", "round_s")
-        self._stats: dict[str, Any] = dict.fromkeys(names, 0) | {"accept_length_histogram": [0, 0], "num_layers": NUM_LAYERS}
+        names = (
+            "tokens",
+            "rounds",
+            "drafted",
+            "draft_accepted",
+            "tentative",
+            "accepted",
+            "committed",
+            "layer_passes",
+            "preemptions",
+        )
+        names += (
+            "prefill_layer_passes",
+            "looked_up",
+            "looked_up_accepted",
+            "draft_model_layer_passes",
+            "round_s",
+        )
+        self._stats: dict[str, Any] = dict.fromkeys(names, 0) | {
+            "accept_length_histogram": [0, 0],
+            "num_layers": NUM_LAYERS,
+        }
 
     def set_speculative(self, speculative: Any) -> None:
         assert not self.requests, "set_speculative() with unfinished requests"
@@ -110,9 +142,19 @@ class FakeLLM:
 
     def _count(self, num_tokens: int) -> None:
         drafted = 0 if self.speculative is None else num_tokens
-        counts: dict[str, float] = {"round_s": num_tokens / 128, "tokens": num_tokens, "committed": num_tokens, "rounds": num_tokens}
+        counts: dict[str, float] = {
+            "round_s": num_tokens / 128,
+            "tokens": num_tokens,
+            "committed": num_tokens,
+            "rounds": num_tokens,
+        }
         counts["layer_passes"] = NUM_LAYERS * num_tokens
-        counts |= {"drafted": drafted * 4, "draft_accepted": drafted * 2, "tentative": drafted * 2, "accepted": drafted}
+        counts |= {
+            "drafted": drafted * 4,
+            "draft_accepted": drafted * 2,
+            "tentative": drafted * 2,
+            "accepted": drafted,
+        }
         for name, count in counts.items():
             self._stats[name] += count
         self._stats["accept_length_histogram"][1] += num_tokens
@@ -120,5 +162,8 @@ class FakeLLM:
     @staticmethod
     def _result(request: list[Any]) -> RequestOutput:
         request_id, ids, tokens, _ = request
-        outputs = [CompletionOutput(at, "".join(map(chr, output)), output, None, "length", None) for at, output in enumerate(tokens)]
+        outputs = [
+            CompletionOutput(at, "".join(map(chr, output)), output, None, "length", None)
+            for at, output in enumerate(tokens)
+        ]
         return RequestOutput(request_id, None, ids, outputs)

@@ -1,4 +1,5 @@
 """Jobs over a few lines and the stand-in for the model; shared by the tests of jobs."""
+
 from __future__ import annotations
 
 import json
@@ -23,17 +24,28 @@ def install_fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("hispec.llm")
     module.LLM = FakeLLM
     monkeypatch.setitem(sys.modules, "hispec.llm", module)
-    for name, value in (("instances", []), ("on_step", None), ("row_invariant", True), ("wrong_when_speculative", False)):
+    for name, value in (
+        ("instances", []),
+        ("on_step", None),
+        ("row_invariant", True),
+        ("wrong_when_speculative", False),
+    ):
         monkeypatch.setattr(FakeLLM, name, value)
 
 
 def make_job(folder: Path, lines: list[Any], **fields: Any) -> Job:
     """A job over `lines` (objects, or bytes as they are); `output` fields are merged."""
     source = folder / "in.jsonl"
-    source.write_bytes(b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines))
+    source.write_bytes(
+        b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
+    )
     output = {"path": str(folder / "out.jsonl")} | fields.pop("output", {})
     inputs = {"path": str(source)} | fields.pop("input", {})
-    values = {"model": "fake", "engine": {"max_num_seqs": 4}, "sampling": {"max_tokens": 40, "temperature": 0.0}} | fields
+    values = {
+        "model": "fake",
+        "engine": {"max_num_seqs": 4},
+        "sampling": {"max_tokens": 40, "temperature": 0.0},
+    } | fields
     return build(Job, values | {"input": inputs, "output": output})
 
 

@@ -1,8 +1,11 @@
-"""A GPU's graphs, played on a CPU: a capture records operations with the tensors that they read and write, a replay does these again.
+"""A GPU's graphs, played on a CPU: a capture records operations with the tensors that they read and write, a
+replay does these again.
 
-It is as strict as a GPU. While it captures nothing is computed for the host: whoever reads a value, or makes a tensor from a list,
-is refused. A replay knows no Python: it reads and writes where the capture did, whatever the code would do by then.
+It is as strict as a GPU. While it captures nothing is computed for the host: whoever reads a value, or makes
+a tensor from a list, is refused. A replay knows no Python: it reads and writes where the capture did,
+whatever the code would do by then.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,7 +21,17 @@ from ee_models.decoder import Decoder
 from ee_models.kernels.reference import ReferenceKernels
 
 # What makes the host wait for a GPU, or copies from the host's memory.
-FORBIDDEN = {"_local_scalar_dense", "item", "nonzero", "masked_select", "lift_fresh", "lift_fresh_copy", "is_nonzero", "equal", "unique"}
+FORBIDDEN = {
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "masked_select",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "is_nonzero",
+    "equal",
+    "unique",
+}
 
 
 class _Recorder(TorchDispatchMode):
@@ -30,7 +43,9 @@ class _Recorder(TorchDispatchMode):
         name = func.name().split("::")[1].split(".")[0]
         assert name not in FORBIDDEN, f"{func.name()} in a capture: a GPU would have to wait for the host"
         if name in ("index", "index_put", "index_put_"):
-            assert all(index is None or index.dtype != torch.bool for index in args[1]), "a boolean index in a capture: its size is a value"
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), (
+                "a boolean index in a capture: its size is a value"
+            )
         kwargs = kwargs or {}
         # As on a GPU nothing is computed yet: what the code holds until the replay is garbage.
         result = func(*args, **kwargs)

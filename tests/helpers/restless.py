@@ -1,4 +1,5 @@
 """A controller that changes its mind every round, and remembers what it was told."""
+
 from __future__ import annotations
 
 import random
@@ -22,7 +23,9 @@ def flat_latency(layers: Sequence[int], *, has_model: bool = False, **stages: Li
 class Restless:
     """Chance decides on the route, its sizes, and what single requests have of them."""
 
-    def __init__(self, routes: Sequence[Route], seed: int = 0, plain: float = 0.2, watches: float = 0.5) -> None:
+    def __init__(
+        self, routes: Sequence[Route], seed: int = 0, plain: float = 0.2, watches: float = 0.5
+    ) -> None:
         self.routes = routes
         self._chance, self._plain, self._watches = random.Random(seed), plain, watches
         self.choices: list[Choice] = []

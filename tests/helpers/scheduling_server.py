@@ -1,4 +1,6 @@
-"""A server without a model: the real scheduler over a real block pool, with requests whose lengths and acceptances are known."""
+"""A server without a model: the real scheduler over a real block pool, with requests whose lengths and
+acceptances are known."""
+
 from __future__ import annotations
 
 import random
@@ -19,12 +21,15 @@ AMPLE = 500  # blocks of four positions, for up to 20 requests of 60 tokens
 
 def make_request(number: int, num_prompt: int = 3, max_tokens: int = 100, arrival_s: float = 0.0) -> Request:
     prompt = [(number * 7 + place) % 50 for place in range(num_prompt)]
-    return Request(f"r{number}", number, prompt, SamplingParams(), 0, max_tokens, frozenset(), None, arrival_s)
+    return Request(
+        f"r{number}", number, prompt, SamplingParams(), 0, max_tokens, frozenset(), None, arrival_s
+    )
 
 
 @dataclass(frozen=True)
 class Task:
-    """A request to come: after so many rounds, with so long an output, of which a share `acceptance` of drafts is right."""
+    """A request to come: after so many rounds, with so long an output, of which a share `acceptance` of
+    drafts is right."""
 
     arrival: int
     length: int
@@ -36,8 +41,8 @@ class Task:
 class Server:
     """One round a second over `rows` rows; each round is one pass for whoever is in it.
 
-    Integrity is checked after every round: nobody is in two places, tokens grow by one at least in a row and not at all elsewhere, blocks add up, and no
-    row is free while somebody waits, as long as `is_ample`.
+    Integrity is checked after every round: nobody is in two places, tokens grow by one at least in a row and
+    not at all elsewhere, blocks add up, and no row is free while somebody waits, as long as `is_ample`.
     """
 
     def __init__(
@@ -55,8 +60,19 @@ class Server:
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.policy, self.rows, self.tasks = policy, rows, list(tasks)
-        self.scheduler = Scheduler(self.pool, policy, rows, 1000, caches, predictor=predictor, keeper=keeper(self.pool) if keeper else None)
-        self.requests = [make_request(i, task.num_prompt, task.max_tokens, float(task.arrival)) for i, task in enumerate(self.tasks)]
+        self.scheduler = Scheduler(
+            self.pool,
+            policy,
+            rows,
+            1000,
+            caches,
+            predictor=predictor,
+            keeper=keeper(self.pool) if keeper else None,
+        )
+        self.requests = [
+            make_request(i, task.num_prompt, task.max_tokens, float(task.arrival))
+            for i, task in enumerate(self.tasks)
+        ]
         self.live: set[Request] = set()
         self.admitted: list[int] = []  # numbers, in the order in which they first got a row
         self.finished: list[int] = []
@@ -81,7 +97,9 @@ class Server:
             self.live.add(request)
         step = self.scheduler.schedule(DRAFTS + 1, float(self.now))
         self._check()
-        self.admitted += [request.number for request in self.scheduler.running if request.number not in self.admitted]
+        self.admitted += [
+            request.number for request in self.scheduler.running if request.number not in self.admitted
+        ]
         if watch is not None:
             watch(self)
         for chunk in step.chunks:
@@ -113,8 +131,14 @@ class Server:
 
     def _check(self) -> None:
         scheduler = self.scheduler
-        assert len(scheduler.running) <= self.rows and [request.row for request in scheduler.running] == list(range(len(scheduler.running)))
-        assert {*scheduler.running, *scheduler.waiting} == self.live and len(scheduler.running) + len(scheduler.waiting) == len(self.live)
+        assert len(scheduler.running) <= self.rows and [request.row for request in scheduler.running] == list(
+            range(len(scheduler.running))
+        )
+        assert {*scheduler.running, *scheduler.waiting} == self.live and len(scheduler.running) + len(
+            scheduler.waiting
+        ) == len(self.live)
         assert scheduler.running or not self.live, "nobody runs"
-        assert not (self.is_ample and scheduler.waiting and len(scheduler.running) < self.rows), "a row is free while somebody waits"
+        assert not (self.is_ample and scheduler.waiting and len(scheduler.running) < self.rows), (
+            "a row is free while somebody waits"
+        )
         self.pool.check(scheduler.tables())

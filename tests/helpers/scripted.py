@@ -1,4 +1,5 @@
 """A decoder without weights: what each exit says is a script, and it notices when a round misuses it."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -33,8 +34,8 @@ def tiny_config(num_layers: int, vocab_size: int) -> ModelConfig:
 class ScriptedDecoder:
     """Hidden states are (token, position, layers run so far). KV at a slot is (token, position).
 
-    run_layers asserts that a span resumes where the last one stopped, at the right position, with the KV of exactly the
-    right history below: a stale hidden row, a wrong slot or an uncommitted block cannot pass.
+    run_layers asserts that a span resumes where the last one stopped, at the right position, with the KV of
+    exactly the right history below: a stale hidden row, a wrong slot or an uncommitted block cannot pass.
     """
 
     def __init__(self, script: Script, num_layers: int = 9, vocab_size: int = 50) -> None:
@@ -45,19 +46,26 @@ class ScriptedDecoder:
         self.computed: list[tuple[int, int, int]] = []  # (layer, slot, token) in order of computation
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return torch.stack((token_ids.float(), torch.full_like(token_ids, -1).float(), torch.zeros_like(token_ids).float()), dim=1)
+        return torch.stack(
+            (token_ids.float(), torch.full_like(token_ids, -1).float(), torch.zeros_like(token_ids).float()),
+            dim=1,
+        )
 
     def run_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> Tensor:
         if lo == hi:
             return hidden
-        assert bool((hidden[:, 2] == lo).all()), f"layers [{lo}, {hi}) got hidden states of layer {hidden[:, 2].tolist()}"
+        assert bool((hidden[:, 2] == lo).all()), (
+            f"layers [{lo}, {hi}) got hidden states of layer {hidden[:, 2].tolist()}"
+        )
         if lo > 0:
             assert bool((hidden[:, 1] == view.positions).all()), "a hidden state of another position"
         hidden[:, 1], hidden[:, 2] = view.positions.float(), hi
         rows = view.row_ids()
         for layer in range(lo, hi):
             kv.write(layer, view.slots, hidden[:, None, :2], hidden[:, None, :2])
-            self.computed += [(layer, int(slot), int(token)) for slot, token in zip(view.slots, hidden[:, 0], strict=True)]
+            self.computed += [
+                (layer, int(slot), int(token)) for slot, token in zip(view.slots, hidden[:, 0], strict=True)
+            ]
         for row, position in zip(rows.tolist(), view.positions.tolist(), strict=True):
             history = torch.arange(position + 1)
             slots = view.block_tables[row, history // kv.block_size] * kv.block_size + history % kv.block_size
@@ -68,14 +76,21 @@ class ScriptedDecoder:
 
     def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:
         assert bool((hidden[:, 2] == exit_layer).all()), "an exit was read at another layer's hidden state"
-        return torch.stack([self._script(exit_layer, int(position), int(token)) for token, position, _ in hidden.tolist()])
+        return torch.stack(
+            [self._script(exit_layer, int(position), int(token)) for token, position, _ in hidden.tolist()]
+        )
 
 
 def one_hot_script(next_token: Callable[[int, int, int], int], vocab_size: int = 50) -> Script:
     """Each exit is sure of next_token(exit layer, position, token)."""
 
     def script(exit_layer: int, position: int, token: int) -> Tensor:
-        return torch.nn.functional.one_hot(torch.tensor(next_token(exit_layer, position, token)), vocab_size).float() * 20.0
+        return (
+            torch.nn.functional.one_hot(
+                torch.tensor(next_token(exit_layer, position, token)), vocab_size
+            ).float()
+            * 20.0
+        )
 
     return script
 

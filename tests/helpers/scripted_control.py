@@ -1,4 +1,6 @@
-"""A machine that a controller can be tried on without a model: drafts are right by a known law, rounds take what a known cost model says."""
+"""A machine that a controller can be tried on without a model: drafts are right by a known law, rounds take
+what a known cost model says."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +26,18 @@ ROUTES = (
 
 
 def cpu_like(scale: Mapping[str, float] | None = None, is_static: bool = False) -> LatencyModel:
-    """Stages of a model of 30 layers with exits at 4 and 15, whose passes cost by layer; `scale` multiplies some."""
+    """Stages of a model of 30 layers with exits at 4 and 15, whose passes cost by layer; `scale` multiplies
+    some."""
     scale, stages = scale or {}, {}
 
     def put(name: str, layers: float, head: float) -> None:
         factor = scale.get(name, 1.0)
-        stages[name] = Linear(factor * (1.0 * layers + 3.0 * head), 0.0, factor * (0.12 * layers + 1.0 * head), factor * 2e-4 * layers)
+        stages[name] = Linear(
+            factor * (1.0 * layers + 3.0 * head),
+            0.0,
+            factor * (0.12 * layers + 1.0 * head),
+            factor * 2e-4 * layers,
+        )
 
     put("plain", 30, 1)
     put("draft/4", 4, 1)
@@ -47,7 +55,8 @@ def cpu_like(scale: Mapping[str, float] | None = None, is_static: bool = False) 
 
 @dataclass
 class Law:
-    """Of one route: the chance that a draft is kept, that one is offered by lookup, that a tentative token is accepted."""
+    """Of one route: the chance that a draft is kept, that one is offered by lookup, that a tentative token is
+    accepted."""
 
     kept: float
     accepted: float = 1.0
@@ -56,7 +65,8 @@ class Law:
 
 @dataclass
 class Machine:
-    """Draws what rounds do. laws: by route; request: by how much the odds of a request are better. at_round may change laws."""
+    """Draws what rounds do. laws: by route; request: by how much the odds of a request are better. at_round
+    may change laws."""
 
     routes: Sequence[Route]
     latency: LatencyModel
@@ -67,7 +77,9 @@ class Machine:
     context_per_row: int = 300
     tokens: int = 0
     seconds: float = 0.0
-    history: list[tuple[Choice, int, float, int]] = field(default_factory=list)  # choice, tokens, seconds, rows
+    history: list[tuple[Choice, int, float, int]] = field(
+        default_factory=list
+    )  # choice, tokens, seconds, rows
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
@@ -82,12 +94,17 @@ class Machine:
             for number in numbers:
                 odds = np.exp(self.request(number))
                 kept_chance = law.kept * odds / (1 - law.kept + law.kept * odds)
-                cap, checks = choice.most_drafts.get(number, plan.num_draft_tokens), choice.most_checks.get(number, plan.num_checks)
+                cap, checks = (
+                    choice.most_drafts.get(number, plan.num_draft_tokens),
+                    choice.most_checks.get(number, plan.num_checks),
+                )
                 tentative = 0
                 for _ in range(checks):
                     if cap <= 0:
                         break
-                    looked = route.kind == "ngram" or (route.kind == "hybrid" and self.random.random() < law.found)
+                    looked = route.kind == "ngram" or (
+                        route.kind == "hybrid" and self.random.random() < law.found
+                    )
                     drafted = cap
                     if route.kind == "ngram" and self.random.random() >= law.found:
                         drafted = 0
@@ -104,13 +121,26 @@ class Machine:
                     accepted = min(tentative, int(self.random.geometric(max(1 - law.accepted, 1e-9))) - 1)
                     verified.append((number, tentative, accepted))
                     tokens += min(accepted + 1, tentative)
-        seconds = self.cost_ms(choice, rows, cycles, verified) / 1e3 * float(np.exp(self.noise * self.random.standard_normal()))
+        seconds = (
+            self.cost_ms(choice, rows, cycles, verified)
+            / 1e3
+            * float(np.exp(self.noise * self.random.standard_normal()))
+        )
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
         self.history.append((choice, tokens, seconds, rows))
-        by_cycle, by_row = np.array(cycles, np.int64).reshape(-1, 5).T, np.array(verified, np.int64).reshape(-1, 3).T
+        by_cycle, by_row = (
+            np.array(cycles, np.int64).reshape(-1, 5).T,
+            np.array(verified, np.int64).reshape(-1, 3).T,
+        )
         return Observation(choice, rows, rows * self.context_per_row, seconds, tokens, 1, *by_cycle, *by_row)
 
-    def cost_ms(self, choice: Choice, rows: int, cycles: Sequence[tuple[int, ...]], verified: Sequence[tuple[int, ...]]) -> float:
+    def cost_ms(
+        self,
+        choice: Choice,
+        rows: int,
+        cycles: Sequence[tuple[int, ...]],
+        verified: Sequence[tuple[int, ...]],
+    ) -> float:
         """As rounds are run, pass by pass, over the places that are live."""
         latency, each = self.latency, self.context_per_row
 
@@ -139,7 +169,9 @@ class Machine:
                     alive = sum(cycle[2] >= step for cycle in computed)
                     total += cost(("fill" if step == most else "draft") + tail, alive, alive)
                 looked = [cycle for cycle in here if cycle[4]]
-                total += cost(f"fill/{low}", len(looked), sum(cycle[2] + 1 for cycle in looked)) if looked else 0.0
+                total += (
+                    cost(f"fill/{low}", len(looked), sum(cycle[2] + 1 for cycle in looked)) if looked else 0.0
+                )
             drafts = sum(cycle[2] for cycle in here)
             if high is None or (plan.num_checks == 1 and not drafts):
                 return total + cost(f"verify/{low}", len(here), drafts + len(here))
@@ -155,7 +187,15 @@ class Machine:
 
     def fixed(self, route: int | None, plan: Plan, numbers: Sequence[int], rounds: int = 400) -> float:
         """Tokens per second of a plan that is kept, on a machine like this."""
-        twin = Machine(self.routes, self.latency, self.laws, self.seed + 1, self.noise, self.request, self.context_per_row)
+        twin = Machine(
+            self.routes,
+            self.latency,
+            self.laws,
+            self.seed + 1,
+            self.noise,
+            self.request,
+            self.context_per_row,
+        )
         for _ in range(rounds):
             twin.round(Choice(route, plan), numbers)
         return twin.tokens / twin.seconds

@@ -1,4 +1,5 @@
 """Experiments for the tests of the simulator."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -39,7 +40,12 @@ def experiment(**changes: Any) -> SimulationConfig:
     values: dict[str, Any] = {
         "engine": {"max_num_seqs": 4},
         "latency": {"stages": STAGES},
-        "requests": {"num": 200, "warm_up": 0.0, "prompt_tokens": {"kind": "uniform", "low": 1, "high": 40}, "output_tokens": EXPONENTIAL},
+        "requests": {
+            "num": 200,
+            "warm_up": 0.0,
+            "prompt_tokens": {"kind": "uniform", "low": 1, "high": 40},
+            "output_tokens": EXPONENTIAL,
+        },
         "arrivals": {"rates": [1.0]},
         "systems": {"only": {}},
     }

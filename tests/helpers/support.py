@@ -45,14 +45,37 @@ def make_engine(
     **config: Any,
 ) -> Engine:
     """An engine of small sizes; `config` overrides fields of EngineConfig."""
-    fields: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 256, "block_size": 8, "num_kv_blocks": 256, "max_prefill_tokens": 32, **config}
+    fields: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "block_size": 8,
+        "num_kv_blocks": 256,
+        "max_prefill_tokens": 32,
+        **config,
+    }
     speculative = None
     if rejection or confidence is not None:
-        speculative = SpeculativeConfig(draft={"layer": 1}, acceptance="rejection" if rejection else "coupled", draft_confidence=confidence)
-    return Engine(decoder, EngineConfig(**fields), speculative, plan=plan, eos_token_ids=eos, is_static=is_static, graph_device=graph_device)
+        speculative = SpeculativeConfig(
+            draft={"layer": 1},
+            acceptance="rejection" if rejection else "coupled",
+            draft_confidence=confidence,
+        )
+    return Engine(
+        decoder,
+        EngineConfig(**fields),
+        speculative,
+        plan=plan,
+        eos_token_ids=eos,
+        is_static=is_static,
+        graph_device=graph_device,
+    )
 
 
-def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] = GREEDY) -> list[list[int]]:
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+) -> list[list[int]]:
     """Output token ids of all prompts, in order; integrity is checked after every step."""
     each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
     ids = [engine.add_request(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
@@ -71,7 +94,9 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams
     return [outputs[request_id] for request_id in ids]
 
 
-def run_through_interrupts(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+def run_through_interrupts(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY
+) -> list[list[int]]:
     """As `run`; whenever a step is interrupted, the next follows."""
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
@@ -88,7 +113,9 @@ def random_prompts(lengths: Sequence[int], vocab: int = 256, seed: int = 0) -> l
     return [[generator.randrange(vocab) for _ in range(length)] for length in lengths]
 
 
-def transformers_greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, eos: int | None = None) -> list[int]:
+def transformers_greedy(
+    model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, eos: int | None = None
+) -> list[int]:
     """What transformers' own generate() gives for one prompt alone."""
     with torch.inference_mode():
         out = model.generate(
@@ -102,6 +129,8 @@ def transformers_greedy(model: PreTrainedModel, prompt: Sequence[int], num_token
     return out[0, len(prompt) :].tolist()
 
 
-def exit_drafter(stages: Stages, plan: Plan, judge: Judge, confidence: float | None = None) -> ComputedDrafter:
+def exit_drafter(
+    stages: Stages, plan: Plan, judge: Judge, confidence: float | None = None
+) -> ComputedDrafter:
     """What an engine makes for a plan that drafts by an early exit; plain plans do not ask it."""
     return ComputedDrafter(ExitSpeaker(stages, plan.draft_layer), judge, confidence)

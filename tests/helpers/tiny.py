@@ -1,9 +1,10 @@
 """Tiny random checkpoints and a tiny real tokenizer, for tests that need a model but no particular one.
 
-Ordinary initialisation makes a model that repeats one token, and all its exits agree on it: such a model proves
-nothing. With matrices N(0, 0.35²) and embeddings and head N(0, 1), 9 layers of 48 write varied text, and exits agree
-with the full depth on few tokens (layer 1) to most (layer 8).
+Ordinary initialisation makes a model that repeats one token, and all its exits agree on it: such a model
+proves nothing. With matrices N(0, 0.35²) and embeddings and head N(0, 1), 9 layers of 48 write varied text,
+and exits agree with the full depth on few tokens (layer 1) to most (layer 8).
 """
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -31,7 +32,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama3": {
         "class": "Llama",
         "num_key_value_heads": 2,
-        # An original length of 64 puts some of the few frequencies of a small head in each of the three bands.
+        # An original length of 64 puts some of the few frequencies of a small head in each of the three
+        # bands.
         "rope_parameters": {
             "rope_type": "llama3",
             "rope_theta": 5e5,
@@ -41,7 +43,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
-    "codellama": {"class": "Llama", "num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "codellama": {
+        "class": "Llama",
+        "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
     "linear_rope": {
         "class": "Llama",
         "num_key_value_heads": 4,
@@ -71,7 +77,8 @@ def tiny_model(
     matrix_std: float = MATRIX_STD,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A transformers model of the family in float32, its weights told by `seed`; `overrides` are fields of its config.
+    """A transformers model of the family in float32, its weights told by `seed`; `overrides` are fields of
+    its config.
 
     matrix_std: of matrices and biases. The lower, the less the model makes of a rounding error.
     """
@@ -115,7 +122,8 @@ def tiny_checkpoint(
 ) -> Path:
     """Saves a `tiny_model(family, **model)` as safetensors in the folder `path`, and returns that.
 
-    max_shard_size: as save_pretrained has it, e.g. "100KB"; None for a single file. tokenizer: add a `tiny_tokenizer`.
+    max_shard_size: as save_pretrained has it, e.g. "100KB"; None for a single file. tokenizer: add a
+    `tiny_tokenizer`.
     """
     folder = Path(path)
     shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
@@ -126,7 +134,8 @@ def tiny_checkpoint(
 
 
 def tiny_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """Saves, in the folder `path`, a byte-level BPE tokenizer without merges: a byte is a token, for any text.
+    """Saves, in the folder `path`, a byte-level BPE tokenizer without merges: a byte is a token, for any
+    text.
 
     The id of a byte is its place in the sorted alphabet of byte-level BPE, not its value. BOS is not added.
     """

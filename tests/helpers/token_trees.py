@@ -1,4 +1,5 @@
 """Random shapes of token trees."""
+
 from __future__ import annotations
 
 import random

@@ -1,4 +1,5 @@
 """Traces of engines that never ran."""
+
 from __future__ import annotations
 
 import math
@@ -28,8 +29,18 @@ class Clock:
         return self.now
 
 
-def writer(path: Path, clock: Clock, routes: Sequence[str] = ROUTES, environment: Mapping[str, Any] | None = None) -> TraceWriter:
-    return TraceWriter(path, model="tiny", policy="laps", max_num_seqs=4, routes=routes, environment=environment or {"cpu": "none"}, clock=clock)
+def writer(
+    path: Path, clock: Clock, routes: Sequence[str] = ROUTES, environment: Mapping[str, Any] | None = None
+) -> TraceWriter:
+    return TraceWriter(
+        path,
+        model="tiny",
+        policy="laps",
+        max_num_seqs=4,
+        routes=routes,
+        environment=environment or {"cpu": "none"},
+        clock=clock,
+    )
 
 
 def observation(choice: Choice, rows: int = 2, seconds: float = 0.01, **fields: Any) -> Observation:
@@ -38,15 +49,36 @@ def observation(choice: Choice, rows: int = 2, seconds: float = 0.01, **fields: 
     def each(value: int) -> Any:
         return np.full(rows, value, np.int64)
 
-    counts = {"drafted": each(4), "kept": each(2), "tentative": each(3), "accepted": each(1)} if choice.route is not None else {}
+    counts = (
+        {"drafted": each(4), "kept": each(2), "tentative": each(3), "accepted": each(1)}
+        if choice.route is not None
+        else {}
+    )
     return Observation(choice, rows, 100.0 * rows, seconds, 2 * rows, **{**counts, **fields})
 
 
 def decision(choice: Choice, **fields: Any) -> dict[str, Any]:
     name = "plain" if choice.route is None else f"{ROUTES[choice.route]} K={choice.plan.num_draft_tokens}"
-    values = {"round": 1, "route": choice.route, "plan": name, "num_drafts": choice.plan.num_draft_tokens, "num_checks": choice.plan.num_checks}
-    values |= {"rows": 2, "context_tokens": 200, "predicted": 110.0, "measured": 100.0, "previous": "plain", "reason": "best", "is_probe": False}
-    values |= {"alternatives": [[name, 110.0], ["plain", math.nan]], "acceptance": {ROUTES[1]: {"draft": np.float64(0.5), "check": 0.75}}}
+    values = {
+        "round": 1,
+        "route": choice.route,
+        "plan": name,
+        "num_drafts": choice.plan.num_draft_tokens,
+        "num_checks": choice.plan.num_checks,
+    }
+    values |= {
+        "rows": 2,
+        "context_tokens": 200,
+        "predicted": 110.0,
+        "measured": 100.0,
+        "previous": "plain",
+        "reason": "best",
+        "is_probe": False,
+    }
+    values |= {
+        "alternatives": [[name, 110.0], ["plain", math.nan]],
+        "acceptance": {ROUTES[1]: {"draft": np.float64(0.5), "check": 0.75}},
+    }
     return values | fields
 
 
@@ -55,7 +87,8 @@ def metrics(arrival_s: float, finished_s: float, preemptions: int = 0) -> Reques
 
 
 def goodput_trace(path: Path) -> Path:
-    """Ten seconds: rounds of plain decoding, prompt lookup, a probe of three tiers, one round without a time; four requests."""
+    """Ten seconds: rounds of plain decoding, prompt lookup, a probe of three tiers, one round without a time;
+    four requests."""
     clock = Clock()
     trace = writer(path, clock)
 
@@ -74,7 +107,13 @@ def goodput_trace(path: Path) -> Path:
     run(NGRAM, 30, 0.1)
     trace.round(observation(NGRAM, seconds=math.nan))
     for number in range(4):
-        trace.request(number, metrics(100.0 + number, 104.0 + 2 * number, number // 2), 8, "abort" if number == 3 else "length", [(0, 2, [4], [2])])
+        trace.request(
+            number,
+            metrics(100.0 + number, 104.0 + 2 * number, number // 2),
+            8,
+            "abort" if number == 3 else "length",
+            [(0, 2, [4], [2])],
+        )
     trace.close()
     return path
 

@@ -1,4 +1,6 @@
-"""Examples, exits and batches for the tests of training on a frozen trunk. Its fixtures are imported where they are used."""
+"""Examples, exits and batches for the tests of training on a frozen trunk. Its fixtures are imported where
+they are used."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -37,7 +39,10 @@ def make_examples(count: int, seed: int = 0) -> list[Example]:
     """Of 4 to 12 tokens, 1 to 3 of them prompt."""
     generator = torch.Generator().manual_seed(seed)
     lens = [4 + index * 5 % 9 for index in range(count)]
-    return [Example(torch.randint(TINY_VOCAB, (n,), generator=generator).tolist(), 1 + index % 3) for index, n in enumerate(lens)]
+    return [
+        Example(torch.randint(TINY_VOCAB, (n,), generator=generator).tolist(), 1 + index % 3)
+        for index, n in enumerate(lens)
+    ]
 
 
 def make_modules(checkpoint: Checkpoint, infos: Sequence[ExitInfo], seed: int = 0) -> list[AdapterModule]:
@@ -60,7 +65,13 @@ def batch_of(examples: Sequence[Example], states: Sequence[dict[str, Tensor]]) -
     """Packed by hand, without padding, all in one group."""
     positions = torch.cat([torch.arange(len(example.token_ids)) for example in examples])
     rows = torch.cat([torch.full((len(example.token_ids),), row) for row, example in enumerate(examples)])
-    predicts = torch.cat([torch.arange(len(e.token_ids)).ge(e.prompt_len - 1) & torch.arange(len(e.token_ids)).lt(len(e.token_ids) - 1) for e in examples])
+    predicts = torch.cat(
+        [
+            torch.arange(len(e.token_ids)).ge(e.prompt_len - 1)
+            & torch.arange(len(e.token_ids)).lt(len(e.token_ids) - 1)
+            for e in examples
+        ]
+    )
     packed = {name: torch.cat([state[name] for state in states]) for name in states[0]}
     return StatesBatch(packed, positions, predicts, [(torch.arange(len(rows)), rows, positions)])
 
@@ -75,5 +86,11 @@ def places_of(batch: StatesBatch) -> list[Tensor]:
     return out
 
 
-def make_store(folder: Path, decoder: Any, examples: Sequence[Example], layers: Sequence[int] = LAYERS, model: str = "model") -> StateStore:
+def make_store(
+    folder: Path,
+    decoder: Any,
+    examples: Sequence[Example],
+    layers: Sequence[int] = LAYERS,
+    model: str = "model",
+) -> StateStore:
     return StateStore(folder, decoder, layers, examples, model, progress=False)

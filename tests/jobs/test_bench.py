@@ -1,4 +1,5 @@
 """The benchmark: what is run in which order, and what is derived from it."""
+
 from __future__ import annotations
 
 import json
@@ -43,7 +44,12 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_job(folder: Path, lines: list[dict[str, Any]] | None = None, **fields: Any) -> Job:
     lines = [{"prompt": f"prompt {number}"} for number in range(6)] if lines is None else lines
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    values = {"model": "fake", "speculative": THREE_TIER, "input": {"path": str(folder / "in.jsonl")}, "output": {"path": str(folder / "out.jsonl")}}
+    values = {
+        "model": "fake",
+        "speculative": THREE_TIER,
+        "input": {"path": str(folder / "in.jsonl")},
+        "output": {"path": str(folder / "out.jsonl")},
+    }
     return build(Job, values | fields)
 
 
@@ -55,7 +61,10 @@ def test_the_result_has_the_promised_keys_and_is_json(tmp_path: Path) -> None:
     result = run_bench(make_job(tmp_path), options(), progress=False)
     names = ["transformers", "plain", "two_tier", "three_tier"]
     assert list(result["engines"]) == names == list(result["ratio_to_plain"])
-    assert all(len(engine["tokens_per_s_runs"]) == 3 and engine["tokens_per_s"] > 0 for engine in result["engines"].values())
+    assert all(
+        len(engine["tokens_per_s_runs"]) == 3 and engine["tokens_per_s"] > 0
+        for engine in result["engines"].values()
+    )
     assert result["ratio_to_plain"]["plain"] == 1.0
     assert result["exact_match"] == {"transformers": [5, 6], "two_tier": [6, 6], "three_tier": [6, 6]}
     looked_up = {"looked_up_accepted": None, "looked_up_share": None}
@@ -65,10 +74,15 @@ def test_the_result_has_the_promised_keys_and_is_json(tmp_path: Path) -> None:
     }
     # Every token of the stand-in takes 1/128 second of decoding.
     assert result["decode_ratio_to_plain"] == {"plain": 1.0, "two_tier": 1.0, "three_tier": 1.0}
-    assert result["engines"]["plain"]["decode_tokens_per_s"] == 128 and "decode_tokens_per_s" not in result["engines"]["transformers"]
+    assert (
+        result["engines"]["plain"]["decode_tokens_per_s"] == 128
+        and "decode_tokens_per_s" not in result["engines"]["transformers"]
+    )
     assert result["engines"]["plain"]["full_passes_per_token"] == 1.0
     assert result["memory"]["kv_bytes"] == 100 and result["memory"]["peak_resident_bytes"] > 1e6
-    assert {"cpu", "cores", "threads", "torch", "transformers", "python", "hispec"} <= result["environment"].keys()
+    assert {"cpu", "cores", "threads", "torch", "transformers", "python", "hispec"} <= result[
+        "environment"
+    ].keys()
     assert json.loads(json.dumps(result, allow_nan=False)) == result
 
 
@@ -91,7 +105,11 @@ def test_the_engines_take_turns_in_going_first(tmp_path: Path, monkeypatch: pyte
 def test_every_run_processes_its_prompts_anew_with_one_model(tmp_path: Path) -> None:
     run_bench(make_job(tmp_path), options(transformers=False, context=9), progress=False)
     (llm,) = FakeLLM.instances
-    assert (llm.engine["enable_prefix_caching"], llm.engine["max_num_seqs"], llm.engine["max_model_len"]) == (False, 4, 21)
+    assert (llm.engine["enable_prefix_caching"], llm.engine["max_num_seqs"], llm.engine["max_model_len"]) == (
+        False,
+        4,
+        21,
+    )
     assert llm.closed
 
 
@@ -130,15 +148,26 @@ def test_tasks_are_run_one_by_one_and_their_ratios_averaged(tmp_path: Path) -> N
     rows = [{"prompt": "a b", "metadata": {"task": task}} for task in ("maths", "code", "maths")]
     result = run_bench(make_job(tmp_path, rows), options(transformers=False), progress=False)
     ratios = result["ratio_by_task"]
-    assert list(ratios) == ["plain", "two_tier", "three_tier"] and list(ratios["plain"]) == ["maths", "code", "mean"]
+    assert list(ratios) == ["plain", "two_tier", "three_tier"] and list(ratios["plain"]) == [
+        "maths",
+        "code",
+        "mean",
+    ]
     assert set(ratios["plain"].values()) == {1.0}
-    assert ratios["two_tier"]["mean"] == pytest.approx((ratios["two_tier"]["maths"] + ratios["two_tier"]["code"]) / 2)
-    assert result["exact_match"] == {"two_tier": [3, 3], "three_tier": [3, 3]}, "outputs are in the order of the prompts"
+    assert ratios["two_tier"]["mean"] == pytest.approx(
+        (ratios["two_tier"]["maths"] + ratios["two_tier"]["code"]) / 2
+    )
+    assert result["exact_match"] == {
+        "two_tier": [3, 3],
+        "three_tier": [3, 3],
+    }, "outputs are in the order of the prompts"
     one_task = run_bench(make_job(tmp_path), options(transformers=False), progress=False)
     assert one_task["ratio_by_task"] == {}
 
 
-def test_at_batch_1_each_prompt_is_timed_by_every_engine_in_turn_and_gives_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_batch_1_each_prompt_is_timed_by_every_engine_in_turn_and_gives_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served: list[tuple[bool, str]] = []
     add = FakeLLM.add
 
@@ -147,24 +176,43 @@ def test_at_batch_1_each_prompt_is_timed_by_every_engine_in_turn_and_gives_inter
         add(self, prompt, *arguments, **more)
 
     monkeypatch.setattr(FakeLLM, "add", watched)
-    rows = [{"prompt": f"{task} {number}", "metadata": {"task": task}} for number in range(3) for task in ("maths", "code")]
+    rows = [
+        {"prompt": f"{task} {number}", "metadata": {"task": task}}
+        for number in range(3)
+        for task in ("maths", "code")
+    ]
     two = {"draft": {"layer": 3}, "num_draft_tokens": 1}
-    result = run_bench(make_job(tmp_path, rows, speculative=two), options(transformers=False, batch_size=1, repeats=2), progress=False)
+    result = run_bench(
+        make_job(tmp_path, rows, speculative=two),
+        options(transformers=False, batch_size=1, repeats=2),
+        progress=False,
+    )
     timed = served[-24:]  # after the warm-up: 6 prompts, two engines, two repeats
     assert [prompt for _, prompt in timed] == [row["prompt"] for row in rows for _ in range(2)] * 2
     assert [speculative for speculative, _ in timed] == [False, True, True, False] * 6
     low, high = result["ratio_interval"]["two_tier"]
-    assert low <= result["ratio_by_task"]["two_tier"]["mean"] <= high and list(result["ratio_interval"]) == ["two_tier"]
-    assert sum(result["engines"]["two_tier"]["accept_len_histogram"]) > 0 and json.loads(json.dumps(result)) == result
+    assert low <= result["ratio_by_task"]["two_tier"]["mean"] <= high and list(result["ratio_interval"]) == [
+        "two_tier"
+    ]
+    assert (
+        sum(result["engines"]["two_tier"]["accept_len_histogram"]) > 0
+        and json.loads(json.dumps(result)) == result
+    )
     print_bench(result)
-    assert run_bench(make_job(tmp_path, rows), options(transformers=False), progress=False)["ratio_interval"] == {}
+    assert (
+        run_bench(make_job(tmp_path, rows), options(transformers=False), progress=False)["ratio_interval"]
+        == {}
+    )
 
 
 def test_an_interval_holds_the_ratio_of_all_prompts_and_shrinks_with_their_number() -> None:
     def tasks(num: int) -> list[Paired]:
         random = np.random.default_rng(1)
         tokens, seconds = [64.0] * num, random.uniform(1, 3, num)
-        return [Paired(tokens, (seconds * random.uniform(0.4, 0.9, num)).tolist(), tokens, seconds.tolist()) for _ in range(2)]
+        return [
+            Paired(tokens, (seconds * random.uniform(0.4, 0.9, num)).tolist(), tokens, seconds.tolist())
+            for _ in range(2)
+        ]
 
     widths = []
     for num in (10, 160):
@@ -180,7 +228,12 @@ def test_an_interval_holds_the_ratio_of_all_prompts_and_shrinks_with_their_numbe
 
 
 def test_counts_of_a_run_in_parts_are_summed() -> None:
-    part = FakeLLM("fake").stats() | {"tokens": 3, "rounds": 2, "accept_length_histogram": [0, 1, 1], "num_layers": 10}
+    part = FakeLLM("fake").stats() | {
+        "tokens": 3,
+        "rounds": 2,
+        "accept_length_histogram": [0, 1, 1],
+        "num_layers": 10,
+    }
     total = add_counts(add_counts({}, part), part | {"accept_length_histogram": [0, 2]})
     assert (total["tokens"], total["rounds"], total["num_layers"]) == (6, 4, 10)
     assert total["accept_length_histogram"] == [0, 3, 1]
@@ -195,7 +248,10 @@ def test_plans_are_worded_by_layers() -> None:
 
 def test_rates_of_a_run_without_tokens_are_none() -> None:
     rates = Rates.of(FakeLLM("fake").stats(), None)
-    assert rates.draft_accepted is rates.mean_accepted_len is rates.layer_passes_per_token is None and not rates.at_floor
+    assert (
+        rates.draft_accepted is rates.mean_accepted_len is rates.layer_passes_per_token is None
+        and not rates.at_floor
+    )
 
 
 def test_bad_rows_are_an_error_that_names_all_of_them(tmp_path: Path) -> None:
@@ -205,13 +261,17 @@ def test_bad_rows_are_an_error_that_names_all_of_them(tmp_path: Path) -> None:
     assert not FakeLLM.instances
 
 
-@pytest.mark.parametrize("values", [{"repeats": 0}, {"batch_size": 0}, {"max_tokens": -1}, {"context": 0}, {"repeat": 2}])
+@pytest.mark.parametrize(
+    "values", [{"repeats": 0}, {"batch_size": 0}, {"max_tokens": -1}, {"context": 0}, {"repeat": 2}]
+)
 def test_options_out_of_range_are_errors(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):
         build(BenchOptions, values)
 
 
-def test_the_table_has_a_line_per_engine_and_says_when_acceptance_is_at_its_floor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_line_per_engine_and_says_when_acceptance_is_at_its_floor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run_bench(make_job(tmp_path), options(), progress=False)
     print_bench(result)
     printed = capsys.readouterr().out
@@ -226,13 +286,23 @@ def test_the_table_has_a_line_per_engine_and_says_when_acceptance_is_at_its_floo
 
 @pytest.fixture(scope="module")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint whose generation config samples and penalises: none of that may reach a greedy benchmark."""
+    """A checkpoint whose generation config samples and penalises: none of that may reach a greedy
+    benchmark."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     model = LlamaForCausalLM(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    model.generation_config = GenerationConfig(do_sample=True, temperature=5.0, repetition_penalty=9.0, eos_token_id=[3, 5])
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=5.0, repetition_penalty=9.0, eos_token_id=[3, 5]
+    )
     folder = tmp_path_factory.mktemp("llama")
     model.save_pretrained(folder)
     return str(folder)
@@ -240,7 +310,9 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_baseline_is_greedy_for_each_prompt_alone_and_ends_with_eos(tiny_llama: str) -> None:
     def baseline(ignore_eos: bool) -> TransformersBaseline:
-        return TransformersBaseline(tiny_llama, dtype="float32", device="cpu", batch_size=3, max_tokens=20, ignore_eos=ignore_eos)
+        return TransformersBaseline(
+            tiny_llama, dtype="float32", device="cpu", batch_size=3, max_tokens=20, ignore_eos=ignore_eos
+        )
 
     prompts = [[7], [1, 2, 9, 4], [8, 8], [30, 2, 6, 7, 11], [12, 13, 0]]
     full = baseline(ignore_eos=True).generate(prompts)
@@ -252,7 +324,9 @@ def test_the_baseline_is_greedy_for_each_prompt_alone_and_ends_with_eos(tiny_lla
             with torch.inference_mode():
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         assert ids[len(prompt) :] == output
-    assert any({3, 5} & set(output[:-1]) for output in full), "no EOS inside any output: the rest of this test would prove nothing"
+    assert any({3, 5} & set(output[:-1]) for output in full), (
+        "no EOS inside any output: the rest of this test would prove nothing"
+    )
     for output, cut in zip(full, baseline(ignore_eos=False).generate(prompts), strict=True):
         end = next((at for at, token in enumerate(output, start=1) if token in (3, 5)), 20)
         assert cut == output[:end]
@@ -260,4 +334,6 @@ def test_the_baseline_is_greedy_for_each_prompt_alone_and_ends_with_eos(tiny_lla
 
 def test_a_model_that_transformers_cannot_load_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--no-transformers"):
-        TransformersBaseline(str(tmp_path), dtype="float32", device="cpu", batch_size=1, max_tokens=1, ignore_eos=False)
+        TransformersBaseline(
+            str(tmp_path), dtype="float32", device="cpu", batch_size=1, max_tokens=1, ignore_eos=False
+        )

@@ -1,4 +1,5 @@
 """The output file: checked first, whole lines only, resumable after Ctrl-C."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -27,11 +28,17 @@ def test_an_existing_output_is_an_error_before_the_model_is_loaded(tmp_path: Pat
     assert job.output.path.read_text() == "results of a week\n" and not FakeLLM.instances
 
 
-def test_overwrite_replaces_the_output_only_when_the_model_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwrite_replaces_the_output_only_when_the_model_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = make_job(tmp_path, prompts(2), output={"overwrite": True})
     job.output.path.write_text("results of a week\n")
     with monkeypatch.context() as patch:
-        patch.setattr(FakeLLM, "__init__", lambda self, *args, **kwargs: (_ for _ in ()).throw(ConfigError("no such model")))
+        patch.setattr(
+            FakeLLM,
+            "__init__",
+            lambda self, *args, **kwargs: (_ for _ in ()).throw(ConfigError("no such model")),
+        )
         with pytest.raises(ConfigError, match="no such model"):
             run(job)
     assert job.output.path.read_text() == "results of a week\n"
@@ -57,7 +64,11 @@ def test_output_equal_to_input_is_an_error_through_links_too(tmp_path: Path, lin
 
 def test_an_output_that_cannot_be_written_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    for path, part in ((tmp_path, "not a regular file"), (tmp_path / "file" / "out.jsonl", "cannot write"), (Path("/dev/full"), "not a regular file")):
+    for path, part in (
+        (tmp_path, "not a regular file"),
+        (tmp_path / "file" / "out.jsonl", "cannot write"),
+        (Path("/dev/full"), "not a regular file"),
+    ):
         job = make_job(tmp_path, prompts(1), output={"path": str(path)})
         with pytest.raises(ConfigError, match=part):
             run(job)
@@ -71,7 +82,9 @@ def test_missing_folders_are_created(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n \n"])
-def test_an_input_without_rows_is_an_error_before_the_model_is_loaded(tmp_path: Path, content: bytes | None) -> None:
+def test_an_input_without_rows_is_an_error_before_the_model_is_loaded(
+    tmp_path: Path, content: bytes | None
+) -> None:
     job = make_job(tmp_path, [])
     job.input.path.unlink() if content is None else job.input.path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"input\.path"):
@@ -153,7 +166,9 @@ def test_a_complete_output_is_resumed_without_the_model(tmp_path: Path) -> None:
     "change",
     [{"model": "another"}, {"sampling": {"max_tokens": 39, "temperature": 0.0}}, {"input": {"limit": 2}}],
 )
-def test_resuming_the_output_of_another_job_is_an_error_that_changes_nothing(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_resuming_the_output_of_another_job_is_an_error_that_changes_nothing(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     job = make_job(tmp_path, prompts(5), output={"resume": True})
     run(job)
     before = job.output.path.read_bytes()

@@ -1,4 +1,5 @@
 """Input and output rows, one at a time."""
+
 from __future__ import annotations
 
 import json
@@ -32,8 +33,14 @@ from tests.helpers.job_support import make_job, parse
         (b'{"prompt_token_ids": [1, "2"]}', "prompt_token_ids.1: input should be a valid integer"),
         (b'{"messages": []}', "messages: "),
         (b'{"messages": [{"role": "user"}]}', "messages.0.content: required"),
-        (b'{"prompt": "a", "sampling": {"temprature": 1}}', "sampling.temprature: unknown setting (did you mean 'temperature'?)"),
-        (b'{"prompt": "a", "sampling": {"max_tokens": -1}}', "sampling.max_tokens: input should be greater than or equal to 1, got -1"),
+        (
+            b'{"prompt": "a", "sampling": {"temprature": 1}}',
+            "sampling.temprature: unknown setting (did you mean 'temperature'?)",
+        ),
+        (
+            b'{"prompt": "a", "sampling": {"max_tokens": -1}}',
+            "sampling.max_tokens: input should be greater than or equal to 1, got -1",
+        ),
         (b'{"prompt": "a", "sampling": {"min_tokens": 99}}', "min_tokens=99 is above max_tokens=16"),
         (b'{"prompt": "a", "id": 1.5}', "id"),
     ],
@@ -61,11 +68,17 @@ def test_a_row_without_a_seed_gets_one_that_depends_on_its_place_alone() -> None
 
 def test_the_content_hash_tells_prompt_sampling_and_model_apart() -> None:
     def content_hash(raw: dict[str, Any], model: str = "fake", **engine: Any) -> str:
-        return parse_row(build(RunConfig, {"model": model, "engine": engine}), 0, 1, json.dumps(raw).encode()).content_hash
+        return parse_row(
+            build(RunConfig, {"model": model, "engine": engine}), 0, 1, json.dumps(raw).encode()
+        ).content_hash
 
     base = content_hash({"prompt": "a"})
     assert base == content_hash({"id": 5, "prompt": "a", "metadata": 1})
-    others = [content_hash({"prompt": "b"}), content_hash({"prompt": "a", "sampling": {"top_k": 3}}), content_hash({"prompt": "a"}, "other")]
+    others = [
+        content_hash({"prompt": "b"}),
+        content_hash({"prompt": "a", "sampling": {"top_k": 3}}),
+        content_hash({"prompt": "a"}, "other"),
+    ]
     others += [content_hash({"prompt": "a"}, quantization=kind) for kind in ("int8", "int4")]
     assert base not in others and len(set(others)) == 5
 
@@ -78,5 +91,7 @@ def test_blank_lines_count_as_lines_but_are_no_rows(tmp_path: Path) -> None:
 
 
 def test_row_errors_carry_their_type() -> None:
-    values = output_row(parse(b"broken"), RowError("invalid_line", "line 7: broken"), OutputConfig(path=Path("o")))
+    values = output_row(
+        parse(b"broken"), RowError("invalid_line", "line 7: broken"), OutputConfig(path=Path("o"))
+    )
     assert values["error"] == {"type": "invalid_line", "message": "line 7: broken", "line": 7}

@@ -1,4 +1,5 @@
 """Running a job: order, bounds, errors of single rows, the comparison with plain decoding."""
+
 from __future__ import annotations
 
 import json
@@ -40,9 +41,15 @@ def test_output_is_in_input_order_one_line_per_row_whatever_finishes_first(tmp_p
     assert [row["index"] for row in rows] == list(range(50))
     assert [row["id"] for row in rows] == [line["id"] for line in lines]
     greedy = SamplingParams(temperature=0.0, max_tokens=40)
-    expected = ["".join(map(chr, answer([ord(letter) for letter in line["prompt"]], greedy))) for line in lines]
+    expected = [
+        "".join(map(chr, answer([ord(letter) for letter in line["prompt"]], greedy))) for line in lines
+    ]
     assert texts_of(job) == expected
-    assert report.timed.completion_tokens == sum(map(len, expected)) == sum(row["usage"]["completion_tokens"] for row in rows)
+    assert (
+        report.timed.completion_tokens
+        == sum(map(len, expected))
+        == sum(row["usage"]["completion_tokens"] for row in rows)
+    )
     assert FakeLLM.instances[0].closed
 
 
@@ -51,9 +58,13 @@ def test_the_engine_holds_a_bounded_number_of_rows(tmp_path: Path) -> None:
     assert FakeLLM.instances[0].most_unfinished == 4 * REQUESTS_PER_SEAT
 
 
-def test_finished_rows_that_wait_for_a_slow_one_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_rows_that_wait_for_a_slow_one_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hispec.jobs.runner.ROWS_WAITING_PER_SEAT", 2)
-    monkeypatch.setattr("tests.helpers.fake_llm.answer", lambda ids, sampling, at=0: [97] * (sampling.max_tokens or 1))
+    monkeypatch.setattr(
+        "tests.helpers.fake_llm.answer", lambda ids, sampling, at=0: [97] * (sampling.max_tokens or 1)
+    )
     most_waiting = 0
     add = OrderedWriter.add
 
@@ -64,14 +75,24 @@ def test_finished_rows_that_wait_for_a_slow_one_are_bounded(tmp_path: Path, monk
 
     monkeypatch.setattr(OrderedWriter, "add", watched)
     slow = {"prompt": "slow", "sampling": {"max_tokens": 1000}}
-    job = make_job(tmp_path, [slow] + [{"prompt": "quick", "sampling": {"max_tokens": 1}} for _ in range(300)])
+    job = make_job(
+        tmp_path, [slow] + [{"prompt": "quick", "sampling": {"max_tokens": 1}} for _ in range(300)]
+    )
     run(job)
     assert len(rows_of(job)) == 301
     assert 8 <= most_waiting <= 8 + 4 * REQUESTS_PER_SEAT
 
 
 def test_a_bad_row_becomes_an_error_row_and_the_rest_is_unharmed(tmp_path: Path) -> None:
-    lines = [{"prompt": "one"}, b"{broken\n", {"prompt": ""}, {"id": 7, "promt": "x"}, {"prompt_token_ids": [-1]}, b"\xff\n", {"prompt": "two"}]
+    lines = [
+        {"prompt": "one"},
+        b"{broken\n",
+        {"prompt": ""},
+        {"id": 7, "promt": "x"},
+        {"prompt_token_ids": [-1]},
+        b"\xff\n",
+        {"prompt": "two"},
+    ]
     job = make_job(tmp_path, lines)
     report = run(job)
     rows = rows_of(job)
@@ -92,13 +113,19 @@ def test_a_bad_row_becomes_an_error_row_and_the_rest_is_unharmed(tmp_path: Path)
 
 def test_a_request_that_the_engine_gives_up_is_an_error_row() -> None:
     row = parse({"prompt": "a"})
-    values = output_row(row, RequestOutput("row-3", None, [97], error="preempted for ever"), OutputConfig(path=Path("o")))
+    values = output_row(
+        row, RequestOutput("row-3", None, [97], error="preempted for ever"), OutputConfig(path=Path("o"))
+    )
     assert values["error"] == {"type": "failed", "message": "preempted for ever", "line": 7}
 
 
 def test_chat_token_ids_and_metadata_reach_the_engine_and_the_output(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hé"}]
-    job = make_job(tmp_path, [{"messages": messages, "metadata": {"tag": [1]}}, {"prompt_token_ids": [104, 105]}], output={"token_ids": True})
+    job = make_job(
+        tmp_path,
+        [{"messages": messages, "metadata": {"tag": [1]}}, {"prompt_token_ids": [104, 105]}],
+        output={"token_ids": True},
+    )
     run(job)
     chat, ids = rows_of(job)
     assert chat["messages"] == messages and chat["metadata"] == {"tag": [1]}
@@ -116,19 +143,35 @@ def test_the_input_is_left_out_where_the_job_says_so(tmp_path: Path) -> None:
 
 def test_several_outputs_and_log_probabilities_are_valid_json() -> None:
     logprobs = [TokenLogprobs(5, -0.5, {5: -0.5, 6: -math.inf})]
-    outputs = [CompletionOutput(0, "a", [5], logprobs, "stop", 2), CompletionOutput(1, "b", [6], None, "length", None)]
-    values = output_row(parse({"prompt": "a"}), RequestOutput("row-3", None, [97], outputs), OutputConfig(path=Path("o")))
+    outputs = [
+        CompletionOutput(0, "a", [5], logprobs, "stop", 2),
+        CompletionOutput(1, "b", [6], None, "length", None),
+    ]
+    values = output_row(
+        parse({"prompt": "a"}), RequestOutput("row-3", None, [97], outputs), OutputConfig(path=Path("o"))
+    )
     again = json.loads(json.dumps(values, allow_nan=False))
-    assert again["outputs"][0]["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": {"5": -0.5, "6": None}}]
+    assert again["outputs"][0]["logprobs"] == [
+        {"token_id": 5, "logprob": -0.5, "top": {"5": -0.5, "6": None}}
+    ]
     assert again["usage"]["completion_tokens"] == 2
 
 
 def test_compare_plain_counts_identical_outputs_and_turns_prefix_caching_off(tmp_path: Path) -> None:
-    job = make_job(tmp_path, [*prompts(12), b"broken\n", {"prompt": ""}], speculative=THREE_TIER, output={"compare_plain": True})
+    job = make_job(
+        tmp_path,
+        [*prompts(12), b"broken\n", {"prompt": ""}],
+        speculative=THREE_TIER,
+        output={"compare_plain": True},
+    )
     report = run(job)
     assert report.comparison is not None and report.rates is not None
     assert (report.comparison.num_identical, report.comparison.num_compared) == (12, 12)
-    assert report.comparison.plain.completion_tokens == report.timed.completion_tokens == report.stats["committed"]
+    assert (
+        report.comparison.plain.completion_tokens
+        == report.timed.completion_tokens
+        == report.stats["committed"]
+    )
     assert (report.rates.draft_accepted, report.rates.tentative_accepted) == (0.5, 0.5)
     assert len(rows_of(job)) == 14
     assert FakeLLM.instances[0].engine["enable_prefix_caching"] is False
@@ -141,7 +184,9 @@ def test_compare_plain_finds_a_difference(tmp_path: Path, monkeypatch: pytest.Mo
     assert (report.comparison.num_identical, report.comparison.num_compared) == (0, 12)
 
 
-def test_ctrl_c_during_the_comparison_says_that_the_rows_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_the_comparison_says_that_the_rows_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = make_job(tmp_path, prompts(8), speculative=THREE_TIER, output={"compare_plain": True})
     run(job)
     last_step = FakeLLM.instances[0].num_steps

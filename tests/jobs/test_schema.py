@@ -1,4 +1,5 @@
 """A job's YAML file: what is accepted, and what every problem is called."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -21,7 +22,9 @@ def write_yaml(folder: Path, text: str) -> Path:
     return path
 
 
-def test_input_path_is_relative_to_the_job_file_and_output_path_to_the_working_directory(tmp_path: Path) -> None:
+def test_input_path_is_relative_to_the_job_file_and_output_path_to_the_working_directory(
+    tmp_path: Path,
+) -> None:
     job = load_job(write_yaml(tmp_path, MINIMAL))
     assert job.input.path == tmp_path / "in.jsonl"
     assert job.output.path == Path("out.jsonl")
@@ -29,7 +32,11 @@ def test_input_path_is_relative_to_the_job_file_and_output_path_to_the_working_d
 
 
 def test_every_problem_of_a_job_is_named_at_once(tmp_path: Path) -> None:
-    path = write_yaml(tmp_path, MINIMAL + "engin: {}\nengine: {blocksize: 4, max_num_seqs: 0}\nsampling: {top_p: 0.0, temperature: .nan}\n")
+    path = write_yaml(
+        tmp_path,
+        MINIMAL
+        + "engin: {}\nengine: {blocksize: 4, max_num_seqs: 0}\nsampling: {top_p: 0.0, temperature: .nan}\n",
+    )
     with pytest.raises(ConfigError) as caught:
         load_job(path, ["sampling.n=many"])
     message = str(caught.value)
@@ -77,13 +84,29 @@ def test_a_job_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_scalars_are_read_as_yaml_1_2(tmp_path: Path) -> None:
-    job = load_job(write_yaml(tmp_path, MINIMAL), ["sampling.temperature=1e-3", "sampling.seed=017", "sampling.stop=12:30", "sampling.logit_bias={12: 3}"])
-    assert (job.sampling.temperature, job.sampling.seed, job.sampling.stop, job.sampling.logit_bias) == (1e-3, 17, ["12:30"], {12: 3})
+    job = load_job(
+        write_yaml(tmp_path, MINIMAL),
+        [
+            "sampling.temperature=1e-3",
+            "sampling.seed=017",
+            "sampling.stop=12:30",
+            "sampling.logit_bias={12: 3}",
+        ],
+    )
+    assert (job.sampling.temperature, job.sampling.seed, job.sampling.stop, job.sampling.logit_bias) == (
+        1e-3,
+        17,
+        ["12:30"],
+        {12: 3},
+    )
 
 
 def test_overrides_reach_nested_settings_in_order() -> None:
     values: dict[str, Any] = {"speculative": None}
-    apply_overrides(values, ["speculative.draft.layer=2", "speculative.draft.layer=3", "speculative.check=null", "model=a=b"])
+    apply_overrides(
+        values,
+        ["speculative.draft.layer=2", "speculative.draft.layer=3", "speculative.check=null", "model=a=b"],
+    )
     assert values == {"speculative": {"draft": {"layer": 3}, "check": None}, "model": "a=b"}
 
 
@@ -103,11 +126,17 @@ def test_compare_plain_needs_something_to_compare(tmp_path: Path) -> None:
 def test_configs_have_every_field_and_load(name: str) -> None:
     load_job(CONFIGS / name)
     values = yaml.safe_load((CONFIGS / name).read_text(encoding="utf-8"))
-    full = Job.model_validate(values | {"input": {"path": Path("i")}, "output": {"path": Path("o")}}).model_dump()
+    full = Job.model_validate(
+        values | {"input": {"path": Path("i")}, "output": {"path": Path("o")}}
+    ).model_dump()
     assert values["input"].keys() == full["input"].keys() and values["output"].keys() == full["output"].keys()
 
     def keys(tree: Any, at: str = "") -> set[str]:
-        return {at} if not isinstance(tree, dict) or not tree else set().union(*(keys(item, f"{at}.{key}") for key, item in tree.items()))
+        return (
+            {at}
+            if not isinstance(tree, dict) or not tree
+            else set().union(*(keys(item, f"{at}.{key}") for key, item in tree.items()))
+        )
 
     for section in ("engine", "speculative", "sampling"):
         assert keys(values[section]) == keys(full[section])

@@ -1,4 +1,5 @@
 """Costs of stages: what a fit finds in measured points, and which files of it are taken."""
+
 from __future__ import annotations
 
 import json
@@ -16,13 +17,29 @@ from hispec.latency.fit import Point, StageFit, fit, fit_stage
 from hispec.latency.model import LatencyModel, Linear, stage_names
 from hispec.latency.profile import LatencyProfile, StageCost, Subject, TimedPass, check, kept_path, load, save
 
-SHAPES = [(rows, q_len, context) for rows in (1, 2, 4, 16) for q_len in (1, 2, 4, 8, 16) for context in (64, 200, 512)]
+SHAPES = [
+    (rows, q_len, context)
+    for rows in (1, 2, 4, 16)
+    for q_len in (1, 2, 4, 8, 16)
+    for context in (64, 200, 512)
+]
 
 
-def points(cost: Callable[[int, int, int], float], shapes: list[tuple[int, int, int]] = SHAPES, noise: float = 0.0, stage: str = "verify/0") -> list[Point]:
+def points(
+    cost: Callable[[int, int, int], float],
+    shapes: list[tuple[int, int, int]] = SHAPES,
+    noise: float = 0.0,
+    stage: str = "verify/0",
+) -> list[Point]:
     rng = np.random.default_rng(1)
     return [
-        Point(stage, rows, rows * q_len, rows * context, cost(rows, rows * q_len, rows * context) * float(rng.lognormal(0.0, noise)))
+        Point(
+            stage,
+            rows,
+            rows * q_len,
+            rows * context,
+            cost(rows, rows * q_len, rows * context) * float(rng.lognormal(0.0, noise)),
+        )
         for rows, q_len, context in shapes
     ]
 
@@ -41,16 +58,39 @@ def test_a_cost_is_what_its_coefficients_say() -> None:
 @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["constant_ms", "pair_ms", "free_tokens"])
 def test_costs_that_cannot_be_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}=.*must be a number >= 0; measure again: hispec profile JOB.yaml --latency"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{name}=.*must be a number >= 0; measure again: hispec profile JOB.yaml --latency",
+    ):
         Linear(**{name: value})
 
 
 def test_a_profile_has_every_stage_that_plans_over_its_exits_run() -> None:
     assert stage_names([4, 1], [4], False) == [
-        *("plain", "draft/1", "draft/4", "fill/1", "fill/4", "check/0-4", "check/1-4", "verify/0", "verify/1", "verify/4"),
+        *(
+            "plain",
+            "draft/1",
+            "draft/4",
+            "fill/1",
+            "fill/4",
+            "check/0-4",
+            "check/1-4",
+            "verify/0",
+            "verify/1",
+            "verify/4",
+        ),
         *("along/4", "shadow/1", "shadow/4", "lookup", "prefill", "swap", "round"),
     ]
-    assert stage_names([], [], True) == ["plain", "draft_model", "fill_model", "verify/0", "lookup", "prefill", "swap", "round"]
+    assert stage_names([], [], True) == [
+        "plain",
+        "draft_model",
+        "fill_model",
+        "verify/0",
+        "lookup",
+        "prefill",
+        "swap",
+        "round",
+    ]
     with pytest.raises(ConfigError, match="no stage 'draft/3', only plain; measure again"):
         LatencyModel({"plain": Linear()})["draft/3"]
 
@@ -70,30 +110,46 @@ def test_the_fit_finds_the_coefficients_under_noise() -> None:
 def test_without_noise_the_fit_is_exact() -> None:
     true = Linear(constant_ms=7.0, row_ms=0.3, token_ms=0.02, context_ms=5e-5, pair_ms=1e-6)
     found = fit_stage(points(true))
-    assert list(vars(found.cost).values()) == pytest.approx(list(vars(true).values())) and found.r2 == pytest.approx(1.0)
+    assert list(vars(found.cost).values()) == pytest.approx(
+        list(vars(true).values())
+    ) and found.r2 == pytest.approx(1.0)
 
 
 def test_free_tokens_are_found_where_there_are_any_and_only_there() -> None:
     true = Linear(constant_ms=25.0, token_ms=1.4, context_ms=0.008, free_tokens=6.0)
     assert fit_stage(points(true, noise=0.02)).cost.free_tokens == pytest.approx(6.0, abs=2.0)
-    assert fit_stage(points(Linear(constant_ms=25.0, token_ms=1.4, context_ms=0.008), noise=0.05)).cost.free_tokens == 0.0
+    assert (
+        fit_stage(
+            points(Linear(constant_ms=25.0, token_ms=1.4, context_ms=0.008), noise=0.05)
+        ).cost.free_tokens
+        == 0.0
+    )
 
 
 def test_what_points_cannot_tell_apart_is_counted_once() -> None:
     narrow = [(rows, 1, context) for rows in (1, 2, 4, 8, 16) for context in (64, 512)]
-    found = fit_stage(points(Linear(constant_ms=20.0, row_ms=0.5, token_ms=0.5, context_ms=0.01), narrow)).cost
-    assert (found.row_ms, found.pair_ms) == (0.0, 0.0) and found.token_ms == pytest.approx(1.0) and found.constant_ms == pytest.approx(20.0)
+    found = fit_stage(
+        points(Linear(constant_ms=20.0, row_ms=0.5, token_ms=0.5, context_ms=0.01), narrow)
+    ).cost
+    assert (
+        (found.row_ms, found.pair_ms) == (0.0, 0.0)
+        and found.token_ms == pytest.approx(1.0)
+        and found.constant_ms == pytest.approx(20.0)
+    )
     same = fit_stage(points(Linear(constant_ms=3.0, token_ms=2.0), [(2, 4, 64)] * 6)).cost
     assert list(vars(same).values()) == pytest.approx([19.0, 0.0, 0.0, 0.0, 0.0, 0.0])
 
 
 def test_no_coefficient_is_negative() -> None:
-    """Where more tokens take less time the best line without negative slopes is flat; the same for any random points."""
+    """Where more tokens take less time the best line without negative slopes is flat; the same for any random
+    points."""
     falling = fit_stage(points(lambda rows, tokens, context_tokens: 50.0 - 0.1 * tokens)).cost
     assert falling.token_ms == falling.row_ms == falling.pair_ms == falling.context_ms == 0.0
     rng = np.random.default_rng(0)
     for _ in range(4):
-        cost = fit_stage(points(lambda rows, tokens, context_tokens: float(rng.uniform(1.0, 50.0)), SHAPES[::4])).cost
+        cost = fit_stage(
+            points(lambda rows, tokens, context_tokens: float(rng.uniform(1.0, 50.0)), SHAPES[::4])
+        ).cost
         assert min(vars(cost).values()) >= 0.0
 
 
@@ -111,12 +167,18 @@ def test_held_out_points_show_what_is_not_linear() -> None:
 
 def test_each_stage_is_fitted_by_itself() -> None:
     found = fit([*points(Linear(constant_ms=2.0), stage="a"), *points(Linear(constant_ms=5.0), stage="b")])
-    assert {name: each.cost.constant_ms for name, each in found.items()} == {"a": pytest.approx(2.0), "b": pytest.approx(5.0)}
+    assert {name: each.cost.constant_ms for name, each in found.items()} == {
+        "a": pytest.approx(2.0),
+        "b": pytest.approx(5.0),
+    }
     with pytest.raises(ConfigError, match="without a measured pass"):
         fit_stage([])
 
 
-@pytest.mark.parametrize("change", [{"ms": 0.0}, {"ms": math.nan}, {"ms": math.inf}, {"rows": 0}, {"tokens": -1}, {"context_tokens": -1}])
+@pytest.mark.parametrize(
+    "change",
+    [{"ms": 0.0}, {"ms": math.nan}, {"ms": math.inf}, {"rows": 0}, {"tokens": -1}, {"context_tokens": -1}],
+)
 def test_points_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="a measured pass has at least one row"):
         Point(**{"stage": "x", "rows": 1, "tokens": 1, "context_tokens": 1, "ms": 1.0, **change})
@@ -183,14 +245,20 @@ def spoilt(path: Path, change: Callable[[Any], None]) -> str:
     path.write_text(json.dumps(values))
     with pytest.raises(ConfigError) as error:
         load(path, subject(), 16)
-    assert str(path) in str(error.value) and f"measure again: hispec profile JOB.yaml --latency {path}" in str(error.value)
+    assert str(path) in str(
+        error.value
+    ) and f"measure again: hispec profile JOB.yaml --latency {path}" in str(error.value)
     return str(error.value)
 
 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("stages.plain.token_ms", -1.0, r"stages\.plain\.token_ms: input should be greater than or equal to 0, got -1\.0"),
+        (
+            "stages.plain.token_ms",
+            -1.0,
+            r"stages\.plain\.token_ms: input should be greater than or equal to 0, got -1\.0",
+        ),
         ("stages.plain.token_ms", math.nan, r"stages\.plain\.token_ms: .*got nan"),
         ("stages.plain.free_tokens", "six", r"stages\.plain\.free_tokens: .*got 'six'"),
         ("stages.plain.r2", 1.5, r"stages\.plain\.r2: .*got 1\.5"),
@@ -206,7 +274,9 @@ def spoilt(path: Path, change: Callable[[Any], None]) -> str:
         ("version", 2, "version is 2, expected 1"),
     ],
 )
-def test_a_file_with_a_bad_value_is_refused_by_its_place(path: Path, place: str, value: Any, message: str) -> None:
+def test_a_file_with_a_bad_value_is_refused_by_its_place(
+    path: Path, place: str, value: Any, message: str
+) -> None:
     def change(values: Any) -> None:
         *parents, last = [int(name) if name.isdigit() else name for name in place.split(".")]
         for name in parents:
@@ -225,7 +295,9 @@ def test_a_file_that_lacks_something_is_refused(path: Path) -> None:
 def test_a_file_that_is_no_profile_is_refused(path: Path, content: str) -> None:
     path.parent.mkdir()
     path.write_text(content)
-    with pytest.raises(ConfigError, match=r"profile\.json.*(\n.*)?measure again: hispec profile JOB\.yaml --latency"):
+    with pytest.raises(
+        ConfigError, match=r"profile\.json.*(\n.*)?measure again: hispec profile JOB\.yaml --latency"
+    ):
         load(path)
 
 
@@ -241,41 +313,90 @@ def test_a_truncated_or_missing_file_is_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"num_layers": 9, "hidden_size": 64, "dtype": "float32", "quantization": None}}, "another model: hidden_size is 48 there and 64 here"),
-        ({"model": {"num_layers": 9, "hidden_size": 48, "dtype": "float32", "quantization": "int8"}}, "quantization is None there and 'int8' here"),
+        (
+            {"model": {"num_layers": 9, "hidden_size": 64, "dtype": "float32", "quantization": None}},
+            "another model: hidden_size is 48 there and 64 here",
+        ),
+        (
+            {"model": {"num_layers": 9, "hidden_size": 48, "dtype": "float32", "quantization": "int8"}},
+            "quantization is None there and 'int8' here",
+        ),
         ({"layers": (2, 3, 5)}, r"has exits at layers \[2, 5\], but not at \[3\]"),
-        ({"exits": {"5": {"num_kv_layers": 2, "num_bytes": 1000}}}, "other exits: at layer 5 num_kv_layers is 1 there and 2 here"),
-        ({"exits": {"2": {"num_kv_layers": 1}}}, "other exits: at layer 2 num_kv_layers is None there and 1 here"),
-        ({"draft_model": {"num_layers": 4, "hidden_size": 48}}, "another draft model: its num_layers is 3 there and 4 here"),
-        ({"machine": {"cpu": "B", "cores": 2, "threads": 2, "gpu": None}}, "another machine: cpu is 'A' there and 'B' here"),
-        ({"machine": {"cpu": "A", "cores": 2, "threads": 1, "gpu": None}}, "another machine: threads is 2 there and 1 here"),
-        ({"versions": {"python": "3.11.7", "torch": "2.14.0", "hispec": "0.1"}}, "is stale: torch was '2.13.0' and is '2.14.0'"),
-        ({"versions": {"python": "3.11.7", "torch": "2.13.0", "hispec": "0.2"}}, "is stale: hispec was '0.1' and is '0.2'"),
+        (
+            {"exits": {"5": {"num_kv_layers": 2, "num_bytes": 1000}}},
+            "other exits: at layer 5 num_kv_layers is 1 there and 2 here",
+        ),
+        (
+            {"exits": {"2": {"num_kv_layers": 1}}},
+            "other exits: at layer 2 num_kv_layers is None there and 1 here",
+        ),
+        (
+            {"draft_model": {"num_layers": 4, "hidden_size": 48}},
+            "another draft model: its num_layers is 3 there and 4 here",
+        ),
+        (
+            {"machine": {"cpu": "B", "cores": 2, "threads": 2, "gpu": None}},
+            "another machine: cpu is 'A' there and 'B' here",
+        ),
+        (
+            {"machine": {"cpu": "A", "cores": 2, "threads": 1, "gpu": None}},
+            "another machine: threads is 2 there and 1 here",
+        ),
+        (
+            {"versions": {"python": "3.11.7", "torch": "2.14.0", "hispec": "0.1"}},
+            "is stale: torch was '2.13.0' and is '2.14.0'",
+        ),
+        (
+            {"versions": {"python": "3.11.7", "torch": "2.13.0", "hispec": "0.2"}},
+            "is stale: hispec was '0.1' and is '0.2'",
+        ),
     ],
 )
-def test_foreign_and_stale_profiles_are_refused_with_both_values(path: Path, changes: dict[str, Any], message: str) -> None:
+def test_foreign_and_stale_profiles_are_refused_with_both_values(
+    path: Path, changes: dict[str, Any], message: str
+) -> None:
     save(profile(), path)
     with pytest.raises(ConfigError, match=message) as error:
         load(path, subject(**changes))
-    assert str(path) in str(error.value) and "measure again: hispec profile JOB.yaml --latency" in str(error.value)
+    assert str(path) in str(error.value) and "measure again: hispec profile JOB.yaml --latency" in str(
+        error.value
+    )
 
 
 def test_a_profile_may_cover_more_than_is_asked_for(path: Path) -> None:
-    check(profile(), subject(layers=(2,), exits={}, draft_model=None, versions={"python": "3.12", "torch": "2.13.0", "hispec": "0.1"}), 4, path)
+    check(
+        profile(),
+        subject(
+            layers=(2,),
+            exits={},
+            draft_model=None,
+            versions={"python": "3.12", "torch": "2.13.0", "hispec": "0.1"},
+        ),
+        4,
+        path,
+    )
     with pytest.raises(ConfigError, match=r"covers max_num_seqs=16 rows, but engine\.max_num_seqs is 17"):
         check(profile(), subject(), 17, path)
 
 
-def test_a_kept_profile_is_found_by_model_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_profile_is_found_by_model_and_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HISPEC_CACHE", str(tmp_path))
     mine = kept_path(subject())
     assert mine.parent == tmp_path / "latency" and mine == kept_path(subject(versions={}))
-    others = {kept_path(subject(**change)) for change in ({"model": {}}, {"layers": (5,)}, {"exits": {}}, {"draft_model": None}, {"machine": {}})}
+    others = {
+        kept_path(subject(**change))
+        for change in ({"model": {}}, {"layers": (5,)}, {"exits": {}}, {"draft_model": None}, {"machine": {}})
+    }
     assert len(others | {mine}) == 6
 
 
 def test_a_stage_that_costs_next_to_nothing_is_no_reason_to_warn() -> None:
     poor = StageCost.of(StageFit(Linear(constant_ms=2.0), 9, 0.2, 0.5))
-    timed = [TimedPass(stage=name, rows=1, tokens=1, context_tokens=1, ms=ms) for name, ms in (("plain", 2.0), ("along/5", 0.01), ("verify/0", 2.0))]
+    timed = [
+        TimedPass(stage=name, rows=1, tokens=1, context_tokens=1, ms=ms)
+        for name, ms in (("plain", 2.0), ("along/5", 0.01), ("verify/0", 2.0))
+    ]
     whole = profile(stages={**profile().stages, "along/5": poor, "verify/0": poor}, points=timed)
     assert whole.poor_stages() == ["verify/0"]

@@ -1,4 +1,6 @@
-"""Measuring what stages cost: every stage is there, from the round's own code, and the profile is kept and found again."""
+"""Measuring what stages cost: every stage is there, from the round's own code, and the profile is kept and
+found again."""
+
 from __future__ import annotations
 
 import json
@@ -33,10 +35,18 @@ SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_window": 3}
 
 
 @pytest.fixture(scope="module")
-def exits(tiny_path: Path, tiny_decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> list[AdapterExit]:
+def exits(
+    tiny_path: Path, tiny_decoder: Decoder, tmp_path_factory: pytest.TempPathFactory
+) -> list[AdapterExit]:
     """At layers 2 and 5; the second keeps no KV."""
     checkpoint = open_checkpoint(tiny_path)
-    return loaded(make_exits(tmp_path_factory.mktemp("exits"), checkpoint, [ExitInfo(layer=2), ExitInfo(layer=5, num_blocks=0)]), tiny_decoder, checkpoint)
+    return loaded(
+        make_exits(
+            tmp_path_factory.mktemp("exits"), checkpoint, [ExitInfo(layer=2), ExitInfo(layer=5, num_blocks=0)]
+        ),
+        tiny_decoder,
+        checkpoint,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +61,9 @@ def measured(tiny_decoder: Decoder, exits: list[AdapterExit]) -> LatencyProfile:
 # ---- the rig's stages ----
 
 
-def test_along_writes_the_exits_kv_and_shadow_says_what_the_exit_says(tiny_decoder: Decoder, exits: list[AdapterExit]) -> None:
+def test_along_writes_the_exits_kv_and_shadow_says_what_the_exit_says(
+    tiny_decoder: Decoder, exits: list[AdapterExit]
+) -> None:
     rig = Rig(tiny_decoder, exits, [1, 2, 3, 4] * 5, 2, 4, written=())
     of_exit = rig._kv.data[9]
     places = [row * 32 + 19 + column for row in range(2) for column in range(3)]
@@ -64,7 +76,9 @@ def test_along_writes_the_exits_kv_and_shadow_says_what_the_exit_says(tiny_decod
     assert torch.equal(of_exit, before), "an exit that is read keeps what it would have kept anyway"
 
 
-def test_a_pass_that_is_timed_writes_no_kv_of_exits_on_its_way(tiny_decoder: Decoder, exits: list[AdapterExit]) -> None:
+def test_a_pass_that_is_timed_writes_no_kv_of_exits_on_its_way(
+    tiny_decoder: Decoder, exits: list[AdapterExit]
+) -> None:
     for written, expected in (((), False), (None, True)):
         rig = Rig(tiny_decoder, exits, [1, 2, 3, 4] * 5, 2, 4, written=written)
         rig._kv.data[9].zero_()
@@ -82,12 +96,16 @@ def test_prefill_and_swap_leave_what_was_there(tiny_decoder: Decoder, exits: lis
     torch.testing.assert_close(rig._kv.data, before)
 
 
-def test_the_memory_of_a_rig_is_laid_out_for_other_contexts(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_rig_is_laid_out_for_other_contexts(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = Rig(tiny_decoder, [], list(range(40)), 4, 8)
     seen: list[tuple[int, int, int]] = []
     run_layers = Decoder.run_layers
 
-    def watched(self: Decoder, hidden: torch.Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> torch.Tensor:
+    def watched(
+        self: Decoder, hidden: torch.Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView
+    ) -> torch.Tensor:
         seen.append((int(view.positions.min()), len(set(view.slots.tolist())), view.num_tokens))
         return run_layers(self, hidden, lo, hi, kv, view)
 
@@ -100,11 +118,18 @@ def test_the_memory_of_a_rig_is_laid_out_for_other_contexts(tiny_decoder: Decode
         rig.laid_out(200)
 
 
-def test_stages_of_static_rounds_are_captured(tiny_path: Path, exits: list[AdapterExit], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_static_rounds_are_captured(
+    tiny_path: Path, exits: list[AdapterExit], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU, played on a CPU: rows are buckets, and what a graph cannot hold is run eagerly."""
-    monkeypatch.setattr("hispec.drafters.ngram.make_lookup", lambda device, *sizes: TensorLookup(device, *sizes))
+    monkeypatch.setattr(
+        "hispec.drafters.ngram.make_lookup", lambda device, *sizes: TensorLookup(device, *sizes)
+    )
     monkeypatch.setattr(measuring, "_SAMPLES", 1)
-    decoder, graphs = recordable(Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU)), RecordedGraphs()
+    decoder, graphs = (
+        recordable(Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU)),
+        RecordedGraphs(),
+    )
     profile = measure_latency(decoder, [5], max_num_seqs=3, max_window=2, graph_device=graphs)
     assert profile.is_static and profile.row_buckets == (1, 2, 3) and profile.model().rows(3) == 3
     eager = sum(point.stage in ("prefill", "swap", "round") for point in profile.points)
@@ -116,20 +141,39 @@ def test_stages_of_static_rounds_are_captured(tiny_path: Path, exits: list[Adapt
 
 def test_every_stage_is_measured_at_its_own_sizes(measured: LatencyProfile) -> None:
     assert list(measured.stages) == measured.subject.stage_names
-    assert {"draft_model", "along/2", "along/5", "check/0-7", "check/2-5", "verify/7", "shadow/7"} <= measured.stages.keys()
-    assert all(stage.num_points >= 2 for stage in measured.stages.values()) and not measured.is_static and measured.row_buckets == ()
+    assert {
+        "draft_model",
+        "along/2",
+        "along/5",
+        "check/0-7",
+        "check/2-5",
+        "verify/7",
+        "shadow/7",
+    } <= measured.stages.keys()
+    assert (
+        all(stage.num_points >= 2 for stage in measured.stages.values())
+        and not measured.is_static
+        and measured.row_buckets == ()
+    )
     for point in measured.points:
         assert point.rows <= 2 and point.tokens <= (2 * 3 if point.stage not in ("prefill", "swap") else 256)
         if point.stage in ("plain", "draft/2", "lookup", "round", "draft_model"):
             assert point.tokens == point.rows
-    wide = {(point.rows, point.tokens // point.rows) for point in measured.points if point.stage == "verify/2"}
+    wide = {
+        (point.rows, point.tokens // point.rows) for point in measured.points if point.stage == "verify/2"
+    }
     assert {(1, 1), (1, 2), (1, 3), (2, 3)} <= wide
-    assert {point.context_tokens // point.rows for point in measured.points if point.stage == "verify/2"} == {63, 509}
+    assert {point.context_tokens // point.rows for point in measured.points if point.stage == "verify/2"} == {
+        63,
+        509,
+    }
 
 
 def test_longer_stages_cost_more(measured: LatencyProfile) -> None:
     model = measured.model()
-    assert model["verify/0"](1, 3, 300) > model["verify/7"](1, 3, 300) and model["draft/7"](1, 1, 300) > model["along/5"](1, 1, 300)
+    assert model["verify/0"](1, 3, 300) > model["verify/7"](1, 3, 300) and model["draft/7"](
+        1, 1, 300
+    ) > model["along/5"](1, 1, 300)
     assert model["prefill"](1, 256, 500) > model["prefill"](1, 1, 500)
     assert 0 < model["round"](1, 1, 300) < 100
 
@@ -138,7 +182,10 @@ def test_the_overhead_of_a_round_is_told_without_a_model(tiny_decoder: Decoder) 
     found = overheads(tiny_decoder, [1, 3], False, None)
     assert set(found) == {1, 3} and 0 <= found[1] < 50 and 0 <= found[3] < 50
     model = NoModel(tiny_decoder)
-    assert model.config.num_layers == 1 and model.logits(model.embed(torch.tensor([1, 2])), 1).shape == (2, tiny_decoder.config.vocab_size)
+    assert model.config.num_layers == 1 and model.logits(model.embed(torch.tensor([1, 2])), 1).shape == (
+        2,
+        tiny_decoder.config.vocab_size,
+    )
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 7, 32, 256])
@@ -162,7 +209,11 @@ def test_passes_take_turns_within_a_budget() -> None:
         return lambda: runs.append(name)
 
     found = medians({"a": run("a"), "b": run("b")}, CPU, samples=4, what="test", progress=False)
-    assert sorted(runs) == ["a"] * 5 + ["b"] * 5 and all({*runs[at : at + 2]} == {"a", "b"} for at in range(0, 10, 2)) and min(found.values()) > 0
+    assert (
+        sorted(runs) == ["a"] * 5 + ["b"] * 5
+        and all({*runs[at : at + 2]} == {"a", "b"} for at in range(0, 10, 2))
+        and min(found.values()) > 0
+    )
     runs.clear()
     medians({"a": run("a"), "b": run("b")}, CPU, samples=4, what="test", progress=False, budget_s=0.0)
     assert sorted(runs) == ["a", "a", "b", "b"], "a warm-up and one sample are the least"
@@ -177,17 +228,34 @@ def test_passes_take_turns_within_a_budget() -> None:
         ({}, [5], r"trained exits at layers \[2\] are not among layers=\[5\]"),
     ],
 )
-def test_impossible_sizes_are_refused(tiny_decoder: Decoder, exits: list[AdapterExit], sizes: dict[str, int], layers: list[int], message: str) -> None:
+def test_impossible_sizes_are_refused(
+    tiny_decoder: Decoder, exits: list[AdapterExit], sizes: dict[str, int], layers: list[int], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         measure_latency(tiny_decoder, layers, exits, **{**SIZES, **sizes})
 
 
-def test_a_short_model_is_measured_within_its_length(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_model_is_measured_within_its_length(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measuring, "_SAMPLES", 1)
-    profile = measure_latency(Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU, max_positions=32), [], max_num_seqs=1, max_window=32)
-    assert max(point.context_tokens + point.tokens for point in profile.points if point.stage == "verify/0") <= 32
-    with pytest.raises(ConfigError, match="max_model_len=31 leaves no room to measure in; a latency profile needs 32 positions"):
-        measure_latency(Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU, max_positions=31), [], **SIZES)
+    profile = measure_latency(
+        Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU, max_positions=32),
+        [],
+        max_num_seqs=1,
+        max_window=32,
+    )
+    assert (
+        max(point.context_tokens + point.tokens for point in profile.points if point.stage == "verify/0")
+        <= 32
+    )
+    with pytest.raises(
+        ConfigError,
+        match="max_model_len=31 leaves no room to measure in; a latency profile needs 32 positions",
+    ):
+        measure_latency(
+            Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU, max_positions=31), [], **SIZES
+        )
 
 
 # ---- what is kept ----
@@ -204,7 +272,9 @@ def num_measured(measured: LatencyProfile, monkeypatch: pytest.MonkeyPatch) -> l
     """The sizes of each measurement that is asked for; it takes no time."""
     asked: list[dict[str, Any]] = []
 
-    def measure(decoder: Decoder, layers: list[int], exits: Sequence[AdapterExit] = (), **sizes: Any) -> LatencyProfile:
+    def measure(
+        decoder: Decoder, layers: list[int], exits: Sequence[AdapterExit] = (), **sizes: Any
+    ) -> LatencyProfile:
         asked.append(sizes)
         return measured.model_copy(update={"max_num_seqs": sizes["max_num_seqs"]})
 
@@ -213,13 +283,25 @@ def num_measured(measured: LatencyProfile, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 def test_a_profile_is_measured_once_and_kept(
-    tiny_decoder: Decoder, exits: list[AdapterExit], measured: LatencyProfile, cache: Path, num_measured: list[Any], capsys: pytest.CaptureFixture[str]
+    tiny_decoder: Decoder,
+    exits: list[AdapterExit],
+    measured: LatencyProfile,
+    cache: Path,
+    num_measured: list[Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def ask(**changes: Any) -> LatencyProfile:
-        return latency_for(tiny_decoder, [2, 5, 7], exits, **{**SIZES, "draft_model": tiny_decoder, **changes})
+        return latency_for(
+            tiny_decoder, [2, 5, 7], exits, **{**SIZES, "draft_model": tiny_decoder, **changes}
+        )
 
     kept = kept_path(measured.subject)
-    assert ask() == measured and len(num_measured) == 1 and load(kept) == measured and kept.parent == cache / "latency"
+    assert (
+        ask() == measured
+        and len(num_measured) == 1
+        and load(kept) == measured
+        and kept.parent == cache / "latency"
+    )
     assert str(kept) in capsys.readouterr().err
     assert ask() == measured and len(num_measured) == 1
     ask(max_num_seqs=4)
@@ -236,7 +318,11 @@ def test_a_profile_is_measured_once_and_kept(
 
 
 def test_a_profile_that_is_named_must_fit(
-    tiny_decoder: Decoder, exits: list[AdapterExit], measured: LatencyProfile, tmp_path: Path, num_measured: list[Any]
+    tiny_decoder: Decoder,
+    exits: list[AdapterExit],
+    measured: LatencyProfile,
+    tmp_path: Path,
+    num_measured: list[Any],
 ) -> None:
     save(measured, tmp_path / "mine.json")
     assert latency_for(tiny_decoder, [2, 5], exits, **SIZES, path=tmp_path / "mine.json") == measured
@@ -248,7 +334,12 @@ def test_a_profile_that_is_named_must_fit(
 
 
 def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(
-    tiny_decoder: Decoder, measured: LatencyProfile, tmp_path: Path, num_measured: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_decoder: Decoder,
+    measured: LatencyProfile,
+    tmp_path: Path,
+    num_measured: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HISPEC_CACHE", str(tmp_path / "file"))
@@ -256,11 +347,23 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(
     assert "it will be measured again the next time" in caplog.text
 
 
-def test_the_subject_tells_models_apart(tiny_path: Path, tiny_decoder: Decoder, exits: list[AdapterExit]) -> None:
+def test_the_subject_tells_models_apart(
+    tiny_path: Path, tiny_decoder: Decoder, exits: list[AdapterExit]
+) -> None:
     mine = subject_of(tiny_decoder, [2, 5], exits, None)
-    assert mine.model["num_layers"] == 9 and mine.model["dtype"] == "float32" and mine.exits["2"]["num_kv_layers"] == 1
-    sdpa = subject_of(Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU, "sdpa"), [2, 5], exits, None)
-    others = [sdpa, subject_of(tiny_decoder, [2, 5], [], None), subject_of(tiny_decoder, [2, 5], exits, tiny_decoder)]
+    assert (
+        mine.model["num_layers"] == 9
+        and mine.model["dtype"] == "float32"
+        and mine.exits["2"]["num_kv_layers"] == 1
+    )
+    sdpa = subject_of(
+        Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU, "sdpa"), [2, 5], exits, None
+    )
+    others = [
+        sdpa,
+        subject_of(tiny_decoder, [2, 5], [], None),
+        subject_of(tiny_decoder, [2, 5], exits, tiny_decoder),
+    ]
     assert len({each.fingerprint for each in (mine, *others)}) == 4
 
 
@@ -280,14 +383,20 @@ def write_job(folder: Path, model: Path, **fields: Any) -> Path:
     return folder / "job.yaml"
 
 
-def test_the_command_measures_writes_and_prints(tiny_path: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_writes_and_prints(
+    tiny_path: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job, path = write_job(tmp_path, tiny_path), tmp_path / "new" / "latency.json"
     assert main(["profile", str(job), "--latency", str(path), "--no-progress"]) == 0
     out = capsys.readouterr().out
     profile = load(path)
     assert profile.subject.layers == (2, 5) and profile.subject.exits == {} and profile.max_num_seqs == 2
-    assert max(point.tokens for point in profile.points if point.stage == "verify/0") == 4, "2 rows of K + 1 places"
-    rows = [line.split()[0] for line in out.splitlines() if line.split() and line.split()[0] in profile.stages]
+    assert max(point.tokens for point in profile.points if point.stage == "verify/0") == 4, (
+        "2 rows of K + 1 places"
+    )
+    rows = [
+        line.split()[0] for line in out.splitlines() if line.split() and line.split()[0] in profile.stages
+    ]
     assert rows == list(profile.stages) and "R²" in out and str(path) in out
     assert not cache.exists()
 
@@ -299,10 +408,14 @@ def test_the_command_keeps_it_where_it_is_looked_for(
     job = write_job(tmp_path, tiny_path, speculative=None)
     assert main(["profile", str(job), "--latency", "--max-window", "7", "--no-progress"]) == 0
     (kept,) = (cache / "latency").iterdir()
-    assert kept.suffix == ".json" and [(each["max_num_seqs"], each["max_window"]) for each in num_measured] == [(2, 7)]
+    assert kept.suffix == ".json" and [
+        (each["max_num_seqs"], each["max_window"]) for each in num_measured
+    ] == [(2, 7)]
 
 
-def test_the_command_refuses_what_means_nothing(tiny_path: Path, tmp_path: Path, num_measured: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_means_nothing(
+    tiny_path: Path, tmp_path: Path, num_measured: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     job = write_job(tmp_path, tiny_path)
     assert main(["profile", str(job), "--latency", "--json", "x.json", "--top", "2"]) == 2
     assert "--json, --top: means nothing with --latency" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Whatever a controller chooses, round by round, the output is plain decoding's, and no exit and no draft model has a hole in its KV."""
+"""Whatever a controller chooses, round by round, the output is plain decoding's, and no exit and no draft
+model has a hole in its KV."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -18,31 +20,54 @@ from hispec.engine import Engine
 from hispec.errors import ConfigError, build
 from hispec.latency.model import LatencyModel, Linear
 from hispec.sampling_params import SamplingParams
-from tests.helpers.adapter_engines import PROMPTS, assert_always_accepted, checkpoint, expected, files  # noqa: F401 - fixtures
+from tests.helpers.adapter_engines import PROMPTS, assert_always_accepted
 from tests.helpers.adapters import loaded
 from tests.helpers.recorded_graphs import RecordedGraphs
 from tests.helpers.restless import flat_latency, make_restless
 from tests.helpers.support import GREEDY, make_engine, run
-from tests.laws.test_static import no_numba, torch_decoder  # noqa: F401 - fixtures
 
-SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 128, "block_size": 8, "num_kv_blocks": 64, "max_prefill_tokens": 32}
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_model_len": 128,
+    "block_size": 8,
+    "num_kv_blocks": 64,
+    "max_prefill_tokens": 32,
+}
 SHORT = {"max_size": 3, "min_size": 1, "tokens_per_match": None}
 # By what is chosen from.
 WAYS: dict[str, dict[str, Any]] = {
     "exits": {"draft": {"layer": 3}, "check": {"layer": 6}, "num_draft_tokens": 4, "num_checks": 3},
-    "hybrids": {"draft": {"kind": "hybrid", "layer": 3, "exit": "exit", "ngram": SHORT, "num_exit_tokens": 2}, "check": {"layer": 8}, "num_draft_tokens": 5},
-    "sure": {"draft": {"layer": 5}, "check": {"layer": 8, "confidence": 0.5}, "num_draft_tokens": 3, "draft_confidence": 0.4},
+    "hybrids": {
+        "draft": {"kind": "hybrid", "layer": 3, "exit": "exit", "ngram": SHORT, "num_exit_tokens": 2},
+        "check": {"layer": 8},
+        "num_draft_tokens": 5,
+    },
+    "sure": {
+        "draft": {"layer": 5},
+        "check": {"layer": 8, "confidence": 0.5},
+        "num_draft_tokens": 3,
+        "draft_confidence": 0.4,
+    },
     "ngram": {"draft": {"kind": "ngram", "ngram": SHORT}, "check": {"layer": 6}, "num_draft_tokens": 4},
     "model": {"draft": {"kind": "model", "path": "tiny"}, "check": {"layer": 6}, "num_draft_tokens": 3},
-    "trained": {"draft": {"kind": "hybrid", "layer": 4, "ngram": SHORT}, "check": {"kind": "adapter", "layer": 7}, "num_draft_tokens": 3, "num_checks": 2},
+    "trained": {
+        "draft": {"kind": "hybrid", "layer": 4, "ngram": SHORT},
+        "check": {"kind": "adapter", "layer": 7},
+        "num_draft_tokens": 3,
+        "num_checks": 2,
+    },
 }
-SAMPLED = [SamplingParams(temperature=0.8, top_p=0.9, seed=seed, max_tokens=24, presence_penalty=0.2) for seed in range(len(PROMPTS))]
+SAMPLED = [
+    SamplingParams(temperature=0.8, top_p=0.9, seed=seed, max_tokens=24, presence_penalty=0.2)
+    for seed in range(len(PROMPTS))
+]
 Make = Callable[..., Engine]
 
 
 @pytest.fixture
-def engine_of(tiny_decoder: Decoder, checkpoint: Checkpoint, files: dict[str, ExitsFile]) -> Make:  # noqa: F811
-    """make(settings, exits=(name of a file, layers), policy=..., goodput={...}, latency=..., **config): with control: goodput."""
+def engine_of(tiny_decoder: Decoder, checkpoint: Checkpoint, files: dict[str, ExitsFile]) -> Make:
+    """make(settings, exits=(name of a file, layers), policy=..., goodput={...}, latency=..., **config): with
+    control: goodput."""
 
     def make(
         values: dict[str, Any],
@@ -66,7 +91,9 @@ def engine_of(tiny_decoder: Decoder, checkpoint: Checkpoint, files: dict[str, Ex
             exits=loaded(files[exits[0]], decoder, checkpoint, sorted(layers)) if is_trained else (),
             draft_model=decoder if has_model else None,
             latency=latency or flat_latency([3, 4, 5, 6, 7, 8, *layers], has_model=has_model),
-            scheduling=SchedulingConfig(policy=policy, review_rounds=1, first_quantum=2.0, stability_window=2, swap_bytes=swap_bytes),
+            scheduling=SchedulingConfig(
+                policy=policy, review_rounds=1, first_quantum=2.0, stability_window=2, swap_bytes=swap_bytes
+            ),
             **parts,
         )
 
@@ -78,32 +105,47 @@ def engine_of(tiny_decoder: Decoder, checkpoint: Checkpoint, files: dict[str, Ex
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("policy", ["fcfs", "laps"])
-def test_whatever_is_chosen_the_output_is_plain_decodings(engine_of: Make, tiny_decoder: Decoder, expected: list[list[int]], name: str, policy: str) -> None:  # noqa: F811
+def test_whatever_is_chosen_the_output_is_plain_decodings(
+    engine_of: Make, tiny_decoder: Decoder, expected: list[list[int]], name: str, policy: str
+) -> None:
     engine = engine_of(WAYS[name], policy=policy, num_kv_blocks=24)
     control = make_restless(engine, seed=1)
     assert run(engine, PROMPTS) == expected
-    assert len({choice.plan for choice in control.choices}) > 8 and {choice.route for choice in control.choices} >= {None, 0, 1}
+    assert len({choice.plan for choice in control.choices}) > 8 and {
+        choice.route for choice in control.choices
+    } >= {None, 0, 1}
     assert engine.stats()["preemptions"] > 0
     plain = run(make_engine(tiny_decoder), PROMPTS, SAMPLED)
     assert run(engine, PROMPTS, SAMPLED) == plain
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_the_controller_itself_changes_no_token(engine_of: Make, expected: list[list[int]], name: str) -> None:  # noqa: F811
+def test_the_controller_itself_changes_no_token(
+    engine_of: Make, expected: list[list[int]], name: str
+) -> None:
     """As eager to try something else as the settings allow."""
     eager = {"interval": 1, "margin": 1.0, "probe_share": 0.5, "shadow_share": 1.0, "window": 4.0}
     engine = engine_of(WAYS[name], goodput=eager)
     for _ in range(2):
         assert run(engine, PROMPTS) == expected
     stats = engine.stats()["control"]
-    assert stats["decisions"] > 20 and stats["probes"] > 3 and stats["shadow_rounds"] > 0 and len(stats["rounds_by_plan"]) > 3
+    assert (
+        stats["decisions"] > 20
+        and stats["probes"] > 3
+        and stats["shadow_rounds"] > 0
+        and len(stats["rounds_by_plan"]) > 3
+    )
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "mlfq", "laps"])
-def test_every_policy_preempts_without_a_trace_in_the_output(engine_of: Make, expected: list[list[int]], policy: str) -> None:  # noqa: F811
+def test_every_policy_preempts_without_a_trace_in_the_output(
+    engine_of: Make, expected: list[list[int]], policy: str
+) -> None:
     """Few blocks: requests lose their rows and their blocks, to host memory or for good."""
     for swap_bytes in (0, 1 << 20):
-        engine = engine_of(WAYS["trained"], policy=policy, swap_bytes=swap_bytes, num_kv_blocks=16, max_num_seqs=3)
+        engine = engine_of(
+            WAYS["trained"], policy=policy, swap_bytes=swap_bytes, num_kv_blocks=16, max_num_seqs=3
+        )
         make_restless(engine, seed=8)
         assert run(engine, PROMPTS) == expected
         assert engine.stats()["preemptions"] > 0
@@ -112,14 +154,23 @@ def test_every_policy_preempts_without_a_trace_in_the_output(engine_of: Make, ex
 @pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("name", ["exits", "hybrids", "sure", "trained", "model"])
 def test_rounds_of_static_shape_follow_every_choice(
-    engine_of: Make, torch_decoder: Decoder, no_numba: None, expected: list[list[int]], name: str, is_captured: bool  # noqa: F811
+    engine_of: Make,
+    torch_decoder: Decoder,
+    no_numba: None,
+    expected: list[list[int]],
+    name: str,
+    is_captured: bool,
 ) -> None:
     """Captured too, with a graph for each plan, and for each that is watched."""
     graph_device = RecordedGraphs() if is_captured else None
-    engine = engine_of(WAYS[name], is_static=True, graph_device=graph_device, decoder=torch_decoder, max_graphs=32)
+    engine = engine_of(
+        WAYS[name], is_static=True, graph_device=graph_device, decoder=torch_decoder, max_graphs=32
+    )
     control = make_restless(engine, seed=2)
     assert run(engine, PROMPTS) == expected
-    assert any(seen.shadows for seen in control.seen) or name == "sure", "with a confidence there is a graph per stage, and nothing is watched"
+    assert any(seen.shadows for seen in control.seen) or name == "sure", (
+        "with a confidence there is a graph per stage, and nothing is watched"
+    )
     assert not any(seen.shadows and not seen.choice.watches for seen in control.seen), "what nobody asked for"
     assert not is_captured or engine.stats()["graph_replays"] > 0
 
@@ -128,7 +179,9 @@ def test_rejection_may_be_controlled_too(engine_of: Make) -> None:
     engine = engine_of({**WAYS["exits"], "acceptance": "rejection"})
     control = make_restless(engine)
     outputs = run(engine, PROMPTS, SAMPLED)
-    assert [len(output) for output in outputs] == [24] * len(PROMPTS) and not any(seen.shadows for seen in control.seen)
+    assert [len(output) for output in outputs] == [24] * len(PROMPTS) and not any(
+        seen.shadows for seen in control.seen
+    )
     assert {choice.plan.check_layer for choice in control.choices} == {None, 3, 6}
 
 
@@ -137,13 +190,24 @@ def test_rejection_may_be_controlled_too(engine_of: Make) -> None:
 
 @pytest.mark.parametrize("is_static", [False, True])
 @pytest.mark.parametrize("is_along", [True, False])
-def test_exits_that_were_not_in_use_have_no_holes(engine_of: Make, expected: list[list[int]], is_along: bool, is_static: bool) -> None:  # noqa: F811
-    """Exits that are always right, if they see all positions: written along in every round, or caught up with in one pass."""
+def test_exits_that_were_not_in_use_have_no_holes(
+    engine_of: Make, expected: list[list[int]], is_along: bool, is_static: bool
+) -> None:
+    """Exits that are always right, if they see all positions: written along in every round, or caught up with
+    in one pass."""
     layers = (1, 3, 6)
-    cost = {f"along/{layer}": Linear(constant_ms=1.0 if is_along else 1e6) for layer in layers} | {f"fill/{layer}": Linear(constant_ms=1e3) for layer in layers}
+    cost = {f"along/{layer}": Linear(constant_ms=1.0 if is_along else 1e6) for layer in layers} | {
+        f"fill/{layer}": Linear(constant_ms=1e3) for layer in layers
+    }
     goodput = {"drafters": ["adapter"], "layers": list(layers)}
     settings = {"draft": {"kind": "adapter", "layer": 3}, "num_draft_tokens": 3, "num_checks": 2}
-    engine = engine_of(settings, ("right", layers), goodput=goodput, latency=flat_latency(layers, **cost), is_static=is_static)
+    engine = engine_of(
+        settings,
+        ("right", layers),
+        goodput=goodput,
+        latency=flat_latency(layers, **cost),
+        is_static=is_static,
+    )
     assert engine._runtime.owners == (set(layers) if is_along else set())
     make_restless(engine, seed=3, plain=0.4)
     longer = [prompt + output for prompt, output in zip(PROMPTS, run(engine, PROMPTS), strict=True)]
@@ -155,20 +219,32 @@ def test_exits_that_were_not_in_use_have_no_holes(engine_of: Make, expected: lis
 
 
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 22])
-def test_preempted_requests_take_their_gaps_along(engine_of: Make, expected: list[list[int]], swap_bytes: int) -> None:  # noqa: F811
+def test_preempted_requests_take_their_gaps_along(
+    engine_of: Make, expected: list[list[int]], swap_bytes: int
+) -> None:
     """Exits that fall behind and draft models, under preemption that drops, keeps or moves KV."""
     layers = (1, 3, 6)
-    cost = {f"along/{layer}": Linear(constant_ms=1e6) for layer in layers} | {f"fill/{layer}": Linear() for layer in layers}
+    cost = {f"along/{layer}": Linear(constant_ms=1e6) for layer in layers} | {
+        f"fill/{layer}": Linear() for layer in layers
+    }
     settings = {"draft": {"kind": "adapter", "layer": 3}, "num_draft_tokens": 3, "num_checks": 2}
     goodput = {"drafters": ["adapter"], "layers": list(layers)}
-    engine = engine_of(settings, ("right", layers), "laps", swap_bytes, goodput, flat_latency(layers, **cost), num_kv_blocks=18)
+    engine = engine_of(
+        settings,
+        ("right", layers),
+        "laps",
+        swap_bytes,
+        goodput,
+        flat_latency(layers, **cost),
+        num_kv_blocks=18,
+    )
     make_restless(engine, seed=4, plain=0.4)
     assert run(engine, PROMPTS) == expected
     assert_always_accepted(engine)
     assert engine.stats()["caught_up_tokens"] > 0 and engine.stats()["preemptions"] > 0
 
 
-def test_a_draft_model_that_was_not_in_use_catches_up(engine_of: Make, expected: list[list[int]]) -> None:  # noqa: F811
+def test_a_draft_model_that_was_not_in_use_catches_up(engine_of: Make, expected: list[list[int]]) -> None:
     engine = engine_of(WAYS["model"], goodput={"drafters": ["model"]})
     control = make_restless(engine, seed=5, plain=0.5)
     for prompts in (PROMPTS, [prompt + output for prompt, output in zip(PROMPTS, expected, strict=True)]):
@@ -182,8 +258,11 @@ def test_a_draft_model_that_was_not_in_use_catches_up(engine_of: Make, expected:
 # ---- what a controller is told ----
 
 
-def test_shadows_are_what_the_exits_would_have_said_at_every_position(engine_of: Make, tiny_decoder: Decoder) -> None:
-    """Each committed position is read once, whatever the plan was: so their share is that of the whole text."""
+def test_shadows_are_what_the_exits_would_have_said_at_every_position(
+    engine_of: Make, tiny_decoder: Decoder
+) -> None:
+    """Each committed position is read once, whatever the plan was: so their share is that of the whole
+    text."""
     for plain in (1.0, 0.0):
         engine = engine_of(WAYS["exits"], goodput={"drafters": ["ngram"], "layers": [3, 6]})
         control = make_restless(engine, seed=6, plain=plain, watches=1.0)
@@ -200,9 +279,19 @@ def test_shadows_are_what_the_exits_would_have_said_at_every_position(engine_of:
             assert right == {layer: num_right(tiny_decoder, layer, outputs) for layer in read}
             assert 0 < right[3] < right[6] < read[6]
         else:
-            routes = [control.routes[seen.choice.route].check_layer for seen in control.seen if seen.choice.route is not None and seen.choice.watches]
-            watched = [{shadow.layer for shadow in seen.shadows} for seen in control.seen if seen.choice.route is not None and seen.choice.watches]
-            assert watched == [{3, 6} - {check_layer} for check_layer in routes], "an exit that checks is in use, and is not watched"
+            routes = [
+                control.routes[seen.choice.route].check_layer
+                for seen in control.seen
+                if seen.choice.route is not None and seen.choice.watches
+            ]
+            watched = [
+                {shadow.layer for shadow in seen.shadows}
+                for seen in control.seen
+                if seen.choice.route is not None and seen.choice.watches
+            ]
+            assert watched == [{3, 6} - {check_layer} for check_layer in routes], (
+                "an exit that checks is in use, and is not watched"
+            )
 
 
 def num_right(decoder: Decoder, layer: int, outputs: Sequence[Sequence[int]]) -> int:
@@ -211,9 +300,24 @@ def num_right(decoder: Decoder, layer: int, outputs: Sequence[Sequence[int]]) ->
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         text = torch.tensor([*prompt, *output[:-1]])
         config = decoder.config
-        kv = PagedKV(config.num_layers, 1, 256, config.num_kv_heads, config.head_dim, torch.float32, torch.device("cpu"))
+        kv = PagedKV(
+            config.num_layers,
+            1,
+            256,
+            config.num_kv_heads,
+            config.head_dim,
+            torch.float32,
+            torch.device("cpu"),
+        )
         places = torch.arange(len(text))
-        view = BatchView(places, places, torch.zeros(1, 1, dtype=torch.int64), torch.tensor([0, len(text)]), len(text), len(text))
+        view = BatchView(
+            places,
+            places,
+            torch.zeros(1, 1, dtype=torch.int64),
+            torch.tensor([0, len(text)]),
+            len(text),
+            len(text),
+        )
         hidden = decoder.run_layers(decoder.embed(text), 0, layer, kv, view)
         said = decoder.logits(hidden, layer).argmax(-1)[len(prompt) - 1 :]
         total += int((said == torch.tensor(output)).sum())
@@ -228,14 +332,31 @@ def test_what_is_observed_adds_up(engine_of: Make) -> None:
     stats = engine.stats()
     assert sum(seen.tokens for seen in control.seen) == stats["committed"] >= sum(map(len, outputs))
     assert sum(seen.num_rows for seen in control.seen) == stats["rounds"]
-    cycles = [np.concatenate([getattr(seen, name) for seen in control.seen]) for name in ("numbers", "caps", "drafted", "kept", "looked_up")]
+    cycles = [
+        np.concatenate([getattr(seen, name) for seen in control.seen])
+        for name in ("numbers", "caps", "drafted", "kept", "looked_up")
+    ]
     numbers, caps, drafted, kept, looked_up = cycles
-    assert set(numbers.tolist()) <= set(range(5)) and caps.min() >= 1 and np.all(kept <= drafted) and np.all(drafted <= caps)
-    assert drafted.sum() == stats["drafted"] and kept.sum() == stats["draft_accepted"] and drafted[looked_up == 1].sum() == stats["looked_up"]
+    assert (
+        set(numbers.tolist()) <= set(range(5))
+        and caps.min() >= 1
+        and np.all(kept <= drafted)
+        and np.all(drafted <= caps)
+    )
+    assert (
+        drafted.sum() == stats["drafted"]
+        and kept.sum() == stats["draft_accepted"]
+        and drafted[looked_up == 1].sum() == stats["looked_up"]
+    )
     for seen in control.seen:
         limits = seen.choice.most_drafts
-        assert all(cap <= limits.get(number, seen.choice.plan.num_draft_tokens) for number, cap in zip(seen.numbers.tolist(), seen.caps.tolist(), strict=True))
-        assert seen.seconds > 0 and seen.choice.plan.num_checks * len(set(seen.numbers.tolist())) >= len(seen.numbers)
+        assert all(
+            cap <= limits.get(number, seen.choice.plan.num_draft_tokens)
+            for number, cap in zip(seen.numbers.tolist(), seen.caps.tolist(), strict=True)
+        )
+        assert seen.seconds > 0 and seen.choice.plan.num_checks * len(set(seen.numbers.tolist())) >= len(
+            seen.numbers
+        )
         assert np.all(seen.accepted <= seen.tentative)
 
 
@@ -246,8 +367,17 @@ def test_what_is_observed_adds_up(engine_of: Make) -> None:
     ("change", "message"),
     [
         ({"goodput": {"drafters": ["model"]}}, "'model' cannot be had here"),
-        ({"goodput": {"layers": [5]}, "draft": {"kind": "adapter", "layer": 4}}, "no trained exit at layer 5; there are some at"),
-        ({"draft": {"kind": "adapter", "layer": 4, "path": "a"}, "check": {"kind": "adapter", "layer": 7, "path": "b"}}, "exits of one folder"),
+        (
+            {"goodput": {"layers": [5]}, "draft": {"kind": "adapter", "layer": 4}},
+            "no trained exit at layer 5; there are some at",
+        ),
+        (
+            {
+                "draft": {"kind": "adapter", "layer": 4, "path": "a"},
+                "check": {"kind": "adapter", "layer": 7, "path": "b"},
+            },
+            "exits of one folder",
+        ),
         ({"goodput": {"layers": [9]}}, "not an early exit of a model of 9 layers"),
     ],
 )
@@ -259,8 +389,13 @@ def test_what_cannot_be_chosen_from_is_refused(engine_of: Make, change: dict[str
 
 def test_goodput_without_costs_is_refused(tiny_decoder: Decoder) -> None:
     with pytest.raises(ConfigError, match="needs `latency`"):
-        Engine(tiny_decoder, EngineConfig(**SMALL), SpeculativeConfig(draft={"kind": "ngram"}, control="goodput"))
+        Engine(
+            tiny_decoder, EngineConfig(**SMALL), SpeculativeConfig(draft={"kind": "ngram"}, control="goodput")
+        )
     engine = Engine(tiny_decoder, EngineConfig(**SMALL))
     with pytest.raises(ConfigError, match="no stage 'verify/0'"):
-        engine.set_speculative(SpeculativeConfig(draft={"kind": "ngram"}, control="goodput"), latency=LatencyModel({"plain": Linear(1.0)}))
+        engine.set_speculative(
+            SpeculativeConfig(draft={"kind": "ngram"}, control="goodput"),
+            latency=LatencyModel({"plain": Linear(1.0)}),
+        )
     assert engine.plan.is_plain and run(engine, PROMPTS[:2], GREEDY), "the plan before is still in use"

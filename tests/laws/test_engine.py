@@ -47,8 +47,16 @@ OPERATIONS = st.lists(
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(operations=OPERATIONS, plan=st.sampled_from(PLANS), block_size=st.sampled_from([1, 3, 8]), seed=st.integers(0, 99), caching=st.booleans())
-def test_any_history_keeps_integrity_and_exact_output(operations: list[tuple], plan: Plan, block_size: int, seed: int, caching: bool) -> None:
+@given(
+    operations=OPERATIONS,
+    plan=st.sampled_from(PLANS),
+    block_size=st.sampled_from([1, 3, 8]),
+    seed=st.integers(0, 99),
+    caching=st.booleans(),
+)
+def test_any_history_keeps_integrity_and_exact_output(
+    operations: list[tuple], plan: Plan, block_size: int, seed: int, caching: bool
+) -> None:
     # 48 positions of KV for up to 4 rows: preemption is common, and refusal at admission happens.
     engine = make_engine(
         unreliable_exits(seed),
@@ -76,7 +84,9 @@ def test_any_history_keeps_integrity_and_exact_output(operations: list[tuple], p
             _, length, max_tokens, shared = operation
             prompt = stem[:length] if shared else [generator.randrange(50) for _ in range(length)]
             try:
-                request_id = engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+                request_id = engine.add_request(
+                    prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens)
+                )
             except RequestError as error:
                 assert "KV blocks" in str(error)
                 continue
@@ -101,7 +111,8 @@ def test_any_history_keeps_integrity_and_exact_output(operations: list[tuple], p
 
 
 def test_only_committed_blocks_enter_the_prefix_cache() -> None:
-    """A later request that shares the tokens a round merely tried must not find their KV; ScriptedDecoder would notice."""
+    """A later request that shares the tokens a round merely tried must not find their KV; ScriptedDecoder
+    would notice."""
     engine = make_engine(unreliable_exits(1), Plan(2, 5, 3, 2), block_size=2, max_num_seqs=2)
     engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=30))
     while engine.has_unfinished():
@@ -109,7 +120,9 @@ def test_only_committed_blocks_enter_the_prefix_cache() -> None:
         for block, key in enumerate(engine._pool._key):
             if key is not None:
                 slots = range(block * 2, block * 2 + 2)
-                assert [int(engine._runtime.kv.keys(8)[slot, 0, 0]) for slot in slots] == list(key[1]), "a published block holds other tokens"
+                assert [int(engine._runtime.kv.keys(8)[slot, 0, 0]) for slot in slots] == list(key[1]), (
+                    "a published block holds other tokens"
+                )
 
 
 def test_hidden_buffer_and_kv_are_allocated_once() -> None:
@@ -119,13 +132,20 @@ def test_hidden_buffer_and_kv_are_allocated_once() -> None:
         engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20))
         while engine.has_unfinished():
             engine.step()
-    assert before == (engine._runtime.kv.data.data_ptr(), engine._runtime.hidden.data.data_ptr(), engine.memory())
+    assert before == (
+        engine._runtime.kv.data.data_ptr(),
+        engine._runtime.hidden.data.data_ptr(),
+        engine.memory(),
+    )
     assert engine.memory()["kv_bytes"] == engine._runtime.kv.data.untyped_storage().nbytes()
 
 
 def test_first_come_first_served_even_under_preemption() -> None:
     engine = make_engine(unreliable_exits(3), Plan(2, 5, 2, 2), max_num_seqs=3, num_kv_blocks=7)
-    ids = [engine.add_request([i, i + 1, i + 2], SamplingParams(temperature=0.0, max_tokens=30)) for i in range(5)]
+    ids = [
+        engine.add_request([i, i + 1, i + 2], SamplingParams(temperature=0.0, max_tokens=30))
+        for i in range(5)
+    ]
     order = []
     while engine.has_unfinished():
         order += [delta.request_id for delta in engine.step() if delta.finish_reason]

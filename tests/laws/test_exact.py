@@ -1,4 +1,5 @@
-"""Law 1: in fp32 on the CPU the output is plain decoding's and transformers' greedy, token for token, whatever happens."""
+"""Law 1: in fp32 on the CPU the output is plain decoding's and transformers' greedy, token for token,
+whatever happens."""
 
 from __future__ import annotations
 
@@ -33,20 +34,28 @@ def test_the_tiny_model_proves_something(expected: list[list[int]], tiny_decoder
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_every_plan_gives_transformers_greedy(tiny_decoder: Decoder, expected: list[list[int]], plan: Plan) -> None:
+def test_every_plan_gives_transformers_greedy(
+    tiny_decoder: Decoder, expected: list[list[int]], plan: Plan
+) -> None:
     assert run(make_engine(tiny_decoder, plan), PROMPTS) == expected
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 5, 16, 64])
 def test_every_block_size(tiny_decoder: Decoder, expected: list[list[int]], block_size: int) -> None:
-    engine = make_engine(tiny_decoder, Plan(3, 6, 2, 2), block_size=block_size, num_kv_blocks=2048 // block_size)
+    engine = make_engine(
+        tiny_decoder, Plan(3, 6, 2, 2), block_size=block_size, num_kv_blocks=2048 // block_size
+    )
     assert run(engine, PROMPTS) == expected
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("max_prefill_tokens", [1, 5, 1000])
-def test_every_batch_mix_and_prefill_chunk(tiny_decoder: Decoder, expected: list[list[int]], max_num_seqs: int, max_prefill_tokens: int) -> None:
-    engine = make_engine(tiny_decoder, Plan(3, 8, 2, 2), max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens)
+def test_every_batch_mix_and_prefill_chunk(
+    tiny_decoder: Decoder, expected: list[list[int]], max_num_seqs: int, max_prefill_tokens: int
+) -> None:
+    engine = make_engine(
+        tiny_decoder, Plan(3, 8, 2, 2), max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens
+    )
     assert run(engine, PROMPTS) == expected
 
 
@@ -56,20 +65,26 @@ def test_every_attention_backend(tiny_path: object, expected: list[list[int]], b
 
     from ee_models.checkpoint.loader import open_checkpoint
 
-    decoder = Decoder.load(open_checkpoint(str(tiny_path)), torch.float32, torch.device("cpu"), attention=backend)
+    decoder = Decoder.load(
+        open_checkpoint(str(tiny_path)), torch.float32, torch.device("cpu"), attention=backend
+    )
     assert run(make_engine(decoder, Plan(3, 6, 2, 2)), PROMPTS) == expected
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(3, None, 4, 1), Plan(3, 6, 2, 2)], ids=str)
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_forced_preemption_changes_nothing(tiny_decoder: Decoder, expected: list[list[int]], plan: Plan, prefix_caching: bool) -> None:
+def test_forced_preemption_changes_nothing(
+    tiny_decoder: Decoder, expected: list[list[int]], plan: Plan, prefix_caching: bool
+) -> None:
     # The longest request alone takes 12 of the 14 blocks.
     engine = make_engine(tiny_decoder, plan, num_kv_blocks=14, enable_prefix_caching=prefix_caching)
     assert run(engine, PROMPTS) == expected
     assert engine.stats()["preemptions"] > 0, "nothing was preempted, so nothing was shown"
 
 
-def test_shared_prefixes_are_reused_and_change_nothing(tiny_decoder: Decoder, tiny_reference: PreTrainedModel) -> None:
+def test_shared_prefixes_are_reused_and_change_nothing(
+    tiny_decoder: Decoder, tiny_reference: PreTrainedModel
+) -> None:
     stem = random_prompts([40], seed=1)[0]
     prompts = [stem + tail for tail in ([], [5], [6, 7], [5, 5, 5])]
     engine = make_engine(tiny_decoder, Plan(3, 8, 2, 2))
@@ -80,7 +95,9 @@ def test_shared_prefixes_are_reused_and_change_nothing(tiny_decoder: Decoder, ti
     assert first == again == [transformers_greedy(tiny_reference, prompt, 24) for prompt in prompts]
 
 
-def test_a_continued_conversation_reuses_generated_blocks(tiny_decoder: Decoder, tiny_reference: PreTrainedModel) -> None:
+def test_a_continued_conversation_reuses_generated_blocks(
+    tiny_decoder: Decoder, tiny_reference: PreTrainedModel
+) -> None:
     engine = make_engine(tiny_decoder, Plan(3, 8, 2, 2))
     prompt = PROMPTS[5]
     longer = prompt + run(engine, [prompt])[0] + [1, 2, 3]
@@ -89,7 +106,9 @@ def test_a_continued_conversation_reuses_generated_blocks(tiny_decoder: Decoder,
 
 
 @pytest.mark.parametrize("abort_after", range(14))
-def test_aborts_at_every_step_leave_the_others_alone(tiny_decoder: Decoder, expected: list[list[int]], abort_after: int) -> None:
+def test_aborts_at_every_step_leave_the_others_alone(
+    tiny_decoder: Decoder, expected: list[list[int]], abort_after: int
+) -> None:
     engine = make_engine(tiny_decoder, Plan(3, 8, 2, 2), max_num_seqs=5)
     ids = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
     outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
@@ -111,7 +130,10 @@ def test_aborts_at_every_step_leave_the_others_alone(tiny_decoder: Decoder, expe
         if reasons[request_id] == "length":
             assert outputs[request_id] == expected[index]
         else:
-            assert reasons[request_id] == "abort" and outputs[request_id] == expected[index][: len(outputs[request_id])]
+            assert (
+                reasons[request_id] == "abort"
+                and outputs[request_id] == expected[index][: len(outputs[request_id])]
+            )
     assert sum(reason == "length" for reason in reasons.values()) >= 5
 
 
@@ -126,7 +148,9 @@ def test_a_request_may_opt_out_of_speculation(tiny_decoder: Decoder, expected: l
 
 
 @pytest.mark.parametrize("confidence", [0.05, 0.5, 0.999])
-def test_confidence_exit_changes_nothing(tiny_decoder: Decoder, expected: list[list[int]], confidence: float) -> None:
+def test_confidence_exit_changes_nothing(
+    tiny_decoder: Decoder, expected: list[list[int]], confidence: float
+) -> None:
     engine = make_engine(tiny_decoder, Plan(3, None, 5, 1), confidence=confidence)
     assert run(engine, PROMPTS) == expected
     if confidence == 0.999:
@@ -151,7 +175,15 @@ def test_drain_finishes_all_and_refuses_more(tiny_decoder: Decoder, expected: li
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "plan", [Plan(d, c, k, r) for d in range(1, 9) for c in (None, *range(d + 1, 10)) for k in (1, 2, 5) for r in ((1,) if c is None else (1, 2, 3))], ids=str
+    "plan",
+    [
+        Plan(d, c, k, r)
+        for d in range(1, 9)
+        for c in (None, *range(d + 1, 10))
+        for k in (1, 2, 5)
+        for r in ((1,) if c is None else (1, 2, 3))
+    ],
+    ids=str,
 )
 def test_exhaustive_sweep_of_plans(tiny_decoder: Decoder, expected: list[list[int]], plan: Plan) -> None:
     engine = make_engine(tiny_decoder, plan, num_kv_blocks=20)

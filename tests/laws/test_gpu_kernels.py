@@ -1,4 +1,6 @@
-"""An engine as it runs on a GPU, but for the GPU: static rounds over Triton's kernels, in its interpreter, against plain torch."""
+"""An engine as it runs on a GPU, but for the GPU: static rounds over Triton's kernels, in its interpreter,
+against plain torch."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -29,7 +31,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
 PLANS: dict[str, dict[str, Any]] = {
     "three tiers": {"draft": {"layer": 1}, "check": {"layer": 2}, "num_draft_tokens": 2, "num_checks": 1},
     "a tree": {"draft": {"layer": 2}, "num_draft_tokens": 2, "num_branches": 2},
-    "a sure hybrid": {"draft": {"kind": "hybrid", "layer": 2, "exit": "exit"}, "num_draft_tokens": 2, "draft_confidence": 0.2},
+    "a sure hybrid": {
+        "draft": {"kind": "hybrid", "layer": 2, "exit": "exit"},
+        "num_draft_tokens": 2,
+        "draft_confidence": 0.2,
+    },
 }
 
 
@@ -56,17 +62,32 @@ def expected() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["plain", *PLANS])
-def test_output_is_transformers_greedy(small_path: Path, on_gpu_kernels: None, expected: list[list[int]], name: str) -> None:
+def test_output_is_transformers_greedy(
+    small_path: Path, on_gpu_kernels: None, expected: list[list[int]], name: str
+) -> None:
     decoder = load(small_path)
-    engine = make_engine(decoder, Plan(), is_static=True) if name == "plain" else drafter_engine(decoder, PLANS[name], is_static=True)
+    engine = (
+        make_engine(decoder, Plan(), is_static=True)
+        if name == "plain"
+        else drafter_engine(decoder, PLANS[name], is_static=True)
+    )
     assert run(engine, PROMPTS, GREEDY) == expected
 
 
-def test_sampled_output_is_plain_sampled_decodings(small_path: Path, on_gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [SamplingParams(temperature=0.9, top_p=0.8, top_k=40, seed=5, max_tokens=4), SamplingParams(temperature=0.7, min_p=0.05, seed=6, max_tokens=4)]
+def test_sampled_output_is_plain_sampled_decodings(
+    small_path: Path, on_gpu_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.8, top_k=40, seed=5, max_tokens=4),
+        SamplingParams(temperature=0.7, min_p=0.05, seed=6, max_tokens=4),
+    ]
     by_triton = run(drafter_engine(load(small_path), PLANS["three tiers"], is_static=True), PROMPTS, params)
     monkeypatch.setattr(sampler, "runs_triton", lambda device: False)
-    assert by_triton == run(make_engine(Decoder.load(open_checkpoint(small_path), torch.float32, torch.device("cpu"))), PROMPTS, params)
+    assert by_triton == run(
+        make_engine(Decoder.load(open_checkpoint(small_path), torch.float32, torch.device("cpu"))),
+        PROMPTS,
+        params,
+    )
 
 
 def test_bfloat16_runs_end_to_end(small_path: Path, on_gpu_kernels: None) -> None:
@@ -82,6 +103,10 @@ def test_exact_verify_takes_kernels_that_keep_bits(small_path: Path, monkeypatch
     """What `exact_verify` chooses on a GPU, chosen here by hand."""
     linear = InvariantLinear(torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE), None)
     x = torch.randn(9, 24, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    assert linear.row_invariant and TritonAttention(invariant=True).row_invariant and not TritonAttention().row_invariant
+    assert (
+        linear.row_invariant
+        and TritonAttention(invariant=True).row_invariant
+        and not TritonAttention().row_invariant
+    )
     together = linear(x)
     assert all(torch.equal(linear(x[i : i + 1])[0], together[i]) for i in range(9))

@@ -1,4 +1,6 @@
-"""Law 8: where the platform gives row invariance, a position's logits have the same bits whatever else is in the pass."""
+"""Law 8: where the platform gives row invariance, a position's logits have the same bits whatever else is in
+the pass."""
+
 from __future__ import annotations
 
 import random
@@ -30,7 +32,8 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 class Runner:
-    """Runs mixes of pieces of SEQUENCES through fresh KV, and keeps the logits of each (sequence, position)."""
+    """Runs mixes of pieces of SEQUENCES through fresh KV, and keeps the logits of each (sequence,
+    position)."""
 
     def __init__(self, decoder: Decoder, block_size: int, seed: int) -> None:
         self._decoder, self._generator = decoder, random.Random(seed)
@@ -39,7 +42,15 @@ class Runner:
         blocks = list(range(len(SEQUENCES) * max_blocks))
         self._generator.shuffle(blocks)
         self._tables = torch.tensor(blocks).view(len(SEQUENCES), max_blocks)
-        self._kv = PagedKV(config.num_layers, len(blocks), block_size, config.num_kv_heads, config.head_dim, torch.float32, torch.device("cpu"))
+        self._kv = PagedKV(
+            config.num_layers,
+            len(blocks),
+            block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            torch.float32,
+            torch.device("cpu"),
+        )
 
     def run(self, pieces: list[tuple[int, int, int]]) -> dict[tuple[int, int], Tensor]:
         """One pass over pieces (sequence, start, end); each sequence at most once."""
@@ -49,18 +60,30 @@ class Runner:
         rows = torch.repeat_interleave(torch.arange(len(pieces)), q_lens[1:])
         tables = self._tables[order]
         slots = slots_of(tables[rows], positions.unsqueeze(1), self._kv.block_size).squeeze(1)
-        view = BatchView(positions, slots, tables, q_lens.cumsum(0), int(q_lens.max()), max(end for _, _, end in pieces))
-        tokens = torch.tensor([token for sequence, start, end in pieces for token in SEQUENCES[sequence][start:end]])
-        hidden = self._decoder.run_layers(self._decoder.embed(tokens), 0, self._decoder.config.num_layers, self._kv, view)
+        view = BatchView(
+            positions, slots, tables, q_lens.cumsum(0), int(q_lens.max()), max(end for _, _, end in pieces)
+        )
+        tokens = torch.tensor(
+            [token for sequence, start, end in pieces for token in SEQUENCES[sequence][start:end]]
+        )
+        hidden = self._decoder.run_layers(
+            self._decoder.embed(tokens), 0, self._decoder.config.num_layers, self._kv, view
+        )
         logits = self._decoder.logits(hidden, self._decoder.config.num_layers)
-        return {(order[row], position): logits[i] for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True))}
+        return {
+            (order[row], position): logits[i]
+            for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True))
+        }
 
     def random_mix(self, largest: int) -> dict[tuple[int, int], Tensor]:
         done, found = [0] * len(SEQUENCES), {}
         while any(count < len(tokens) for count, tokens in zip(done, SEQUENCES, strict=True)):
             live = [i for i, count in enumerate(done) if count < len(SEQUENCES[i])]
             chosen = self._generator.sample(live, self._generator.randint(1, len(live)))
-            pieces = [(i, done[i], min(len(SEQUENCES[i]), done[i] + self._generator.randint(1, largest))) for i in chosen]
+            pieces = [
+                (i, done[i], min(len(SEQUENCES[i]), done[i] + self._generator.randint(1, largest)))
+                for i in chosen
+            ]
             found.update(self.run(pieces))
             for i, _, end in pieces:
                 done[i] = end
@@ -78,7 +101,8 @@ def alone(decoder: Decoder) -> dict[tuple[int, int], Tensor]:
 
 
 def test_the_claim_is_made_where_it_is_tested(decoder: Decoder) -> None:
-    """On a CPU with packed linears the decoder must claim row invariance; elsewhere the run says that it does not."""
+    """On a CPU with packed linears the decoder must claim row invariance; elsewhere the run says that it does
+    not."""
     from ee_models.linear import can_pack
 
     if can_pack(torch.device("cpu"), torch.float32):
@@ -87,7 +111,9 @@ def test_the_claim_is_made_where_it_is_tested(decoder: Decoder) -> None:
 
 @pytest.mark.parametrize("largest", [1, 2, 8, 40, 200])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_logits_are_bit_identical_whatever_else_is_in_the_pass(decoder: Decoder, alone: dict[tuple[int, int], Tensor], largest: int, block_size: int) -> None:
+def test_logits_are_bit_identical_whatever_else_is_in_the_pass(
+    decoder: Decoder, alone: dict[tuple[int, int], Tensor], largest: int, block_size: int
+) -> None:
     mixed = Runner(decoder, block_size, seed=largest).random_mix(largest)
     assert mixed.keys() == alone.keys()
     differing = [key for key in alone if not torch.equal(alone[key], mixed[key])]
@@ -98,5 +124,7 @@ def test_logits_are_bit_identical_whatever_else_is_in_the_pass(decoder: Decoder,
 
 
 def test_a_backend_that_is_not_invariant_says_so(tiny_path: object) -> None:
-    decoder = Decoder.load(open_checkpoint(str(tiny_path)), torch.float32, torch.device("cpu"), attention="sdpa")
+    decoder = Decoder.load(
+        open_checkpoint(str(tiny_path)), torch.float32, torch.device("cpu"), attention="sdpa"
+    )
     assert not decoder.row_invariant

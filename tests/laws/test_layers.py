@@ -1,4 +1,5 @@
 """Laws 3, 4 and 7: spans of layers add up, nothing is computed twice, and full-depth exits agree always."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -18,12 +19,16 @@ from tests.helpers.support import PLANS, make_engine, random_prompts, run
 
 def whole_view(length: int) -> BatchView:
     positions = torch.arange(length)
-    return BatchView(positions, positions, torch.arange(64).unsqueeze(0), torch.tensor([0, length]), length, length)
+    return BatchView(
+        positions, positions, torch.arange(64).unsqueeze(0), torch.tensor([0, length]), length, length
+    )
 
 
 def make_kv(decoder: Decoder) -> PagedKV:
     config = decoder.config
-    return PagedKV(config.num_layers, 64, 1, config.num_kv_heads, config.head_dim, torch.float32, torch.device("cpu"))
+    return PagedKV(
+        config.num_layers, 64, 1, config.num_kv_heads, config.head_dim, torch.float32, torch.device("cpu")
+    )
 
 
 def test_every_split_of_the_layers_equals_one_call(tiny_decoder: Decoder) -> None:
@@ -68,8 +73,10 @@ class CountingDecoder:
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_each_surviving_layer_and_position_is_computed_once(tiny_decoder: Decoder, plan: Plan) -> None:
-    """In a round a column is computed at layers [0, D) once per time that it is drafted, and higher only if it survived
-    the tier below: so within any one round no (layer, slot) runs again unless the check rejected what stood there."""
+    """In a round a column is computed at layers [0, D) once per time that it is drafted, and higher only if
+    it survived the tier below: so within any one round no (layer, slot) runs again unless the check rejected
+    what stood there.
+    """
     decoder = CountingDecoder(tiny_decoder)
     engine = make_engine(decoder, plan, max_num_seqs=1, num_kv_blocks=40)
     for prompt in random_prompts((5, 11)):
@@ -81,18 +88,24 @@ def test_each_surviving_layer_and_position_is_computed_once(tiny_decoder: Decode
         engine.step()
         after = engine.stats()
         committed = after["committed"] - before["committed"]
-        rejected_by_check = (after["drafted"] - before["drafted"]) - (after["draft_accepted"] - before["draft_accepted"])
+        rejected_by_check = (after["drafted"] - before["drafted"]) - (
+            after["draft_accepted"] - before["draft_accepted"]
+        )
         by_layer = Counter[int]()
         for (layer, _, _), count in decoder.runs.items():
             by_layer[layer] += count
             if layer >= check_layer:
                 assert count == 1, "verify ran a position twice"
             elif count > 1:
-                assert plan.num_checks > 1 and rejected_by_check > 0, "a position ran again although nothing had been rejected"
+                assert plan.num_checks > 1 and rejected_by_check > 0, (
+                    "a position ran again although nothing had been rejected"
+                )
         assert after["layer_positions"] - before["layer_positions"] == sum(by_layer.values())
         if committed and not after["prefill_tokens"] - before["prefill_tokens"]:
             num_drafted = after["drafted"] - before["drafted"]
-            is_checked = plan.check_layer is not None and num_drafted  # a request's last token alone is decoded plainly
+            is_checked = (
+                plan.check_layer is not None and num_drafted
+            )  # a request's last token alone is decoded plainly
             survivors = after["tentative"] - before["tentative"] if is_checked else num_drafted + 1
             assert by_layer[plan.top_layer if plan.top_layer < 9 else 8] >= committed
             assert all(by_layer[layer] == survivors for layer in range(check_layer, 9))
@@ -102,7 +115,9 @@ def test_each_surviving_layer_and_position_is_computed_once(tiny_decoder: Decode
 @pytest.mark.parametrize("plan", [Plan(9, None, 3, 1), Plan(9, 9, 2, 1), Plan(9, 9, 2, 3)], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rejection", [False, True])
-def test_full_depth_exits_are_always_accepted(tiny_decoder: Decoder, plan: Plan, temperature: float, rejection: bool) -> None:
+def test_full_depth_exits_are_always_accepted(
+    tiny_decoder: Decoder, plan: Plan, temperature: float, rejection: bool
+) -> None:
     engine = make_engine(tiny_decoder, plan, rejection=rejection, num_kv_blocks=512)
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=plan.window * 8)
     run(engine, random_prompts((4, 20, 9)), params)

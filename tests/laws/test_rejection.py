@@ -1,8 +1,10 @@
-"""Law 2, `rejection`: the output law is the full model's, by exact enumeration on a tiny vocabulary, through both levels.
+"""Law 2, `rejection`: the output law is the full model's, by exact enumeration on a tiny vocabulary, through
+both levels.
 
-For one round from any prefix: complete what it committed by the full model's own law; the result must be the full model's
-law of the next `window` tokens. By induction over rounds, that is the law of the whole output.
+For one round from any prefix: complete what it committed by the full model's own law; the result must be the
+full model's law of the next `window` tokens. By induction over rounds, that is the law of the whole output.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -33,7 +35,14 @@ from tests.helpers.scripted import ScriptedDecoder
 from tests.helpers.support import exit_drafter
 
 VOCAB, LAYERS, FIRST = 3, 4, 1
-PLANS = [Plan(), Plan(1, None, 1, 1), Plan(1, None, 2, 1), Plan(1, 2, 1, 1), Plan(1, 3, 2, 1), Plan(1, 2, 1, 2)]
+PLANS = [
+    Plan(),
+    Plan(1, None, 1, 1),
+    Plan(1, None, 2, 1),
+    Plan(1, 2, 1, 1),
+    Plan(1, 3, 2, 1),
+    Plan(1, 2, 1, 2),
+]
 
 
 class Paths:
@@ -77,7 +86,9 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> Paths:
 
     rejection = hispec.decoding.acceptance.rejection
 
-    def branching(p: Tensor, q: Tensor, proposed: Tensor, num_proposed: Tensor, uniform: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def branching(
+        p: Tensor, q: Tensor, proposed: Tensor, num_proposed: Tensor, uniform: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
         uniform = torch.full_like(uniform, 0.5)
         for place in range(int(num_proposed[0])):
             token = int(proposed[0, place])
@@ -101,12 +112,15 @@ def lookup(row: int, column: int) -> list[int]:
 
 def ngram_drafter(judge: RejectionJudge) -> NgramDrafter:
     """Finds something after any token."""
-    drafter = NgramDrafter(NgramConfig(max_size=2, min_size=1, tokens_per_match=None), judge, 1, 32, torch.device("cpu"))
+    drafter = NgramDrafter(
+        NgramConfig(max_size=2, min_size=1, tokens_per_match=None), judge, 1, 32, torch.device("cpu")
+    )
     drafter.follow([(0, [0, 0, 2, 1, 0, 1, 2, 0, FIRST])])
     return drafter
 
 
-# What a looked-up draft may be, by the column that it follows: none, one, or more than the round has room for.
+# What a looked-up draft may be, by the column that it follows: none, one, or more than the round has room
+# for.
 LOOKED_UP: dict[str, Callable[[int, int], list[int]]] = {
     "always": lambda row, column: [2, 0, 1],
     "at first": lambda row, column: [1, 1] if column == 0 else [],
@@ -116,20 +130,45 @@ LOOKED_UP: dict[str, Callable[[int, int], list[int]]] = {
 
 
 def one_round(
-    decoder: ScriptedDecoder, plan: Plan, limit: int, looked_up: Callable[[int, int], list[int]] | None = None, confidence: float | None = None
+    decoder: ScriptedDecoder,
+    plan: Plan,
+    limit: int,
+    looked_up: Callable[[int, int], list[int]] | None = None,
+    confidence: float | None = None,
 ) -> tuple[int, ...]:
     kv = PagedKV(LAYERS, 4, 4, 1, 2, torch.float32, torch.device("cpu"))
-    stages = Stages(decoder, LAYERS, kv, HiddenBuffer(2, 1, plan.window, 3, torch.float32, torch.device("cpu")), PassCounts())
+    stages = Stages(
+        decoder,
+        LAYERS,
+        kv,
+        HiddenBuffer(2, 1, plan.window, 3, torch.float32, torch.device("cpu")),
+        PassCounts(),
+    )
     judge = RejectionJudge(1, plan.window, VOCAB, torch.device("cpu"), plan.check_layer is not None)
     tokens = torch.zeros(1, plan.window + 1, dtype=torch.int64)
     tokens[0, 0] = FIRST
-    sampler = Sampler([RowSampling(SamplingParams(temperature=1.0), 0, [FIRST], [], frozenset())], VOCAB, torch.device("cpu"))
-    batch = RoundBatch(tokens, torch.tensor([0]), torch.tensor([limit]), torch.tensor([plan.num_draft_tokens]), torch.tensor([[2, 0, 1, 3]]), 4, 16, sampler)
+    sampler = Sampler(
+        [RowSampling(SamplingParams(temperature=1.0), 0, [FIRST], [], frozenset())],
+        VOCAB,
+        torch.device("cpu"),
+    )
+    batch = RoundBatch(
+        tokens,
+        torch.tensor([0]),
+        torch.tensor([limit]),
+        torch.tensor([plan.num_draft_tokens]),
+        torch.tensor([[2, 0, 1, 3]]),
+        4,
+        16,
+        sampler,
+    )
     drafter: Any = exit_drafter(stages, plan, judge, confidence)
     if looked_up is not None:
         drafter = FixedDrafter(judge, looked_up) if looked_up is not lookup else ngram_drafter(judge)
         if plan.draft_layer:
-            drafter = HybridDrafter(drafter, exit_drafter(stages, plan, judge), ExitSpeaker(stages, plan.draft_layer))
+            drafter = HybridDrafter(
+                drafter, exit_drafter(stages, plan, judge), ExitSpeaker(stages, plan.draft_layer)
+            )
     result = run_round(stages, plan, judge, drafter, batch)
     return tuple(result.tokens[0, 1 : 1 + int(result.counts[0])].tolist())
 
@@ -137,7 +176,15 @@ def one_round(
 def test_one_round_with_looked_up_drafts_continues_the_full_models_law(paths: Paths) -> None:
     """Drafts without probabilities, alone (D = 0) and where an exit drafts when there are none."""
     for plan, name in itertools.product(
-        [Plan(0, None, 2, 1), Plan(0, 2, 1, 1), Plan(0, 2, 2, 1), Plan(0, 2, 1, 2), Plan(1, None, 2, 1), Plan(1, 2, 1, 2)], LOOKED_UP
+        [
+            Plan(0, None, 2, 1),
+            Plan(0, 2, 1, 1),
+            Plan(0, 2, 2, 1),
+            Plan(0, 2, 1, 2),
+            Plan(1, None, 2, 1),
+            Plan(1, 2, 1, 2),
+        ],
+        LOOKED_UP,
     ):
         assert_law(paths, plan, 0, LOOKED_UP[name])
 
@@ -156,11 +203,17 @@ def test_one_round_continues_the_full_models_law(paths: Paths, plan: Plan, seed:
 
 
 def assert_law(
-    paths: Paths, plan: Plan, seed: int, looked_up: Callable[[int, int], list[int]] | None = None, confidence: float | None = None
+    paths: Paths,
+    plan: Plan,
+    seed: int,
+    looked_up: Callable[[int, int], list[int]] | None = None,
+    confidence: float | None = None,
 ) -> None:
     limits = {plan.window, max(1, plan.window - 1)}
     table = torch.randn(LAYERS + 1, 16, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
-    decoder = ScriptedDecoder(lambda exit_layer, position, token: table[exit_layer, position, token], LAYERS, VOCAB)
+    decoder = ScriptedDecoder(
+        lambda exit_layer, position, token: table[exit_layer, position, token], LAYERS, VOCAB
+    )
 
     def full_law(position: int, token: int) -> list[float]:
         return table[LAYERS, position, token].double().softmax(-1).tolist()
@@ -177,5 +230,9 @@ def assert_law(
             for place in range(limit - 1, -1, -1):
                 continuation[place] = continuation[place + 1] * steps[place]
             wanted = continuation[0]
-            got = sum(weight * continuation[len(committed)] for committed, weight in law.items() if sequence[: len(committed)] == committed)
+            got = sum(
+                weight * continuation[len(committed)]
+                for committed, weight in law.items()
+                if sequence[: len(committed)] == committed
+            )
             assert got == pytest.approx(wanted, rel=1e-4, abs=1e-7), (limit, sequence)

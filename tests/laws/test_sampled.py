@@ -1,4 +1,6 @@
-"""Law 2, `coupled`: with a seed, sampled output is plain sampled output with that seed, alone or in any batch."""
+"""Law 2, `coupled`: with a seed, sampled output is plain sampled output with that seed, alone or in any
+batch."""
+
 from __future__ import annotations
 
 import pytest
@@ -14,7 +16,14 @@ PARAMS = [
     SamplingParams(temperature=0.7, top_k=20, seed=2, max_tokens=24),
     SamplingParams(temperature=1.3, top_p=0.8, min_p=0.02, seed=3, max_tokens=24, repetition_penalty=1.3),
     SamplingParams(temperature=0.0, max_tokens=24, presence_penalty=1.5, frequency_penalty=0.5),
-    SamplingParams(temperature=0.9, seed=1, max_tokens=24, logit_bias={5: 4.0, 7: -50.0}, min_tokens=10, stop_token_ids=list(range(0, 250, 3))),
+    SamplingParams(
+        temperature=0.9,
+        seed=1,
+        max_tokens=24,
+        logit_bias={5: 4.0, 7: -50.0},
+        min_tokens=10,
+        stop_token_ids=list(range(0, 250, 3)),
+    ),
     SamplingParams(temperature=0.0, max_tokens=24, speculative=False),
 ]
 
@@ -22,11 +31,16 @@ PARAMS = [
 @pytest.fixture(scope="module")
 def plain(tiny_decoder: Decoder) -> list[list[int]]:
     """Each request alone, decoded plainly."""
-    return [run(make_engine(tiny_decoder), [prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    return [
+        run(make_engine(tiny_decoder), [prompt], params)[0]
+        for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_mixed_sampling_in_one_batch_equals_plain_alone(tiny_decoder: Decoder, plain: list[list[int]], plan: Plan) -> None:
+def test_mixed_sampling_in_one_batch_equals_plain_alone(
+    tiny_decoder: Decoder, plain: list[list[int]], plan: Plan
+) -> None:
     assert run(make_engine(tiny_decoder, plan), PROMPTS, PARAMS) == plain
 
 
@@ -53,8 +67,13 @@ def test_tiers_agree_more_often_than_independent_draws_would(tiny_decoder: Decod
 
 
 @pytest.mark.parametrize("plan", [Plan(8, None, 2, 1), Plan(7, 8, 2, 2)], ids=str)
-def test_rejection_with_a_seed_is_reproducible_and_greedy_rows_stay_exact(tiny_decoder: Decoder, plan: Plan) -> None:
-    params = [SamplingParams(temperature=1.0, seed=4, max_tokens=24), SamplingParams(temperature=0.0, max_tokens=24)]
+def test_rejection_with_a_seed_is_reproducible_and_greedy_rows_stay_exact(
+    tiny_decoder: Decoder, plan: Plan
+) -> None:
+    params = [
+        SamplingParams(temperature=1.0, seed=4, max_tokens=24),
+        SamplingParams(temperature=0.0, max_tokens=24),
+    ]
     once = run(make_engine(tiny_decoder, plan, rejection=True), PROMPTS[:2], params)
     engine = make_engine(tiny_decoder, plan, rejection=True, num_kv_blocks=64)
     assert run(engine, PROMPTS[:2], params) == once

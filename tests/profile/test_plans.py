@@ -1,4 +1,5 @@
 """The plans that are looked at: within the limits, each once, of every kind that applies."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -19,7 +20,9 @@ BY_MODEL = SpeculativeConfig(draft=DraftConfig(kind="model", path="small"))
 SMALL = {"max_drafts": 3, "max_checks": 4, "max_window": 8}
 
 
-def plans_of(options: dict[str, Any] = SMALL, layers: tuple[int, ...] = (1, 2, 6), own: SpeculativeConfig | None = None) -> list[SpeculativeConfig]:
+def plans_of(
+    options: dict[str, Any] = SMALL, layers: tuple[int, ...] = (1, 2, 6), own: SpeculativeConfig | None = None
+) -> list[SpeculativeConfig]:
     return all_plans(build(ProfileOptions, options), Candidates(list(layers), []), own)
 
 
@@ -27,24 +30,41 @@ def test_every_plan_within_the_limits_is_looked_at_once() -> None:
     plans = plans_of(own=BY_MODEL)
     assert len(plans) == len(set(plans)) and max(plan.plan(9).window for plan in plans) == 8
     drafters = ("exit", "tree", "ngram", "hybrid", "model")
-    assert {kind_of(plan) for plan in plans} == {f"{drafter}_{tiers}_tier" for drafter in drafters for tiers in ("two", "three")}
+    assert {kind_of(plan) for plan in plans} == {
+        f"{drafter}_{tiers}_tier" for drafter in drafters for tiers in ("two", "three")
+    }
     exits = [plan for plan in plans if kind_of(plan) == "exit_two_tier" and plan.draft_confidence is None]
-    assert [(plan.draft.layer, plan.num_draft_tokens) for plan in exits] == [(layer, num) for layer in (1, 2, 6) for num in (1, 2, 3)]
+    assert [(plan.draft.layer, plan.num_draft_tokens) for plan in exits] == [
+        (layer, num) for layer in (1, 2, 6) for num in (1, 2, 3)
+    ]
     checked = {
         (plan.draft.layer, plan.check.layer, plan.num_draft_tokens, plan.num_checks)
         for plan in plans
-        if plan.check is not None and kind_of(plan) == "exit_three_tier" and plan.draft_confidence is None is plan.check.confidence
+        if plan.check is not None
+        and kind_of(plan) == "exit_three_tier"
+        and plan.draft_confidence is None is plan.check.confidence
     }
-    assert checked == {(d, c, k, r) for d, c in ((1, 2), (1, 6), (2, 6)) for k in (1, 2, 3) for r in (1, 2, 3, 4) if r * (k + 1) <= 8}
+    assert checked == {
+        (d, c, k, r)
+        for d, c in ((1, 2), (1, 6), (2, 6))
+        for k in (1, 2, 3)
+        for r in (1, 2, 3, 4)
+        if r * (k + 1) <= 8
+    }
     trees = {(plan.num_branches, plan.num_draft_tokens) for plan in plans if plan.num_branches > 1}
     assert trees == {(b, k) for b in (2, 3, 4, 8) for k in (1, 2, 3) if b * k + 1 <= 8}
     looked_up = [plan for plan in plans if plan.draft.kind == "ngram"]
-    assert {plan.num_draft_tokens for plan in looked_up} == {2, 3, 4, 6} and {plan.check.layer for plan in looked_up if plan.check} == {2, 6}
+    assert {plan.num_draft_tokens for plan in looked_up} == {2, 3, 4, 6} and {
+        plan.check.layer for plan in looked_up if plan.check
+    } == {2, 6}
     assert all((plan.draft.num_exit_tokens or 0) <= min(3, plan.num_draft_tokens) for plan in plans)
 
 
 def test_some_drafters_alone() -> None:
-    assert {plan.draft.kind for plan in plans_of({**SMALL, "drafters": ["ngram", "hybrid"]})} == {"ngram", "hybrid"}
+    assert {plan.draft.kind for plan in plans_of({**SMALL, "drafters": ["ngram", "hybrid"]})} == {
+        "ngram",
+        "hybrid",
+    }
     assert "model" not in {plan.draft.kind for plan in plans_of()}
     with pytest.raises(ConfigError, match=r"drafters: 'model' needs a draft model.*speculative.draft.path"):
         plans_of({**SMALL, "drafters": ("model",)})
@@ -56,19 +76,30 @@ def test_some_drafters_alone() -> None:
 
 
 def test_a_window_must_hold_the_drafts() -> None:
-    with pytest.raises(ConfigError, match=r"max_drafts=8 takes 9 positions.*max_window=8; lower max_drafts to 7"):
+    with pytest.raises(
+        ConfigError, match=r"max_drafts=8 takes 9 positions.*max_window=8; lower max_drafts to 7"
+    ):
         build(ProfileOptions, {"max_window": 8})
 
 
 def test_the_jobs_own_ngram_sizes_are_tried_first() -> None:
     own = NgramConfig(max_size=7, min_size=5, datastore_tokens=2048)
     assert ngram_sizes(SpeculativeConfig(draft=DraftConfig(kind="ngram", ngram=own)))[0] == own
-    assert ngram_sizes(SpeculativeConfig(draft=DraftConfig(kind="hybrid", layer=2))) == ngram_sizes(None) == ngram_sizes(BY_MODEL)
-    assert own in {plan.draft.ngram for plan in plans_of(own=SpeculativeConfig(draft=DraftConfig(kind="ngram", ngram=own)))}
+    assert (
+        ngram_sizes(SpeculativeConfig(draft=DraftConfig(kind="hybrid", layer=2)))
+        == ngram_sizes(None)
+        == ngram_sizes(BY_MODEL)
+    )
+    assert own in {
+        plan.draft.ngram
+        for plan in plans_of(own=SpeculativeConfig(draft=DraftConfig(kind="ngram", ngram=own)))
+    }
 
 
 def test_default_limits_leave_thousands_of_plans() -> None:
-    kinds = Counter(kind_of(plan) for plan in all_plans(ProfileOptions(), Candidates([2, 4, 5, 8, 10, 15, 20], []), None))
+    kinds = Counter(
+        kind_of(plan) for plan in all_plans(ProfileOptions(), Candidates([2, 4, 5, 8, 10, 15, 20], []), None)
+    )
     assert 5_000 < sum(kinds.values()) < 50_000 and min(kinds.values()) > 20
 
 
@@ -77,15 +108,26 @@ def test_trained_exits_are_in_every_plan(tiny_decoder: Decoder) -> None:
     for path in (None, "folder"):
         for plan in all_plans(build(ProfileOptions, SMALL), Candidates([2, 5], exits, path=path), None):
             tiers = plan.trained_layers()
-            assert tiers.get("draft") == plan.draft.layer and tiers.get("check") == (plan.check.layer if plan.check else None)
-            assert {tier.path for tier in (plan.draft, plan.check) if tier is not None and tier.is_trained} <= {path}
+            assert tiers.get("draft") == plan.draft.layer and tiers.get("check") == (
+                plan.check.layer if plan.check else None
+            )
+            assert {
+                tier.path for tier in (plan.draft, plan.check) if tier is not None and tier.is_trained
+            } <= {path}
             assert SpeculativeConfig.model_validate(plan.model_dump()) == plan
 
 
 def test_refined_plans_differ_in_confidence_alone() -> None:
-    for plan in (plans[0] for plans in (plans_of({**SMALL, "drafters": (name,)}) for name in ("exit", "tree", "ngram", "hybrid"))):
+    for plan in (
+        plans[0]
+        for plans in (
+            plans_of({**SMALL, "drafters": (name,)}) for name in ("exit", "tree", "ngram", "hybrid")
+        )
+    ):
         others = list(refined(plan))
-        assert len(others) == (9 if kind_of(plan) in ("exit_two_tier", "hybrid_two_tier") else 0 if plan.num_branches > 1 else 1)
+        assert len(others) == (
+            9 if kind_of(plan) in ("exit_two_tier", "hybrid_two_tier") else 0 if plan.num_branches > 1 else 1
+        )
         for other in others:
             assert SpeculativeConfig.model_validate(other.model_dump()) == other
             assert other.model_copy(update={"draft_confidence": plan.draft_confidence}) == plan
@@ -97,14 +139,27 @@ def test_reach_is_the_widest_pass_of_any_plan() -> None:
     plans = plans_of()
     most = Reach.of(plans)
     assert most == Reach(level=4, fill=7, check=7, check_all=7, verify=8, verify_all=8, lookup=6)
-    assert Reach.of(plan for plan in plans if plan.draft.kind == "ngram") == Reach(check_all=7, verify_all=8, lookup=6)
+    assert Reach.of(plan for plan in plans if plan.draft.kind == "ngram") == Reach(
+        check_all=7, verify_all=8, lookup=6
+    )
     exits = Reach.of(plan for plan in plans if kind_of(plan).startswith("exit"))
     assert exits == Reach(level=1, fill=1, check=4, verify=8)
 
 
 def test_a_plan_in_a_column() -> None:
-    draft = DraftConfig(kind="hybrid", exit="exit", layer=4, ngram=NgramConfig(datastore_tokens=1024), num_exit_tokens=2)
-    plan = SpeculativeConfig(draft=draft, check={"layer": 9, "confidence": 0.4}, num_draft_tokens=8, num_checks=2, draft_confidence=0.25)
+    draft = DraftConfig(
+        kind="hybrid", exit="exit", layer=4, ngram=NgramConfig(datastore_tokens=1024), num_exit_tokens=2
+    )
+    plan = SpeculativeConfig(
+        draft=draft,
+        check={"layer": 9, "confidence": 0.4},
+        num_draft_tokens=8,
+        num_checks=2,
+        draft_confidence=0.25,
+    )
     assert short_text(plan) == "hybrid 4-1×2 store=1024 D=4 C=9 K=8 exit=2 R=2 draft≥0.25 check≥0.4"
-    assert short_text(SpeculativeConfig(draft={"layer": 2}, num_branches=3)) == "tree D=2 K=2 B=3" and short_text(None) == "plain"
+    assert (
+        short_text(SpeculativeConfig(draft={"layer": 2}, num_branches=3)) == "tree D=2 K=2 B=3"
+        and short_text(None) == "plain"
+    )
     assert short_text(BY_MODEL) == "model K=2"

@@ -1,4 +1,6 @@
-"""What is said along the target's own answers: shares by hand, the pass against the model itself, and prompt lookup against the rule."""
+"""What is said along the target's own answers: shares by hand, the pass against the model itself, and prompt
+lookup against the rule."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -21,7 +23,8 @@ CPU = torch.device("cpu")
 
 
 def by_hand() -> Recording:
-    """Two answers; exit 1 is wrong at places 2 of the first and 0 of the second, exit 2 at place 3 of the first."""
+    """Two answers; exit 1 is wrong at places 2 of the first and 0 of the second, exit 2 at place 3 of the
+    first."""
     answers = [Answer([9], [1, 2, 3, 4, 5], 5, "chat"), Answer([9, 9], [6, 7], 8, "maths")]
     said = {1: flat([[1, 2, 0, 4, 5], [0, 7]]), 2: flat([[1, 2, 3, 0, 5], [6, 7]])}
     return Recording(answers, {layer: said_of(tokens) for layer, tokens in said.items()}, said)
@@ -31,7 +34,11 @@ def test_runs_of_right_tokens_end_at_a_wrong_one_and_with_the_answer() -> None:
     recording = by_hand()
     one, other = (recording.exits[layer].tokens for layer in (1, 2))
     assert recording.right(one).tolist() == [2, 1, 0, 2, 1, 0, 0, 1, 0]
-    assert recording.kept(one, recording.exits[2]).tolist() == [2, 1, 0, 0, 1, 0, 0, 1, 0] == recording.kept(other, recording.exits[1]).tolist()
+    assert (
+        recording.kept(one, recording.exits[2]).tolist()
+        == [2, 1, 0, 0, 1, 0, 0, 1, 0]
+        == recording.kept(other, recording.exits[1]).tolist()
+    )
     assert recording.kept(recording.truth, said_of(recording.truth)).tolist() == [5, 4, 3, 2, 1, 0, 2, 1, 0]
     assert recording.after(recording.right(one)).tolist() == [1, 0, 2, 1, 0, 0, 1, 0, 0]
 
@@ -41,14 +48,19 @@ def test_a_check_that_is_not_sure_keeps_what_it_would_not_say() -> None:
     drafts, tokens = recording.exits[1].tokens, recording.exits[2].ranked
     unsure = np.array([0.9, 0.9, 0.3, 0.9, 0.9, 0, 0.9, 0.9, 0], np.float32)
     assert recording.kept(drafts, Said(tokens, unsure), 0.5).tolist() == [3, 2, 1, 0, 1, 0, 0, 1, 0]
-    assert recording.kept(drafts, Said(tokens, unsure), 0.3).tolist() == recording.kept(drafts, recording.exits[2]).tolist()
+    assert (
+        recording.kept(drafts, Said(tokens, unsure), 0.3).tolist()
+        == recording.kept(drafts, recording.exits[2]).tolist()
+    )
     assert recording.sure(Said(tokens, unsure), 0.5).tolist() == [2, 1, 0, 2, 1, 0, 2, 1, 0]
 
 
 def test_the_rank_of_a_token_says_which_branch_begins_with_it() -> None:
     said = Said(np.array([[1, 5, 2], [3, 4, 2], [2, 1, 6], [NOTHING] * 3]), np.ones(4, np.float32))
     recording = Recording([Answer([0], [2, 3, 6], 3, "all")], {1: said}, {1: said.tokens})
-    assert recording.rank(said, recording.truth, 3).tolist()[:3] == [2, 0, 2] and recording.rank(said, recording.truth, 2).tolist()[:3] == [-1, 0, -1]
+    assert recording.rank(said, recording.truth, 3).tolist()[:3] == [2, 0, 2] and recording.rank(
+        said, recording.truth, 2
+    ).tolist()[:3] == [-1, 0, -1]
 
 
 def test_proposals_are_right_and_kept_up_to_the_first_that_is_not() -> None:
@@ -58,16 +70,21 @@ def test_proposals_are_right_and_kept_up_to_the_first_that_is_not() -> None:
     tokens = np.array([[1, 2, 8], [2, 3, 4], [8, 4, 7], [4, 5, 5], [0, 0, 0], [6, 6, 6], [0, 0, 0]])
     found = LookedUp(np.array([3, 3, 2, 3, 0, 1, 0]), tokens)
     assert recording.right_looked_up(found).tolist() == [2, 3, 0, 1, 0, 0, 0]
-    # After a wrong proposal that is kept, what the check says is not known: one more than the right ones at most.
+    # After a wrong proposal that is kept, what the check says is not known: one more than the right ones at
+    # most.
     assert recording.kept_looked_up(found, check).tolist() == [3, 1, 1, 1, 0, 1, 0]
     assert recording.kept_looked_up(found, check, 0.5).tolist() == [3, 3, 1, 1, 0, 1, 0]
-    assert recording.found(found) == pytest.approx(5 / 5) and recording.first_right(recording.right_looked_up(found), 2, found.counts) == [3 / 5, 2 / 3]
+    assert recording.found(found) == pytest.approx(5 / 5) and recording.first_right(
+        recording.right_looked_up(found), 2, found.counts
+    ) == [3 / 5, 2 / 3]
 
 
 def test_agreement_is_a_share_of_places_in_all_and_by_task() -> None:
     recording = by_hand()
     tokens = recording.exits[1].tokens
-    assert recording.tasks() == ["chat", "maths"] and [numbers.tolist() for numbers in recording.groups()] == [[0], [1]]
+    assert recording.tasks() == ["chat", "maths"] and [
+        numbers.tolist() for numbers in recording.groups()
+    ] == [[0], [1]]
     assert [int(recording.places(task).sum()) for task in (None, "chat", "maths")] == [7, 5, 2]
     assert recording.agreement(tokens) == pytest.approx(5 / 7)
     assert recording.agreement(tokens, "chat") == pytest.approx(4 / 5)
@@ -76,15 +93,25 @@ def test_agreement_is_a_share_of_places_in_all_and_by_task() -> None:
 
 
 def test_first_drafts_are_right_as_often_as_counted_by_hand() -> None:
-    # Right at 1 1 0 1 1 | 0 1. One draft: 5 of 7 places. Two: from 0 and 3, of the 5 places that have a second. Three: none of 3.
+    # Right at 1 1 0 1 1 | 0 1. One draft: 5 of 7 places. Two: from 0 and 3, of the 5 places that have a
+    # second. Three: none of 3.
     recording = by_hand()
-    assert recording.first_right(recording.right(recording.exits[1].tokens), 6) == [pytest.approx(5 / 7), pytest.approx(2 / 5), 0.0, 0.0, 0.0, None]
+    assert recording.first_right(recording.right(recording.exits[1].tokens), 6) == [
+        pytest.approx(5 / 7),
+        pytest.approx(2 / 5),
+        0.0,
+        0.0,
+        0.0,
+        None,
+    ]
 
 
 def answers_of(decoder: Decoder, lengths: list[int], num_tokens: int = 20) -> list[Answer]:
     prompts = random_prompts(lengths)
     outputs = run(make_engine(decoder), prompts, SamplingParams(temperature=0.0, max_tokens=num_tokens))
-    return [Answer(prompt, output, num_tokens, "all") for prompt, output in zip(prompts, outputs, strict=True)]
+    return [
+        Answer(prompt, output, num_tokens, "all") for prompt, output in zip(prompts, outputs, strict=True)
+    ]
 
 
 def test_the_full_model_says_its_own_answers(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +120,16 @@ def test_the_full_model_says_its_own_answers(tiny_decoder: Decoder, monkeypatch:
     answers = answers_of(tiny_decoder, [1, 2, 8, 17, 40])
     recording = record(tiny_decoder, [3, 8], [], answers, draft_model=tiny_decoder)
     assert np.array_equal(recording.own[9], recording.truth)
-    assert recording.model is not None and np.array_equal(recording.model.tokens, recording.truth), "the target as its own draft model"
+    assert recording.model is not None and np.array_equal(recording.model.tokens, recording.truth), (
+        "the target as its own draft model"
+    )
     shares = [recording.agreement(recording.own[layer]) for layer in range(1, 10)]
-    assert shares[0] < 0.2 < shares[7] < 1.0, "exits that are always right, or never, would prove nothing here"
-    assert all(np.array_equal(said.tokens, recording.own[layer]) for layer, said in recording.exits.items()) and set(recording.exits) == {3, 8}
+    assert shares[0] < 0.2 < shares[7] < 1.0, (
+        "exits that are always right, or never, would prove nothing here"
+    )
+    assert all(
+        np.array_equal(said.tokens, recording.own[layer]) for layer, said in recording.exits.items()
+    ) and set(recording.exits) == {3, 8}
 
 
 def test_the_likeliest_tokens_and_their_probability_are_those_of_the_logits(tiny_decoder: Decoder) -> None:
@@ -119,8 +152,11 @@ def test_the_likeliest_tokens_and_their_probability_are_those_of_the_logits(tiny
     assert np.array_equal(said.probability[:-1], logits[0].softmax(-1).amax(-1).numpy())
 
 
-def test_trained_exits_are_read_with_their_own_kv(tiny_path: Path, tiny_decoder: Decoder, tmp_path: Path) -> None:
-    """Exits that are copies of the next layers say what the model's own head says above those; the last is all the rest."""
+def test_trained_exits_are_read_with_their_own_kv(
+    tiny_path: Path, tiny_decoder: Decoder, tmp_path: Path
+) -> None:
+    """Exits that are copies of the next layers say what the model's own head says above those; the last is
+    all the rest."""
     checkpoint = open_checkpoint(tiny_path)
     infos = [ExitInfo(layer=2, num_blocks=4, intermediate_size=TINY_MLP), whole_trunk(7)]
     exits = loaded(make_exits(tmp_path, checkpoint, infos, from_trunk=True), tiny_decoder, checkpoint)
@@ -143,5 +179,8 @@ def test_a_datastore_is_filled_by_answers_that_have_ended() -> None:
     sizes = NgramConfig(max_size=2, min_size=2, tokens_per_match=None, datastore_tokens=1024)
     answers = [Answer([9], [1, 2, 3], 3, "a"), Answer([9], [1, 2, 3], 3, "b"), Answer([9], [1, 2, 4], 3, "a")]
     assert look_up(sizes, answers, 2, 1, CPU).counts.tolist() == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 0]
-    assert look_up(sizes, answers, 2, 1, CPU).tokens[6].tolist() == [4, NOTHING], "the last answer of task a came after the first"
+    assert look_up(sizes, answers, 2, 1, CPU).tokens[6].tolist() == [
+        4,
+        NOTHING,
+    ], "the last answer of task a came after the first"
     assert look_up(sizes, answers, 2, 2, CPU).tokens[10].tolist() == [NOTHING, NOTHING]

@@ -1,4 +1,5 @@
 """Rounds over a recording, against the engine: token for token, for every kind of drafter."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -39,14 +40,26 @@ def ngram(sizes: NgramConfig = SIZES) -> dict[str, Any]:
 
 
 def hybrid(layer: int, num_exit_tokens: int | None, sizes: NgramConfig = SIZES) -> dict[str, Any]:
-    return {"kind": "hybrid", "exit": "exit", "layer": layer, "num_exit_tokens": num_exit_tokens, "ngram": sizes}
+    return {
+        "kind": "hybrid",
+        "exit": "exit",
+        "layer": layer,
+        "num_exit_tokens": num_exit_tokens,
+        "ngram": sizes,
+    }
 
 
 MODEL = {"kind": "model", "path": "small"}
 
 
 def plan(
-    draft: dict[str, Any], num_drafts: int, check: int | None = None, num_checks: int = 1, *, sure: float | None = None, **fields: Any
+    draft: dict[str, Any],
+    num_drafts: int,
+    check: int | None = None,
+    num_checks: int = 1,
+    *,
+    sure: float | None = None,
+    **fields: Any,
 ) -> SpeculativeConfig:
     """`sure`: the check's confidence."""
     return SpeculativeConfig(
@@ -98,7 +111,13 @@ PLANS = {
         plan(hybrid(3, 1), 6, 8),
         plan(hybrid(6, 2, NgramConfig()), 4, 8, 3),
     ],
-    "model": [plan(MODEL, 1), plan(MODEL, 4), plan(MODEL, 3, 8), plan(MODEL, 2, 8, 3, sure=0.5), plan(MODEL, 3, draft_confidence=0.5)],
+    "model": [
+        plan(MODEL, 1),
+        plan(MODEL, 4),
+        plan(MODEL, 3, 8),
+        plan(MODEL, 2, 8, 3, sure=0.5),
+        plan(MODEL, 3, draft_confidence=0.5),
+    ],
 }
 
 
@@ -114,18 +133,36 @@ def small_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return Decoder.load(open_checkpoint(folder), torch.float32, torch.device("cpu"))
 
 
-def engine(decoder: Decoder, speculative: SpeculativeConfig | None, small: Decoder | None = None, exits: Sequence[AdapterExit] = (), **config: Any) -> Engine:
-    fields: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 256, "block_size": 8, "num_kv_blocks": 256, "enable_prefix_caching": False, **config}
+def engine(
+    decoder: Decoder,
+    speculative: SpeculativeConfig | None,
+    small: Decoder | None = None,
+    exits: Sequence[AdapterExit] = (),
+    **config: Any,
+) -> Engine:
+    fields: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "block_size": 8,
+        "num_kv_blocks": 256,
+        "enable_prefix_caching": False,
+        **config,
+    }
     draft_model = small if speculative is not None and speculative.draft.kind == "model" else None
     eos = fields.pop("eos", ())
-    return Engine(decoder, EngineConfig(**fields), speculative, exits=exits, draft_model=draft_model, eos_token_ids=eos)
+    return Engine(
+        decoder, EngineConfig(**fields), speculative, exits=exits, draft_model=draft_model, eos_token_ids=eos
+    )
 
 
 def repeating_prompts(decoder: Decoder) -> list[list[int]]:
-    """Prompts in which parts of their own answers stand already, so that looking them up is right at times."""
+    """Prompts in which parts of their own answers stand already, so that looking them up is right at
+    times."""
     prompts = random_prompts([5, 30, 1, 17])
     outputs = run(engine(decoder, None), prompts, PARAMS)
-    return [prompt + output + prompt[:2] + output[:7] for prompt, output in zip(prompts, outputs, strict=True)]
+    return [
+        prompt + output + prompt[:2] + output[:7] for prompt, output in zip(prompts, outputs, strict=True)
+    ]
 
 
 def flat_costs(layers: Sequence[int]) -> StageCosts:
@@ -133,7 +170,9 @@ def flat_costs(layers: Sequence[int]) -> StageCosts:
     curve, froms = Curve((1, 1000), (1.0, 1.0)), [0, *layers]
     pairs = {(lo, hi): curve for lo in froms for hi in layers if hi > lo}
     each = dict.fromkeys(layers, curve)
-    return StageCosts(30, each, each, pairs, dict.fromkeys(froms, curve), curve, curve, curve, curve, curve, curve)
+    return StageCosts(
+        30, each, each, pairs, dict.fromkeys(froms, curve), curve, curve, curve, curve, curve, curve
+    )
 
 
 def layers_run(counted: Rounds, plan: SpeculativeConfig, layers: Sequence[int]) -> float:
@@ -149,12 +188,24 @@ def check_against_engine(
     exits: Sequence[AdapterExit] = (),
     eos: Sequence[int] = (),
 ) -> None:
-    """Rounds and tokens are the engine's, exactly, alone or in a batch of three; layers run are nearly so: they depend on contexts that
-    were never recorded, after a wrong token: how sure the next drafts would be there, and what prompt lookup would find."""
+    """Rounds and tokens are the engine's, exactly, alone or in a batch of three; layers run are nearly so:
+    they depend on contexts that were never recorded, after a wrong token: how sure the next drafts would be
+    there, and what prompt lookup would find.
+    """
     prompts = repeating_prompts(decoder)
     outputs = run(engine(decoder, None, eos=eos), prompts, PARAMS)
     answers = [Answer(prompt, output, 24, "all") for prompt, output in zip(prompts, outputs, strict=True)]
-    counter = RoundCounter(record(decoder, layers, exits, answers, ngrams=[SIZES, NgramConfig()], most_looked_up=12, draft_model=small))
+    counter = RoundCounter(
+        record(
+            decoder,
+            layers,
+            exits,
+            answers,
+            ngrams=[SIZES, NgramConfig()],
+            most_looked_up=12,
+            draft_model=small,
+        )
+    )
     for number, one in enumerate(plans):
         counted = counter.count(one)
         for batch_size in (1, 3) if number % 3 == 1 else (1,):
@@ -166,9 +217,13 @@ def check_against_engine(
             assert counted.per_answer.sum() == counted.rounds
             if batch_size == 1:
                 layers_of_rounds = stats["layer_passes"] - stats["prefill_layer_passes"]
-                is_guessed = one.draft_confidence is not None or (one.draft.kind == "hybrid" and one.num_checks > 1)
+                is_guessed = one.draft_confidence is not None or (
+                    one.draft.kind == "hybrid" and one.num_checks > 1
+                )
                 tolerance = 0.12 if is_guessed else 0.05 if one.check is not None else 1e-9
-                assert layers_run(counted, one, layers) == pytest.approx(layers_of_rounds, rel=tolerance), short_text(one)
+                assert layers_run(counted, one, layers) == pytest.approx(layers_of_rounds, rel=tolerance), (
+                    short_text(one)
+                )
 
 
 @pytest.mark.parametrize("kind", PLANS)
@@ -182,17 +237,34 @@ def test_rounds_are_the_engines_when_answers_end_early(tiny_decoder: Decoder) ->
     eos = [outputs[0][6], outputs[2][17]]
     lengths = [len(output) for output in run(engine(tiny_decoder, None, eos=eos), prompts, PARAMS)]
     assert min(lengths) < 10 and max(lengths) == 24, "EOS must end some answers, and not all"
-    check_against_engine(tiny_decoder, [*PLANS["exit"][2:5], *PLANS["tree"][1:4:2], PLANS["ngram"][3], PLANS["hybrid"][4]], eos=eos)
+    check_against_engine(
+        tiny_decoder,
+        [*PLANS["exit"][2:5], *PLANS["tree"][1:4:2], PLANS["ngram"][3], PLANS["hybrid"][4]],
+        eos=eos,
+    )
 
 
-def test_rounds_are_the_engines_with_trained_exits(tiny_path: Path, tiny_decoder: Decoder, tmp_path: Path) -> None:
+def test_rounds_are_the_engines_with_trained_exits(
+    tiny_path: Path, tiny_decoder: Decoder, tmp_path: Path
+) -> None:
     checkpoint = open_checkpoint(tiny_path)
-    infos = [ExitInfo(layer=1, num_blocks=5, intermediate_size=TINY_MLP), ExitInfo(layer=4, num_blocks=4, intermediate_size=TINY_MLP), whole_trunk(7)]
+    infos = [
+        ExitInfo(layer=1, num_blocks=5, intermediate_size=TINY_MLP),
+        ExitInfo(layer=4, num_blocks=4, intermediate_size=TINY_MLP),
+        whole_trunk(7),
+    ]
     exits = loaded(make_exits(tmp_path, checkpoint, infos, from_trunk=True), tiny_decoder, checkpoint)
-    drafts = [({"kind": "adapter", "layer": 4}, None, 6, 1), ({"kind": "adapter", "layer": 1}, 4, 2, 3), ({**hybrid(1, 2), "exit": "adapter"}, 7, 4, 2)]
+    drafts = [
+        ({"kind": "adapter", "layer": 4}, None, 6, 1),
+        ({"kind": "adapter", "layer": 1}, 4, 2, 3),
+        ({**hybrid(1, 2), "exit": "adapter"}, 7, 4, 2),
+    ]
     plans = [
         SpeculativeConfig(
-            draft=DraftConfig(**draft), check=None if layer is None else CheckConfig(kind="adapter", layer=layer), num_draft_tokens=num, num_checks=checks
+            draft=DraftConfig(**draft),
+            check=None if layer is None else CheckConfig(kind="adapter", layer=layer),
+            num_draft_tokens=num,
+            num_checks=checks,
         )
         for draft, layer, num, checks in drafts
     ]

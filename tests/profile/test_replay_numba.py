@@ -1,4 +1,5 @@
 """The walk over a recording, against the round written out in tokens and lists."""
+
 from __future__ import annotations
 
 import random
@@ -16,12 +17,19 @@ from tests.profile.test_replay import MODEL, SIZES, exit_, hybrid, ngram, plan
 
 
 class Reference:
-    """One answer's rounds in tokens and lists, as `hispec.decoding.round` does them; what is said at a place is what was recorded there."""
+    """One answer's rounds in tokens and lists, as `hispec.decoding.round` does them; what is said at a place
+    is what was recorded there."""
 
     def __init__(self, recording: Recording, plan: SpeculativeConfig, answer: int) -> None:
         self.recording, self.plan = recording, plan
-        self.start, self.length, self.cap = int(recording.starts[answer]), int(recording.lengths[answer]), int(recording.caps[answer])
-        self.rounds = self.checked = self.unchecked = self.looked_up = self.computed_passes = self.computed_positions = 0
+        self.start, self.length, self.cap = (
+            int(recording.starts[answer]),
+            int(recording.lengths[answer]),
+            int(recording.caps[answer]),
+        )
+        self.rounds = self.checked = self.unchecked = self.looked_up = self.computed_passes = (
+            self.computed_positions
+        ) = 0
         self.verify_positions = 0
         nodes = plan.num_branches * plan.num_draft_tokens + 1
         self.window = nodes * (plan.num_checks if plan.check else 1)
@@ -34,7 +42,11 @@ class Reference:
         return self.start + min(place, self.length)
 
     def said(self, place: int) -> tuple[list[int], float]:
-        said = self.recording.model if self.plan.draft.layer is None else self.recording.exits[self.plan.draft.layer]
+        said = (
+            self.recording.model
+            if self.plan.draft.layer is None
+            else self.recording.exits[self.plan.draft.layer]
+        )
         assert said is not None
         return said.ranked[self.at(place)].tolist(), float(said.probability[self.at(place)])
 
@@ -42,7 +54,9 @@ class Reference:
         """The check's token there, and whether it overrules."""
         assert self.plan.check is not None
         said = self.recording.exits[self.plan.check.layer]
-        sure = self.plan.check.confidence is None or said.probability[self.at(place)] >= np.float32(self.plan.check.confidence)
+        sure = self.plan.check.confidence is None or said.probability[self.at(place)] >= np.float32(
+            self.plan.check.confidence
+        )
         return int(said.ranked[self.at(place), 0]), bool(sure)
 
     def truth(self, place: int) -> int | None:
@@ -55,8 +69,16 @@ class Reference:
         branches = [[token] for token in first[: self.plan.num_branches]]
         columns = [[branch * most + 1] for branch in range(len(branches))]
         for level in range(most + 1):
-            live = 1 if level == 0 else sum(branch * most + level < room for branch in range(self.plan.num_branches))
-            if not live or (level > 0 and confidence is not None and self.said(place + level - 1)[1] < np.float32(confidence)):
+            live = (
+                1
+                if level == 0
+                else sum(branch * most + level < room for branch in range(self.plan.num_branches))
+            )
+            if not live or (
+                level > 0
+                and confidence is not None
+                and self.said(place + level - 1)[1] < np.float32(confidence)
+            ):
                 break
             self.computed_passes += 1
             self.computed_positions += live
@@ -67,7 +89,10 @@ class Reference:
         if confidence is not None:
             sure = next((j for j in range(most) if self.said(place + j)[1] < np.float32(confidence)), most)
             return [branches[0][: min(sure, room - 1)]]
-        return [[token for token, at in zip(branch, column, strict=True) if at < room] for branch, column in zip(branches, columns, strict=True)]
+        return [
+            [token for token, at in zip(branch, column, strict=True) if at < room]
+            for branch, column in zip(branches, columns, strict=True)
+        ]
 
     def draft(self, place: int, room: int) -> tuple[list[list[int]], bool]:
         """Branches, and whether they were looked up."""
@@ -121,14 +146,21 @@ class Reference:
         return min(self.num_right(done, tentative) + 1, len(tentative))
 
     def num_right(self, place: int, tokens: Sequence[int]) -> int:
-        return next((step for step, token in enumerate(tokens) if token != self.truth(place + step)), len(tokens))
+        return next(
+            (step for step, token in enumerate(tokens) if token != self.truth(place + step)), len(tokens)
+        )
 
 
 def random_recording(seed: int) -> Recording:
     """Answers over ten tokens, of which exits say the right one more often the deeper they lie."""
     generator = random.Random(seed)
     lengths = [generator.randrange(1, 14) for _ in range(6)]
-    answers = [Answer([0], [generator.randrange(10) for _ in range(length)], length + generator.choice([0, 0, 5]), "all") for length in lengths]
+    answers = [
+        Answer(
+            [0], [generator.randrange(10) for _ in range(length)], length + generator.choice([0, 0, 5]), "all"
+        )
+        for length in lengths
+    ]
 
     def said(share: float) -> Said:
         ranked = []
@@ -138,7 +170,10 @@ def random_recording(seed: int) -> Recording:
                 place = 0 if generator.random() < share else generator.randrange(1, 8)
                 ranked.append([*others[:place], token, *others[place:]][:8])
             ranked.append([-1] * 8)
-        return Said(np.array(ranked), np.array([generator.random() if one[0] >= 0 else -1.0 for one in ranked], np.float32))
+        return Said(
+            np.array(ranked),
+            np.array([generator.random() if one[0] >= 0 else -1.0 for one in ranked], np.float32),
+        )
 
     truth = flat([answer.token_ids for answer in answers])
 
@@ -166,7 +201,10 @@ def of_recording() -> list[SpeculativeConfig]:
         for num_drafts in (2, 3):
             plans.append(plan(draft, num_drafts, **fields))
             for num_checks in (1, 3):
-                plans += [plan(draft, num_drafts, 5, num_checks, sure=sure, **fields) for sure in ((None,) if "num_branches" in fields else (None, 0.5))]
+                plans += [
+                    plan(draft, num_drafts, 5, num_checks, sure=sure, **fields)
+                    for sure in ((None,) if "num_branches" in fields else (None, 0.5))
+                ]
     return plans
 
 
@@ -175,13 +213,24 @@ def test_rounds_are_those_of_the_round_written_out(seed: int) -> None:
     recording = random_recording(seed)
     counter = RoundCounter(recording)
     for one in of_recording():
-        counted, references = counter.count(one), [Reference(recording, one, answer) for answer in range(len(recording.answers))]
+        counted, references = (
+            counter.count(one),
+            [Reference(recording, one, answer) for answer in range(len(recording.answers))],
+        )
         assert counted.per_answer.tolist() == [reference.rounds for reference in references], short_text(one)
         assert counted.tokens == recording.lengths.sum()
 
         def total(name: str, references: list[Reference] = references) -> int:
             return sum(getattr(reference, name) for reference in references)
 
-        assert (sum_of(counted.checks), counted.unchecked) == (total("checked"), total("unchecked")), short_text(one)
-        assert (int(counted.levels.sum()), sum_of(counted.levels)) == (total("computed_passes"), total("computed_positions")), short_text(one)
-        assert int(counted.looked_up.sum()) == total("looked_up") and sum_of(counted.verifies) + counted.unchecked == total("verify_positions"), short_text(one)
+        assert (sum_of(counted.checks), counted.unchecked) == (
+            total("checked"),
+            total("unchecked"),
+        ), short_text(one)
+        assert (int(counted.levels.sum()), sum_of(counted.levels)) == (
+            total("computed_passes"),
+            total("computed_positions"),
+        ), short_text(one)
+        assert int(counted.looked_up.sum()) == total("looked_up") and sum_of(
+            counted.verifies
+        ) + counted.unchecked == total("verify_positions"), short_text(one)

@@ -1,4 +1,5 @@
 """`hispec profile` from the command line to its files, on a tiny model."""
+
 from __future__ import annotations
 
 import json
@@ -28,7 +29,21 @@ from hispec.profile.report import print_profile
 from hispec.utils.files import write_atomically
 from tests.helpers.adapters import TINY_MLP, make_exits
 
-SMALL = ["--max-tokens", "24", "--max-drafts", "2", "--max-checks", "2", "--max-window", "6", "--top", "1", "--repeats", "2", "--no-progress"]
+SMALL = [
+    "--max-tokens",
+    "24",
+    "--max-drafts",
+    "2",
+    "--max-checks",
+    "2",
+    "--max-window",
+    "6",
+    "--top",
+    "1",
+    "--repeats",
+    "2",
+    "--no-progress",
+]
 ROWS: list[dict[str, Any]] = [
     {"prompt": "hello there", "metadata": {"task": "chat"}},
     {"prompt": "1+1=", "metadata": {"task": "maths"}},
@@ -37,13 +52,21 @@ ROWS: list[dict[str, Any]] = [
 
 
 def write_job(folder: Path, model: Path, rows: list[dict[str, Any]] | None = None, **fields: Any) -> Path:
-    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ROWS if rows is None else rows)))
+    (folder / "in.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in (ROWS if rows is None else rows))
+    )
     values = {
         "model": str(model),
         "engine": {"max_num_seqs": 2, "max_model_len": 128, "dtype": "float32"},
         "input": {"path": "in.jsonl"},
         "output": {"path": str(folder / "out.jsonl"), "overwrite": True},
-        "sampling": {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logit_bias": {"5": -1.0}, "stop": ["no", "x: y"]},
+        "sampling": {
+            "temperature": 0.0,
+            "max_tokens": 24,
+            "ignore_eos": True,
+            "logit_bias": {"5": -1.0},
+            "stop": ["no", "x: y"],
+        },
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(values | fields))
     return folder / "job.yaml"
@@ -53,57 +76,113 @@ def write_job(folder: Path, model: Path, rows: list[dict[str, Any]] | None = Non
 def exits(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trained exits that are right as often as the model's own head at layers 6 and 8."""
     folder = tmp_path_factory.mktemp("exits")
-    infos = [ExitInfo(layer=2, num_blocks=4, intermediate_size=TINY_MLP), ExitInfo(layer=5, num_blocks=3, intermediate_size=TINY_MLP)]
+    infos = [
+        ExitInfo(layer=2, num_blocks=4, intermediate_size=TINY_MLP),
+        ExitInfo(layer=5, num_blocks=3, intermediate_size=TINY_MLP),
+    ]
     make_exits(folder, open_checkpoint(tiny_path), infos, from_trunk=True)
     return folder
 
 
 @pytest.fixture(scope="module")
-def profiled(tiny_path: Path, exits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder of a job that was run plainly, then profiled with trained exits, all files written; and the profile's result."""
+def profiled(
+    tiny_path: Path, exits: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """The folder of a job that was run plainly, then profiled with trained exits, all files written; and the
+    profile's result."""
     folder = tmp_path_factory.mktemp("profile")
     job = write_job(folder, tiny_path)
     assert main(["run", str(job), "--no-progress"]) == 0
     (folder / "out.jsonl").rename(folder / "plain.jsonl")
-    files = ["--json", str(folder / "new" / "result.json"), "--write-preset", str(folder / "preset.yaml"), "--plots", str(folder / "plots")]
+    files = [
+        "--json",
+        str(folder / "new" / "result.json"),
+        "--write-preset",
+        str(folder / "preset.yaml"),
+        "--plots",
+        str(folder / "plots"),
+    ]
     assert main(["profile", str(job), *SMALL, *files, "--exits", str(exits)]) == 0
     return folder, json.loads((folder / "new" / "result.json").read_text())
 
 
-def test_the_result_has_everything_that_was_measured(profiled: tuple[Path, dict[str, Any]], exits: Path) -> None:
+def test_the_result_has_everything_that_was_measured(
+    profiled: tuple[Path, dict[str, Any]], exits: Path
+) -> None:
     _, result = profiled
-    assert {"model", "date", "environment", "options", "prompts", "row_invariant", "num_layers", "best", "costs", "calibration"} < result.keys()
+    assert {
+        "model",
+        "date",
+        "environment",
+        "options",
+        "prompts",
+        "row_invariant",
+        "num_layers",
+        "best",
+        "costs",
+        "calibration",
+    } < result.keys()
     assert result["exits"] == {"kind": "adapter", "layers": [2, 5], "path": str(exits), "note": None}
     agreement = result["agreement"]
-    assert agreement["positions"] == 72 and agreement["tasks"] == {"chat": 48, "maths": 24} and agreement["full_model"] == 1.0
+    assert (
+        agreement["positions"] == 72
+        and agreement["tasks"] == {"chat": 48, "maths": 24}
+        and agreement["full_model"] == 1.0
+    )
     assert [exit_["layer"] for exit_ in agreement["own_head"]] == list(range(1, 9))
     for exit_, like in zip(agreement["exits"], (6, 8), strict=True):
         own = agreement["own_head"][like - 1]
-        assert (exit_["agreement"], exit_["tasks"]) == (own["agreement"], own["tasks"]) and len(exit_["first_right"]) == 2
+        assert (exit_["agreement"], exit_["tasks"]) == (own["agreement"], own["tasks"]) and len(
+            exit_["first_right"]
+        ) == 2
         assert exit_["first_right"][0] == exit_["agreement"]
-    assert all(0 <= sizes["found"] < 1 and set(sizes["tasks"]) == {"chat", "maths"} for sizes in agreement["ngrams"]) and agreement["draft_model"] is None
+    assert (
+        all(
+            0 <= sizes["found"] < 1 and set(sizes["tasks"]) == {"chat", "maths"}
+            for sizes in agreement["ngrams"]
+        )
+        and agreement["draft_model"] is None
+    )
     assert max(sizes["found"] for sizes in agreement["ngrams"]) > 0.1
-    kinds = {f"{drafter}_{tiers}_tier" for drafter in ("adapter", "tree", "ngram", "hybrid") for tiers in ("two", "three")}
-    assert {plan["kind"] for plan in result["predictions"]} == kinds == set(result["best_of_kind"]) and result["num_predicted"] > len(result["predictions"])
-    assert result["measured"][0]["kind"] == "plain" and {run["kind"] for run in result["measured"][1:]} == kinds
+    kinds = {
+        f"{drafter}_{tiers}_tier"
+        for drafter in ("adapter", "tree", "ngram", "hybrid")
+        for tiers in ("two", "three")
+    }
+    assert {plan["kind"] for plan in result["predictions"]} == kinds == set(
+        result["best_of_kind"]
+    ) and result["num_predicted"] > len(result["predictions"])
+    assert (
+        result["measured"][0]["kind"] == "plain" and {run["kind"] for run in result["measured"][1:]} == kinds
+    )
     assert result["best"] in [run["plan_text"] for run in result["measured"]]
     for kind, best in result["best_of_kind"].items():
         (run,) = (run for run in result["measured"] if run["kind"] == kind)
-        assert best == {name: run[name] for name in ("plan_text", "speculative", "tokens_per_s", "ratio_to_plain", "ratio_by_task")}
+        assert best == {
+            name: run[name]
+            for name in ("plan_text", "speculative", "tokens_per_s", "ratio_to_plain", "ratio_by_task")
+        }
         assert set(best["ratio_by_task"]) == {"chat", "maths", "mean"}
     assert result["options"]["batch_size"] == 2 and {"cpu", "torch", "hispec"} <= result["environment"].keys()
 
 
-def test_what_was_run_gave_plains_output_and_the_predicted_tokens_per_round(profiled: tuple[Path, dict[str, Any]]) -> None:
+def test_what_was_run_gave_plains_output_and_the_predicted_tokens_per_round(
+    profiled: tuple[Path, dict[str, Any]],
+) -> None:
     plain, *others = profiled[1]["measured"]
     assert plain["tokens_per_round"] == 1.0 == plain["ratio_to_plain"]
     for run in [plain, *others]:
         assert run["exact_match"] == [3, 3] and len(run["tokens_per_s_runs"]) == 2
         assert run["predicted"]["tokens_per_round"] == run["tokens_per_round"]
         assert run["predicted"]["tokens_per_s"] > 0 and run["difference"]["tokens_per_round"] == 0.0
-        # Prompts are short, but not all of one length: rows do not begin in one and the same step, as is predicted.
-        assert run["tokens_per_full_pass"] == pytest.approx(run["predicted"]["tokens_per_full_pass"], rel=0.15)
-    assert sum(run["tokens_per_round"] > 1.0 for run in others) >= 6, "without a right draft, nothing is shown"
+        # Prompts are short, but not all of one length: rows do not begin in one and the same step, as is
+        # predicted.
+        assert run["tokens_per_full_pass"] == pytest.approx(
+            run["predicted"]["tokens_per_full_pass"], rel=0.15
+        )
+    assert sum(run["tokens_per_round"] > 1.0 for run in others) >= 6, (
+        "without a right draft, nothing is shown"
+    )
 
 
 def test_the_preset_is_a_run_config_with_every_field_explained(profiled: tuple[Path, dict[str, Any]]) -> None:
@@ -118,8 +197,12 @@ def test_the_preset_is_a_run_config_with_every_field_explained(profiled: tuple[P
     assert result["date"] in text and f"{fastest['tokens_per_s']:.1f} tokens/s" in text and "3/3" in text
 
 
-@pytest.mark.parametrize("kind", ["plain", "adapter_two_tier", "tree_three_tier", "ngram_two_tier", "hybrid_three_tier"])
-def test_a_preset_of_any_plan_loads_and_runs_to_plains_output(profiled: tuple[Path, dict[str, Any]], kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["plain", "adapter_two_tier", "tree_three_tier", "ngram_two_tier", "hybrid_three_tier"]
+)
+def test_a_preset_of_any_plan_loads_and_runs_to_plains_output(
+    profiled: tuple[Path, dict[str, Any]], kind: str, tmp_path: Path
+) -> None:
     folder, result = profiled
     (chosen,) = (run for run in result["measured"] if run["kind"] == kind)
     text = preset_text(load_job(folder / "job.yaml"), result, chosen)
@@ -132,7 +215,10 @@ def test_a_preset_of_any_plan_loads_and_runs_to_plains_output(profiled: tuple[Pa
     assert names == field_names(config.model_dump())
     if chosen["speculative"] is None:
         assert "speculative: null" in text and "plain decoding " in text
-    assert main(["run", str(folder / "job.yaml"), "--preset", str(tmp_path / "preset.yaml"), "--no-progress"]) == 0
+    assert (
+        main(["run", str(folder / "job.yaml"), "--preset", str(tmp_path / "preset.yaml"), "--no-progress"])
+        == 0
+    )
     assert outputs_of(folder / "out.jsonl") == outputs_of(folder / "plain.jsonl")
 
 
@@ -141,7 +227,11 @@ def outputs_of(path: Path) -> list[list[dict[str, Any]]]:
 
 
 def field_names(values: dict[str, Any]) -> set[str]:
-    inner = [field_names(value) for name, value in values.items() if isinstance(value, dict) and name != "logit_bias"]
+    inner = [
+        field_names(value)
+        for name, value in values.items()
+        if isinstance(value, dict) and name != "logit_bias"
+    ]
     return set(values).union(*inner)
 
 
@@ -161,55 +251,126 @@ def test_every_setting_has_its_comment() -> None:
 def test_both_plots_are_pictures(profiled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, result = profiled
     for name in (ACCEPTANCE, RATIO):
-        assert (folder / "plots" / name).read_bytes().startswith(b"\x89PNG") and (folder / "plots" / name).stat().st_size > 10_000
+        assert (folder / "plots" / name).read_bytes().startswith(b"\x89PNG") and (
+            folder / "plots" / name
+        ).stat().st_size > 10_000
     # One task and no trained exits: less to draw, and no line twice.
-    agreement = result["agreement"] | {"tasks": {"all": 72}, "exits": [exit_ | {"kind": "exit"} for exit_ in result["agreement"]["exits"]]}
+    agreement = result["agreement"] | {
+        "tasks": {"all": 72},
+        "exits": [exit_ | {"kind": "exit"} for exit_ in result["agreement"]["exits"]],
+    }
     draw_plots(result | {"agreement": agreement}, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [ACCEPTANCE, RATIO]
 
 
-def test_the_tables_say_what_was_found(profiled: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_say_what_was_found(
+    profiled: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
     result = profiled[1]
-    print_profile(result | {"row_invariant": False, "environment": result["environment"] | {"cores": 2, "load": 1.5}})
+    print_profile(
+        result | {"row_invariant": False, "environment": result["environment"] | {"cores": 2, "load": 1.5}}
+    )
     printed = capsys.readouterr().out
-    exit_, sizes, run = result["agreement"]["exits"][0], result["agreement"]["ngrams"][0], result["measured"][1]
-    shares = f"{exit_['agreement']:.1%}", f"{sizes['found']:.1%}", f"{run['tokens_per_s']:.1f}", f"{run['tokens_per_full_pass']:.2f}"
-    assert all(part in printed for part in (*shares, "own head", "chat", "maths", "p(2)", "found", "3/3", "near-ties", "load 1.5", "Largest difference"))
+    exit_, sizes, run = (
+        result["agreement"]["exits"][0],
+        result["agreement"]["ngrams"][0],
+        result["measured"][1],
+    )
+    shares = (
+        f"{exit_['agreement']:.1%}",
+        f"{sizes['found']:.1%}",
+        f"{run['tokens_per_s']:.1f}",
+        f"{run['tokens_per_full_pass']:.2f}",
+    )
+    assert all(
+        part in printed
+        for part in (
+            *shares,
+            "own head",
+            "chat",
+            "maths",
+            "p(2)",
+            "found",
+            "3/3",
+            "near-ties",
+            "load 1.5",
+            "Largest difference",
+        )
+    )
     assert all(run["plan"] in printed for run in result["measured"]), "one plan of each kind was run"
     assert max(map(len, printed.splitlines())) <= 140 and "…" not in printed
     assert f"fastest: {result['best']}" in printed
 
 
-def test_a_model_without_trained_exits_is_profiled_with_its_own_head(tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_trained_exits_is_profiled_with_its_own_head(
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = write_job(tmp_path, tiny_path, ROWS[:1])
     only = ["--drafters", "exit", "tree", "--json", str(tmp_path / "result.json")]
     assert main(["profile", str(job), *SMALL, *only, "--set", "engine.max_model_len=28"]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["exits"]["kind"] == "exit" and result["exits"]["layers"] == default_layers(9) == [1, 2, 3, 4, 6]
+    assert result["exits"]["kind"] == "exit" and result["exits"]["layers"] == default_layers(9) == [
+        1,
+        2,
+        3,
+        4,
+        6,
+    ]
     assert result["agreement"]["exits"][2]["agreement"] == result["agreement"]["own_head"][2]["agreement"]
-    assert all(run["predicted"]["tokens_per_round"] == run["tokens_per_round"] and run["exact_match"] == [1, 1] for run in result["measured"])
+    assert all(
+        run["predicted"]["tokens_per_round"] == run["tokens_per_round"] and run["exact_match"] == [1, 1]
+        for run in result["measured"]
+    )
     assert all(run["ratio_by_task"] == {} for run in result["measured"]), "there is one task"
     printed = capsys.readouterr().out
-    assert "the model's own head" in printed and "hispec train" in printed and result["options"]["batch_size"] == 1 and "n-grams" not in printed
-    assert result["agreement"]["positions"] == 28 - 11 and result["costs"]["context_len"] == round(11 + 17 / 2), "the model's length ends the answer"
-    assert set(result["best_of_kind"]) == {"exit_two_tier", "exit_three_tier", "tree_two_tier", "tree_three_tier"}
+    assert (
+        "the model's own head" in printed
+        and "hispec train" in printed
+        and result["options"]["batch_size"] == 1
+        and "n-grams" not in printed
+    )
+    assert result["agreement"]["positions"] == 28 - 11 and result["costs"]["context_len"] == round(
+        11 + 17 / 2
+    ), "the model's length ends the answer"
+    assert set(result["best_of_kind"]) == {
+        "exit_two_tier",
+        "exit_three_tier",
+        "tree_two_tier",
+        "tree_three_tier",
+    }
 
 
-def test_the_jobs_draft_model_is_profiled(tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_jobs_draft_model_is_profiled(
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The model itself: its drafts are all right, and count for nothing in full passes."""
-    job = write_job(tmp_path, tiny_path, ROWS[:2], speculative={"draft": {"kind": "model", "path": str(tiny_path)}})
-    assert main(["profile", str(job), *SMALL, "--drafters", "model", "--json", str(tmp_path / "result.json")]) == 0
+    job = write_job(
+        tmp_path, tiny_path, ROWS[:2], speculative={"draft": {"kind": "model", "path": str(tiny_path)}}
+    )
+    assert (
+        main(["profile", str(job), *SMALL, "--drafters", "model", "--json", str(tmp_path / "result.json")])
+        == 0
+    )
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["draft_model"] == str(tiny_path) and result["agreement"]["draft_model"]["agreement"] == 1.0
     two, three = (result["best_of_kind"][f"model_{tiers}_tier"] for tiers in ("two", "three"))
     assert two["speculative"]["draft"]["path"] == str(tiny_path) == three["speculative"]["draft"]["path"]
     runs = {run["kind"]: run for run in result["measured"]}
-    assert 1.5 < runs["model_two_tier"]["tokens_per_round"] == runs["model_two_tier"]["predicted"]["tokens_per_round"] <= 3
+    assert (
+        1.5
+        < runs["model_two_tier"]["tokens_per_round"]
+        == runs["model_two_tier"]["predicted"]["tokens_per_round"]
+        <= 3
+    )
     assert "A draft model's own layers are left out" in capsys.readouterr().out
 
 
 def test_default_layers_lie_inside_of_any_model() -> None:
-    assert default_layers(30) == [2, 4, 5, 8, 10, 15, 20] and default_layers(32) == [2, 4, 5, 8, 11, 16, 21] and default_layers(2) == [1]
+    assert (
+        default_layers(30) == [2, 4, 5, 8, 10, 15, 20]
+        and default_layers(32) == [2, 4, 5, 8, 11, 16, 21]
+        and default_layers(2) == [1]
+    )
 
 
 def test_exits_are_those_of_the_option_then_of_the_job(tiny_path: Path, exits: Path, tmp_path: Path) -> None:
@@ -217,12 +378,23 @@ def test_exits_are_those_of_the_option_then_of_the_job(tiny_path: Path, exits: P
         return load_job(write_job(tmp_path, tiny_path, speculative=speculative)).speculative
 
     named = job(draft={"kind": "adapter", "path": str(exits), "layer": 2})
-    assert exits_folder(None, named) == str(exits) == exits_folder(str(exits), job(draft={"layer": 2})) and exits_folder(None, None) is None
-    assert not wants_shipped(named) and not wants_shipped(None) and wants_shipped(job(draft={"kind": "adapter", "layer": 2}))
-    assert wants_shipped(job(draft={"kind": "hybrid", "layer": 2})) and not wants_shipped(job(draft={"kind": "hybrid", "exit": "exit", "layer": 2}))
+    assert (
+        exits_folder(None, named) == str(exits) == exits_folder(str(exits), job(draft={"layer": 2}))
+        and exits_folder(None, None) is None
+    )
+    assert (
+        not wants_shipped(named)
+        and not wants_shipped(None)
+        and wants_shipped(job(draft={"kind": "adapter", "layer": 2}))
+    )
+    assert wants_shipped(job(draft={"kind": "hybrid", "layer": 2})) and not wants_shipped(
+        job(draft={"kind": "hybrid", "exit": "exit", "layer": 2})
+    )
     by_model = job(draft={"kind": "model", "path": "small"})
     assert exits_folder(None, by_model) is None and not wants_shipped(by_model)
-    two = job(draft={"kind": "adapter", "path": "a", "layer": 2}, check={"kind": "adapter", "path": "b", "layer": 5})
+    two = job(
+        draft={"kind": "adapter", "path": "a", "layer": 2}, check={"kind": "adapter", "path": "b", "layer": 5}
+    )
     with pytest.raises(ConfigError, match=r"two folders.*--exits"):
         exits_folder(None, two)
     assert exits_folder(str(exits), two) == str(exits)
@@ -232,7 +404,11 @@ def test_shipped_exits_have_no_path(tiny_decoder: Decoder) -> None:
     trained = [AdapterExit(tiny_decoder, layer, [], torch.ones(48), None, None) for layer in (2, 5)]
     candidates = Candidates([2, 5], trained)
     draft, check, hybrid = candidates.draft(2), candidates.check(5), candidates.hybrid(2, NgramConfig(), 1)
-    assert draft.kind == check.kind == hybrid.exit == "adapter" and draft.path is None is check.path is hybrid.path and hybrid.is_trained
+    assert (
+        draft.kind == check.kind == hybrid.exit == "adapter"
+        and draft.path is None is check.path is hybrid.path
+        and hybrid.is_trained
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,25 +427,44 @@ def test_shipped_exits_have_no_path(tiny_decoder: Decoder) -> None:
         (["--top", "0"], ["top", "got 0"]),
         (["--drafters", "exit", "exits"], ["drafters", "exits"]),
         (["--drafters", "model"], ["drafters: 'model' needs a draft model", "speculative.draft.path"]),
-        (["--set", "speculative.draft.kind=model", "speculative.draft.path={folder}/none"], ["speculative.draft.path", "none"]),
+        (
+            ["--set", "speculative.draft.kind=model", "speculative.draft.path={folder}/none"],
+            ["speculative.draft.path", "none"],
+        ),
         (["--limit", "0"], ["input.limit", "got 0"]),
         (["--max-window", "128"], ["max_window=128", "max_model_len=128", "engine.max_model_len"]),
         (["--set", "speculative.draft.kind=adapter", "speculative.draft.layer=2"], ["hispec train", "path"]),
-        (["--set", "input.path={folder}/bad.jsonl"], ["a measurement needs input without errors", "line 2", "line 3"]),
-        (["--set", "input.path={folder}/long.jsonl"], ["prompt 1: the prompt has 200 tokens", "prompt 2: the prompt is empty"]),
+        (
+            ["--set", "input.path={folder}/bad.jsonl"],
+            ["a measurement needs input without errors", "line 2", "line 3"],
+        ),
+        (
+            ["--set", "input.path={folder}/long.jsonl"],
+            ["prompt 1: the prompt has 200 tokens", "prompt 2: the prompt is empty"],
+        ),
     ],
 )
 def test_bad_input_is_one_message_before_anything_is_measured(
-    tiny_path: Path, tmp_path: Path, arguments: list[str], parts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_path: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    parts: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("HISPEC_DEBUG", raising=False)
     monkeypatch.setattr(profile_run, "warm_up", lambda *args: pytest.fail("the model was run"))
     job = write_job(tmp_path, tiny_path)
     (tmp_path / "taken.yaml").write_text("mine")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{\n{}\n')
-    (tmp_path / "long.jsonl").write_text("\n".join(json.dumps({"prompt": "a" * length}) for length in (3, 200, 0)))
+    (tmp_path / "long.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": "a" * length}) for length in (3, 200, 0))
+    )
     before = sorted(tmp_path.iterdir())
-    assert main(["profile", str(job), *SMALL, *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
+    assert (
+        main(["profile", str(job), *SMALL, *(argument.format(folder=tmp_path) for argument in arguments)])
+        == 2
+    )
     out, err = capsys.readouterr()
     assert err.startswith("hispec: ") and "Traceback" not in err and out == ""
     assert all(part in err for part in parts), err
@@ -284,14 +479,29 @@ def test_plots_without_matplotlib_say_what_to_install(
     assert "pip install 'hispec[plots]'" in capsys.readouterr().err
 
 
-def test_an_interrupt_leaves_no_file(tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_file(
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*args: Any, **fields: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(profile_run, "time_plans", interrupt)
     job = write_job(tmp_path, tiny_path, ROWS[:1])
     before = sorted(tmp_path.iterdir())
-    assert main(["profile", str(job), *SMALL, "--json", str(tmp_path / "r.json"), "--write-preset", str(tmp_path / "p.yaml")]) == 130
+    assert (
+        main(
+            [
+                "profile",
+                str(job),
+                *SMALL,
+                "--json",
+                str(tmp_path / "r.json"),
+                "--write-preset",
+                str(tmp_path / "p.yaml"),
+            ]
+        )
+        == 130
+    )
     assert "Nothing was written" in capsys.readouterr().err and sorted(tmp_path.iterdir()) == before
 
 
@@ -305,7 +515,10 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         raise error
 
     for error in (KeyboardInterrupt(), OSError(28, "No space left on device")):
-        for place, name, broken in ((Path, "write_bytes", fail), (os, "replace", lambda draft, path: fail(draft, b"n"))):
+        for place, name, broken in (
+            (Path, "write_bytes", fail),
+            (os, "replace", lambda draft, path: fail(draft, b"n")),
+        ):
             with monkeypatch.context() as patch, pytest.raises(type(error)):
                 patch.setattr(place, name, broken)
                 write_atomically(path, b"new")

@@ -1,4 +1,5 @@
 """GraphCache and the sizes of static rounds: what is captured when, what makes room, what is counted."""
+
 from __future__ import annotations
 
 import logging
@@ -36,7 +37,9 @@ def test_the_first_run_is_eager_and_later_ones_are_replays() -> None:
     cache, device, counts = make()
     work = Work(counts)
     for step in range(1, 5):
-        assert torch.equal(cache.run("key", work, torch.full((3,), float(step))), torch.full((3,), 2.0 * step + 1))
+        assert torch.equal(
+            cache.run("key", work, torch.full((3,), float(step))), torch.full((3,), 2.0 * step + 1)
+        )
         assert torch.equal(work.state, torch.full((3,), 2.0 * step))
         assert counts.layer_passes == 5 * step, "a replay counts, a capture does not"
     assert (work.num_runs, device.num_captured, cache.num_captures, cache.num_replays) == (2, 1, 1, 3)
@@ -57,7 +60,13 @@ def test_a_replay_knows_no_python() -> None:
 
 @pytest.mark.parametrize(
     "read",
-    [lambda x: x.item(), lambda x: bool(x.any()), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: x + torch.tensor([1.0])],
+    [
+        lambda x: x.item(),
+        lambda x: bool(x.any()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x + torch.tensor([1.0]),
+    ],
 )
 def test_the_recorder_is_as_strict_as_a_gpu(read: Any) -> None:
     cache, _, _ = make()
@@ -119,7 +128,9 @@ def test_without_memory_for_a_capture_work_goes_on_eagerly(caplog: pytest.LogCap
     work = Work(counts)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 4):
-            assert torch.equal(cache.run("a", work, torch.full((3,), float(step))), torch.full((3,), 2.0 * step + 1))
+            assert torch.equal(
+                cache.run("a", work, torch.full((3,), float(step))), torch.full((3,), 2.0 * step + 1)
+            )
     assert work.num_runs == 3 and counts.layer_passes == 15
     assert caplog.text.count("no memory to capture") == 1, "said once"
 

@@ -1,4 +1,6 @@
-"""The runtime's randomness: keys that never collide where it matters, draws that are what they claim, and depend on their key alone."""
+"""The runtime's randomness: keys that never collide where it matters, draws that are what they claim, and
+depend on their key alone."""
+
 from __future__ import annotations
 
 import math
@@ -40,7 +42,9 @@ def lowbias32(x: int) -> int:
 def test_keys_are_splitmix64_of_seed_position_and_stream(seed: int) -> None:
     positions = torch.tensor([0, 1, 77, 2**40])
     for stream in Stream:
-        expected = [splitmix64(splitmix64(splitmix64(seed) ^ position) ^ stream) for position in positions.tolist()]
+        expected = [
+            splitmix64(splitmix64(splitmix64(seed) ^ position) ^ stream) for position in positions.tolist()
+        ]
         assert [key % 2**64 for key in keys(torch.tensor(seed), positions, stream).tolist()] == expected
 
 
@@ -64,10 +68,14 @@ def test_gumbel_noise_is_lowbias32_of_token_and_key() -> None:
 def test_the_choice_on_a_cpu_is_the_argmax_of_logits_and_gumbel_noise() -> None:
     generator = torch.Generator().manual_seed(0)
     for scale in (0.01, 1.0, 5.0, 50.0):
-        logits, key = scale * torch.randn(300, 1000, generator=generator), many_keys(300, seed=int(scale * 100))
+        logits, key = (
+            scale * torch.randn(300, 1000, generator=generator),
+            many_keys(300, seed=int(scale * 100)),
+        )
         noisy = logits.double() + gumbel(key, 1000).double()
         chosen = argmax_with_noise(logits, key)
-        # The two are computed in different precisions: a choice may differ from the other's argmax by no more than that.
+        # The two are computed in different precisions: a choice may differ from the other's argmax by no more
+        # than that.
         assert (noisy.amax(-1) - noisy.gather(1, chosen.unsqueeze(1)).squeeze(1)).max() < 1e-4
         top_two = noisy.topk(2).values
         clear = top_two[:, 0] - top_two[:, 1] > 1e-3
@@ -106,7 +114,9 @@ def test_gumbel_noise_has_the_gumbel_distribution() -> None:
 
 @pytest.mark.parametrize("axis", ["position", "token", "seed"])
 def test_neighbouring_draws_are_uncorrelated(axis: str) -> None:
-    g = gumbel(keys(torch.arange(400), torch.tensor(5), Stream.CHOICE) if axis == "seed" else many_keys(400), 500)
+    g = gumbel(
+        keys(torch.arange(400), torch.tensor(5), Stream.CHOICE) if axis == "seed" else many_keys(400), 500
+    )
     first, second = (g[:, :-1], g[:, 1:]) if axis == "token" else (g[:-1], g[1:])
     correlation = np.corrcoef(first.flatten().numpy(), second.flatten().numpy())[0, 1]
     assert abs(correlation) < 4 / math.sqrt(first.numel())
@@ -121,7 +131,9 @@ def test_streams_at_one_position_are_uncorrelated() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
 def test_argmax_of_logits_and_noise_is_distributed_as_softmax(seed: int) -> None:
     num, logits = 60_000, torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5, -3.0, 0.0, -torch.inf])
-    counts = torch.bincount(draw(logits.expand(num, -1).contiguous(), many_keys(num, seed)), minlength=8).double()
+    counts = torch.bincount(
+        draw(logits.expand(num, -1).contiguous(), many_keys(num, seed)), minlength=8
+    ).double()
     expected = num * logits.double().softmax(-1)
     assert counts[7] == 0
     assert ((counts - expected)[:7] ** 2 / expected[:7]).sum() < 22.5  # 6 degrees of freedom, 0.1 %
@@ -134,7 +146,9 @@ def test_a_draw_depends_on_its_key_and_logits_and_not_on_the_batch() -> None:
     order = torch.randperm(40, generator=torch.Generator().manual_seed(2))
     assert torch.equal(draw(logits[order], key[order]), together[order])
     assert torch.equal(gumbel(key[order], 300), gumbel(key, 300)[order])
-    assert torch.equal(gumbel(key, 100), gumbel(key, 300)[:, :100]), "noise of a token depends on the size of the vocabulary"
+    assert torch.equal(gumbel(key, 100), gumbel(key, 300)[:, :100]), (
+        "noise of a token depends on the size of the vocabulary"
+    )
 
 
 def test_draws_off_the_cpu_use_the_same_noise(monkeypatch: pytest.MonkeyPatch) -> None:

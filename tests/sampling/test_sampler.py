@@ -1,4 +1,6 @@
-"""The sampler against transformers' own logits processors, and against itself: rows of a batch do not touch each other."""
+"""The sampler against transformers' own logits processors, and against itself: rows of a batch do not touch
+each other."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -33,22 +35,39 @@ def random_logits(num: int, vocab: int = VOCAB, scale: float = 3.0, seed: int = 
     return scale * torch.randn(num, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def row(seed: int = 0, prompt: Sequence[int] = PROMPT, output: Sequence[int] = OUTPUT, stop_ids: frozenset[int] = STOP_IDS, **params: Any) -> RowSampling:
+def row(
+    seed: int = 0,
+    prompt: Sequence[int] = PROMPT,
+    output: Sequence[int] = OUTPUT,
+    stop_ids: frozenset[int] = STOP_IDS,
+    **params: Any,
+) -> RowSampling:
     return RowSampling(SamplingParams(**{"max_tokens": None, **params}), seed, prompt, output, stop_ids)
 
 
-def places(rows: Sequence[int], num_rows: int, index: Sequence[int] | None = None, window_tokens: Tensor | None = None) -> Places:
-    """Tokens of these rows, each at column `index` of its row's window (0 if None), after PROMPT and OUTPUT."""
+def places(
+    rows: Sequence[int],
+    num_rows: int,
+    index: Sequence[int] | None = None,
+    window_tokens: Tensor | None = None,
+) -> Places:
+    """Tokens of these rows, each at column `index` of its row's window (0 if None), after PROMPT and
+    OUTPUT."""
     index_ = torch.tensor([0] * len(rows) if index is None else index)
     window = torch.tensor([[OUTPUT[-1], 0]]).expand(num_rows, -1) if window_tokens is None else window_tokens
     return Places(torch.tensor(rows), index_, len(PROMPT + OUTPUT) + index_, window)
 
 
-def reference(logits: Tensor, params: SamplingParams, prompt: list[int], output: list[int], stop_ids: Sequence[int]) -> Tensor:
-    """The distribution [vocab] of one token, by transformers; presence and frequency penalties, which it lacks, by hand."""
+def reference(
+    logits: Tensor, params: SamplingParams, prompt: list[int], output: list[int], stop_ids: Sequence[int]
+) -> Tensor:
+    """The distribution [vocab] of one token, by transformers; presence and frequency penalties, which it
+    lacks, by hand."""
     ids, scores = torch.tensor([prompt + output]), logits.clone().unsqueeze(0)
     if params.logit_bias:
-        scores = SequenceBiasLogitsProcessor({(token,): bias for token, bias in params.logit_bias.items()})(ids, scores)
+        scores = SequenceBiasLogitsProcessor({(token,): bias for token, bias in params.logit_bias.items()})(
+            ids, scores
+        )
     if params.repetition_penalty != 1.0:
         scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
     for token in set(output):
@@ -101,8 +120,20 @@ SETTINGS: list[dict[str, Any]] = [
     {"min_tokens": len(OUTPUT) + 1, "temperature": 0.0},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
     {"temperature": 1.8, "top_p": 0.8, "min_p": 0.2, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
-    {"top_k": 5, "presence_penalty": 2.0, "logit_bias": {9: 6.0, 8: 6.0}, "min_tokens": 30, "temperature": 1.1},
-    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.4, "logit_bias": {5: 4.0}, "temperature": 0.0},
+    {
+        "top_k": 5,
+        "presence_penalty": 2.0,
+        "logit_bias": {9: 6.0, 8: 6.0},
+        "min_tokens": 30,
+        "temperature": 1.1,
+    },
+    {
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.4,
+        "logit_bias": {5: 4.0},
+        "temperature": 0.0,
+    },
 ]
 
 
@@ -118,17 +149,27 @@ def test_each_setting_gives_the_distribution_that_transformers_gives(params: dic
 def test_min_tokens_counts_tentative_tokens_and_forbids_stop_tokens_only(stop_ids: frozenset[int]) -> None:
     logits = random_logits(4)
     sampler = Sampler([row(min_tokens=len(OUTPUT) + 2, stop_ids=stop_ids)], VOCAB, CPU)
-    got = sampler.probabilities(logits, places([0] * 4, 1, index=[0, 1, 2, 3], window_tokens=torch.full((1, 5), 11)))
+    got = sampler.probabilities(
+        logits, places([0] * 4, 1, index=[0, 1, 2, 3], window_tokens=torch.full((1, 5), 11))
+    )
     expected = logits.clone()
     expected[:2, list(stop_ids)] = -torch.inf
     equal_distributions(got, expected.softmax(-1))
 
 
 @pytest.mark.parametrize(
-    "params", [{"repetition_penalty": 1.6}, {"presence_penalty": 1.0}, {"frequency_penalty": 0.9}, {"frequency_penalty": 0.9, "temperature": 0.0}], ids=str
+    "params",
+    [
+        {"repetition_penalty": 1.6},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 0.9},
+        {"frequency_penalty": 0.9, "temperature": 0.0},
+    ],
+    ids=str,
 )
 def test_penalties_count_the_rounds_tokens_up_to_the_place_and_no_further(params: dict[str, Any]) -> None:
-    """The window's column 0 is the last committed token, so it is counted already; later columns are another tier's guess."""
+    """The window's column 0 is the last committed token, so it is counted already; later columns are another
+    tier's guess."""
     window = torch.tensor([[OUTPUT[-1], 40, 41, 40, 8, 99], [OUTPUT[-1], 50, 50, 50, 50, 50]])
     rows, index = [0, 0, 0, 0, 1, 0], [0, 1, 2, 3, 2, 4]
     logits = random_logits(6)
@@ -146,14 +187,23 @@ def test_committed_tokens_count_as_if_the_sampler_were_built_anew() -> None:
     grown = Sampler([row(temperature=0.0), row(**params), row(presence_penalty=1.0)], VOCAB, CPU)
     # Column 0 is the last committed token; row 0 has no penalties, and row 2 commits nothing.
     grown.advance(torch.tensor([[5, 1, 0, 0, 0], [5, 30, 9, 9, 9], [5, 7, 7, 7, 7]]), torch.tensor([1, 1, 0]))
-    grown.advance(torch.tensor([[5, 1, 0, 0, 0], [30, *committed[1:], 9], [5, 7, 7, 7, 7]]), torch.tensor([1, 3, 0]))
-    anew = Sampler([row(temperature=0.0), row(**params, output=OUTPUT + committed), row(presence_penalty=1.0)], VOCAB, CPU)
+    grown.advance(
+        torch.tensor([[5, 1, 0, 0, 0], [30, *committed[1:], 9], [5, 7, 7, 7, 7]]), torch.tensor([1, 3, 0])
+    )
+    anew = Sampler(
+        [row(temperature=0.0), row(**params, output=OUTPUT + committed), row(presence_penalty=1.0)],
+        VOCAB,
+        CPU,
+    )
     at = places([0, 1, 2], 3)
     assert torch.equal(grown.probabilities(logits, at), anew.probabilities(logits, at))
 
 
 def mixed_rows() -> list[RowSampling]:
-    return [row(seed=number, prompt=[*PROMPT, 20 + number], output=[*OUTPUT, number, number], **params) for number, params in enumerate(SETTINGS)]
+    return [
+        row(seed=number, prompt=[*PROMPT, 20 + number], output=[*OUTPUT, number, number], **params)
+        for number, params in enumerate(SETTINGS)
+    ]
 
 
 def test_rows_of_a_batch_do_not_touch_each_other() -> None:
@@ -161,7 +211,10 @@ def test_rows_of_a_batch_do_not_touch_each_other() -> None:
     rows = mixed_rows()
     seats: list[RowSampling | None] = [None, *rows, None]
     order = torch.randperm(2 * len(seats), generator=torch.Generator().manual_seed(0)) % len(seats)
-    logits, window = random_logits(len(order)), torch.tensor([[9, 60, 61]]).repeat(len(seats), 1) + torch.arange(len(seats)).unsqueeze(1)
+    logits, window = (
+        random_logits(len(order)),
+        torch.tensor([[9, 60, 61]]).repeat(len(seats), 1) + torch.arange(len(seats)).unsqueeze(1),
+    )
     index = [i % 3 for i in range(len(order))]
     together = Sampler(seats, VOCAB, CPU)
     at = places(order.tolist(), len(seats), index, window)
@@ -169,7 +222,9 @@ def test_rows_of_a_batch_do_not_touch_each_other() -> None:
     for i, seat in enumerate(order.tolist()):
         alone = Sampler([seats[seat]], VOCAB, CPU)
         own = places([0], 1, index[i : i + 1], window[seat : seat + 1])
-        assert torch.equal(alone.probabilities(logits[i : i + 1], own)[0], probabilities[i]), f"row {seats[seat]}"
+        assert torch.equal(alone.probabilities(logits[i : i + 1], own)[0], probabilities[i]), (
+            f"row {seats[seat]}"
+        )
         assert alone.choose(logits[i : i + 1], own)[0] == chosen[i], f"row {seats[seat]}"
 
 
@@ -182,13 +237,22 @@ def test_an_empty_seat_is_greedy() -> None:
 def test_the_choice_is_the_argmax_of_the_distribution_with_the_positions_noise() -> None:
     rows = mixed_rows()
     num = 4 * len(rows)
-    at = places([i % len(rows) for i in range(num)], len(rows), index=[i // len(rows) for i in range(num)], window_tokens=torch.full((len(rows), 5), 70))
+    at = places(
+        [i % len(rows) for i in range(num)],
+        len(rows),
+        index=[i // len(rows) for i in range(num)],
+        window_tokens=torch.full((len(rows), 5), 70),
+    )
     sampler, logits = Sampler(rows, VOCAB, CPU), random_logits(num)
     chosen, log_p = sampler.choose(logits, at), sampler.probabilities(logits, at).log()
-    key = noise.keys(torch.tensor([rows[i % len(rows)].seed for i in range(num)]), at.positions, noise.Stream.CHOICE)
+    key = noise.keys(
+        torch.tensor([rows[i % len(rows)].seed for i in range(num)]), at.positions, noise.Stream.CHOICE
+    )
     noisy = log_p + noise.gumbel(key, VOCAB)  # one-hot for greedy rows, so that noise changes nothing there
     assert torch.equal(chosen, noisy.argmax(-1))
-    assert (chosen != log_p.argmax(-1)).float().mean() > 0.3, "noise decides too few of these choices for the test to mean anything"
+    assert (chosen != log_p.argmax(-1)).float().mean() > 0.3, (
+        "noise decides too few of these choices for the test to mean anything"
+    )
     assert torch.equal(sampler.keys(at.rows, at.positions, noise.Stream.CHOICE), key)
 
 
@@ -196,7 +260,12 @@ def test_choices_follow_their_distribution_over_positions() -> None:
     num, params = 20_000, {"temperature": 0.8, "top_k": 6, "top_p": 0.97}
     logits = random_logits(1, vocab=30, scale=1.0).expand(num, -1)
     sampler = Sampler([row(seed=3, prompt=[1], output=[], stop_ids=frozenset(), **params)], 30, CPU)
-    at = Places(torch.zeros(num, dtype=torch.int64), torch.zeros(num, dtype=torch.int64), torch.arange(num), torch.zeros(1, 2, dtype=torch.int64))
+    at = Places(
+        torch.zeros(num, dtype=torch.int64),
+        torch.zeros(num, dtype=torch.int64),
+        torch.arange(num),
+        torch.zeros(1, 2, dtype=torch.int64),
+    )
     counts = torch.bincount(sampler.choose(logits, at), minlength=30).double()
     expected = num * sampler.probabilities(logits[:1], places([0], 1))[0].double()
     left = expected > 0
@@ -212,7 +281,9 @@ def test_greedy_batches_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler([row(temperature=0.0), row(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5)], VOCAB, CPU)
     at = places([0, 1, 0, 1, 1], 2)
     assert torch.equal(sampler.choose(logits, at), logits.argmax(-1))
-    assert torch.equal(sampler.probabilities(logits, at), torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float())
+    assert torch.equal(
+        sampler.probabilities(logits, at), torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float()
+    )
     biased = Sampler([row(temperature=0.0, logit_bias={17: 100.0})], VOCAB, CPU)
     assert biased.choose(logits, places([0] * 5, 1)).eq(17).all()
 
@@ -230,14 +301,19 @@ def test_the_logits_handed_in_are_left_as_they_are(dtype: torch.dtype) -> None:
 
 def test_bfloat16_logits_are_processed_in_float32() -> None:
     logits = random_logits(5).bfloat16()
-    sampler, at = Sampler([row(temperature=0.7, top_p=0.9, repetition_penalty=1.2)], VOCAB, CPU), places([0] * 5, 1)
+    sampler, at = (
+        Sampler([row(temperature=0.7, top_p=0.9, repetition_penalty=1.2)], VOCAB, CPU),
+        places([0] * 5, 1),
+    )
     assert torch.equal(sampler.probabilities(logits, at), sampler.probabilities(logits.float(), at))
     assert torch.equal(sampler.choose(logits, at), sampler.choose(logits.float(), at))
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
 @pytest.mark.parametrize("first", [1, 8, 512, 2000])
-def test_a_nucleus_found_by_a_partial_sort_is_that_of_a_full_sort(top_p: float, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nucleus_found_by_a_partial_sort_is_that_of_a_full_sort(
+    top_p: float, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Flat distributions, whose nuclei go beyond the partial sort, in one batch with peaked ones."""
     logits = torch.cat([random_logits(3, 2000, scale=scale, seed=1) for scale in (0.1, 1.0, 6.0)])
     monkeypatch.setattr(sampler_module, "_NUCLEUS_FIRST", first)
@@ -248,7 +324,9 @@ def test_a_nucleus_found_by_a_partial_sort_is_that_of_a_full_sort(top_p: float, 
         descending, order = logits[i].double().softmax(-1).sort(descending=True)
         num = int((descending.cumsum(0) < top_p).sum()) + 1
         assert set(order[:num].tolist()) == set(got[i].nonzero().flatten().tolist())
-        torch.testing.assert_close(got[i, order[:num]].double(), descending[:num] / descending[:num].sum(), atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(
+            got[i, order[:num]].double(), descending[:num] / descending[:num].sum(), atol=1e-6, rtol=1e-4
+        )
 
 
 def test_filters_always_leave_the_likeliest_token() -> None:

@@ -1,4 +1,6 @@
-"""Length prediction: what it says, what it forgets, and that nothing a user's predictor does takes a request down."""
+"""Length prediction: what it says, what it forgets, and that nothing a user's predictor does takes a request
+down."""
+
 from __future__ import annotations
 
 import logging
@@ -49,13 +51,23 @@ def test_while_nothing_has_finished_the_expected_tokens_are_assumed_whatever_the
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300)), max_size=40), st.integers(1, 400), st.integers(0, 500))
-def test_a_prediction_lies_between_the_next_token_and_the_most(finished: list[tuple[int, int]], max_tokens: int, generated: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300)), max_size=40),
+    st.integers(1, 400),
+    st.integers(0, 500),
+)
+def test_a_prediction_lies_between_the_next_token_and_the_most(
+    finished: list[tuple[int, int]], max_tokens: int, generated: int
+) -> None:
     predictor = OnlineLengths(64)
     for kind, length in finished:
         predictor.finished([kind] * (10**kind), length)
     for kind in range(4):
-        assert min(generated + 1, max_tokens) <= predictor.predictor([kind] * (10**kind), max_tokens)(generated) <= max_tokens
+        assert (
+            min(generated + 1, max_tokens)
+            <= predictor.predictor([kind] * (10**kind), max_tokens)(generated)
+            <= max_tokens
+        )
 
 
 def test_it_learns_the_mean_residual_of_those_that_were_longer() -> None:
@@ -65,7 +77,9 @@ def test_it_learns_the_mean_residual_of_those_that_were_longer() -> None:
     assert predict(5) == pytest.approx(55, rel=0.08)
     assert predict(10) == pytest.approx(100, rel=0.05), "the short ones are out of the question"
     assert predict(60) == pytest.approx(100, rel=0.08)
-    assert predict(100) == pytest.approx(155, rel=0.05), "longer than all before: as much again as is expected of a new request"
+    assert predict(100) == pytest.approx(155, rel=0.05), (
+        "longer than all before: as much again as is expected of a new request"
+    )
 
 
 def test_classes_are_told_apart_by_template_and_by_length_of_prompt() -> None:
@@ -74,8 +88,12 @@ def test_classes_are_told_apart_by_template_and_by_length_of_prompt() -> None:
     for _ in range(60):
         for prompt, length in ((short, 10), (long, 400), (other, 100)):
             predictor.finished(prompt, length)
-    assert [predictor.predictor(prompt, 10_000)(0) for prompt in (short, long, other)] == [pytest.approx(n, rel=0.35) for n in (10, 400, 100)]
-    assert predictor.predictor([3] * 20, 10_000)(0) == pytest.approx(55, rel=0.3), "a new template: as others of its length"
+    assert [predictor.predictor(prompt, 10_000)(0) for prompt in (short, long, other)] == [
+        pytest.approx(n, rel=0.35) for n in (10, 400, 100)
+    ]
+    assert predictor.predictor([3] * 20, 10_000)(0) == pytest.approx(55, rel=0.3), (
+        "a new template: as others of its length"
+    )
     assert predictor.predictor([3] * 4000, 10_000)(0) == pytest.approx(170, rel=0.3), "a new length: as all"
 
 
@@ -101,7 +119,10 @@ def test_memory_is_bounded_and_a_prediction_takes_microseconds() -> None:
     predictor = OnlineLengths(256)
     for index in range(2000):
         predictor.finished([index, *PROMPT], index % 300)
-    assert len(predictor._by_template) == 256 and len(predictor._all._sorted) == len(predictor._all._recent) == 256
+    assert (
+        len(predictor._by_template) == 256
+        and len(predictor._all._sorted) == len(predictor._all._recent) == 256
+    )
     assert predictor._all._sorted == sorted(predictor._all._recent)
     predict = predictor.predictor(PROMPT, 10_000)
     started = time.perf_counter()
@@ -110,7 +131,14 @@ def test_memory_is_bounded_and_a_prediction_takes_microseconds() -> None:
     assert time.perf_counter() - started < 0.5  # some 5 ms on an idle machine
 
 
-@pytest.mark.parametrize("call", [lambda: OnlineLengths(0), lambda: OnlineLengths(1).predictor([1], 0), lambda: OnlineLengths(1).finished([1], -1)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: OnlineLengths(0),
+        lambda: OnlineLengths(1).predictor([1], 0),
+        lambda: OnlineLengths(1).finished([1], -1),
+    ],
+)
 def test_impossible_lengths_are_refused(call: Callable[[], object]) -> None:
     with pytest.raises(ConfigError, match="must be at least"):
         call()
@@ -129,14 +157,20 @@ def test_what_a_users_predictor_says_is_cut_and_it_is_told_what_finished() -> No
     assert hook.seen == [33] and guarded.num_failures == 0
 
 
-@pytest.mark.parametrize("answer", [fail, lambda generated: math.nan, lambda generated: None, lambda generated: "many"])
-def test_where_it_fails_the_default_answers_and_it_is_said_once(answer: Callable[[int], object], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "answer", [fail, lambda generated: math.nan, lambda generated: None, lambda generated: "many"]
+)
+def test_where_it_fails_the_default_answers_and_it_is_said_once(
+    answer: Callable[[int], object], caplog: pytest.LogCaptureFixture
+) -> None:
     guarded = GuardedLengths(Hook(answer), OnlineLengths(30))
     with caplog.at_level(logging.WARNING, "hispec.scheduling.lengths"):
         predict = guarded.predictor(PROMPT, 1000)
         assert [predict(0), predict(10)] == [30.0, 40.0]
     assert guarded.num_failures == 2
-    assert [record.getMessage().startswith("the length predictor failed (") for record in caplog.records] == [True]
+    assert [record.getMessage().startswith("the length predictor failed (") for record in caplog.records] == [
+        True
+    ]
 
 
 def test_a_users_predictor_may_fail_at_any_call() -> None:
@@ -146,4 +180,6 @@ def test_a_users_predictor_may_fail_at_any_call() -> None:
     assert guarded.predictor(PROMPT, 1000)(5) == 35.0
     for _ in range(50):
         guarded.finished(PROMPT, 3)
-    assert guarded.num_failures == 51 and guarded.predictor(PROMPT, 1000)(0) < 6, "the default goes on learning"
+    assert guarded.num_failures == 51 and guarded.predictor(PROMPT, 1000)(0) < 6, (
+        "the default goes on learning"
+    )

@@ -1,4 +1,5 @@
 """Policies: nobody is lost or starved, no row idles, and each serves in the order that it promises."""
+
 from __future__ import annotations
 
 import itertools
@@ -24,7 +25,16 @@ from tests.helpers.scheduling_server import DRAFTS, Server, Task
 
 NAMES = ["fcfs", "sjf", "mlfq", "laps"]
 tasks = st.lists(
-    st.builds(Task, st.integers(0, 60), st.integers(1, 60), st.sampled_from([0.0, 0.3, 0.7, 1.0]), st.just(60), st.integers(1, 9)), min_size=1, max_size=14
+    st.builds(
+        Task,
+        st.integers(0, 60),
+        st.integers(1, 60),
+        st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+        st.just(60),
+        st.integers(1, 9),
+    ),
+    min_size=1,
+    max_size=14,
 )
 configs = st.builds(
     SchedulingConfig,
@@ -64,19 +74,28 @@ def rounds(count: int, tokens: int = 1, accepted: int = 0, drafted: int = DRAFTS
 
 @settings(max_examples=80, deadline=None)
 @given(configs, tasks, st.integers(1, 3))
-def test_nobody_is_lost_or_served_twice_and_no_row_is_free_while_somebody_waits(config: SchedulingConfig, tasks: list[Task], rows: int) -> None:
+def test_nobody_is_lost_or_served_twice_and_no_row_is_free_while_somebody_waits(
+    config: SchedulingConfig, tasks: list[Task], rows: int
+) -> None:
     Server(make_policy(config), tasks, rows).run()
 
 
 @settings(max_examples=60, deadline=None)
 @given(configs, tasks, st.integers(1, 3), st.sampled_from([1.0, 1.5, 3.0]))
-def test_nobody_is_starved_beyond_the_bound(config: SchedulingConfig, tasks: list[Task], rows: int, max_slowdown: float) -> None:
-    """As Ageing's docstring states it: when a request is urgent at the latest, for whom it waits from then on, and for how many rounds."""
-    config = config.model_copy(update={"policy": "laps" if config.policy == "fcfs" else config.policy, "max_slowdown": max_slowdown})
+def test_nobody_is_starved_beyond_the_bound(
+    config: SchedulingConfig, tasks: list[Task], rows: int, max_slowdown: float
+) -> None:
+    """As Ageing's docstring states it: when a request is urgent at the latest, for whom it waits from then
+    on, and for how many rounds."""
+    config = config.model_copy(
+        update={"policy": "laps" if config.policy == "fcfs" else config.policy, "max_slowdown": max_slowdown}
+    )
     policy = make_policy(config)
     assert isinstance(policy, Ageing)
     urgent_since: dict[int, int] = {}
-    ran: dict[int, list[int]] = {i: [] for i in range(len(tasks))}  # the rounds in which each request had a row
+    ran: dict[int, list[int]] = {
+        i: [] for i in range(len(tasks))
+    }  # the rounds in which each request had a row
     running_before: set[int] = set()
 
     def watch(server: Server) -> None:
@@ -88,10 +107,17 @@ def test_nobody_is_starved_beyond_the_bound(config: SchedulingConfig, tasks: lis
                 urgent_since.setdefault(number, server.now)
             elif any(ran.values()):  # a round takes a second and a pass, and gives a token at least
                 most = len(ran[number]) + request.max_tokens - request.num_output
-                assert server.now - request.arrival_s <= max_slowdown * most * 1.001, "not urgent though the bound is passed"
-        first = min((request.number for request in server.scheduler.waiting if request.number in urgent_since), default=None)
+                assert server.now - request.arrival_s <= max_slowdown * most * 1.001, (
+                    "not urgent though the bound is passed"
+                )
+        first = min(
+            (request.number for request in server.scheduler.waiting if request.number in urgent_since),
+            default=None,
+        )
         for number in running - running_before:
-            assert first is None or (number in urgent_since and number < first), "admitted before an urgent request that came earlier"
+            assert first is None or (number in urgent_since and number < first), (
+                "admitted before an urgent request that came earlier"
+            )
         running_before = running
         for number in running:
             ran[number].append(server.now)
@@ -104,7 +130,13 @@ def test_nobody_is_starved_beyond_the_bound(config: SchedulingConfig, tasks: lis
         if policy.preempts:
             assert waited <= config.review_rounds + older / rows
         else:  # also for those that ran when it became urgent
-            younger = sum(1 for other in ran if other > number and since in ran[other] for now in ran[other] if now >= since)
+            younger = sum(
+                1
+                for other in ran
+                if other > number and since in ran[other]
+                for now in ran[other]
+                if now >= since
+            )
             assert waited <= (older + younger) / rows
 
 
@@ -147,7 +179,9 @@ def test_shortest_remaining_is_the_best_order_on_one_row() -> None:
 
 def test_shortest_remaining_gives_the_row_to_whoever_comes_and_is_shorter() -> None:
     server = run_oracle([Task(0, 20, 0.0), Task(5, 3, 0.0), Task(5, 15, 0.0)])
-    assert server.finished == [1, 0, 2] and server.finished_at[1] == 8 and server.scheduler.num_preemptions == 1
+    assert (
+        server.finished == [1, 0, 2] and server.finished_at[1] == 8 and server.scheduler.num_preemptions == 1
+    )
 
 
 # ---- queues ----
@@ -168,7 +202,11 @@ def test_feedback_queues_sink_by_attained_service_and_keep_the_order_of_arrival_
     policy.served(0, Service(0, 0, 0, 0, 1.0, 1.0))  # prefill counts
     policy.served(1, rounds(100))
     assert [policy.key(number, 0.0) for number in range(3)] == [(1, 0), (2, 1), (0, 2)]
-    assert policy.displaces((0, 2), (1, 0)) and not policy.displaces((0, 1), (0, 2)) and not policy.displaces((1, 0), (0, 2))
+    assert (
+        policy.displaces((0, 2), (1, 0))
+        and not policy.displaces((0, 1), (0, 2))
+        and not policy.displaces((1, 0), (0, 2))
+    )
 
 
 @pytest.mark.parametrize("name", ["mlfq", "laps"])
@@ -184,7 +222,9 @@ def test_a_short_request_takes_the_row_of_a_long_one(name: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, DRAFTS), max_size=40), st.integers(2, 6), st.sampled_from([0.06, 0.21, 0.97]))
-def test_a_request_becomes_perceptible_exactly_when_its_acceptance_is_stable(accepted: list[int], window: int, tolerance: float) -> None:
+def test_a_request_becomes_perceptible_exactly_when_its_acceptance_is_stable(
+    accepted: list[int], window: int, tolerance: float
+) -> None:
     policy = Laps((1e9,), window, tolerance, 4)
     policy.add(job(0))
     was_stable = False
@@ -211,7 +251,8 @@ def test_rounds_without_drafts_count_as_zero_acceptance_and_prefill_as_no_round(
 
 
 def test_remaining_time_depends_on_length_and_on_acceptance() -> None:
-    """Equal predicted lengths, so that only tokens per pass tell them apart; then equal paces, so that only lengths do."""
+    """Equal predicted lengths, so that only tokens per pass tell them apart; then equal paces, so that only
+    lengths do."""
     policy = Laps(queue_bounds(6, 16.0, 2.0), 2, 1.0, 4)
     for number, (length, tokens) in enumerate([(200, 1), (200, 4), (100, 1)]):
         policy.add(job(number, length))
@@ -247,7 +288,7 @@ def test_an_estimate_that_jitters_about_a_bound_does_not_change_queues() -> None
     assert queues == [1, 0, 0, 0, 0, 1, 1, 0]
 
 
-def test_laps_beats_arrival_order_predicted_length_and_pure_feedback_where_lengths_and_acceptance_differ() -> None:
+def test_laps_beats_fcfs_sjf_and_mlfq_where_lengths_and_acceptance_differ() -> None:
     generator = random.Random(3)
     tasks = []
     for _ in range(60):
@@ -256,7 +297,14 @@ def test_laps_beats_arrival_order_predicted_length_and_pure_feedback_where_lengt
     tasks.sort(key=lambda task: task.arrival)
     mean = {}
     for name in NAMES:
-        server = Server(make_policy(SchedulingConfig(policy=name)), tasks, 1, num_blocks=1000, block_size=64, predictor=OracleLengths(tasks))
+        server = Server(
+            make_policy(SchedulingConfig(policy=name)),
+            tasks,
+            1,
+            num_blocks=1000,
+            block_size=64,
+            predictor=OracleLengths(tasks),
+        )
         server.run()
         mean[name] = server.mean_latency()
     assert mean["laps"] < 0.8 * min(mean["fcfs"], mean["sjf"], mean["mlfq"]), mean
@@ -304,7 +352,10 @@ def test_without_ageing_long_requests_may_starve_and_with_it_they_do_not() -> No
 # ---- settings ----
 
 
-@pytest.mark.parametrize(("name", "kind"), [("fcfs", FirstComeFirstServed), ("sjf", ShortestJobFirst), ("mlfq", MultiLevelFeedback), ("laps", Laps)])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("fcfs", FirstComeFirstServed), ("sjf", ShortestJobFirst), ("mlfq", MultiLevelFeedback), ("laps", Laps)],
+)
 def test_settings_make_their_policy(name: str, kind: type) -> None:
     assert isinstance(make_policy(SchedulingConfig(policy=name, max_slowdown=None)), kind)
     aged: Policy = make_policy(SchedulingConfig(policy=name, review_rounds=7))
@@ -357,7 +408,19 @@ def test_impossible_service_is_refused(values: tuple[Any, ...]) -> None:
         Service(*values)
 
 
-@pytest.mark.parametrize("changes", [{"arrival_s": math.nan}, {"arrival_s": math.inf}, {"num_prompt_tokens": -1}, {"max_tokens": 0}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"arrival_s": math.nan}, {"arrival_s": math.inf}, {"num_prompt_tokens": -1}, {"max_tokens": 0}],
+)
 def test_impossible_jobs_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"request 3: .*{next(iter(changes))}"):
-        Job(**{"number": 3, "arrival_s": 0.0, "num_prompt_tokens": 1, "max_tokens": 1, "predict": float, **changes})
+        Job(
+            **{
+                "number": 3,
+                "arrival_s": 0.0,
+                "num_prompt_tokens": 1,
+                "max_tokens": 1,
+                "predict": float,
+                **changes,
+            }
+        )

@@ -1,4 +1,6 @@
-"""The scheduler over a real block pool: rows, blocks and KV of whoever runs, pauses, is swapped out or computed again."""
+"""The scheduler over a real block pool: rows, blocks and KV of whoever runs, pauses, is swapped out or
+computed again."""
+
 from __future__ import annotations
 
 import random
@@ -45,7 +47,8 @@ class Ranks:
 
 
 class FakeKeeper:
-    """Keeps which tokens were in a request's KV, as `Memory` has them; `takes`: whether it accepts more; `loses`: whether what it had is gone."""
+    """Keeps which tokens were in a request's KV, as `Memory` has them; `takes`: whether it accepts more;
+    `loses`: whether what it had is gone."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -89,10 +92,19 @@ class Memory:
         self.put(request, start, [tuple(request.token_ids[: position + 1]) for position in range(start, end)])
 
     def check(self, request: Request) -> None:
-        assert self.read(request) == [tuple(request.token_ids[: position + 1]) for position in range(request.num_computed)], "KV is of other tokens"
+        assert self.read(request) == [
+            tuple(request.token_ids[: position + 1]) for position in range(request.num_computed)
+        ], "KV is of other tokens"
 
 
-def make_scheduler(policy: Any, num_blocks: int = 40, rows: int = 2, caches: bool = False, max_prefill_tokens: int = 100, **options: Any) -> Scheduler:
+def make_scheduler(
+    policy: Any,
+    num_blocks: int = 40,
+    rows: int = 2,
+    caches: bool = False,
+    max_prefill_tokens: int = 100,
+    **options: Any,
+) -> Scheduler:
     return Scheduler(BlockPool(num_blocks, SIZE), policy, rows, max_prefill_tokens, caches, **options)
 
 
@@ -126,12 +138,19 @@ def test_a_request_that_loses_its_row_keeps_its_blocks_and_goes_on_where_it_was(
     blocks, num_computed = list(long.table.blocks), long.num_computed
     short = add(scheduler, 1)
     assert step(scheduler) == [1]
-    assert long.row is None and long.table.blocks == blocks and long.num_computed == num_computed and long.num_preemptions == 1
+    assert (
+        long.row is None
+        and long.table.blocks == blocks
+        and long.num_computed == num_computed
+        and long.num_preemptions == 1
+    )
     assert long.table in scheduler.tables()
     short.finish_reason = "stop"
     scheduler.remove(short)
     planned = scheduler.schedule(1)
-    assert scheduler.running == [long] and not planned.chunks and planned.limits == {0: 1}, "it goes on at once"
+    assert scheduler.running == [long] and not planned.chunks and planned.limits == {0: 1}, (
+        "it goes on at once"
+    )
     assert (scheduler.num_preemptions, scheduler.kv.num_kept, scheduler.num_cached_tokens) == (1, 0, 0)
 
 
@@ -215,7 +234,10 @@ def test_admission_follows_the_keys_and_chunks_do_too() -> None:
         add(scheduler, number, num_prompt=9)
     planned = scheduler.schedule(1)
     assert [request.number for request in scheduler.running] == [3, 2, 1]
-    assert [(chunk.request.number, chunk.start, chunk.end) for chunk in planned.chunks] == [(3, 0, 8), (2, 0, 4)]
+    assert [(chunk.request.number, chunk.start, chunk.end) for chunk in planned.chunks] == [
+        (3, 0, 8),
+        (2, 0, 4),
+    ]
 
 
 def test_nobody_overtakes_because_it_needs_fewer_blocks() -> None:
@@ -267,7 +289,9 @@ def test_the_paused_give_up_their_blocks_before_the_running_and_who_goes_last_fi
     for request in (first, second):
         scheduler.remove(request)
     planned = scheduler.schedule(1)
-    assert [(chunk.request, chunk.start, chunk.end) for chunk in planned.chunks] == [(worst, 0, 9)], "computed again, its output too"
+    assert [(chunk.request, chunk.start, chunk.end) for chunk in planned.chunks] == [(worst, 0, 9)], (
+        "computed again, its output too"
+    )
 
 
 def test_a_row_does_not_stay_empty_for_blocks_that_the_paused_hold() -> None:
@@ -328,7 +352,9 @@ def test_kv_goes_to_the_keeper_and_comes_back_or_is_computed_again(takes: bool, 
         assert planned.chunks == [] and planned.limits == {0: 1} and scheduler.kv.num_restored == 1
         memory.check(long)
     else:
-        assert [(chunk.start, chunk.end) for chunk in planned.chunks] == [(0, 9)] and scheduler.kv.num_restored == 0
+        assert [(chunk.start, chunk.end) for chunk in planned.chunks] == [
+            (0, 9)
+        ] and scheduler.kv.num_restored == 0
     assert keeper.kept == {}
 
 

@@ -1,4 +1,6 @@
-"""Any history of a scheduler: whatever comes, ends, loses its blocks or is swapped out, nothing is lost and nothing leaks."""
+"""Any history of a scheduler: whatever comes, ends, loses its blocks or is swapped out, nothing is lost and
+nothing leaks."""
+
 from __future__ import annotations
 
 import random
@@ -18,11 +20,30 @@ from tests.scheduling.test_scheduler import SIZE, FakeKeeper, Memory, Ranks
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(["fcfs", "sjf", "mlfq", "laps"]), st.integers(0, 10_000), st.integers(1, 3), st.booleans(), st.booleans())
-def test_with_few_blocks_all_finish_under_every_policy(name: str, seed: int, rows: int, caches: bool, keeps: bool) -> None:
+@given(
+    st.sampled_from(["fcfs", "sjf", "mlfq", "laps"]),
+    st.integers(0, 10_000),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_with_few_blocks_all_finish_under_every_policy(
+    name: str, seed: int, rows: int, caches: bool, keeps: bool
+) -> None:
     generator = random.Random(seed)
-    tasks = [Task(generator.randrange(30), generator.randrange(1, 25), generator.random(), 30, generator.randrange(1, 12)) for _ in range(10)]
-    config = SchedulingConfig(policy=name, first_quantum=2.0, stability_window=2, review_rounds=generator.randrange(1, 4))
+    tasks = [
+        Task(
+            generator.randrange(30),
+            generator.randrange(1, 25),
+            generator.random(),
+            30,
+            generator.randrange(1, 12),
+        )
+        for _ in range(10)
+    ]
+    config = SchedulingConfig(
+        policy=name, first_quantum=2.0, stability_window=2, review_rounds=generator.randrange(1, 4)
+    )
     keeper = (lambda pool: BlindKeeper()) if keeps else None
     Server(make_policy(config), tasks, rows, num_blocks=11, caches=caches, keeper=keeper, seed=seed).run()
 
@@ -41,10 +62,15 @@ class BlindKeeper:
 
 
 class History(RuleBasedStateMachine):
-    """Requests come, run, end and are aborted, rows shrink, in any order: KV below num_computed is always that of the request's own tokens, no block
-    leaks, and nothing is kept of those that are gone."""
+    """Requests come, run, end and are aborted, rows shrink, in any order: KV below num_computed is always
+    that of the request's own tokens, no block leaks, and nothing is kept of those that are gone."""
 
-    @initialize(seed=st.integers(0, 1000), caches=st.booleans(), review_rounds=st.integers(1, 3), rows=st.integers(1, 4))
+    @initialize(
+        seed=st.integers(0, 1000),
+        caches=st.booleans(),
+        review_rounds=st.integers(1, 3),
+        rows=st.integers(1, 4),
+    )
     def start(self, seed: int, caches: bool, review_rounds: int, rows: int) -> None:
         self.random = random.Random(seed)
         self.pool = BlockPool(12, SIZE)
@@ -109,18 +135,30 @@ class History(RuleBasedStateMachine):
             return
         self.pool.check(self.scheduler.tables())
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        assert {*running, *waiting} == set(self.requests) and len(running) + len(waiting) == len(self.requests)
+        assert {*running, *waiting} == set(self.requests) and len(running) + len(waiting) == len(
+            self.requests
+        )
         assert [request.row for request in running] == list(range(len(running))) and len(running) <= self.rows
-        assert self.scheduler.kv._paused.keys() == {request.number for request in waiting if request.table.blocks}
+        assert self.scheduler.kv._paused.keys() == {
+            request.number for request in waiting if request.table.blocks
+        }
         assert self.policy.live == {request.number for request in self.requests} >= self.keeper.kept.keys()
         for request in self.requests:
             if request.table.blocks:
                 self.memory.check(request)
             else:
                 assert request.row is None or request.num_computed == 0
-        assert all(request.row is None and not request.table.blocks for request in self.requests if request.number in self.keeper.kept)
-        assert self.pool.num_held == len({block for table in self.scheduler.tables() for block in table.blocks})
+        assert all(
+            request.row is None and not request.table.blocks
+            for request in self.requests
+            if request.number in self.keeper.kept
+        )
+        assert self.pool.num_held == len(
+            {block for table in self.scheduler.tables() for block in table.blocks}
+        )
 
 
 TestHistory = History.TestCase
-TestHistory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+TestHistory.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

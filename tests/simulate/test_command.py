@@ -1,4 +1,5 @@
 """`hispec simulate` from file to figures, and requests that an engine recorded."""
+
 from __future__ import annotations
 
 import json
@@ -21,7 +22,11 @@ latency:
     verify/0: *step
     prefill: {token_ms: 0.1}
 routes:
-  lookup: {kind: ngram, most_drafts: 3, match: {value: 0.5}, acceptance: {share: {kind: beta, mean: 0.6, concentration: 4}}}
+  lookup:
+    kind: ngram
+    most_drafts: 3
+    match: {value: 0.5}
+    acceptance: {share: {kind: beta, mean: 0.6, concentration: 4}}
 requests: {num: 60, prompt_tokens: {value: 20}, output_tokens: {kind: exponential, mean: 20}}
 arrivals: {rates: [2, 6]}
 systems:
@@ -39,9 +44,26 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_json_has_every_policy_at_every_load(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_has_every_policy_at_every_load(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, plots = tmp_path / "out" / "result.json", tmp_path / "plots"
-    assert main(["simulate", str(config), "--json", str(target), "--plots", str(plots), "--no-progress", "--set", "requests.num=50"]) == 0
+    assert (
+        main(
+            [
+                "simulate",
+                str(config),
+                "--json",
+                str(target),
+                "--plots",
+                str(plots),
+                "--no-progress",
+                "--set",
+                "requests.num=50",
+            ]
+        )
+        == 0
+    )
     result = json.loads(target.read_text())
     assert [load["load"] for load in result["loads"]] == [2.0, 6.0]
     assert {"config", "environment", "seconds"} <= result.keys()
@@ -66,16 +88,34 @@ def test_bad_experiments_end_with_one_line(config: Path, capsys: pytest.CaptureF
 
 
 def trace_of(path: Path, requests: list[dict[str, Any]]) -> None:
-    head = {"type": "trace", "version": 1, "model": "m", "policy": "fcfs", "max_num_seqs": 2, "routes": ["ngram"], "environment": {}}
+    head = {
+        "type": "trace",
+        "version": 1,
+        "model": "m",
+        "policy": "fcfs",
+        "max_num_seqs": 2,
+        "routes": ["ngram"],
+        "environment": {},
+    }
     path.write_text("".join(json.dumps(line) + "\n" for line in [head, *requests]))
 
 
 def request(number: int, arrival: float, prompt: int, rounds: list[Any], cached: int = 0) -> dict[str, Any]:
     output = sum(each[1] for each in rounds)
     return {
-        "type": "request", "number": number, "arrival": arrival, "first_token": arrival, "finished": arrival + 1.0, "prompt_tokens": prompt,
-        "cached_tokens": cached, "output_tokens": output, "max_tokens": 50, "finish_reason": "stop", "preemptions": 0, "rounds": rounds,
-    }  # fmt: skip
+        "type": "request",
+        "number": number,
+        "arrival": arrival,
+        "first_token": arrival,
+        "finished": arrival + 1.0,
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "output_tokens": output,
+        "max_tokens": 50,
+        "finish_reason": "stop",
+        "preemptions": 0,
+        "rounds": rounds,
+    }
 
 
 def test_recorded_requests_are_drafted_as_they_were(tmp_path: Path) -> None:
@@ -88,9 +128,12 @@ def test_recorded_requests_are_drafted_as_they_were(tmp_path: Path) -> None:
     control = {"control": {"kind": "fixed", "route": "lookup", "num_drafts": 3}}
     stages = {"plain": {"constant_ms": 10.0}, "verify/0": {"token_ms": 1.0}, "prefill": {"token_ms": 0.5}}
     config = experiment(
-        latency={"stages": stages}, routes={"lookup": settings}, requests={"num": 4, "warm_up": 0.0, "trace": str(trace)}, arrivals={"kind": "recorded"},
+        latency={"stages": stages},
+        routes={"lookup": settings},
+        requests={"num": 4, "warm_up": 0.0, "trace": str(trace)},
+        arrivals={"kind": "recorded"},
         systems={"only": control},
-    )  # fmt: skip
+    )
     done = run(config)
     # The plain round is drawn anew by the plan that is simulated: four positions, none kept.
     expected = [20 * 0.5 + 4 + 4 + 3, 6 * 0.5 + 4]

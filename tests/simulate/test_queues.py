@@ -1,4 +1,5 @@
 """The simulator against what queueing theory says: M/M/1, M/G/1, SRPT, Little's law, work conservation."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -11,7 +12,9 @@ from hispec.simulate.row_columns import T_ROWS, T_STEP_S, T_TOKENS
 from tests.helpers.simulations import experiment, latencies, run, share
 
 NUM = 12_000
-POLICIES: dict[str, dict[str, Any]] = {name: {"scheduling": {"policy": name}} for name in ("fcfs", "sjf", "mlfq", "laps")} | {"oracle": {"srtf": "service"}}
+POLICIES: dict[str, dict[str, Any]] = {
+    name: {"scheduling": {"policy": name}} for name in ("fcfs", "sjf", "mlfq", "laps")
+} | {"oracle": {"srtf": "service"}}
 
 
 def single_server(output_tokens: dict[str, Any], rate: float, **systems: Any) -> SimulationConfig:
@@ -19,21 +22,32 @@ def single_server(output_tokens: dict[str, Any], rate: float, **systems: Any) ->
     return experiment(
         engine={"max_num_seqs": 1},
         latency={"stages": {"plain": {"constant_ms": 10.0}, "prefill": {}}},
-        requests={"num": NUM, "warm_up": 0.0, "prompt_tokens": {"value": 1}, "output_tokens": output_tokens, "max_tokens": 100_000},
+        requests={
+            "num": NUM,
+            "warm_up": 0.0,
+            "prompt_tokens": {"value": 1},
+            "output_tokens": output_tokens,
+            "max_tokens": 100_000,
+        },
         arrivals={"rates": [rate]},
         systems=systems or {"only": {}},
     )
 
 
 def batch_means(values: np.ndarray[Any, np.dtype[np.float64]], batches: int = 20) -> tuple[float, float]:
-    """Mean, and the half-width of its 99 % confidence interval, from means of consecutive batches, which hardly depend on each other."""
+    """Mean, and the half-width of its 99 % confidence interval, from means of consecutive batches, which
+    hardly depend on each other."""
     means = values[: len(values) // batches * batches].reshape(batches, -1).mean(axis=1)
     return float(means.mean()), float(2.86 * means.std(ddof=1) / np.sqrt(batches))
 
 
 @pytest.mark.parametrize(
     ("output_tokens", "rate"),
-    [({"kind": "exponential", "mean": 100.0}, 0.7), ({"value": 100.0}, 0.8), ({"kind": "uniform", "low": 1, "high": 200}, 0.6)],
+    [
+        ({"kind": "exponential", "mean": 100.0}, 0.7),
+        ({"value": 100.0}, 0.8),
+        ({"kind": "uniform", "low": 1, "high": 200}, 0.6),
+    ],
     ids=["M/M/1", "M/D/1", "M/U/1"],
 )
 def test_mean_latency_is_pollaczek_and_khinchines(output_tokens: dict[str, Any], rate: float) -> None:
@@ -52,7 +66,8 @@ def test_mean_latency_is_pollaczek_and_khinchines(output_tokens: dict[str, Any],
 
 
 def test_shortest_remaining_first_is_as_much_faster_as_schrage_says() -> None:
-    """M/M/1 at rho = 0.7: FCFS 3.333 E[S], SRPT 1.875 E[S] [Schrage and Miller; integrated numerically below]."""
+    """M/M/1 at rho = 0.7: FCFS 3.333 E[S], SRPT 1.875 E[S] [Schrage and Miller; integrated numerically
+    below]."""
     rate, mean = 0.7, 1.0
     config = single_server({"kind": "exponential", "mean": 100.0}, rate, fcfs={}, oracle={"srtf": "service"})
     config = config.model_copy(update={"requests": config.requests.model_copy(update={"num": 5000})})
@@ -70,12 +85,16 @@ def test_shortest_remaining_first_is_as_much_faster_as_schrage_says() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_littles_law_and_no_idle_row_while_somebody_waits(name: str) -> None:
-    """Mean number in the system = rate * mean latency; on one row, the order does not change when the server is busy."""
+    """Mean number in the system = rate * mean latency; on one row, the order does not change when the server
+    is busy."""
     config = single_server({"kind": "exponential", "mean": 100.0}, 0.8, only=POLICIES[name], fcfs={})
     config = config.model_copy(update={"requests": config.requests.model_copy(update={"num": 2000})})
     done, reference = run(config), run(config, "fcfs")
     outcomes = done.outcomes
-    changes = np.concatenate([np.stack([outcomes.arrival_s, np.ones(2000)]), np.stack([outcomes.finished_s, -np.ones(2000)])], axis=1)
+    changes = np.concatenate(
+        [np.stack([outcomes.arrival_s, np.ones(2000)]), np.stack([outcomes.finished_s, -np.ones(2000)])],
+        axis=1,
+    )
     changes = changes[:, np.argsort(changes[0])]
     number = np.cumsum(changes[1])[:-1]
     area = float((number * np.diff(changes[0])).sum())
@@ -91,18 +110,31 @@ def test_littles_law_and_no_idle_row_while_somebody_waits(name: str) -> None:
 @pytest.mark.parametrize("room", [None, 400], ids=["enough blocks", "few blocks"])
 def test_everybody_is_served_once_and_whole_under_every_policy(name: str, room: int | None) -> None:
     engine: dict[str, Any] = {"max_num_seqs": 3, "num_kv_tokens": room, "max_prefill_tokens": 24}
-    routes = {"lookup": {"kind": "ngram", "most_drafts": 4, "match": {"value": 0.5}, "acceptance": share(0.6)}}
+    routes = {
+        "lookup": {"kind": "ngram", "most_drafts": 4, "match": {"value": 0.5}, "acceptance": share(0.6)}
+    }
     control = {"kind": "fixed", "route": "lookup", "num_drafts": 4}
     requests = {
-        "num": 400, "warm_up": 0.0, "max_tokens": 200,
-        "prompt_tokens": {"kind": "uniform", "low": 1, "high": 150}, "output_tokens": {"kind": "exponential", "mean": 40},
-    }  # fmt: skip
-    config = experiment(engine=engine, routes=routes, requests=requests, arrivals={"rates": [4.0]}, systems={"only": POLICIES[name] | {"control": control}})
+        "num": 400,
+        "warm_up": 0.0,
+        "max_tokens": 200,
+        "prompt_tokens": {"kind": "uniform", "low": 1, "high": 150},
+        "output_tokens": {"kind": "exponential", "mean": 40},
+    }
+    config = experiment(
+        engine=engine,
+        routes=routes,
+        requests=requests,
+        arrivals={"rates": [4.0]},
+        systems={"only": POLICIES[name] | {"control": control}},
+    )
     done = run(config)
     outcomes = done.outcomes
     assert np.isfinite(outcomes.finished_s).all()
     assert done.totals[T_TOKENS] == done.output_tokens
-    assert (outcomes.arrival_s <= outcomes.first_token_s).all() and (outcomes.first_token_s <= outcomes.finished_s).all()
+    assert (outcomes.arrival_s <= outcomes.first_token_s).all() and (
+        outcomes.first_token_s <= outcomes.finished_s
+    ).all()
     recomputed = sum(counts.recomputed + counts.swaps for counts in done.counts)
     assert recomputed > 0 if room else recomputed == 0
     if name in ("mlfq", "laps", "oracle"):
@@ -116,7 +148,11 @@ def test_first_come_first_served_starts_in_order() -> None:
 
 @pytest.mark.parametrize("router", ["round_robin", "least_work"])
 def test_replicas_share_the_work(router: str) -> None:
-    requests = {"num": 3000, "prompt_tokens": {"value": 10}, "output_tokens": {"kind": "exponential", "mean": 30}}
+    requests = {
+        "num": 3000,
+        "prompt_tokens": {"value": 10},
+        "output_tokens": {"kind": "exponential", "mean": 30},
+    }
     config = experiment(replicas=50, router=router, requests=requests, arrivals={"rates": [250.0]})
     done = run(config)
     assert set(done.outcomes.replica.tolist()) == set(range(50))
@@ -124,11 +160,28 @@ def test_replicas_share_the_work(router: str) -> None:
 
 
 def test_least_work_is_better_than_round_robin_under_load() -> None:
-    requests = {"num": 4000, "prompt_tokens": {"value": 10}, "output_tokens": {"kind": "exponential", "mean": 100}}
+    requests = {
+        "num": 4000,
+        "prompt_tokens": {"value": 10},
+        "output_tokens": {"kind": "exponential", "mean": 100},
+    }
     engine = {"max_num_seqs": 1}
     systems = {"only": {"predictor": {"kind": "exact"}}}
     means = [
-        float(latencies(run(experiment(replicas=8, router=router, engine=engine, requests=requests, arrivals={"rates": [6.0]}, systems=systems))).mean())
+        float(
+            latencies(
+                run(
+                    experiment(
+                        replicas=8,
+                        router=router,
+                        engine=engine,
+                        requests=requests,
+                        arrivals={"rates": [6.0]},
+                        systems=systems,
+                    )
+                )
+            ).mean()
+        )
         for router in ("round_robin", "least_work")
     ]
     assert means[1] < 0.8 * means[0]
@@ -151,7 +204,11 @@ def test_a_closed_loop_keeps_its_clients_busy() -> None:
 
 
 def test_loads_in_shares_of_capacity_are_reached() -> None:
-    requests = {"num": 4000, "prompt_tokens": {"value": 1}, "output_tokens": {"kind": "exponential", "mean": 50}}
+    requests = {
+        "num": 4000,
+        "prompt_tokens": {"value": 1},
+        "output_tokens": {"kind": "exponential", "mean": 50},
+    }
     config = experiment(engine={"max_num_seqs": 1}, requests=requests, arrivals={"utilisations": [0.7]})
     done = run(config)
     assert done.totals[T_STEP_S] / done.span_s == pytest.approx(0.7, rel=0.08)

@@ -1,4 +1,5 @@
 """Simulated rounds: what they cost, what they commit, what controllers are told of them."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -26,14 +27,21 @@ ROUTES: dict[str, dict[str, Any]] = {
     "ngram": {"kind": "ngram"},
     "ngram, checked": {"kind": "ngram", "check_layer": 8, "most_checks": 3},
     "hybrid": {"kind": "hybrid", "draft_layer": 4, "num_exit_tokens": 2},
-    "hybrid, checked": {"kind": "hybrid", "draft_layer": 4, "check_layer": 8, "most_checks": 3, "num_exit_tokens": 2},
+    "hybrid, checked": {
+        "kind": "hybrid",
+        "draft_layer": 4,
+        "check_layer": 8,
+        "most_checks": 3,
+        "num_exit_tokens": 2,
+    },
     "model": {"kind": "model"},
     "model, checked": {"kind": "model", "check_layer": 8, "most_checks": 2},
 }
 
 
 def of_route(name: str, kept: float, found: float = 1.0, **changes: Any) -> SimulationConfig:
-    """Four requests at once, of 60 tokens after prompts of 1, by `name` with K = 4 and as many checks as there may be."""
+    """Four requests at once, of 60 tokens after prompts of 1, by `name` with K = 4 and as many checks as
+    there may be."""
     settings = ROUTES[name] | {"most_drafts": 4, "acceptance": share(kept)}
     if settings["kind"] in ("ngram", "hybrid"):
         settings["match"] = {"value": found}
@@ -42,8 +50,19 @@ def of_route(name: str, kept: float, found: float = 1.0, **changes: Any) -> Simu
     if "check_layer" in settings:
         settings["verify_acceptance"] = share(kept)
     control = {"kind": "fixed", "route": name, "num_drafts": 4, "num_checks": settings.get("most_checks", 1)}
-    requests = {"num": 4, "warm_up": 0.0, "prompt_tokens": {"value": 1}, "output_tokens": {"value": 60}, "max_tokens": 10_000}
-    values = {"routes": {name: settings}, "requests": requests, "systems": {"only": {"control": control}}, "arrivals": {"kind": "closed", "clients": [4]}}
+    requests = {
+        "num": 4,
+        "warm_up": 0.0,
+        "prompt_tokens": {"value": 1},
+        "output_tokens": {"value": 60},
+        "max_tokens": 10_000,
+    }
+    values = {
+        "routes": {name: settings},
+        "requests": requests,
+        "systems": {"only": {"control": control}},
+        "arrivals": {"kind": "closed", "clients": [4]},
+    }
     return experiment(**(values | changes))
 
 
@@ -51,9 +70,16 @@ def of_route(name: str, kept: float, found: float = 1.0, **changes: Any) -> Simu
 @pytest.mark.parametrize("found", [1.0, 0.0], ids=["found", "not found"])
 @pytest.mark.parametrize("kept", [1.0, 0.0], ids=["all kept", "none kept"])
 @pytest.mark.parametrize("name", ROUTES)
-def test_rounds_cost_what_the_controller_expects_of_them(name: str, kept: float, found: float, is_static: bool) -> None:
+def test_rounds_cost_what_the_controller_expects_of_them(
+    name: str, kept: float, found: float, is_static: bool
+) -> None:
     """Where nothing is left to chance the two have to agree, stage by stage."""
-    config = of_route(name, kept, found, latency={"stages": STAGES, "is_static": is_static, "row_buckets": [6] if is_static else []})
+    config = of_route(
+        name,
+        kept,
+        found,
+        latency={"stages": STAGES, "is_static": is_static, "row_buckets": [6] if is_static else []},
+    )
     done = run(config)
     route = config.routes[name].route
     grid = PlanGrid([route], latency_of(config.latency))
@@ -63,11 +89,19 @@ def test_rounds_cost_what_the_controller_expects_of_them(name: str, kept: float,
     reach = (np.arange(1, 5) <= drafts).astype(float)[None]
     none = np.zeros_like(reach)
     share_found = np.array([float(is_found and route.kind == "hybrid")])
-    estimates = Estimates(reach * kept, np.full((1, MOST_TENTATIVE), kept), none if route.kind == "ngram" else np.ones((1, 4)), reach, share_found)
+    estimates = Estimates(
+        reach * kept,
+        np.full((1, MOST_TENTATIVE), kept),
+        none if route.kind == "ngram" else np.ones((1, 4)),
+        reach,
+        share_found,
+    )
     widths, size = grid.widths(estimates), grid.one(0, plan)
     rounds = int(done.totals[T_ROUNDS])
     assert rounds == np.ceil(60 / grid.tokens(widths, size)[0] - 1e-6)
-    assert done.totals[T_ROUND_S] * 1e3 / rounds == pytest.approx(float(grid.milliseconds(widths, 4, 0.0, size)[0]), rel=1e-6)
+    assert done.totals[T_ROUND_S] * 1e3 / rounds == pytest.approx(
+        float(grid.milliseconds(widths, 4, 0.0, size)[0]), rel=1e-6
+    )
 
 
 def told(config: SimulationConfig) -> list[Observation]:
@@ -86,8 +120,12 @@ def told(config: SimulationConfig) -> list[Observation]:
         def __init__(self) -> None:
             self._told = Told(route, plan)
             self.routes, self.choose, self.observe, self.forget, self.stats = (
-                self._told.routes, self._told.choose, self._told.observe, self._told.forget, self._told.stats,
-            )  # fmt: skip
+                self._told.routes,
+                self._told.choose,
+                self._told.observe,
+                self._told.forget,
+                self._told.stats,
+            )
 
     settings = config.systems["only"].control
     assert settings.route is not None and settings.num_drafts is not None
@@ -95,7 +133,9 @@ def told(config: SimulationConfig) -> list[Observation]:
     plan = route.plan(settings.num_drafts, settings.num_checks)
     costs = make_costs(latency_of(config.latency), config.routes, config.engine.num_layers)
     workload = make_workload(config, config.requests.num, 0)
-    setup = Setup(config.engine, costs, workload, tables_of(costs, workload), 0, route_numbers(config, settings))
+    setup = Setup(
+        config.engine, costs, workload, tables_of(costs, workload), 0, route_numbers(config, settings)
+    )
     replica = Replica(0, setup, FirstComeFirstServed(), Control(), make_predictor(None, 256))
     for request in range(len(workload)):
         replica.arrive(request, 0.0)
@@ -110,39 +150,62 @@ def test_controllers_are_told_what_rounds_did(name: str) -> None:
     assert sum(each.tokens for each in seen) == 4 * 60
     assert all(each.rounds <= 16 and each.num_rows <= 4 and each.seconds > 0.0 for each in seen)
     for each in seen:
-        assert (each.kept <= each.drafted).all() and (each.drafted <= each.caps).all() and (each.caps > 0).all()
+        assert (
+            (each.kept <= each.drafted).all() and (each.drafted <= each.caps).all() and (each.caps > 0).all()
+        )
         assert (each.accepted <= each.tentative).all()
         assert set(each.numbers.tolist()) | set(each.rows.tolist()) <= set(range(4))
-        assert len(each.numbers) == len(each.caps) == len(each.drafted) == len(each.kept) == len(each.looked_up)
+        assert (
+            len(each.numbers) == len(each.caps) == len(each.drafted) == len(each.kept) == len(each.looked_up)
+        )
     looked_up = np.concatenate([each.looked_up for each in seen])
     assert looked_up.any() == (name in ("ngram", "hybrid"))
 
 
 def test_drafts_are_right_as_often_as_settings_say() -> None:
-    """By position and over time; kept tokens of a cycle stop at the first wrong one, so the first position is the one to look at."""
+    """By position and over time; kept tokens of a cycle stop at the first wrong one, so the first position is
+    the one to look at."""
     acceptance = share(0.8) | {"by_position": [1.0, 0.5], "drift": [[0.0, 1.0], [1e9, 1.0]]}
     routes = {"model": {"kind": "model", "most_drafts": 2, "acceptance": acceptance}}
     requests = {"num": 200, "prompt_tokens": {"value": 1}, "output_tokens": {"value": 200}}
     control = {"kind": "fixed", "route": "model", "num_drafts": 2}
     done = run(experiment(routes=routes, requests=requests, systems={"only": {"control": control}}))
-    rounds = done.totals[T_TOKENS] - done.totals[T_KEPT]  # each commits one token more than it kept, but for the last of an output
+    rounds = (
+        done.totals[T_TOKENS] - done.totals[T_KEPT]
+    )  # each commits one token more than it kept, but for the last of an output
     assert done.totals[T_KEPT] / rounds == pytest.approx(0.8 + 0.8 * 0.4, rel=0.03)
 
 
 def test_acceptance_drifts() -> None:
     drift = {"drift": [[0.0, 1.0], [1.0, 1.0], [1.5, 0.0]]}
     routes = {"model": {"kind": "model", "most_drafts": 4, "acceptance": share(1.0) | drift}}
-    requests = {"num": 1, "warm_up": 0.0, "prompt_tokens": {"value": 1}, "output_tokens": {"value": 2000}, "max_tokens": 2000}
+    requests = {
+        "num": 1,
+        "warm_up": 0.0,
+        "prompt_tokens": {"value": 1},
+        "output_tokens": {"value": 2000},
+        "max_tokens": 2000,
+    }
     control = {"kind": "fixed", "route": "model", "num_drafts": 4}
-    done = run(experiment(routes=routes, requests=requests, systems={"only": {"control": control}}, arrivals={"kind": "closed", "clients": [1]}))
+    done = run(
+        experiment(
+            routes=routes,
+            requests=requests,
+            systems={"only": {"control": control}},
+            arrivals={"kind": "closed", "clients": [1]},
+        )
+    )
     assert 0.02 < done.totals[T_KEPT] / done.totals[T_DRAFTED] < 0.2
 
 
 def test_the_same_draft_is_right_under_every_plan() -> None:
-    """Common random numbers: with K = 1 and K = 4 the rounds that a request needs are those of one sequence of right and wrong drafts."""
+    """Common random numbers: with K = 1 and K = 4 the rounds that a request needs are those of one sequence
+    of right and wrong drafts."""
     config = of_route("model", 0.6)
     systems = {f"K={k}": {"control": {"kind": "fixed", "route": "model", "num_drafts": k}} for k in (1, 4)}
-    config = config.model_copy(update={"systems": experiment(routes={"model": config.routes["model"]}, systems=systems).systems})
+    config = config.model_copy(
+        update={"systems": experiment(routes={"model": config.routes["model"]}, systems=systems).systems}
+    )
     one, four = run(config, "K=1"), run(config, "K=4")
     # No plan can need fewer rounds than there are wrong drafts, and longer ones never need more.
     assert four.totals[T_ROUNDS] < one.totals[T_ROUNDS]
@@ -152,7 +215,12 @@ def test_the_same_draft_is_right_under_every_plan() -> None:
 def test_requests_of_a_class_are_drafted_as_the_class_says() -> None:
     classes = {
         "easy": {"weight": 1.0, "acceptance": {"model": {"value": 1.0}}, "output_tokens": {"value": 100}},
-        "hard": {"weight": 3.0, "acceptance": {"model": {"value": 0.0}}, "output_tokens": {"value": 50}, "has_template": True},
+        "hard": {
+            "weight": 3.0,
+            "acceptance": {"model": {"value": 0.0}},
+            "output_tokens": {"value": 50},
+            "has_template": True,
+        },
     }
     routes = {"model": {"kind": "model", "most_drafts": 4, "acceptance": share(0.5)}}
     workload = make_workload(experiment(routes=routes, requests={"num": 4000, "classes": classes}), 4000, 0)
@@ -168,9 +236,19 @@ def test_kv_goes_to_host_memory_where_that_is_cheaper() -> None:
     requests = {"num": 200, "prompt_tokens": prompts, "output_tokens": outputs, "max_tokens": 200}
     dear = {**STAGES, "swap": {"constant_ms": 1000.0}}
     counts = {}
-    for name, stages, swap_bytes in (("kept", STAGES, 1 << 30), ("dear", dear, 1 << 30), ("no room", STAGES, 0)):
+    for name, stages, swap_bytes in (
+        ("kept", STAGES, 1 << 30),
+        ("dear", dear, 1 << 30),
+        ("no room", STAGES, 0),
+    ):
         systems = {"only": {"scheduling": {"policy": "mlfq", "swap_bytes": swap_bytes}}}
-        config = experiment(engine=engine, requests=requests, latency={"stages": stages}, arrivals={"rates": [3.0]}, systems=systems)
+        config = experiment(
+            engine=engine,
+            requests=requests,
+            latency={"stages": stages},
+            arrivals={"rates": [3.0]},
+            systems=systems,
+        )
         done = run(config)
         assert done.totals[T_TOKENS] == done.output_tokens
         counts[name] = (sum(each.swaps for each in done.counts), sum(each.recomputed for each in done.counts))
@@ -183,7 +261,9 @@ def test_goodput_takes_the_better_of_two_plans_and_plain_where_nothing_pays() ->
     requests = {"num": 300, "prompt_tokens": {"value": 10}, "output_tokens": {"value": 200}}
     for kept, expected in ((0.9, "model"), (0.02, "plain")):
         routes = {"model": {"kind": "model", "most_drafts": 4, "acceptance": share(kept)}}
-        config = experiment(routes=routes, requests=requests, systems={"only": {"control": {"kind": "goodput"}}})
+        config = experiment(
+            routes=routes, requests=requests, systems={"only": {"control": {"kind": "goodput"}}}
+        )
         done = run(config)
         shares = {"plain": 0.0, "model": 0.0}
         for each in done.counts:

@@ -1,4 +1,5 @@
 """What `hispec simulate` refuses, and what its errors name."""
+
 from __future__ import annotations
 
 import math
@@ -45,7 +46,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"requests": {"output_tokens": {"value": 3.0, "cv": 2.0}}}, "cv=2.0 means nothing for kind='constant'"),
     ({"requests": {"output_tokens": {"kind": "uniform", "low": 5, "high": 2}}}, "low=5.0 is above high=2.0"),
     ({"requests": {"trace": "t.jsonl", "max_tokens": 5}}, "says all lengths"),
-    ({"requests": {"classes": {"a": {"acceptance": {"nobody": {"value": 0.5}}}}}}, "'nobody'; there are: none"),
+    (
+        {"requests": {"classes": {"a": {"acceptance": {"nobody": {"value": 0.5}}}}}},
+        "'nobody'; there are: none",
+    ),
     ({"latency": {}}, "latency.stages or latency.path"),
     ({"latency": {"stages": {"plain": {"constant_ms": -1.0}}}}, "greater than or equal to 0"),
     ({"latency": {"stages": {"plain": {"constant_ms": NAN}}}}, "finite number"),
@@ -53,34 +57,63 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"routes": {"r": {"kind": "exit", "acceptance": share(0.5)}}}, "give the layer"),
     ({"routes": {"r": {"kind": "ngram", "draft_layer": 4, "acceptance": share(0.5)}}}, "must be 0"),
     ({"routes": {"r": {"kind": "ngram", "most_checks": 2, "acceptance": share(0.5)}}}, "needs check_layer"),
-    ({"routes": {"r": {"kind": "ngram", "check_layer": 8, "acceptance": share(0.5)}}}, "needs verify_acceptance"),
-    ({"routes": {"r": {"kind": "model", "match": {"value": 0.5}, "acceptance": share(0.5)}}}, "needs kind='ngram' or 'hybrid'"),
-    ({"routes": {"r": {"kind": "exit", "draft_layer": 40, "acceptance": share(0.5)}}}, "engine.num_layers=32"),
-    ({"routes": {"r": {"kind": "ngram", "acceptance": share(0.5) | {"drift": [[2.0, 1.0], [1.0, 1.0]]}}}}, "must ascend"),
+    (
+        {"routes": {"r": {"kind": "ngram", "check_layer": 8, "acceptance": share(0.5)}}},
+        "needs verify_acceptance",
+    ),
+    (
+        {"routes": {"r": {"kind": "model", "match": {"value": 0.5}, "acceptance": share(0.5)}}},
+        "needs kind='ngram' or 'hybrid'",
+    ),
+    (
+        {"routes": {"r": {"kind": "exit", "draft_layer": 40, "acceptance": share(0.5)}}},
+        "engine.num_layers=32",
+    ),
+    (
+        {"routes": {"r": {"kind": "ngram", "acceptance": share(0.5) | {"drift": [[2.0, 1.0], [1.0, 1.0]]}}}},
+        "must ascend",
+    ),
     ({"routes": {"r": {"kind": "ngram", "acceptance": share(0.5) | {"drift": [[2.0]]}}}}, "must be pairs"),
     ({"systems": {}}, "at least 1"),
     ({"systems": {"a": {"scheduling": {"policy": "lifo"}}}}, "'fcfs', 'sjf', 'mlfq' or 'laps'"),
-    ({"systems": {"a": {"scheduling": {"policy": "fcfs"}, "srtf": "service"}}}, "takes the place of scheduling.policy"),
+    (
+        {"systems": {"a": {"scheduling": {"policy": "fcfs"}, "srtf": "service"}}},
+        "takes the place of scheduling.policy",
+    ),
     ({"systems": {"a": fixed()}}, "names a route 'model'; there are: none"),
     ({"routes": MODEL, "systems": {"a": fixed(num_drafts=5)}}, "more than route 'model' allows (4)"),
     ({"routes": MODEL, "systems": {"a": fixed(num_checks=2)}}, "more than route 'model' allows (1)"),
     ({"systems": {"a": {"control": {"kind": "fixed"}}}}, "needs route and num_drafts"),
     ({"systems": {"a": {"control": {"kind": "plain", "num_drafts": 2}}}}, "means nothing for kind='plain'"),
     ({"systems": {"a": {"control": {"kind": "goodput"}}}}, "nothing to choose from"),
-    ({"routes": MODEL, "systems": {"a": {"control": {"kind": "goodput", "goodput": {"margin": 0.5}}}}}, "greater than or equal to 1"),
-    ({"routes": MODEL, "systems": {"a": {"control": {"kind": "goodput"}, "srtf": "service"}}}, "only if the plan is fixed"),
+    (
+        {"routes": MODEL, "systems": {"a": {"control": {"kind": "goodput", "goodput": {"margin": 0.5}}}}},
+        "greater than or equal to 1",
+    ),
+    (
+        {"routes": MODEL, "systems": {"a": {"control": {"kind": "goodput"}, "srtf": "service"}}},
+        "only if the plan is fixed",
+    ),
     ({"systems": {"a": {"predictor": {"kind": "noisy"}}}}, "sigma belongs to kind='noisy'"),
     ({"replicas": 0}, "greater than or equal to 1"),
     ({"systms": {}}, "did you mean 'systems'?"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "expected"), REFUSED, ids=[f"{'-'.join(changes)}-{at}" for at, (changes, _) in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    REFUSED,
+    ids=[f"{'-'.join(changes)}-{at}" for at, (changes, _) in enumerate(REFUSED)],
+)
 def test_impossible_experiments_are_refused(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         experiment(**changes)
     assert expected in str(caught.value)
-    assert next(iter(changes)) in str(caught.value) or "systems" in str(caught.value) or "arrivals" in str(caught.value)
+    assert (
+        next(iter(changes)) in str(caught.value)
+        or "systems" in str(caught.value)
+        or "arrivals" in str(caught.value)
+    )
 
 
 def test_a_stage_that_a_route_runs_must_be_there() -> None:
@@ -125,13 +158,18 @@ def test_the_experiments_that_come_with_hispec_are_valid(name: str) -> None:
     ],
     ids=lambda value: value.get("kind", "constant") if isinstance(value, dict) else "",
 )
-def test_distributions_have_the_mean_and_spread_that_they_say(values: dict[str, Any], mean: float, cv: float) -> None:
+def test_distributions_have_the_mean_and_spread_that_they_say(
+    values: dict[str, Any], mean: float, cv: float
+) -> None:
     drawn = build(Distribution, values).sample(100_000, np.random.default_rng(0))
     assert drawn.mean() == pytest.approx(mean, rel=0.02)
     assert drawn.std() / drawn.mean() == pytest.approx(cv, rel=0.03, abs=1e-9)
 
 
-@pytest.mark.parametrize(("values", "cv"), [({}, 1.0), ({"kind": "gamma", "cv": 3.0}, 3.0), ({"kind": "bursty", "burst_factor": 20.0}, None)])
+@pytest.mark.parametrize(
+    ("values", "cv"),
+    [({}, 1.0), ({"kind": "gamma", "cv": 3.0}, 3.0), ({"kind": "bursty", "burst_factor": 20.0}, None)],
+)
 def test_arrivals_come_at_their_rate(values: dict[str, Any], cv: float | None) -> None:
     times = build(ArrivalsConfig, values | {"rates": [4.0]}).sample(200_000, 4.0, np.random.default_rng(0))
     gaps = np.diff(times)

@@ -1,4 +1,5 @@
 """`hispec report`: what it says of a trace, and its picture."""
+
 from __future__ import annotations
 
 import builtins
@@ -39,20 +40,40 @@ def test_the_summary_counts_rounds_and_seconds_by_plan(tmp_path: Path) -> None:
     summary = summarize(read_trace(goodput_trace(tmp_path / "t")))
     assert (summary["rounds"], summary["tokens"], summary["round_s"]) == (101, 404, pytest.approx(10.0))
     assert summary["tokens_per_s"] == pytest.approx(40.0), "the round without a time does not count"
-    ngram, plain, hybrid = (summary["plans"][name] for name in ("ngram K=4", "plain", "hybrid D=4 C=15 K=3 R=2"))
-    assert list(summary["plans"]) == ["ngram K=4", "plain", "hybrid D=4 C=15 K=3 R=2"], "the one that took longest first"
+    ngram, plain, hybrid = (
+        summary["plans"][name] for name in ("ngram K=4", "plain", "hybrid D=4 C=15 K=3 R=2")
+    )
+    assert list(summary["plans"]) == [
+        "ngram K=4",
+        "plain",
+        "hybrid D=4 C=15 K=3 R=2",
+    ], "the one that took longest first"
     assert [plan["rounds"] for plan in (ngram, plain, hybrid)] == [71, 20, 10]
-    assert [plan["seconds_share"] for plan in (ngram, plain, hybrid)] == [pytest.approx(share) for share in (0.7, 0.2, 0.1)]
+    assert [plan["seconds_share"] for plan in (ngram, plain, hybrid)] == [
+        pytest.approx(share) for share in (0.7, 0.2, 0.1)
+    ]
     assert (ngram["draft_accepted"], ngram["tentative_accepted"], ngram["rows"]) == (0.5, None, 2.0)
-    assert (hybrid["draft_accepted"], hybrid["tentative_accepted"], hybrid["route"]) == (0.5, pytest.approx(1 / 3), ROUTES[1])
+    assert (hybrid["draft_accepted"], hybrid["tentative_accepted"], hybrid["route"]) == (
+        0.5,
+        pytest.approx(1 / 3),
+        ROUTES[1],
+    )
     assert (plain["draft_accepted"], plain["route"]) == (None, None)
 
 
 def test_the_summary_counts_switches_probes_and_errors_of_prediction(tmp_path: Path) -> None:
     control = summarize(read_trace(goodput_trace(tmp_path / "t")))["control"]
-    assert (control["decisions"], control["switches"], control["route_switches"], control["probes"]) == (4, 1, 1, 1), "going back from a probe is no switch"
+    assert (control["decisions"], control["switches"], control["route_switches"], control["probes"]) == (
+        4,
+        1,
+        1,
+        1,
+    ), "going back from a probe is no switch"
     assert control["reasons"] == {"start": 1, "best": 1, "probe": 1, "kept: within margin": 1}
-    assert (control["probe_rounds_share"], control["probe_seconds_share"]) == (pytest.approx(10 / 101), pytest.approx(0.1))
+    assert (control["probe_rounds_share"], control["probe_seconds_share"]) == (
+        pytest.approx(10 / 101),
+        pytest.approx(0.1),
+    )
     # Predicted were 40, 110 and 110; measured after them 40, 100 and 55.
     assert control["predicted_to_measured"]["mean"] == pytest.approx((1.0 + 1.1 + 2.0) / 3)
     assert control["predicted_to_measured"]["p50"] == pytest.approx(1.1)
@@ -60,7 +81,12 @@ def test_the_summary_counts_switches_probes_and_errors_of_prediction(tmp_path: P
 
 def test_the_summary_has_the_latencies_of_requests_that_ended_by_themselves(tmp_path: Path) -> None:
     requests = summarize(read_trace(goodput_trace(tmp_path / "t")))["requests"]
-    assert (requests["finished"], requests["others"], requests["preemptions"], requests["preempted"]) == (3, 1, 2, 2)
+    assert (requests["finished"], requests["others"], requests["preemptions"], requests["preempted"]) == (
+        3,
+        1,
+        2,
+        2,
+    )
     assert requests["latency_s"] == {"mean": 5.0, "p50": 5.0, "p90": 5.8, "p99": 5.98, "max": 6.0}
     assert requests["first_token_s"]["p99"] == 0.5 and requests["cached_tokens"] == 48
 
@@ -77,10 +103,21 @@ def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: pytest.Capt
     trace = goodput_trace(tmp_path / "trace.jsonl")
     assert main(["report", str(trace), "--json", str(tmp_path / "new" / "report.json")]) == 0
     printed = capsys.readouterr().out
-    said = ("tiny: policy laps", "101 rounds in 10.0 s", "ngram K=4", "70.0%", "hybrid D=4 C=15 K=3 R=2", "4 decisions (start 1, best 1, probe 1", "mean 1.37")
+    said = (
+        "tiny: policy laps",
+        "101 rounds in 10.0 s",
+        "ngram K=4",
+        "70.0%",
+        "hybrid D=4 C=15 K=3 R=2",
+        "4 decisions (start 1, best 1, probe 1",
+        "mean 1.37",
+    )
     for text in said:
         assert text in printed, printed
-    assert "3 requests finished, 1 aborted or failed; 2 preemptions, of 2 requests" in printed and "5.980" in printed
+    assert (
+        "3 requests finished, 1 aborted or failed; 2 preemptions, of 2 requests" in printed
+        and "5.980" in printed
+    )
     picture = (tmp_path / "trace.png").read_bytes()
     assert picture.startswith(PNG) and len(picture) > 20_000
     summary = json.loads((tmp_path / "new" / "report.json").read_text())
@@ -94,7 +131,11 @@ def test_the_picture_shows_each_plan_that_ran(tmp_path: Path) -> None:
     draw_trace(read_trace(goodput_trace(tmp_path / "a")), tmp_path / "a.png")
     draw_trace(read_trace(goodput_trace(tmp_path / "b")), tmp_path / "b.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    without = [line for line in (tmp_path / "a").read_text().splitlines(keepends=True) if '"is_probe": true' not in line]
+    without = [
+        line
+        for line in (tmp_path / "a").read_text().splitlines(keepends=True)
+        if '"is_probe": true' not in line
+    ]
     (tmp_path / "b").write_text("".join(without))
     draw_trace(read_trace(tmp_path / "b"), tmp_path / "b.png")
     assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
@@ -126,12 +167,18 @@ def test_a_trace_that_was_cut_off_says_so(tmp_path: Path, capsys: pytest.Capture
     assert "The last line was cut off" in capsys.readouterr().out
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_it_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     trace = goodput_trace(tmp_path / "t")
     without_matplotlib(monkeypatch)
     assert main(["report", str(trace)]) == 0
     captured = capsys.readouterr()
-    assert "101 rounds" in captured.out and "pip install 'hispec[plots]'" in captured.err and not (tmp_path / "t.png").exists()
+    assert (
+        "101 rounds" in captured.out
+        and "pip install 'hispec[plots]'" in captured.err
+        and not (tmp_path / "t.png").exists()
+    )
     assert main(["report", str(trace), "-o", str(tmp_path / "a.png")]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "-o needs matplotlib" in captured.err
@@ -161,9 +208,16 @@ def test_what_must_not_be_written_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_what_the_controller_decides_can_be_read(tmp_path: Path) -> None:
     """Its own records, of rounds that never ran: each row's drafts are right or wrong by turns."""
     clock = Clock()
-    stages = {"plain": Linear(10.0, token_ms=1.0), "lookup": Linear(0.1), "verify/0": Linear(10.0, token_ms=1.0), "round": Linear(0.1)}
+    stages = {
+        "plain": Linear(10.0, token_ms=1.0),
+        "lookup": Linear(0.1),
+        "verify/0": Linear(10.0, token_ms=1.0),
+        "round": Linear(0.1),
+    }
     trace = writer(tmp_path / "t", clock, ["ngram"])
-    control = GoodputControl([Route("ngram", 0, None, 4)], LatencyModel(stages), GoodputConfig(), on_decision=trace.decision)
+    control = GoodputControl(
+        [Route("ngram", 0, None, 4)], LatencyModel(stages), GoodputConfig(), on_decision=trace.decision
+    )
     for number in range(200):
         choice = control.choose([1, 2], 200)
         drafts = choice.plan.num_draft_tokens
@@ -171,17 +225,34 @@ def test_what_the_controller_decides_can_be_read(tmp_path: Path) -> None:
         seconds = 0.02 + 0.001 * drafts
         clock.now += seconds
         rows, tokens = np.array([1, 2]), 2 + sum(kept)
-        cycles = {"numbers": rows, "caps": np.array([4, 4]), "drafted": np.full(2, drafts), "kept": np.array(kept), "looked_up": np.ones(2, np.int64)}
+        cycles = {
+            "numbers": rows,
+            "caps": np.array([4, 4]),
+            "drafted": np.full(2, drafts),
+            "kept": np.array(kept),
+            "looked_up": np.ones(2, np.int64),
+        }
         verified = {"rows": rows, "tentative": np.full(2, drafts), "accepted": np.array(kept)}
-        seen = Observation(choice, 2, 200.0, seconds, tokens, **(cycles | verified if choice.route is not None else {}))
+        seen = Observation(
+            choice, 2, 200.0, seconds, tokens, **(cycles | verified if choice.route is not None else {})
+        )
         control.observe(seen)
         trace.round(seen)
     trace.close()
     read = read_trace(tmp_path / "t")
     summary = summarize(read)
-    assert summary["rounds"] == 200 and summary["control"]["decisions"] == len(read.decisions) == control.stats()["decisions"]
-    assert summary["control"]["probes"] == control.stats()["probes"] >= summary["control"]["probes_at_start"] > 0
-    assert all(decision.plan == "plain" or decision.plan.startswith("ngram K=") for decision in read.decisions)
-    assert {line.plan for line in read.rounds} == {decision.plan for decision in read.decisions}, "both are worded alike"
+    assert (
+        summary["rounds"] == 200
+        and summary["control"]["decisions"] == len(read.decisions) == control.stats()["decisions"]
+    )
+    assert (
+        summary["control"]["probes"] == control.stats()["probes"] >= summary["control"]["probes_at_start"] > 0
+    )
+    assert all(
+        decision.plan == "plain" or decision.plan.startswith("ngram K=") for decision in read.decisions
+    )
+    assert {line.plan for line in read.rounds} == {decision.plan for decision in read.decisions}, (
+        "both are worded alike"
+    )
     settled = summary["control"]["predicted_to_measured"]["p50"]
     assert 0.8 < settled < 1.25

@@ -1,4 +1,5 @@
 """The trace: what is written is read again, whatever happens to file, disk or engine."""
+
 from __future__ import annotations
 
 import errno
@@ -38,16 +39,54 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_lines(path: Path, *records: dict[str, Any] | str) -> Path:
-    path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
+    path.write_text(
+        "".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records)
+    )
     return path
 
 
-HEADER = {"type": "trace", "version": 1, "model": "m", "policy": "fcfs", "max_num_seqs": 1, "routes": ["ngram"], "environment": {}}
-ROUNDS = {"type": "rounds", "t": 1.0, "route": 0, "num_drafts": 4, "num_checks": 1, "rows": 2, "context_tokens": 9.5, "rounds": 3, "seconds": 0.5}
+HEADER = {
+    "type": "trace",
+    "version": 1,
+    "model": "m",
+    "policy": "fcfs",
+    "max_num_seqs": 1,
+    "routes": ["ngram"],
+    "environment": {},
+}
+ROUNDS = {
+    "type": "rounds",
+    "t": 1.0,
+    "route": 0,
+    "num_drafts": 4,
+    "num_checks": 1,
+    "rows": 2,
+    "context_tokens": 9.5,
+    "rounds": 3,
+    "seconds": 0.5,
+}
 ROUNDS |= {"tokens": 6, "drafted": 8, "kept": 4, "tentative": 8, "accepted": 4}
-REQUEST = {"type": "request", "number": 3, "arrival": 0.1, "first_token": 0.4, "finished": 2.5, "prompt_tokens": 40, "cached_tokens": 0, "output_tokens": 64}
-REQUEST |= {"max_tokens": 64, "finish_reason": "stop", "preemptions": 0, "rounds": [[0, 3, [4, 4], [2, 0]], [-1, 1, [], []]]}
-DECISION = {"type": "decision", "t": 1.0, **decision(Choice(0, Plan(0, None, 4)), alternatives=[], acceptance={})}
+REQUEST = {
+    "type": "request",
+    "number": 3,
+    "arrival": 0.1,
+    "first_token": 0.4,
+    "finished": 2.5,
+    "prompt_tokens": 40,
+    "cached_tokens": 0,
+    "output_tokens": 64,
+}
+REQUEST |= {
+    "max_tokens": 64,
+    "finish_reason": "stop",
+    "preemptions": 0,
+    "rounds": [[0, 3, [4, 4], [2, 0]], [-1, 1, [], []]],
+}
+DECISION = {
+    "type": "decision",
+    "t": 1.0,
+    **decision(Choice(0, Plan(0, None, 4)), alternatives=[], acceptance={}),
+}
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -56,16 +95,43 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     clock.now = 101.5
     trace.decision(decision(HYBRID))
     trace.round(observation(HYBRID, rows=3))
-    trace.request(7, metrics(100.25, 102.0, preemptions=2), 64, "stop", [(1, 3, (4, 4), np.array([2, 1])), (-1, 1, (), ())])
+    trace.request(
+        7,
+        metrics(100.25, 102.0, preemptions=2),
+        64,
+        "stop",
+        [(1, 3, (4, 4), np.array([2, 1])), (-1, 1, (), ())],
+    )
     trace.close()
     read = read_trace(tmp_path / "new" / "trace.jsonl")
-    assert (read.header.model, read.header.policy, read.header.max_num_seqs, read.header.routes) == ("tiny", "laps", 4, tuple(ROUTES))
+    assert (read.header.model, read.header.policy, read.header.max_num_seqs, read.header.routes) == (
+        "tiny",
+        "laps",
+        4,
+        tuple(ROUTES),
+    )
     (decided,), (rounds,), (request,) = read.decisions, read.rounds, read.requests
-    assert (decided.t, decided.predicted, decided.alternatives) == (1.5, 110.0, (("hybrid D=4 C=15 K=3", 110.0), ("plain", None)))
+    assert (decided.t, decided.predicted, decided.alternatives) == (
+        1.5,
+        110.0,
+        (("hybrid D=4 C=15 K=3", 110.0), ("plain", None)),
+    )
     assert decided.acceptance == {ROUTES[1]: {"draft": 0.5, "check": 0.75}}
-    assert (rounds.plan, rounds.has_check, rounds.rows, rounds.rounds, rounds.context_tokens) == ("hybrid D=4 C=15 K=3 R=2", True, 3, 1, 300.0)
+    assert (rounds.plan, rounds.has_check, rounds.rows, rounds.rounds, rounds.context_tokens) == (
+        "hybrid D=4 C=15 K=3 R=2",
+        True,
+        3,
+        1,
+        300.0,
+    )
     assert (rounds.tokens, rounds.drafted, rounds.kept, rounds.tentative, rounds.accepted) == (6, 12, 6, 9, 3)
-    assert (request.arrival, request.first_token, request.finished, request.latency_s, request.preemptions) == (0.25, 0.75, 2.0, 1.75, 2)
+    assert (
+        request.arrival,
+        request.first_token,
+        request.finished,
+        request.latency_s,
+        request.preemptions,
+    ) == (0.25, 0.75, 2.0, 1.75, 2)
     assert request.rounds == ((1, 3, (4, 4), (2, 1)), (-1, 1, (), ())) and request.routes == tuple(ROUTES)
     assert not read.is_cut
 
@@ -74,8 +140,19 @@ def test_consecutive_rounds_of_one_choice_are_one_line(tmp_path: Path) -> None:
     trace = writer(tmp_path / "t", Clock())
     probe = Choice(0, NGRAM.plan, is_probe=True)
     shorter = Choice(0, Plan(0, None, 2))
-    others = [observation(NGRAM, rows=3), observation(probe), observation(NGRAM, seconds=math.nan), observation(shorter), observation(HYBRID)]
-    for seen in [*[observation(Choice(0, Plan(0, None, 4)))] * 20, *others, observation(NGRAM), observation(NGRAM, rounds=MOST_ROUNDS)]:
+    others = [
+        observation(NGRAM, rows=3),
+        observation(probe),
+        observation(NGRAM, seconds=math.nan),
+        observation(shorter),
+        observation(HYBRID),
+    ]
+    for seen in [
+        *[observation(Choice(0, Plan(0, None, 4)))] * 20,
+        *others,
+        observation(NGRAM),
+        observation(NGRAM, rounds=MOST_ROUNDS),
+    ]:
         trace.round(seen)
     trace.decision(decision(NGRAM))
     trace.round(observation(NGRAM))
@@ -114,18 +191,39 @@ def test_lines_wait_a_second_at_most_and_no_longer_than_the_writer(tmp_path: Pat
 
 
 def test_lines_of_a_program_that_forgot_to_close_are_there(tmp_path: Path) -> None:
-    code = "from tests.helpers.traces import *\nw = writer(Path('t'), Clock())\nw.decision(decision(NGRAM))\nw.round(observation(NGRAM))"
+    code = (
+        "from tests.helpers.traces import *\nw = writer(Path('t'),"
+        " Clock())\nw.decision(decision(NGRAM))\nw.round(observation(NGRAM))"
+    )
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r})\n{code}"], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r})\n{code}"],
+        cwd=tmp_path,
+        check=True,
+        timeout=60,
+    )
     assert len(read_trace(tmp_path / "t").decisions) == 1
 
 
 def test_numbers_that_are_not_finite_are_null_and_numpys_are_numbers(tmp_path: Path) -> None:
     trace = writer(tmp_path / "t", Clock())
-    trace.decision(decision(NGRAM, predicted=np.float32("nan"), measured=math.inf, round=np.int64(9), acceptance={"ngram": {"draft": np.float64("nan")}}))
+    trace.decision(
+        decision(
+            NGRAM,
+            predicted=np.float32("nan"),
+            measured=math.inf,
+            round=np.int64(9),
+            acceptance={"ngram": {"draft": np.float64("nan")}},
+        )
+    )
     trace.close()
     (line,) = lines(tmp_path / "t")[1:]
-    assert (line["predicted"], line["measured"], line["round"], line["acceptance"]) == (None, None, 9, {"ngram": {"draft": None}})
+    assert (line["predicted"], line["measured"], line["round"], line["acceptance"]) == (
+        None,
+        None,
+        9,
+        {"ngram": {"draft": None}},
+    )
     assert read_trace(tmp_path / "t").decisions[0].predicted is None
 
 
@@ -139,7 +237,11 @@ def test_routes_may_change(tmp_path: Path) -> None:
     trace.close()
     read = read_trace(tmp_path / "t")
     assert [line.plan for line in read.rounds] == ["ngram K=4", "adapter D=4 K=4", "model K=4"]
-    assert read.header.routes == ("ngram",) and read.routes == ["ngram", "adapter D=4", "model"] and read.requests[0].routes == ("adapter D=4", "model")
+    assert (
+        read.header.routes == ("ngram",)
+        and read.routes == ["ngram", "adapter D=4", "model"]
+        and read.requests[0].routes == ("adapter D=4", "model")
+    )
 
 
 @pytest.mark.parametrize("content", ["", json.dumps(HEADER) + "\n", '{"type": "trace", "versi'])
@@ -151,7 +253,10 @@ def test_a_trace_is_replaced(tmp_path: Path, content: str) -> None:
 
 def test_another_file_is_not(tmp_path: Path) -> None:
     (tmp_path / "t").write_text('{"prompt": "hello"}\n')
-    with pytest.raises(ConfigError, match=r"engine\.trace: .*t exists and is no trace of HiSpec; move it away, or choose another path"):
+    with pytest.raises(
+        ConfigError,
+        match=r"engine\.trace: .*t exists and is no trace of HiSpec; move it away, or choose another path",
+    ):
         writer(tmp_path / "t", Clock())
     assert (tmp_path / "t").read_text() == '{"prompt": "hello"}\n'
     with pytest.raises(ConfigError, match="is not a regular file"):
@@ -177,7 +282,9 @@ class FullDisk:
         self.file.close()
 
 
-def test_a_full_disk_ends_the_trace_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_trace_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
     trace = writer(tmp_path / "t", clock)
     monkeypatch.setattr(trace._lines, "_file", FullDisk(trace._lines._file))
@@ -189,7 +296,9 @@ def test_a_full_disk_ends_the_trace_with_one_warning(tmp_path: Path, caplog: pyt
             trace.request(0, metrics(100.0, 101.0), 8, "stop")
         trace.close()
     (record,) = caplog.records
-    assert "the trace ends here: cannot write" in record.message and "No space left on device" in record.message
+    assert (
+        "the trace ends here: cannot write" in record.message and "No space left on device" in record.message
+    )
     assert read_trace(tmp_path / "t").is_cut
 
 
@@ -215,7 +324,9 @@ def test_a_last_line_that_was_cut_off_anywhere_is_left_out(tmp_path: Path) -> No
 
 
 def test_unknown_lines_and_fields_are_passed_over(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "t", HEADER, {"type": "weather", "t": 1}, ROUNDS | {"colour": "red"}, REQUEST, DECISION)
+    path = write_lines(
+        tmp_path / "t", HEADER, {"type": "weather", "t": 1}, ROUNDS | {"colour": "red"}, REQUEST, DECISION
+    )
     read = read_trace(path)
     assert (len(read.rounds), len(read.requests), len(read.decisions)) == (1, 1, 1)
 
@@ -234,9 +345,18 @@ def test_unknown_lines_and_fields_are_passed_over(tmp_path: Path) -> None:
         (ROUNDS | {"kept": 9}, "line 2: kept=9 is more than drafted=8"),
         (ROUNDS | {"route": 1}, "line 2: route=1 is none of the 1 that the trace names"),
         (ROUNDS | {"route": -1}, "line 2: route=-1 is none of the 1"),
-        ({name: value for name, value in ROUNDS.items() if name != "rows"}, "line 2: rows: required, but not given"),
-        (REQUEST | {"finished": 0.2}, r"line 2: arrival=0.1, first_token=0.4 and finished=0.2 are not in this order"),
-        (REQUEST | {"rounds": [[0, 3, [4], [5]]]}, r"line 2: rounds\[0\]: kept=\[5\] does not fit drafted=\[4\]"),
+        (
+            {name: value for name, value in ROUNDS.items() if name != "rows"},
+            "line 2: rows: required, but not given",
+        ),
+        (
+            REQUEST | {"finished": 0.2},
+            r"line 2: arrival=0.1, first_token=0.4 and finished=0.2 are not in this order",
+        ),
+        (
+            REQUEST | {"rounds": [[0, 3, [4], [5]]]},
+            r"line 2: rounds\[0\]: kept=\[5\] does not fit drafted=\[4\]",
+        ),
         (REQUEST | {"rounds": [[0, 3, [4], []]]}, r"line 2: rounds\[0\]: kept=\[\] does not fit"),
         (REQUEST | {"rounds": [[2, 3, [4], [1]]]}, "line 2: route=2 is none of the 1"),
         (REQUEST | {"rounds": [[-2, 3, [4], [1]]]}, "line 2: rounds.0.0: .*got -2"),
@@ -245,7 +365,9 @@ def test_unknown_lines_and_fields_are_passed_over(tmp_path: Path) -> None:
         (DECISION | {"alternatives": [["plain"]]}, "line 2: alternatives.0"),
     ],
 )
-def test_a_broken_line_is_refused_by_its_number(tmp_path: Path, record: dict[str, Any] | str, message: str) -> None:
+def test_a_broken_line_is_refused_by_its_number(
+    tmp_path: Path, record: dict[str, Any] | str, message: str
+) -> None:
     path = write_lines(tmp_path / "t", HEADER, record, ROUNDS)
     with pytest.raises(ConfigError, match=message) as error:
         read_trace(path)
@@ -258,7 +380,10 @@ def test_a_broken_line_is_refused_by_its_number(tmp_path: Path, record: dict[str
         ("", "is empty; a trace is written by an engine with engine.trace=FILE"),
         ('{"type": "tra', "line 1: not a line of a trace"),
         (json.dumps(ROUNDS), 'line 1: not a trace of HiSpec, whose first line has "type": "trace"'),
-        (json.dumps(HEADER | {"version": 2}), "line 1: version=2 of the trace is not 1, which this HiSpec reads"),
+        (
+            json.dumps(HEADER | {"version": 2}),
+            "line 1: version=2 of the trace is not 1, which this HiSpec reads",
+        ),
         (json.dumps(HEADER | {"max_num_seqs": 0}), "line 1: max_num_seqs"),
         ("\xff\xfe", "line 1: not a line of a trace"),
     ],
@@ -275,7 +400,9 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_round_of_16_rows_costs_less_than_50_microseconds(tmp_path: Path) -> None:
-    trace = TraceWriter(tmp_path / "t", model="m", policy="fcfs", max_num_seqs=16, routes=ROUTES, environment={})
+    trace = TraceWriter(
+        tmp_path / "t", model="m", policy="fcfs", max_num_seqs=16, routes=ROUTES, environment={}
+    )
     seen = observation(NGRAM, rows=16)
     seconds = []
     for _ in range(10):

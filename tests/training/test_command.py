@@ -1,4 +1,6 @@
-"""`hispec train`: from a file of prompts to exits that decode, stages that resume, and settings that are refused before work begins."""
+"""`hispec train`: from a file of prompts to exits that decode, stages that resume, and settings that are
+refused before work begins."""
+
 from __future__ import annotations
 
 import json
@@ -40,19 +42,28 @@ def write_config(folder: Path, model: Path, **changes: Any) -> Path:
     """A training file with its prompts beside it; `changes` are put over its sections."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [{"prompt": f"Say something about {number}."} for number in range(7)]
-    lines += [{"messages": [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "Nothing."}]}]
+    lines += [
+        {"messages": [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "Nothing."}]}
+    ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     values: dict[str, Any] = {
         "model": str(model),
         "engine": {"max_num_seqs": 8},
-        "data": {"prompts": [{"path": "prompts.jsonl"}, {"opening": "Why ", "count": 3, "max_tokens": 16}], "max_tokens": 8, "max_length": 100, "held_out": 2},
+        "data": {
+            "prompts": [{"path": "prompts.jsonl"}, {"opening": "Why ", "count": 3, "max_tokens": 16}],
+            "max_tokens": 8,
+            "max_length": 100,
+            "held_out": 2,
+        },
         "adapters": {"exits": EXITS},
         "loop": {"num_steps": 6, "batch_size": 4, "eval_every": 4, "checkpoint_every": 2},
         "output": {"path": str(folder / "out")},
     }
     for section, value in changes.items():
         if isinstance(value, dict) and isinstance(values.get(section), dict):
-            values[section] = {key: item for key, item in (values[section] | value).items() if item != "left out"}
+            values[section] = {
+                key: item for key, item in (values[section] | value).items() if item != "left out"
+            }
         else:
             values[section] = value
     path = folder / "train.yaml"
@@ -85,33 +96,69 @@ def test_the_command_makes_exits_that_decode_without_changing_the_output(
 ) -> None:
     assert train(write_config(tmp_path, model)) == 0
     out, err = capsys.readouterr()
-    assert re.search(r"\d+ examples, \d+ tokens, \d+ of them in answers", err) and "6 steps in " in out and str(tmp_path / "out") in out
+    assert (
+        re.search(r"\d+ examples, \d+ tokens, \d+ of them in answers", err)
+        and "6 steps in " in out
+        and str(tmp_path / "out") in out
+    )
     assert all(f"layer{layer}_{what}: " in out for layer in (2, 4) for what in ("loss", "agreement"))
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint.safetensors", INFO, TENSORS, "log.jsonl", "work"]
-    assert same(exits_of(tmp_path / "out"), exits_of(trained)), "the same file trains other exits in another folder"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "checkpoint.safetensors",
+        INFO,
+        TENSORS,
+        "log.jsonl",
+        "work",
+    ]
+    assert same(exits_of(tmp_path / "out"), exits_of(trained)), (
+        "the same file trains other exits in another folder"
+    )
 
     prompts = ["Say something about 3.", "Why not?", "x" * 40]
     plain = LLM(str(model), **SMALL)
-    greedy, sampled = SamplingParams(temperature=0.0, max_tokens=20), SamplingParams(temperature=1.0, seed=3, max_tokens=20)
-    expected = [[output.outputs[0].token_ids for output in plain.generate(prompts, params, use_tqdm=False)] for params in (greedy, sampled)]
-    tiers = {name: {"kind": "adapter", "layer": layer, "path": str(trained)} for name, layer in (("draft", 2), ("check", 4))}
+    greedy, sampled = (
+        SamplingParams(temperature=0.0, max_tokens=20),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=20),
+    )
+    expected = [
+        [output.outputs[0].token_ids for output in plain.generate(prompts, params, use_tqdm=False)]
+        for params in (greedy, sampled)
+    ]
+    tiers = {
+        name: {"kind": "adapter", "layer": layer, "path": str(trained)}
+        for name, layer in (("draft", 2), ("check", 4))
+    }
     llm = LLM(str(model), speculative={**tiers, "num_draft_tokens": 2, "num_checks": 2}, **SMALL)
     for params, wanted in zip((greedy, sampled), expected, strict=True):
-        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)] == wanted
+        assert [
+            output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
+        ] == wanted
     assert llm.stats()["adapter_passes"] > 0 and llm.memory()["exit_bytes"] > 0
-    llm.set_speculative({"draft": {"kind": "adapter", "layer": 4, "path": str(trained)}, "draft_confidence": 0.5})
-    assert [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)] == expected[0]
+    llm.set_speculative(
+        {"draft": {"kind": "adapter", "layer": 4, "path": str(trained)}, "draft_confidence": 0.5}
+    )
+    assert [
+        output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)
+    ] == expected[0]
 
 
 def test_what_was_trained_is_described(trained: Path, model: Path) -> None:
     about = ExitsFile(trained).about
     assert about.base_model.name == str(model) and about.base_model.num_layers == 6
-    assert [(info.layer, info.num_blocks, info.intermediate_size, info.vocabulary_size) for info in about.exits] == [(2, 1, 96, 100), (4, 2, 24, None)]
-    assert all(0 < info.held_out["loss"] < 20 and 0 <= info.held_out["agreement"] <= 1 for info in about.exits)
+    assert [
+        (info.layer, info.num_blocks, info.intermediate_size, info.vocabulary_size) for info in about.exits
+    ] == [(2, 1, 96, 100), (4, 2, 24, None)]
+    assert all(
+        0 < info.held_out["loss"] < 20 and 0 <= info.held_out["agreement"] <= 1 for info in about.exits
+    )
     assert about.recipe["name"] == "adapters" and about.recipe["num_steps"] == 6
     assert 6 <= about.data["examples"] <= 9 and 0 < about.data["answer_tokens"] < about.data["tokens"]
-    described = [{"path": "prompts.jsonl", "field": "prompt", "max_tokens": 160}, {"opening": "Why ", "count": 3, "max_tokens": 16}]
-    assert about.data["prompts"] == described, "folders of the machine that it was trained on are nobody's business"
+    described = [
+        {"path": "prompts.jsonl", "field": "prompt", "max_tokens": 160},
+        {"opening": "Why ", "count": 3, "max_tokens": 16},
+    ]
+    assert about.data["prompts"] == described, (
+        "folders of the machine that it was trained on are nobody's business"
+    )
     assert exits_of(trained)["layer2.vocabulary"].unique().numel() == 100
 
 
@@ -180,16 +227,27 @@ def test_data_alone_and_then_the_rest(tmp_path: Path, model: Path, trained: Path
     assert same(exits_of(tmp_path / "out"), exits_of(trained))
 
 
-def test_an_exit_alone_is_the_one_trained_beside_another_on_shared_data(tmp_path: Path, model: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = write_config(tmp_path, model, adapters={"exits": EXITS[1:]}, output={"path": str(tmp_path / "alone"), "work": str(trained / "work")})
+def test_an_exit_alone_is_the_one_trained_beside_another_on_shared_data(
+    tmp_path: Path, model: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(
+        tmp_path,
+        model,
+        adapters={"exits": EXITS[1:]},
+        output={"path": str(tmp_path / "alone"), "work": str(trained / "work")},
+    )
     monkeypatch.setattr("hispec.llm.LLM.__init__", None)  # answers and states are there
     monkeypatch.setattr(states_module, "trunk_states", None)
     assert train(config) == 0
     alone = exits_of(tmp_path / "alone")
-    assert alone and same(alone, {name: tensor for name, tensor in exits_of(trained).items() if name.startswith("layer4.")})
+    assert alone and same(
+        alone, {name: tensor for name, tensor in exits_of(trained).items() if name.startswith("layer4.")}
+    )
 
 
-def test_starting_anew_keeps_old_exits_until_the_new_ones_are_there(tmp_path: Path, model: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_anew_keeps_old_exits_until_the_new_ones_are_there(
+    tmp_path: Path, model: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = write_config(tmp_path, model)
     assert train(config) == 0
     old = exits_of(tmp_path / "out")
@@ -204,7 +262,11 @@ def test_starting_anew_keeps_old_exits_until_the_new_ones_are_there(tmp_path: Pa
 
 
 def test_other_settings_do_not_go_on_from_a_checkpoint_but_other_intervals_do(
-    tmp_path: Path, model: Path, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    model: Path,
+    trained: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = write_config(tmp_path, model)
     with monkeypatch.context() as patch:
@@ -212,7 +274,12 @@ def test_other_settings_do_not_go_on_from_a_checkpoint_but_other_intervals_do(
         with pytest.raises(Killed):
             train(config)
     resume = ["--set", "output.resume=true"]
-    for change in ("loop.learning_rate=0.01", "adapters.init=random", "loop.num_steps=8", "loop.batch_size=3"):
+    for change in (
+        "loop.learning_rate=0.01",
+        "adapters.init=random",
+        "loop.num_steps=8",
+        "loop.batch_size=3",
+    ):
         assert train(config, *resume, change) == 2
         assert "belongs to another run (other data, model or settings)" in capsys.readouterr().err, change
     assert train(config, *resume, "data.temperatures=[0.5]") == 2
@@ -221,7 +288,9 @@ def test_other_settings_do_not_go_on_from_a_checkpoint_but_other_intervals_do(
     assert same(exits_of(tmp_path / "out"), exits_of(trained))
 
 
-def test_another_number_of_held_out_examples_is_another_run(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_number_of_held_out_examples_is_another_run(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = write_config(tmp_path, model)
     assert train(config) == 0
     assert train(config, "--set", "output.resume=true", "data.held_out=4") == 2
@@ -231,35 +300,72 @@ def test_another_number_of_held_out_examples_is_another_run(tmp_path: Path, mode
 # ---- refused before work begins ----
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown setting": ({"loop": {"num_step": 3}}, "loop.num_step: unknown setting (did you mean 'num_steps'?)"),
+    "unknown setting": (
+        {"loop": {"num_step": 3}},
+        "loop.num_step: unknown setting (did you mean 'num_steps'?)",
+    ),
     "unknown setting of an exit": (
         {"adapters": {"exits": [{"layer": 2, "blocks": 1}]}},
         "adapters.exits.0.blocks: unknown setting (did you mean 'num_blocks'?)",
     ),
-    "unknown setting of a source": ({"data": {"prompts": [{"pth": "x"}]}}, "data.prompts.0.pth: unknown setting (did you mean 'path'?)"),
+    "unknown setting of a source": (
+        {"data": {"prompts": [{"pth": "x"}]}},
+        "data.prompts.0.pth: unknown setting (did you mean 'path'?)",
+    ),
     "nothing given": ({"loop": {"num_steps": "left out"}}, "loop.num_steps: required, but not given"),
-    "beyond the model": ({"adapters": {"exits": [{"layer": 6}]}}, "adapters.exits: layer 6 is no early exit of a model of 6 layers; choose 1 to 5"),
-    "the same layer twice": ({"adapters": {"exits": [{"layer": 2}, {"layer": 2}]}}, "adapters: exits must be at different layers, got [2, 2]"),
+    "beyond the model": (
+        {"adapters": {"exits": [{"layer": 6}]}},
+        "adapters.exits: layer 6 is no early exit of a model of 6 layers; choose 1 to 5",
+    ),
+    "the same layer twice": (
+        {"adapters": {"exits": [{"layer": 2}, {"layer": 2}]}},
+        "adapters: exits must be at different layers, got [2, 2]",
+    ),
     "more tokens than there are": (
         {"adapters": {"exits": [{"layer": 2, "vocabulary_size": 261}]}},
         "adapters.exits: vocabulary_size=261 is over the model's 260 tokens",
     ),
     "no exits": ({"adapters": {"exits": []}}, "adapters.exits: list should have at least 1 item"),
     "no settings": ({"adapters": "left out"}, "recipe: adapters needs `adapters` with the exits to train"),
-    "settings of another recipe": ({"layerskip": {}}, "`layerskip` has no effect with recipe: adapters; leave it out"),
-    "two intentions": ({"output": {"resume": True, "overwrite": True}}, "output: overwrite=true and resume=true contradict each other"),
-    "no source": ({"data": {"prompts": [{"limit": 3}]}}, "needs either `path` (a file) or `opening` (the model writes them)"),
-    "two sources in one": ({"data": {"prompts": [{"path": "x", "opening": "y", "count": 1}]}}, "needs either `path` (a file) or `opening`"),
-    "an opening without a count": ({"data": {"prompts": [{"opening": "Why "}]}}, "`count` says how many prompts of an `opening` are written"),
+    "settings of another recipe": (
+        {"layerskip": {}},
+        "`layerskip` has no effect with recipe: adapters; leave it out",
+    ),
+    "two intentions": (
+        {"output": {"resume": True, "overwrite": True}},
+        "output: overwrite=true and resume=true contradict each other",
+    ),
+    "no source": (
+        {"data": {"prompts": [{"limit": 3}]}},
+        "needs either `path` (a file) or `opening` (the model writes them)",
+    ),
+    "two sources in one": (
+        {"data": {"prompts": [{"path": "x", "opening": "y", "count": 1}]}},
+        "needs either `path` (a file) or `opening`",
+    ),
+    "an opening without a count": (
+        {"data": {"prompts": [{"opening": "Why "}]}},
+        "`count` says how many prompts of an `opening` are written",
+    ),
     "a share over 1": ({"loop": {"warmup": 1.5}}, "loop.warmup: input should be less than or equal to 1"),
-    "no prompts file": ({"data": {"prompts": [{"path": "nowhere.jsonl"}]}}, "nowhere.jsonl: No such file or directory; mend the path"),
-    "too many held out": ({"data": {"prompts": [{"path": "prompts.jsonl"}], "held_out": 8}}, "data: 8 usable examples, of which data.held_out=8 are held out"),
+    "no prompts file": (
+        {"data": {"prompts": [{"path": "nowhere.jsonl"}]}},
+        "nowhere.jsonl: No such file or directory; mend the path",
+    ),
+    "too many held out": (
+        {"data": {"prompts": [{"path": "prompts.jsonl"}], "held_out": 8}},
+        "data: 8 usable examples, of which data.held_out=8 are held out",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_bad_setting_is_refused_in_one_line_that_says_what_to_do(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
 ) -> None:
     changes, words = REFUSED[what]
     config = write_config(tmp_path, model, **changes)
@@ -272,38 +378,61 @@ def test_a_bad_setting_is_refused_in_one_line_that_says_what_to_do(
 
 
 def test_a_block_of_nothing_is_refused_with_the_other_settings(tmp_path: Path, model: Path) -> None:
-    config = write_config(tmp_path, model, adapters={"exits": [{"layer": 2, "attention": False, "intermediate_size": None}]})
+    config = write_config(
+        tmp_path, model, adapters={"exits": [{"layer": 2, "attention": False, "intermediate_size": None}]}
+    )
     assert train(config) == 2
 
 
-def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_empty_is_left_alone(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("chapter 1")
     assert train(write_config(tmp_path, model)) == 2
     error = capsys.readouterr().err
-    assert f"output.path: {tmp_path / 'out'} is not empty; set output.resume=true to go on with it, output.overwrite=true to start anew" in error
+    assert (
+        f"output.path: {tmp_path / 'out'} is not empty; set output.resume=true to go on with it,"
+        " output.overwrite=true to start anew" in error
+    )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
     (tmp_path / "file").touch()
     assert train(write_config(tmp_path, model, output={"path": str(tmp_path / "file" / "out")})) == 2
     assert "output.path: cannot write to" in capsys.readouterr().err
 
 
-def test_a_model_without_a_chat_template_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_a_chat_template_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(write_config(tmp_path, tiny_checkpoint(tmp_path / "bare", num_layers=6))) == 2
     assert "has no tokenizer with a chat template, which prompts are put into" in capsys.readouterr().err
 
 
-def test_hidden_states_that_take_too_much_room_are_refused_with_the_sizes(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hidden_states_that_take_too_much_room_are_refused_with_the_sizes(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(write_config(tmp_path, model, adapters={"max_states_gb": 1e-6})) == 2
     error = capsys.readouterr().err
-    assert re.search(r"the hidden states of \d+ examples at 2 exits take", error) and "raise it, or train fewer exits or examples at once" in error
+    assert (
+        re.search(r"the hidden states of \d+ examples at 2 exits take", error)
+        and "raise it, or train fewer exits or examples at once" in error
+    )
 
 
 @pytest.mark.parametrize("place", ["states", "checkpoint", "exits"])
 def test_a_full_disk_ends_the_run_with_a_line_and_the_next_one_goes_on(
-    tmp_path: Path, model: Path, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
+    tmp_path: Path,
+    model: Path,
+    trained: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
 ) -> None:
-    modules = {"states": "ee_models.training.states", "checkpoint": "ee_models.training.loop", "exits": "ee_models.checkpoint.exit_files"}
+    modules = {
+        "states": "ee_models.training.states",
+        "checkpoint": "ee_models.training.loop",
+        "exits": "ee_models.checkpoint.exit_files",
+    }
     config, count = write_config(tmp_path, model), [0]
 
     def full(tensors: dict[str, Tensor], draft: Path, *about: Any) -> None:
@@ -317,17 +446,23 @@ def test_a_full_disk_ends_the_run_with_a_line_and_the_next_one_goes_on(
         assert train(config) == 2
     error = capsys.readouterr().err
     assert "cannot write" in error and "No space left on device" in error and "free some space" in error
-    assert not any(path.name.startswith(".") for path in (tmp_path / "out").rglob("*")), "half of a file was left"
+    assert not any(path.name.startswith(".") for path in (tmp_path / "out").rglob("*")), (
+        "half of a file was left"
+    )
     assert train(config, "--set", "output.resume=true") == 0
     assert same(exits_of(tmp_path / "out"), exits_of(trained))
 
 
-def test_prompts_lie_beside_the_training_file_and_output_in_the_working_directory(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_lie_beside_the_training_file_and_output_in_the_working_directory(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = write_config(tmp_path / "configs", model, output={"path": "exits/mine"})
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     loaded = load_training(config)
-    assert loaded.data.prompts[0].path == tmp_path / "configs" / "prompts.jsonl" and loaded.output.path == Path("exits/mine")
+    assert loaded.data.prompts[
+        0
+    ].path == tmp_path / "configs" / "prompts.jsonl" and loaded.output.path == Path("exits/mine")
 
 
 def test_the_example_of_the_docs_is_a_valid_training_file() -> None:
@@ -338,7 +473,9 @@ def test_the_example_of_the_docs_is_a_valid_training_file() -> None:
 
 
 def test_the_report_counts_what_this_run_did(tmp_path: Path, model: Path, trained: Path) -> None:
-    config = load_training(write_config(tmp_path, model), [f"output.path={tmp_path / 'new'}", f"output.work={trained / 'work'}"])
+    config = load_training(
+        write_config(tmp_path, model), [f"output.path={tmp_path / 'new'}", f"output.work={trained / 'work'}"]
+    )
     report = run_training(config, progress=False)
     about = ExitsFile(tmp_path / "new").about
     assert report is not None and report.path == tmp_path / "new" and report.outcome.steps_run == 6

@@ -1,11 +1,20 @@
 """LayerSkip's schedules: the paper's formulas, worked out by hand for four layers."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
 
-from ee_models.training.curriculum import Curriculum, LayerSkipSettings, dropout_rates, dropout_scale, exit_loss_scales, exit_weights, layers_on
+from ee_models.training.curriculum import (
+    Curriculum,
+    LayerSkipSettings,
+    dropout_rates,
+    dropout_scale,
+    exit_loss_scales,
+    exit_weights,
+    layers_on,
+)
 
 close = pytest.approx
 
@@ -18,7 +27,9 @@ def test_layer_dropout_rises_exponentially_to_its_maximum_at_the_last_layer() ->
 
 
 def test_dropout_of_a_model_from_scratch_rises_over_the_run() -> None:
-    assert [dropout_scale("exponential", step, 5) for step in range(5)] == close([0.0, 0.1892071, 0.4142136, 0.6817928, 1.0], abs=1e-7)
+    assert [dropout_scale("exponential", step, 5) for step in range(5)] == close(
+        [0.0, 0.1892071, 0.4142136, 0.6817928, 1.0], abs=1e-7
+    )
     assert [dropout_scale("constant", step, 5) for step in range(5)] == [1.0] * 5
 
 
@@ -59,7 +70,15 @@ def test_the_rotational_curriculum_shifts_by_one_layer_each_step() -> None:
 
 def test_the_gradual_curriculum_goes_down_one_layer_per_share_of_the_steps() -> None:
     # Every 16 / (2 * 4) = 2 steps.
-    assert steps("gradual", 4, 8, 16) == [[3], [3], [2, 3], [2, 3], [1, 2, 3], [1, 2, 3], *[[0, 1, 2, 3]] * 10]
+    assert steps("gradual", 4, 8, 16) == [
+        [3],
+        [3],
+        [2, 3],
+        [2, 3],
+        [1, 2, 3],
+        [1, 2, 3],
+        *[[0, 1, 2, 3]] * 10,
+    ]
     assert steps("gradual", 4, 8, 3) == [[3], [1, 2, 3], [0, 1, 2, 3]]  # every 3/8 steps
     assert steps("gradual", 2, 8, 6) == [[1], [1], *[[0, 1]] * 4]  # every 1.5 steps
 
@@ -79,7 +98,9 @@ def test_one_layer_and_one_step_are_no_special_case_for_callers() -> None:
 
 
 def test_settings_are_put_together_as_the_recipe_says() -> None:
-    settings = LayerSkipSettings(dropout_max=0.1, exit_loss_scale=0.2, rotation=2, dropout_schedule="exponential")
+    settings = LayerSkipSettings(
+        dropout_max=0.1, exit_loss_scale=0.2, rotation=2, dropout_schedule="exponential"
+    )
     assert settings.dropout_rates(4, 2, 5) == close([0.0, 0.0107662, 0.0243310, 0.0414214], abs=1e-7)
     assert settings.exit_weights(4, 1, 5) == close({1: 0.0526316, 3: 0.9473684}, abs=1e-7)
 
@@ -92,7 +113,11 @@ def test_settings_are_put_together_as_the_recipe_says() -> None:
         ("exit_loss_scale", -0.1, "exit_loss_scale is -0.1; it must be between 0 and 1"),
         ("curriculum", "spiral", "curriculum is 'spiral'; it must be one of rotational, gradual, all"),
         ("rotation", 0, "rotation is 0; it must be at least 1"),
-        ("dropout_schedule", "linear", "dropout_schedule is 'linear'; it must be one of constant, exponential"),
+        (
+            "dropout_schedule",
+            "linear",
+            "dropout_schedule is 'linear'; it must be one of constant, exponential",
+        ),
         ("batch_size", 0, "batch_size is 0; it must be at least 1"),
         ("lora_rank", 0, "lora_rank is 0; it must be at least 1, or None to train all weights"),
         ("lora_alpha", 0, "lora_alpha is 0; it must be at least 1"),

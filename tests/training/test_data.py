@@ -1,4 +1,6 @@
-"""The data of training: prompts read or written by the model, its own answers, and rows that cannot be used."""
+"""The data of training: prompts read or written by the model, its own answers, and rows that cannot be
+used."""
+
 from __future__ import annotations
 
 import json
@@ -24,7 +26,12 @@ USER = {"role": "user", "content": "What?"}
 
 
 def answered(number: int) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": f"answer {number}"}]}
+    return {
+        "messages": [
+            {"role": "user", "content": f"question {number}"},
+            {"role": "assistant", "content": f"answer {number}"},
+        ]
+    }
 
 
 GOOD = [answered(1), answered(2)]
@@ -52,7 +59,9 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write(path: Path, lines: list[Any]) -> Path:
     """Objects as JSON, bytes as they are."""
-    path.write_bytes(b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines))
+    path.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
     return path
 
 
@@ -63,7 +72,13 @@ def make_config(model: Path, folder: Path, prompts: Any, **data: Any) -> TrainCo
     values = {"prompts": prompts, "max_tokens": 12, "max_length": MAX_LENGTH, "held_out": 1} | data
     return build(
         TrainConfig,
-        {"model": str(model), "engine": {"max_num_seqs": 4}, "data": values, "adapters": {"exits": [{"layer": 1}]}, "loop": {"num_steps": 1}}
+        {
+            "model": str(model),
+            "engine": {"max_num_seqs": 4},
+            "data": values,
+            "adapters": {"exits": [{"layer": 1}]},
+            "loop": {"num_steps": 1},
+        }
         | {"output": {"path": str(folder / "out")}},
     )
 
@@ -75,7 +90,10 @@ def examples_of(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokenize
 
 def texts(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """(prompt, response) of each."""
-    return [(tokenizer.decode(e.token_ids[: e.prompt_len]), tokenizer.decode(e.token_ids[e.prompt_len :])) for e in examples]
+    return [
+        (tokenizer.decode(e.token_ids[: e.prompt_len]), tokenizer.decode(e.token_ids[e.prompt_len :]))
+        for e in examples
+    ]
 
 
 def chat(content: str) -> str:
@@ -88,24 +106,40 @@ BAD: dict[str, tuple[Any, str]] = {
     "not JSON": (b'{"prompt": "x"', "not valid JSON: "),
     "not UTF-8": (b'{"prompt": "\xff"}', "not valid JSON: "),
     "no object": ([1, 2], "needs a non-empty string in field 'prompt' (or `messages`); it has: list"),
-    "no such field": ({"promt": "x", "id": 3}, "needs a non-empty string in field 'prompt' (or `messages`); it has: promt, id"),
+    "no such field": (
+        {"promt": "x", "id": 3},
+        "needs a non-empty string in field 'prompt' (or `messages`); it has: promt, id",
+    ),
     "no string": ({"prompt": 5}, "needs a non-empty string in field 'prompt'"),
     "empty": ({"prompt": " \n"}, "needs a non-empty string in field 'prompt'"),
     "messages are text": ({"messages": "hello"}, "messages: "),
     "messages are nothing": ({"messages": None}, "messages: "),
     "no messages": ({"messages": []}, "the last message is empty"),
-    "a message without content": ({"messages": [{"role": "user"}]}, "messages: messages.content: required, but not given"),
-    "a message with more": ({"messages": [{**USER, "name": "x"}]}, "messages: messages.name: unknown setting"),
+    "a message without content": (
+        {"messages": [{"role": "user"}]},
+        "messages: messages.content: required, but not given",
+    ),
+    "a message with more": (
+        {"messages": [{**USER, "name": "x"}]},
+        "messages: messages.name: unknown setting",
+    ),
     "a message that is text": ({"messages": ["hello"]}, "messages: messages: expected a mapping"),
     "an empty question": ({"messages": [{"role": "user", "content": " "}]}, "the last message is empty"),
-    "an empty response": ({"messages": [USER, {"role": "assistant", "content": " "}]}, "the response is empty"),
+    "an empty response": (
+        {"messages": [USER, {"role": "assistant", "content": " "}]},
+        "the response is empty",
+    ),
 }
 
 
 @pytest.mark.usefixtures("no_model")
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_row_is_named_by_file_and_line_and_left_out_or_ends_the_run(
-    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str], what: str
+    tmp_path: Path,
+    model: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    capsys: pytest.CaptureFixture[str],
+    what: str,
 ) -> None:
     row, words = BAD[what]
     lines = [GOOD[0], b"", row, GOOD[1]]
@@ -130,7 +164,10 @@ def test_a_row_that_is_too_long_is_left_out_with_its_length(
     fits = {"messages": [USER, {"role": "assistant", "content": "x" * (MAX_LENGTH - prompt_len - 1)}]}
     examples = examples_of(make_config(model, tmp_path, [*GOOD, LONG, fits]), tmp_path, tokenizer)
     assert len(examples) == 3 and max(len(example.token_ids) for example in examples) == MAX_LENGTH
-    words = f"{prompt_len} tokens of prompt and {MAX_LENGTH + 1} of response are over data.max_length={MAX_LENGTH}"
+    words = (
+        f"{prompt_len} tokens of prompt and {MAX_LENGTH + 1} of response are over"
+        f" data.max_length={MAX_LENGTH}"
+    )
     assert words in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"{words}; mend the row, or set data.on_bad_row=skip"):
         examples_of(make_config(model, tmp_path, [*GOOD, LONG], on_bad_row="stop"), tmp_path, tokenizer)
@@ -147,64 +184,116 @@ def test_a_row_that_is_too_long_is_named_by_file_and_line(
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_left_out(
     tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    examples = examples_of(make_config(model, tmp_path, [*GOOD, {"prompt": "y" * MAX_LENGTH}, {"prompt": "short"}]), tmp_path, tokenizer)
+    examples = examples_of(
+        make_config(model, tmp_path, [*GOOD, {"prompt": "y" * MAX_LENGTH}, {"prompt": "short"}]),
+        tmp_path,
+        tokenizer,
+    )
     assert len(examples) == 3
     assert f"max_model_len={MAX_LENGTH} must hold it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("row", [{"prompt": "\ud800"}, b"[" * 100_000], ids=["half a surrogate pair", "nested without end"])
-def test_a_row_that_python_chokes_on_is_a_bad_row(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, row: Any) -> None:
+@pytest.mark.parametrize(
+    "row", [{"prompt": "\ud800"}, b"[" * 100_000], ids=["half a surrogate pair", "nested without end"]
+)
+def test_a_row_that_python_chokes_on_is_a_bad_row(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, row: Any
+) -> None:
     assert len(examples_of(make_config(model, tmp_path, [*GOOD, row]), tmp_path, tokenizer)) == 2
 
 
-def test_a_conversation_that_the_template_refuses_is_a_bad_row(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    refused = {"messages": [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": "yes"}]}
+def test_a_conversation_that_the_template_refuses_is_a_bad_row(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    refused = {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            USER,
+            {"role": "assistant", "content": "yes"},
+        ]
+    }
     template = tokenizer.chat_template
     try:
-        tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + str(template)
+        tokenizer.chat_template = (
+            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+            + str(template)
+        )
         assert len(examples_of(make_config(model, tmp_path, [*GOOD, refused]), tmp_path, tokenizer)) == 2
     finally:
         tokenizer.chat_template = template
 
 
 @pytest.mark.usefixtures("no_model")
-def test_too_few_usable_rows_are_an_error(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(ConfigError, match=r"data: 2 usable examples, of which data.held_out=2 are held out; give more prompts"):
+def test_too_few_usable_rows_are_an_error(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"data: 2 usable examples, of which data.held_out=2 are held out; give more prompts",
+    ):
         examples_of(make_config(model, tmp_path, [*GOOD, b"{"], held_out=2), tmp_path, tokenizer)
-    with pytest.raises(ConfigError, match=r"data.prompts: cannot read .*nowhere.jsonl: No such file or directory; mend the path, or leave this source out"):
-        examples_of(make_config(model, tmp_path, [{"path": str(tmp_path / "nowhere.jsonl")}]), tmp_path, tokenizer)
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"data.prompts: cannot read .*nowhere.jsonl: No such file or directory; mend the path, or leave"
+            r" this source out"
+        ),
+    ):
+        examples_of(
+            make_config(model, tmp_path, [{"path": str(tmp_path / "nowhere.jsonl")}]), tmp_path, tokenizer
+        )
 
 
 # ---- rows that can ----
 
 
 @pytest.mark.usefixtures("no_model")
-def test_given_responses_are_used_as_they_are(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    conversation = [USER, {"role": "assistant", "content": "This."}, {"role": "user", "content": "And?"}, {"role": "assistant", "content": " That.\n"}]
-    examples = examples_of(make_config(model, tmp_path, [{"messages": conversation}, GOOD[0]]), tmp_path, tokenizer)
+def test_given_responses_are_used_as_they_are(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    conversation = [
+        USER,
+        {"role": "assistant", "content": "This."},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": " That.\n"},
+    ]
+    examples = examples_of(
+        make_config(model, tmp_path, [{"messages": conversation}, GOOD[0]]), tmp_path, tokenizer
+    )
     whole = "<|role|>user\nWhat?</s><|role|>assistant\nThis.</s><|role|>user\nAnd?</s><|role|>assistant\n"
     assert (whole, " That.\n</s>") in texts(examples, tokenizer)
     assert all(example.token_ids[-1] == EOS_ID for example in examples)
 
 
 @pytest.mark.usefixtures("no_model")
-def test_sources_are_taken_together_up_to_their_limits_and_shuffled_by_the_seed(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_sources_are_taken_together_up_to_their_limits_and_shuffled_by_the_seed(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     one = write(tmp_path / "one.jsonl", [answered(number) for number in range(10)])
     two = write(tmp_path / "two.jsonl", [b"\xef\xbb\xbf" + json.dumps(answered(10)).encode(), answered(11)])
     sources = [{"path": str(one), "limit": 6}, {"path": str(two)}]
 
     def questions(seed: int) -> list[int]:
         config = make_config(model, tmp_path, sources).model_copy(update={"seed": seed})
-        return [int(prompt.removeprefix("<|role|>user\nquestion ").split("<")[0]) for prompt, _ in texts(examples_of(config, tmp_path, tokenizer), tokenizer)]
+        return [
+            int(prompt.removeprefix("<|role|>user\nquestion ").split("<")[0])
+            for prompt, _ in texts(examples_of(config, tmp_path, tokenizer), tokenizer)
+        ]
 
     assert sorted(questions(0)) == [*range(6), 10, 11] != questions(0)
     assert questions(0) == questions(0) != questions(1)
 
 
-def test_answers_are_the_models_own_by_turns_of_temperature(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    lines = [{"question": f"tell {number}", "prompt": "no"} for number in range(5)] + [{**GOOD[0], "question": "no"}]
+def test_answers_are_the_models_own_by_turns_of_temperature(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    lines = [{"question": f"tell {number}", "prompt": "no"} for number in range(5)] + [
+        {**GOOD[0], "question": "no"}
+    ]
     source = write(tmp_path / "questions.jsonl", lines)
-    config = make_config(model, tmp_path, [{"path": str(source), "field": "question"}], temperatures=[0.0, 0.9])
+    config = make_config(
+        model, tmp_path, [{"path": str(source), "field": "question"}], temperatures=[0.0, 0.9]
+    )
     examples = examples_of(config, tmp_path, tokenizer)
     llm = LLM(str(model), max_model_len=MAX_LENGTH)
     num_greedy = num_sampled = 0
@@ -213,7 +302,11 @@ def test_answers_are_the_models_own_by_turns_of_temperature(tmp_path: Path, mode
             assert response == "answer 1</s>"
             continue
         assert prompt.startswith("<|role|>user\ntell ")
-        greedy = llm.generate({"prompt_token_ids": example.token_ids[: example.prompt_len]}, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)
+        greedy = llm.generate(
+            {"prompt_token_ids": example.token_ids[: example.prompt_len]},
+            SamplingParams(temperature=0.0, max_tokens=12),
+            use_tqdm=False,
+        )
         if greedy[0].outputs[0].token_ids == example.token_ids[example.prompt_len :]:
             num_greedy += 1
         else:
@@ -221,24 +314,40 @@ def test_answers_are_the_models_own_by_turns_of_temperature(tmp_path: Path, mode
     assert (num_greedy, num_sampled) == (3, 2)
 
 
-OPENINGS = [{"opening": "Tell me ", "count": 3, "max_tokens": 20}, {"opening": "", "count": 4, "max_tokens": 20}]
+OPENINGS = [
+    {"opening": "Tell me ", "count": 3, "max_tokens": 20},
+    {"opening": "", "count": 4, "max_tokens": 20},
+]
 
 
-def test_prompts_are_written_by_the_model_and_begin_as_asked(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_prompts_are_written_by_the_model_and_begin_as_asked(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     examples = examples_of(make_config(model, tmp_path, OPENINGS), tmp_path, tokenizer)
     prompts = [prompt for prompt, _ in texts(examples, tokenizer)]
-    assert all(prompt.startswith("<|role|>user\n") and prompt.endswith("</s><|role|>assistant\n") for prompt in prompts)
-    assert len(set(prompts)) == len(prompts) and 2 <= sum(prompt.startswith("<|role|>user\nTell me ") for prompt in prompts) <= 3
+    assert all(
+        prompt.startswith("<|role|>user\n") and prompt.endswith("</s><|role|>assistant\n")
+        for prompt in prompts
+    )
+    assert (
+        len(set(prompts)) == len(prompts)
+        and 2 <= sum(prompt.startswith("<|role|>user\nTell me ") for prompt in prompts) <= 3
+    )
     written = [json.loads(line) for line in (tmp_path / "work" / "written.jsonl").read_text().splitlines()]
     assert len(written) == 7 and len({row["outputs"][0]["text"] for row in written}) == 7
-    asked = [json.loads(line)["prompt_token_ids"] for line in (tmp_path / "work" / "written.in.jsonl").read_text().splitlines()]
+    asked = [
+        json.loads(line)["prompt_token_ids"]
+        for line in (tmp_path / "work" / "written.in.jsonl").read_text().splitlines()
+    ]
     assert [tokenizer.decode(ids) for ids in asked] == ["<|role|>user\nTell me"] * 3 + ["<|role|>user\n"] * 4
 
 
 def written_as(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The model writes these, and is never asked for an answer."""
 
-    def generate(config: Any, source: Any, target: Any, rows: list[dict[str, Any]], *_: Any) -> Iterator[dict[str, Any]]:
+    def generate(
+        config: Any, source: Any, target: Any, rows: list[dict[str, Any]], *_: Any
+    ) -> Iterator[dict[str, Any]]:
         for row, text in zip(rows, texts, strict=True):
             yield {**row, "error": None, "outputs": [{"text": text, "token_ids": [1, 2, 3]}]}
 
@@ -256,17 +365,29 @@ def written_as(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_opening_stands_as_given_and_what_follows_is_joined_by_one_space(
-    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, opening: str, text: str, prompt: str
+    tmp_path: Path,
+    model: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    opening: str,
+    text: str,
+    prompt: str,
 ) -> None:
     written_as([text], monkeypatch)
     config = make_config(model, tmp_path, [{"opening": opening, "count": 1}])
-    assert [written.messages for written in data_module._written(config, tmp_path, tokenizer, False)] == [[{"role": "user", "content": prompt}]]
+    assert [written.messages for written in data_module._written(config, tmp_path, tokenizer, False)] == [
+        [{"role": "user", "content": prompt}]
+    ]
 
 
-def test_what_is_short_or_repeated_is_no_prompt(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_short_or_repeated_is_no_prompt(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written_as([" about the sea", " about the sea", " it", " about the sky"], monkeypatch)
     config = make_config(model, tmp_path, [{"opening": "Tell me ", "count": 4}])
-    found = [written.messages[0]["content"] for written in data_module._written(config, tmp_path, tokenizer, False)]
+    found = [
+        written.messages[0]["content"] for written in data_module._written(config, tmp_path, tokenizer, False)
+    ]
     assert found == ["Tell me about the sea", "Tell me about the sky"]
 
 
@@ -274,7 +395,11 @@ def test_what_is_short_or_repeated_is_no_prompt(tmp_path: Path, model: Path, tok
 
 
 def test_a_second_run_generates_nothing_again(
-    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    tmp_path: Path,
+    model: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     sources = [*OPENINGS, {"path": str(write(tmp_path / "in.jsonl", [*GOOD, {"prompt": "hello"}]))}]
     first = examples_of(make_config(model, tmp_path, sources), tmp_path, tokenizer)
@@ -287,12 +412,19 @@ def test_a_second_run_generates_nothing_again(
 
 @pytest.mark.parametrize("killed_at", [3, 30, 60])
 def test_a_killed_run_goes_on_row_by_row_and_ends_the_same(
-    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, killed_at: int
+    tmp_path: Path,
+    model: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    killed_at: int,
 ) -> None:
     class Killed(BaseException):
         pass
 
-    sources = [*OPENINGS, {"path": str(write(tmp_path / "in.jsonl", [{"prompt": f"hello {number}"} for number in range(6)]))}]
+    sources = [
+        *OPENINGS,
+        {"path": str(write(tmp_path / "in.jsonl", [{"prompt": f"hello {number}"} for number in range(6)]))},
+    ]
     config = make_config(model, tmp_path, sources)
     step, count = LLM.step, [0]
 
@@ -308,13 +440,27 @@ def test_a_killed_run_goes_on_row_by_row_and_ends_the_same(
             examples_of(config, tmp_path, tokenizer)
     done = {path: path.read_bytes() for path in (tmp_path / "work").iterdir()}
     resumed = examples_of(config, tmp_path, tokenizer)
-    assert all(path.read_bytes().startswith(content) for path, content in done.items()), "rows that were done were not kept"
-    assert any(path.name in ("written.jsonl", "answers.jsonl") and content for path, content in done.items()) == (killed_at > 3)
+    assert all(path.read_bytes().startswith(content) for path, content in done.items()), (
+        "rows that were done were not kept"
+    )
+    assert any(
+        path.name in ("written.jsonl", "answers.jsonl") and content for path, content in done.items()
+    ) == (killed_at > 3)
     (tmp_path / "whole").mkdir()
     assert resumed == examples_of(config, tmp_path / "whole", tokenizer)
 
 
-def test_answers_of_other_prompts_are_refused(tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    examples_of(make_config(model, tmp_path, [{"prompt": f"hello {number}"} for number in range(3)]), tmp_path, tokenizer)
+def test_answers_of_other_prompts_are_refused(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    examples_of(
+        make_config(model, tmp_path, [{"prompt": f"hello {number}"} for number in range(3)]),
+        tmp_path,
+        tokenizer,
+    )
     with pytest.raises(ConfigError, match=r"answers.jsonl holds what other prompts or settings gave"):
-        examples_of(make_config(model, tmp_path, [{"prompt": f"goodbye {number}"} for number in range(3)]), tmp_path, tokenizer)
+        examples_of(
+            make_config(model, tmp_path, [{"prompt": f"goodbye {number}"} for number in range(3)]),
+            tmp_path,
+            tokenizer,
+        )

@@ -1,4 +1,6 @@
-"""The LayerSkip recipe: what is dropped, what is learnt from, and that what comes out is a checkpoint like any other."""
+"""The LayerSkip recipe: what is dropped, what is learnt from, and that what comes out is a checkpoint like
+any other."""
+
 from __future__ import annotations
 
 import json
@@ -18,7 +20,15 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.errors import CheckpointError, TrainingError
 from ee_models.training.examples import Example
-from ee_models.training.layerskip import Batch, ExitLoss, LayerSkipSettings, LayerSkipTask, _watched, collate, load_trainable
+from ee_models.training.layerskip import (
+    Batch,
+    ExitLoss,
+    LayerSkipSettings,
+    LayerSkipTask,
+    _watched,
+    collate,
+    load_trainable,
+)
 from ee_models.training.loop import LoopSettings, train
 from tests.helpers.tiny import TINY_VOCAB, tiny_checkpoint, tiny_model, tiny_tokenizer
 
@@ -37,17 +47,25 @@ def make_examples(count: int = 8, seed: int = 0) -> list[Example]:
     """Of 5 to 11 tokens, 0 to 3 of them prompt."""
     generator = torch.Generator().manual_seed(seed)
     lens = [5 + index % 7 for index in range(count)]
-    return [Example(torch.randint(TINY_VOCAB, (n,), generator=generator).tolist(), index % 4) for index, n in enumerate(lens)]
+    return [
+        Example(torch.randint(TINY_VOCAB, (n,), generator=generator).tolist(), index % 4)
+        for index, n in enumerate(lens)
+    ]
 
 
 def make_task(settings: LayerSkipSettings = BUSY, family: str = "llama", **fields: Any) -> LayerSkipTask:
-    return LayerSkipTask(small_model(family), make_examples(), make_examples(5, seed=1), settings, num_steps=5, **fields)
+    return LayerSkipTask(
+        small_model(family), make_examples(), make_examples(5, seed=1), settings, num_steps=5, **fields
+    )
 
 
 def hidden_states(model: PreTrainedModel, example: Example) -> list[torch.Tensor]:
     """Of transformers: after 0, 1, .. layers [tokens, hidden]; its last one is normed."""
     with torch.no_grad():
-        return [hidden[0] for hidden in model(torch.tensor([example.token_ids]), output_hidden_states=True).hidden_states]
+        return [
+            hidden[0]
+            for hidden in model(torch.tensor([example.token_ids]), output_hidden_states=True).hidden_states
+        ]
 
 
 @pytest.mark.parametrize("family", ["llama", "smollm2", "mistral", "qwen2", "qwen3"])
@@ -57,7 +75,9 @@ def test_the_last_exits_loss_is_the_models_own(family: str) -> None:
     batch = replace(collate(examples, CPU), weights=ONLY_LAST)
     labels = torch.full(batch.token_ids.shape, -100)
     for row, example in enumerate(examples):
-        labels[row, example.prompt_len : len(example.token_ids)] = torch.tensor(example.token_ids[example.prompt_len :])
+        labels[row, example.prompt_len : len(example.token_ids)] = torch.tensor(
+            example.token_ids[example.prompt_len :]
+        )
     with torch.no_grad():
         loss, values = ExitLoss(model)(batch)
         expected = model(batch.token_ids, attention_mask=batch.attention_mask, labels=labels).loss
@@ -80,7 +100,9 @@ def test_an_exits_loss_is_that_of_its_hidden_state_through_the_models_norm_and_h
                 hidden = hidden_states(model, example)[layer + 1]
                 logits = model.lm_head(hidden if layer == LAYERS - 1 else model.model.norm(hidden))
                 sums[layer] = sums[layer] + F.cross_entropy(logits[first - 1 : -1], targets, reduction="sum")
-    torch.testing.assert_close(loss, torch.stack([weight * sums[layer] / count for layer, weight in weights.items()]).sum())
+    torch.testing.assert_close(
+        loss, torch.stack([weight * sums[layer] / count for layer, weight in weights.items()]).sum()
+    )
     torch.testing.assert_close(values["exits_loss"], (sums[0] + sums[2]) / (2 * count))
 
 
@@ -133,7 +155,9 @@ def test_rows_pass_by_the_layers_that_are_dropped_for_them_and_no_others() -> No
     del model.model.layers[2]
     model.config.num_hidden_layers -= 1
     with torch.no_grad():
-        found = ExitLoss(model).hidden_after([2], replace(batch, places=torch.arange(batch.token_ids.numel())))
+        found = ExitLoss(model).hidden_after(
+            [2], replace(batch, places=torch.arange(batch.token_ids.numel()))
+        )
     torch.testing.assert_close(dropped[3][1], found[2].unflatten(0, batch.token_ids.shape)[1])
 
 
@@ -194,8 +218,12 @@ def test_processes_share_a_batch() -> None:
     task = make_task()
     whole = task.batch(2, 0, 1, CPU)
     parts = [task.batch(2, rank, 2, CPU) for rank in (0, 1)]
-    assert sorted(whole.targets.tolist()) == sorted(token for part in parts for token in part.targets.tolist())
-    with pytest.raises(TrainingError, match="batch_size is 3; it must be at least the number of processes, 4"):
+    assert sorted(whole.targets.tolist()) == sorted(
+        token for part in parts for token in part.targets.tolist()
+    )
+    with pytest.raises(
+        TrainingError, match="batch_size is 3; it must be at least the number of processes, 4"
+    ):
         task.batch(2, 3, 4, CPU)
 
 
@@ -206,7 +234,9 @@ def run(task: LayerSkipTask, folder: Path, resume: bool = False) -> dict[str, fl
 
 
 @pytest.mark.parametrize("lora_rank", [None, 3])
-def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora_rank: int | None) -> None:
+def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora_rank: int | None
+) -> None:
     settings = replace(BUSY, lora_rank=lora_rank)
     whole = make_task(settings)
     started = {name: parameter.clone() for name, parameter in whole.module.named_parameters()}
@@ -229,7 +259,9 @@ def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(tmp_path: Path, m
     weights = dict(resumed.module.named_parameters())
     for name, parameter in whole.module.named_parameters():
         assert torch.equal(parameter, weights[name]), name
-        assert torch.equal(parameter, started[name]) != parameter.requires_grad, f"{name} was not trained, or was not frozen"
+        assert torch.equal(parameter, started[name]) != parameter.requires_grad, (
+            f"{name} was not trained, or was not frozen"
+        )
 
 
 def test_evaluation_is_what_transformers_says_of_each_exit() -> None:
@@ -242,16 +274,31 @@ def test_evaluation_is_what_transformers_says_of_each_exit() -> None:
         first = max(1, example.prompt_len)
         targets = torch.tensor(example.token_ids[first:])
         states = hidden_states(model, example)
-        logits = [model.lm_head(hidden)[first - 1 : -1] for hidden in (model.model.norm(states[1]), model.model.norm(states[3]), states[4])]
-        sums = [total + float(F.cross_entropy(one, targets, reduction="sum")) for total, one in zip(sums, logits, strict=True)]
-        agreed = [total + int((one.argmax(-1) == logits[2].argmax(-1)).sum()) for total, one in zip(agreed, logits[:2], strict=True)]
+        logits = [
+            model.lm_head(hidden)[first - 1 : -1]
+            for hidden in (model.model.norm(states[1]), model.model.norm(states[3]), states[4])
+        ]
+        sums = [
+            total + float(F.cross_entropy(one, targets, reduction="sum"))
+            for total, one in zip(sums, logits, strict=True)
+        ]
+        agreed = [
+            total + int((one.argmax(-1) == logits[2].argmax(-1)).sum())
+            for total, one in zip(agreed, logits[:2], strict=True)
+        ]
         count += len(targets)
-    assert metrics == pytest.approx({
-        "last_loss": sums[2] / count,
-        "exit_1_loss": sums[0] / count, "exit_1_agreement": agreed[0] / count,
-        "exit_3_loss": sums[1] / count, "exit_3_agreement": agreed[1] / count,
-    })  # fmt: skip
-    assert sorted(make_task().evaluate(CPU)) == sorted(["last_loss", *(f"exit_{n}_{what}" for n in (1, 2, 3) for what in ("loss", "agreement"))])
+    assert metrics == pytest.approx(
+        {
+            "last_loss": sums[2] / count,
+            "exit_1_loss": sums[0] / count,
+            "exit_1_agreement": agreed[0] / count,
+            "exit_3_loss": sums[1] / count,
+            "exit_3_agreement": agreed[1] / count,
+        }
+    )
+    assert sorted(make_task().evaluate(CPU)) == sorted(
+        ["last_loss", *(f"exit_{n}_{what}" for n in (1, 2, 3) for what in ("loss", "agreement"))]
+    )
 
 
 def exit_logits(folder: Path, tokens: list[int]) -> list[torch.Tensor]:
@@ -260,7 +307,14 @@ def exit_logits(folder: Path, tokens: list[int]) -> list[torch.Tensor]:
     config = decoder.config
     table, positions = torch.arange(4).unsqueeze(0), torch.arange(len(tokens))
     kv = PagedKV(config.num_layers, 4, 16, config.num_kv_heads, config.head_dim, decoder.dtype, CPU)
-    view = BatchView(positions, slots_of(table, positions.unsqueeze(0), 16)[0], table, torch.tensor([0, len(tokens)]), len(tokens), len(tokens))
+    view = BatchView(
+        positions,
+        slots_of(table, positions.unsqueeze(0), 16)[0],
+        table,
+        torch.tensor([0, len(tokens)]),
+        len(tokens),
+        len(tokens),
+    )
     with torch.inference_mode():
         hidden, logits = decoder.embed(torch.tensor(tokens)), []
         for layer in range(config.num_layers):
@@ -275,12 +329,16 @@ def test_what_is_saved_decodes_as_it_was_trained(tmp_path: Path, family: str, lo
     task = make_task(replace(BUSY, lora_rank=lora_rank), family)
     run(task, tmp_path / "run")
     model, example = task.module.model, make_examples()[6]
-    model.config.quantization_config = {"quant_method": "gguf"}  # of a model that was unpacked from such a file
+    model.config.quantization_config = {
+        "quant_method": "gguf"
+    }  # of a model that was unpacked from such a file
     tied = model.config.tie_word_embeddings
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     before = [parameter.clone() for parameter in model.parameters()]
     task.save(tmp_path / "model", tokenizer=tiny_tokenizer(tmp_path / "tokenizer"))
-    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True)), "saving changed the model"
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True)), (
+        "saving changed the model"
+    )
 
     states = hidden_states(model, example)
     expected = [task.module.logits(hidden) for hidden in states[1:-1]] + [model.lm_head(states[-1])]
@@ -291,7 +349,11 @@ def test_what_is_saved_decodes_as_it_was_trained(tmp_path: Path, family: str, lo
     assert reloaded.config.tie_word_embeddings == tied
     torch.testing.assert_close(hidden_states(reloaded, example)[-1], states[-1], atol=1e-5, rtol=1e-5)
     assert (tmp_path / "model" / "tokenizer.json").is_file()
-    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir() if path.suffix in (".json", ".safetensors")}
+    modes = {
+        path.stat().st_mode
+        for path in (tmp_path / "model").iterdir()
+        if path.suffix in (".json", ".safetensors")
+    }
     assert len(modes) == 1, "who may read the config may read the weights"
     assert "quantization_config" not in json.loads((tmp_path / "model" / "config.json").read_text())
 
@@ -301,9 +363,12 @@ def test_lora_starts_as_the_model_itself_and_leaves_norms_embeddings_and_head_al
     names = [name for name, parameter in task.module.named_parameters() if parameter.requires_grad]
     projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert sorted(names) == sorted(
-        f"model.model.layers.{layer}.{'self_attn' if projection[0] in 'qkvo' else 'mlp'}.{projection}.lora_{part}.default.weight"
-        for layer in range(LAYERS) for projection in projections for part in "AB"
-    )  # fmt: skip
+        f"model.model.layers.{layer}.{'self_attn' if projection[0] in 'qkvo' else 'mlp'}"
+        f".{projection}.lora_{part}.default.weight"
+        for layer in range(LAYERS)
+        for projection in projections
+        for part in "AB"
+    )
     assert sum(len(group) for group in task.parameter_groups()) == len(names)
     batch = replace(collate(make_examples(), CPU), weights={1: 0.5, 3: 0.5})
     assert torch.equal(task.module(batch)[0], ExitLoss(small_model())(batch)[0])
@@ -318,7 +383,9 @@ def test_a_checkpoint_can_be_stored_in_another_type(tmp_path: Path) -> None:
     assert load_trainable(tmp_path / "model").dtype == torch.float32
 
 
-def test_saving_replaces_a_checkpoint_as_a_whole_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_replaces_a_checkpoint_as_a_whole_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task, folder = make_task(), tmp_path / "model"
     task.save(folder)
     (folder / "left over").touch()
@@ -357,13 +424,20 @@ def test_a_model_is_loaded_for_training_only_if_it_can_be_decoded_afterwards(tmp
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
-    def make(examples: list[Example], held_out: list[Example] = [], model: PreTrainedModel | None = None, **others: Any) -> None:  # noqa: B006
+    def make(
+        examples: list[Example],
+        held_out: tuple[Example, ...] | list[Example] = (),
+        model: PreTrainedModel | None = None,
+        **others: Any,
+    ) -> None:
         LayerSkipTask(model or small_model(), examples, held_out, BUSY, num_steps=5, **others)
 
     good = make_examples()
     with pytest.raises(TrainingError, match="there are no examples to train on"):
         make([])
-    with pytest.raises(TrainingError, match="training example 1 has 3 tokens, 3 of them prompt: none is left to predict"):
+    with pytest.raises(
+        TrainingError, match="training example 1 has 3 tokens, 3 of them prompt: none is left to predict"
+    ):
         make([good[0], Example([1, 2, 3], 3)])
     with pytest.raises(TrainingError, match="held-out example 0 has 1 tokens, 0 of them prompt"):
         make(good, [Example([1], 0)])
@@ -376,7 +450,9 @@ def test_what_cannot_be_trained_is_refused() -> None:
 
 
 def test_lora_trains_in_float32_beside_frozen_weights_of_any_type() -> None:
-    task = LayerSkipTask(small_model().bfloat16(), make_examples(), [], replace(BUSY, lora_rank=2), num_steps=5)
+    task = LayerSkipTask(
+        small_model().bfloat16(), make_examples(), [], replace(BUSY, lora_rank=2), num_steps=5
+    )
     assert {parameter.dtype for group in task.parameter_groups() for parameter in group} == {torch.float32}
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = task.module(task.batch(0, 0, 1, CPU))
@@ -389,12 +465,17 @@ NUM_SYMBOLS = 24
 
 
 def make_language(num_texts: int, length: int, seed: int) -> list[Example]:
-    """Texts in which the last two symbols tell the next, with probability 0.8, or the two next likely ones: at best 0.64 nats a symbol."""
-    table = torch.rand(NUM_SYMBOLS, NUM_SYMBOLS, NUM_SYMBOLS, generator=torch.Generator().manual_seed(7)).argsort(-1)
+    """Texts in which the last two symbols tell the next, with probability 0.8, or the two next likely ones:
+    at best 0.64 nats a symbol."""
+    table = torch.rand(
+        NUM_SYMBOLS, NUM_SYMBOLS, NUM_SYMBOLS, generator=torch.Generator().manual_seed(7)
+    ).argsort(-1)
     generator = torch.Generator().manual_seed(seed)
     texts = torch.randint(NUM_SYMBOLS, (num_texts, 2), generator=generator)
     for _ in range(length - 2):
-        choice = torch.multinomial(torch.tensor([0.8, 0.1, 0.1]), num_texts, replacement=True, generator=generator)
+        choice = torch.multinomial(
+            torch.tensor([0.8, 0.1, 0.1]), num_texts, replacement=True, generator=generator
+        )
         following = table[texts[:, -2], texts[:, -1], choice]
         texts = torch.cat([texts, following[:, None]], 1)
     return [Example(text, 2) for text in texts.tolist()]
@@ -402,15 +483,34 @@ def make_language(num_texts: int, length: int, seed: int) -> list[Example]:
 
 @pytest.mark.slow
 def test_the_recipe_teaches_exits_at_little_cost_to_the_last_layer(tmp_path: Path) -> None:
-    """From scratch, beside the same steps with the last layer's loss alone. Its loss, in nats a symbol, may be 0.03 above what it is then."""
-    recipe = LayerSkipSettings(dropout_max=0.1, exit_loss_scale=0.2, rotation=2, dropout_schedule="exponential", batch_size=32)
+    """From scratch, beside the same steps with the last layer's loss alone. Its loss, in nats a symbol, may
+    be 0.03 above what it is then."""
+    recipe = LayerSkipSettings(
+        dropout_max=0.1, exit_loss_scale=0.2, rotation=2, dropout_schedule="exponential", batch_size=32
+    )
     exits, num_steps = [1, 2, 3, 4, 5], 350
     found = {}
-    for name, settings in (("with", recipe), ("without", replace(recipe, dropout_max=0.0, exit_loss_scale=0.0))):
+    for name, settings in (
+        ("with", recipe),
+        ("without", replace(recipe, dropout_max=0.0, exit_loss_scale=0.0)),
+    ):
         torch.manual_seed(0)
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
         model = LlamaForCausalLM(LlamaConfig(vocab_size=NUM_SYMBOLS, **sizes))
-        task = LayerSkipTask(model, make_language(2000, 64, 0), make_language(100, 64, 1), settings, num_steps=num_steps, eval_exits=exits)
+        task = LayerSkipTask(
+            model,
+            make_language(2000, 64, 0),
+            make_language(100, 64, 1),
+            settings,
+            num_steps=num_steps,
+            eval_exits=exits,
+        )
         loop = LoopSettings(num_steps, learning_rate=3e-3, eval_every=num_steps, checkpoint_every=num_steps)
         (tmp_path / name).mkdir()
         found[name] = train(task, loop, tmp_path / name, name, cpu=True, resume=False, progress=False).metrics

@@ -1,4 +1,6 @@
-"""The training loop: a resumed run is the uninterrupted one bit for bit, and a checkpoint on disk is always whole."""
+"""The training loop: a resumed run is the uninterrupted one bit for bit, and a checkpoint on disk is always
+whole."""
+
 from __future__ import annotations
 
 import errno
@@ -23,7 +25,9 @@ from ee_models.training.examples import Example, split, step_indices
 from ee_models.training.loop import CHECKPOINT, LOG, LoopSettings, Metrics, Outcome, train, write_atomically
 
 CPU = torch.device("cpu")
-SETTINGS = LoopSettings(num_steps=12, learning_rate=0.05, warmup=0.25, weight_decay=0.1, eval_every=5, checkpoint_every=4)
+SETTINGS = LoopSettings(
+    num_steps=12, learning_rate=0.05, warmup=0.25, weight_decay=0.1, eval_every=5, checkpoint_every=4
+)
 
 
 class Killed(BaseException):
@@ -44,8 +48,12 @@ class Halves(nn.Module):
 
     def forward(self, batch: Tensor) -> tuple[Tensor, Metrics]:
         target = batch.sin().sum(-1, keepdim=True)
-        losses = {name: (part(batch) - target * ord(name) / 90).square().mean() for name, part in self.parts.items()}
-        return torch.stack(list(losses.values())).sum(), {name: loss.detach() for name, loss in losses.items()}
+        losses = {
+            name: (part(batch) - target * ord(name) / 90).square().mean() for name, part in self.parts.items()
+        }
+        return torch.stack(list(losses.values())).sum(), {
+            name: loss.detach() for name, loss in losses.items()
+        }
 
 
 @dataclass
@@ -74,7 +82,13 @@ class ToyTask:
         return {"loss": float(self.module(torch.ones(4, 6))[0])}
 
 
-def run(task: ToyTask, folder: Path, settings: LoopSettings = SETTINGS, identity: str = "this run", resume: bool = False) -> Outcome:
+def run(
+    task: ToyTask,
+    folder: Path,
+    settings: LoopSettings = SETTINGS,
+    identity: str = "this run",
+    resume: bool = False,
+) -> Outcome:
     folder.mkdir(exist_ok=True)
     return train(task, settings, folder, identity, cpu=True, resume=resume, progress=False)
 
@@ -154,9 +168,21 @@ def test_frozen_weights_are_neither_trained_nor_kept(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     run(ToyTask(), tmp_path)
     before = (tmp_path / CHECKPOINT).read_bytes()
-    with pytest.raises(TrainingError, match=r"belongs to another run \(other data, model or settings\); set output.overwrite=true to start anew"):
+    with pytest.raises(
+        TrainingError,
+        match=(
+            r"belongs to another run \(other data, model or settings\); set output.overwrite=true to start"
+            r" anew"
+        ),
+    ):
         run(ToyTask(), tmp_path, identity="another", resume=True)
-    with pytest.raises(TrainingError, match=r"exists: set output.resume=true to go on from it, output.overwrite=true to start anew, or choose another"):
+    with pytest.raises(
+        TrainingError,
+        match=(
+            r"exists: set output.resume=true to go on from it, output.overwrite=true to start anew, or choose"
+            r" another"
+        ),
+    ):
         run(ToyTask(), tmp_path)
     assert (tmp_path / CHECKPOINT).read_bytes() == before
 
@@ -167,19 +193,27 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
     path = tmp_path / CHECKPOINT
     if damage != "another model's":
         path.write_bytes(b"" if damage == "empty" else path.read_bytes()[:-10])
-    with pytest.raises(TrainingError, match=r"checkpoint.safetensors cannot be read .*; set output.overwrite=true to start anew"):
+    with pytest.raises(
+        TrainingError,
+        match=r"checkpoint.safetensors cannot be read .*; set output.overwrite=true to start anew",
+    ):
         run(ToyTask("ab"), tmp_path, resume=True)
 
 
 # ---- a full disk ----
 
 
-FULL = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError("I/O error: No space left on device (os error 28)")]
+FULL = [
+    OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    SafetensorError("I/O error: No space left on device (os error 28)"),
+]
 
 
 @pytest.mark.parametrize("error", FULL, ids=["OSError", "SafetensorError"])
 @pytest.mark.parametrize("place", ["save_file", "replace"])
-def test_a_full_disk_leaves_the_previous_checkpoint_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, place: str) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, place: str
+) -> None:
     whole = ToyTask()
     run(whole, tmp_path / "whole")
     folder = tmp_path / "full"
@@ -196,10 +230,15 @@ def test_a_full_disk_leaves_the_previous_checkpoint_as_it_was(tmp_path: Path, mo
 
     with monkeypatch.context() as patch:
         if place == "save_file":
-            patch.setattr(loop, "save_file", lambda tensors, draft, about: full(save_file, draft, tensors, draft, about))
+            patch.setattr(
+                loop, "save_file", lambda tensors, draft, about: full(save_file, draft, tensors, draft, about)
+            )
         else:
             patch.setattr(os, "replace", lambda draft, target: full(replace_file, draft, draft, target))
-        words = r"cannot write .*checkpoint\.safetensors: .*No space left on device.*; the previous one is unharmed; free some space"
+        words = (
+            r"cannot write .*checkpoint\.safetensors: .*No space left on device.*; the previous one is"
+            r" unharmed; free some space"
+        )
         with pytest.raises(TrainingError, match=words):
             run(ToyTask(), folder)
     assert files(folder) == [CHECKPOINT, LOG], "something was left lying about"
@@ -215,7 +254,10 @@ def test_a_disk_that_is_full_from_the_start_says_so(tmp_path: Path, monkeypatch:
         raise FULL[0]
 
     monkeypatch.setattr(loop, "save_file", full)
-    with pytest.raises(TrainingError, match=r"cannot write .*No space left on device; free some space, or choose another folder"):
+    with pytest.raises(
+        TrainingError,
+        match=r"cannot write .*No space left on device; free some space, or choose another folder",
+    ):
         run(ToyTask(), tmp_path, replace(SETTINGS, eval_every=100))
     assert files(tmp_path) == []
 
@@ -235,11 +277,15 @@ def test_writing_is_all_or_nothing(tmp_path: Path) -> None:
         draft.write_text("tw")
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    with pytest.raises(TrainingError, match=r"cannot write .*file: .*Disk quota exceeded; the previous one is unharmed"):
+    with pytest.raises(
+        TrainingError, match=r"cannot write .*file: .*Disk quota exceeded; the previous one is unharmed"
+    ):
         write_atomically(target, fail)
     with pytest.raises(TrainingError, match="Disk quota exceeded; free some space"):
         write_atomically(tmp_path / "other", fail)
-    assert target.read_text() == "one" and files(tmp_path) == ["deep"] and files(tmp_path / "deep") == ["file"]
+    assert (
+        target.read_text() == "one" and files(tmp_path) == ["deep"] and files(tmp_path / "deep") == ["file"]
+    )
     (tmp_path / "taken").touch()
     with pytest.raises(TrainingError, match="cannot write"):
         write_atomically(tmp_path / "taken" / "file", fail)
@@ -253,7 +299,9 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(tmp_pat
         def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Tensor:
             return super().batch(step, rank, num_ranks, device) * (math.nan if step == 6 else 1.0)
 
-    with pytest.raises(TrainingError, match=r"the loss of step 6 is nan; lower loop\.learning_rate, and start anew"):
+    with pytest.raises(
+        TrainingError, match=r"the loss of step 6 is nan; lower loop\.learning_rate, and start anew"
+    ):
         run(Broken(), tmp_path)
     with safe_open(tmp_path / CHECKPOINT, "pt") as file:
         assert file.metadata()["step"] == "4"
@@ -290,7 +338,9 @@ def test_the_learning_rate_rises_and_falls_as_documented() -> None:
     assert [settings.learning_rate_at(step) for step in range(10)] == pytest.approx(expected)
     assert settings.learning_rate_at(6) == pytest.approx(2.0 * 0.55)
     assert LoopSettings(num_steps=4, learning_rate=3.0, warmup=0.0, final_lr=1.0).learning_rate_at(0) == 3.0
-    assert [LoopSettings(num_steps=4, learning_rate=4.0, warmup=1.0).learning_rate_at(step) for step in range(4)] == [1.0, 2.0, 3.0, 4.0]
+    assert [
+        LoopSettings(num_steps=4, learning_rate=4.0, warmup=1.0).learning_rate_at(step) for step in range(4)
+    ] == [1.0, 2.0, 3.0, 4.0]
     assert LoopSettings(num_steps=1, learning_rate=1.0).learning_rate_at(0) == 1.0
 
 
@@ -308,7 +358,9 @@ def test_the_optimizer_gets_that_learning_rate(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("max_grad_norm", [1e-3, 1e6])
-def test_models_trained_together_get_the_weights_that_each_gets_alone(tmp_path: Path, max_grad_norm: float) -> None:
+def test_models_trained_together_get_the_weights_that_each_gets_alone(
+    tmp_path: Path, max_grad_norm: float
+) -> None:
     """With gradients that are clipped, each model's by its own norm, and with gradients that are not."""
     settings = replace(SETTINGS, max_grad_norm=max_grad_norm)
     together = ToyTask("ab")
@@ -316,7 +368,14 @@ def test_models_trained_together_get_the_weights_that_each_gets_alone(tmp_path: 
     for name in "ab":
         alone = ToyTask(name)
         run(alone, tmp_path / name, settings)
-        assert same(weights(alone), {key: value for key, value in weights(together).items() if key.startswith((f"parts.{name}.", "frozen"))})
+        assert same(
+            weights(alone),
+            {
+                key: value
+                for key, value in weights(together).items()
+                if key.startswith((f"parts.{name}.", "frozen"))
+            },
+        )
 
 
 def test_each_epoch_sees_each_example_once_in_an_order_of_its_own() -> None:
@@ -324,10 +383,14 @@ def test_each_epoch_sees_each_example_once_in_an_order_of_its_own() -> None:
     epochs = [picked[start : start + 10] for start in range(0, 30, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
     assert picked[:4] == step_indices(10, 4, 0, seed=3) != step_indices(10, 4, 0, seed=4)
-    assert step_indices(10, 4, 7, seed=3) == picked[28:32], "a step depends on those that were asked for before"
+    assert step_indices(10, 4, 7, seed=3) == picked[28:32], (
+        "a step depends on those that were asked for before"
+    )
     for step in range(9):
         ranks = [step_indices(10, 4, step, seed=3, rank=rank, num_ranks=2) for rank in range(2)]
-        assert [index for pair in zip(*ranks, strict=True) for index in pair] == picked[4 * step : 4 * step + 4]
+        assert [index for pair in zip(*ranks, strict=True) for index in pair] == picked[
+            4 * step : 4 * step + 4
+        ]
     assert step_indices(1, 3, 5, seed=0) == [0, 0, 0]
 
 
@@ -335,6 +398,10 @@ def test_each_epoch_sees_each_example_once_in_an_order_of_its_own() -> None:
 def test_held_out_examples_are_spread_and_kept_apart(num: int, held_out: int) -> None:
     examples = [Example([number, 1], 1) for number in range(num)]
     training, kept = split(examples, held_out)
-    assert len(kept) == held_out and sorted(example.token_ids[0] for example in training + kept) == list(range(num))
+    assert len(kept) == held_out and sorted(example.token_ids[0] for example in training + kept) == list(
+        range(num)
+    )
     places = [example.token_ids[0] for example in kept]
-    assert all(later - earlier in (num // held_out, num // held_out + 1) for earlier, later in pairwise(places))
+    assert all(
+        later - earlier in (num // held_out, num // held_out + 1) for earlier, later in pairwise(places)
+    )

@@ -1,4 +1,5 @@
 """The trunk's hidden states at the exits: the decoder's own, computed once, kept on disk."""
+
 from __future__ import annotations
 
 import errno
@@ -56,8 +57,12 @@ def test_a_store_gives_every_examples_states_and_computes_them_once(tmp_path: Pa
     for index, example in enumerate(examples):
         expected = trunk_states(decoder, LAYERS, [example])
         found = store.read(index)
-        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) - num_bytes(examples, 2, 48) in range(3 * 3 * 200)
+        assert found.keys() == expected.keys() and all(
+            torch.equal(found[name], expected[name]) for name in found
+        )
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) - num_bytes(
+        examples, 2, 48
+    ) in range(3 * 3 * 200)
 
     again = make_store(tmp_path, counting, examples)
     assert counting.layer_positions == 6 * num_tokens, "what was there was computed again"
@@ -76,7 +81,9 @@ class CountingNormedDecoder(CountingDecoder):
 def test_only_what_is_missing_is_computed(tmp_path: Path, decoder: Decoder) -> None:
     examples = make_examples(10)
     make_store(tmp_path, decoder, examples)
-    shards = sorted(tmp_path.iterdir(), key=lambda folder: len(load_file(folder / "final.safetensors")[FINAL]))
+    shards = sorted(
+        tmp_path.iterdir(), key=lambda folder: len(load_file(folder / "final.safetensors")[FINAL])
+    )
     assert len(shards) == 3
     (shards[0] / "layer4.safetensors").unlink()
     (shards[1] / "final.safetensors").unlink()
@@ -85,12 +92,20 @@ def test_only_what_is_missing_is_computed(tmp_path: Path, decoder: Decoder) -> N
     store = make_store(tmp_path, counting, examples)
     lengths = [len(load_file(folder / "final.safetensors")[FINAL]) for folder in shards]
     assert counting.layer_positions == 6 * (lengths[0] + lengths[1])
-    assert all(path.stat().st_mtime_ns == time for path, time in before.items()), "what was there was written again"
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items()), (
+        "what was there was written again"
+    )
     for index, example in enumerate(examples):
-        assert all(torch.equal(store.read(index)[name], tensor) for name, tensor in trunk_states(decoder, LAYERS, [example]).items())
+        assert all(
+            torch.equal(store.read(index)[name], tensor)
+            for name, tensor in trunk_states(decoder, LAYERS, [example]).items()
+        )
     # Another exit: its states only, beside the others.
     make_store(tmp_path, decoder, examples, layers=(1, 2, 4))
-    assert all((folder / "layer1.safetensors").exists() for folder in shards) and len(list(tmp_path.iterdir())) == 3
+    assert (
+        all((folder / "layer1.safetensors").exists() for folder in shards)
+        and len(list(tmp_path.iterdir())) == 3
+    )
 
 
 def test_states_of_another_model_or_other_examples_are_kept_apart(tmp_path: Path, decoder: Decoder) -> None:
@@ -107,7 +122,9 @@ def test_states_of_another_model_or_other_examples_are_kept_apart(tmp_path: Path
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_an_interrupted_store_goes_on_and_a_full_disk_leaves_no_half_file(tmp_path: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_store_goes_on_and_a_full_disk_leaves_no_half_file(
+    tmp_path: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     examples = make_examples(10)
     calls = []
 
@@ -122,15 +139,24 @@ def test_an_interrupted_store_goes_on_and_a_full_disk_leaves_no_half_file(tmp_pa
         patch.setattr(states_module, "save_file", full)
         with pytest.raises(TrainingError, match=r"cannot write .*No space left on device"):
             make_store(tmp_path, decoder, examples)
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 4 and not any(path.name.startswith(".") for path in tmp_path.rglob("*"))
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 4 and not any(
+        path.name.startswith(".") for path in tmp_path.rglob("*")
+    )
     counting = CountingNormedDecoder(decoder)
     store = make_store(tmp_path, counting, examples)
-    assert counting.layer_positions < 6 * sum(len(example.token_ids) for example in examples), "the first shard was computed again"
-    assert all(torch.equal(store.read(9)[name], tensor) for name, tensor in trunk_states(decoder, LAYERS, examples[9:]).items())
+    assert counting.layer_positions < 6 * sum(len(example.token_ids) for example in examples), (
+        "the first shard was computed again"
+    )
+    assert all(
+        torch.equal(store.read(9)[name], tensor)
+        for name, tensor in trunk_states(decoder, LAYERS, examples[9:]).items()
+    )
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x08\0\0\0\0\0\0\0{}      "], ids=["empty", "without tensors"])
-def test_a_damaged_shard_is_a_training_error_or_computed_again(tmp_path: Path, decoder: Decoder, damage: bytes) -> None:
+def test_a_damaged_shard_is_a_training_error_or_computed_again(
+    tmp_path: Path, decoder: Decoder, damage: bytes
+) -> None:
     examples = make_examples(3)
     make_store(tmp_path, decoder, examples)
     next(tmp_path.rglob("layer4.safetensors")).write_bytes(damage)
@@ -140,4 +166,7 @@ def test_a_damaged_shard_is_a_training_error_or_computed_again(tmp_path: Path, d
     except TrainingError as error:
         assert "layer4.safetensors" in str(error)
     else:
-        assert all(torch.equal(found[name], tensor) for name, tensor in trunk_states(decoder, LAYERS, examples[1:2]).items())
+        assert all(
+            torch.equal(found[name], tensor)
+            for name, tensor in trunk_states(decoder, LAYERS, examples[1:2]).items()
+        )
