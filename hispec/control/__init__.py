@@ -1,2 +1,1 @@
-"""How much to speculate: what stages cost, what drafts are worth, and the plan that promises the most. No
-torch here."""
+"""Adaptive speculation: acceptance estimates, expected goodput, and the plan that each round runs. No torch."""

@@ -1,42 +1,42 @@
-"""What drafts are worth: how many are offered, how many of them each tier keeps, by route and place, and what
-is not tried is predicted from what is."""
+"""How many drafts each drafter offers and how many of them each tier keeps, estimated by route and position;
+routes that were not tried are predicted from related ones [SmartSpec's acceptance, DEL's shadow tokens]."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..config import GoodputConfig
 from .choice import Ints, Observation, Route, Shadow
-from .hazards import Floats, HazardTable, shifted, survival
-from .request_acceptance import Requests
+from .hazards import Floats, HazardTable, shift_log_odds, survival
+from .request_acceptance import RequestAcceptance
 
 COMPUTED, LOOKED_UP = 0, 1
 DRAFT, VERIFY = 0, 1
 MOST_TENTATIVE = 96  # tentative tokens of a round that are told apart
-_OFFERED = 0.8  # of drafts that a drafter may leave out, before any was seen
-_FOUND = 0.3  # likewise of cycles that prompt lookup serves
-_RELATED, _WATCHED = (
-    4.0,
-    16.0,
-)  # what other routes, and exits that were watched, count for at most, in prior weights
-_TRUSTED = 0.5  # what such counts are worth against a route's own
-_LEAST_COUNTS = 4.0  # by which old knowledge is judged at least: what was seen once is not forgotten quite
-_SUREST = 0.98
+# Priors: share of drafts that a drafter which may stop early offers; share of hybrid cycles served by lookup.
+_OFFERED, _FOUND = 0.8, 0.3
+# Evidence from other routes and from shadows counts at most so many prior weights ...
+_RELATED, _SHADOWED = 4.0, 16.0
+_TRUSTED = 0.5  # ... and each of its counts as much as this of the route's own.
+_LEAST_COUNTS = 4.0  # that an estimate rests on, however old: keeps optimism bounded
+_MAX_OPTIMISTIC = 0.98
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Hazards by route, and by place from the first on.
+    """Hazards by route and position, from position 1 on.
 
-    kept               [routes, drafts]: a draft is kept by the tier above
-    accepted           [routes, MOST_TENTATIVE]: a tentative token is accepted by verify; of routes with a
+    kept               [routes, drafts] P(the tier above keeps the draft | it kept those before)
+    accepted           [routes, MOST_TENTATIVE] the same of tentative tokens and verify, for routes with a
                        check
-    computed, looked   [routes, drafts]: a draft is offered, by who drafts
-    found              [routes]: share of cycles that prompt lookup serves
+    computed, looked   [routes, drafts] P(the draft is offered | those before were), by who drafts
+    found              [routes] share of cycles that prompt lookup serves
     """
 
     kept: Floats
@@ -46,340 +46,262 @@ class Estimates:
     found: Floats
 
 
-class Acceptance:
-    """Estimates by route, request and exit. Rounds are counted by `now`, whose unit is one round of the
-    engine."""
+class AcceptanceModel:
+    """Estimates by route, request and exit. `round_index` counts rounds of the engine."""
 
     def __init__(self, routes: Sequence[Route], config: GoodputConfig) -> None:
         self.routes, self._config = tuple(routes), config
-        num, most, weight = (
-            len(routes),
-            max((route.most_drafts for route in routes), default=1),
-            config.prior_weight,
-        )
-        drafters = [
-            (route.kind, route.draft_layer, route.num_exit_tokens, route.has_confidence, route.lookup)
-            for route in routes
-        ]
-        self._drafters = list(dict.fromkeys(drafters))
-        self._drafter_of = np.array([self._drafters.index(each) for each in drafters], np.int64)
+        # A drafter is a route without its check and sizes.
+        of_routes = [replace(route, check_layer=None, most_drafts=1, most_checks=1) for route in routes]
+        self._drafters = list(dict.fromkeys(of_routes))
+        self._drafter_of = np.array([self._drafters.index(each) for each in of_routes], np.int64)
         self._layers = sorted(
             {layer for route in routes for layer in (route.draft_layer, route.check_layer) if layer}
         )
-
-        def table(size: int, width: int) -> HazardTable:
-            return HazardTable(size, width, config.window, weight)
-
+        num, most = len(routes), max((route.most_drafts for route in routes), default=1)
+        table = partial(HazardTable, window=config.window, weight=config.prior_weight)
         self.kept, self.accepted = table(num, most), table(num, MOST_TENTATIVE)
         self._offered, self._found = table(2 * len(self._drafters), most), table(len(self._drafters), 1)
-        self._right, self._agreed = (
-            table(len(self._layers), 1),
-            table(len(self._drafters) * len(self._layers), 1),
-        )
-        self.requests = Requests(2, config.window, weight)
-        self._estimated: Estimates | None = None  # of what was seen so far
-        self._relate()
+        self._right = table(len(self._layers), 1)
+        self._agreed = table(len(self._drafters) * len(self._layers), 1)
+        self.requests = RequestAcceptance(2, config.window, config.prior_weight)
+        self._cached: Estimates | None = None
+        self._relate_routes()
 
-    def _relate(self) -> None:
-        """Which routes tell of which."""
+    def _relate_routes(self) -> None:
+        """Which routes and exits are evidence for which routes, as 0/1 matrices."""
         routes, num = self.routes, len(self.routes)
         self._has_check = np.array([route.check_layer is not None for route in routes], bool)
         self._is_hybrid = np.array([route.kind == "hybrid" for route in routes], bool)
-        reads_exit = np.array(
-            [route.kind in ("exit", "adapter") and route.check_layer is None for route in routes], bool
-        )
-        same_drafter = self._drafter_of[:, None] == self._drafter_of[None, :]
-        self._same_drafter = np.where(same_drafter & ~np.eye(num, dtype=bool), 1.0, 0.0)
-        checks = np.array([route.check_layer or -1 for route in routes])
-        same_check = (checks[:, None] == checks[None, :]) & self._has_check & ~np.eye(num, dtype=bool)
-        self._same_check = np.where(same_check, 1.0, 0.0)
-        # -1 reads the zeros that are put behind all layers
-        self._draft_at = np.array(
-            [self._layers.index(route.draft_layer) if route.draft_layer else -1 for route in routes], np.int64
-        )
-        self._check_at = np.array(
-            [self._layers.index(route.check_layer) if route.check_layer else -1 for route in routes], np.int64
-        )
-        self._tells_of_layer = np.zeros((len(self._layers), num))  # two-tier routes whose drafts an exit says
-        for route in np.flatnonzero(reads_exit):
-            self._tells_of_layer[self._draft_at[route], route] = 1.0
-        always = np.array(
-            [kind != "ngram" and not has_confidence for kind, _, _, has_confidence, _ in self._drafters], bool
-        )
-        self._offered_prior = np.stack(
-            [np.where(always, 1.0, _OFFERED), np.full(len(self._drafters), _OFFERED)], 1
-        ).reshape(-1)
+        index = {layer: at for at, layer in enumerate(self._layers)}
+        # -1 reads the zero that is appended behind all layers.
+        self._draft_at = np.array([index.get(route.draft_layer, -1) for route in routes], np.int64)
+        self._check_at = np.array([index.get(route.check_layer or 0, -1) for route in routes], np.int64)
+        others = ~np.eye(num, dtype=bool)
+        self._same_drafter = 1.0 * ((self._drafter_of[:, None] == self._drafter_of[None, :]) & others)
+        same_check = (self._check_at[:, None] == self._check_at[None, :]) & self._has_check & others
+        self._same_check = 1.0 * same_check
+        # Drafts of a two-tier route show how often its exit is right.
+        is_exit = np.array([route.kind in ("exit", "adapter") for route in routes], bool) & ~self._has_check
+        self._shows_layer = 1.0 * ((np.arange(len(self._layers))[:, None] == self._draft_at) & is_exit)
+        always = [drafter.kind != "ngram" and not drafter.has_confidence for drafter in self._drafters]
+        self._offered_prior = np.array([[1.0 if each else _OFFERED, _OFFERED] for each in always]).reshape(-1)
 
-    # What was seen
+    # Observations
 
     def add(
-        self, route: int, seen: Sequence[Observation], now: float, rounds: int, estimates: Estimates
+        self, route: int, seen: Sequence[Observation], round_index: float, rounds: int, estimates: Estimates
     ) -> None:
-        """Observations of rounds of one route, `rounds` in all; estimates: those until now, by which single
-        requests are judged."""
-        self._estimated = None
+        """Observations of one route, of `rounds` rounds in all; estimates: those before them, which single
+        requests are compared with."""
+        self._cached = None
         caps, drafted, kept = _joined(seen, "caps"), _joined(seen, "drafted"), _joined(seen, "kept")
         if len(caps):
-            self.kept.add(route, kept, caps, now, rounds)
-            self._add_offered(route, drafted, caps, _joined(seen, "looked_up"), now, rounds)
+            self.kept.add(route, kept, caps, round_index, rounds)
+            self._add_offered(route, drafted, caps, _joined(seen, "looked_up"), round_index, rounds)
             self._add_requests(DRAFT, _joined(seen, "numbers"), kept, caps, estimates.kept[route])
-        if self._has_check[route]:
-            tentative, accepted = _joined(seen, "tentative"), _joined(seen, "accepted")
-            if len(tentative):
-                self.accepted.add(route, accepted, tentative, now, rounds)
-                self._add_requests(
-                    VERIFY, _joined(seen, "rows"), accepted, tentative, estimates.accepted[route]
-                )
+        tentative, accepted = _joined(seen, "tentative"), _joined(seen, "accepted")
+        if self._has_check[route] and len(tentative):
+            self.accepted.add(route, accepted, tentative, round_index, rounds)
+            self._add_requests(VERIFY, _joined(seen, "rows"), accepted, tentative, estimates.accepted[route])
 
-    def add_shadows(self, route: int | None, shadows: Iterable[Shadow], now: float, rounds: int) -> None:
-        """What exits that were not in use would have said, while this route was."""
-        self._estimated = None
+    def add_shadows(
+        self, route: int | None, shadows: Iterable[Shadow], round_index: float, rounds: int
+    ) -> None:
+        """Predictions of exits that were not in use, while `route` was."""
+        self._cached = None
         for shadow in shadows:
             if shadow.layer not in self._layers:
                 continue
-            layer = self._layers.index(shadow.layer)
-            self._right.count(layer, *_sums(shadow.right, shadow.places), now, rounds)
+            at = self._layers.index(shadow.layer)
+            self._right.add_counts(at, *_sums(shadow.right, shadow.places), round_index, rounds)
             if route is not None:
-                self._agreed.count(
-                    self._drafter_of[route] * len(self._layers) + layer,
-                    *_sums(shadow.agreed, shadow.drafts),
-                    now,
-                    rounds,
-                )
+                at += int(self._drafter_of[route]) * len(self._layers)
+                self._agreed.add_counts(at, *_sums(shadow.agreed, shadow.drafts), round_index, rounds)
 
     def _add_offered(
-        self, route: int, drafted: Ints, caps: Ints, looked_up: Ints, now: float, rounds: int
+        self, route: int, drafted: Ints, caps: Ints, looked_up: Ints, round_index: float, rounds: int
     ) -> None:
         drafter, kind = int(self._drafter_of[route]), self.routes[route].kind
         looked = looked_up > 0 if kind == "hybrid" else np.full(len(caps), kind == "ngram")
         if kind == "hybrid":
-            self._found.count(
-                drafter,
-                np.array([looked.sum()], np.float64),
-                np.array([len(looked)], np.float64),
-                now,
-                rounds,
-            )
+            self._found.add_counts(drafter, *_sums(looked, np.ones(len(looked))), round_index, rounds)
         most = self.routes[route].num_exit_tokens or self.routes[route].most_drafts
         for source, which, limits in ((COMPUTED, ~looked, np.minimum(caps, most)), (LOOKED_UP, looked, caps)):
             if which.any():
-                self._offered.add(2 * drafter + source, drafted[which], limits[which], now, rounds)
+                at = 2 * drafter + source
+                self._offered.add(at, drafted[which], limits[which], round_index, rounds)
 
     def _add_requests(self, tier: int, numbers: Ints, lengths: Ints, caps: Ints, hazards: Floats) -> None:
-        most = len(hazards)
-        tries = np.minimum(np.minimum(lengths + 1, caps), most)
+        tries = np.minimum(np.minimum(lengths + 1, caps), len(hazards))
         expected = np.concatenate([[0.0], np.cumsum(hazards)])[tries]
         self.requests.add(tier, numbers, tries, np.minimum(lengths, tries), expected)
 
-    # What follows
+    # Estimates
 
     def estimates(self) -> Estimates:
         """From all that was seen, however long ago."""
-        if self._estimated is None:
-            self._estimated = self._estimate()
-        return self._estimated
+        if self._cached is None:
+            (drafts, draft_counts), (verified, verify_counts) = self._priors(None)
+            weight = self._config.prior_weight
+            self._cached = self._with_offers(
+                self.kept.hazards(drafts, weight + _TRUSTED * draft_counts),
+                self.accepted.hazards(verified, weight + _TRUSTED * verify_counts),
+            )
+        return self._cached
 
-    def _estimate(self) -> Estimates:
-        (drafts, draft_counts), (verified, verify_counts) = self._priors(None)
-        kept = self.kept.hazards(drafts, self._config.prior_weight + _TRUSTED * draft_counts)
-        return self._estimates(
-            kept, self.accepted.hazards(verified, self._config.prior_weight + _TRUSTED * verify_counts)
-        )
+    def optimistic(self, round_index: float, deviations: float) -> Estimates:
+        """Upper confidence bounds: `deviations` standard errors above the estimates. Errors grow with the age
+        of what was seen; newer evidence from related routes and shadows makes them smaller."""
+        raised = [
+            _upper_bound(table.hazards(prior), table.counts(round_index), prior, prior_counts, deviations)
+            for table, (prior, prior_counts) in zip(
+                (self.kept, self.accepted), self._priors(round_index), strict=True
+            )
+        ]
+        return self._with_offers(*raised)
 
-    def optimistic(self, now: float, deviations: float) -> Estimates:
-        """So many standard errors above what is known, which grow with its age. What related routes and exits
-        show since counts too."""
-        (drafts, draft_counts), (verified, verify_counts) = self._priors(now)
-        kept = _raised(self.kept.hazards(drafts), self.kept.counts(now), drafts, draft_counts, deviations)
-        return self._estimates(
-            kept,
-            _raised(
-                self.accepted.hazards(verified),
-                self.accepted.counts(now),
-                verified,
-                verify_counts,
-                deviations,
-            ),
-        )
-
-    def _estimates(self, kept: Floats, accepted: Floats) -> Estimates:
+    def _with_offers(self, kept: Floats, accepted: Floats) -> Estimates:
         offered = self._offered.hazards(self._offered_prior).reshape(
             len(self._drafters), 2, self.kept.at_risk.shape[1]
         )
-        ngram = [
-            2 * index + LOOKED_UP for index, drafter in enumerate(self._drafters) if drafter[0] == "ngram"
-        ]
+        ngram = [2 * at + LOOKED_UP for at, drafter in enumerate(self._drafters) if drafter.kind == "ngram"]
         survived, risk = self._offered.survived[ngram, 0].sum(), self._offered.at_risk[ngram, 0].sum()
         weight = self._config.prior_weight
-        found = self._found.pooled(
-            np.full(len(self._drafters), (survived + weight * _FOUND) / (risk + weight))
-        )[self._drafter_of]
+        prior = np.full(len(self._drafters), (survived + weight * _FOUND) / (risk + weight))
+        found = self._found.pooled(prior)[self._drafter_of]
         computed, looked = offered[self._drafter_of, COMPUTED], offered[self._drafter_of, LOOKED_UP]
         return Estimates(kept, accepted, computed, looked, np.where(self._is_hybrid, found, 0.0))
 
-    def _priors(self, now: float | None) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-        """Of drafts and of tentative tokens: what other routes and watched exits say of each route's hazard
-        [routes], and on how many counts that stands; now = None: however old these are."""
+    def _priors(self, round_index: float | None) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+        """For drafts and for tentative tokens: the hazard of each route [routes] by the evidence of other
+        routes and shadows, and on how many counts it rests; these are discounted up to round_index (None =
+        not)."""
         weight = self._config.prior_weight
-        base = np.full(len(self.routes), self._config.prior_acceptance)
+        base = np.full(len(self.routes), self._config.prior_acceptance), np.zeros(len(self.routes))
 
         def total(table: HazardTable) -> tuple[Floats, Floats]:
             risk = table.at_risk.sum(1)
-            counts = risk if now is None else table.counts(now)
+            counts = risk if round_index is None else table.counts(round_index)
             return np.where(risk > 0, counts * table.survived.sum(1) / np.maximum(risk, 1e-9), 0.0), counts
 
         kept, kept_counts = total(self.kept)
         accepted, accepted_counts = total(self.accepted)
         right, right_counts = (
-            with_none(a + self._tells_of_layer @ b)
-            for a, b in zip(total(self._right), (kept, kept_counts), strict=True)
+            np.append(shadows + self._shows_layer @ drafts, 0.0)
+            for shadows, drafts in zip(total(self._right), (kept, kept_counts), strict=True)
         )
-        agreed, agreed_counts = (
-            values.reshape(len(self._drafters), len(self._layers)) for values in total(self._agreed)
-        )
-        verified = self._blend(base, right[self._check_at], right_counts[self._check_at], _WATCHED)
-        verified = self._blend(
-            verified, self._same_check @ accepted, self._same_check @ accepted_counts, _RELATED
-        )
-        passed = np.where(
-            self._has_check, (accepted + weight * verified[0]) / (accepted_counts + weight), 1.0
-        )
-        unchecked = np.where(self._has_check, 0.0, 1.0)
-        drafts = self._blend(
-            base, unchecked * right[self._draft_at], unchecked * right_counts[self._draft_at], _WATCHED
-        )
-        drafts = self._blend(
-            drafts, self._same_drafter @ (kept * passed), self._same_drafter @ kept_counts, _RELATED
-        )
+        checked, unchecked = 1.0 * self._has_check, 1.0 * ~self._has_check
+        verified = self._blend(base, right[self._check_at], right_counts[self._check_at], _SHADOWED)
+        same_check = self._same_check @ accepted, self._same_check @ accepted_counts
+        verified = self._blend(verified, *same_check, _RELATED)
+        passed = (accepted + weight * verified[0]) / (accepted_counts + weight)
+        passed = np.where(self._has_check, passed, 1.0)
+        of_layer = unchecked * right[self._draft_at], unchecked * right_counts[self._draft_at]
+        drafts = self._blend(base, *of_layer, _SHADOWED)
+        same_drafter = self._same_drafter @ (kept * passed), self._same_drafter @ kept_counts
+        drafts = self._blend(drafts, *same_drafter, _RELATED)
         if self._layers:
-            at = self._drafter_of, self._check_at
-            drafts = self._blend(
-                drafts,
-                np.where(self._has_check, agreed[at], 0.0),
-                np.where(self._has_check, agreed_counts[at], 0.0),
-                _WATCHED,
+            shape = len(self._drafters), len(self._layers)
+            agreed, agreed_counts = (
+                checked * values.reshape(shape)[self._drafter_of, self._check_at]
+                for values in total(self._agreed)
             )
+            drafts = self._blend(drafts, agreed, agreed_counts, _SHADOWED)
         return drafts, verified
 
     def _blend(
-        self, prior: Floats | tuple[Floats, Floats], survived: Floats, at_risk: Floats, most: float
+        self, prior: tuple[Floats, Floats], survived: Floats, at_risk: Floats, most: float
     ) -> tuple[Floats, Floats]:
-        """A prior and counts, of which there may be too many: they are of something else -> their mean, and
-        the counts in it."""
-        mean, counts = prior if isinstance(prior, tuple) else (prior, np.zeros(len(prior)))
-        weight = self._config.prior_weight
+        """A prior, (mean, counts), updated by counts of something related, of which at most `most` prior
+        weights are taken -> (mean, counts)."""
+        (mean, counts), weight = prior, self._config.prior_weight
         taken = np.minimum(at_risk, most * weight)
         share = np.where(at_risk > 0, survived / np.maximum(at_risk, 1e-9), 0.0)
         return (mean * (counts + weight) + taken * share) / (counts + weight + taken), counts + taken
 
-    # For people
+    # Statistics
 
-    def stats(self, now: float) -> dict[str, Any]:
-        """Every estimate, and on how many counts it stands."""
-        estimates, counts, verify_counts = self.estimates(), self.kept.counts(now), self.accepted.counts(now)
-        offered = self._offered.counts(now).reshape(-1, 2)
+    def stats(self, round_index: float) -> dict[str, Any]:
+        """Every estimate, and the counts that it rests on."""
+        estimates, offered = self.estimates(), self._offered.counts(round_index).reshape(-1, 2).sum(1)
+        counts, verify_counts = self.kept.counts(round_index), self.accepted.counts(round_index)
         out: dict[str, Any] = {}
-        for index, route in enumerate(self.routes):
-            entry: dict[str, Any] = {
-                "draft": _listed(estimates.kept[index]),
-                "draft_counts": float(counts[index]),
+        for at, route in enumerate(self.routes):
+            out[str(route)] = entry = {
+                "draft": _rounded(estimates.kept[at]),
+                "draft_counts": float(counts[at]),
+                "offered": _rounded((estimates.looked if route.kind == "ngram" else estimates.computed)[at]),
+                "offered_counts": float(offered[self._drafter_of[at]]),
             }
-            entry["offered"] = _listed(
-                (estimates.looked if route.kind == "ngram" else estimates.computed)[index]
-            )
-            entry["offered_counts"] = float(offered[self._drafter_of[index]].sum())
             if route.kind == "hybrid":
-                entry["offered_looked_up"], entry["found"] = (
-                    _listed(estimates.looked[index]),
-                    float(estimates.found[index]),
-                )
+                entry["offered_looked_up"] = _rounded(estimates.looked[at])
+                entry["found"] = float(estimates.found[at])
             if route.check_layer is not None:
-                entry["check"], entry["check_counts"] = (
-                    _listed(estimates.accepted[index, : 2 * route.most_drafts]),
-                    float(verify_counts[index]),
-                )
-            out[str(route)] = entry
-        return {"routes": out, "exits": self._exit_stats(now), "requests": len(self.requests)}
+                entry["check"] = _rounded(estimates.accepted[at, : 2 * route.most_drafts])
+                entry["check_counts"] = float(verify_counts[at])
+        return {"routes": out, "exits": self._exit_stats(round_index), "requests": len(self.requests)}
 
     def tiers(self) -> dict[str, dict[str, float]]:
-        """Of each route that was run: the share of drafts that the tier above kept, of those that it judged;
-        likewise of verify."""
-        out = {}
-        for index, route in enumerate(self.routes):
-            if (tried := self.kept.at_risk[index].sum()) > 0:
-                out[str(route)] = {"draft": float(self.kept.survived[index].sum() / tried)}
-                if (tried := self.accepted.at_risk[index].sum()) > 0:
-                    out[str(route)]["check"] = float(self.accepted.survived[index].sum() / tried)
+        """By route that was run: the share of judged drafts that the tier above kept, and of judged tentative
+        tokens that verify accepted."""
+        out: dict[str, dict[str, float]] = {}
+        for at, route in enumerate(self.routes):
+            if (draft := _success_rate(self.kept, at)) is not None:
+                out[str(route)] = {"draft": draft}
+                if (check := _success_rate(self.accepted, at)) is not None:
+                    out[str(route)]["check"] = check
         return out
 
-    def _exit_stats(self, now: float) -> dict[str, Any]:
-        counts, agreed = self._right.counts(now), self._agreed.counts(now)
+    def _exit_stats(self, round_index: float) -> dict[str, Any]:
+        counts, agreed = self._right.counts(round_index), self._agreed.counts(round_index)
         out: dict[str, Any] = {}
         for at, layer in enumerate(self._layers):
-            entry: dict[str, Any] = {
-                "right": _share(self._right, at),
+            rows = {drafter: index * len(self._layers) + at for index, drafter in enumerate(self._drafters)}
+            out[str(layer)] = {
+                "right": _success_rate(self._right, at),
                 "counts": float(counts[at]),
-                "agreed": {},
+                "agreed": {
+                    str(drafter): {"share": share, "counts": float(agreed[row])}
+                    for drafter, row in rows.items()
+                    if (share := _success_rate(self._agreed, row)) is not None
+                },
             }
-            for index, drafter in enumerate(self._drafters):
-                place = index * len(self._layers) + at
-                if self._agreed.at_risk[place].sum() > 0:
-                    kind, draft_layer, _, _, lookup = drafter
-                    name = " ".join(
-                        [
-                            kind,
-                            *([lookup] if lookup is not None else []),
-                            *([f"D={draft_layer}"] if draft_layer else []),
-                        ]
-                    )
-                    entry["agreed"][name] = {
-                        "share": _share(self._agreed, place),
-                        "counts": float(agreed[place]),
-                    }
-            out[str(layer)] = entry
         return out
-
-
-def with_none(values: Floats) -> Floats:
-    """With a zero behind, which index -1 reads."""
-    return np.concatenate([values, [0.0]])
 
 
 def expected_kept(hazards: Floats, shifts: Floats, most: int) -> Floats:
-    """[n, most + 1]: the chance that a request whose log odds are shifted by so much [n] has so many drafts
-    kept at least; hazards [drafts]."""
-    return survival(shifted(hazards[None, :most], shifts[:, None]))
+    """[n, most + 1]: P(at least j drafts kept), j = 0 to `most`, of n requests whose log odds are shifted by
+    `shifts` [n]; hazards [drafts]."""
+    return survival(shift_log_odds(hazards[None, :most], shifts[:, None]))
 
 
-def _raised(
-    hazards: Floats, counts: Floats, fresh: Floats, fresh_counts: Floats, deviations: float
+def _upper_bound(
+    hazards: Floats, counts: Floats, related: Floats, related_counts: Floats, deviations: float
 ) -> Floats:
-    """Hazards [routes, width] that stand on `counts`, drawn towards what is known since [routes], and raised
-    by standard errors."""
+    """Hazards [routes, width] that rest on `counts` [routes], averaged with related evidence [routes], plus
+    `deviations` standard errors (Agresti-Coull)."""
     counts = np.maximum(counts, _LEAST_COUNTS)
-    both = counts + fresh_counts
-    mean = (hazards * counts[:, None] + (fresh * fresh_counts)[:, None]) / both[:, None]
-    careful = (mean * both[:, None] + 1.0) / (both[:, None] + 2.0)
-    return np.maximum(
-        np.minimum(mean + deviations * np.sqrt(careful * (1.0 - careful) / (both[:, None] + 1.0)), _SUREST),
-        mean,
-    )
+    both = (counts + related_counts)[:, None]
+    mean = (hazards * counts[:, None] + (related * related_counts)[:, None]) / both
+    careful = (mean * both + 1.0) / (both + 2.0)
+    bound = mean + deviations * np.sqrt(careful * (1.0 - careful) / (both + 1.0))
+    return np.maximum(np.minimum(bound, _MAX_OPTIMISTIC), mean)
 
 
-def _sums(survived: Ints, at_risk: Ints) -> tuple[Floats, Floats]:
+def _sums(survived: NDArray[Any], at_risk: NDArray[Any]) -> tuple[Floats, Floats]:
     return np.array([survived.sum()], np.float64), np.array([at_risk.sum()], np.float64)
 
 
 def _joined(seen: Sequence[Observation], name: str) -> Ints:
-    return (
-        getattr(seen[0], name) if len(seen) == 1 else np.concatenate([getattr(each, name) for each in seen])
-    )
+    arrays = [getattr(each, name) for each in seen]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _share(table: HazardTable, index: int) -> float | None:
+def _success_rate(table: HazardTable, index: int) -> float | None:
     risk = table.at_risk[index].sum()
     return float(table.survived[index].sum() / risk) if risk > 0 else None
 
 
-def _listed(values: Floats) -> list[float]:
+def _rounded(values: Floats) -> list[float]:
     return [round(float(value), 4) for value in values]

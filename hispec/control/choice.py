@@ -1,5 +1,5 @@
-"""What a controller decides for a round, and what it is told of rounds: the words that engine, simulator and
-controllers share."""
+"""What a controller decides for a round (`Choice`) and what it is told of rounds (`Observation`): the
+interface that engine, simulator and controllers share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..config import PLAIN, DraftKind, Plan
 Ints = NDArray[np.int64]
 
 
-def _none() -> Ints:
+def _no_ints() -> Ints:
     return np.zeros(0, np.int64)
 
 
@@ -23,14 +23,14 @@ def _none() -> Ints:
 class Route:
     """The tiers of a plan without its sizes: who drafts, and which exits are read.
 
-    kind             who drafts
+    kind             the drafter's kind
     draft_layer      D; 0 = the drafter is outside of the trunk
     check_layer      C; None = two tiers
-    most_drafts      K at most
-    most_checks      R at most (1 without a check tier)
-    num_exit_tokens  of hybrid: drafts of the exit at most, where nothing matches
-    has_confidence   whether rows stop drafting early
-    lookup           what counts as a match of prompt lookup, where there are several ways
+    most_drafts      largest K
+    most_checks      largest R (1 without a check tier)
+    num_exit_tokens  of hybrid: most drafts of the exit, where prompt lookup finds nothing
+    has_confidence   whether rows stop drafting early, below a confidence
+    lookup           name of the prompt-lookup settings, where there are several
     """
 
     kind: DraftKind
@@ -46,22 +46,22 @@ class Route:
         return Plan(self.draft_layer, self.check_layer, num_drafts, num_checks)
 
     def __str__(self) -> str:
-        layers = ([f"D={self.draft_layer}"] if self.draft_layer else []) + (
-            [f"C={self.check_layer}"] if self.check_layer is not None else []
-        )
-        return " ".join([self.kind, *([self.lookup] if self.lookup is not None else []), *layers])
+        parts = [self.kind, self.lookup]
+        parts += [f"D={self.draft_layer}" if self.draft_layer else None]
+        parts += [f"C={self.check_layer}" if self.check_layer is not None else None]
+        return " ".join(part for part in parts if part is not None)
 
 
 @dataclass(frozen=True)
 class Choice:
     """What a round does.
 
-    route            index among the controller's routes; None = plain decoding
-    plan             one of the route's: K and R of the round, the most that any row has
-    most_drafts      K of single requests, by number; who is not in it has the plan's; 0 = plain decoding
-    most_checks      likewise R
-    watches          whether exits that are not in use are read too
-    is_probe         whether it was chosen to learn, not to gain
+    route        index among the controller's routes; None = plain decoding
+    plan         a plan of the route: K and R of the round, the most that any row has
+    most_drafts  {request number: K} of requests whose K is not the plan's; 0 = plain decoding
+    most_checks  {request number: R}, likewise
+    watches      whether exits that are not in use are read too, as shadows
+    is_probe     whether it was chosen to learn, not for its speed
     """
 
     route: int | None = None
@@ -72,7 +72,7 @@ class Choice:
     is_probe: bool = False
 
     def window(self, number: int) -> int:
-        """Places that the round may process for a request."""
+        """Positions that the round may process for request `number`."""
         if number not in self.most_drafts and number not in self.most_checks:
             return self.plan.window
         num_drafts = self.most_drafts.get(number, self.plan.num_draft_tokens)
@@ -81,10 +81,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Shadow:
-    """What the exit at `layer`, not in use, would have said at the places whose context proved right, by row.
+    """Predictions of an exit that was read but not used [DEL's shadow tokens], by row. Only positions whose
+    context turned out right count.
 
-    places, right    places; of them, those where it said what was committed
-    drafts, agreed   places where a draft stood; of them, those where a check there would have kept it
+    layer           of the exit
+    places, right   [rows] positions; of them, those where the exit predicted the committed token
+    drafts, agreed  [rows] positions with a draft; of them, those whose draft a check there would have kept
     """
 
     layer: int
@@ -96,18 +98,22 @@ class Shadow:
 
 @dataclass(frozen=True)
 class Observation:
-    """What `rounds` rounds of one choice did, all over the same rows. Rows that were padded or synthetic are
-    not in it.
+    """What `rounds` consecutive rounds of one choice did, all over the same rows (padded and synthetic rows
+    left out).
 
-    seconds         of all of them; nan = not to be learnt from (something else was timed too)
-    context_tokens  positions that the rows attended to, summed over rows, mean of the rounds
-    tokens          that were committed
-    numbers, caps, drafted, kept, looked_up   one entry per row and cycle: the request; the drafts that it
-                                              might have had (its K, or
-                    what was left of its output); those that it had; those that the tier above kept; 1 =
-                    prompt lookup made them
-    rows, tentative, accepted                 one entry per row and verify: the request; tokens put before
-                                              verify; those that it kept
+    seconds         sum over the rounds; nan = the time is not theirs alone, and is not learnt from
+    context_tokens  positions that the rows attended to: sum over rows, mean over rounds
+    tokens          committed tokens
+
+    One entry per row and cycle:
+    numbers         the request's number
+    caps            most drafts possible: its K, or what was left of its output
+    drafted, kept   drafts made; of them, those that the tier above kept
+    looked_up       1 = prompt lookup made them
+
+    One entry per row and verify:
+    rows            the request's number
+    tentative, accepted   tokens judged by verify; of them, those that it accepted
     """
 
     choice: Choice
@@ -116,14 +122,14 @@ class Observation:
     seconds: float
     tokens: int
     rounds: int = 1
-    numbers: Ints = field(default_factory=_none)
-    caps: Ints = field(default_factory=_none)
-    drafted: Ints = field(default_factory=_none)
-    kept: Ints = field(default_factory=_none)
-    looked_up: Ints = field(default_factory=_none)
-    rows: Ints = field(default_factory=_none)
-    tentative: Ints = field(default_factory=_none)
-    accepted: Ints = field(default_factory=_none)
+    numbers: Ints = field(default_factory=_no_ints)
+    caps: Ints = field(default_factory=_no_ints)
+    drafted: Ints = field(default_factory=_no_ints)
+    kept: Ints = field(default_factory=_no_ints)
+    looked_up: Ints = field(default_factory=_no_ints)
+    rows: Ints = field(default_factory=_no_ints)
+    tentative: Ints = field(default_factory=_no_ints)
+    accepted: Ints = field(default_factory=_no_ints)
     shadows: Sequence[Shadow] = ()
 
 
@@ -135,8 +141,8 @@ class Control(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Whether the next `choose` may say something else than the last one did, with one round under way
-        that was not observed yet."""
+        """Whether the next `choose` may differ from the last one, with one round in flight that is not
+        observed yet."""
 
     @property
     def rounds_left(self) -> int:
@@ -144,8 +150,8 @@ class Control(Protocol):
         what they are; at least 1."""
 
     def choose(self, numbers: Sequence[int], context_tokens: int) -> Choice:
-        """For the next round, of these requests, which attend to so many positions in all. `numbers` may be
-        empty: it then says what it would do for one request."""
+        """The next round of requests `numbers`, which attend to `context_tokens` positions in all. With no
+        numbers: the choice for one unknown request."""
 
     def observe(self, seen: Observation) -> None: ...
 
@@ -159,27 +165,20 @@ class Control(Protocol):
         """Counts and the last decision, in plain types."""
 
 
-class FixedControl:
-    """Always the same plan."""
+class FixedControl(Control):
+    """The same plan in every round."""
 
     is_due = False
     rounds_left = 1 << 62
+    routes: Sequence[Route] = ()
 
     def __init__(self, route: Route | None, plan: Plan = PLAIN) -> None:
-        self.routes: Sequence[Route] = () if route is None else (route,)
+        if route is not None:
+            self.routes = (route,)
         self._choice = Choice(None if route is None else 0, plan)
 
     def choose(self, numbers: Sequence[int], context_tokens: int) -> Choice:
         return self._choice
-
-    def observe(self, seen: Observation) -> None:
-        pass
-
-    def failed(self, route: int) -> None:
-        pass
-
-    def forget(self, number: int) -> None:
-        pass
 
     def stats(self) -> dict[str, Any]:
         return {}

@@ -1,5 +1,5 @@
-"""The goodput controller: every few rounds the plan that promises the most tokens per second [SmartSpec], for
-three tiers and several drafters."""
+"""The goodput controller: every few rounds it takes the plan with the most expected tokens per second
+[SmartSpec], for three tiers and several drafters."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from ..config import GoodputConfig, Plan
 from ..errors import ConfigError
 from ..latency.model import LatencyModel
 from .choice import Choice, Observation, Route
-from .forecast import Outlook, Outlooks, Standing
-from .probes import Evenly, Probes
+from .forecast import Forecast, Forecaster, Selection
+from .probes import Probes, ShadowSchedule
 
 _MOST_BUFFERED = 512  # observations
-_DEVIATIONS = 1.5  # standard errors of acceptance that a route is given the benefit of
-_LEAST_PROBED = 3  # drafts: fewer say little of a route
-_RESTLESS = 4.0  # switches of late that double what the margin is above 1
-_NOISE, _PATIENCE = (
-    0.003,
-    4.0,
-)  # of what other plans promise beyond the present: not counted; margins of it, added up over decisions
+_DEVIATIONS = 1.5  # standard errors of acceptance in the optimistic estimates by which probes are picked
+_LEAST_PROBED = 3  # drafts of a probe: fewer say little of a route
+_MANY_SWITCHES = 4.0  # recent switches that double what the margin is above 1
+# Within the margin, a CUSUM test decides: advantages of another plan, less the slack, are summed up over
+# decisions; it is taken when the sum exceeds so many margins.
+_CUSUM_SLACK, _CUSUM_THRESHOLD = 0.003, 4.0
 _NUM_ALTERNATIVES = 5
 _COUNTED = ("decisions", "switches", "probes", "start_rounds", "probe_rounds", "shadow_rounds", "failures")
 
 
 class GoodputControl:
-    """Chooses among plain decoding and the plans of `routes`. Whoever runs rounds tells it of each
-    (`observe`); decisions are made in `choose`.
+    """Chooses among plain decoding and the plans of `routes`. The engine reports each round to `observe`;
+    decisions are made in `choose`.
 
-    Another plan is taken if it promises `margin` times what the present one does, both by the newest
-    estimates, or less but for long; the margin widens while plans change often. What was never run is tried
-    by probes before it is taken, unless there are none (probe_share = 0).
+    Another plan is taken if it promises `margin` times the tokens/s of the present one by the newest
+    estimates, or less, but persistently (CUSUM); the margin widens while plans change often. Routes that were
+    never run are probed before they are taken, unless probes are off (probe_share = 0).
     """
 
     def __init__(
@@ -46,29 +45,30 @@ class GoodputControl:
         latency: LatencyModel,
         config: GoodputConfig,
         *,
-        along: Collection[int] = frozenset(),
+        written_layers: Collection[int] = frozenset(),
         on_decision: Callable[[dict[str, Any]], None] | None = None,
         seed: int = 0,
     ) -> None:
-        """along: exits whose KV every round writes; on_decision: is given a record of each decision, in plain
-        types; seed: when, in their turn, exits are watched first. Raises ConfigError for impossible routes,
-        and if the latency model lacks a stage.
+        """written_layers: exits whose KV every round writes; on_decision: is called with a record of each
+        decision, in plain types; seed: of the phase of shadow rounds. Raises ConfigError for impossible
+        routes, and if the latency model lacks a stage.
         """
         _check(routes)
         self._routes, self._config, self._on_decision = tuple(routes), config, on_decision
-        self._outlooks, self._probes = Outlooks(routes, latency, config, along), Probes(len(routes), config)
-        self._watch = Evenly(config.shadow_share, float(np.random.default_rng(seed).random()))
+        self._forecaster = Forecaster(routes, latency, config, written_layers)
+        self._probes = Probes(len(routes), config)
+        self._shadows = ShadowSchedule(config.shadow_share, float(np.random.default_rng(seed).random()))
         self._exits = frozenset(
             layer for route in routes for layer in (route.draft_layer, route.check_layer) if layer
         )
-        self._standing: Standing | None = None  # what is kept
-        self._running: Standing | None = None  # that, or a probe
+        self._selected: Selection | None = None  # the present plan
+        self._running: Selection | None = None  # that, or a probe
         self._previous: Choice | None = None
-        self._outlook: Outlook | None = None
-        self._may_watch = self._is_watched = False
-        self._watching = Choice(watches=True)
-        self._now = self._decide_at = self._decided_at = 0
-        self._restless, self._restless_at, self._missed = 0.0, 0, 0.0
+        self._forecast: Forecast | None = None
+        self._may_shadow = self._is_shadowed = False
+        self._shadowed = Choice(watches=True)  # the running choice, with shadows
+        self._round_index = self._decide_at = self._decided_at = 0
+        self._recent_switches, self._switches_at, self._cusum = 0.0, 0, 0.0
         self._buffer: list[Observation] = []
         self._tokens, self._seconds, self._measured = 0, 0.0, math.nan
         self._counts: Counter[str] = Counter()
@@ -81,38 +81,37 @@ class GoodputControl:
 
     @property
     def rounds_left(self) -> int:
-        """For how many rounds the last choice holds, counted from the last one observed, while the rows stay
-        what they are; at least 1."""
-        if self._is_watched:
+        if self._is_shadowed:
             return 1
-        left = float(self._decide_at - self._now)
-        return max(1, math.ceil(min(left, self._watch.left(self._now)) if self._may_watch else left))
+        left = float(self._decide_at - self._round_index)
+        if self._may_shadow:
+            left = min(left, self._shadows.rounds_left(self._round_index))
+        return max(1, math.ceil(left))
 
     @property
     def is_due(self) -> bool:
-        """With one round under way that was not observed yet."""
         return self.rounds_left <= 1
 
     def choose(self, numbers: Sequence[int], context_tokens: int) -> Choice:
         if not numbers:
             return self._for_one(context_tokens)
         start = time.perf_counter()
-        if self._now >= self._decide_at or self._running is None or self._has_resized(len(numbers)):
+        if self._round_index >= self._decide_at or self._running is None or self._has_resized(len(numbers)):
             self._decide(numbers, context_tokens)
         assert self._running is not None
-        self._is_watched = self._may_watch and self._watch.left(self._now) <= 0.0
-        if self._is_watched:
-            self._watch.take(self._now)
+        self._is_shadowed = self._may_shadow and self._shadows.rounds_left(self._round_index) <= 0.0
+        if self._is_shadowed:
+            self._shadows.advance(self._round_index)
         self._overhead_s += time.perf_counter() - start
-        return self._watching if self._is_watched else self._running.choice
+        return self._shadowed if self._is_shadowed else self._running.choice
 
     def observe(self, seen: Observation) -> None:
         start = time.perf_counter()
         choice, rounds = seen.choice, seen.rounds
-        self._now += rounds
+        self._round_index += rounds
         self._buffer.append(seen)
         self._rounds_of[choice.route, choice.plan] += rounds
-        self._probes.ran(choice.route, self._now)
+        self._probes.record_run(choice.route, self._round_index)
         if choice.is_probe:
             self._count_probe(seen)
         elif choice.watches:
@@ -125,70 +124,65 @@ class GoodputControl:
         self._overhead_s += time.perf_counter() - start
 
     def failed(self, route: int) -> None:
-        self._probes.failed(route, self._now)
-        self._decide_at = self._now
+        self._probes.record_failure(route, self._round_index)
+        self._decide_at = self._round_index
         self._counts["failures"] += 1
 
     def forget(self, number: int) -> None:
-        self._outlooks.acceptance.requests.forget(number)
+        self._forecaster.acceptance.requests.forget(number)
 
     def stats(self) -> dict[str, Any]:
         return {
-            "rounds": self._now,
+            "rounds": self._round_index,
             **{name: self._counts[name] for name in _COUNTED},
             "overhead_s": self._overhead_s,
             "rounds_by_plan": {
-                self._outlooks.grid.name(route, plan): count
+                self._forecaster.grid.name(route, plan): count
                 for (route, plan), count in self._rounds_of.most_common()
             },
             "decision": self._record(),
-            **self._outlooks.stats(self._now, 1 if self._outlook is None else self._outlook.rows),
+            **self._forecaster.stats(self._round_index, 1 if self._forecast is None else self._forecast.rows),
         }
 
     def _has_resized(self, rows: int) -> bool:
-        """Whether the batch is another one: by more than a quarter, or alone or not."""
-        before = 0 if self._outlook is None else self._outlook.rows
+        """Whether the batch changed by more than a quarter, or from or to a single row."""
+        before = 0 if self._forecast is None else self._forecast.rows
         return abs(rows - before) * 4 > before or (rows == 1) != (before == 1)
 
     def _count_probe(self, seen: Observation) -> None:
         self._counts["start_rounds" if self._probes.is_start else "probe_rounds"] += seen.rounds
-        probe, standing = self._running, self._standing
-        if probe is not None and standing is not None:
+        probe, selected = self._running, self._selected
+        if probe is not None and selected is not None:
             ms = seen.seconds * 1e3 / seen.rounds if seen.seconds > 0.0 else probe.milliseconds
-            self._probes.spend(seen.rounds, ms / max(standing.milliseconds, 1e-9))
+            self._probes.spend(seen.rounds, ms / max(selected.milliseconds, 1e-9))
 
     def _learn(self) -> None:
-        """From all that was observed since the last time."""
+        """From the observations since the last call."""
         if self._buffer:
-            self._outlooks.learn(self._buffer, self._standing, self._now)
+            self._forecaster.learn(self._buffer, self._selected, self._round_index)
             self._buffer = []
 
     def _decide(self, numbers: Sequence[int], context_tokens: int) -> None:
-        resized = self._outlook is not None and len(numbers) != self._outlook.rows
-        self._outlooks.acceptance.requests.keep(numbers)
+        resized = self._forecast is not None and len(numbers) != self._forecast.rows
+        self._forecaster.acceptance.requests.track(numbers)
         self._learn()
-        outlook = self._outlooks.look(numbers, context_tokens)
-        standing = self._best(outlook, resized)
-        if self._standing is not None and standing.index != self._standing.index:
+        forecast = self._forecaster.predict(numbers, context_tokens)
+        selected = self._best(forecast, resized)
+        if self._selected is not None and selected.index != self._selected.index:
             self._counts["switches"] += 1
-            self._restless += not resized
+            self._recent_switches += not resized
         self._previous = None if self._running is None else self._running.choice
-        self._standing, self._outlook = standing, outlook
-        probe = self._probe(outlook, standing)
-        self._running = running = probe or standing
-        self._watching = replace(running.choice, watches=True)
+        self._selected, self._forecast = selected, forecast
+        probe = self._probe(forecast, selected)
+        self._running = running = probe or selected
+        self._shadowed = replace(running.choice, watches=True)
         plan = running.choice.plan
-        self._may_watch = (
-            self._config.shadow_share > 0.0
-            and probe is None
-            and not self._exits <= {plan.draft_layer, plan.check_layer}
-        )
-        rounds = (
-            self._config.interval
-            if probe is None
-            else Probes.rounds(len(numbers), probe.milliseconds / max(standing.milliseconds, 1e-9))
-        )
-        self._decide_at, self._decided_at = self._now + rounds, self._now
+        unused = self._exits - {plan.draft_layer, plan.check_layer}
+        self._may_shadow = self._config.shadow_share > 0.0 and probe is None and bool(unused)
+        rounds = self._config.interval
+        if probe is not None:
+            rounds = Probes.num_rounds(len(numbers), probe.milliseconds / max(selected.milliseconds, 1e-9))
+        self._decide_at, self._decided_at = self._round_index + rounds, self._round_index
         self._counts["decisions"] += 1
         self._counts["probes"] += probe is not None
         self._measured = self._tokens / self._seconds if self._seconds > 0.0 else math.nan
@@ -196,112 +190,104 @@ class GoodputControl:
         if self._on_decision is not None and (record := self._record()) is not None:
             self._on_decision(record)
 
-    def _best(self, outlook: Outlook, resized: bool) -> Standing:
-        may_run = self._probes.may_run(self._now)
+    def _best(self, forecast: Forecast, resized: bool) -> Selection:
+        may_run = self._probes.may_run(self._round_index)
         if not self._probes.may_run_untried:
-            may_run = may_run & (self._probes.was_tried > 0)
+            may_run = may_run & self._probes.was_tried
         may_run[-1] = True  # plain decoding
-        promised = np.where(may_run[self._outlooks.grid.sizes.route], outlook.tokens_per_s, 0.0)
+        promised = np.where(may_run[self._forecaster.grid.sizes.route], forecast.tokens_per_s, 0.0)
         index, reason = int(promised.argmax()), "best"
         if len(promised) == 1:
             reason = "only plan"
-        elif self._standing is None:
+        elif self._selected is None:
             reason = "start"
         elif (
-            index != (present := self._standing.index)
+            index != (present := self._selected.index)
             and promised[present]
-            and not self._is_worth(float(promised[index] / promised[present]), resized)
+            and not self._should_switch(float(promised[index] / promised[present]), resized)
         ):
             index, reason = present, "kept: within margin"
-        return self._outlooks.stand(index, reason, outlook)
+        return self._forecaster.select(index, reason, forecast)
 
-    def _is_worth(self, ratio: float, resized: bool) -> bool:
-        """Whether to switch to what promises so many times as much: beyond the margin, or within it for
-        long."""
-        self._restless *= 0.5 ** ((self._now - self._restless_at) / self._config.window)
-        self._restless_at = self._now
-        calm = 1.0 if resized else 1.0 + min(self._restless / _RESTLESS, 1.0)
-        least = (self._config.margin - 1.0) * calm
-        self._missed = max(0.0, self._missed + ratio - 1.0 - _NOISE) if not resized else 0.0
-        if ratio - 1.0 <= least and self._missed <= _PATIENCE * calm * least:
+    def _should_switch(self, ratio: float, resized: bool) -> bool:
+        """Whether to switch to a plan that promises `ratio` times the present tokens/s: beyond the margin at
+        once, within it when the CUSUM exceeds its threshold."""
+        self._recent_switches *= 0.5 ** ((self._round_index - self._switches_at) / self._config.window)
+        self._switches_at = self._round_index
+        widening = 1.0 if resized else 1.0 + min(self._recent_switches / _MANY_SWITCHES, 1.0)
+        least = (self._config.margin - 1.0) * widening
+        self._cusum = max(0.0, self._cusum + ratio - 1.0 - _CUSUM_SLACK) if not resized else 0.0
+        if ratio - 1.0 <= least and self._cusum <= _CUSUM_THRESHOLD * widening * least:
             return False
-        self._missed = 0.0
+        self._cusum = 0.0
         return True
 
-    def _probe(self, outlook: Outlook, standing: Standing) -> Standing | None:
+    def _probe(self, forecast: Forecast, selected: Selection) -> Selection | None:
         """A candidate to try now, if the budget allows."""
-        route_of = self._outlooks.grid.sizes.route
-        if len(route_of) == 1 or not self._probes.is_due(outlook.rows, self._now):
+        route_of = self._forecaster.grid.sizes.route
+        if len(route_of) == 1 or not self._probes.is_due(forecast.rows, self._round_index):
             return None
-        hopeful = self._outlooks.hopeful(outlook.numbers, outlook.context_tokens, self._now, _DEVIATIONS)
-        cost = outlook.milliseconds / max(standing.milliseconds, 1e-9)
-        index = self._probes.pick(
-            route_of, hopeful, cost, standing.choice.route, standing.tokens_per_s, outlook.rows, self._now
-        )
-        index = None if index is None else self._outlooks.grid.telling(index, _LEAST_PROBED)
-        return (
-            None
-            if index is None
-            else self._outlooks.stand(
-                index, "start" if self._probes.is_start else "probe", outlook, is_probe=True
-            )
-        )
+        now, rows, present = self._round_index, forecast.rows, selected.choice.route
+        optimistic = self._forecaster.optimistic_tokens_per_s(forecast, now, _DEVIATIONS)
+        cost = forecast.milliseconds / max(selected.milliseconds, 1e-9)
+        index = self._probes.pick(route_of, optimistic, cost, present, selected.tokens_per_s, rows, now)
+        if index is None:
+            return None
+        index = self._forecaster.grid.telling(index, _LEAST_PROBED)
+        reason = "start" if self._probes.is_start else "probe"
+        return self._forecaster.select(index, reason, forecast, is_probe=True)
 
     def _for_one(self, context_tokens: int) -> Choice:
-        """As for one request, of which nothing is known; decides nothing."""
-        if self._standing is not None and self._outlook is not None and self._outlook.rows == 1:
-            return self._standing.choice
-        outlook, grid = self._outlooks.look((), context_tokens), self._outlooks.grid
-        index = int(outlook.tokens_per_s.argmax())
+        """The choice for one unknown request; changes nothing."""
+        if self._selected is not None and self._forecast is not None and self._forecast.rows == 1:
+            return self._selected.choice
+        forecast, grid = self._forecaster.predict((), context_tokens), self._forecaster.grid
+        index = int(forecast.tokens_per_s.argmax())
         return Choice(grid.route(index), grid.plan(index))
 
     def _record(self) -> dict[str, Any] | None:
-        """Of the last decision."""
-        running, outlook, previous = self._running, self._outlook, self._previous
-        if running is None or outlook is None:
+        """The last decision, as a line of the trace."""
+        running, forecast, previous = self._running, self._forecast, self._previous
+        if running is None or forecast is None:
             return None
         choice = running.choice
         return {
             "type": "decision",
             "round": self._decided_at,
             "route": choice.route,
-            "plan": self._outlooks.name(choice),
+            "plan": self._forecaster.name(choice),
             "num_drafts": choice.plan.num_draft_tokens,
             "num_checks": choice.plan.num_checks,
-            "rows": outlook.rows,
-            "context_tokens": outlook.context_tokens,
+            "rows": forecast.rows,
+            "context_tokens": forecast.context_tokens,
             "predicted": running.tokens_per_s,
             "measured": None if math.isnan(self._measured) else self._measured,
-            "previous": None if previous is None else self._outlooks.name(previous),
+            "previous": None if previous is None else self._forecaster.name(previous),
             "reason": running.reason,
             "is_probe": choice.is_probe,
-            "alternatives": [
-                list(each) for each in self._outlooks.best_of_routes(outlook, _NUM_ALTERNATIVES)
-            ],
-            "acceptance": self._outlooks.acceptance.tiers(),
+            "alternatives": self._forecaster.best_of_routes(forecast, _NUM_ALTERNATIVES),
+            "acceptance": self._forecaster.acceptance.tiers(),
         }
 
 
 def _check(routes: Sequence[Route]) -> None:
+    """Raises ConfigError for a route that no plan can have."""
     for at, route in enumerate(routes):
-        what = f"routes[{at}] = {route}: "
+        what, draft, check = f"routes[{at}] = {route}: ", route.draft_layer, route.check_layer
+        most = route.most_checks
         if not 1 <= route.most_drafts <= 64:
             raise ConfigError(
                 f"{what}most_drafts={route.most_drafts!r} must be 1 to 64; plain decoding is always among the"
                 " plans and needs no route"
             )
-        if route.most_checks < 1 or (route.check_layer is None and route.most_checks != 1):
+        if most < 1 or (check is None and most != 1):
+            raise ConfigError(f"{what}most_checks={most!r} must be at least 1, and 1 without a check tier")
+        if (draft > 0) != (route.kind in ("exit", "adapter", "hybrid")):
             raise ConfigError(
-                f"{what}most_checks={route.most_checks!r} must be at least 1, and 1 without a check tier"
+                f"{what}draft_layer={draft!r} must be the exit's layer for exit, adapter and hybrid, and 0"
+                " for others"
             )
-        if (route.draft_layer > 0) != (route.kind in ("exit", "adapter", "hybrid")):
-            raise ConfigError(
-                f"{what}draft_layer={route.draft_layer!r} must be the exit's layer for exit, adapter and"
-                " hybrid, and 0 for others"
-            )
-        if route.check_layer is not None and route.check_layer <= route.draft_layer:
-            raise ConfigError(
-                f"{what}check_layer={route.check_layer!r} must lie above draft_layer={route.draft_layer}"
-            )
+        if check is not None and check <= draft:
+            raise ConfigError(f"{what}check_layer={check!r} must lie above draft_layer={draft}")
         if route in routes[:at]:
             raise ConfigError(f"{what}is there twice; leave one of them out")

@@ -1,5 +1,5 @@
-"""How all plans look now, for the requests that are running: estimates, costs and their refinement put
-together."""
+"""Predicted speed of every candidate plan for the requests that are running: acceptance estimates, stage
+costs and their corrections put together [SmartSpec's goodput]."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ import numpy as np
 
 from ..config import GoodputConfig, Plan
 from ..latency.model import LatencyModel
-from .acceptance_model import DRAFT, VERIFY, Acceptance, Estimates
+from .acceptance_model import DRAFT, VERIFY, AcceptanceModel, Estimates
 from .choice import Choice, Observation, Route
-from .corrections import Refinement
+from .corrections import Corrections
 from .goodput import PlanGrid, Sizes, Widths
 from .hazards import Floats
-from .per_request import make_caps
+from .per_request import Shifts, size_requests
 
-Pass = tuple[int | None, Plan, int]  # route, plan, number of rows
+PlanKey = tuple[int | None, Plan, int]  # route, plan, number of rows
 _NO_SHIFTS = (np.zeros(0), np.zeros(0))
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Forecast:
     """All candidates, for these requests.
 
-    shifts         of the requests' log odds, and the tries that they stand on, by tier. They share a plan
-                   out; it is chosen by what is known of all, which these requests are in: to count them twice
-                   makes a small batch swing
-    extras         drafts that a row is expected to have accepted in a round, before refinement
-    milliseconds, tokens_per_s   of a round of all rows, refined
+    shifts         of the requests' log odds. They share out a plan but do not choose it: the estimates of all
+                   requests count these ones already, and counting them twice makes a small batch oscillate
+    extras         [candidates] accepted drafts that are expected of a row in a round, not corrected
+    milliseconds, tokens_per_s   [candidates] of a round of all rows, corrected
     """
 
     numbers: Sequence[int]
     rows: int
     context_tokens: float
     estimates: Estimates
-    shifts: tuple[tuple[Floats, Floats], tuple[Floats, Floats]]
+    shifts: Shifts
     widths: Widths
     extras: Floats
     milliseconds: Floats
@@ -45,86 +44,84 @@ class Outlook:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A candidate, by its index, and the choice made of it.
+class Selection:
+    """A selected candidate, and the choice made of it.
 
-    share          drafts that a row is expected to have accepted, in those of the candidate itself: requests
-                   may have a K of their own
-    milliseconds, tokens_per_s   of a round of all rows, refined
+    index          of the candidate in the grid
+    extras_ratio   accepted drafts expected of a row, over those of the candidate itself: requests may have a
+                   K of their own
+    milliseconds, tokens_per_s   of a round of all rows, corrected
+    reason         why it was selected
     """
 
     index: int
     choice: Choice
-    share: float
+    extras_ratio: float
     milliseconds: float
     tokens_per_s: float
     reason: str
 
 
-class Outlooks:
-    """Learns from what rounds did, and says what others would do. Raises ConfigError if the latency model
+class Forecaster:
+    """Learns from what rounds did, and predicts what others would do. Raises ConfigError if the latency model
     lacks a stage that a route runs."""
 
     def __init__(
-        self, routes: Sequence[Route], latency: LatencyModel, config: GoodputConfig, along: Collection[int]
+        self,
+        routes: Sequence[Route],
+        latency: LatencyModel,
+        config: GoodputConfig,
+        written_layers: Collection[int],
     ) -> None:
-        self.grid, self.acceptance, self._config = (
-            PlanGrid(routes, latency, along),
-            Acceptance(routes, config),
-            config,
-        )
-        self._refinement, self._is_static = Refinement(self.grid, config.window), latency.is_static
+        """written_layers: exits whose KV every round writes, in use or not."""
+        self.grid, self._config = PlanGrid(routes, latency, written_layers), config
+        self.acceptance = AcceptanceModel(routes, config)
+        self._corrections, self._is_static = Corrections(self.grid, config.window), latency.is_static
 
-    def learn(self, seen: Sequence[Observation], standing: Standing | None, now: int) -> None:
-        """Of rounds since the last time; standing: what was decided then."""
+    def learn(self, seen: Sequence[Observation], selected: Selection | None, round_index: int) -> None:
+        """From rounds since the last call; selected: the decision that they followed."""
         acceptance, estimates = self.acceptance, self.acceptance.estimates()
-        acceptance.requests.age(now)
+        acceptance.requests.decay(round_index)
         by_route: dict[int, list[Observation]] = {}
-        by_pass: dict[Pass, list[Observation]] = {}
+        by_plan: dict[PlanKey, list[Observation]] = {}
         for each in seen:
             choice = each.choice
-            by_pass.setdefault((choice.route, choice.plan, each.num_rows), []).append(each)
+            by_plan.setdefault((choice.route, choice.plan, each.num_rows), []).append(each)
             if choice.route is not None:
                 by_route.setdefault(choice.route, []).append(each)
             if each.shadows:
-                acceptance.add_shadows(choice.route, each.shadows, now, each.rounds)
+                acceptance.add_shadows(choice.route, each.shadows, round_index, each.rounds)
         for route, group in by_route.items():
-            acceptance.add(route, group, now, sum(each.rounds for each in group), estimates)
-        for group in by_pass.values():
-            self._refinement.add_seconds(group, now)
-        if standing is not None and standing.choice.route is not None:
-            self._learn_extras(by_pass, standing, now)
+            acceptance.add(route, group, round_index, sum(each.rounds for each in group), estimates)
+        for group in by_plan.values():
+            self._corrections.add_seconds(group, round_index)
+        if selected is not None and selected.choice.route is not None:
+            self._learn_extras(by_plan, selected, selected.choice.route, round_index)
 
     def _learn_extras(
-        self, by_pass: Mapping[Pass, Sequence[Observation]], standing: Standing, now: int
+        self,
+        by_plan: Mapping[PlanKey, Sequence[Observation]],
+        selected: Selection,
+        route: int,
+        round_index: int,
     ) -> None:
-        """What the rounds of the present plan gave, against what would be expected of it by now."""
-        route, plan, expected = standing.choice.route, standing.choice.plan, 0.0
-        assert route is not None
-        for (of_route, of_plan, rows), seen in by_pass.items():
-            if (of_route, of_plan) == (route, plan):
+        """Accepted drafts of the selected plan, against those that today's estimates expect of it."""
+        expected = 0.0
+        for (of_route, of_plan, rows), seen in by_plan.items():
+            if (of_route, of_plan) == (route, selected.choice.plan):
                 if not expected:
-                    one = self.grid.one(route, self.grid.plan(standing.index))
-                    expected = standing.share * (
-                        float(
-                            self.grid.tokens(self.grid.widths_of(self.acceptance.estimates(), route), one)[0]
-                        )
-                        - 1.0
-                    )
+                    widths = self.grid.widths_of(self.acceptance.estimates(), route)
+                    one = self.grid.one(route, self.grid.plan(selected.index))
+                    expected = selected.extras_ratio * (float(self.grid.tokens(widths, one)[0]) - 1.0)
                 rounds = sum(each.rounds for each in seen)
-                self._refinement.add_extras(
-                    route,
-                    expected * rows * rounds,
-                    sum(each.tokens for each in seen) - rows * rounds,
-                    rounds,
-                    now,
-                )
+                measured = sum(each.tokens for each in seen) - rows * rounds
+                self._corrections.add_extras(route, expected * rows * rounds, measured, rounds, round_index)
 
-    def look(
+    def predict(
         self, numbers: Sequence[int], context_tokens: float, estimates: Estimates | None = None
-    ) -> Outlook:
-        """For these requests (none = for one of which nothing is known), by what was learnt, or by other
-        estimates."""
+    ) -> Forecast:
+        """For these requests (none = for one unknown request), by these estimates (None = the present
+        ones)."""
         rows, shifts = max(1, len(numbers)), (_NO_SHIFTS, _NO_SHIFTS)
         estimates = estimates or self.acceptance.estimates()
         if self._config.per_request and len(numbers) > 1:
@@ -132,102 +129,79 @@ class Outlooks:
             shifts = requests.shifts(DRAFT, numbers), requests.shifts(VERIFY, numbers)
         widths, route = self.grid.widths(estimates), self.grid.sizes.route
         extras = self.grid.tokens(widths) - 1.0
-        milliseconds = (
-            self.grid.milliseconds(widths, rows, context_tokens)
-            * self._refinement.time_factors(rows)[0][route]
-        )
-        tokens = rows * (1.0 + extras * self._refinement.extra_factors()[route])
-        return Outlook(
-            numbers,
-            rows,
-            context_tokens,
-            estimates,
-            shifts,
-            widths,
-            extras,
-            milliseconds,
-            tokens * 1e3 / np.maximum(milliseconds, 1e-9),
-        )
+        milliseconds = self.grid.milliseconds(widths, rows, context_tokens)
+        milliseconds = milliseconds * self._corrections.time_factors(rows)[0][route]
+        tokens = rows * (1.0 + extras * self._corrections.extra_factors()[route])
+        speed = tokens * 1e3 / np.maximum(milliseconds, 1e-9)
+        return Forecast(numbers, rows, context_tokens, estimates, shifts, widths, extras, milliseconds, speed)
 
-    def hopeful(self, numbers: Sequence[int], context_tokens: float, now: int, deviations: float) -> Floats:
-        """[candidates]: tokens per second, if acceptance and costs are better than they are known to be by so
-        many standard errors, and one."""
-        outlook = self.look(numbers, context_tokens, self.acceptance.optimistic(now, deviations))
-        unsure = np.exp(self._refinement.time_factors(outlook.rows)[1])
-        return outlook.tokens_per_s * unsure[self.grid.sizes.route]
+    def optimistic_tokens_per_s(self, forecast: Forecast, round_index: int, deviations: float) -> Floats:
+        """[candidates]: upper confidence bounds of tokens/s for the same requests: acceptance better by so
+        many standard errors, costs by one."""
+        estimates = self.acceptance.optimistic(round_index, deviations)
+        raised = self.predict(forecast.numbers, forecast.context_tokens, estimates)
+        deviation = self._corrections.time_factors(forecast.rows)[1]
+        return raised.tokens_per_s * np.exp(deviation)[self.grid.sizes.route]
 
-    def stand(self, index: int, reason: str, outlook: Outlook, is_probe: bool = False) -> Standing:
-        """What follows from taking a candidate: requests that are drafted better or worse than others get K
-        and R of their own, if that promises more than the same for all. A pass costs its constant for as long
-        as a single row drafts, so it need not.
-        """
-        route, plan, milliseconds = (
-            self.grid.route(index),
-            self.grid.plan(index),
-            float(outlook.milliseconds[index]),
+    def select(self, index: int, reason: str, forecast: Forecast, is_probe: bool = False) -> Selection:
+        """Selects a candidate. Requests get a K and R of their own if that promises more tokens/s than the
+        same for all: it need not, since a pass costs its constant for as long as a single row drafts."""
+        route, plan = self.grid.route(index), self.grid.plan(index)
+        milliseconds, tokens_per_s = float(forecast.milliseconds[index]), float(forecast.tokens_per_s[index])
+        choice = Choice(route, plan, is_probe=is_probe)
+        selection = Selection(index, choice, 1.0, milliseconds, tokens_per_s, reason)
+        # With static shapes a row that drafts less costs as much.
+        may_differ = self._config.per_request and not self._is_static and not is_probe
+        if route is None or not may_differ or len(forecast.numbers) < 2:
+            return selection
+        sizes = size_requests(
+            self.grid, route, plan, forecast.estimates, forecast.widths, forecast.shifts, forecast.numbers
         )
-        standing = Standing(
-            index,
-            Choice(route, plan, is_probe=is_probe),
-            1.0,
-            milliseconds,
-            float(outlook.tokens_per_s[index]),
-            reason,
-        )
-        if (
-            route is None
-            or is_probe
-            or self._is_static
-            or not self._config.per_request
-            or len(outlook.numbers) < 2
-        ):
-            return standing  # where shapes are static, who drafts less costs as much
-        caps = make_caps(
-            self.grid, route, plan, outlook.estimates, outlook.widths, outlook.shifts, outlook.numbers
-        )
-        if caps is None:
-            return standing
-        _, _, alike = self._promise(route, self.grid.one(route, plan), caps.alike, outlook)
-        extras, milliseconds, tokens_per_s = self._promise(
-            route, self.grid.one(route, caps.plan, caps.cycles), caps.widths, outlook
-        )
-        if tokens_per_s <= alike:
-            return standing
-        choice = Choice(route, caps.plan, caps.most_drafts, caps.most_checks)
-        share = extras / max(float(outlook.extras[index]), 1e-9)
+        if sizes is None:
+            return selection
+        _, _, uniform = self._predict_one(route, self.grid.one(route, plan), sizes.uniform_widths, forecast)
+        own = self.grid.one(route, sizes.plan, sizes.cycles)
+        extras, milliseconds, tokens_per_s = self._predict_one(route, own, sizes.widths, forecast)
+        if tokens_per_s <= uniform:
+            return selection
         return replace(
-            standing, choice=choice, share=share, milliseconds=milliseconds, tokens_per_s=tokens_per_s
+            selection,
+            choice=Choice(route, sizes.plan, sizes.most_drafts, sizes.most_checks),
+            extras_ratio=extras / max(float(forecast.extras[index]), 1e-9),
+            milliseconds=milliseconds,
+            tokens_per_s=tokens_per_s,
         )
 
-    def _promise(
-        self, route: int, sizes: Sizes, widths: Widths, outlook: Outlook
+    def _predict_one(
+        self, route: int, sizes: Sizes, widths: Widths, forecast: Forecast
     ) -> tuple[float, float, float]:
-        """Of one plan with widths of its own: drafts that a row is expected to have accepted, milliseconds
-        and tokens per second, both refined."""
+        """One plan with widths of its own -> accepted drafts of a row, milliseconds and tokens/s of a
+        round."""
+        rows, context_tokens = forecast.rows, forecast.context_tokens
         extras = float(self.grid.tokens(widths, sizes)[0]) - 1.0
-        factor = float(self._refinement.time_factors(outlook.rows)[0][route])
-        milliseconds = max(
-            float(self.grid.milliseconds(widths, outlook.rows, outlook.context_tokens, sizes)[0]) * factor,
-            1e-9,
-        )
-        tokens = outlook.rows * (1.0 + extras * float(self._refinement.extra_factors()[route]))
+        factor = float(self._corrections.time_factors(rows)[0][route])
+        milliseconds = float(self.grid.milliseconds(widths, rows, context_tokens, sizes)[0])
+        milliseconds = max(milliseconds * factor, 1e-9)
+        tokens = rows * (1.0 + extras * float(self._corrections.extra_factors()[route]))
         return extras, milliseconds, tokens * 1e3 / milliseconds
 
     def name(self, choice: Choice) -> str:
         return self.grid.name(choice.route, choice.plan)
 
-    def best_of_routes(self, outlook: Outlook, most: int) -> list[tuple[str, float]]:
-        """The best candidates of so many routes, the best first, and what they promise."""
-        order = np.argsort(-outlook.tokens_per_s, kind="stable")
+    def best_of_routes(self, forecast: Forecast, most: int) -> list[list[Any]]:
+        """[name, tokens/s] of the best candidate of each route, the best `most` of them, best first."""
+        order = np.argsort(-forecast.tokens_per_s, kind="stable")
         _, first = np.unique(self.grid.sizes.route[order], return_index=True)
-        best = order[np.sort(first)][:most].tolist()
         return [
-            (
+            [
                 self.grid.name(self.grid.route(index), self.grid.plan(index)),
-                float(outlook.tokens_per_s[index]),
-            )
-            for index in best
+                float(forecast.tokens_per_s[index]),
+            ]
+            for index in order[np.sort(first)][:most].tolist()
         ]
 
-    def stats(self, now: int, rows: int) -> dict[str, Any]:
-        return {"acceptance": self.acceptance.stats(now), "refinement": self._refinement.stats(rows)}
+    def stats(self, round_index: int, rows: int) -> dict[str, Any]:
+        return {
+            "acceptance": self.acceptance.stats(round_index),
+            "refinement": self._corrections.stats(rows),
+        }

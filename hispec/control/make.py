@@ -34,7 +34,7 @@ def make_control(
             routes,
             latency,
             speculative.goodput or GoodputConfig(),
-            along=frozenset(along),
+            written_layers=frozenset(along),
             on_decision=on_decision,
         )
     if plan.is_plain:

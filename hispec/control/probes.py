@@ -1,4 +1,5 @@
-"""Rounds that are given up to learn: of routes that were not run of late, at most a share of all."""
+"""Rounds given up to learn: probes of routes that were not run of late, at most a share of all rounds; and
+rounds that read shadows."""
 
 from __future__ import annotations
 
@@ -9,134 +10,126 @@ from .choice import Ints
 from .goodput import Bools
 from .hazards import Floats
 
-_MOST_SAVED = 64.0  # rounds
-_LEAST_AT_START, _MORE_AT_START = 6, 1  # probes, and by route
-_ROW_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS = 16, 2, 8  # a probe's: fewer rounds where there are many rows
-_AGAIN, _IN_TURN = (
-    0.125,
-    4.0,
-)  # windows: since a route was run, before it may be probed again; until it is, whatever it promises
-_FIRST_BAR = 0.25  # windows that a route is left alone whose drafter failed; each further time twice as long
-_LOOK_AGAIN = 0.0625  # windows after nothing was found
+_MAX_BUDGET = 64.0  # rounds that may be saved up
+_START_PROBES, _START_PROBES_PER_ROUTE = 6, 1  # probes at the start, outside of the budget
+_ROW_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS = 16, 2, 8  # of a probe: fewer rounds where there are many rows
+# All in windows: before a route may be probed again; until it is probed whatever it promises; for how long a
+# route whose drafter failed is barred, the first time (each further time twice as long); between searches
+# that fail.
+_AGAIN, _OVERDUE, _FIRST_BAR, _SEARCH_AGAIN = 0.125, 4.0, 0.25, 0.0625
 
 
 class Probes:
-    """Which routes to try, and when: one that might be better than the present plan, or that was not run for
-    long. A round that takes longer than those of the present plan counts as so many. Plain decoding is the
-    last of the routes. At the start what is most promising is tried, a few rounds each and perhaps again,
-    before the share counts."""
+    """Which route to probe, and when: one that might be better than the present plan, or that was not run for
+    long. The budget earns `probe_share` per round; a probe costs its time in rounds of the present plan.
+    Plain decoding is the last route. At the start the most promising routes are probed for free."""
 
     def __init__(self, num_routes: int, config: GoodputConfig) -> None:
         self._share, self._window = config.probe_share, config.window
-        self._saved, self._look_at = 0.0, 0.0
-        self._is_turn = (
-            False  # whether what was not run for long goes before what promises most: every other time
-        )
+        self._budget, self._search_at = 0.0, 0.0
+        self._prefer_overdue = False  # alternates: overdue routes, promising ones
         self._tried_at = np.full(num_routes + 1, -np.inf)
-        self._barred_until, self._bar = (
-            np.full(num_routes + 1, -np.inf),
-            np.full(num_routes + 1, _FIRST_BAR * config.window),
-        )
-        self._left_at_start = (
-            _LEAST_AT_START + _MORE_AT_START * num_routes if self._share > 0.0 and num_routes else 0
-        )
-        self.is_start = self._left_at_start > 0  # whether rounds are not yet counted
+        self._barred_until = np.full(num_routes + 1, -np.inf)
+        self._bar = np.full(num_routes + 1, _FIRST_BAR * config.window)
+        has_start = self._share > 0.0 and num_routes > 0
+        self._left_at_start = _START_PROBES + _START_PROBES_PER_ROUTE * num_routes if has_start else 0
+        self.is_start = has_start  # whether rounds are not counted yet
 
     @property
     def may_run_untried(self) -> bool:
-        """Whether there is no other way to get to know a route than to take it."""
+        """Whether routes may be chosen without a probe before: without a budget there is no other way."""
         return self._share == 0.0
 
     @property
-    def was_tried(self) -> Floats:
-        """[routes + 1] bool"""
+    def was_tried(self) -> Bools:
+        """[routes + 1]"""
         return np.isfinite(self._tried_at)
 
-    def ran(self, route: int | None, now: int) -> None:
-        self._tried_at[-1 if route is None else route] = now
+    def record_run(self, route: int | None, round_index: int) -> None:
+        self._tried_at[-1 if route is None else route] = round_index
 
-    def failed(self, route: int, now: int) -> None:
-        """Its drafter did: leave it alone for a while."""
-        self._tried_at[route], self._barred_until[route] = now, now + self._bar[route]
+    def record_failure(self, route: int, round_index: int) -> None:
+        """The route's drafter failed: bars the route for a while."""
+        self._tried_at[route], self._barred_until[route] = round_index, round_index + self._bar[route]
         self._bar[route] *= 2.0
 
-    def may_run(self, now: int) -> Bools:
-        """[routes + 1]: which do not fail, as far as is known."""
-        return self._barred_until <= now
+    def may_run(self, round_index: int) -> Bools:
+        """[routes + 1]: which are not barred."""
+        return self._barred_until <= round_index
 
     def earn(self, rounds: int) -> None:
         if not self.is_start:
-            self._saved = min(self._saved + self._share * rounds, _MOST_SAVED)
+            self._budget = min(self._budget + self._share * rounds, _MAX_BUDGET)
 
     def spend(self, rounds: int, cost: float) -> None:
-        """Rounds of a probe were run, which took so many times as long as others."""
+        """Pays for rounds of a probe; cost: time of one, in rounds of the present plan."""
         if not self.is_start:
-            self._saved -= rounds * max(1.0, cost)
+            self._budget -= rounds * max(1.0, cost)
 
     @staticmethod
-    def rounds(rows: int, cost: float) -> int:
-        """Of a probe whose rounds take so many times as long as others."""
+    def num_rounds(rows: int, cost: float) -> int:
+        """Rounds of a probe, each of which takes `cost` rounds of the present plan."""
         rounds = min(max(-(-_ROW_ROUNDS // rows), _LEAST_ROUNDS), _MOST_ROUNDS)
         return max(1, int(rounds / max(cost, 1.0)))
 
-    def is_due(self, rows: int, now: int) -> bool:
-        """Whether it is time to look for something to try."""
+    def is_due(self, rows: int, round_index: int) -> bool:
+        """Whether to search for a route to probe."""
         if self._left_at_start:
             return True
         self.is_start = False
-        return now >= self._look_at and self._allows(self.rounds(rows, 1.0))
+        return round_index >= self._search_at and self._affords(self.num_rounds(rows, 1.0))
 
     def pick(
         self,
         route_of: Ints,
-        hopeful: Floats,
+        optimistic: Floats,
         cost: Floats,
         present: int | None,
         bar: float,
         rows: int,
-        now: int,
+        round_index: int,
     ) -> int | None:
-        """One of the candidates, by their routes, what might be hoped of them at best, and what their rounds
-        cost in rounds of the present plan, whose route, and what it promises, is given."""
-        at_start, age = self._left_at_start > 0, now - self._tried_at
+        """The candidate plan to probe, or None.
+
+        route_of, optimistic, cost   [candidates] route; upper confidence bound of tokens/s; time of a round,
+                                     in rounds of the present plan
+        present, bar                 route of the present plan, and its tokens/s
+        """
+        at_start, age = self._left_at_start > 0, round_index - self._tried_at
         age[-1 if present is None else present] = -1.0
-        age[~self.may_run(now)] = -1.0
+        age[~self.may_run(round_index)] = -1.0
         least = 0.0 if at_start else _AGAIN * self._window
-        index, oldest = int(np.where((age >= least)[route_of], hopeful, 0.0).argmax()), int(age.argmax())
-        promises = age[route_of[index]] >= least and hopeful[index] > bar
-        is_overdue = not at_start and age[oldest] >= _IN_TURN * self._window
-        if not promises and not is_overdue:
-            self._found_nothing(now)
-            return None
-        if is_overdue and (self._is_turn or not promises):
-            index = int(np.where(route_of == oldest, hopeful, 0.0).argmax())
+        index = int(np.where((age >= least)[route_of], optimistic, 0.0).argmax())
+        oldest = int(age.argmax())
+        is_promising = age[route_of[index]] >= least and optimistic[index] > bar
+        is_overdue = not at_start and age[oldest] >= _OVERDUE * self._window
+        if is_overdue and (self._prefer_overdue or not is_promising):
+            index = int(np.where(route_of == oldest, optimistic, 0.0).argmax())
         price = max(1.0, float(cost[index]))
-        if at_start:
-            self._left_at_start -= 1
-        elif not self._allows(price * self.rounds(rows, price)):
-            self._found_nothing(now)
+        affords = at_start or self._affords(price * self.num_rounds(rows, price))
+        if not (is_promising or is_overdue) or not affords:
+            self._left_at_start, self._search_at = 0, round_index + _SEARCH_AGAIN * self._window
             return None
-        self._is_turn = not self._is_turn
+        self._left_at_start -= at_start
+        self._prefer_overdue = not self._prefer_overdue
         return index
 
-    def _allows(self, rounds: float) -> bool:
-        return self._share > 0.0 and self._saved >= min(rounds, _MOST_SAVED)
-
-    def _found_nothing(self, now: int) -> None:
-        self._left_at_start, self._look_at = 0, now + _LOOK_AGAIN * self._window
+    def _affords(self, rounds: float) -> bool:
+        return self._share > 0.0 and self._budget >= min(rounds, _MAX_BUDGET)
 
 
-class Evenly:
-    """One round in so many, at most a share of all."""
+class ShadowSchedule:
+    """When rounds read shadows: every 1 / share rounds."""
 
     def __init__(self, share: float, phase: float) -> None:
-        """phase: 0 to 1, where in its turn the first one comes."""
+        """phase: 0 to 1, where in the first period the first one comes."""
         self._spacing = float(-(-1.0 // share)) if share > 0.0 else np.inf
         self._next = (1.0 + phase) * self._spacing if share < 1.0 else 0.0
 
-    def left(self, now: int) -> float:
+    def rounds_left(self, round_index: int) -> float:
         """Rounds until the next one."""
-        return self._next - now
+        return self._next - round_index
 
-    def take(self, now: int) -> None:
-        self._next = now + self._spacing
+    def advance(self, round_index: int) -> None:
+        """A round reads shadows now."""
+        self._next = round_index + self._spacing

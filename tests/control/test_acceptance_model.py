@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from hispec.config import GoodputConfig, Plan
-from hispec.control.acceptance_model import Acceptance
+from hispec.control.acceptance_model import AcceptanceModel
 from hispec.control.choice import Choice, Observation, Route, Shadow
-from hispec.control.hazards import HazardTable, shifted, survival
-from hispec.control.request_acceptance import Requests
+from hispec.control.hazards import HazardTable, shift_log_odds, survival
+from hispec.control.request_acceptance import RequestAcceptance
 
 CONFIG = GoodputConfig(window=1e6, prior_weight=4.0)
 EXIT, CHECKED, OTHER = Route("exit", 4, None, 8), Route("exit", 4, 15, 8, 4), Route("exit", 4, 20, 8, 4)
@@ -73,7 +73,7 @@ def test_hazards_are_unbiased_however_caps_are_chosen(
     caps_of: Callable[[np.random.Generator, list[int]], np.ndarray],
 ) -> None:
     """And accepted / drafted is not: what stands behind the first wrong draft is never judged."""
-    random, acceptance = np.random.default_rng(3), Acceptance([EXIT], CONFIG)
+    random, acceptance = np.random.default_rng(3), AcceptanceModel([EXIT], CONFIG)
     past: list[int] = []
     drafted = 0
     for now in range(1, 1500):
@@ -93,7 +93,7 @@ def test_hazards_are_unbiased_however_caps_are_chosen(
 
 def test_what_is_not_offered_counts_against_the_drafter_where_it_might_have_been() -> None:
     """Prompt lookup that finds something in half of all cycles, and then is right."""
-    acceptance = Acceptance([Route("ngram", 0, None, 4)], CONFIG)
+    acceptance = AcceptanceModel([Route("ngram", 0, None, 4)], CONFIG)
     looked = [4, 0] * 500
     acceptance.add(
         0, [seen(0, looked, [4] * 1000, drafted=looked, looked_up=[1] * 1000)], 10, 10, acceptance.estimates()
@@ -104,7 +104,7 @@ def test_what_is_not_offered_counts_against_the_drafter_where_it_might_have_been
 
 
 def test_a_hybrid_is_told_apart_by_who_drafted() -> None:
-    acceptance = Acceptance([Route("hybrid", 4, None, 8, num_exit_tokens=2)], CONFIG)
+    acceptance = AcceptanceModel([Route("hybrid", 4, None, 8, num_exit_tokens=2)], CONFIG)
     looked_up = [1, 0, 0, 0] * 200
     drafted = [6, 2, 2, 2] * 200
     acceptance.add(
@@ -117,7 +117,7 @@ def test_a_hybrid_is_told_apart_by_who_drafted() -> None:
 
 
 def test_a_drafter_that_always_drafts_is_known_to() -> None:
-    acceptance = Acceptance([EXIT, replace(EXIT, has_confidence=True)], CONFIG)
+    acceptance = AcceptanceModel([EXIT, replace(EXIT, has_confidence=True)], CONFIG)
     assert np.array_equal(acceptance.estimates().computed[0], np.ones(8))
     assert acceptance.estimates().computed[1, 0] < 1.0
 
@@ -146,7 +146,7 @@ def test_what_is_not_seen_for_long_is_remembered_but_gives_way() -> None:
 @pytest.mark.parametrize("rounds", [1, 7, 64])
 def test_many_rounds_at_once_are_what_they_are_one_by_one(rounds: int) -> None:
     random, config = np.random.default_rng(1), GoodputConfig(window=200.0, prior_weight=4.0)
-    single, together = Acceptance([EXIT], config), Acceptance([EXIT], config)
+    single, together = AcceptanceModel([EXIT], config), AcceptanceModel([EXIT], config)
     for now in range(rounds, 449, rounds):
         caps = random.integers(1, 9, (rounds, 16))
         kept = np.stack([kept_of(random, each) for each in caps])
@@ -170,7 +170,7 @@ def test_many_rounds_at_once_are_what_they_are_one_by_one(rounds: int) -> None:
 
 
 def test_places_never_tried_take_after_the_last_ones() -> None:
-    acceptance = Acceptance([EXIT], GoodputConfig(window=1e6, prior_weight=16.0, prior_acceptance=0.1))
+    acceptance = AcceptanceModel([EXIT], GoodputConfig(window=1e6, prior_weight=16.0, prior_acceptance=0.1))
     acceptance.add(0, [seen(0, [3] * 900 + [0] * 100, [3] * 1000)], 1, 1, acceptance.estimates())
     hazards = acceptance.estimates().kept[0]
     assert hazards[:3] == pytest.approx([0.9, 1.0, 1.0], abs=0.02)
@@ -178,13 +178,13 @@ def test_places_never_tried_take_after_the_last_ones() -> None:
 
 
 def test_nothing_seen_is_the_prior() -> None:
-    estimates = Acceptance([EXIT, CHECKED], GoodputConfig(prior_acceptance=0.37)).estimates()
+    estimates = AcceptanceModel([EXIT, CHECKED], GoodputConfig(prior_acceptance=0.37)).estimates()
     assert estimates.kept == pytest.approx(np.full((2, 8), 0.37))
     assert estimates.accepted == pytest.approx(np.full(estimates.accepted.shape, 0.37))
 
 
 def test_routes_that_were_never_run_are_predicted_from_exits_that_were_watched() -> None:
-    acceptance = Acceptance([EXIT, CHECKED, OTHER, Route("exit", 8, None, 8)], CONFIG)
+    acceptance = AcceptanceModel([EXIT, CHECKED, OTHER, Route("exit", 8, None, 8)], CONFIG)
 
     def shadow(layer: int, right: int, agreed: int) -> Shadow:
         return Shadow(layer, *(np.array([value]) for value in (200, right, 200, agreed)))
@@ -207,7 +207,7 @@ def test_routes_that_were_never_run_are_predicted_from_exits_that_were_watched()
 
 
 def test_routes_that_were_never_run_take_after_their_relatives() -> None:
-    acceptance = Acceptance([EXIT, CHECKED, OTHER, Route("adapter", 4, 15, 8, 4)], CONFIG)
+    acceptance = AcceptanceModel([EXIT, CHECKED, OTHER, Route("adapter", 4, 15, 8, 4)], CONFIG)
     verified = {"rows": [0] * 100, "tentative": [9] * 100, "accepted": [9] * 80 + [0] * 20}
     acceptance.add(1, [seen(1, [8] * 90 + [0] * 10, [8] * 100, **verified)], 1, 1, acceptance.estimates())
     estimates, prior = acceptance.estimates(), CONFIG.prior_acceptance
@@ -219,7 +219,7 @@ def test_routes_that_were_never_run_take_after_their_relatives() -> None:
 
 
 def test_verify_is_estimated_by_tentative_token() -> None:
-    random, acceptance = np.random.default_rng(0), Acceptance([CHECKED], CONFIG)
+    random, acceptance = np.random.default_rng(0), AcceptanceModel([CHECKED], CONFIG)
     tentative = random.integers(1, 10, 4000)
     right = random.random((4000, 9)) < 0.9 - 0.05 * np.arange(9)
     accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), tentative)
@@ -234,7 +234,7 @@ def test_verify_is_estimated_by_tentative_token() -> None:
 
 
 def test_optimism_grows_with_the_age_of_what_is_known_and_ends_where_it_is_seen_again() -> None:
-    acceptance = Acceptance([EXIT], GoodputConfig(window=50.0))
+    acceptance = AcceptanceModel([EXIT], GoodputConfig(window=50.0))
     acceptance.add(0, [seen(0, [1] * 40 + [0] * 160, [2] * 200)], 10, 10, acceptance.estimates())
     fresh, old = (acceptance.optimistic(now, 1.5).kept[0, 0] for now in (10.0, 2000.0))
     known = acceptance.estimates().kept[0, 0]
@@ -247,10 +247,10 @@ def test_optimism_grows_with_the_age_of_what_is_known_and_ends_where_it_is_seen_
 
 
 def test_requests_are_known_by_what_they_do_better_or_worse_than_expected() -> None:
-    requests = Requests(2, 512.0, 8.0)
-    requests.keep([7, 9, 11])
+    requests = RequestAcceptance(2, 512.0, 8.0)
+    requests.track([7, 9, 11])
     for now in range(1, 60):
-        requests.age(now)
+        requests.decay(now)
         requests.add(
             0,
             np.array([7, 9, 9, 99]),
@@ -264,18 +264,20 @@ def test_requests_are_known_by_what_they_do_better_or_worse_than_expected() -> N
     assert shift[2:] == pytest.approx([0.0, 0.0])
     assert tries[2:] == pytest.approx([0.0, 0.0])
     assert requests.shifts(1, [7])[0][0] == 0.0  # another tier
-    requests.age(500)
+    requests.decay(500)
     assert abs(requests.shifts(0, [7])[0][0]) < 0.1
     requests.forget(7)
     requests.forget(7)
-    requests.keep([12])  # in the place that is free
+    requests.track([12])  # in the place that is free
     assert len(requests) == 3
     assert requests.shifts(0, [12])[1][0] == 0.0
-    assert shifted(np.array([0.5]), 1.0)[0] == pytest.approx(1 / (1 + np.exp(-1.0)))
+    assert shift_log_odds(np.array([0.5]), 1.0)[0] == pytest.approx(1 / (1 + np.exp(-1.0)))
 
 
 def test_nothing_to_learn_changes_nothing_and_statistics_are_plain() -> None:
-    acceptance = Acceptance([EXIT, CHECKED, Route("hybrid", 4, 15, 8, 2), Route("model", 0, None, 3)], CONFIG)
+    acceptance = AcceptanceModel(
+        [EXIT, CHECKED, Route("hybrid", 4, 15, 8, 2), Route("model", 0, None, 3)], CONFIG
+    )
     before = acceptance.estimates()
     for route in range(4):
         acceptance.add(route, [seen(route, [], [])], 5, 1, before)

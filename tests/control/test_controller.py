@@ -15,7 +15,7 @@ import pytest
 from hispec.config import PLAIN, GoodputConfig
 from hispec.control.choice import Route
 from hispec.control.controller import GoodputControl
-from hispec.control.probes import Evenly
+from hispec.control.probes import ShadowSchedule
 from hispec.latency.model import LatencyModel, Linear
 
 from ..helpers.scripted_control import ROUTES, Law, Machine, cpu_like
@@ -305,7 +305,7 @@ def test_exits_that_are_all_in_use_are_not_watched() -> None:
     )
     machine.run(control, range(1), 50)
     assert not any(choice.watches for choice, *_ in machine.history if choice.route == 0)
-    assert Evenly(0.0, 0.5).left(10) == math.inf
+    assert ShadowSchedule(0.0, 0.5).rounds_left(10) == math.inf
 
 
 def test_requests_get_drafts_in_proportion_to_what_they_make_of_them() -> None:
