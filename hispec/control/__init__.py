@@ -1,1 +1,1 @@
-"""Adaptive speculation: acceptance estimates, expected goodput, and the plan that each round runs. No torch."""
+"""Adaptive speculation: acceptance estimates, expected goodput, and the plan of each round. No torch."""
