@@ -32,25 +32,22 @@ def add(commands: Any) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    import json
-
-    from ..trace.picture import check_matplotlib, draw_trace, has_matplotlib
+    from ..trace.picture import draw_trace
     from ..trace.report import print_report
     from ..trace.summary import summarize
     from ..trace.writer import read_trace
-    from ..utils.files import write_atomically
+    from ..utils.files import write_json
+    from ..utils.plots import check_matplotlib, has_matplotlib
 
     picture = options.trace.with_suffix(".png") if options.output is None else options.output
     _check_targets(options.trace, picture, options.json)
     if options.output is not None:
-        check_matplotlib()
+        check_matplotlib("-o")
     trace = read_trace(options.trace)
     summary = summarize(trace)
     print_report(summary)
     if options.json is not None:
-        write_atomically(
-            options.json, (json.dumps(summary, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-        )
+        write_json(options.json, summary)
     if has_matplotlib():
         draw_trace(trace, picture)
         print(f"drawn: {picture}")
@@ -62,21 +59,15 @@ def _report(options: argparse.Namespace) -> int:
 def _check_targets(trace: Path, picture: Path, summary: Path | None) -> None:
     """Creates missing folders. Raises ConfigError for what must not be written, or can't be."""
     from ..errors import ConfigError
+    from ..utils.files import check_target
 
     if picture.suffix.lower() != ".png":
         raise ConfigError(f"-o: {picture} is drawn as PNG; give it a name that ends with .png")
     for flag, path in (("-o", picture), ("--json", summary)):
         if path is None:
             continue
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{flag}: {path} is not a regular file; choose another path")
         if path.absolute() == trace.absolute() or (path.exists() and trace.exists() and path.samefile(trace)):
             raise ConfigError(f"{flag}: {path} is the trace itself; choose another path")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{flag}: cannot write to {path.parent}: {error.strerror}; choose another place"
-            ) from None
+        check_target(flag, path)
     if summary is not None and summary.absolute() == picture.absolute():
         raise ConfigError(f"-o and --json both name {picture}; give each a path of its own")

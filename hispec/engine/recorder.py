@@ -54,14 +54,14 @@ class Recorder:
                 environment=about,
             )
         elif self._trace is not None:
-            self._trace.routes(routes)
+            self._trace.write_routes(routes)
         if key not in self._controls and len(self._controls) >= _MOST_KEPT:
             del self._controls[next(iter(self._controls))]
         self._controls[key] = self.control = control
 
     def decided(self, record: Mapping[str, Any]) -> None:
         if self._trace is not None:
-            self._trace.decision(record)
+            self._trace.write_decision(record)
 
     def round(
         self, flight: Flight, choice: Choice, rows: Sequence[tuple[Request, int, RowOutcome]], seconds: float
@@ -89,7 +89,7 @@ class Recorder:
         )
         self.control.observe(seen)
         if self._trace is not None:
-            self._trace.round(seen)
+            self._trace.write_rounds(seen)
             route = -1 if choice.route is None else choice.route
             for request, _, outcome in rows:
                 self._rounds.setdefault(request.number, []).append(
@@ -100,7 +100,9 @@ class Recorder:
         self.control.forget(request.number)
         rounds = self._rounds.pop(request.number, [])
         if self._trace is not None and metrics is not None and request.finish_reason is not None:
-            self._trace.request(request.number, metrics, request.max_tokens, request.finish_reason, rounds)
+            self._trace.write_request(
+                request.number, metrics, request.max_tokens, request.finish_reason, rounds
+            )
 
     def close(self) -> None:
         if self._trace is not None:

@@ -1,20 +1,20 @@
-"""The benchmark: one set of prompts, one process, several ways to decode it, interleaved."""
+"""The benchmark: the same prompts through several engines in one process, in interleaved runs."""
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
-from tqdm import tqdm
 
 from ..config import Settings, SpeculativeConfig
 from ..errors import ConfigError
 from ..sampling_params import SamplingParams
+from ..utils.console import make_bar
 from ..utils.environment import environment, peak_memory_bytes
 from .bench_inputs import TokenIds, generate, good_rows, task_of, warm_up
 from .bootstrap import Paired, ratio_interval
@@ -25,6 +25,9 @@ from .schema import Job
 if TYPE_CHECKING:
     from ..llm import LLM
     from .hf_baseline import TransformersBaseline
+
+
+_TIER_RATES = ("draft_accepted", "looked_up_accepted", "looked_up_share", "tentative_accepted")
 
 
 class BenchOptions(Settings):
@@ -60,16 +63,19 @@ class Group:
 
 @dataclass
 class Runs:
-    """The timed runs of one engine: seconds by run and group, those of rounds alone (without prompts), token
-    ids by run and prompt."""
+    """The timed runs of one engine.
+
+    seconds, decode_seconds   by run and group; those of rounds alone (without prompts)
+    outputs                   token ids by run and prompt
+    stats                     counts of all runs
+    """
 
     seconds: list[list[float]] = field(default_factory=list)
     decode_seconds: list[list[float]] = field(default_factory=list)
     outputs: list[list[TokenIds]] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
 
-    def begin(self, num_groups: int, num_prompts: int) -> None:
-        """Makes room for one more run."""
+    def begin_run(self, num_groups: int, num_prompts: int) -> None:
         self.seconds.append([0.0] * num_groups)
         self.decode_seconds.append([0.0] * num_groups)
         self.outputs.append([[] for _ in range(num_prompts)])
@@ -78,25 +84,25 @@ class Runs:
         self, groups: Sequence[Group], task: str | None = None, *, decode: bool = False
     ) -> list[float]:
         """Of each run: over all groups, or those of one task. `decode`: by the time of rounds alone."""
-        taken = [number for number, group in enumerate(groups) if task is None or group.task == task]
+        taken = [number for number, group in enumerate(groups) if task in (None, group.task)]
+        times = self.decode_seconds if decode else self.seconds
         return [
-            sum(len(outputs[prompt]) for number in taken for prompt in groups[number].prompts)
+            sum(_num_tokens(groups[number], outputs) for number in taken)
             / sum(seconds[number] for number in taken)
-            for outputs, seconds in zip(
-                self.outputs, self.decode_seconds if decode else self.seconds, strict=True
-            )
+            for outputs, seconds in zip(self.outputs, times, strict=True)
         ]
 
-    def of_groups(self, groups: Sequence[Group], task: str) -> tuple[list[float], list[float]]:
+    def by_group(self, groups: Sequence[Group], task: str) -> tuple[list[float], list[float]]:
         """Mean tokens and median seconds over runs of each group of the task."""
         taken = [number for number, group in enumerate(groups) if group.task == task]
-        tokens = [
-            statistics.fmean(
-                sum(len(outputs[prompt]) for prompt in groups[number].prompts) for outputs in self.outputs
-            )
+        return [
+            statistics.fmean(_num_tokens(groups[number], outputs) for outputs in self.outputs)
             for number in taken
-        ]
-        return tokens, [statistics.median(seconds[number] for seconds in self.seconds) for number in taken]
+        ], [statistics.median(seconds[number] for seconds in self.seconds) for number in taken]
+
+
+def _num_tokens(group: Group, outputs: Sequence[TokenIds]) -> int:
+    return sum(len(outputs[prompt]) for prompt in group.prompts)
 
 
 def plans_of(
@@ -125,13 +131,9 @@ def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict
     count_rows(job.input)
     rows = good_rows(job)
     measured_on = environment()  # now, so that its load is that of others
-    llm = LLM(
-        job.model, speculative=job.speculative, scheduling=job.scheduling, **_engine_settings(job, options)
-    )
-    try:
+    settings = _engine_settings(job, options)
+    with closing(LLM(job.model, speculative=job.speculative, scheduling=job.scheduling, **settings)) as llm:
         return _measure(llm, job, options, rows, progress) | {"environment": measured_on}
-    finally:
-        llm.close()
 
 
 def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progress: bool) -> dict[str, Any]:
@@ -157,17 +159,11 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
     memory = {"peak_resident_bytes": peak_memory_bytes(), **llm.memory()}
     baseline = _baseline(job, options, prompts) if with_transformers else None
     order = list(runs)
-    with tqdm(
-        total=options.repeats * len(groups) * len(order),
-        unit="run",
-        disable=not progress,
-        file=sys.stderr,
-        dynamic_ncols=True,
-    ) as bar:
-        turn = 0
+    turn = 0  # rotates the order: no engine is always first, or always after the same one
+    with make_bar(options.repeats * len(groups) * len(order), None, "run", progress) as bar:
         for _ in range(options.repeats):
             for run in runs.values():
-                run.begin(len(groups), len(prompts))
+                run.begin_run(len(groups), len(prompts))
             for number, group in enumerate(groups):
                 for name in order[turn:] + order[:turn]:
                     bar.set_description_str(name)
@@ -177,12 +173,10 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
                     else:
                         llm.set_speculative(plans[name])
                         llm.reset_stats()
-                        _time(
-                            runs[name], number, group, prompts, decode, lambda: float(llm.stats()["round_s"])
-                        )
+                        _time(runs[name], number, group, prompts, decode, lambda: llm.stats()["round_s"])
                         runs[name].stats = add_counts(runs[name].stats, llm.stats())
                     bar.update()
-                turn = (turn + 1) % len(order)  # nobody is always first, or always after the same one
+                turn = (turn + 1) % len(order)
     return _result(job, options, prompts, groups, plans, runs) | {
         "memory": memory,
         "row_invariant": llm.row_invariant,
@@ -208,7 +202,7 @@ def _time(
     run: Callable[[list[TokenIds]], list[TokenIds]],
     decode_clock: Callable[[], float] | None = None,
 ) -> None:
-    """Group `number` in the latest run. `decode_clock`: seconds that rounds have taken so far."""
+    """Times a group in the latest run. `decode_clock`: seconds that rounds have taken so far."""
     decoded, started = decode_clock() if decode_clock else 0.0, time.perf_counter()
     results = run([prompts[prompt] for prompt in group.prompts])
     runs.seconds[-1][number] = time.perf_counter() - started
@@ -237,16 +231,16 @@ def _result(
         }
         if name in plans:
             rates = asdict(Rates.of(run.stats, plans[name]))
-            tiers = {
-                key: rates.pop(key)
-                for key in ("draft_accepted", "looked_up_accepted", "looked_up_share", "tentative_accepted")
-            }
+            tiers = {key: rates.pop(key) for key in _TIER_RATES}
             engines[name]["decode_tokens_per_s"] = statistics.median(run.tokens_per_s(groups, decode=True))
             engines[name] |= {"plan": plan_text(plans[name], run.stats["num_layers"]), **rates}
             if plans[name] is not None:
                 acceptance[name] = tiers
-    plain = engines["plain"]["tokens_per_s"]
     lengths = list(map(len, prompts))
+
+    def over_plain(key: str, names: Iterable[str]) -> dict[str, float]:
+        return {name: engines[name][key] / engines["plain"][key] for name in names}
+
     return {
         "model": job.model,
         "options": options.model_dump(),
@@ -258,11 +252,8 @@ def _result(
             "tokens_max": max(lengths),
         },
         "engines": engines,
-        "ratio_to_plain": {name: engine["tokens_per_s"] / plain for name, engine in engines.items()},
-        "decode_ratio_to_plain": {
-            name: engines[name]["decode_tokens_per_s"] / engines["plain"]["decode_tokens_per_s"]
-            for name in plans
-        },
+        "ratio_to_plain": over_plain("tokens_per_s", engines),
+        "decode_ratio_to_plain": over_plain("decode_tokens_per_s", plans),
         "ratio_by_task": _ratios_by_task(groups, runs),
         "ratio_interval": _intervals(groups, runs) if options.batch_size == 1 else {},
         "decode_ratio_by_task": _ratios_by_task(groups, {name: runs[name] for name in plans}, decode=True),
@@ -274,38 +265,32 @@ def _result(
 def _ratios_by_task(
     groups: list[Group], runs: dict[str, Runs], *, decode: bool = False
 ) -> dict[str, dict[str, float]]:
-    """By engine: tokens/s over plain's for each task, and their mean; empty if the prompts are of one
-    task."""
+    """By engine: tokens/s over plain's for each task, and their mean; empty for a single task."""
     tasks = _tasks(groups)
     if len(tasks) < 2:
         return {}
-    speeds = {
-        name: {task: statistics.median(run.tokens_per_s(groups, task, decode=decode)) for task in tasks}
-        for name, run in runs.items()
-    }
-    ratios = {
-        name: {task: speed / speeds["plain"][task] for task, speed in of_tasks.items()}
-        for name, of_tasks in speeds.items()
-    }
-    return {
-        name: {**of_tasks, "mean": statistics.fmean(of_tasks.values())} for name, of_tasks in ratios.items()
-    }
+    found = {}
+    for name, run in runs.items():
+        ratios = {
+            task: statistics.median(run.tokens_per_s(groups, task, decode=decode))
+            / statistics.median(runs["plain"].tokens_per_s(groups, task, decode=decode))
+            for task in tasks
+        }
+        found[name] = {**ratios, "mean": statistics.fmean(ratios.values())}
+    return found
 
 
 def _intervals(groups: list[Group], runs: dict[str, Runs]) -> dict[str, list[float]]:
     """By engine: the 95 % interval over prompts of its mean ratio to plain; empty if a task has a single
     prompt."""
-    found = {
-        name: ratio_interval(
-            [
-                Paired(*run.of_groups(groups, task), *runs["plain"].of_groups(groups, task))
-                for task in _tasks(groups)
-            ]
-        )
-        for name, run in runs.items()
-        if name != "plain"
-    }
-    return {name: list(interval) for name, interval in found.items() if interval is not None}
+    found, plain = {}, runs["plain"]
+    for name, run in runs.items():
+        tasks = [
+            Paired(*run.by_group(groups, task), *plain.by_group(groups, task)) for task in _tasks(groups)
+        ]
+        if name != "plain" and (interval := ratio_interval(tasks)) is not None:
+            found[name] = list(interval)
+    return found
 
 
 def _tasks(groups: list[Group]) -> list[str]:
@@ -314,14 +299,8 @@ def _tasks(groups: list[Group]) -> list[str]:
 
 def _matches(run: Runs, plain: Runs) -> list[int]:
     """[n, total]: prompts whose tokens are plain decoding's in every run, of all prompts."""
-    reference = plain.outputs[0]
-    return [
-        sum(
-            all(outputs[at] == reference[at] for outputs in run.outputs + plain.outputs)
-            for at in range(len(reference))
-        ),
-        len(reference),
-    ]
+    by_prompt = zip(*run.outputs, *plain.outputs, strict=True)
+    return [sum(all(each == outputs[0] for each in outputs) for outputs in by_prompt), len(plain.outputs[0])]
 
 
 def _engine_settings(job: Job, options: BenchOptions) -> dict[str, Any]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from ..errors import ConfigError, HiSpecError
 from ..outputs import CompletionOutput, RequestOutput
+from ..utils.files import finite
 from .rows import BadRow, Row
 from .schema import Job, OutputConfig
 
@@ -73,11 +72,9 @@ def count_done(path: Path, rows: Iterator[Row | BadRow]) -> tuple[int, int]:
                 break
             row = next(rows, None)
             if row is None or _content_hash(raw) != row.content_hash:
-                what = (
-                    "more lines than the input has rows"
-                    if row is None
-                    else f"line {num_done + 1} is not the result of input line {row.line}"
-                )
+                what = "more lines than the input has rows"
+                if row is not None:
+                    what = f"line {num_done + 1} is not the result of input line {row.line}"
                 raise ConfigError(
                     f"output.resume: {path} does not belong to this job: {what} (another prompt, sampling or"
                     " model); set output.overwrite=true to replace the file, or choose another output.path"
@@ -96,10 +93,8 @@ def _content_hash(raw: bytes) -> str | None:
 
 
 class OrderedWriter:
-    """Writes rows in the order of their indices, whenever they come. Unbuffered: what is written survives a
-    crash of the program.
-
-    Used as a context; on leaving it, by an exception too, the file ends with a whole line.
+    """Writes rows in the order of their indices, in whatever order they come. Unbuffered: what is written
+    survives a crash of the program. A context manager, on whose exit the file ends with a whole line.
     """
 
     def __init__(self, path: Path, num_done: int = 0, num_bytes: int = 0) -> None:
@@ -120,9 +115,8 @@ class OrderedWriter:
 
     def add(self, index: int, row: dict[str, Any]) -> None:
         """Writes the row as soon as all earlier ones are written. Raises OutputError."""
-        self._waiting[index] = (
-            json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
-        )
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        self._waiting[index] = text.encode("utf-8", "backslashreplace")
         while self.next_index in self._waiting:
             self._write(self._waiting[self.next_index])
             del self._waiting[self.next_index]
@@ -143,9 +137,7 @@ class OrderedWriter:
     def __enter__(self) -> OrderedWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self._file.truncate(self._end)
         finally:
@@ -159,15 +151,10 @@ def output_row(row: Row | BadRow, outcome: Outcome, config: OutputConfig) -> dic
     if isinstance(outcome, RowError):
         body: dict[str, Any] = {"outputs": [], "usage": None, "error": {**asdict(outcome), "line": row.line}}
     else:
-        usage = {
-            "prompt_tokens": len(outcome.prompt_token_ids),
-            "completion_tokens": sum(len(output.token_ids) for output in outcome.outputs),
-        }
-        body = {
-            "outputs": [_output(output, config) for output in outcome.outputs],
-            "usage": usage,
-            "error": None,
-        }
+        num_new = sum(len(output.token_ids) for output in outcome.outputs)
+        usage = {"prompt_tokens": len(outcome.prompt_token_ids), "completion_tokens": num_new}
+        outputs = [_output_fields(output, config) for output in outcome.outputs]
+        body = {"outputs": outputs, "usage": usage, "error": None}
     return {**_head(row, config), **body, "hash": row.content_hash}
 
 
@@ -176,18 +163,13 @@ def _head(row: Row | BadRow, config: OutputConfig) -> dict[str, Any]:
         return {"index": row.index, "id": row.id}
     head: dict[str, Any] = {"index": row.index, "id": row.input.id}
     if config.echo_input:
-        name = next(
-            name
-            for name in ("messages", "prompt", "prompt_token_ids")
-            if getattr(row.input, name) is not None
-        )
-        head[name] = row.prompt
+        head[row.input.prompt_fields[0]] = row.prompt
     if row.input.metadata is not None:
         head["metadata"] = row.input.metadata
     return head
 
 
-def _output(output: CompletionOutput, config: OutputConfig) -> dict[str, Any]:
+def _output_fields(output: CompletionOutput, config: OutputConfig) -> dict[str, Any]:
     values: dict[str, Any] = {
         "text": output.text,
         "finish_reason": output.finish_reason,
@@ -196,12 +178,5 @@ def _output(output: CompletionOutput, config: OutputConfig) -> dict[str, Any]:
     if config.token_ids:
         values["token_ids"] = output.token_ids
     if output.logprobs is not None:
-        values["logprobs"] = [_without_infinities(asdict(entry)) for entry in output.logprobs]
+        values["logprobs"] = [finite(asdict(entry)) for entry in output.logprobs]
     return values
-
-
-def _without_infinities(value: Any) -> Any:
-    """JSON has no infinity: the log-probability of the impossible is null."""
-    if isinstance(value, dict):
-        return {key: _without_infinities(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

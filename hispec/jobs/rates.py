@@ -1,41 +1,29 @@
-"""Rates from the engine's counts. The engine keeps counts only; this is where they are divided."""
+"""Rates from the engine's counts, and a plan in words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Any
 
 from ..config import NgramConfig, SpeculativeConfig
-from ..stats import rate
+from ..stats import RoundCounts, rate
 
 FLOOR = 0.05  # exits that were never trained stay below this share of kept tokens
 
 
 _COUNTS = (
-    *(
-        "rounds",
-        "tokens",
-        "committed",
-        "drafted",
-        "draft_accepted",
-        "looked_up",
-        "looked_up_accepted",
-        "tentative",
-        "accepted",
-    ),
+    *(count.name for count in fields(RoundCounts) if count.name != "accept_length_histogram"),
     *("layer_passes", "prefill_layer_passes", "draft_model_layer_passes"),
 )
 
 
 def add_counts(total: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
     """`LLM.stats()` of a run in parts: the counts that Rates divides are summed, all else is as in `part`."""
-    histograms = zip_longest(
-        total.get("accept_length_histogram", []), part["accept_length_histogram"], fillvalue=0
-    )
-    counts = {name: total.get(name, 0) + part[name] for name in _COUNTS}
-    return {**part, **counts, "accept_length_histogram": [sum(pair) for pair in histograms]}
+    name = "accept_length_histogram"
+    histogram = map(sum, zip_longest(total.get(name, []), part[name], fillvalue=0))
+    return {**part, **{each: total.get(each, 0) + part[each] for each in _COUNTS}, name: list(histogram)}
 
 
 @dataclass(frozen=True)
@@ -68,8 +56,8 @@ class Rates:
     @classmethod
     def of(cls, stats: dict[str, Any], speculative: SpeculativeConfig | None) -> Rates:
         """From `LLM.stats()` of a run with these settings."""
-        # Of plans that change, what was put before verify is drafts at one time and what a check kept at
-        # another: no rate of either.
+        # With plans that change, tentative tokens are drafts in some rounds, and drafts kept by a check in
+        # others: a rate of both says nothing.
         is_fixed = speculative is not None and speculative.control == "fixed"
         has_check = speculative is not None and is_fixed and speculative.check is not None
         kind = speculative.draft.kind if speculative is not None else None

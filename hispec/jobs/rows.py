@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from ..config import Settings
 from ..errors import ConfigError, build
 from ..sampling_params import SamplingParams
+from ..utils.files import parse_json
 from .schema import InputConfig, RunConfig
 
 _BOM = b"\xef\xbb\xbf"
@@ -30,7 +31,7 @@ class Message(Settings):
 
 
 class InputLine(Settings):
-    """What one line may hold: one of `prompt`, `prompt_token_ids` and `messages`, and what goes with it.
+    """The fields of a line: exactly one of `prompt`, `prompt_token_ids` and `messages`, and optional ones.
 
     id        repeated in the output row
     sampling  fields put over the job's `sampling`
@@ -46,21 +47,24 @@ class InputLine(Settings):
 
     @model_validator(mode="after")
     def _one_prompt(self) -> InputLine:
-        given = [
-            name for name in ("prompt", "prompt_token_ids", "messages") if getattr(self, name) is not None
-        ]
-        if len(given) != 1:
+        if len(self.prompt_fields) != 1:
             raise ValueError(
                 "a row needs exactly one of prompt, prompt_token_ids and messages, got"
-                f" {' and '.join(given) or 'none'}"
+                f" {' and '.join(self.prompt_fields) or 'none'}"
             )
         return self
+
+    @property
+    def prompt_fields(self) -> list[str]:
+        """Those that are given: in a valid line, one."""
+        return [
+            name for name in ("prompt", "prompt_token_ids", "messages") if getattr(self, name) is not None
+        ]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A checked row. `index` counts rows from 0, `line` lines from 1; blank lines are no rows, but count as
-    lines."""
+    """A valid row. `index` counts rows from 0; `line` counts lines from 1, blank ones too."""
 
     index: int
     line: int
@@ -78,18 +82,15 @@ class Row:
 
     @property
     def prompt(self) -> Prompt:
-        """What the engine is given: text, token ids or messages."""
+        """The engine's input: text, token ids or messages."""
         if self.input.messages is not None:
             return [message.model_dump() for message in self.input.messages]
-        if self.input.prompt is not None:
-            return self.input.prompt
-        assert self.input.prompt_token_ids is not None  # a row has exactly one of the three
-        return self.input.prompt_token_ids
+        return getattr(self.input, self.input.prompt_fields[0])
 
 
 @dataclass(frozen=True)
 class BadRow:
-    """A line that could not be used, and why."""
+    """An invalid line, and why it is."""
 
     index: int
     line: int
@@ -108,15 +109,13 @@ def count_rows(config: InputConfig) -> int:
     except OSError as error:
         raise ConfigError(f"input.path: cannot read {path}: {error.strerror}") from None
     if not num_rows:
-        raise ConfigError(
-            f'input.path: {path} has no rows; it needs one JSON object per line, such as {{"prompt":'
-            ' "Hello"}'
-        )
+        example = 'it needs one JSON object per line, such as {"prompt": "Hello"}'
+        raise ConfigError(f"input.path: {path} has no rows; {example}")
     return num_rows
 
 
 def read_rows(job: RunConfig, config: InputConfig) -> Iterator[Row | BadRow]:
-    """The rows in order, a bad one as what is wrong with it. Only one line is held at a time."""
+    """The rows in order, invalid ones as BadRow; lazily, one line at a time."""
     for index, (line, raw) in enumerate(islice(_lines(config.path), config.limit)):
         yield parse_row(job, index, line, raw)
 
@@ -131,13 +130,8 @@ def parse_row(job: RunConfig, index: int, line: int, raw: bytes) -> Row | BadRow
         sampling = _row_sampling(job, index, content.sampling)
     except ConfigError as error:
         return BadRow(index, line, _digest(raw), f"line {line}: {error}"[:_MAX_MESSAGE_LEN], row_id)
-    identity = [
-        job.model,
-        content.prompt,
-        content.prompt_token_ids,
-        content.model_dump()["messages"],
-        sampling.model_dump(),
-    ]
+    prompt = [content.prompt, content.prompt_token_ids, content.model_dump()["messages"]]
+    identity = [job.model, *prompt, sampling.model_dump()]
     if job.engine.quantization is not None:  # another model, with other outputs
         identity.append(job.engine.quantization)
     return Row(index, line, _digest(_canonical(identity)), content, sampling)
@@ -157,7 +151,7 @@ def _row_sampling(job: RunConfig, index: int, overrides: dict[str, Any]) -> Samp
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Line numbers and bytes of the lines that are not blank, without the space around them."""
+    """(line number, bytes) of the lines that are not blank, stripped."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             raw = (raw.removeprefix(_BOM) if number == 1 else raw).strip()
@@ -168,7 +162,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _decode(raw: bytes) -> dict[str, Any]:
     """The JSON object in `raw`. Raises ConfigError where strict UTF-8 or strict JSON is broken."""
     try:
-        values = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        values = parse_json(raw.decode("utf-8"))
         _canonical(values)
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8 (byte {error.start} of the line)") from None
@@ -185,15 +179,10 @@ def _decode(raw: bytes) -> dict[str, Any]:
     return values
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
 def _canonical(values: Any) -> bytes:
     """One byte string for equal values. Raises ValueError for what strict JSON in UTF-8 cannot hold."""
-    return json.dumps(
-        values, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":")
-    ).encode("utf-8")
+    strict = {"ensure_ascii": False, "allow_nan": False}
+    return json.dumps(values, **strict, sort_keys=True, separators=(",", ":")).encode("utf-8")
 
 
 def _digest(content: bytes) -> str:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from tqdm import tqdm
 from ..config import EngineConfig
 from ..errors import RequestError
 from ..outputs import RequestOutput
+from ..utils.console import make_bar
 from ..utils.environment import environment
 from .output import OrderedWriter, Outcome, RowError, count_done, output_row, prepare_output
 from .rates import Rates
@@ -97,28 +99,20 @@ def run_job(job: Job, *, progress: bool = True) -> JobReport:
     """
     from ..llm import LLM
 
-    num_rows = count_rows(job.input)
+    num_rows, num_done, num_bytes = count_rows(job.input), 0, 0
     prepare_output(job)
-    num_done, num_bytes = (
-        count_done(job.output.path, read_rows(job, job.input)) if job.output.resume else (0, 0)
-    )
+    if job.output.resume:
+        num_done, num_bytes = count_done(job.output.path, read_rows(job, job.input))
     report = JobReport(job, num_rows, resumed=num_done)
     if num_done == num_rows:
         return report
     report.environment = environment()
-    llm = LLM(job.model, speculative=job.speculative, scheduling=job.scheduling, **_engine_settings(job))
-    try:
-        _run(llm, job, report, num_bytes, progress)
-    finally:
-        llm.close()
-    return report
-
-
-def _engine_settings(job: Job) -> dict[str, Any]:
     settings = job.engine.model_dump()
     if job.output.compare_plain:
         settings["enable_prefix_caching"] = False
-    return settings
+    with closing(LLM(job.model, speculative=job.speculative, scheduling=job.scheduling, **settings)) as llm:
+        _run(llm, job, report, num_bytes, progress)
+    return report
 
 
 def _run(llm: LLM, job: Job, report: JobReport, num_bytes: int, progress: bool) -> None:
@@ -217,36 +211,22 @@ def drive(
         elif isinstance(row, BadRow):
             end(row, RowError("invalid_line", row.message))
         else:
-            refusal = _start(llm, row)
-            if refusal is None:
+            try:
+                llm.add(row.prompt, row.sampling, row.request_id, chat=row.is_chat)
                 running[row.request_id] = row
-            else:
-                end(row, refusal)
-
-
-def _start(llm: LLM, row: Row) -> RowError | None:
-    """Gives the row to the engine; what it said if it refused."""
-    try:
-        llm.add(row.prompt, row.sampling, row.request_id, chat=row.is_chat)
-    except RequestError as error:
-        return RowError("refused", str(error).removeprefix(f"{row.request_id}: "))
-    return None
+            except RequestError as error:
+                end(row, RowError("refused", str(error).removeprefix(f"{row.request_id}: ")))
 
 
 def warm_up(llm: LLM, job: Job) -> None:
-    """A few tokens of the first rows, so that compiling and first touches of memory are not part of a
-    measurement.
-
-    Each row is one token longer than the one before: the batch shrinks through all its sizes, as it does at
-    the end of a job.
+    """Generates a few tokens of the first rows, so that compiling and first touches of memory are not timed.
+    Each row is one token longer than the one before: the batch shrinks through all its sizes.
     """
     rows = [row for row in islice(read_rows(job, job.input), WARM_UP_ROWS) if isinstance(row, Row)]
-    short = [
-        replace(
-            row, sampling=row.sampling.model_copy(update={"n": 1, "max_tokens": num_tokens, "min_tokens": 0})
-        )
-        for num_tokens, row in enumerate(rows, start=2)
-    ]
+    short = []
+    for num_tokens, row in enumerate(rows, start=2):
+        limits = {"n": 1, "max_tokens": num_tokens, "min_tokens": 0}
+        short.append(replace(row, sampling=row.sampling.model_copy(update=limits)))
     with tqdm(disable=True) as bar:
         drive(llm, short, job.engine, lambda row, outcome: None, Timed(), bar)
 
@@ -258,15 +238,5 @@ def digest(result: RequestOutput) -> bytes:
 
 
 def _bar(total: int, done: int, name: str, progress: bool) -> tqdm[Any]:
-    # A log file gets a line twice a minute, a terminal a live bar.
-    interval = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(
-        total=total,
-        initial=done,
-        desc=name,
-        unit="row",
-        disable=not progress,
-        mininterval=interval,
-        file=sys.stderr,
-        dynamic_ncols=True,
-    )
+    interval = 0.2 if sys.stderr.isatty() else 30.0  # a log file gets a line twice a minute
+    return make_bar(total, name, "row", progress, initial=done, mininterval=interval)

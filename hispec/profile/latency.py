@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from rich.table import Table
-
 from ee_models.checkpoint.exit_files import ExitsError
 from ee_models.exits import AdapterExit
 
@@ -18,8 +16,8 @@ from ..jobs.schema import Job
 from ..latency.profile import LatencyProfile, StageCost, kept_path, save
 from ..llm import LLM
 from ..measure.latency import measure_latency, subject_of
-from ..utils.console import make_console
-from ..utils.environment import hardware_text, is_busy
+from ..utils.console import make_console, make_table, number, percent, print_if_busy
+from ..utils.environment import hardware_text
 from .options import Targets
 
 _WINDOW = 32  # places of a round, where the job says nothing of them
@@ -83,9 +81,8 @@ def print_latency(profile: LatencyProfile, path: Path, file: IO[str] | None = No
         f"{hardware_text(profile.subject.machine | profile.subject.versions)}; up to {profile.max_num_seqs}"
         " rows"
     )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("ms of a stage")
-    for name in (
+    table = make_table(
+        "ms of a stage",
         "constant",
         "per token",
         "free tokens",
@@ -95,8 +92,7 @@ def print_latency(profile: LatencyProfile, path: Path, file: IO[str] | None = No
         "points",
         "R²",
         "mean error",
-    ):
-        table.add_column(name, justify="right")
+    )
     for name, stage in profile.stages.items():
         table.add_row(name, *_cells(stage))
     console.print(table)
@@ -110,11 +106,7 @@ def print_latency(profile: LatencyProfile, path: Path, file: IO[str] | None = No
             f"Costs of these stages are not well foretold: {', '.join(poor)}. Measure again on a quiet"
             " machine."
         )
-    if is_busy({"load": profile.load, "cores": profile.subject.machine["cores"]}):
-        console.print(
-            f"Other programs were running when this began (load {profile.load:.1f}): do not rely on these"
-            " costs."
-        )
+    print_if_busy(console, profile.subject.machine | {"load": profile.load}, "costs")
 
 
 def _cells(stage: StageCost) -> Iterator[str]:
@@ -125,5 +117,5 @@ def _cells(stage: StageCost) -> Iterator[str]:
     yield f"{1e3 * stage.context_ms:.3f}"
     yield f"{1e3 * stage.pair_ms:.4f}"
     yield str(stage.num_points)
-    yield "" if stage.r2 is None else f"{stage.r2:.3f}"
-    yield "" if stage.mean_error is None else f"{stage.mean_error:.1%}"
+    yield number(stage.r2, 3)
+    yield percent(stage.mean_error)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ..utils.console import make_console
-from ..utils.environment import hardware_text, is_busy
+from ..utils.console import make_console, make_table, percent, print_if_busy
+from ..utils.environment import hardware_text
 
 _MOST_TASKS = 6  # columns; the JSON has all
 _ROWS = (1, 2, 4, 8, 16, 32)  # drafts in a row of which the table tells how often all are right
@@ -46,11 +46,7 @@ def print_profile(result: Mapping[str, Any], file: IO[str] | None = None) -> Non
             "This platform does not give bit-identical rows whatever else is in a pass: near-ties may fall"
             " differently, and tokens/round with them."
         )
-    if is_busy(result["environment"]):
-        console.print(
-            f"Other programs were running when this began (load {result['environment']['load']:.1f}): do not"
-            " rely on these speeds."
-        )
+    print_if_busy(console, result["environment"])
 
 
 def _print_about_plans(console: Console, result: Mapping[str, Any]) -> None:
@@ -88,17 +84,10 @@ def _exits_text(exits: Mapping[str, Any]) -> str:
 
 def _agreement(agreement: Mapping[str, Any], draft_model: str | None) -> Table:
     tasks = _tasks(agreement)
-    table = Table(box=None, padding=(0, 2, 0, 0))
     num_rows = [j for j in _ROWS if j <= len(agreement["exits"][0]["first_right"])]
     is_trained = agreement["exits"][0]["kind"] == "adapter"
-    for title in [
-        "exit after",
-        "agreement",
-        *(["own head"] if is_trained else []),
-        *tasks,
-        *(f"p({j})" for j in num_rows),
-    ]:
-        table.add_column(title, justify="right")
+    titles = ["exit after", "agreement", *(["own head"] if is_trained else []), *tasks]
+    table = make_table(*titles, *(f"p({j})" for j in num_rows), num_left=0)
     own = {exit_["layer"]: exit_["agreement"] for exit_ in agreement["own_head"]}
     rows = [(str(exit_["layer"]), own[exit_["layer"]], exit_) for exit_ in agreement["exits"]]
     if agreement["draft_model"] is not None:
@@ -109,16 +98,15 @@ def _agreement(agreement: Mapping[str, Any], draft_model: str | None) -> Table:
             *([of_own_head] if is_trained else []),
             *(said["tasks"][task] for task in tasks),
         ]
-        table.add_row(name, *_shares([*values, *(said["first_right"][j - 1] for j in num_rows)]))
+        table.add_row(name, *map(percent, [*values, *(said["first_right"][j - 1] for j in num_rows)]))
     return table
 
 
 def _ngrams(agreement: Mapping[str, Any]) -> Table:
     tasks = _tasks(agreement)
-    table = Table(box=None, padding=(0, 2, 0, 0))
     num_rows = [j for j in _ROWS if j <= len(agreement["ngrams"][0]["first_right"])]
-    for title in ["n-grams of", "tokens per match", "found", *tasks, *(f"p({j})" for j in num_rows)]:
-        table.add_column(title, justify="right")
+    titles = ["n-grams of", "tokens per match", "found", *tasks, *(f"p({j})" for j in num_rows)]
+    table = make_table(*titles, num_left=0)
     for sizes in agreement["ngrams"]:
         store = f" + {sizes['datastore_tokens']} stored" if sizes["datastore_tokens"] else ""
         values = [
@@ -127,7 +115,7 @@ def _ngrams(agreement: Mapping[str, Any]) -> Table:
             *(sizes["first_right"][j - 1] for j in num_rows),
         ]
         most = "any" if sizes["tokens_per_match"] is None else str(sizes["tokens_per_match"])
-        table.add_row(f"{sizes['max_size']} to {sizes['min_size']}{store}", most, *_shares(values))
+        table.add_row(f"{sizes['max_size']} to {sizes['min_size']}{store}", most, *map(percent, values))
     return table
 
 
@@ -136,16 +124,11 @@ def _tasks(agreement: Mapping[str, Any]) -> list[str]:
     return list(agreement["tasks"])[:_MOST_TASKS] if len(agreement["tasks"]) > 1 else []
 
 
-def _shares(values: Sequence[float | None]) -> list[str]:
-    return ["" if value is None else f"{value:.1%}" for value in values]
-
-
 def _plans(result: Mapping[str, Any]) -> Table:
     """Plain decoding, and the fastest plan of each kind: what was measured, and beside it what was
     predicted."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("best of each kind", no_wrap=True)
-    for title in (
+    table = make_table(
+        "best of each kind",
         "tokens\n/s",
         "× plain",
         "predicted",
@@ -154,8 +137,7 @@ def _plans(result: Mapping[str, Any]) -> Table:
         "tokens\n/full pass",
         "predicted",
         "same\noutput",
-    ):
-        table.add_column(title, justify="right")
+    )
     fastest: dict[str, Mapping[str, Any]] = {}
     for run in result["measured"]:
         if run["kind"] not in fastest or run["tokens_per_s"] > fastest[run["kind"]]["tokens_per_s"]:

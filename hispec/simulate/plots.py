@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
-from ..utils.files import write_atomically
+from ..utils.plots import check_matplotlib, make_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,33 +18,16 @@ _COLOURS = 10
 def draw_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """mean_s.png, p99_s.png and goodput_tokens_per_s.png in `folder`. Raises ConfigError without matplotlib,
     and OSError if they can't be written."""
-    check_matplotlib()
+    check_matplotlib("--plots")
     paths = []
     for name, label in _PLOTS.items():
-        buffer = io.BytesIO()
-        _by_load(result, name, label).savefig(buffer, format="png", dpi=150, bbox_inches="tight")
         paths.append(folder / f"{name}.png")
-        write_atomically(paths[-1], buffer.getvalue())
+        save_figure(_by_load(result, name, label), paths[-1])
     return paths
 
 
-def check_matplotlib() -> None:
-    """Raises ConfigError, with what to install, if plots cannot be drawn here."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "--plots needs matplotlib, which is not installed: pip install 'hispec[plots]', or leave"
-            " --plots out"
-        ) from None
-
-
 def _by_load(result: Mapping[str, Any], name: str, label: str) -> Figure:
-    from matplotlib.figure import (
-        Figure,
-    )  # not pyplot: nothing of the user's is changed, and no window is opened
-
-    figure = Figure(figsize=(7, 4.5))
+    figure = make_figure(7, 4.5)
     axes = figure.subplots()
     loads = [load["load"] for load in result["loads"]]
     for at, system in enumerate(result["loads"][0]["policies"]):

@@ -7,7 +7,7 @@ from typing import IO, Any
 
 from rich.table import Table
 
-from ..utils.console import make_console
+from ..utils.console import make_console, number
 from ..utils.environment import hardware_text
 
 _MOST_PLANS = 4  # that are named per system; the JSON has all
@@ -48,10 +48,10 @@ def _table(what: str, load: Mapping[str, Any]) -> Table:
     for name, each in policies.items():
         table.add_row(
             name,
-            _seconds(each["mean_s"]),
-            *([_seconds(each["mean_error_s"])] if has_error else []),
-            f"{each['mean_over_best_other']:.3f}" if each["mean_over_best_other"] is not None else "",
-            *(_seconds(each[f"{what}_s"]) for what in ("p50", "p90", "p99", "max", "first_token_mean")),
+            number(each["mean_s"], 3, "g"),
+            *([number(each["mean_error_s"], 3, "g")] if has_error else []),
+            number(each["mean_over_best_other"], 3),
+            *(number(each[f"{what}_s"], 3, "g") for what in ("p50", "p90", "p99", "max", "first_token_mean")),
             f"{each['goodput_tokens_per_s']:.0f}",
             f"{each['utilisation']:.0%}",
             f"{each['mean_rows']:.1f}",
@@ -60,7 +60,3 @@ def _table(what: str, load: Mapping[str, Any]) -> Table:
             f"{each['slowdown_max']:.1f}",
         )
     return table
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"

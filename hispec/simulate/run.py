@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import time
 from collections.abc import Callable
@@ -17,14 +16,15 @@ from tqdm import tqdm
 from ..jobs.load import load_settings
 from ..scheduling.aging import Ageing
 from ..utils.environment import environment
-from ..utils.files import write_atomically
+from ..utils.files import write_json
+from ..utils.plots import check_matplotlib
 from .arrivals import repeated
 from .cluster import Outcomes, Router, serve_closed, serve_open
 from .config import SimulationConfig, SystemSettings
 from .costs import Costs, latency_of, make_costs
 from .distributions import Floats
 from .metrics import Run, compare, figures
-from .plots import check_matplotlib, draw_plots
+from .plots import draw_plots
 from .replayed_trace import read_recording
 from .row_columns import (
     CHECKS,
@@ -62,16 +62,14 @@ def simulate_to_files(
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
     if plots is not None:
-        check_matplotlib()
+        check_matplotlib("--plots")
         plots.mkdir(parents=True, exist_ok=True)
     try:
         result = simulate(config, progress=progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Nothing was written.") from None
     if json_path is not None:
-        write_atomically(
-            json_path, (json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-        )
+        write_json(json_path, result)
     if plots is not None:
         draw_plots(result, plots)
     return result

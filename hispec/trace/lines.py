@@ -1,10 +1,9 @@
-"""The file of a trace: lines gathered and written, numbers as JSON has them."""
+"""The file of a trace: lines are buffered and written whole, numbers as JSON has them."""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
+from ..utils.files import finite
 
 FLUSH_S = 1.0
 _START = b'{"type": "trace",'  # of every trace, however it ended
@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 class Lines:
-    """Whole lines, handed to the system about once a second. Where that fails it says so once, and stops."""
+    """A file of JSON lines, flushed about once a second. If writing fails it warns once, and stops."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """Replaces a trace. Raises ConfigError for a file that is none, and for what can't be written."""
+        """Replaces an earlier trace. Raises ConfigError for another file, and for what can't be written."""
         try:
             if path.exists() and not path.is_file():
                 raise ConfigError(f"engine.trace: {path} is not a regular file; choose another path")
@@ -79,21 +79,11 @@ def _is_ours(path: Path) -> bool:
 def _encode(record: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(record, allow_nan=False, default=_plain)
-    except ValueError:
-        text = json.dumps(_finite(record), allow_nan=False, default=_plain)
+    except ValueError:  # nan or infinity somewhere
+        text = json.dumps(finite(json.loads(json.dumps(record, default=_plain))), allow_nan=False)
     return text.encode("ascii") + b"\n"
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has instead of numpy's numbers."""
+    """numpy's numbers and arrays as Python's."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, np.generic | np.ndarray):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
-from ..utils.files import write_atomically
-from .records import PLAIN_NAME, Decision, Rounds, Trace
+from ..utils.plots import make_figure, save_figure
+from .records import PLAIN_NAME, Rounds, Trace
 from .summary import acceptance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_STEPS, _MOST_DOTS = (
-    400,
-    100,
-)  # of speed, and of a route's acceptance: each is a mean over as many lines of the trace as it takes
+# Points of the speed, and of a route's acceptance: each is a mean over as many lines of the trace as it
+# takes.
+_MOST_STEPS, _MOST_DOTS = 400, 100
 _IDLE_SHARE = 0.03  # of the span, without rounds, that ends a line
 _LEAST_SHARE = 0.06  # of the span, for a stretch of one plan to be named
 _PLAIN_HEIGHT = 0.5  # of K = 0
@@ -32,29 +29,9 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def has_matplotlib() -> bool:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def check_matplotlib() -> None:
-    """Raises ConfigError, with what to install, if a picture cannot be drawn here."""
-    if not has_matplotlib():
-        raise ConfigError(
-            "-o needs matplotlib, which is not installed: pip install 'hispec[plots]', or leave -o out"
-        )
-
-
 def draw_trace(trace: Trace, path: Path) -> None:
     """Draws the trace into a PNG file. Raises OSError if it can't be written."""
-    from matplotlib.figure import (
-        Figure,
-    )  # not pyplot: nothing of the user's is changed, and no window is opened
-
-    figure = Figure(figsize=(11, 9))
+    figure = make_figure(11, 9)
     plans, speed, kept, load = figure.subplots(4, 1, sharex=True, height_ratios=(3, 3, 3, 2))
     colors = _colors(trace)
     _draw_plans(plans, trace, colors)
@@ -64,19 +41,15 @@ def draw_trace(trace: Trace, path: Path) -> None:
     for axes in (plans, speed, kept, load):
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0)
-    if plans.get_legend_handles_labels()[1]:
-        plans.legend(
-            fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0
-        )  # of all panes: there may be many routes
+    if plans.get_legend_handles_labels()[1]:  # beside the panes: there may be many routes
+        plans.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
     speed.legend(fontsize="xx-small", loc="lower left", ncols=3)
     load.set_xlabel("seconds since the engine started")
     plans.set_title(
         f"{trace.header.model}, policy {trace.header.policy}"
         + ("" if trace.rounds else ": no round was recorded")
     )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130, bbox_inches="tight")
-    write_atomically(path, buffer.getvalue())
+    save_figure(figure, path, dpi=130)
 
 
 def _colors(trace: Trace) -> dict[str, str]:
@@ -109,24 +82,20 @@ def _draw_plans(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> None:
 
     stretches: list[tuple[Rounds, float, float]] = []
     for line, (start, end) in zip(trace.rounds, spans(trace.rounds), strict=True):
-        if (
-            stretches
-            and stretches[-1][0].plan == line.plan
-            and start - stretches[-1][2] < max(end - start, 0.1)
-        ):
-            stretches[-1] = (stretches[-1][0], stretches[-1][1], end)
+        first, begun, ended = stretches[-1] if stretches else (line, start, -math.inf)
+        if first.plan == line.plan and start - ended < max(end - start, 0.1):
+            stretches[-1] = first, begun, end
         else:
             stretches.append((line, start, end))
     for name in dict.fromkeys(line.name for line, _, _ in stretches):
-        boxes = [
-            (line.num_drafts or _PLAIN_HEIGHT, start, end)
+        corners = [
+            [(start, 0.0), (start, height), (end, height), (end, 0.0)]
             for line, start, end in stretches
             if line.name == name
+            for height in [line.num_drafts or _PLAIN_HEIGHT]
         ]
-        corners = [[(start, 0.0), (start, height), (end, height), (end, 0.0)] for height, start, end in boxes]
-        axes.add_collection(
-            PolyCollection(corners, facecolor=colors[name], edgecolor="none", alpha=0.8, label=name)
-        )
+        look = {"facecolor": colors[name], "edgecolor": "none", "alpha": 0.8, "label": name}
+        axes.add_collection(PolyCollection(corners, **look))
     span = max((end for _, _, end in stretches), default=0.0)
     for line, start, end in stretches:
         if end - start > _LEAST_SHARE * span and line.num_drafts:
@@ -134,9 +103,8 @@ def _draw_plans(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> None:
             axes.text((start + end) / 2, line.num_drafts, text, ha="center", va="bottom", fontsize="xx-small")
     highest = max((line.num_drafts for line, _, _ in stretches), default=0)
     if probes := [decision.t for decision in trace.decisions if decision.is_probe]:
-        axes.plot(
-            probes, [(highest + 1) * 1.08] * len(probes), "|", color="black", markersize=5, label="probe"
-        )
+        height = (highest + 1) * 1.08
+        axes.plot(probes, [height] * len(probes), "|", color="black", markersize=5, label="probe")
     axes.autoscale_view()
     axes.set_ylim(top=(highest + 1) * 1.15)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -155,25 +123,13 @@ def _draw_speed(axes: Axes, trace: Trace) -> None:
         times += [first, last]
         speeds += [_rate(part)] * 2
     axes.plot(times, speeds, color="black", linewidth=1.0, label="measured")
-    promised = [(one.t, one.predicted, one.is_probe) for one in trace.decisions if one.predicted is not None]
-    if settled := [(at, value) for at, value, is_probe in promised if not is_probe]:
-        axes.step(
-            [at for at, _ in settled],
-            [value for _, value in settled],
-            where="post",
-            color="C1",
-            linewidth=0.9,
-            label="predicted",
-        )
-    if probes := [(at, value) for at, value, is_probe in promised if is_probe]:
-        axes.plot(
-            [at for at, _ in probes],
-            [value for _, value in probes],
-            "x",
-            color="C1",
-            markersize=4,
-            label="predicted of a probe",
-        )
+    for is_probe, label, look in (
+        (False, "predicted", {"drawstyle": "steps-post", "linewidth": 0.9}),
+        (True, "predicted of a probe", {"linestyle": "none", "marker": "x", "markersize": 4}),
+    ):
+        points = [(one.t, one.predicted) for one in trace.decisions if one.is_probe == is_probe]
+        if known := _known(points):
+            axes.plot(*zip(*known, strict=True), color="C1", label=label, **look)
     axes.set_ylabel("tokens/s in rounds")
 
 
@@ -185,19 +141,14 @@ def _draw_acceptance(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> Non
             for part in _parts([line for line in trace.rounds if line.name == name], _MOST_DOTS)
         ]
         for key, face in (("draft_accepted", colors[name]), ("tentative_accepted", "none")):
-            points = [(at, value) for at, share in shares if (value := share[key]) is not None]
-            axes.scatter(
-                [at for at, _ in points],
-                [value for _, value in points],
-                s=8,
-                alpha=0.6,
-                facecolor=face,
-                edgecolor=colors[name],
-                linewidth=0.7,
-            )
+            if points := _known([(at, share[key]) for at, share in shares]):
+                look = {"facecolor": face, "edgecolor": colors[name], "linewidth": 0.7}
+                axes.scatter(*zip(*points, strict=True), s=8, alpha=0.6, **look)
         for tier, style in (("draft", "-"), ("check", "--")):
-            times, values = _estimates(trace.decisions, name, tier)
-            axes.plot(times, values, linestyle=style, linewidth=0.8, color=colors[name], alpha=0.7)
+            estimates = [(one.t, one.acceptance.get(name, {}).get(tier)) for one in trace.decisions]
+            if points := _known(estimates):
+                look = {"linestyle": style, "linewidth": 0.8, "color": colors[name]}
+                axes.plot(*zip(*points, strict=True), alpha=0.7, **look)
     for label, look in _STYLES.items():
         axes.plot([], [], color=_GREY, markersize=3, linewidth=0.8, label=label, **look)
     axes.legend(fontsize="xx-small", loc="lower left", ncols=4)
@@ -205,11 +156,8 @@ def _draw_acceptance(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> Non
     axes.set_ylabel("share kept, by tier")
 
 
-def _estimates(decisions: Sequence[Decision], route: str, tier: str) -> tuple[list[float], list[float]]:
-    known = [(decision.t, decision.acceptance.get(route, {}).get(tier)) for decision in decisions]
-    return [at for at, value in known if value is not None], [
-        value for _, value in known if value is not None
-    ]
+def _known(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
+    return [(at, value) for at, value in points if value is not None]
 
 
 def _draw_load(axes: Axes, rounds: Sequence[Rounds]) -> None:

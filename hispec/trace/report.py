@@ -8,7 +8,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from ..utils.console import make_console
+from ..utils.console import make_console, make_table, number, percent
 from ..utils.environment import hardware_text
 
 _MOST_PLANS = 20  # rows of the table; the JSON has all
@@ -39,13 +39,11 @@ def print_report(summary: Mapping[str, Any], file: IO[str] | None = None) -> Non
 
 
 def _plans(plans: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("plan", "rounds", "seconds", "tokens/s", "mean rows", "draft kept", "tentative kept"):
-        table.add_column(title, justify="left" if title == "plan" else "right", no_wrap=title == "plan")
+    table = make_table("plan", "rounds", "seconds", "tokens/s", "mean rows", "draft kept", "tentative kept")
     for name, plan in list(plans.items())[:_MOST_PLANS]:
-        shares = [_percent(plan[key]) for key in ("rounds_share", "seconds_share")]
-        kept = [_percent(plan[key]) for key in ("draft_accepted", "tentative_accepted")]
-        table.add_row(name, *shares, _number(plan["tokens_per_s"]), _number(plan["rows"]), *kept)
+        shares = [percent(plan[key]) for key in ("rounds_share", "seconds_share")]
+        kept = [percent(plan[key]) for key in ("draft_accepted", "tentative_accepted")]
+        table.add_row(name, *shares, number(plan["tokens_per_s"], 1), number(plan["rows"], 1), *kept)
     return table
 
 
@@ -53,14 +51,11 @@ def _control(control: Mapping[str, Any] | None) -> str:
     if control is None:
         return "No decisions: the plan was fixed."
     reasons = ", ".join(f"{reason} {count}" for reason, count in control["reasons"].items())
-    shares = (
-        f"{_percent(control['probe_rounds_share'])} of rounds, {_percent(control['probe_seconds_share'])} of"
-        " their seconds"
-    )
-    probes = f"{control['probes']} probes, {control['probes_at_start']} of them at the start ({shares})"
     text = (
         f"{control['decisions']} decisions ({reasons}): {control['switches']} switches,"
-        f" {control['route_switches']} of them to other tiers; {probes}"
+        f" {control['route_switches']} of them to other tiers; {control['probes']} probes,"
+        f" {control['probes_at_start']} of them at the start ({percent(control['probe_rounds_share'])} of"
+        f" rounds, {percent(control['probe_seconds_share'])} of their seconds)"
     )
     ratios = control["predicted_to_measured"]
     if ratios["mean"] is not None:
@@ -79,19 +74,8 @@ def _print_requests(console: Console, requests: Mapping[str, Any]) -> None:
     )
     if requests["latency_s"] is None:
         return
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("seconds")
-    for title in requests["latency_s"]:
-        table.add_column(title, justify="right")
+    table = make_table("seconds", *requests["latency_s"])
     for name, key in (("latency", "latency_s"), ("to the first token", "first_token_s")):
         if requests[key] is not None:
             table.add_row(name, *(f"{value:.3f}" for value in requests[key].values()))
     console.print(table)
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"

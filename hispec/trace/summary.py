@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -23,8 +24,8 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "environment": header.environment,
         "is_cut": trace.is_cut,
         "span_s": max((record.t for record in (*trace.rounds, *trace.decisions)), default=0.0),
-        "rounds": sum(line.rounds for line in trace.rounds),
-        "round_s": sum(line.seconds or 0.0 for line in trace.rounds),
+        "rounds": _num_rounds(trace.rounds),
+        "round_s": _seconds(trace.rounds),
         "tokens": sum(line.tokens for line in trace.rounds),
         "tokens_per_s": _tokens_per_s(trace.rounds),
         "plans": _plans(trace.rounds),
@@ -38,18 +39,15 @@ def _plans(rounds: Sequence[Rounds]) -> dict[str, dict[str, Any]]:
     by_plan: dict[str, list[Rounds]] = {}
     for line in rounds:
         by_plan.setdefault(line.plan, []).append(line)
-    all_rounds, all_seconds = sum(line.rounds for line in rounds), sum(line.seconds or 0.0 for line in rounds)
     plans = {}
-    for plan, lines in sorted(
-        by_plan.items(), key=lambda item: -sum(line.seconds or 0.0 for line in item[1])
-    ):
-        num_rounds, seconds = sum(line.rounds for line in lines), sum(line.seconds or 0.0 for line in lines)
+    for plan, lines in sorted(by_plan.items(), key=lambda item: -_seconds(item[1])):
+        num_rounds, seconds = _num_rounds(lines), _seconds(lines)
         plans[plan] = {
             "route": None if lines[0].route is None else lines[0].name,
             "rounds": num_rounds,
-            "rounds_share": rate(num_rounds, all_rounds),
+            "rounds_share": rate(num_rounds, _num_rounds(rounds)),
             "seconds": seconds,
-            "seconds_share": rate(seconds, all_seconds),
+            "seconds_share": rate(seconds, _seconds(rounds)),
             "tokens_per_s": _tokens_per_s(lines),
             "rows": rate(sum(line.rows * line.rounds for line in lines), num_rounds),
             **acceptance(lines),
@@ -62,11 +60,10 @@ def acceptance(lines: Iterable[Rounds]) -> dict[str, float | None]:
     without a check tier."""
     lines = list(lines)
     checked = [line for line in lines if line.has_check]
+    tentative = sum(line.tentative for line in checked)
     return {
         "draft_accepted": rate(sum(line.kept for line in lines), sum(line.drafted for line in lines)),
-        "tentative_accepted": rate(
-            sum(line.accepted for line in checked), sum(line.tentative for line in checked)
-        ),
+        "tentative_accepted": rate(sum(line.accepted for line in checked), tentative),
     }
 
 
@@ -78,32 +75,24 @@ def _control(decisions: Sequence[Decision], rounds: Sequence[Rounds]) -> dict[st
     chosen = [decision for decision in decisions if not decision.is_probe]
     pairs = list(pairwise(chosen))
     probes = [line for line in rounds if line.is_probe]
-    # What is measured at a decision is what the one before it had promised.
-    promised = [(one.predicted, after.measured) for one, after in pairwise(decisions)]
-    ratios = np.array(
-        [predicted / measured for predicted, measured in promised if predicted is not None and measured]
-    )
+    # A decision's `measured` is what came of the prediction of the decision before.
+    ratios = [
+        one.predicted / after.measured
+        for one, after in pairwise(decisions)
+        if one.predicted is not None and after.measured
+    ]
+    reasons = Counter(one.reason for one in decisions)
     return {
         "decisions": len(decisions),
-        "reasons": {
-            reason: sum(one.reason == reason for one in decisions)
-            for reason in dict.fromkeys(one.reason for one in decisions)
-        },
+        "reasons": dict(reasons),
         "switches": sum(before.plan != after.plan for before, after in pairs),
         "route_switches": sum(before.route != after.route for before, after in pairs),
         "probes": sum(decision.is_probe for decision in decisions),
         "probes_at_start": sum(decision.is_probe and decision.reason == "start" for decision in decisions),
-        "probe_rounds_share": rate(sum(line.rounds for line in probes), sum(line.rounds for line in rounds)),
-        "probe_seconds_share": rate(
-            sum(line.seconds or 0.0 for line in probes), sum(line.seconds or 0.0 for line in rounds)
-        ),
-        "predicted_to_measured": {
-            "mean": float(ratios.mean()) if len(ratios) else None,
-            **{
-                f"p{share}": float(np.percentile(ratios, share)) if len(ratios) else None
-                for share in (10, 50, 90)
-            },
-        },
+        "probe_rounds_share": rate(_num_rounds(probes), _num_rounds(rounds)),
+        "probe_seconds_share": rate(_seconds(probes), _seconds(rounds)),
+        "predicted_to_measured": _percentiles(ratios, 10, 50, 90)
+        or dict.fromkeys(("mean", "p10", "p50", "p90")),
     }
 
 
@@ -111,26 +100,42 @@ def _requests(trace: Trace) -> dict[str, Any]:
     """Of requests that ended by themselves; `others` are those aborted or failed."""
     done = [request for request in trace.requests if request.finish_reason in ("stop", "length")]
     first = [request.first_token - request.arrival for request in done if request.first_token is not None]
+    totals = ("prompt_tokens", "cached_tokens", "output_tokens")
     return {
         "finished": len(done),
         "others": len(trace.requests) - len(done),
-        "prompt_tokens": sum(request.prompt_tokens for request in done),
-        "cached_tokens": sum(request.cached_tokens for request in done),
-        "output_tokens": sum(request.output_tokens for request in done),
+        **{name: sum(getattr(request, name) for request in done) for name in totals},
         "preemptions": sum(request.preemptions for request in trace.requests),
         "preempted": sum(request.preemptions > 0 for request in trace.requests),
-        "latency_s": _percentiles([request.latency_s for request in done]),
-        "first_token_s": _percentiles(first),
+        "latency_s": _latencies([request.latency_s for request in done]),
+        "first_token_s": _latencies(first),
     }
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
+def _latencies(values: Sequence[float]) -> dict[str, float] | None:
+    found = _percentiles(values, 50, 90, 99)
+    return found and found | {"max": max(values)}
+
+
+def _percentiles(values: Sequence[float], *shares: int) -> dict[str, float] | None:
+    """Mean and percentiles; None for no values."""
     if not values:
         return None
-    shares = {f"p{share}": float(np.percentile(values, share)) for share in (50, 90, 99)}
-    return {"mean": float(np.mean(values)), **shares, "max": max(values)}
+    return {
+        "mean": float(np.mean(values)),
+        **{f"p{share}": float(np.percentile(values, share)) for share in shares},
+    }
+
+
+def _num_rounds(lines: Iterable[Rounds]) -> int:
+    return sum(line.rounds for line in lines)
+
+
+def _seconds(lines: Iterable[Rounds]) -> float:
+    """Of the lines that have a time."""
+    return sum(line.seconds or 0.0 for line in lines)
 
 
 def _tokens_per_s(lines: Iterable[Rounds]) -> float | None:
     timed = [line for line in lines if line.seconds is not None]
-    return rate(sum(line.tokens for line in timed), sum(line.seconds or 0.0 for line in timed))
+    return rate(sum(line.tokens for line in timed), _seconds(timed))

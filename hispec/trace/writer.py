@@ -7,19 +7,19 @@ written as null.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from ..control.choice import Observation
 from ..errors import ConfigError, build
 from ..outputs import FinishReason, RequestMetrics
+from ..utils.files import parse_json
 from .lines import FLUSH_S, Lines
 from .records import RECORDS, Decision, Header, Record, RequestRecord, Rounds, RoutesChange, Trace
 
@@ -28,11 +28,10 @@ MOST_ROUNDS = 16  # of one line
 
 
 class TraceWriter:
-    """Writes a trace. Never fails once it is there: when the file can't be written any more it says so once,
-    and stops.
+    """Writes a trace. After construction it never raises: when the file can't be written any more it warns
+    once, and stops.
 
-    Whole lines are handed to the system about once a second, at the next call; and on close, or when the
-    writer is dropped.
+    Whole lines are flushed about once a second, at the next call; on close; and when the writer is collected.
     """
 
     def __init__(
@@ -46,8 +45,8 @@ class TraceWriter:
         environment: Mapping[str, Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Replaces a trace that is there, with its folder made if need be. Raises ConfigError for a file that
-        is no trace, and for what can't be written.
+        """Replaces an earlier trace; creates the folder. Raises ConfigError for a file that is no trace, and
+        for what can't be written.
 
         clock   seconds; that of `RequestMetrics`
         """
@@ -56,6 +55,7 @@ class TraceWriter:
         self._lines = Lines(path, clock)
         self._finalizer = weakref.finalize(self, self._lines.close)
         header = {
+            "type": "trace",
             "version": VERSION,
             "model": model,
             "policy": policy,
@@ -63,34 +63,32 @@ class TraceWriter:
             "routes": list(routes),
             "environment": dict(environment),
         }
-        self._lines.add({"type": "trace", **header}, now=True)
+        self._lines.add(header, now=True)
 
-    def routes(self, routes: Sequence[str]) -> None:
-        """From here on numbers of routes mean these: the plan was changed."""
+    def write_routes(self, routes: Sequence[str]) -> None:
+        """The plan was changed: from here on route numbers index these names."""
         self._end_group()
-        self._lines.add({"type": "routes", "t": self._now(), "routes": list(routes)})
+        self._lines.add({"type": "routes", "t": self._elapsed_s(), "routes": list(routes)})
 
-    def decision(self, record: Mapping[str, Any]) -> None:
-        """What the controller decided: the fields of a line of type "decision", but for `t`."""
+    def write_decision(self, record: Mapping[str, Any]) -> None:
+        """A decision of the controller: the fields of a line of type "decision", but for `t`."""
         self._end_group()
-        self._lines.add({"type": "decision", "t": self._now(), **record})
+        self._lines.add({"type": "decision", "t": self._elapsed_s(), **record})
 
-    def round(self, seen: Observation) -> None:
-        """Rounds that ended now. Consecutive ones of one choice over as many rows become one line: at most
+    def write_rounds(self, seen: Observation) -> None:
+        """Rounds that ended now. Consecutive ones of one choice with as many rows become one line: at most
         16, and little more than a second."""
-        group = self._group
-        if group is not None and not group.takes(seen):
+        now = self._elapsed_s()
+        if self._group is not None and not self._group.takes(seen):
             self._end_group()
-            group = None
-        if group is None:
-            group = self._group = _Group(seen, self._now())
-        else:
-            group.add(seen)
-        group.ended_s = self._now()
-        if group.rounds >= MOST_ROUNDS or group.ended_s - group.started_s >= FLUSH_S:
+        if self._group is None:
+            self._group = _Group(seen, now)
+        group = self._group
+        group.add(seen, now)
+        if group.rounds >= MOST_ROUNDS or now - group.started_s >= FLUSH_S:
             self._end_group()
 
-    def request(
+    def write_request(
         self,
         number: int,
         metrics: RequestMetrics,
@@ -103,49 +101,50 @@ class TraceWriter:
         rounds   those it was in: (route, -1 = plain decoding; tokens that it committed; drafts, and those
                  kept, of each cycle)
         """
-        since = self._started_s
-        times = {
-            "arrival": metrics.arrival_s,
-            "first_token": metrics.first_token_s,
-            "finished": metrics.finished_s,
-        }
-        line = {
-            "type": "request",
-            "number": number,
-            **{name: None if at is None else round(at - since, 6) for name, at in times.items()},
-        }
-        line |= {
-            "prompt_tokens": metrics.num_prompt_tokens,
-            "cached_tokens": metrics.num_cached_tokens,
-            "output_tokens": metrics.num_output_tokens,
-        }
-        line |= {"max_tokens": max_tokens, "finish_reason": finish_reason, "preemptions": metrics.preemptions}
-        self._lines.add(line | {"rounds": list(rounds)})
+
+        def elapsed(at: float | None) -> float | None:
+            return None if at is None else round(at - self._started_s, 6)
+
+        self._lines.add(
+            {
+                "type": "request",
+                "number": number,
+                "arrival": elapsed(metrics.arrival_s),
+                "first_token": elapsed(metrics.first_token_s),
+                "finished": elapsed(metrics.finished_s),
+                "prompt_tokens": metrics.num_prompt_tokens,
+                "cached_tokens": metrics.num_cached_tokens,
+                "output_tokens": metrics.num_output_tokens,
+                "max_tokens": max_tokens,
+                "finish_reason": finish_reason,
+                "preemptions": metrics.preemptions,
+                "rounds": list(rounds),
+            }
+        )
 
     def close(self) -> None:
-        """Idempotent; what comes afterwards is passed over."""
+        """Idempotent; lines written afterwards are dropped."""
         self._end_group()
         self._finalizer()
 
     def _end_group(self) -> None:
         if self._group is not None:
-            self._lines.add(self._group.line())
+            self._lines.add(self._group.make_line())
             self._group = None
 
-    def _now(self) -> float:
+    def _elapsed_s(self) -> float:
         return round(self._clock() - self._started_s, 6)
 
 
 class _Group:
-    """Consecutive rounds of one choice over the same number of rows."""
+    """Consecutive rounds of one choice with the same number of rows, summed."""
 
     def __init__(self, seen: Observation, started_s: float) -> None:
-        self.started_s = self.ended_s = started_s
+        self.started_s = self._ended_s = started_s
         self._choice, self._num_rows, self._is_timed = seen.choice, seen.num_rows, math.isfinite(seen.seconds)
         self.rounds = 0
         self._context = self._seconds = 0.0
-        self._counts = [0] * 5
-        self.add(seen)
+        self._counts = dict.fromkeys(("tokens", "drafted", "kept", "tentative", "accepted"), 0)
 
     def takes(self, seen: Observation) -> bool:
         own, other = self._choice, seen.choice
@@ -155,39 +154,28 @@ class _Group:
         fits = self.rounds + seen.rounds <= MOST_ROUNDS and self._is_timed == math.isfinite(seen.seconds)
         return is_same and fits and self._num_rows == seen.num_rows
 
-    def add(self, seen: Observation) -> None:
+    def add(self, seen: Observation, ended_s: float) -> None:
+        self._ended_s = ended_s
         self.rounds += seen.rounds
         self._context += seen.context_tokens * seen.rounds
         self._seconds += seen.seconds
-        sums = (
-            int(np.add.reduce(values)) for values in (seen.drafted, seen.kept, seen.tentative, seen.accepted)
-        )
-        self._counts = [
-            before + more for before, more in zip(self._counts, (seen.tokens, *sums), strict=True)
-        ]
+        for name in self._counts:
+            self._counts[name] += int(np.add.reduce(getattr(seen, name), axis=None))
 
-    def line(self) -> dict[str, Any]:
+    def make_line(self) -> dict[str, Any]:
         choice = self._choice
-        plan = {
+        return {
+            "type": "rounds",
+            "t": self._ended_s,
             "route": choice.route,
             "num_drafts": choice.plan.num_draft_tokens,
             "num_checks": choice.plan.num_checks,
-        }
-        where = {
             "rows": self._num_rows,
             "context_tokens": round(self._context / max(self.rounds, 1), 1),
             "rounds": self.rounds,
-        }
-        counts = dict(zip(("tokens", "drafted", "kept", "tentative", "accepted"), self._counts, strict=True))
-        probe = {"is_probe": True} if choice.is_probe else {}
-        return {
-            "type": "rounds",
-            "t": self.ended_s,
-            **plan,
-            **where,
             "seconds": round(self._seconds, 6),
-            **counts,
-            **probe,
+            **self._counts,
+            **({"is_probe": True} if choice.is_probe else {}),
         }
 
 
@@ -200,43 +188,39 @@ def read_trace(path: Path) -> Trace:
     header: Header | None = None
     names: tuple[str, ...] = ()
     routes: dict[str, None] = {}
-    records: list[Record] = []
+    records: dict[type[Record], list[Any]] = {kind: [] for kind in RECORDS.values()}
     is_cut = False
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 try:
-                    record = _record(raw, names, is_first=header is None)
+                    record = _parse_line(raw, names, is_first=header is None)
                 except ConfigError as error:
                     if header is not None and not raw.endswith(b"\n"):
                         is_cut = True
                         break
                     raise ConfigError(f"{path}, line {number}: {error}") from None
+                if record is None:
+                    continue
+                records[type(record)].append(record)
                 if isinstance(record, Header | RoutesChange):
                     names = record.routes
                     routes |= dict.fromkeys(names)
                 if isinstance(record, Header):
                     header = record
-                elif record is not None:
-                    records.append(record)
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
     if header is None:
         raise ConfigError(f"{path} is empty; a trace is written by an engine with engine.trace=FILE")
     return Trace(
-        header,
-        routes=list(routes),
-        decisions=[record for record in records if isinstance(record, Decision)],
-        rounds=[record for record in records if isinstance(record, Rounds)],
-        requests=[record for record in records if isinstance(record, RequestRecord)],
-        is_cut=is_cut,
+        header, list(routes), records[Decision], records[Rounds], records[RequestRecord], is_cut=is_cut
     )
 
 
-def _record(raw: bytes, names: Sequence[str], is_first: bool) -> Record | None:
-    """What a line says; None = it is of an unknown type. Raises ConfigError."""
+def _parse_line(raw: bytes, names: Sequence[str], is_first: bool) -> Record | None:
+    """The record of a line; None = of an unknown type. Raises ConfigError."""
     try:
-        values = json.loads(raw, parse_constant=_refuse_constant)
+        values = parse_json(raw)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not a line of a trace, which is JSON: {error}") from None
     kind = values.pop("type", None) if isinstance(values, dict) else None
@@ -260,10 +244,9 @@ def _record(raw: bytes, names: Sequence[str], is_first: bool) -> Record | None:
     elif isinstance(route := values.get("route"), int):
         values["name"] = _name(route, names)
     record = build(RECORDS[kind], values)
-    for route in (
-        {route for route, *_ in record.rounds if route >= 0} if isinstance(record, RequestRecord) else ()
-    ):
-        _name(route, names)
+    if isinstance(record, RequestRecord):
+        for route in {route for route, *_ in record.rounds if route >= 0}:
+            _name(route, names)
     return record
 
 
@@ -271,7 +254,3 @@ def _name(route: int, names: Sequence[str]) -> str:
     if not 0 <= route < len(names):
         raise ConfigError(f"route={route} is none of the {len(names)} that the trace names")
     return names[route]
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")

@@ -95,19 +95,19 @@ def goodput_trace(path: Path) -> Path:
     def run(choice: Choice, rounds: int, seconds: float) -> None:
         for _ in range(rounds):
             clock.now += seconds
-            trace.round(observation(choice, seconds=seconds))
+            trace.write_rounds(observation(choice, seconds=seconds))
 
-    trace.decision(decision(PLAIN_CHOICE, reason="start", measured=None, previous=None, predicted=40.0))
+    trace.write_decision(decision(PLAIN_CHOICE, reason="start", measured=None, previous=None, predicted=40.0))
     run(PLAIN_CHOICE, 20, 0.1)
-    trace.decision(decision(NGRAM, measured=40.0))
+    trace.write_decision(decision(NGRAM, measured=40.0))
     run(NGRAM, 40, 0.1)
-    trace.decision(decision(HYBRID, is_probe=True, reason="probe"))
+    trace.write_decision(decision(HYBRID, is_probe=True, reason="probe"))
     run(Choice(1, HYBRID.plan, is_probe=True), 10, 0.1)
-    trace.decision(decision(NGRAM, reason="kept: within margin", measured=55.0))
+    trace.write_decision(decision(NGRAM, reason="kept: within margin", measured=55.0))
     run(NGRAM, 30, 0.1)
-    trace.round(observation(NGRAM, seconds=math.nan))
+    trace.write_rounds(observation(NGRAM, seconds=math.nan))
     for number in range(4):
-        trace.request(
+        trace.write_request(
             number,
             metrics(100.0 + number, 104.0 + 2 * number, number // 2),
             8,
@@ -123,6 +123,6 @@ def fixed_trace(path: Path) -> Path:
     trace = writer(path, clock, ["hybrid D=4 C=15"])
     for _ in range(30):
         clock.now += 0.1
-        trace.round(observation(Choice(0, HYBRID.plan), seconds=0.1))
+        trace.write_rounds(observation(Choice(0, HYBRID.plan), seconds=0.1))
     trace.close()
     return path

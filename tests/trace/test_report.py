@@ -153,7 +153,7 @@ def test_a_fixed_plan_has_a_report_too(tmp_path: Path, capsys: pytest.CaptureFix
 def test_an_empty_trace_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], decides: bool) -> None:
     trace = writer(tmp_path / "t", Clock(), [])
     if decides:
-        trace.decision(decision(NGRAM, route=None, alternatives=[], acceptance={}))
+        trace.write_decision(decision(NGRAM, route=None, alternatives=[], acceptance={}))
     trace.close()
     assert main(["report", str(tmp_path / "t")]) == 0
     assert "No round was recorded." in capsys.readouterr().out
@@ -216,7 +216,7 @@ def test_what_the_controller_decides_can_be_read(tmp_path: Path) -> None:
     }
     trace = writer(tmp_path / "t", clock, ["ngram"])
     control = GoodputControl(
-        [Route("ngram", 0, None, 4)], LatencyModel(stages), GoodputConfig(), on_decision=trace.decision
+        [Route("ngram", 0, None, 4)], LatencyModel(stages), GoodputConfig(), on_decision=trace.write_decision
     )
     for number in range(200):
         choice = control.choose([1, 2], 200)
@@ -237,7 +237,7 @@ def test_what_the_controller_decides_can_be_read(tmp_path: Path) -> None:
             choice, 2, 200.0, seconds, tokens, **(cycles | verified if choice.route is not None else {})
         )
         control.observe(seen)
-        trace.round(seen)
+        trace.write_rounds(seen)
     trace.close()
     read = read_trace(tmp_path / "t")
     summary = summarize(read)

@@ -93,9 +93,9 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     clock = Clock()
     trace = writer(tmp_path / "new" / "trace.jsonl", clock)
     clock.now = 101.5
-    trace.decision(decision(HYBRID))
-    trace.round(observation(HYBRID, rows=3))
-    trace.request(
+    trace.write_decision(decision(HYBRID))
+    trace.write_rounds(observation(HYBRID, rows=3))
+    trace.write_request(
         7,
         metrics(100.25, 102.0, preemptions=2),
         64,
@@ -153,9 +153,9 @@ def test_consecutive_rounds_of_one_choice_are_one_line(tmp_path: Path) -> None:
         observation(NGRAM),
         observation(NGRAM, rounds=MOST_ROUNDS),
     ]:
-        trace.round(seen)
-    trace.decision(decision(NGRAM))
-    trace.round(observation(NGRAM))
+        trace.write_rounds(seen)
+    trace.write_decision(decision(NGRAM))
+    trace.write_rounds(observation(NGRAM))
     trace.close()
     read = read_trace(tmp_path / "t").rounds
     assert [line.rounds for line in read] == [16, 4, 1, 1, 1, 1, 1, 1, 16, 1]
@@ -169,7 +169,7 @@ def test_slow_rounds_are_written_after_a_second(tmp_path: Path) -> None:
     trace = writer(tmp_path / "t", clock)
     for _ in range(6):
         clock.now += 0.4
-        trace.round(observation(PLAIN_CHOICE, seconds=0.4))
+        trace.write_rounds(observation(PLAIN_CHOICE, seconds=0.4))
     assert [line["rounds"] for line in lines(tmp_path / "t")[1:]] == [4], "1.2 s after the group's first"
     trace.close()
     assert [line["rounds"] for line in lines(tmp_path / "t")[1:]] == [4, 2]
@@ -179,12 +179,12 @@ def test_lines_wait_a_second_at_most_and_no_longer_than_the_writer(tmp_path: Pat
     clock = Clock()
     trace = writer(tmp_path / "t", clock)
     assert len(lines(tmp_path / "t")) == 1, "the header is there at once"
-    trace.decision(decision(NGRAM))
+    trace.write_decision(decision(NGRAM))
     assert len(lines(tmp_path / "t")) == 1
     clock.now += 1.0
-    trace.decision(decision(NGRAM))
+    trace.write_decision(decision(NGRAM))
     assert len(lines(tmp_path / "t")) == 3
-    trace.decision(decision(NGRAM))
+    trace.write_decision(decision(NGRAM))
     del trace
     gc.collect()
     assert len(lines(tmp_path / "t")) == 4
@@ -193,7 +193,7 @@ def test_lines_wait_a_second_at_most_and_no_longer_than_the_writer(tmp_path: Pat
 def test_lines_of_a_program_that_forgot_to_close_are_there(tmp_path: Path) -> None:
     code = (
         "from tests.helpers.traces import *\nw = writer(Path('t'),"
-        " Clock())\nw.decision(decision(NGRAM))\nw.round(observation(NGRAM))"
+        " Clock())\nw.write_decision(decision(NGRAM))\nw.write_rounds(observation(NGRAM))"
     )
     root = Path(__file__).parents[2]
     subprocess.run(
@@ -207,7 +207,7 @@ def test_lines_of_a_program_that_forgot_to_close_are_there(tmp_path: Path) -> No
 
 def test_numbers_that_are_not_finite_are_null_and_numpys_are_numbers(tmp_path: Path) -> None:
     trace = writer(tmp_path / "t", Clock())
-    trace.decision(
+    trace.write_decision(
         decision(
             NGRAM,
             predicted=np.float32("nan"),
@@ -229,11 +229,11 @@ def test_numbers_that_are_not_finite_are_null_and_numpys_are_numbers(tmp_path: P
 
 def test_routes_may_change(tmp_path: Path) -> None:
     trace = writer(tmp_path / "t", Clock(), ["ngram"])
-    trace.round(observation(NGRAM))
-    trace.routes(["adapter D=4", "model"])
-    trace.round(observation(NGRAM))
-    trace.round(observation(Choice(1, NGRAM.plan)))
-    trace.request(0, metrics(100.0, 101.0), 8, "stop", [(1, 2, [4], [1])])
+    trace.write_rounds(observation(NGRAM))
+    trace.write_routes(["adapter D=4", "model"])
+    trace.write_rounds(observation(NGRAM))
+    trace.write_rounds(observation(Choice(1, NGRAM.plan)))
+    trace.write_request(0, metrics(100.0, 101.0), 8, "stop", [(1, 2, [4], [1])])
     trace.close()
     read = read_trace(tmp_path / "t")
     assert [line.plan for line in read.rounds] == ["ngram K=4", "adapter D=4 K=4", "model K=4"]
@@ -291,9 +291,9 @@ def test_a_full_disk_ends_the_trace_with_one_warning(
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
             clock.now += 2.0
-            trace.decision(decision(NGRAM))
-            trace.round(observation(NGRAM))
-            trace.request(0, metrics(100.0, 101.0), 8, "stop")
+            trace.write_decision(decision(NGRAM))
+            trace.write_rounds(observation(NGRAM))
+            trace.write_request(0, metrics(100.0, 101.0), 8, "stop")
         trace.close()
     (record,) = caplog.records
     assert (
@@ -305,8 +305,8 @@ def test_a_full_disk_ends_the_trace_with_one_warning(
 def test_what_comes_after_close_is_passed_over(tmp_path: Path) -> None:
     trace = writer(tmp_path / "t", Clock())
     trace.close()
-    trace.decision(decision(NGRAM))
-    trace.round(observation(NGRAM))
+    trace.write_decision(decision(NGRAM))
+    trace.write_rounds(observation(NGRAM))
     trace.close()
     assert len(lines(tmp_path / "t")) == 1
 
@@ -408,7 +408,7 @@ def test_a_round_of_16_rows_costs_less_than_50_microseconds(tmp_path: Path) -> N
     for _ in range(10):
         started = time.perf_counter()
         for _ in range(100):
-            trace.round(seen)
+            trace.write_rounds(seen)
         seconds.append((time.perf_counter() - started) / 100)
     trace.close()
     assert min(seconds) < 50e-6
