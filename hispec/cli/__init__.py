@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_users(error: Exception) -> bool:
-    """Whether the message of `error` is all that a user needs."""
+    """Whether `error` is shown as its message alone, without a traceback."""
     from ee_models.errors import CheckpointError, TrainingError
 
     from ..errors import HiSpecError

@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .common import OK
+from .common import OK, add_command
 
 
 def add(commands: Any) -> None:
-    fetch = commands.add_parser(
-        "fetch", help="get a model", description="Download and convert a known model; prints its folder."
-    )
+    description = "Download and convert a known model; prints its folder."
+    fetch = add_command(commands, "fetch", _fetch, "get a model", description, has_set=False)
     fetch.add_argument("name", metavar="NAME", help="such as smollm2")
     fetch.add_argument("--force", action="store_true", help="do it again even if it is there")
-    fetch.set_defaults(command=_fetch)
 
 
 def _fetch(options: argparse.Namespace) -> int:

@@ -5,68 +5,54 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from .common import OK, add_preset, add_set
+from .common import OK, PRESET, add_command, add_options
 
 if TYPE_CHECKING:
     from ..jobs.schema import RunConfig
 
 
 def add(commands: Any) -> None:
-    generate = commands.add_parser(
-        "generate",
-        help="answer one prompt",
-        description="Stream the answer to one prompt. Without --draft-layer, decoding is plain.",
-    )
+    description = "Stream the answer to one prompt. Without --draft-layer, decoding is plain."
+    generate = add_command(commands, "generate", _generate, "answer one prompt", description)
     generate.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
-    generate.add_argument("--model", help="a name that `hispec fetch` knows, a hub id, or a folder")
-    add_preset(generate)
     generate.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="put the prompt into the model's chat template (default: yes)",
     )
-    generate.add_argument("--draft-layer", type=int, metavar="D", help="draft with layers [0, D)")
-    generate.add_argument("--check-layer", type=int, metavar="C", help="check drafts with layers [D, C)")
-    generate.add_argument("--num-draft-tokens", type=int, metavar="K", help="tokens per draft cycle")
-    generate.add_argument("--num-checks", type=int, metavar="R", help="draft cycles per verify")
-    generate.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default: 256)")
-    generate.add_argument("--temperature", type=float, metavar="T", help="0 = greedy (default: 0)")
-    generate.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling")
-    generate.add_argument("--seed", type=int, help="of sampling")
-    add_set(generate)
-    generate.set_defaults(command=_generate)
+    add_options(
+        generate,
+        ("--model", str, "MODEL", "a name that `hispec fetch` knows, a hub id, or a folder"),
+        PRESET,
+        ("--draft-layer", int, "D", "draft with layers [0, D)"),
+        ("--check-layer", int, "C", "check drafts with layers [D, C)"),
+        ("--num-draft-tokens", int, "K", "tokens per draft cycle"),
+        ("--num-checks", int, "R", "draft cycles per verify"),
+        ("--max-tokens", int, "N", "new tokens at most (default: 256)"),
+        ("--temperature", float, "T", "0 = greedy (default: 0)"),
+        ("--top-p", float, "P", "nucleus sampling"),
+        ("--seed", int, "SEED", "of sampling"),
+    )
 
 
 def _generate(options: argparse.Namespace) -> int:
     config = _generate_config(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    from ..llm import LLM
-
-    llm = LLM(
-        config.model,
-        speculative=config.speculative,
-        scheduling=config.scheduling,
-        **config.engine.model_dump(),
-    )
-    try:
+    given = [{"role": "user", "content": prompt}] if options.chat else prompt
+    with closing(config.make_llm()) as llm:
         arrivals: list[tuple[float, int]] = []  # seconds since the start, tokens
         started = time.perf_counter()
-        for delta in llm.stream(
-            [{"role": "user", "content": prompt}] if options.chat else prompt,
-            config.sampling,
-            chat=options.chat,
-        ):
+        for delta in llm.stream(given, config.sampling, chat=options.chat):
             arrivals.append((time.perf_counter() - started, len(delta.token_ids)))
             print(delta.text, end="", flush=True)
             if delta.error is not None:
                 raise RuntimeError(delta.error)
         print(flush=True)
         _print_generate_stats(arrivals, llm.stats(), config)
-    finally:
-        llm.close()
     return OK
 
 

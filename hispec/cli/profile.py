@@ -6,22 +6,35 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .common import OK, add_set
+from .common import OK, add_command, add_options, given_fields, load_limited_job
 
 
 def add(commands: Any) -> None:
-    profile = commands.add_parser(
+    profile = add_command(
+        commands,
         "profile",
-        help="find the plan that is fastest here",
-        description=(
-            "Measure exits and stages on a job's prompts, greedy; predict every plan, run the best for real,"
-            " and keep the fastest as a preset."
-        ),
+        _profile,
+        "find the plan that is fastest here",
+        "Measure exits and stages on a job's prompts, greedy; predict every plan, run the best for real, and"
+        " keep the fastest as a preset.",
+        config="JOB.yaml",
+        has_bar=True,
     )
-    profile.add_argument("job", type=Path, metavar="JOB.yaml")
-    add_set(profile)
-    profile.add_argument(
-        "--json", type=Path, metavar="FILE", help="write everything that was measured and predicted as JSON"
+    exits = "trained exits to profile (default: the job's, else those that come with HiSpec for the model)"
+    drafters = "drafters to look at: exit, tree, ngram, hybrid, model (default: all that apply)"
+    add_options(
+        profile,
+        ("--json", Path, "FILE", "write everything that was measured and predicted as JSON"),
+        ("--plots", Path, "DIR", "draw acceptance by layer and predicted speed by exits as PNG files"),
+        ("--exits", str, "FOLDER", exits),
+        ("--batch-size", int, "B", "prompts that run together (default: the job's engine.max_num_seqs)"),
+        ("--max-tokens", int, "M", "new tokens per prompt (default: 64)"),
+        ("--limit", int, "N", "use the first N prompts"),
+        ("--max-drafts", int, "K", "largest num_draft_tokens of exits and draft models (default: 8)"),
+        ("--max-checks", int, "R", "largest num_checks of a plan (default: 8)"),
+        ("--max-window", int, "W", "places of a round at most, R * (B * K + 1) (default: 32)"),
+        ("--top", int, "N", "plans of each kind that are run for real (default: 2)"),
+        ("--repeats", int, "N", "timed runs of each (default: 3)"),
     )
     profile.add_argument(
         "--write-preset",
@@ -30,77 +43,26 @@ def add(commands: Any) -> None:
         metavar="FILE.yaml",
         help="write the fastest plan as the settings of a job",
     )
-    profile.add_argument(
-        "--plots",
-        type=Path,
-        metavar="DIR",
-        help="draw acceptance by layer and predicted speed by exits as PNG files",
-    )
     profile.add_argument("--overwrite", action="store_true", help="replace an existing preset")
-    profile.add_argument(
-        "--exits",
-        metavar="FOLDER",
-        help="trained exits to profile (default: the job's, else those that come with HiSpec for the model)",
-    )
-    profile.add_argument(
-        "--batch-size",
-        type=int,
-        metavar="B",
-        help="prompts that run together (default: the job's engine.max_num_seqs)",
-    )
-    profile.add_argument("--max-tokens", type=int, metavar="M", help="new tokens per prompt (default: 64)")
-    profile.add_argument("--limit", type=int, metavar="N", help="use the first N prompts")
-    profile.add_argument(
-        "--max-drafts",
-        type=int,
-        metavar="K",
-        help="largest num_draft_tokens of exits and draft models (default: 8)",
-    )
-    profile.add_argument(
-        "--max-checks", type=int, metavar="R", help="largest num_checks of a plan (default: 8)"
-    )
-    profile.add_argument(
-        "--max-window", type=int, metavar="W", help="places of a round at most, R * (B * K + 1) (default: 32)"
-    )
-    profile.add_argument(
-        "--drafters",
-        nargs="+",
-        metavar="KIND",
-        help="drafters to look at: exit, tree, ngram, hybrid, model (default: all that apply)",
-    )
-    profile.add_argument(
-        "--top", type=int, metavar="N", help="plans of each kind that are run for real (default: 2)"
-    )
-    profile.add_argument("--repeats", type=int, metavar="N", help="timed runs of each (default: 3)")
+    profile.add_argument("--drafters", nargs="+", metavar="KIND", help=drafters)
     profile.add_argument(
         "--latency",
         nargs="?",
         const="",
         metavar="FILE",
-        help=(
-            "only measure what stages cost here, for control: goodput and simulations, and write FILE"
-            " (default: where it is kept)"
-        ),
+        help="only measure what stages cost here, for control: goodput and simulations, and write FILE"
+        " (default: where it is kept)",
     )
-    profile.add_argument("--no-progress", action="store_true", help="no progress bars")
-    profile.set_defaults(command=_profile)
 
 
 def _profile(options: argparse.Namespace) -> int:
     if options.latency is not None:
         return _latency(options)
     from ..errors import build
-    from ..jobs.load import load_job
     from ..profile.options import ProfileOptions, Targets
 
-    limit = [] if options.limit is None else [f"input.limit={options.limit}"]
-    job = load_job(options.job, options.set + limit)
-    values = {
-        name: getattr(options, name)
-        for name in ProfileOptions.model_fields
-        if getattr(options, name) is not None
-    }
-    profile_options = build(ProfileOptions, values)
+    job = load_limited_job(options)
+    profile_options = build(ProfileOptions, given_fields(options, ProfileOptions))
     targets = Targets(
         json=options.json, preset=options.preset, plots=options.plots, overwrite=options.overwrite
     )
@@ -116,19 +78,16 @@ def _latency(options: argparse.Namespace) -> int:
     from ..jobs.load import load_job
 
     taken = {"job", "set", "latency", "max_window", "no_progress", "command"}
-    if given := [
-        name for name, value in vars(options).items() if name not in taken and value not in (None, False)
-    ]:
-        names = ", ".join(
-            "--write-preset" if name == "preset" else "--" + name.replace("_", "-") for name in sorted(given)
-        )
+    given = {name for name, value in vars(options).items() if value not in (None, False)} - taken
+    if given:
+        flags = ["write-preset" if name == "preset" else name.replace("_", "-") for name in sorted(given)]
+        names = ", ".join(f"--{flag}" for flag in flags)
         raise ConfigError(f"{names}: means nothing with --latency, which only measures stages; leave it out")
     job = load_job(options.job, options.set)
     from ..profile.latency import print_latency, profile_latency
 
     path = Path(options.latency).expanduser() if options.latency else None
-    profile, place = profile_latency(
-        job, path, max_window=options.max_window, progress=not options.no_progress
-    )
+    progress = not options.no_progress
+    profile, place = profile_latency(job, path, max_window=options.max_window, progress=progress)
     print_latency(profile, place)
     return OK

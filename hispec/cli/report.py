@@ -7,28 +7,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .common import OK
+from .common import OK, add_command, add_options
 
 
 def add(commands: Any) -> None:
-    report = commands.add_parser(
+    report = add_command(
+        commands,
         "report",
-        help="show what an engine decided and did",
-        description=(
-            "Sum up a trace (engine.trace=FILE) and draw it: plans, speed, acceptance and load over time"
-            " (docs/control.md)."
-        ),
+        _report,
+        "show what an engine decided and did",
+        "Sum up a trace (engine.trace=FILE) and draw it: plans, speed, acceptance and load over time"
+        " (docs/control.md).",
+        has_set=False,
     )
     report.add_argument("trace", type=Path, metavar="TRACE")
-    report.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE.png",
-        help="the picture (default: beside the trace, with the suffix .png)",
-    )
-    report.add_argument("--json", type=Path, metavar="FILE", help="write the summary as JSON")
-    report.set_defaults(command=_report)
+    picture = "the picture (default: beside the trace, with the suffix .png)"
+    report.add_argument("-o", "--output", type=Path, metavar="FILE.png", help=picture)
+    add_options(report, ("--json", Path, "FILE", "write the summary as JSON"))
 
 
 def _report(options: argparse.Namespace) -> int:

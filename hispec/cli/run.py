@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from .common import ALL_FAILED, OK, add_preset, add_set
+from .common import ALL_FAILED, OK, PRESET, add_command, add_options
 
 
 def add(commands: Any) -> None:
-    run = commands.add_parser(
-        "run", help="run an offline job", description="Run the job of a YAML file (docs/jobs.md)."
+    description = "Run the job of a YAML file (docs/jobs.md)."
+    run = add_command(
+        commands, "run", _run, "run an offline job", description, config="JOB.yaml", has_bar=True
     )
-    run.add_argument("job", type=Path, metavar="JOB.yaml")
-    add_preset(run)
-    add_set(run)
-    run.add_argument("--no-progress", action="store_true", help="no progress bar")
-    run.set_defaults(command=_run)
+    add_options(run, PRESET)
 
 
 def _run(options: argparse.Namespace) -> int:

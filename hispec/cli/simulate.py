@@ -6,31 +6,25 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .common import OK, add_set
+from .common import OK, add_command, add_options
 
 
 def add(commands: Any) -> None:
-    simulate = commands.add_parser(
+    simulate = add_command(
+        commands,
         "simulate",
-        help="compare policies and controllers at any load, without a model",
-        description=(
-            "Run the systems of an experiment, the engine's own policies and controllers, over a cost model"
-            " and an acceptance model."
-        ),
+        _simulate,
+        "compare policies and controllers at any load, without a model",
+        "Run the systems of an experiment, the engine's own policies and controllers, over a cost model and"
+        " an acceptance model (docs/simulation.md; configs/simulate_laps.yaml is an example).",
+        config="CONFIG.yaml",
+        has_bar=True,
     )
-    simulate.add_argument(
-        "config",
-        type=Path,
-        metavar="CONFIG.yaml",
-        help="such as configs/simulate_laps.yaml; docs/simulation.md has all settings",
+    add_options(
+        simulate,
+        ("--json", Path, "FILE", "write all figures as JSON"),
+        ("--plots", Path, "DIR", "draw mean and p99 latency by load as PNG files"),
     )
-    add_set(simulate)
-    simulate.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
-    simulate.add_argument(
-        "--plots", type=Path, metavar="DIR", help="draw mean and p99 latency by load as PNG files"
-    )
-    simulate.add_argument("--no-progress", action="store_true", help="no progress bar")
-    simulate.set_defaults(command=_simulate)
 
 
 def _simulate(options: argparse.Namespace) -> int:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from .common import OK, add_set
+from .common import OK, add_command
 
 
 def add(commands: Any) -> None:
-    train = commands.add_parser(
-        "train",
-        help="train exits",
-        description="Train exits, or a LayerSkip model, as a YAML file says (docs/training.md).",
+    description = "Train exits, or a LayerSkip model, as a YAML file says (docs/training.md)."
+    train = add_command(
+        commands, "train", _train, "train exits", description, config="CONFIG.yaml", has_bar=True
     )
-    train.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    add_set(train)
     train.add_argument(
         "--only-data", action="store_true", help="write prompts and answers, and stop before training"
     )
-    train.add_argument("--no-progress", action="store_true", help="no progress bars")
-    train.set_defaults(command=_train)
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -140,7 +140,7 @@ class AcceptanceModel:
     # Estimates
 
     def estimates(self) -> Estimates:
-        """From all that was seen, however long ago."""
+        """Estimates from all observations, however old."""
         if self._cached is None:
             (drafts, draft_counts), (verified, verify_counts) = self._priors(None)
             weight = self._config.prior_weight

@@ -54,7 +54,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a round does.
+    """A plan for one round, and how it is run.
 
     route        index among the controller's routes; None = plain decoding
     plan         a plan of the route: K and R of the round, the most that any row has
@@ -153,13 +153,16 @@ class Control(Protocol):
         """The next round of requests `numbers`, which attend to `context_tokens` positions in all. With no
         numbers: the choice for one unknown request."""
 
-    def observe(self, seen: Observation) -> None: ...
+    def observe(self, seen: Observation) -> None:
+        return
 
     def failed(self, route: int) -> None:
         """The drafter of a route failed: the round went on with plain decoding."""
+        return
 
     def forget(self, number: int) -> None:
         """A request has ended."""
+        return
 
     def stats(self) -> dict[str, Any]:
         """Counts and the last decision, in plain types."""

@@ -157,7 +157,7 @@ class GoodputControl:
             self._probes.spend(seen.rounds, ms / max(selected.milliseconds, 1e-9))
 
     def _learn(self) -> None:
-        """From the observations since the last call."""
+        """Updates the forecaster by the observations since the last call."""
         if self._buffer:
             self._forecaster.learn(self._buffer, self._selected, self._round_index)
             self._buffer = []

@@ -24,7 +24,7 @@ _NO_SHIFTS = (np.zeros(0), np.zeros(0))
 
 @dataclass(frozen=True)
 class Forecast:
-    """All candidates, for these requests.
+    """Predictions for all candidate plans and these requests.
 
     shifts         of the requests' log odds. They share out a plan but do not choose it: the estimates of all
                    requests count these ones already, and counting them twice makes a small batch oscillate
@@ -79,7 +79,8 @@ class Forecaster:
         self._corrections, self._is_static = Corrections(self.grid, config.window), latency.is_static
 
     def learn(self, seen: Sequence[Observation], selected: Selection | None, round_index: int) -> None:
-        """From rounds since the last call; selected: the decision that they followed."""
+        """Updates all estimates by the rounds since the last call; selected: the decision that they
+        followed."""
         acceptance, estimates = self.acceptance, self.acceptance.estimates()
         acceptance.requests.decay(round_index)
         by_route: dict[int, list[Observation]] = {}

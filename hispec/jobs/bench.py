@@ -63,53 +63,54 @@ class Group:
 
 @dataclass
 class Runs:
-    """The timed runs of one engine.
+    """The timed runs of one engine over groups of prompts.
 
     seconds, decode_seconds   by run and group; those of rounds alone (without prompts)
     outputs                   token ids by run and prompt
     stats                     counts of all runs
     """
 
+    groups: Sequence[Group]
     seconds: list[list[float]] = field(default_factory=list)
     decode_seconds: list[list[float]] = field(default_factory=list)
     outputs: list[list[TokenIds]] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
 
-    def begin_run(self, num_groups: int, num_prompts: int) -> None:
-        self.seconds.append([0.0] * num_groups)
-        self.decode_seconds.append([0.0] * num_groups)
-        self.outputs.append([[] for _ in range(num_prompts)])
+    def begin_run(self) -> None:
+        self.seconds.append([0.0] * len(self.groups))
+        self.decode_seconds.append([0.0] * len(self.groups))
+        self.outputs.append([[] for group in self.groups for _ in group.prompts])
 
-    def tokens_per_s(
-        self, groups: Sequence[Group], task: str | None = None, *, decode: bool = False
-    ) -> list[float]:
-        """Of each run: over all groups, or those of one task. `decode`: by the time of rounds alone."""
-        taken = [number for number, group in enumerate(groups) if task in (None, group.task)]
+    def median_tokens_per_s(self, task: str | None = None, *, decode: bool = False) -> float:
+        return statistics.median(self.tokens_per_s(task, decode=decode))
+
+    def tokens_per_s(self, task: str | None = None, *, decode: bool = False) -> list[float]:
+        """By run, over all groups or those of one task. `decode`: by the time of rounds alone."""
+        taken = [number for number, group in enumerate(self.groups) if task in (None, group.task)]
         times = self.decode_seconds if decode else self.seconds
         return [
-            sum(_num_tokens(groups[number], outputs) for number in taken)
+            sum(self._num_tokens(number, outputs) for number in taken)
             / sum(seconds[number] for number in taken)
             for outputs, seconds in zip(self.outputs, times, strict=True)
         ]
 
-    def by_group(self, groups: Sequence[Group], task: str) -> tuple[list[float], list[float]]:
+    def by_group(self, task: str) -> tuple[list[float], list[float]]:
         """Mean tokens and median seconds over runs of each group of the task."""
-        taken = [number for number, group in enumerate(groups) if group.task == task]
+        taken = [number for number, group in enumerate(self.groups) if group.task == task]
         return [
-            statistics.fmean(_num_tokens(groups[number], outputs) for outputs in self.outputs)
+            statistics.fmean(self._num_tokens(number, outputs) for outputs in self.outputs)
             for number in taken
         ], [statistics.median(seconds[number] for seconds in self.seconds) for number in taken]
 
-
-def _num_tokens(group: Group, outputs: Sequence[TokenIds]) -> int:
-    return sum(len(outputs[prompt]) for prompt in group.prompts)
+    def _num_tokens(self, group: int, outputs: Sequence[TokenIds]) -> int:
+        return sum(len(outputs[prompt]) for prompt in self.groups[group].prompts)
 
 
 def plans_of(
     speculative: SpeculativeConfig | None, further: dict[str, SpeculativeConfig | None]
 ) -> dict[str, SpeculativeConfig | None]:
-    """What to measure besides transformers. Two-tier is three-tier without its check tier, with as many
-    drafts per round. Raises ConfigError if a further plan has the name of one of these."""
+    """The engines besides transformers: {name: plan}. Two-tier is three-tier without its check tier, with as
+    many drafts per round. Raises ConfigError if a further plan has the name of one of these."""
     plans: dict[str, SpeculativeConfig | None] = {"plain": None}
     if speculative is not None:
         plans["two_tier"] = speculative.model_copy(update={"check": None})
@@ -126,13 +127,10 @@ def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict
     Raises ConfigError for a bad setting or input row, CheckpointError, and RequestError if a prompt can't be
     served.
     """
-    from ..llm import LLM
-
     count_rows(job.input)
     rows = good_rows(job)
     measured_on = environment()  # now, so that its load is that of others
-    settings = _engine_settings(job, options)
-    with closing(LLM(job.model, speculative=job.speculative, scheduling=job.scheduling, **settings)) as llm:
+    with closing(job.make_llm(**_engine_settings(job, options))) as llm:
         return _measure(llm, job, options, rows, progress) | {"environment": measured_on}
 
 
@@ -151,7 +149,7 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
 
     groups = _groups(rows, options.batch_size)
     plans = plans_of(job.speculative, options.plans)
-    runs = {name: Runs() for name in (["transformers"] if with_transformers else []) + list(plans)}
+    runs = {name: Runs(groups) for name in (["transformers"] if with_transformers else []) + list(plans)}
     for speculative in plans.values():
         llm.set_speculative(speculative)
         warm_up(llm, prompts[: options.batch_size], sampling)
@@ -163,21 +161,21 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
     with make_bar(options.repeats * len(groups) * len(order), None, "run", progress) as bar:
         for _ in range(options.repeats):
             for run in runs.values():
-                run.begin_run(len(groups), len(prompts))
-            for number, group in enumerate(groups):
+                run.begin_run()
+            for number in range(len(groups)):
                 for name in order[turn:] + order[:turn]:
                     bar.set_description_str(name)
                     if name == "transformers":
                         assert baseline is not None
-                        _time(runs[name], number, group, prompts, baseline.generate)
+                        _time(runs[name], number, prompts, baseline.generate)
                     else:
                         llm.set_speculative(plans[name])
                         llm.reset_stats()
-                        _time(runs[name], number, group, prompts, decode, lambda: llm.stats()["round_s"])
+                        _time(runs[name], number, prompts, decode, lambda: llm.stats()["round_s"])
                         runs[name].stats = add_counts(runs[name].stats, llm.stats())
                     bar.update()
                 turn = (turn + 1) % len(order)
-    return _result(job, options, prompts, groups, plans, runs) | {
+    return _result(job, options, prompts, plans, runs) | {
         "memory": memory,
         "row_invariant": llm.row_invariant,
     }
@@ -197,12 +195,12 @@ def _groups(rows: list[Row], batch_size: int) -> list[Group]:
 def _time(
     runs: Runs,
     number: int,
-    group: Group,
     prompts: list[TokenIds],
     run: Callable[[list[TokenIds]], list[TokenIds]],
     decode_clock: Callable[[], float] | None = None,
 ) -> None:
-    """Times a group in the latest run. `decode_clock`: seconds that rounds have taken so far."""
+    """Times group `number` in the latest run. `decode_clock`: seconds that rounds have taken so far."""
+    group = runs.groups[number]
     decoded, started = decode_clock() if decode_clock else 0.0, time.perf_counter()
     results = run([prompts[prompt] for prompt in group.prompts])
     runs.seconds[-1][number] = time.perf_counter() - started
@@ -216,7 +214,6 @@ def _result(
     job: Job,
     options: BenchOptions,
     prompts: list[TokenIds],
-    groups: list[Group],
     plans: dict[str, SpeculativeConfig | None],
     runs: dict[str, Runs],
 ) -> dict[str, Any]:
@@ -224,15 +221,15 @@ def _result(
     acceptance: dict[str, Any] = {}
     for name, run in runs.items():
         engines[name] = {
-            "tokens_per_s": statistics.median(run.tokens_per_s(groups)),
-            "tokens_per_s_runs": run.tokens_per_s(groups),
+            "tokens_per_s": run.median_tokens_per_s(),
+            "tokens_per_s_runs": run.tokens_per_s(),
             "seconds_runs": [sum(seconds) for seconds in run.seconds],
             "tokens": sum(map(len, run.outputs[0])),
         }
         if name in plans:
             rates = asdict(Rates.of(run.stats, plans[name]))
             tiers = {key: rates.pop(key) for key in _TIER_RATES}
-            engines[name]["decode_tokens_per_s"] = statistics.median(run.tokens_per_s(groups, decode=True))
+            engines[name]["decode_tokens_per_s"] = run.median_tokens_per_s(decode=True)
             engines[name] |= {"plan": plan_text(plans[name], run.stats["num_layers"]), **rates}
             if plans[name] is not None:
                 acceptance[name] = tiers
@@ -254,47 +251,43 @@ def _result(
         "engines": engines,
         "ratio_to_plain": over_plain("tokens_per_s", engines),
         "decode_ratio_to_plain": over_plain("decode_tokens_per_s", plans),
-        "ratio_by_task": _ratios_by_task(groups, runs),
-        "ratio_interval": _intervals(groups, runs) if options.batch_size == 1 else {},
-        "decode_ratio_by_task": _ratios_by_task(groups, {name: runs[name] for name in plans}, decode=True),
+        "ratio_by_task": _ratios_by_task(runs),
+        "ratio_interval": _intervals(runs) if options.batch_size == 1 else {},
+        "decode_ratio_by_task": _ratios_by_task({name: runs[name] for name in plans}, decode=True),
         "exact_match": {name: _matches(run, runs["plain"]) for name, run in runs.items() if name != "plain"},
         "acceptance": acceptance,
     }
 
 
-def _ratios_by_task(
-    groups: list[Group], runs: dict[str, Runs], *, decode: bool = False
-) -> dict[str, dict[str, float]]:
+def _ratios_by_task(runs: dict[str, Runs], *, decode: bool = False) -> dict[str, dict[str, float]]:
     """By engine: tokens/s over plain's for each task, and their mean; empty for a single task."""
-    tasks = _tasks(groups)
+    tasks = _tasks(runs)
     if len(tasks) < 2:
         return {}
     found = {}
     for name, run in runs.items():
         ratios = {
-            task: statistics.median(run.tokens_per_s(groups, task, decode=decode))
-            / statistics.median(runs["plain"].tokens_per_s(groups, task, decode=decode))
+            task: run.median_tokens_per_s(task, decode=decode)
+            / runs["plain"].median_tokens_per_s(task, decode=decode)
             for task in tasks
         }
         found[name] = {**ratios, "mean": statistics.fmean(ratios.values())}
     return found
 
 
-def _intervals(groups: list[Group], runs: dict[str, Runs]) -> dict[str, list[float]]:
+def _intervals(runs: dict[str, Runs]) -> dict[str, list[float]]:
     """By engine: the 95 % interval over prompts of its mean ratio to plain; empty if a task has a single
     prompt."""
     found, plain = {}, runs["plain"]
     for name, run in runs.items():
-        tasks = [
-            Paired(*run.by_group(groups, task), *plain.by_group(groups, task)) for task in _tasks(groups)
-        ]
+        tasks = [Paired(*run.by_group(task), *plain.by_group(task)) for task in _tasks(runs)]
         if name != "plain" and (interval := ratio_interval(tasks)) is not None:
             found[name] = list(interval)
     return found
 
 
-def _tasks(groups: list[Group]) -> list[str]:
-    return list(dict.fromkeys(group.task for group in groups))
+def _tasks(runs: dict[str, Runs]) -> list[str]:
+    return list(dict.fromkeys(group.task for group in runs["plain"].groups))
 
 
 def _matches(run: Runs, plain: Runs) -> list[int]:
@@ -304,8 +297,9 @@ def _matches(run: Runs, plain: Runs) -> list[int]:
 
 
 def _engine_settings(job: Job, options: BenchOptions) -> dict[str, Any]:
-    """The job's, with every prompt processed anew in every run: transformers keeps no prefix cache either."""
-    settings = job.engine.model_dump() | {"max_num_seqs": options.batch_size, "enable_prefix_caching": False}
+    """Those that differ from the job's. Without a prefix cache every run computes its prompts, as
+    transformers does."""
+    settings: dict[str, Any] = {"max_num_seqs": options.batch_size, "enable_prefix_caching": False}
     if options.context is not None and job.engine.max_model_len is None:
         settings["max_model_len"] = options.context + options.max_tokens
     return settings

@@ -1,4 +1,4 @@
-"""What the benchmark and the profile have in common: checked rows, warm-up, answers as token ids."""
+"""Inputs and answers of the benchmark and the profile: valid rows, warm-up, answers as token ids."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def task_of(row: Row) -> str:
 
 
 def warm_up(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
-    """A few tokens of each, all of different lengths, so that smaller batches are met too before anything is
-    timed."""
+    """Generates a few tokens of each prompt, of different lengths, so that smaller batches are warm too."""
     longest = sampling.max_tokens or _WARM_UP_TOKENS
     each = [
         sampling.model_copy(update={"max_tokens": min(2 + number % _WARM_UP_TOKENS, longest)})
@@ -53,7 +52,7 @@ def generate(
 
 
 def token_ids_of(results: Sequence[RequestOutput]) -> list[TokenIds]:
-    """Of each result's one output. Raises RequestError with all that failed."""
+    """The token ids of each result's one output. Raises RequestError with all that failed."""
     errors = [
         of_prompt(number, result.request_id, result.error)
         for number, result in enumerate(results)
@@ -65,5 +64,5 @@ def token_ids_of(results: Sequence[RequestOutput]) -> list[TokenIds]:
 
 
 def of_prompt(number: int, request_id: str, message: str) -> str:
-    """An error's message, by the number of the prompt instead of the request's id."""
+    """An error's message with the number of the prompt in place of the request's id."""
     return f"prompt {number}: {message.removeprefix(f'{request_id}: ')}"

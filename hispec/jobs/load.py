@@ -1,4 +1,4 @@
-"""From a YAML file and `--set key.path=value` overrides to checked settings."""
+"""Reads a YAML file and `--set key.path=value` overrides into validated settings."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), preset: str | Path
 
 
 def load_preset(path: str | Path) -> RunConfig:
-    """As `load_job`, of a preset: a model, its engine, plan and sampling, without input and output."""
+    """The preset in the file at `path`: a job without input and output."""
     return load_settings(RunConfig, Path(path), (), _EXIT_PATHS)
 
 
 def best_plans(path: Path) -> dict[str, SpeculativeConfig]:
-    """By name, the best plan of each drafter, two-tier and three-tier, in what `hispec profile --json` wrote.
+    """{name: the best plan of each drafter, two-tier and three-tier} in a file of `hispec profile --json`.
     Raises ConfigError."""
     try:
         plans = json.loads(path.read_bytes())["best_of_kind"]

@@ -28,7 +28,7 @@ def add_counts(total: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Rates:
-    """What a run's counts say; None where the run has no such tier.
+    """Rates of one run; None where the run has no such tier.
 
     draft_accepted          share of drafted tokens kept by the tier above the draft (check, or verify in
                             two-tier)
@@ -55,7 +55,7 @@ class Rates:
 
     @classmethod
     def of(cls, stats: dict[str, Any], speculative: SpeculativeConfig | None) -> Rates:
-        """From `LLM.stats()` of a run with these settings."""
+        """The rates of a run with these settings, whose `LLM.stats()` is given."""
         # With plans that change, tentative tokens are drafts in some rounds, and drafts kept by a check in
         # others: a rate of both says nothing.
         is_fixed = speculative is not None and speculative.control == "fixed"
@@ -79,14 +79,14 @@ class Rates:
 
     @property
     def at_floor(self) -> bool:
-        """Whether a tier keeps almost nothing, so that speculation only costs."""
+        """Whether a tier keeps less than FLOOR of its tokens, so that speculation only costs time."""
         return any(
             share is not None and share < FLOOR for share in (self.draft_accepted, self.tentative_accepted)
         )
 
 
 def shares_text(rounds_by_plan: Mapping[str, int], most: int = 4) -> str:
-    """Of a controller's rounds, such as `61% hybrid D=4 K=16, 30% plain, 9% 3 others`."""
+    """The shares of a controller's rounds, such as `61% hybrid D=4 K=16, 30% plain, 9% 3 others`."""
     total = sum(rounds_by_plan.values())
     ordered = sorted(rounds_by_plan.items(), key=lambda item: -item[1])
     parts = [f"{count / total:.0%} {name}" for name, count in ordered[:most]]

@@ -1,4 +1,4 @@
-"""What a job and a benchmark print when they are done."""
+"""The summaries that a job and a benchmark print at their end."""
 
 from __future__ import annotations
 

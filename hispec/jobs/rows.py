@@ -56,7 +56,7 @@ class InputLine(Settings):
 
     @property
     def prompt_fields(self) -> list[str]:
-        """Those that are given: in a valid line, one."""
+        """Names of the given ones: exactly one in a valid line."""
         return [
             name for name in ("prompt", "prompt_token_ids", "messages") if getattr(self, name) is not None
         ]
@@ -181,7 +181,7 @@ def _decode(raw: bytes) -> dict[str, Any]:
 
 def _canonical(values: Any) -> bytes:
     """One byte string for equal values. Raises ValueError for what strict JSON in UTF-8 cannot hold."""
-    strict = {"ensure_ascii": False, "allow_nan": False}
+    strict: dict[str, Any] = {"ensure_ascii": False, "allow_nan": False}
     return json.dumps(values, **strict, sort_keys=True, separators=(",", ":")).encode("utf-8")
 
 

@@ -69,7 +69,7 @@ class Comparison:
 
 @dataclass
 class JobReport:
-    """What a run did. `resumed` rows were there before; the other numbers are of this run only."""
+    """The results of a run. `resumed` rows were done before; the other numbers are of this run only."""
 
     job: Job
     num_rows: int
@@ -82,7 +82,7 @@ class JobReport:
 
     @property
     def all_failed(self) -> bool:
-        """Whether this run had rows to do and none of them gave a result."""
+        """Whether all rows of this run failed."""
         return self.timed.num_errors > 0 and self.timed.num_results == 0
 
 
@@ -97,8 +97,6 @@ def run_job(job: Job, *, progress: bool = True) -> JobReport:
     if the output can't be written any more, and JobInterrupted on Ctrl-C. Bad rows raise nothing: they are
     rows of the output.
     """
-    from ..llm import LLM
-
     num_rows, num_done, num_bytes = count_rows(job.input), 0, 0
     prepare_output(job)
     if job.output.resume:
@@ -107,10 +105,7 @@ def run_job(job: Job, *, progress: bool = True) -> JobReport:
     if num_done == num_rows:
         return report
     report.environment = environment()
-    settings = job.engine.model_dump()
-    if job.output.compare_plain:
-        settings["enable_prefix_caching"] = False
-    with closing(LLM(job.model, speculative=job.speculative, scheduling=job.scheduling, **settings)) as llm:
+    with closing(job.make_llm(**{"enable_prefix_caching": False} if job.output.compare_plain else {})) as llm:
         _run(llm, job, report, num_bytes, progress)
     return report
 

@@ -1,14 +1,17 @@
-"""What a YAML job says. The names are those of the Python API, nested."""
+"""The schema of a YAML job. The names are those of the Python API, nested."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..config import EngineConfig, SchedulingConfig, Settings, SpeculativeConfig
 from ..sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from ..llm import LLM
 
 
 def _as_path(value: Any) -> Any:
@@ -64,7 +67,7 @@ class RunConfig(Settings):
 
     model        a name that `hispec fetch` knows, a hub id, or a folder with a checkpoint
     speculative  None = plain decoding
-    scheduling   who is served first; None = who came first
+    scheduling   the policy by which requests are served; None = first come, first served
     sampling     of every row; a row may override single fields
     """
 
@@ -73,6 +76,13 @@ class RunConfig(Settings):
     speculative: SpeculativeConfig | None = None
     scheduling: SchedulingConfig | None = None
     sampling: SamplingParams = SamplingParams()
+
+    def make_llm(self, **engine: Any) -> LLM:
+        """The LLM with these settings; engine: overrides single engine settings."""
+        from ..llm import LLM
+
+        settings = {**self.engine.model_dump(), **engine}
+        return LLM(self.model, speculative=self.speculative, scheduling=self.scheduling, **settings)
 
 
 class Job(RunConfig):

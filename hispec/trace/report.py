@@ -1,4 +1,4 @@
-"""What `hispec report` prints."""
+"""The tables of `hispec report`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace says, in plain types: the JSON of `hispec report`."""
+"""A trace summed up, in plain types: the JSON of `hispec report`."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def acceptance(lines: Iterable[Rounds]) -> dict[str, float | None]:
 
 
 def _control(decisions: Sequence[Decision], rounds: Sequence[Rounds]) -> dict[str, Any] | None:
-    """Of the controller; None for a fixed plan. A switch is from one chosen plan to the next, probes left
-    out."""
+    """Decisions, switches and probes; None for a fixed plan. A switch is from one chosen plan to the next,
+    probes left out."""
     if not decisions:
         return None
     chosen = [decision for decision in decisions if not decision.is_probe]
@@ -97,7 +97,7 @@ def _control(decisions: Sequence[Decision], rounds: Sequence[Rounds]) -> dict[st
 
 
 def _requests(trace: Trace) -> dict[str, Any]:
-    """Of requests that ended by themselves; `others` are those aborted or failed."""
+    """Counts and latencies of requests that finished; `others` were aborted or failed."""
     done = [request for request in trace.requests if request.finish_reason in ("stop", "length")]
     first = [request.first_token - request.arrival for request in done if request.first_token is not None]
     totals = ("prompt_tokens", "cached_tokens", "output_tokens")
@@ -132,7 +132,7 @@ def _num_rounds(lines: Iterable[Rounds]) -> int:
 
 
 def _seconds(lines: Iterable[Rounds]) -> float:
-    """Of the lines that have a time."""
+    """Sum over the lines that have a time."""
     return sum(line.seconds or 0.0 for line in lines)
 
 

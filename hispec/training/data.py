@@ -14,6 +14,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +32,14 @@ from .schema import PromptSource, TrainConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MARK = (  # stands for the user's text in a rendered template; no text of a user's holds it
-    "\u2063HISPEC\u2063"
-)
+_MARK = "\u2063HISPEC\u2063"  # placeholder of the user's text in a rendered template; never part of a text
 _MIN_CHARS = 8  # shorter than this, what the model wrote is no prompt
 Messages = list[dict[str, str]]
 
 
 @dataclass
 class BadRows:
-    """Rows that cannot be used; under `stop` the first one ends the run."""
+    """Rows that cannot be used; with `stop` the first one raises ConfigError."""
 
     stop: bool
     messages: list[str] = field(default_factory=list)
@@ -53,13 +52,8 @@ class BadRows:
     def report(self, shown: int = 10) -> None:
         """On stderr: how many, and the first of them."""
         if self.messages:
-            print(
-                f"{len(self.messages)} rows left out:",
-                *self.messages[:shown],
-                *(["..."] if len(self.messages) > shown else []),
-                sep="\n  ",
-                file=sys.stderr,
-            )
+            first = self.messages[:shown] + ["..."] * (len(self.messages) > shown)
+            print(f"{len(self.messages)} rows left out:", *first, sep="\n  ", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -77,13 +71,13 @@ class Prompt:
 def make_examples(
     config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, *, progress: bool
 ) -> list[Example]:
-    """Prompts and answers -> examples, in the order of prompts.jsonl. Work that is done already is not done
-    again.
+    """Prompts and answers -> examples, in the order of prompts.jsonl. Finished work is reused.
 
     Raises ConfigError for sources that can't be read, or that leave no example.
     """
     bad = BadRows(config.data.on_bad_row == "stop")
-    read = [*_read(config, bad)]  # first: a file that is not there is found before minutes of writing
+    # Files first: one that is missing is found before minutes of writing.
+    read = [each for source in config.data.prompts if source.path for each in _read_file(source, bad)]
     prompts = [*_written(config, work, tokenizer, progress), *read]
     random.Random(config.seed).shuffle(prompts)
     answered = _answers(
@@ -146,40 +140,27 @@ def _written(
         assert source.opening is not None and source.count is not None
         # A space at the end would keep the model from its usual tokens, which begin with one.
         prompt = tokenizer.encode(before + source.opening.rstrip(" "), add_special_tokens=False)
-        for _ in range(source.count):
-            sampling = {"max_tokens": source.max_tokens, "seed": config.seed + len(rows)}
-            rows.append(
-                {
-                    "id": len(rows),
-                    "prompt_token_ids": prompt,
-                    "sampling": sampling,
-                    "metadata": {"opening": source.opening},
-                }
-            )
+        row = {"prompt_token_ids": prompt, "metadata": {"opening": source.opening}}
+        for number in range(len(rows), len(rows) + source.count):
+            sampling = {"max_tokens": source.max_tokens, "seed": config.seed + number}
+            rows.append({"id": number, "sampling": sampling, **row})
     params = SamplingParams(temperature=config.data.writing_temperature)
+    files = work / "written.in.jsonl", work / "written.jsonl"
     seen = set()
-    for row in _generate(
-        config, work / "written.in.jsonl", work / "written.jsonl", rows, params, "writing prompts", progress
-    ):
+    for row in _generate(config, *files, rows, params, "writing prompts", progress):
         if row["error"] is None:
             opening, text = row["metadata"]["opening"], row["outputs"][0]["text"].rstrip()
             # After an opening that ends with a space or line, the text's own would be a second one.
             prompt = opening + (text.lstrip() if not opening or opening[-1].isspace() else text)
             if len(text.strip()) >= _MIN_CHARS and prompt not in seen:
                 seen.add(prompt)
-                yield Prompt(
-                    [{"role": "user", "content": prompt}],
-                    f"written prompt {row['id'] + 1} ({_excerpt(prompt)})",
-                )
+                where = f"written prompt {row['id'] + 1} ({_excerpt(prompt)})"
+                yield Prompt([{"role": "user", "content": prompt}], where)
 
 
-def _read(config: TrainConfig, bad: BadRows) -> Iterator[Prompt]:
-    for source in config.data.prompts:
-        if source.path is not None:
-            yield from _read_file(source, source.path, bad)
-
-
-def _read_file(source: PromptSource, path: Path, bad: BadRows) -> Iterator[Prompt]:
+def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt]:
+    path = source.path
+    assert path is not None
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -202,49 +183,34 @@ def _read_file(source: PromptSource, path: Path, bad: BadRows) -> Iterator[Promp
             except (ConfigError, TypeError) as error:
                 bad.add(where, f"messages: {error}")
                 continue
-            if not messages or not messages[-1]["content"].strip():
-                bad.add(
-                    where,
-                    (
-                        "the response is empty"
-                        if messages and messages[-1]["role"] == "assistant"
-                        else "the last message is empty"
-                    ),
-                )
-                continue
-            yield Prompt(messages, where)
-        elif (
-            not isinstance(row, dict)
-            or not isinstance(row.get(source.field), str)
-            or not row[source.field].strip()
-        ):
-            known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            bad.add(
-                where, f"needs a non-empty string in field {source.field!r} (or `messages`); it has: {known}"
-            )
+            if messages and messages[-1]["content"].strip():
+                yield Prompt(messages, where)
+            else:
+                is_answer = messages and messages[-1]["role"] == "assistant"
+                bad.add(where, f"the {'response' if is_answer else 'last message'} is empty")
+            continue
+        text = row.get(source.field) if isinstance(row, dict) else None
+        if isinstance(text, str) and text.strip():
+            yield Prompt([{"role": "user", "content": text.strip()}], where)
         else:
-            yield Prompt([{"role": "user", "content": row[source.field].strip()}], where)
+            has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            bad.add(
+                where, f"needs a non-empty string in field {source.field!r} (or `messages`); it has: {has}"
+            )
 
 
 def _answers(
     config: TrainConfig, work: Path, conversations: list[Messages], progress: bool
 ) -> Iterator[dict[str, Any]]:
-    temperatures = config.data.temperatures
-    rows = [
-        {
-            "id": number,
-            "messages": messages,
-            "sampling": {
-                "temperature": temperatures[number % len(temperatures)],
-                "seed": config.seed + number,
-            },
-        }
-        for number, messages in enumerate(conversations)
-    ]
+    rows = []
+    for number, (messages, temperature) in enumerate(
+        zip(conversations, cycle(config.data.temperatures), strict=False)
+    ):
+        sampling = {"temperature": temperature, "seed": config.seed + number}
+        rows.append({"id": number, "messages": messages, "sampling": sampling})
     params = SamplingParams(max_tokens=config.data.max_tokens)
-    return _generate(
-        config, work / "prompts.jsonl", work / "answers.jsonl", rows, params, "answers", progress
-    )
+    files = work / "prompts.jsonl", work / "answers.jsonl"
+    return _generate(config, *files, rows, params, "answers", progress)
 
 
 def _generate(
@@ -257,38 +223,30 @@ def _generate(
     progress: bool,
 ) -> Iterator[dict[str, Any]]:
     """Runs `rows` as a job, going on from what `target` holds -> output rows in the order of `rows`."""
-    if rows:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_atomically(source, lambda draft: draft.write_bytes(text.encode()))
-        engine = EngineConfig.model_validate(
-            {
-                **config.engine.model_dump(),
-                "max_model_len": config.engine.max_model_len or config.data.max_length,
-            }
-        )
-        output = OutputConfig(path=target, resume=True, echo_input=False, token_ids=True)
-        print(f"{what}: {len(rows)} rows to {target}", file=sys.stderr)
-        try:
-            run_job(
-                Job(
-                    model=config.model,
-                    engine=engine,
-                    sampling=params,
-                    input=InputConfig(path=source),
-                    output=output,
-                ),
-                progress=progress,
-            )
-        except ConfigError as error:
-            if "output.resume" not in str(error):
-                raise
-            raise ConfigError(
-                f"{target} holds what other prompts or settings gave; choose another output.work, or delete"
-                " the file"
-            ) from error
-        with target.open(encoding="utf-8") as file:
-            for line in file:
-                yield json.loads(line)
+    if not rows:
+        return
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(source, lambda draft: draft.write_bytes(text.encode()))
+    longest = config.engine.max_model_len or config.data.max_length
+    job = Job(
+        model=config.model,
+        engine=EngineConfig.model_validate(config.engine.model_dump() | {"max_model_len": longest}),
+        sampling=params,
+        input=InputConfig(path=source),
+        output=OutputConfig(path=target, resume=True, echo_input=False, token_ids=True),
+    )
+    print(f"{what}: {len(rows)} rows to {target}", file=sys.stderr)
+    try:
+        run_job(job, progress=progress)
+    except ConfigError as error:
+        if "output.resume" not in str(error):
+            raise
+        raise ConfigError(
+            f"{target} holds what other prompts or settings gave; choose another output.work, or delete the"
+            " file"
+        ) from error
+    with target.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:

@@ -19,7 +19,7 @@ from ee_models.errors import TrainingError
 from ee_models.exits import head_name
 from ee_models.training.adapters import AdapterModule, AdaptersTask, Exits, frequent_tokens, init_from_trunk
 from ee_models.training.examples import Example, split
-from ee_models.training.loop import CHECKPOINT, LOG, LoopSettings, Metrics, Outcome, train
+from ee_models.training.loop import CHECKPOINT, LOG, LoopSettings, Metrics, Outcome, Task, train
 from ee_models.training.states import StateStore, num_bytes
 
 from ..errors import ConfigError
@@ -90,13 +90,10 @@ def _prepare(config: TrainConfig, work: Path) -> None:
             for name in (
                 CHECKPOINT,
                 LOG,
-            ):  # hours of answers and states stay: they are used again only where they fit
+            ):  # answers and states took hours: they stay, and are used if they fit
                 (folder / name).unlink(missing_ok=True)
-        if (
-            folder.exists()
-            and any(folder.iterdir())
-            and not (config.output.resume or config.output.overwrite)
-        ):
+        may_exist = config.output.resume or config.output.overwrite
+        if not may_exist and folder.exists() and any(folder.iterdir()):
             raise ConfigError(
                 f"output.path: {folder} is not empty; set output.resume=true to go on with it,"
                 " output.overwrite=true to start anew, or choose another"
@@ -133,7 +130,8 @@ def _train_adapters(
     from accelerate import PartialState
 
     training, held_out = split(examples, config.data.held_out)
-    model, wide = checkpoint.config, config.loop.mixed_precision == "no"
+    model = checkpoint.config
+    dtype = torch.float32 if config.loop.mixed_precision == "no" else torch.bfloat16
     needed = num_bytes(examples, len(adapters.exits), model.hidden_size)
     if needed > adapters.max_states_gb * 1e9:
         raise ConfigError(
@@ -141,62 +139,35 @@ def _train_adapters(
             f" {needed / 1e9:.1f} GB on disk, over adapters.max_states_gb={adapters.max_states_gb:g}; raise"
             " it, or train fewer exits or examples at once"
         )
-    device = torch.device("cuda" if torch.cuda.is_available() and config.engine.device != "cpu" else "cpu")
-    decoder = Decoder.load(
-        checkpoint, torch.float32 if wide else torch.bfloat16, device, max_positions=config.data.max_length
-    )
-    layers = [exit_.layer for exit_ in adapters.exits]
+    device = torch.device("cpu" if _is_cpu(config) else "cuda")
+    decoder = Decoder.load(checkpoint, dtype, device, max_positions=config.data.max_length)
+    layers, ordered = [exit_.layer for exit_ in adapters.exits], [*training, *held_out]
     trunk = fingerprint(checkpoint)
-    with PartialState(cpu=device.type == "cpu").main_process_first():  # the others then find them written
-        store = StateStore(
-            work / "states",
-            decoder,
-            layers,
-            [*training, *held_out],
-            f"{trunk} {decoder.dtype}",
-            progress=progress,
-        )
+    identity = f"{trunk} {decoder.dtype}"
+    with PartialState(cpu=_is_cpu(config)).main_process_first():  # the others then find them written
+        store = StateStore(work / "states", decoder, layers, ordered, identity, progress=progress)
     del decoder
     frequent = frequent_tokens(training, model.vocab_size)
-    head = checkpoint.tensor(head_name(checkpoint)).to(torch.float32 if wide else torch.bfloat16)
-    modules = [_adapter(exit_, adapters, checkpoint, frequent, config.seed) for exit_ in adapters.exits]
+    head = checkpoint.tensor(head_name(checkpoint)).to(dtype)
+    modules = [_make_adapter(exit_, adapters, checkpoint, frequent, config.seed) for exit_ in adapters.exits]
     exits = Exits(modules, head, model.rope.inv_freq(model.head_dim))
-    task = AdaptersTask(
-        exits,
-        store,
-        [*training, *held_out],
-        range(len(training), len(examples)),
-        config.loop.batch_size,
-        config.seed,
-    )
-    settings = _loop_settings(config)
-    identity = _identity(config, trunk, examples)
-    outcome = train(
-        task,
-        settings,
-        config.output.path,
-        identity,
-        cpu=device.type == "cpu",
-        resume=config.output.resume,
-        progress=progress,
-    )
+    numbers = range(len(training), len(examples))
+    task = AdaptersTask(exits, store, ordered, numbers, config.loop.batch_size, config.seed)
+    outcome = _train(task, config, trunk, examples, progress)
     if PartialState().is_main_process:
         _save(config, checkpoint, modules, training, outcome.metrics)
     return outcome
 
 
-def _adapter(
+def _make_adapter(
     exit_: ExitTraining, adapters: AdaptersConfig, checkpoint: Checkpoint, frequent: torch.Tensor, seed: int
 ) -> AdapterModule:
-    size = (
-        checkpoint.config.intermediate_size if exit_.intermediate_size == "model" else exit_.intermediate_size
-    )
+    size = exit_.intermediate_size
+    size = checkpoint.config.intermediate_size if size == "model" else size
     info = ExitInfo(**{**exit_.model_dump(), "intermediate_size": size if exit_.num_blocks else None})
     vocabulary = None if exit_.vocabulary_size is None else frequent[: exit_.vocabulary_size]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(
-            seed + exit_.layer
-        )  # of its own, so that an exit's start does not depend on which others are trained
+        torch.manual_seed(seed + exit_.layer)  # an exit's start does not depend on which others are trained
         module = AdapterModule(info, checkpoint.config, vocabulary)
     if adapters.init == "trunk":
         init_from_trunk(module, checkpoint)
@@ -213,25 +184,18 @@ def _save(
     exits = {}
     for module in modules:
         layer = module.info.layer
-        held_out = {
-            what: round(metrics[f"layer{layer}_{what}"], 4)
-            for what in ("loss", "agreement")
-            if f"layer{layer}_{what}" in metrics
-        }
+        names = {what: f"layer{layer}_{what}" for what in ("loss", "agreement")}
+        held_out = {what: round(metrics[name], 4) for what, name in names.items() if name in metrics}
         exits[layer] = module.info.model_copy(update={"held_out": held_out}), module.export()
-    recipe = {
-        "name": "adapters",
-        "seed": config.seed,
-        "init": config.adapters.init if config.adapters else None,
-        **config.loop.model_dump(),
-    }
+    init = config.adapters.init if config.adapters else None
+    recipe = {"name": "adapters", "seed": config.seed, "init": init, **config.loop.model_dump()}
     num_tokens = sum(len(example.token_ids) for example in training)
     data: dict[str, Any] = {
         "examples": len(training),
         "tokens": num_tokens,
         "answer_tokens": num_tokens - sum(e.prompt_len for e in training),
+        "prompts": [_describe(source.model_dump(exclude_none=True)) for source in config.data.prompts],
     }
-    data["prompts"] = [_described(source.model_dump(exclude_none=True)) for source in config.data.prompts]
     try:
         return save_exits(config.output.path, BaseModelInfo.of(config.model, checkpoint), exits, recipe, data)
     except OSError as error:
@@ -241,13 +205,11 @@ def _save(
         ) from error
 
 
-def _described(source: dict[str, Any]) -> dict[str, Any]:
-    """A source without the folder that it lay in."""
-    return {
-        name: Path(value).name if name == "path" else value
-        for name, value in source.items()
-        if not (name == "field" and "path" not in source)
-    }
+def _describe(source: dict[str, Any]) -> dict[str, Any]:
+    """A source of prompts, without its file's folder."""
+    if "path" in source:
+        return source | {"path": Path(source["path"]).name}
+    return {name: value for name, value in source.items() if name != "field"}
 
 
 def _train_layerskip(
@@ -268,28 +230,30 @@ def _train_layerskip(
         num_steps=config.loop.num_steps,
         seed=config.seed,
     )
-    identity = _identity(config, fingerprint(checkpoint), examples)
-    cpu = not torch.cuda.is_available() or config.engine.device == "cpu"
-    outcome = train(
-        task,
-        _loop_settings(config),
-        config.output.path,
-        identity,
-        cpu=cpu,
-        resume=config.output.resume,
-        progress=progress,
-    )
+    outcome = _train(task, config, fingerprint(checkpoint), examples, progress)
     if PartialState().is_main_process:
         task.save(config.output.path / "model", tokenizer=load_tokenizer(checkpoint))
     return outcome
 
 
-def _loop_settings(config: TrainConfig) -> LoopSettings:
-    return LoopSettings(**config.loop.model_dump(exclude={"batch_size"}), seed=config.seed)
+def _is_cpu(config: TrainConfig) -> bool:
+    return config.engine.device == "cpu" or not torch.cuda.is_available()
+
+
+def _train(task: Task, config: TrainConfig, trunk: str, examples: list[Example], progress: bool) -> Outcome:
+    return train(
+        task,
+        LoopSettings(**config.loop.model_dump(exclude={"batch_size"}), seed=config.seed),
+        config.output.path,
+        _identity(config, trunk, examples),
+        cpu=_is_cpu(config),
+        resume=config.output.resume,
+        progress=progress,
+    )
 
 
 def _identity(config: TrainConfig, trunk: str, examples: list[Example]) -> str:
-    """Of all that the trained weights depend on."""
+    """A digest of all that the trained weights depend on."""
     settings = config.model_dump(mode="json", include={"recipe", "seed", "adapters", "layerskip", "loop"})
     for changeable in ("eval_every", "checkpoint_every"):
         del settings["loop"][changeable]

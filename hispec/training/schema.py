@@ -1,4 +1,4 @@
-"""What a training YAML says (docs/training.md), and how it is read."""
+"""The schema of a training YAML (docs/training.md)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PromptSource(Settings):
 
 
 class DataConfig(Settings):
-    """What exits are trained on: the target's own answers, so that training sees what decoding will.
+    """Training data: the target's own answers to prompts, as exits will see them in decoding.
 
     prompts              sources, taken together and shuffled
     writing_temperature  of prompts that the model writes

@@ -1,4 +1,4 @@
-"""What commands print: consoles, tables, progress bars, and how numbers are written."""
+"""Consoles, tables, progress bars and number formats of all commands."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def number(value: float | None, digits: int = 2, kind: str = "f") -> str:
-    """With so many digits (kind: as in format strings); nothing for None."""
+    """1.234 -> "1.23" (kind: the type in a format string); nothing for None."""
     return "" if value is None else f"{value:.{digits}{kind}}"
 
 

@@ -34,14 +34,15 @@ def write_atomically(path: Path, content: bytes) -> None:
             draft.unlink()
 
 
-def write_json(path: Path, value: Any, indent: int = 1) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Writes `value` whole or not at all. Raises OSError."""
-    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
     write_atomically(path, text.encode() + b"\n")
 
 
 def parse_json(content: str | bytes) -> Any:
-    """As json.loads, without Python's NaN and Infinity. Raises ValueError and RecursionError."""
+    """json.loads that refuses NaN and Infinity, as the standard does. Raises ValueError and
+    RecursionError."""
 
     def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is no JSON number")

@@ -39,7 +39,7 @@ def make_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
-    """As PNG, whole or not at all. Raises OSError."""
+    """Writes a PNG file, whole or not at all. Raises OSError."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi, bbox_inches="tight")
     write_atomically(path, buffer.getvalue())
