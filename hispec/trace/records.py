@@ -45,7 +45,7 @@ class RoutesChange(_Line):
     routes: Tuple[str]
 
 
-class _OfRoute(_Line):
+class _PlanEvent(_Line):
     """An event at `t` with a plan. `name`: of the route (None = plain decoding), filled in by the reader."""
 
     t: Number
@@ -68,7 +68,7 @@ class _OfRoute(_Line):
         return " C=" in self.name
 
 
-class Decision(_OfRoute):
+class Decision(_PlanEvent):
     """A decision of the controller in round number `round`.
 
     predicted, measured   tokens/s expected of it; tokens/s since the decision before. None: not known
@@ -87,7 +87,7 @@ class Decision(_OfRoute):
     acceptance: Mapping[str, dict[str, float | None]] = Field(default_factory=dict)
 
 
-class Rounds(_OfRoute):
+class Rounds(_PlanEvent):
     """Sums over consecutive rounds of one choice over as many rows, the last of which ended at `t`;
     context_tokens is their mean.
 

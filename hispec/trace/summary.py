@@ -27,7 +27,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "rounds": _num_rounds(trace.rounds),
         "round_s": _seconds(trace.rounds),
         "tokens": sum(line.tokens for line in trace.rounds),
-        "tokens_per_s": _tokens_per_s(trace.rounds),
+        "tokens_per_s": tokens_per_s(trace.rounds),
         "plans": _plans(trace.rounds),
         "control": _control(trace.decisions, trace.rounds),
         "requests": _requests(trace),
@@ -48,7 +48,7 @@ def _plans(rounds: Sequence[Rounds]) -> dict[str, dict[str, Any]]:
             "rounds_share": rate(num_rounds, _num_rounds(rounds)),
             "seconds": seconds,
             "seconds_share": rate(seconds, _seconds(rounds)),
-            "tokens_per_s": _tokens_per_s(lines),
+            "tokens_per_s": tokens_per_s(lines),
             "rows": rate(sum(line.rows * line.rounds for line in lines), num_rounds),
             **acceptance(lines),
         }
@@ -136,6 +136,7 @@ def _seconds(lines: Iterable[Rounds]) -> float:
     return sum(line.seconds or 0.0 for line in lines)
 
 
-def _tokens_per_s(lines: Iterable[Rounds]) -> float | None:
+def tokens_per_s(lines: Iterable[Rounds]) -> float | None:
+    """Of the lines that have a time."""
     timed = [line for line in lines if line.seconds is not None]
     return rate(sum(line.tokens for line in timed), _seconds(timed))

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from ..config import EngineConfig, Settings
 from ..jobs.load import load_settings
-from ..jobs.schema import FilePath
+from ..jobs.schema import Destination, FilePath
 
 
 class PromptSource(Settings):
@@ -153,7 +153,7 @@ class LoopConfig(Settings):
     mixed_precision: Literal["no", "bf16"] = "no"
 
 
-class TrainOutput(Settings):
+class TrainOutput(Destination):
     """Where results go.
 
     path   a folder for the exits (or, with `layerskip`, the model), checkpoints and a log
@@ -163,16 +163,7 @@ class TrainOutput(Settings):
     resume      go on from the last checkpoint
     """
 
-    path: FilePath
     work: FilePath | None = None
-    overwrite: bool = False
-    resume: bool = False
-
-    @model_validator(mode="after")
-    def _one_intention(self) -> TrainOutput:
-        if self.overwrite and self.resume:
-            raise ValueError("overwrite=true and resume=true contradict each other; keep one of them")
-        return self
 
 
 class TrainConfig(Settings):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hispec.jobs.output import OrderedWriter, output_row
-from hispec.jobs.runner import REQUESTS_PER_SEAT, JobInterrupted
+from hispec.jobs.runner import REQUESTS_PER_ROW, JobInterrupted
 from hispec.jobs.schema import OutputConfig
 from hispec.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from hispec.sampling_params import SamplingParams
@@ -55,13 +55,13 @@ def test_output_is_in_input_order_one_line_per_row_whatever_finishes_first(tmp_p
 
 def test_the_engine_holds_a_bounded_number_of_rows(tmp_path: Path) -> None:
     run(make_job(tmp_path, prompts(100)))
-    assert FakeLLM.instances[0].most_unfinished == 4 * REQUESTS_PER_SEAT
+    assert FakeLLM.instances[0].most_unfinished == 4 * REQUESTS_PER_ROW
 
 
 def test_finished_rows_that_wait_for_a_slow_one_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hispec.jobs.runner.ROWS_WAITING_PER_SEAT", 2)
+    monkeypatch.setattr("hispec.jobs.runner.RESULTS_WAITING_PER_ROW", 2)
     monkeypatch.setattr(
         "tests.helpers.fake_llm.answer", lambda ids, sampling, at=0: [97] * (sampling.max_tokens or 1)
     )
@@ -80,7 +80,7 @@ def test_finished_rows_that_wait_for_a_slow_one_are_bounded(
     )
     run(job)
     assert len(rows_of(job)) == 301
-    assert 8 <= most_waiting <= 8 + 4 * REQUESTS_PER_SEAT
+    assert 8 <= most_waiting <= 8 + 4 * REQUESTS_PER_ROW
 
 
 def test_a_bad_row_becomes_an_error_row_and_the_rest_is_unharmed(tmp_path: Path) -> None:
