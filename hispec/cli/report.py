@@ -1,4 +1,4 @@
-"""hispec report: what a trace says."""
+"""hispec report: the summary and the picture of a trace."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class TrainReport:
 def run_training(
     config: TrainConfig, *, only_data: bool = False, progress: bool = True
 ) -> TrainReport | None:
-    """Trains what `config` says and returns where it lies; with `only_data`, ends with the data and returns
+    """Runs the training of `config`; with `only_data`, ends with the data and returns
     None.
 
     With several processes (`accelerate launch`), run it once with `only_data` first. Raises ConfigError,
