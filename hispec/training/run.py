@@ -41,8 +41,7 @@ class TrainReport:
 def run_training(
     config: TrainConfig, *, only_data: bool = False, progress: bool = True
 ) -> TrainReport | None:
-    """Runs the training of `config`; with `only_data`, ends with the data and returns
-    None.
+    """Runs the training of `config`; with `only_data`, ends with the data and returns None.
 
     With several processes (`accelerate launch`), run it once with `only_data` first. Raises ConfigError,
     CheckpointError, TrainingError; all that is on disk then is whole, and `output.resume` goes on from there.
