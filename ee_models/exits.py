@@ -74,9 +74,7 @@ class AdapterExit:
         decoder = self._decoder
         if self._blocks:
             hidden = decoder.run_weights(self._blocks, hidden.clone(), kv, kv_layer, view)
-        logits = self._head(
-            decoder.kernels.add_rms_norm(hidden, None, self._norm, decoder.config.rms_norm_eps)
-        )
+        logits = self._head(decoder.norm(hidden, self._norm))
         if self._vocabulary is None:
             return logits
         # Full width, so that sampling, penalties and acceptance need not know: what is left out has
@@ -121,7 +119,7 @@ def _load(file: ExitsFile, info: ExitInfo, decoder: Decoder, checkpoint: Checkpo
         attention = mlp = None
         if info.attention:
             qkv = linear(f"{at}q_proj", f"{at}k_proj", f"{at}v_proj")
-            attention = AttentionWeights(read(f"{at}attention_norm"), qkv, None, None, linear(f"{at}o_proj"))
+            attention = AttentionWeights(read(f"{at}attention_norm"), qkv, linear(f"{at}o_proj"))
         if info.intermediate_size is not None:
             mlp = MlpWeights(
                 read(f"{at}mlp_norm"), linear(f"{at}gate_proj", f"{at}up_proj"), linear(f"{at}down_proj")

@@ -16,6 +16,9 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
+# Weights [head_dim] of the norms of each head's queries and keys; None where the model has no such norms.
+HeadNorms = tuple[Tensor, Tensor] | None
+
 
 class Kernels(Protocol):
     """What every set of kernels offers. Tokens are packed: [tokens, ...]."""
@@ -27,16 +30,14 @@ class Kernels(Protocol):
         self,
         qkv: Tensor,
         cos_sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
+        norms: HeadNorms,
         eps: float,
-        num_heads: int,
         kv: PagedKV,
         layer: int,
         view: BatchView,
     ) -> Tensor:
-        """Rotates queries and keys of qkv [tokens, (heads + 2 * kv_heads) * head_dim] by position, after
-        RMSNorm per head where the model has it (Qwen3); writes keys and values to their slots; returns
+        """Rotates queries and keys of qkv [tokens, (heads + 2 * kv_heads) * head_dim] by position, after an
+        RMSNorm of each head by `norms`; writes keys and values to their slots at `layer` of `kv`; returns the
         queries [tokens, heads, head_dim]. cos_sin [positions, 2, head_dim / 2]."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

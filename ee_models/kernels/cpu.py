@@ -14,6 +14,7 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
+from . import HeadNorms
 from .numba_math import ONE, ZERO, exp32
 
 _NOTHING, _NO_DELTA = np.empty(0, np.float32), np.empty((0, 0), np.float32)
@@ -115,10 +116,8 @@ class NumbaKernels:
         self,
         qkv: Tensor,
         cos_sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
+        norms: HeadNorms,
         eps: float,
-        num_heads: int,
         kv: PagedKV,
         layer: int,
         view: BatchView,
@@ -126,21 +125,13 @@ class NumbaKernels:
         keys, values = kv.host_arrays()[layer]
         if view is not self._view:
             self._view, self._positions, self._slots = view, view.positions.numpy(), view.slots.numpy()
-        q = np.empty((qkv.shape[0], num_heads, keys.shape[2]), np.float32)
-        q_weight = _NOTHING if q_norm is None else self._constant(q_norm)
-        k_weight = _NOTHING if k_norm is None else self._constant(k_norm)
-        _rope_and_store(
-            qkv.numpy(),
-            self._constant(cos_sin),
-            q_weight,
-            k_weight,
-            eps,
-            self._positions,
-            self._slots,
-            keys,
-            values,
-            q,
+        num_kv_heads, head_dim = keys.shape[1:]
+        q = np.empty((qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim), np.float32)
+        weights = (
+            (_NOTHING, _NOTHING) if norms is None else (self._constant(norms[0]), self._constant(norms[1]))
         )
+        table, positions, slots = self._constant(cos_sin), self._positions, self._slots
+        _rope_and_store(qkv.numpy(), table, *weights, eps, positions, slots, keys, values, q)
         return torch.from_numpy(q)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
+from . import HeadNorms
 from .triton_math import cast, exp32, inverse_rms
 
 _SILU_BLOCK = 1024
@@ -167,25 +168,23 @@ class TritonKernels:
         self,
         qkv: Tensor,
         cos_sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
+        norms: HeadNorms,
         eps: float,
-        num_heads: int,
         kv: PagedKV,
         layer: int,
         view: BatchView,
     ) -> Tensor:
         keys, values = kv.keys(layer), kv.values(layer)
         _, num_kv_heads, head_dim = keys.shape
-        assert qkv.stride(1) == 1 and cos_sin.is_contiguous() and (q_norm is None) == (k_norm is None)
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        assert qkv.stride(1) == 1 and cos_sin.is_contiguous()
         q = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
         block_half = triton.next_power_of_2(head_dim // 2)
         block_heads = max(_ROPE_BLOCK // block_half, 1)
         _rope_and_store[(qkv.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, block_heads))](
             qkv,
             cos_sin,
-            q_norm,
-            k_norm,
+            *(norms or (None, None)),
             view.positions,
             view.slots,
             keys,
