@@ -15,7 +15,7 @@ from cache.view import BatchView
 from .attention import AttentionBackend, select_backend
 from .checkpoint.loader import Checkpoint
 from .config import ModelConfig
-from .kernels import HeadNorms, select_kernels
+from .kernels import QkNorms, select_kernels
 from .linear import Linear, PackedLinear
 from .linear_factory import LinearMaker
 from .quantized import Quantization, QuantizedLinear
@@ -28,7 +28,7 @@ class AttentionWeights:
     norm: Tensor
     qkv: Linear
     output: Linear
-    head_norms: HeadNorms = None
+    qk_norms: QkNorms = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Decoder:
                 norm=read(f"{layer}.input_layernorm.weight"),
                 qkv=linear(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"),
                 output=linear(f"{at}.o_proj"),
-                head_norms=(read(f"{at}.q_norm.weight"), read(f"{at}.k_norm.weight"))
+                qk_norms=(read(f"{at}.q_norm.weight"), read(f"{at}.k_norm.weight"))
                 if config.qk_norm
                 else None,
             )
@@ -210,7 +210,7 @@ class Decoder:
         over it to layer `kv_layer` of `kv` -> rotated queries [tokens, heads, head_dim]."""
         qkv = attention.qkv(self.norm(hidden, attention.norm, delta))
         eps = self.config.rms_norm_eps
-        return self.kernels.rope_and_store(qkv, self._cos_sin, attention.head_norms, eps, kv, kv_layer, view)
+        return self.kernels.rope_and_store(qkv, self._cos_sin, attention.qk_norms, eps, kv, kv_layer, view)
 
     def norm(self, hidden: Tensor, weight: Tensor, delta: Tensor | None = None) -> Tensor:
         """Adds `delta` to hidden [tokens, hidden] in place, if given -> its RMSNorm, a new tensor."""

@@ -1,8 +1,8 @@
-"""GGUF files: their metadata as a ModelConfig, and their tensors by Hugging Face names, unpacked one at a
+"""GGUF files: their metadata as a ModelConfig, and their tensors by Hugging Face names, dequantised one at a
 time.
 
-transformers reads GGUF too, but it unpacks the whole model at once and drops what stretches Llama 3's rotary
-frequencies, so the file is read here, with the `gguf` package for its container and quantisation formats.
+transformers reads GGUF too, but it dequantises the whole model at once and drops the factors of Llama 3's
+rotary frequencies, so the file is read here, with the `gguf` package for its container, names and formats.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor stands in the file. `num_heads`: over how many heads its rows are interleaved, 0 for
-    none."""
+    """A tensor's bytes in the file. `num_heads`: number of heads whose rotated pairs of rows are neighbours,
+    and must be taken apart; 0 where rows stay as they are."""
 
     offset: int
     num_bytes: int
@@ -46,17 +46,15 @@ class GgufSource:
     """A GGUF file: `config`, and the tensors by their Hugging Face names (a `weights.TensorSource`)."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the header. Raises CheckpointError for a damaged file, UnsupportedModelError for what is in
-        it."""
+        """Reads the header. Raises CheckpointError for a damaged file, UnsupportedModelError for a model that
+        the decoder cannot run."""
         reader = _open_reader(path)
         self._path = path
-        places = {
-            tensor.name: _Place(tensor.data_offset, tensor.n_bytes, tensor.data.shape, tensor.tensor_type)
-            for tensor in reader.tensors
-        }
-        shapes = {
-            tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors
-        }
+        places, shapes = {}, {}
+        for tensor in reader.tensors:
+            stored = (tensor.data_offset, tensor.n_bytes, tensor.data.shape, tensor.tensor_type)
+            places[tensor.name] = _Place(*stored)
+            shapes[tensor.name] = tuple(int(size) for size in reversed(tensor.shape))
         _check_types({place.stored_type for place in places.values()})
         metadata = _read_metadata(reader)
         rope_factors = _read_tensor(path, places[_ROPE_FACTORS]) if _ROPE_FACTORS in places else None
@@ -71,13 +69,12 @@ class GgufSource:
             self.index[hf_name] = TensorInfo(shapes[name], _unpacked_dtype(places[name].stored_type))
 
     def read(self, name: str) -> Tensor:
-        """See weights.TensorSource. Quantised tensors come as float32."""
+        """See weights.TensorSource. Quantised tensors are returned in float32."""
         place = self._places[name]
         tensor = _read_tensor(self._path, place)
         if not place.num_heads:
             return tensor
-        # llama.cpp turns neighbouring dimensions, [pair, 2]; transformers turns the halves of a head, [2,
-        # pair].
+        # llama.cpp rotates neighbouring dimensions, [pair, 2]; transformers the halves of a head, [2, pair].
         pairs = tensor.unflatten(0, (place.num_heads, -1, 2))
         return pairs.transpose(1, 2).reshape(tensor.shape)
 
@@ -107,7 +104,7 @@ def _open_reader(path: Path) -> GGUFReader:
 
 
 def _check_types(stored_types: set[GGMLQuantizationType]) -> None:
-    """Raises UnsupportedModelError for a format that cannot be unpacked, found out by unpacking a block of
+    """Raises UnsupportedModelError for a format that cannot be dequantised, found out by trying a block of
     zeros."""
     import numpy as np
     from gguf import GGML_QUANT_SIZES, dequantize
@@ -124,7 +121,7 @@ def _check_types(stored_types: set[GGMLQuantizationType]) -> None:
 
 
 def _read_metadata(reader: GGUFReader) -> dict[str, Any]:
-    """The fields that hold one value. Arrays (the vocabulary above all) stay unread."""
+    """The fields that hold one value; arrays, above all the vocabulary, are not read."""
     from gguf import GGUFValueType
 
     fields = reader.fields.items()
@@ -242,7 +239,7 @@ def _unpacked_dtype(stored_type: GGMLQuantizationType) -> str:
 
 
 def _read_tensor(path: Path, place: _Place) -> Tensor:
-    """The tensor at a place of the file, unpacked, its rows as they stand there. Raises CheckpointError."""
+    """The dequantised tensor, its rows in the order of the file. Raises CheckpointError."""
     import numpy as np
     from gguf import dequantize
 

@@ -1,12 +1,13 @@
 """Tensors by name: which ones a config calls for, and how they are read from safetensors files.
 
-Nothing stays open or mapped between two reads. A loader that converts as it goes therefore holds one copy of
-the weights, plus one tensor.
+No file stays open or mapped between two reads, so a loader that converts tensor by tensor holds one copy of
+the weights and one tensor.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,13 +23,13 @@ from ..errors import CheckpointError
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LISTED_PROBLEMS = 5
-# Left in checkpoints of old by transformers; the decoder computes it from the config.
+# Old versions of transformers saved it; the decoder computes it from the config.
 _DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file's header says of a tensor; dtype by safetensors' names, e.g. "BF16"."""
+    """A tensor's shape and dtype as in the file's header; dtype by safetensors' names, e.g. "BF16"."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -188,23 +189,22 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         )
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)
-            return {
-                name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()
-            }
+            names = file.keys()
+            parts = {name: file.get_slice(name) for name in names}
+            return {name: TensorInfo(tuple(x.get_shape()), x.get_dtype()) for name, x in parts.items()}
     except (SafetensorError, OSError, ValueError) as error:
         reason = f"{path.name} ({path.stat().st_size} bytes) is no complete safetensors file: {error}"
         raise CheckpointError(f"{reason}; fetch it again") from error
 
 
 def _read_shard_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file name. The index is untrusted: it may name safetensors files beneath its folder, no
-    others."""
+    """Tensor name -> file name. The index is untrusted: it may only name safetensors files beneath its
+    folder."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path.name} has no weight_map; it must map tensor names to file names")
     for name, file in weight_map.items():
-        # By the letters, not resolved: a download cache keeps its files elsewhere, behind links of its own.
+        # Checked as text, not resolved: a download cache keeps its files elsewhere, behind symbolic links.
         parts = (*PurePosixPath(str(file)).parts, *PureWindowsPath(str(file)).parts)
         rooted = PurePosixPath(str(file)).is_absolute() or PureWindowsPath(str(file)).anchor
         if not isinstance(file, str) or rooted or ".." in parts or not file.endswith(".safetensors"):
@@ -217,9 +217,5 @@ def _read_shard_index(path: Path) -> dict[str, str]:
 
 def _layer_of(name: str) -> int | None:
     """3 for "model.layers.3.mlp.up_proj.weight"; None for a tensor of no layer."""
-    parts = name.split(".")
-    return (
-        int(parts[2])
-        if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal()
-        else None
-    )
+    match = re.match(r"model\.layers\.(\d+)(\.|$)", name, re.ASCII)
+    return int(match[1]) if match else None

@@ -9,7 +9,7 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
-from . import HeadNorms
+from . import QkNorms
 
 
 class ReferenceKernels:
@@ -19,21 +19,14 @@ class ReferenceKernels:
         return _rms_norm(hidden, weight, eps)
 
     def rope_and_store(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        norms: HeadNorms,
-        eps: float,
-        kv: PagedKV,
-        layer: int,
-        view: BatchView,
+        self, qkv: Tensor, rope: Tensor, norms: QkNorms, eps: float, kv: PagedKV, layer: int, view: BatchView
     ) -> Tensor:
         num_kv_heads, head_dim = kv.data.shape[-2:]
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
         if norms is not None:
             q, k = _rms_norm(q, norms[0], eps), _rms_norm(k, norms[1], eps)
-        cos, sin = cos_sin[view.positions].unsqueeze(2).unbind(1)
+        cos, sin = rope[view.positions].unsqueeze(2).unbind(1)
         kv.write(layer, view.slots, _rotate(k, cos, sin), v)
         return _rotate(q, cos, sin)
 

@@ -110,7 +110,7 @@ class ExitLoss(nn.Module):
             return F.cross_entropy(self.logits(hidden), targets, reduction="sum")
 
         parts = zip(hidden.split(TOKENS_AT_ONCE), targets.split(TOKENS_AT_ONCE), strict=True)
-        options = {"use_reentrant": False, "preserve_rng_state": False}
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         return torch.stack([recomputed(compute_sum, *part, **options) for part in parts]).sum() / len(targets)
 
 
@@ -299,8 +299,9 @@ def collate(
     targets = token_ids.roll(-1, dims=1)[predicts]
     places = predicts.flatten().nonzero()[:, 0]
     mask = (position < ends).long()
-    on_device = (tensor.to(device) for tensor in (token_ids, mask, places, targets))
-    return Batch(*on_device, keep=None if keep is None else keep.to(device), weights=weights or {})
+    token_ids, mask, places, targets = (x.to(device) for x in (token_ids, mask, places, targets))
+    keep = None if keep is None else keep.to(device)
+    return Batch(token_ids, mask, places, targets, keep, weights or {})
 
 
 def _check_examples(examples: Sequence[Example], held_out: Sequence[Example], vocab_size: int) -> None:
