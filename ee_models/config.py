@@ -1,7 +1,7 @@
-"""What the decoder needs to know of a model, read once and never changed.
+"""ModelConfig: the shape and settings of a model, as the decoder needs them.
 
-`ModelConfig.from_transformers` is the only door. What the decoder does not implement is refused there, by
-field and value, so that no setting of a checkpoint is dropped in silence.
+`ModelConfig.from_transformers` reads every checkpoint's config, and refuses settings that the decoder does
+not implement by field and value, so that none is ignored silently.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
     "make_transformers_config",
 ]
 
-# What transformers calls layers that see all positions, and layers that see the last few.
+# transformers' names of layers that attend to all positions, and to the last few.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 

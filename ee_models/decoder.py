@@ -95,14 +95,12 @@ class Decoder:
         quantization: Quantization | None = None,
         exact: bool = False,
     ) -> Decoder:
-        """Reads, fuses and packs the weights layer by layer, so that no second copy of the model is ever
-        held.
+        """Reads, fuses and packs the weights layer by layer, so that the model is never held twice.
 
-        max_positions: rows of the rotary table, the model's own limit if None. `progress(layers done,
-        layers)`. `quantization` and `exact` are LinearMaker's. A tied head is quantized too, in a copy: every
-        token reads all of it, so the copy saves more than it takes, while of the embedding only rows are
-        gathered, which stay as they are. Raises CheckpointError for what is missing or unreadable, ValueError
-        for what cannot run here.
+        max_positions: rows of the rotary table; None: the model's limit. `progress(layers done, layers)`.
+        quantization, exact: see LinearMaker. A tied head is quantized as a copy, which fewer bytes per token
+        make up for; the embedding stays as it is. Raises CheckpointError for tensors that are missing or
+        unreadable, ValueError for a dtype, quantization or backend that cannot run on `device`.
         """
         config, make_linear = checkpoint.config, LinearMaker(device, dtype, quantization, exact)
 
@@ -181,8 +179,7 @@ class Decoder:
     def run_weights(
         self, layers: Sequence[LayerWeights], hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView
     ) -> Tensor:
-        """As `run_layers`, with weights of the caller's; their KV goes to the layers of `kv` from `kv_layer`
-        on."""
+        """As `run_layers`, with the given weights; their KV goes to the layers of `kv` from `kv_layer` on."""
         if not layers:
             return hidden
         prepared = self.attention.prepare(view, kv)

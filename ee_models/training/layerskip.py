@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from ..checkpoint.loader import open_checkpoint
 from ..errors import TrainingError
+from ..families import FAMILIES
 from .curriculum import LayerSkipSettings as LayerSkipSettings
 from .examples import Example, step_indices
 from .loop import Metrics
@@ -74,8 +75,8 @@ class ExitLoss(nn.Module):
             and model.get_output_embeddings() is not None
         ):
             raise TrainingError(
-                f"{type(model).__name__} is not built as Llama is (layers, norm, lm_head); train a Llama,"
-                " Mistral, Qwen2 or Qwen3 model"
+                f"{type(model).__name__} is not built as Llama is (layers, norm, lm_head); train one of"
+                f" {', '.join(family.architecture for family in FAMILIES)}"
             )
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
