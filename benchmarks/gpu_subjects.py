@@ -226,8 +226,6 @@ def random_decoder(
             AttentionWeights(
                 norm(),
                 linear(config.q_size + 2 * config.kv_size, config.hidden_size),
-                None,
-                None,
                 linear(config.hidden_size, config.q_size),
             ),
             MlpWeights(

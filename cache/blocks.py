@@ -1,4 +1,4 @@
-"""BlockPool: which KV block belongs to whom. Integers only, no tensors."""
+"""BlockPool: which sequences hold which KV blocks. Integers only, no tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROOT = 0  # the prefix id of "nothing before this block"
 class BlockTable:
     """The blocks of one sequence, in order of position.
 
-    num_published   leading blocks that are in the prefix cache (or whose equals are)
+    num_published   leading blocks whose tokens are in the prefix cache, in these blocks or in others
     prefix_id       identity of the tokens in those blocks
     """
 
@@ -39,14 +39,13 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_refs = [0] * num_blocks
         self._key: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks
-        self._published: dict[
-            tuple[int, tuple[int, ...]], tuple[int, int]
-        ] = {}  # key -> (block, prefix id after it)
+        # (prefix id, tokens) -> (block, prefix id after it)
+        self._published: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self._next_prefix_id = _ROOT + 1
 
     @property
     def num_available(self) -> int:
-        """Blocks that an allocation could get, evictions included."""
+        """Blocks that can be allocated: the free ones, and the cached ones, which are evicted for it."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -72,7 +71,7 @@ class BlockPool:
         return table, table.num_published * size
 
     def extend(self, table: BlockTable, num_positions: int) -> bool:
-        """Makes `table` cover `num_positions`. False, and nothing changed, if there are not blocks enough."""
+        """Makes `table` cover `num_positions`. False, with nothing changed, if blocks do not suffice."""
         num_missing = self.blocks_for(num_positions) - len(table.blocks)
         if num_missing > self.num_available:
             return False
@@ -83,8 +82,8 @@ class BlockPool:
         return True
 
     def truncate(self, table: BlockTable, num_positions: int) -> None:
-        """Gives back the blocks beyond `num_positions`. Published blocks lie below any committed length, so
-        stay."""
+        """Gives back the blocks beyond `num_positions`. Raises ValueError if one of them is published, which
+        none above a committed length is."""
         keep = self.blocks_for(num_positions)
         if keep < table.num_published:
             raise ValueError(
@@ -95,7 +94,7 @@ class BlockPool:
             self._release(table.blocks.pop())
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_positions: int) -> None:
-        """Offers the full blocks below `num_positions` (committed positions only) to later prefixes."""
+        """Puts the full blocks below `num_positions`, which must be committed, into the prefix cache."""
         size = self.block_size
         while (table.num_published + 1) * size <= num_positions:
             start = table.num_published * size
@@ -118,8 +117,8 @@ class BlockPool:
         table.prefix_id = _ROOT
 
     def forget(self) -> None:
-        """Empties the prefix cache, because the content of blocks is no longer what it was. Only while no
-        table holds any."""
+        """Empties the prefix cache, whose blocks no longer hold what they are published for. Raises
+        ValueError while a table holds blocks."""
         if self.num_held:
             raise ValueError(f"{self.num_held} blocks are held; free their tables first")
         self._free += self._cached
@@ -128,7 +127,7 @@ class BlockPool:
         self._published.clear()
 
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """Asserts that blocks held, cached and free add up, and that `tables` are all that hold any."""
+        """Asserts that held, cached and free blocks add up, and that no table but `tables` holds any."""
         num_refs = [0] * self.num_blocks
         for table in tables:
             for block in table.blocks:

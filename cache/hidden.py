@@ -1,4 +1,4 @@
-"""HiddenBuffer: hidden states that one tier leaves for the next, by position within the round."""
+"""HiddenBuffer: the hidden states that a tier hands to the next, by position within the round."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 class HiddenBuffer:
     """One tensor `data` [exits, rows, window, hidden], overwritten round after round, never concatenated.
 
-    Addressed by `index` [tokens] = row * window + position within the round; -1 is nowhere, a place of its
-    own after all others. Holds uncommitted positions only: a round reads nothing that it has not written
-    itself.
+    Addressed by `index` [tokens] = row * window + position within the round. Index -1 is a scratch entry
+    after all others, for what is to be written nowhere. Holds uncommitted positions only: a round reads
+    nothing that it has not written itself.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class HiddenBuffer:
         device: torch.device,
     ) -> None:
         self.window = window
-        # Zeros, not empty: what nobody will use is computed all the same, and must be finite.
+        # Zeros, not empty: padding is computed too, and must be finite.
         self._storage = torch.zeros(num_exits, num_rows * window + 1, hidden_size, dtype=dtype, device=device)
         self.data = self._storage[:, :-1].unflatten(1, (num_rows, window))
 
@@ -37,11 +37,11 @@ class HiddenBuffer:
         self._storage[exit_index][index] = hidden
 
     def read(self, exit_index: int, index: Tensor) -> Tensor:
-        """A copy [tokens, hidden] of what stands at index [tokens]."""
+        """A copy [tokens, hidden] of the hidden states at index [tokens]."""
         return self._storage[exit_index][index]
 
     def move(self, exit_index: int, sources: Tensor, targets: Tensor) -> None:
-        """Copies what stands at index sources [n] to index targets [n], all of it read before any is written;
-        a target of -1 is nowhere."""
+        """Copies hidden states from index sources [n] to index targets [n], all read before any is written; a
+        target of -1 is written nowhere."""
         if targets.shape[0]:
             self.write(exit_index, targets, self.read(exit_index, sources))

@@ -1,4 +1,4 @@
-"""HostKV: keys and values of sequences that have no blocks for a while, in host memory."""
+"""HostKV: keys and values of preempted sequences, offloaded to host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .paged_kv import PagedKV
 
-# Copied as integers, so that every dtype keeps its bits, and none needs a kernel of its own.
+# Copied as integers, which keeps the bits of every dtype and needs no kernels for them.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,7 +29,7 @@ class _Saved:
 
 
 class HostKV:
-    """Copies of KV out of and back into paged KV, bit for bit, within `max_bytes`. Sequences are known by a
+    """Copies KV out of and back into paged KV, bit for bit, within `max_bytes`. Sequences are identified by a
     number.
 
     All tensors of a sequence travel together: what exits and a draft model wrote lies in further layers, or a
@@ -45,7 +45,7 @@ class HostKV:
 
     @property
     def num_bytes(self) -> int:
-        """Held now."""
+        """Size of the copies held now."""
         return self._num_bytes
 
     def __contains__(self, number: int) -> bool:
@@ -86,7 +86,7 @@ class HostKV:
         return True
 
     def drop(self, number: int) -> None:
-        """Forgets a sequence; unknown ones are passed over."""
+        """Forgets a sequence, if it is saved."""
         saved = self._saved.pop(number, None)
         if saved is not None:
             self._num_bytes -= saved.num_bytes
@@ -131,7 +131,7 @@ def _as_integers(data: Tensor) -> Tensor:
 
 
 def _wait_for(kvs: Sequence[PagedKV]) -> None:
-    """Until copies on a GPU are done: those out of it are read next, and the memory that those into it come
-    from is given back."""
+    """Waits for copies on a GPU to end: those out of it are read next, and the memory that those into it come
+    from is freed next."""
     for device in {kv.data.device for kv in kvs if kv.data.device.type == "cuda"}:
         torch.cuda.synchronize(device)

@@ -13,13 +13,12 @@ from torch import Tensor
 class PagedKV:
     """One tensor `data` [layers, 2, slots, kv_heads, head_dim]; slot = block * block_size + offset.
 
-    A position is valid at a layer once written there; what lies beyond a sequence's length is garbage that
-    the next write replaces. So rollback is the setting of a length, and nothing is ever zeroed or
-    concatenated; nor copied, but for the accepted path of a token tree, whose nodes do not lie in order of
-    position (`move`).
+    A position is valid at a layer once written there; what lies past a sequence's length is garbage that the
+    next write replaces. So rollback sets a length, and nothing is zeroed, concatenated or copied, except the
+    accepted path of a token tree, whose nodes do not lie in order of position (`move`).
 
-    Slot -1 is nowhere: each layer has one place more than it has slots, as its last. It takes what is to be
-    written nowhere, so that shapes need not depend on values, which a captured graph does not allow.
+    Each layer has one entry after its slots, addressed as slot -1. It takes what is to be written nowhere, so
+    that shapes do not depend on values, as a captured graph requires.
     """
 
     def __init__(
@@ -82,16 +81,16 @@ class PagedKV:
 
     def move(self, first_layer: int, last_layer: int, sources: Tensor, targets: Tensor) -> None:
         """Copies the KV of layers [first_layer, last_layer) from slots sources [n] to slots targets [n]
-        (int64), all of it read before any is written: so slots may be among both. Pairs with target -1 are
-        moved nowhere, whatever their source."""
+        (int64), all of it read before any is written, so a slot may be among both. Pairs with target -1 are
+        not moved, whatever their source."""
         if targets.shape[0]:
             layers = self._storage[first_layer:last_layer]
             layers[:, :, targets] = layers[:, :, sources]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU, memory that the system zeroes page by page when first touched: torch.zeros would write all of
-    it at once, and a pool sized for the longest sequences is mostly never used."""
+    """A tensor of zeros. On a CPU the system zeroes its pages when they are first touched: torch.zeros would
+    write all of them at once, while most of a pool sized for the longest sequences is never used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

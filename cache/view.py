@@ -1,4 +1,4 @@
-"""BatchView: where the tokens of one pass stand. Passed as an argument everywhere; there are no globals."""
+"""BatchView: positions and KV slots of the tokens of one pass. It is passed as an argument, never global."""
 
 from __future__ import annotations
 

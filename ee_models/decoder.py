@@ -15,7 +15,7 @@ from cache.view import BatchView
 from .attention import AttentionBackend, select_backend
 from .checkpoint.loader import Checkpoint
 from .config import ModelConfig
-from .kernels import select_kernels
+from .kernels import QkNorms, select_kernels
 from .linear import Linear, PackedLinear
 from .linear_factory import LinearMaker
 from .quantized import Quantization, QuantizedLinear
@@ -23,18 +23,17 @@ from .quantized import Quantization, QuantizedLinear
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Fused query-key-value projection, and Qwen3's norms per head."""
+    """Input norm [hidden], fused query-key-value projection, output projection, and the norms of heads."""
 
     norm: Tensor
     qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
     output: Linear
+    qk_norms: QkNorms = None
 
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """Fused gate and up projections."""
+    """Input norm [hidden], fused gate and up projections, and the down projection."""
 
     norm: Tensor
     gate_up: Linear
@@ -55,8 +54,8 @@ class LayerWeights:
 
 
 class Decoder:
-    """Weights on one device, and three verbs. Tokens of a pass are packed: hidden states are [tokens,
-    hidden].
+    """A model's weights on one device, and the passes over them. Tokens of a pass are packed: hidden states
+    are [tokens, hidden].
 
     Any layer can be an exit through the model's own final norm and `head` (LayerSkip checkpoints work as they
     are).
@@ -80,9 +79,8 @@ class Decoder:
         self.kernels = select_kernels(self.device, self.dtype)
         self._embedding, self._layers, self._final_norm, self.head = embedding, layers, final_norm, head
         self.max_positions = max_positions
-        angles = torch.outer(
-            torch.arange(max_positions, dtype=torch.float32), config.rope.inv_freq(config.head_dim)
-        )
+        positions = torch.arange(max_positions, dtype=torch.float32)
+        angles = torch.outer(positions, config.rope.inv_freq(config.head_dim))
         self._cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(self.device)
 
     @classmethod
@@ -97,56 +95,44 @@ class Decoder:
         quantization: Quantization | None = None,
         exact: bool = False,
     ) -> Decoder:
-        """Reads, fuses and packs the weights layer by layer, so that no second copy of the model is ever
-        held.
+        """Reads, fuses and packs the weights layer by layer, so that the model is never held twice.
 
-        max_positions: rows of the rotary table, the model's own limit if None. `progress(layers done,
-        layers)`. `quantization` and `exact` are LinearMaker's. A tied head is quantized too, in a copy: every
-        token reads all of it, so the copy saves more than it takes, while of the embedding only rows are
-        gathered, which stay as they are. Raises CheckpointError for what is missing or unreadable, ValueError
-        for what cannot run here.
+        max_positions: rows of the rotary table; None: the model's limit. `progress(layers done, layers)`.
+        quantization, exact: see LinearMaker. A tied head is quantized as a copy, which fewer bytes per token
+        make up for; the embedding stays as it is. Raises CheckpointError for tensors that are missing or
+        unreadable, ValueError for a dtype, quantization or backend that cannot run on `device`.
         """
         config, make_linear = checkpoint.config, LinearMaker(device, dtype, quantization, exact)
 
         def read(name: str) -> Tensor:
             return checkpoint.tensor(name).to(device=device, dtype=dtype)
 
+        def fuse(names: Sequence[str], kind: str) -> Tensor:
+            parts = [read(f"{name}.{kind}") for name in names]
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
+
         def linear(*names: str) -> Linear:
-            weight = (
-                torch.cat([read(f"{name}.weight") for name in names])
-                if len(names) > 1
-                else read(f"{names[0]}.weight")
-            )
-            bias = (
-                torch.cat([read(f"{name}.bias") for name in names])
-                if checkpoint.has(f"{names[0]}.bias")
-                else None
-            )
-            return make_linear(weight, bias)
+            bias = fuse(names, "bias") if checkpoint.has(f"{names[0]}.bias") else None
+            return make_linear(fuse(names, "weight"), bias)
 
         layers = []
         for index in range(config.num_layers):
-            at, mlp, layer = (
-                f"model.layers.{index}.self_attn",
-                f"model.layers.{index}.mlp",
-                f"model.layers.{index}",
+            layer = f"model.layers.{index}"
+            at, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+            attention_weights = AttentionWeights(
+                norm=read(f"{layer}.input_layernorm.weight"),
+                qkv=linear(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"),
+                output=linear(f"{at}.o_proj"),
+                qk_norms=(read(f"{at}.q_norm.weight"), read(f"{at}.k_norm.weight"))
+                if config.qk_norm
+                else None,
             )
-            layers.append(
-                LayerWeights(
-                    AttentionWeights(
-                        norm=read(f"{layer}.input_layernorm.weight"),
-                        qkv=linear(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"),
-                        q_norm=read(f"{at}.q_norm.weight") if config.qk_norm else None,
-                        k_norm=read(f"{at}.k_norm.weight") if config.qk_norm else None,
-                        output=linear(f"{at}.o_proj"),
-                    ),
-                    MlpWeights(
-                        norm=read(f"{layer}.post_attention_layernorm.weight"),
-                        gate_up=linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-                        down=linear(f"{mlp}.down_proj"),
-                    ),
-                )
+            mlp_weights = MlpWeights(
+                norm=read(f"{layer}.post_attention_layernorm.weight"),
+                gate_up=linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                down=linear(f"{mlp}.down_proj"),
             )
+            layers.append(LayerWeights(attention_weights, mlp_weights))
             progress(index + 1, config.num_layers)
         embedding = read("model.embed_tokens.weight")
         head = make_linear(embedding, None) if config.tie_word_embeddings else linear("lm_head")
@@ -162,23 +148,21 @@ class Decoder:
         )
 
     @property
+    def _linears(self) -> list[Linear]:
+        return [self.head, *(linear for layer in self._layers for linear in layer.linears)]
+
+    @property
     def row_invariant(self) -> bool:
         """Whether a token's logits have the same bits whatever else is in its pass."""
-        linears = [self.head, *(linear for layer in self._layers for linear in layer.linears)]
-        return self.attention.row_invariant and all(linear.row_invariant for linear in linears)
+        return self.attention.row_invariant and all(linear.row_invariant for linear in self._linears)
 
     @property
     def num_bytes(self) -> int:
-        """Of all weights, as they are held."""
-        linears = [self.head, *(linear for layer in self._layers for linear in layer.linears)]
-        tied_in_place = self.config.tie_word_embeddings and not isinstance(
-            self.head, PackedLinear | QuantizedLinear
-        )
-        return (
-            self._embedding.nbytes
-            + sum(linear.num_bytes for linear in linears)
-            - (self._embedding.nbytes if tied_in_place else 0)
-        )
+        """Size of all weights as they are held; a tied head that is no copy counts once."""
+        num_bytes = sum(linear.num_bytes for linear in self._linears)
+        if self.config.tie_word_embeddings and not isinstance(self.head, PackedLinear | QuantizedLinear):
+            return num_bytes
+        return num_bytes + self._embedding.nbytes
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [tokens] int64 -> [tokens, hidden], a new tensor."""
@@ -195,59 +179,43 @@ class Decoder:
     def run_weights(
         self, layers: Sequence[LayerWeights], hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView
     ) -> Tensor:
-        """As `run_layers`, with weights of the caller's; their KV goes to the layers of `kv` from `kv_layer`
-        on."""
+        """As `run_layers`, with the given weights; their KV goes to the layers of `kv` from `kv_layer` on."""
         if not layers:
             return hidden
-        config, kernels = self.config, self.kernels
         prepared = self.attention.prepare(view, kv)
         delta: Tensor | None = None
         for index, layer in enumerate(layers, start=kv_layer):
             if layer.attention is not None:
-                q = self._write_kv(layer.attention, hidden, delta, kv, index, view)
+                q = self.write_kv(layer.attention, hidden, kv, index, view, delta)
                 delta = layer.attention.output(self.attention.attend(q, kv, index, prepared))
             if layer.mlp is not None:
-                gate_up = layer.mlp.gate_up(
-                    kernels.add_rms_norm(hidden, delta, layer.mlp.norm, config.rms_norm_eps)
-                )
-                delta = layer.mlp.down(kernels.silu_mul(gate_up))
+                normed = self.norm(hidden, layer.mlp.norm, delta)
+                delta = layer.mlp.down(self.kernels.silu_mul(layer.mlp.gate_up(normed)))
         assert delta is not None
         return hidden.add_(delta)
 
     def write_kv(
-        self, attention: AttentionWeights, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView
-    ) -> None:
-        """Writes the KV of one attention over hidden [tokens, hidden], which stays as it is, and computes
-        nothing else."""
-        self._write_kv(attention, hidden, None, kv, kv_layer, view)
-
-    def _write_kv(
         self,
         attention: AttentionWeights,
         hidden: Tensor,
-        delta: Tensor | None,
         kv: PagedKV,
         kv_layer: int,
         view: BatchView,
+        delta: Tensor | None = None,
     ) -> Tensor:
-        """hidden += delta, then its KV to `kv_layer` -> rotated queries [tokens, heads, head_dim]."""
+        """Adds `delta` to hidden [tokens, hidden] in place, if given, and writes the KV of one attention
+        over it to layer `kv_layer` of `kv` -> rotated queries [tokens, heads, head_dim]."""
+        qkv = attention.qkv(self.norm(hidden, attention.norm, delta))
         eps = self.config.rms_norm_eps
-        qkv = attention.qkv(self.kernels.add_rms_norm(hidden, delta, attention.norm, eps))
-        return self.kernels.rope_and_store(
-            qkv,
-            self._cos_sin,
-            attention.q_norm,
-            attention.k_norm,
-            eps,
-            self.config.num_heads,
-            kv,
-            kv_layer,
-            view,
-        )
+        return self.kernels.rope_and_store(qkv, self._cos_sin, attention.qk_norms, eps, kv, kv_layer, view)
+
+    def norm(self, hidden: Tensor, weight: Tensor, delta: Tensor | None = None) -> Tensor:
+        """Adds `delta` to hidden [tokens, hidden] in place, if given -> its RMSNorm, a new tensor."""
+        return self.kernels.add_rms_norm(hidden, delta, weight, self.config.rms_norm_eps)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The model's final norm of hidden [tokens, hidden], a new tensor: what the head reads."""
-        return self.kernels.add_rms_norm(hidden, None, self._final_norm, self.config.rms_norm_eps)
+        return self.norm(hidden, self._final_norm)
 
     def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:
         """hidden [tokens, hidden] after `exit_layer` layers -> logits [tokens, vocab], by the model's own

@@ -5,9 +5,8 @@
               own KV -> residual, then optionally RMSNorm -> gated MLP -> residual; a norm of its own last.
               Kangaroo's is one block without MLP [arXiv 2404.18911, section 3.1]
 
-The trunk stays as it is, so an adapter can never change what the full model says. Its KV lies in further
-layers of the shared PagedKV: valid wherever the trunk's KV below it is valid, and rolled back with it, by the
-setting of a length.
+The trunk is not changed, so an adapter cannot change the full model's output. An adapter's KV lies in further
+layers of the shared PagedKV: it is valid wherever the trunk's KV below it is, and rolled back with it.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from .linear import Linear
 
 
 class Exit(Protocol):
-    """An exit after `layer` layers. Every pass over that layer calls one of the two methods with what it
-    computed.
+    """An exit after `layer` layers. Every pass over that layer calls one of the two methods with the hidden
+    states that it computed.
 
-    num_kv_layers: layers of KV that it keeps; it is told the first of them.
+    num_kv_layers: layers of KV of its own; methods are given the index of the first.
     """
 
     layer: int
@@ -42,8 +41,7 @@ class Exit(Protocol):
         vocabulary. Writes its KV; leaves `hidden` as it is."""
 
     def fill(self, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> None:
-        """Only writes its KV, at places whose logits nobody asks for: prompts, and the last token of a
-        draft."""
+        """Only writes its KV, at positions whose logits are not needed: prompts, and a draft's last token."""
 
 
 class AdapterExit:
@@ -65,22 +63,17 @@ class AdapterExit:
         self._decoder, self._blocks, self._norm = decoder, blocks, norm
         self._head = head or decoder.head
         self._vocabulary = vocabulary
-        own_head = [] if head is None else [head]
-        self.num_bytes = norm.nbytes + sum(
-            linear.num_bytes for linear in own_head + [x for block in blocks for x in block.linears]
-        )
+        linears = [linear for block in blocks for linear in block.linears] + ([] if head is None else [head])
+        self.num_bytes = norm.nbytes + sum(linear.num_bytes for linear in linears)
 
     def logits(self, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> Tensor:
         decoder = self._decoder
         if self._blocks:
             hidden = decoder.run_weights(self._blocks, hidden.clone(), kv, kv_layer, view)
-        logits = self._head(
-            decoder.kernels.add_rms_norm(hidden, None, self._norm, decoder.config.rms_norm_eps)
-        )
+        logits = self._head(decoder.norm(hidden, self._norm))
         if self._vocabulary is None:
             return logits
-        # Full width, so that sampling, penalties and acceptance need not know: what is left out has
-        # probability 0.
+        # At full width, sampling, penalties and acceptance need not know; tokens left out have probability 0.
         full = logits.new_full((logits.shape[0], decoder.config.vocab_size), float("-inf"))
         full[:, self._vocabulary] = logits
         return full
@@ -121,7 +114,7 @@ def _load(file: ExitsFile, info: ExitInfo, decoder: Decoder, checkpoint: Checkpo
         attention = mlp = None
         if info.attention:
             qkv = linear(f"{at}q_proj", f"{at}k_proj", f"{at}v_proj")
-            attention = AttentionWeights(read(f"{at}attention_norm"), qkv, None, None, linear(f"{at}o_proj"))
+            attention = AttentionWeights(read(f"{at}attention_norm"), qkv, linear(f"{at}o_proj"))
         if info.intermediate_size is not None:
             mlp = MlpWeights(
                 read(f"{at}mlp_norm"), linear(f"{at}gate_proj", f"{at}up_proj"), linear(f"{at}down_proj")
@@ -137,5 +130,5 @@ def _load(file: ExitsFile, info: ExitInfo, decoder: Decoder, checkpoint: Checkpo
 
 
 def head_name(checkpoint: Checkpoint) -> str:
-    """The tensor [vocab, hidden] that logits are made by."""
+    """Name of the tensor [vocab, hidden] that turns hidden states into logits."""
     return "model.embed_tokens.weight" if checkpoint.config.tie_word_embeddings else "lm_head.weight"

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows that the weight's layout is chosen for. 1 would pick a layout whose results depend on the number of
-# rows.
+# Rows that the weight's layout is chosen for; with 1, a row's bits would depend on how many there are.
 _PACKING_HINT = 16
 _PROBED_ROWS = (1, 2, 3, 4, 5, 8, 12, 16, 17, 33, 64, 128)
 
 
 class Linear(Protocol):
-    """x [tokens, in] -> [tokens, out]; `row_invariant`: a row's bits do not depend on the other rows."""
+    """A matrix product x [tokens, in] -> [tokens, out]. `row_invariant`: whether a row's bits are the same
+    whatever the other rows; `num_bytes`: size of weight and bias as they are held."""
 
     row_invariant: bool
     num_bytes: int
@@ -30,37 +30,46 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+def num_bytes(*tensors: Tensor | None) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
 class PlainLinear:
     """`F.linear` over the weight as it is [out, in]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
-        self.num_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+        self.num_bytes = num_bytes(weight, bias)
         self.row_invariant = probe_rows(self, "plain", weight) == (1, True)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
 
 
-class PackedLinear:
+class ProbedLinear:
+    """Base of linears whose products, by `_run`, keep a row's bits from `_min_rows` rows on."""
+
+    _min_rows = 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # A single row would take a kernel of its own, with another order of sums.
+        if x.shape[0] < self._min_rows:
+            return self._run(torch.cat((x, x)))[:1]
+        return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class PackedLinear(ProbedLinear):
     """oneDNN over a weight [out, in] that was reordered once; the packed copy replaces the original."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_HINT)
         self._bias = bias
-        self._min_rows = 1
-        self._op = (
-            torch.ops.mkldnn._linear_pointwise.default
-        )  # the overload itself: resolving it anew costs 2 µs a call
-        self.num_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+        self._op = torch.ops.mkldnn._linear_pointwise.default  # resolving the overload costs 2 µs a call
+        self.num_bytes = num_bytes(weight, bias)
         self._min_rows, self.row_invariant = probe_rows(self, "packed", weight)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if (
-            x.shape[0] < self._min_rows
-        ):  # a single row would take a kernel of its own, with another order of sums
-            return self._run(torch.cat((x, x)))[:1]
-        return self._run(x)
 
     def _run(self, x: Tensor) -> Tensor:
         return self._op(x, self._packed, self._bias, "none", [], "")
@@ -70,10 +79,11 @@ _probes: dict[tuple[str, tuple[int, ...], torch.dtype, int], tuple[int, bool]] =
 
 
 def probe_rows(linear: Callable[[Tensor], Tensor], kind: str, weight: Tensor) -> tuple[int, bool]:
-    """(fewest rows to compute at once so that bits do not depend on their number, whether that was found).
+    """(fewest rows to compute at once so that bits do not depend on their number, whether such a number was
+    found).
 
-    Probed once per kind, shape, dtype and number of threads; never on a GPU, where a pass's kernels are
-    chosen elsewhere.
+    Probed once per kind, shape, dtype and number of threads; on a GPU never, and not claimed: its libraries
+    choose a kernel anew for each number of rows.
     """
     if weight.device.type != "cpu":
         return 1, False

@@ -1,4 +1,4 @@
-"""Which linears a model is made of: packed, plain, row-invariant or quantized, all of them in one way."""
+"""LinearMaker: makes all linears of a model of one kind: packed, plain, row-invariant or quantized."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from .quantized import Quantization, check_quantization, quantized_linear
 
 @dataclass(frozen=True)
 class LinearMaker:
-    """Makes the Linears of a model, its exits and its draft model from weights [out, in] and biases [out],
-    all in one way.
+    """Makes the Linears of a model, its exits and its draft model from weights [out, in] and biases [out].
 
     quantization  weight-only "int8" or "int4", every matrix product included; None = the weights as they are
     exact         on a GPU, kernels in which rows keep their bits; packed linears of a CPU give that by

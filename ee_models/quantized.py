@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .linear import Linear, PlainLinear, can_pack, probe_rows
+from .linear import Linear, PlainLinear, ProbedLinear, can_pack, num_bytes, probe_rows
 
 if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
 
 Quantization = Literal["int8", "int4"]
-# int8's scale of a row is applied to finished sums, in which float16 overflows; int4's kernels are
-# bfloat16's.
+# int8's scale of a row is applied to finished sums, in which float16 overflows; int4's kernels take bfloat16.
 _DTYPES = {"int8": (torch.float32, torch.bfloat16), "int4": (torch.bfloat16,)}
 _GROUP_SIZES = (128, 64, 32)  # inputs that share a scale, the fewest scales first
 _CPU_OUTPUTS = 16  # int4's kernel of a CPU takes multiples of it
@@ -31,43 +30,28 @@ _PIECE = 1 << 21
 _log = logging.getLogger(__name__)
 
 
-class QuantizedLinear:
+class QuantizedLinear(ProbedLinear):
     """A product with a weight [out, in] that torchao holds in `bits`; x, bias and output keep the weight's
     dtype.
 
-    int8 has one scale per output, int4 a scale and a zero point per group of inputs; `takes_int4` says
-    whether it can.
+    int8 has one scale per output, int4 a scale and a zero point per group of inputs; `takes_int4` tells
+    whether a weight can be held in int4.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> None:
-        size = (
-            max(1, _PIECE // weight.shape[1])
-            if bits == 8 and weight.device.type == "cpu"
-            else weight.shape[0]
-        )
-        weights = weight.split(size)
-        biases = bias.split(size) if bias is not None else [None] * len(weights)
-        pieces = [_quantized(one, its_bias, bits) for one, its_bias in zip(weights, biases, strict=True)]
-        self.num_bytes = sum(_nbytes(piece.weight) for piece in pieces) + (
-            bias.nbytes if bias is not None else 0
-        )
-        own = bits == 8 and can_pack(weight.device, weight.dtype)
-        self._products: list[Callable[[Tensor], Tensor]] = (
-            [_int8_product(piece) for piece in pieces] if own else [*pieces]
-        )
-        found = [
-            probe_rows(product, f"int{bits}", one)
-            for product, one in zip(self._products, weights, strict=True)
-        ]
+        in_pieces = bits == 8 and weight.device.type == "cpu"
+        weights = weight.split(max(1, _PIECE // weight.shape[1]) if in_pieces else weight.shape[0])
+        biases = bias.split(weights[0].shape[0]) if bias is not None else [None] * len(weights)
+        pieces = [_quantize(part, its_bias, bits) for part, its_bias in zip(weights, biases, strict=True)]
+        self.num_bytes = sum(_num_bytes(piece.weight) for piece in pieces) + num_bytes(bias)
+        if bits == 8 and can_pack(weight.device, weight.dtype):
+            self._products: list[Callable[[Tensor], Tensor]] = [_int8_product(piece) for piece in pieces]
+        else:
+            self._products = [*pieces]
+        kind = f"int{bits}"
+        found = [probe_rows(run, kind, part) for run, part in zip(self._products, weights, strict=True)]
         self._min_rows = max(rows for rows, _ in found)
         self.row_invariant = all(invariant for _, invariant in found)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if (
-            x.shape[0] < self._min_rows
-        ):  # a single row would take a kernel of its own, with another order of sums
-            return self._run(torch.cat((x, x)))[:1]
-        return self._run(x)
 
     def _run(self, x: Tensor) -> Tensor:
         parts = [product(x) for product in self._products]
@@ -85,6 +69,7 @@ def quantized_linear(weight: Tensor, bias: Tensor | None, quantization: Quantiza
 
 
 def takes_int4(weight: Tensor) -> bool:
+    """Whether int4's groups, and on a CPU its kernel, fit a weight [out, in]."""
     return _group_size(weight) is not None and (
         weight.device.type != "cpu" or weight.shape[0] % _CPU_OUTPUTS == 0
     )
@@ -117,7 +102,7 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
         ) from error
 
 
-def _quantized(weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> nn.Linear:
+def _quantize(weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> nn.Linear:
     config = _config(bits, _group_size(weight), weight.device)
     from torchao.quantization import quantize_
 
@@ -130,8 +115,7 @@ def _quantized(weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> nn.L
 
 
 def _int8_product(piece: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """What `piece` computes, by oneDNN: torchao's own product in float32 keeps no row's bits on several
-    threads."""
+    """The product of `piece` by oneDNN: torchao's own keeps no row's bits on several threads in float32."""
     held: Any = piece.weight
     weight, scale, bias = held.qdata, held.scale.flatten(), piece.bias
     op = torch.ops.mkldnn._linear_pointwise.default
@@ -144,8 +128,8 @@ def _int8_product(piece: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 def _config(bits: Literal[8, 4], group_size: int | None, device: torch.device) -> AOBaseConfig:
-    """torchao's description of what to do. Raises ImportError where torchao lacks it."""
-    with _quiet():
+    """torchao's description of the format. Raises ImportError where torchao lacks it."""
+    with _without_warnings():
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
     # Without set_inductor_config=False torchao would change the compiler's settings of the whole process.
     if bits == 8:
@@ -160,8 +144,8 @@ def _config(bits: Literal[8, 4], group_size: int | None, device: torch.device) -
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """torchao's import warns of kernels for other GPUs, which are not used here."""
+def _without_warnings() -> Iterator[None]:
+    """Silences logging: torchao's import warns of kernels for other GPUs, which are not used here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -171,14 +155,15 @@ def _quiet() -> Iterator[None]:
 
 
 def _group_size(weight: Tensor) -> int | None:
+    """The largest group that divides the inputs of a weight [out, in]."""
     return next((size for size in _GROUP_SIZES if weight.shape[1] % size == 0), None)
 
 
-def _nbytes(tensor: Tensor) -> int:
-    """Of what a tensor holds; torchao's say that they are as large as what they stand for."""
+def _num_bytes(tensor: Tensor) -> int:
+    """Size of what a tensor holds; `nbytes` of torchao's tensors is that of the weight they stand for."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
-    return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return sum(_num_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 @cache

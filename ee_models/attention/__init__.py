@@ -1,4 +1,4 @@
-"""Attention over pages, one signature, several backends. `sdpa` runs everywhere and says what is meant."""
+"""Attention over paged KV: one signature, several backends. `sdpa`, the reference, runs everywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AttentionBackend(Protocol):
     row_invariant: bool
 
     def prepare(self, view: BatchView, kv: PagedKV) -> Any:
-        """What `attend` needs of the view, computed once per pass."""
+        """Whatever `attend` needs of the view, computed once per pass."""
 
     def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: Any) -> Tensor:
         """Causal attention of q [tokens, heads, head_dim] over the KV already written at `layer` -> [tokens,
@@ -33,40 +33,37 @@ class AttentionBackend(Protocol):
 def select_backend(
     name: str, device: torch.device, dtype: torch.dtype, exact: bool = False
 ) -> AttentionBackend:
-    """The backend called `name`; "auto" takes numba's on a CPU in float32, Triton's on a GPU, else sdpa.
-    Raises ValueError where it cannot run.
+    """The backend called `name`; "auto" is numba on a CPU in float32, triton on a GPU that has it, else sdpa.
 
-    exact   on a GPU, whether a token's output must keep its bits whatever else is in the pass, which takes
-            Triton's
+    exact: on a GPU, whether a token's output must keep its bits whatever else is in the pass; only triton
+    does that. Raises ValueError for a backend that is unknown or cannot run so.
     """
-    numba_runs, triton_runs = device.type == "cpu" and dtype == torch.float32, runs_triton(device)
+    on_cpu = device.type == "cpu"
+    runs = {"numba": on_cpu and dtype == torch.float32, "triton": runs_triton(device), "sdpa": True}
     if name == "auto":
-        name = "numba" if numba_runs else "triton" if triton_runs else "sdpa"
-    if exact and device.type != "cpu" and name != "triton":
+        name = next(backend for backend in runs if runs[backend])
+    if exact and not on_cpu and name != "triton":
         raise ValueError(
             f"exact_verify needs the attention backend 'triton' on {device}, not {name!r}; use attention"
             " 'auto', or leave exact_verify out"
         )
+    if name not in runs:
+        raise ValueError(f"unknown attention backend {name!r}; known: auto, {', '.join(BACKENDS)}")
+    if not runs[name]:
+        needs = {
+            "numba": f"runs on a CPU in float32, not on {device} in {dtype}",
+            "triton": f"needs a CUDA GPU and the package triton, not {device}",
+        }
+        raise ValueError(f"attention backend {name!r} {needs[name]}; use 'sdpa' or 'auto'")
+    # Imported here, so that a machine needs no more than the backend that it uses.
     if name == "triton":
-        if not triton_runs:
-            raise ValueError(
-                f"attention backend 'triton' needs a CUDA GPU and the package triton, not {device}; use"
-                " 'sdpa' or 'auto'"
-            )
         from .triton_pages import TritonAttention
 
         return TritonAttention(invariant=exact)
     if name == "numba":
-        if not numba_runs:
-            raise ValueError(
-                f"attention backend 'numba' runs on a CPU in float32, not on {device} in {dtype}; use 'sdpa'"
-                " or 'auto'"
-            )
         from .numba_pages import NumbaAttention
 
         return NumbaAttention()
-    if name == "sdpa":
-        from .sdpa import SdpaAttention
+    from .sdpa import SdpaAttention
 
-        return SdpaAttention()
-    raise ValueError(f"unknown attention backend {name!r}; known: auto, {', '.join(BACKENDS)}")
+    return SdpaAttention()

@@ -45,7 +45,7 @@ _OPTIONS: dict[str, Any] = {
 def _find_slots(
     table: Any, block_size: int, path: Any, path_start: int, start: int, count: int, slots: Any
 ) -> None:
-    """Slots of `count` positions from `start` on; then, up to a multiple of eight, the last one again."""
+    """Writes the slots of `count` positions from `start` on; up to a multiple of eight, the last again."""
     by_table = max(0, min(count, path_start - start))
     for j in range(by_table):
         position = start + j
@@ -61,7 +61,7 @@ def _load_tile(
     keys: Any, values: Any, slots: Any, kv_head: int, loaded: int, count: int, key_tile: Any, value_tile: Any
 ) -> None:
     """Copies `count` positions: keys transposed to [head_dim, tile], values as [tile, head_dim]. The first
-    `loaded`, a multiple of eight, are there already.
+    `loaded`, a multiple of eight, are in the tile already.
 
     Columns past `count`, up to a multiple of eight, repeat the last position; nothing reads them but with
     weight 0.
@@ -123,8 +123,8 @@ def _highest(scores: Any, peak: Any) -> Any:
 
 @njit(**_OPTIONS)
 def _weigh(scores: Any, count: int, peak: Any, total: Any) -> Any:
-    """Turns scores of a tile into weights exp(score - new peak), 0 from `count` on -> (new peak, new total,
-    shrink of what was)."""
+    """Turns a tile's scores into weights exp(score - new peak), 0 from `count` on -> (new peak, new total,
+    factor for earlier sums)."""
     for j in range(max(count, 0), _TILE):
         scores[j] = _FAR_BELOW
     new_peak = _highest(scores, peak)
@@ -174,8 +174,8 @@ def _attend_unit(
 ) -> None:
     """Attention of tokens first..last-1 of one row, for the query heads that read `kv_head`.
 
-    Queries are (token, head) pairs, taken four at a time; those among the four that are not in turn see
-    nothing.
+    Queries are (token, head) pairs, taken four at a time; of the four, those of other tokens than the one in
+    turn get no weight.
     """
     head_dim, group = q.shape[2], q.shape[1] // keys.shape[1]
     num_queries = (last - first) * group
@@ -239,8 +239,8 @@ def _attend(
     path_starts: Any,
     out: Any,
 ) -> None:
-    """Every `num_shares`-th unit from `share` on. Units differ in size along a prompt, so neighbours go to
-    different threads."""
+    """Computes every `num_shares`-th unit from `share` on: units differ in size along a prompt, so neighbours
+    go to different threads."""
     num_kv_heads = keys.shape[1]
     for i in range(share, units.shape[0] * num_kv_heads, num_shares):
         unit, kv_head = units[i // num_kv_heads], i % num_kv_heads
@@ -277,6 +277,8 @@ def _cut(cu_q_lens: Any, positions: Any, queries_per_unit: int) -> Any:
 
 @dataclass(frozen=True)
 class _Units:
+    """The units of a pass, and arrays of its view. num_pairs: number of (query, key) pairs."""
+
     tables: Any
     positions: Any
     units: Any
@@ -287,8 +289,8 @@ class _Units:
 
 
 class NumbaAttention:
-    """Large calls are shared among as many threads as torch uses, from a pool of Python's: its idle threads
-    sleep, where those of a second OpenMP pool would spin against torch's."""
+    """Shares large calls among as many threads as torch uses, from a Python pool, whose idle threads sleep;
+    those of a second OpenMP pool would compete with torch's."""
 
     name = "numba"
     row_invariant = True
@@ -304,31 +306,18 @@ class NumbaAttention:
             paths, path_starts = np.empty((view.num_tokens, 0), np.int64), np.full(view.num_tokens, _NO_PATH)
         else:
             paths, path_starts = np.ascontiguousarray(view.paths.numpy()), view.path_starts.numpy()
-        return _Units(
-            view.block_tables.numpy(),
-            positions,
-            units,
-            num_pairs,
-            np.float32(kv.data.shape[-1] ** -0.5),
-            paths,
-            path_starts,
-        )
+        tables, scale = view.block_tables.numpy(), np.float32(kv.data.shape[-1] ** -0.5)
+        return _Units(tables, positions, units, num_pairs, scale, paths, path_starts)
 
     def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: _Units) -> Tensor:
-        num_heads, head_dim = q.shape[1:]
-        inputs: tuple[Any, ...] = (
-            q.numpy(),
-            *kv.host_arrays()[layer],
-            prepared.tables,
-            kv.block_size,
-            prepared.positions,
-            prepared.units,
-        )
-        out = np.empty((q.shape[0], num_heads, head_dim), np.float32)
-        num_shares = self._num_threads if prepared.num_pairs * num_heads * head_dim > _PARALLEL_FROM else 1
+        (num_tokens, num_heads, head_dim), p = q.shape, prepared
+        out = np.empty((num_tokens, num_heads, head_dim), np.float32)
+        num_shares = self._num_threads if p.num_pairs * num_heads * head_dim > _PARALLEL_FROM else 1
+        pages: tuple[Any, ...] = (*kv.host_arrays()[layer], p.tables, kv.block_size)
+        inputs = (q.numpy(), *pages, p.positions, p.units)
 
         def run(share: int) -> None:
-            _attend(*inputs, share, num_shares, prepared.scale, prepared.paths, prepared.path_starts, out)
+            _attend(*inputs, share, num_shares, p.scale, p.paths, p.path_starts, out)
 
         others = [self._pool.submit(run, share) for share in range(1, num_shares)]
         run(0)

@@ -14,8 +14,13 @@ from cache.view import BatchView, slots_of
 
 @dataclass(frozen=True)
 class _Rectangle:
-    """query_index [rows, max_q_len]: token of each place, 0 where there is none; mask [rows, 1, max_q_len,
-    context]; context_slots [rows, context]; places [tokens]: flat place of each token."""
+    """A pass as a rectangle of rows.
+
+    query_index     [rows, max_q_len]: token of each place, 0 where there is none
+    mask            [rows, 1, max_q_len, context]
+    context_slots   [rows, context]
+    places          [tokens]: flat place of each token
+    """
 
     query_index: Tensor
     mask: Tensor
@@ -40,8 +45,7 @@ class SdpaAttention:
         query_index = query_index.view(view.num_rows, view.max_q_len)
         context = torch.arange(view.max_context_len, device=device)
         mask = context <= view.positions[query_index].unsqueeze(-1)
-        # Past a row's own end the table names other rows' blocks, whose NaN no mask would hide: 0 * NaN is
-        # NaN.
+        # Past a row's end the table names other rows' blocks, and a mask does not hide NaN: 0 * NaN is NaN.
         last = torch.zeros(view.num_rows, dtype=torch.int64, device=device).scatter_reduce_(
             0, row_ids, view.positions, "amax"
         )
@@ -63,10 +67,9 @@ class SdpaAttention:
 def _prepare_tree(
     view: BatchView, row_ids: Tensor, paths: Tensor, path_starts: Tensor, block_size: int
 ) -> _Rectangle:
-    """Every token is a row of its own, with a context of its own."""
-    tokens, context = (
-        torch.arange(size, device=row_ids.device) for size in (view.num_tokens, view.max_context_len)
-    )
+    """The rectangle of a pass over trees: every token is a row of its own, with a context of its own."""
+    sizes = (view.num_tokens, view.max_context_len)
+    tokens, context = (torch.arange(size, device=row_ids.device) for size in sizes)
     positions, starts = view.positions.unsqueeze(-1), path_starts.unsqueeze(-1)
     seen = torch.minimum(context, positions)  # as for chains: places past a token's own position repeat it
     # Neither the table nor the path need cover the positions that the other tells.

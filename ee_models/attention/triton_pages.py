@@ -37,8 +37,8 @@ _INTERPRETED_SMS = 132  # an H100's or H200's, so that the interpreter runs what
 
 @dataclass(frozen=True)
 class _Launch:
-    """block_m: rows of a matrix product; pairs: how many of them hold (token, head) pairs; tile: positions
-    per step, turn_tile: in a turn."""
+    """block_m: rows of a matrix product, of which `pairs` hold (token, head) pairs; tile: positions per step;
+    turn_tile: positions per step where tokens of a tree take turns."""
 
     block_m: int
     pairs: int
@@ -52,8 +52,8 @@ class _Launch:
 def _launch_config(
     max_pairs: int, padded_dim: int, item_size: int, has_paths: bool, invariant: bool
 ) -> _Launch:
-    """For rows of up to `max_pairs` pairs. All that is to be tuned stands here, and in the constants above;
-    none of it was measured yet.
+    """The launch for rows of up to `max_pairs` pairs. What can be tuned is here and in the constants above;
+    none of it has been measured yet.
 
     num_stages: block table, then keys and values, then the product are three stages, so 3 has one tile on its
     way and 5 has two. If invariant, whatever the arithmetic of a token depends on (not `pairs`, which deals
@@ -100,8 +100,8 @@ def _split_len(programs: int, context_len: int, tile: int, num_sms: int) -> int:
 
 @dataclass(frozen=True)
 class _Pages:
-    """paths, path_starts: as in the view, or tensors that are not read; scale: of scores, in powers of
-    two."""
+    """A view with contiguous tensors. paths and path_starts are not read unless has_paths; scale: of scores,
+    for powers of two."""
 
     positions: Tensor
     tables: Tensor
@@ -134,23 +134,13 @@ class TritonAttention:
         positions, tables = view.positions.contiguous(), view.block_tables
         if tables.stride(1) != 1:
             tables = tables.contiguous()
-        paths, path_starts = tables, positions
-        has_paths = False
+        paths, path_starts, has_paths = tables, positions, False
         if view.paths is not None and view.path_starts is not None and view.paths.shape[1]:
             paths, path_starts, has_paths = view.paths.contiguous(), view.path_starts.contiguous(), True
         scale = kv.data.shape[-1] ** -0.5 * _LOG2_E
-        return _Pages(
-            positions,
-            tables,
-            view.cu_q_lens.contiguous(),
-            paths,
-            path_starts,
-            has_paths,
-            view.num_rows,
-            view.max_q_len,
-            view.max_context_len,
-            scale,
-        )
+        sizes = (view.num_rows, view.max_q_len, view.max_context_len)
+        cu_q_lens = view.cu_q_lens.contiguous()
+        return _Pages(positions, tables, cu_q_lens, paths, path_starts, has_paths, *sizes, scale)
 
     def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: _Pages) -> Tensor:
         num_tokens, num_heads, head_dim = q.shape

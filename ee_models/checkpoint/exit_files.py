@@ -1,4 +1,4 @@
-"""Exits on disk: a folder with one safetensors file and a JSON that says what they are and whose.
+"""Exits on disk: a folder with one safetensors file, and a JSON file that describes them and their model.
 
 exits.safetensors   layer<L>.norm, layer<L>.blocks.<i>.{attention_norm, q_proj, k_proj, v_proj, o_proj,
                     mlp_norm, gate_proj, up_proj, down_proj}, layer<L>.vocabulary; matrices as [out, in]
@@ -26,10 +26,11 @@ from ..errors import CheckpointError
 from .loader import Checkpoint
 
 TENSORS, INFO = "exits.safetensors", "exits.json"
+_SIZES = {"num_layers": "layers", "hidden_size": "hidden size", "vocab_size": "vocabulary"}
 
 
 class ExitsError(CheckpointError):
-    """Exits that cannot be used: not there, damaged, or of another model."""
+    """Exits that cannot be used: missing, damaged, or of another model."""
 
 
 class _Info(BaseModel):
@@ -41,10 +42,10 @@ class ExitInfo(_Info):
 
     layer              the exit reads the hidden state after this many layers
     num_blocks         0: only a norm of its own before the head
-    attention          whether blocks have an attention (its heads are those of the base model)
+    attention          whether blocks have attention, with as many heads as the base model's
     intermediate_size  of the blocks' gated MLP; None: blocks have none
-    vocabulary_size    tokens that it can say; None: all
-    held_out           figures on data that it was not trained on
+    vocabulary_size    number of tokens it has logits for; None: all
+    held_out           metrics on held-out data
     """
 
     layer: Annotated[int, Field(ge=1)]
@@ -64,29 +65,17 @@ class ExitInfo(_Info):
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Every tensor of this exit, without the prefix of its layer, with the shape it must have."""
-        hidden, kv_size, q_size = (
-            model.hidden_size,
-            model.num_kv_heads * model.head_dim,
-            model.num_heads * model.head_dim,
-        )
+        hidden, inner = model.hidden_size, self.intermediate_size
+        block: dict[str, tuple[int, ...]] = {}
+        if self.attention:
+            block |= {"attention_norm": (hidden,), "q_proj": (model.q_size, hidden)}
+            block |= dict.fromkeys(("k_proj", "v_proj"), (model.kv_size, hidden))
+            block |= {"o_proj": (hidden, model.q_size)}
+        if inner is not None:
+            block |= {"mlp_norm": (hidden,), **dict.fromkeys(("gate_proj", "up_proj"), (inner, hidden))}
+            block |= {"down_proj": (hidden, inner)}
         shapes: dict[str, tuple[int, ...]] = {"norm": (hidden,)}
         for index in range(self.num_blocks):
-            block: dict[str, tuple[int, ...]] = {}
-            if self.attention:
-                block |= {
-                    "attention_norm": (hidden,),
-                    "q_proj": (q_size, hidden),
-                    "k_proj": (kv_size, hidden),
-                    "v_proj": (kv_size, hidden),
-                }
-                block |= {"o_proj": (hidden, q_size)}
-            if (size := self.intermediate_size) is not None:
-                block |= {
-                    "mlp_norm": (hidden,),
-                    "gate_proj": (size, hidden),
-                    "up_proj": (size, hidden),
-                    "down_proj": (hidden, size),
-                }
             shapes |= {f"blocks.{index}.{name}": shape for name, shape in block.items()}
         if self.vocabulary_size is not None:
             shapes["vocabulary"] = (self.vocabulary_size,)
@@ -94,7 +83,7 @@ class ExitInfo(_Info):
 
 
 class BaseModelInfo(_Info):
-    """The model that exits belong to; `fingerprint` is told from its weights."""
+    """The model that exits belong to; `fingerprint` is a checksum of some of its weights."""
 
     name: str
     fingerprint: str
@@ -104,18 +93,12 @@ class BaseModelInfo(_Info):
 
     @classmethod
     def of(cls, name: str, checkpoint: Checkpoint) -> BaseModelInfo:
-        config = checkpoint.config
-        return cls(
-            name=name,
-            fingerprint=fingerprint(checkpoint),
-            num_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-        )
+        sizes = {field: getattr(checkpoint.config, field) for field in _SIZES}
+        return cls(name=name, fingerprint=fingerprint(checkpoint), **sizes)
 
 
 class ExitsInfo(_Info):
-    """What exits.json holds."""
+    """The contents of exits.json."""
 
     format: Literal[1] = 1
     base_model: BaseModelInfo
@@ -133,7 +116,7 @@ class ExitsInfo(_Info):
 
 
 class ExitsFile:
-    """Exits as they lie in a folder; tensors are read when asked for."""
+    """A folder of exits: its description, read at once, and its tensors, read on request."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ExitsError if the folder holds no exits, or a description that cannot be read."""
@@ -158,7 +141,7 @@ class ExitsFile:
         return [info.layer for info in self.about.exits]
 
     def info(self, layer: int) -> ExitInfo:
-        """Raises ExitsError, with the layers that there are, if there is none at `layer`."""
+        """The description of the exit at `layer`. Raises ExitsError if there is none."""
         for info in self.about.exits:
             if info.layer == layer:
                 return info
@@ -169,12 +152,9 @@ class ExitsFile:
 
     def check_model(self, checkpoint: Checkpoint) -> None:
         """Raises ExitsError unless these exits were trained on this very model."""
-        base, config = self.about.base_model, checkpoint.config
-        for name, ours, theirs in (
-            ("layers", base.num_layers, config.num_layers),
-            ("hidden size", base.hidden_size, config.hidden_size),
-            ("vocabulary", base.vocab_size, config.vocab_size),
-        ):
+        base = self.about.base_model
+        for field, name in _SIZES.items():
+            ours, theirs = getattr(base, field), getattr(checkpoint.config, field)
             if ours != theirs:
                 raise ExitsError(
                     f"the exits in {self.folder} belong to {base.name} ({name} {ours}), not to"
@@ -187,7 +167,7 @@ class ExitsFile:
             )
 
     def check_tensors(self) -> None:
-        """Raises ExitsError if the tensors are not those that the description was written for."""
+        """Raises ExitsError if the checksum of the tensors is not the one in the description."""
         path = self.folder / TENSORS
         try:
             checksum = _sha256(path)
@@ -232,8 +212,8 @@ def save_exits(
     recipe: dict[str, Any],
     data: dict[str, Any],
 ) -> ExitsFile:
-    """Writes exits, by layer. A folder is never silently a mixture of old and new: the checksum tells. Raises
-    OSError if it can't be written."""
+    """Writes exits, given by layer, to `folder`. If only one of the files could be replaced, the checksum in
+    the description does not match the tensors. Raises OSError if the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"layer{layer}.{name}": tensor.contiguous()
@@ -253,12 +233,10 @@ def save_exits(
             data=data,
             tensors_sha256=_sha256(drafts[0]),
         )
-        drafts[1].write_text(
-            json.dumps(about.model_dump(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
-        drafts[0].chmod(
-            drafts[1].stat().st_mode
-        )  # safetensors makes its files private; exits are for all who may read their description
+        text = json.dumps(about.model_dump(), indent=2, ensure_ascii=False)
+        drafts[1].write_text(f"{text}\n", encoding="utf-8")
+        # safetensors makes its files private; exits are for all who may read their description.
+        drafts[0].chmod(drafts[1].stat().st_mode)
         for draft, name in zip(drafts, (TENSORS, INFO), strict=True):
             os.replace(draft, folder / name)
     finally:
@@ -269,29 +247,22 @@ def save_exits(
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A checksum that tells a model from others of its sizes in milliseconds, the same for float32 and
-    bfloat16 copies.
+    """A checksum that tells a model from others of its sizes within milliseconds; float32 and bfloat16 copies
+    have the same.
 
-    Over all norms, and queries, values and MLP output of the first, middle and last layer, rounded to
+    It covers all norms, and queries, values and MLP output of the first, middle and last layer, rounded to
     bfloat16: full fine-tuning changes the norms, low-rank adapters nearly always queries and values. A
     float16 copy, which rounds small weights, counts as another model.
     """
-    num_layers = checkpoint.config.num_layers
-    names = ["model.norm.weight"]
-    for index in range(num_layers):
-        names += [
-            f"model.layers.{index}.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")
-        ]
-    for index in sorted({0, num_layers // 2, num_layers - 1}):
-        names += [
-            f"model.layers.{index}.{linear}.weight"
-            for linear in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
-        ]
+    depth = checkpoint.config.num_layers
+    norms = ("input_layernorm", "post_attention_layernorm")
+    linears = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+    parts = [f"{index}.{norm}" for index in range(depth) for norm in norms]
+    parts += [f"{index}.{linear}" for index in sorted({0, depth // 2, depth - 1}) for linear in linears]
     digest = hashlib.blake2b(digest_size=16)
-    for name in names:
-        digest.update(
-            checkpoint.tensor(name).to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
-        )
+    for name in ("model.norm", *(f"model.layers.{part}" for part in parts)):
+        weight = checkpoint.tensor(f"{name}.weight").to(torch.bfloat16).contiguous()
+        digest.update(weight.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
 

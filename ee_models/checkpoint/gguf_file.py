@@ -1,14 +1,13 @@
-"""GGUF files: their metadata as a ModelConfig, and their tensors by Hugging Face names, unpacked one at a
+"""GGUF files: their metadata as a ModelConfig, and their tensors by Hugging Face names, dequantised one at a
 time.
 
-transformers reads GGUF too, but it unpacks the whole model at once and drops what stretches Llama 3's rotary
-frequencies, so the file is read here, with the `gguf` package for its container and quantisation formats.
+transformers reads GGUF too, but it dequantises the whole model at once and drops the factors of Llama 3's
+rotary frequencies, so the file is read here, with the `gguf` package for its container, names and formats.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,39 +17,23 @@ from torch import Tensor
 
 from ..config import ModelConfig, make_transformers_config
 from ..errors import CheckpointError, unsupported
+from ..families import SUPPORTED_GGUF_SETTINGS, Family, check_settings, find_gguf_family
 from ..rope import RopeConfig
 from .gguf_tokenizer import read_tokenizer
-from .weights import TensorInfo
+from .weights import TensorInfo, expected_tensors
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader
     from transformers import PreTrainedTokenizerBase
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
-_ROPE_FACTORS = (  # a divisor for each rotary frequency, where they are stretched as in Llama 3
-    "rope_freqs.weight"
-)
+# A divisor for each rotary frequency, where they are stretched as in Llama 3.
+_ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor stands in the file. `num_heads`: over how many heads its rows are interleaved, 0 for
-    none."""
+    """A tensor's bytes in the file. `num_heads`: number of heads whose rotated pairs of rows are neighbours,
+    and must be taken apart; 0 where rows stay as they are."""
 
     offset: int
     num_bytes: int
@@ -63,39 +46,35 @@ class GgufSource:
     """A GGUF file: `config`, and the tensors by their Hugging Face names (a `weights.TensorSource`)."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the header. Raises CheckpointError for a damaged file, UnsupportedModelError for what is in
-        it."""
+        """Reads the header. Raises CheckpointError for a damaged file, UnsupportedModelError for a model that
+        the decoder cannot run."""
         reader = _open_reader(path)
         self._path = path
-        places = {
-            tensor.name: _Place(tensor.data_offset, tensor.n_bytes, tensor.data.shape, tensor.tensor_type)
-            for tensor in reader.tensors
-        }
-        shapes = {
-            tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors
-        }
+        places, shapes = {}, {}
+        for tensor in reader.tensors:
+            stored = (tensor.data_offset, tensor.n_bytes, tensor.data.shape, tensor.tensor_type)
+            places[tensor.name] = _Place(*stored)
+            shapes[tensor.name] = tuple(int(size) for size in reversed(tensor.shape))
         _check_types({place.stored_type for place in places.values()})
         metadata = _read_metadata(reader)
         rope_factors = _read_tensor(path, places[_ROPE_FACTORS]) if _ROPE_FACTORS in places else None
-        self.config = _read_config(metadata, shapes, rope_factors)
+        family = find_gguf_family(metadata.get("general.architecture"))
+        self.config = _read_config(family, metadata, shapes, rope_factors)
+        heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}
         self._places: dict[str, _Place] = {}
         self.index: dict[str, TensorInfo] = {}
-        for name, place in places.items():
-            if name == _ROPE_FACTORS:
-                continue
-            if metadata["general.architecture"] == "llama":
-                place = replace(place, num_heads=_interleaved_heads(name, self.config))
-            self._places[_hf_name(name)] = place
-            self.index[_hf_name(name)] = TensorInfo(shapes[name], _unpacked_dtype(place.stored_type))
+        for name, hf_name in _hf_names(places, family, self.config).items():
+            num_heads = heads.get(hf_name.split(".")[-2], 0) if family.gguf_interleaved else 0
+            self._places[hf_name] = replace(places[name], num_heads=num_heads)
+            self.index[hf_name] = TensorInfo(shapes[name], _unpacked_dtype(places[name].stored_type))
 
     def read(self, name: str) -> Tensor:
-        """See weights.TensorSource. Quantised tensors come as float32."""
+        """See weights.TensorSource. Quantised tensors are returned in float32."""
         place = self._places[name]
         tensor = _read_tensor(self._path, place)
         if not place.num_heads:
             return tensor
-        # llama.cpp turns neighbouring dimensions, [pair, 2]; transformers turns the halves of a head, [2,
-        # pair].
+        # llama.cpp rotates neighbouring dimensions, [pair, 2]; transformers the halves of a head, [2, pair].
         pairs = tensor.unflatten(0, (place.num_heads, -1, 2))
         return pairs.transpose(1, 2).reshape(tensor.shape)
 
@@ -125,7 +104,7 @@ def _open_reader(path: Path) -> GGUFReader:
 
 
 def _check_types(stored_types: set[GGMLQuantizationType]) -> None:
-    """Raises UnsupportedModelError for a format that cannot be unpacked, found out by unpacking a block of
+    """Raises UnsupportedModelError for a format that cannot be dequantised, found out by trying a block of
     zeros."""
     import numpy as np
     from gguf import GGML_QUANT_SIZES, dequantize
@@ -142,7 +121,7 @@ def _check_types(stored_types: set[GGMLQuantizationType]) -> None:
 
 
 def _read_metadata(reader: GGUFReader) -> dict[str, Any]:
-    """The fields that hold one value. Arrays (the vocabulary above all) stay unread."""
+    """The fields that hold one value; arrays, above all the vocabulary, are not read."""
     from gguf import GGUFValueType
 
     fields = reader.fields.items()
@@ -155,14 +134,15 @@ def _read_metadata(reader: GGUFReader) -> dict[str, Any]:
 
 
 def _read_config(
-    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rope_factors: Tensor | None
+    family: Family,
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    rope_factors: Tensor | None,
 ) -> ModelConfig:
-    architecture = metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
-        raise unsupported("general.architecture", architecture, ", ".join(_ARCHITECTURES))
-    for name, supported in ((f"{architecture}.expert_count", 0), ("split.count", 1)):
-        if metadata.get(name, supported) not in (0, supported):
-            raise unsupported(name, metadata[name], f"{supported} (one dense model in one file)")
+    """The config in a file's metadata; biases and a tied head are told by its tensors' names."""
+    architecture = family.gguf_name
+    check_settings(metadata.get, SUPPORTED_GGUF_SETTINGS, f"{architecture}.")
+    check_settings(metadata.get, {"split.count": (1, 0)})
 
     def read(name: str, default: float | None = None) -> Any:
         value = metadata.get(f"{architecture}.{name}", default)
@@ -180,8 +160,8 @@ def _read_config(
             raise unsupported(f"{architecture}.{name}", read(name), f"the head dimension, {head_dim}")
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "bos", "padding")}
     fields = {
-        "architectures": [_ARCHITECTURES[architecture]],
-        "model_type": architecture,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "vocab_size": shapes.get("token_embd.weight", (0,))[0],
         "hidden_size": read("embedding_length"),
         "intermediate_size": read("feed_forward_length"),
@@ -191,7 +171,7 @@ def _read_config(
         "head_dim": head_dim,
         "rms_norm_eps": read("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": read("context_length"),
-        "rope_parameters": _read_rope(metadata, architecture, head_dim, rope_factors),
+        "rope_parameters": _read_rope(metadata, f"{architecture}.rope.", head_dim, rope_factors),
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
@@ -205,20 +185,18 @@ def _read_config(
 
 
 def _read_rope(
-    metadata: Mapping[str, Any], architecture: str, head_dim: int, factors: Tensor | None
+    metadata: Mapping[str, Any], prefix: str, head_dim: int, factors: Tensor | None
 ) -> dict[str, Any]:
-    """`rope_parameters` as transformers has them.
+    """`rope_parameters` as transformers has them, from the fields whose names begin with `prefix`.
 
     factors: [head_dim / 2], the divisors of the frequencies. A file holds these where a Llama 3 config holds
     four numbers; the numbers are found again, or the file refused.
     """
-    theta = float(metadata.get(f"{architecture}.rope.freq_base", RopeConfig.theta))
-    factor = metadata.get(
-        f"{architecture}.rope.scaling.factor", metadata.get(f"{architecture}.rope.scale_linear")
-    )
-    kind = metadata.get(f"{architecture}.rope.scaling.type", "none" if factor in (None, 0, 1) else "linear")
+    theta = float(metadata.get(f"{prefix}freq_base", RopeConfig.theta))
+    factor = metadata.get(f"{prefix}scaling.factor", metadata.get(f"{prefix}scale_linear"))
+    kind = metadata.get(f"{prefix}scaling.type", "none" if factor in (None, 0, 1) else "linear")
     if kind not in ("none", "linear"):
-        raise unsupported(f"{architecture}.rope.scaling.type", kind, "none, linear")
+        raise unsupported(f"{prefix}scaling.type", kind, "none, linear")
     plain = {"rope_type": "default", "rope_theta": theta}
     if factors is None or torch.all(factors == 1):
         return {**plain, "rope_type": "linear", "factor": factor} if kind == "linear" else plain
@@ -232,31 +210,28 @@ def _read_rope(
         raise unsupported(
             _ROPE_FACTORS, [round(float(value), 3) for value in factors[:8]], "none, or Llama 3's"
         )
-    return {
-        **plain,
-        "rope_type": "llama3",
-        "factor": stretched.factor,
-        "low_freq_factor": stretched.low_freq_factor,
-        "high_freq_factor": stretched.high_freq_factor,
-        "original_max_position_embeddings": stretched.original_max_position_embeddings,
+    numbers = {field: value for field, value in vars(stretched).items() if field not in ("theta", "kind")}
+    return {**plain, "rope_type": "llama3", **numbers}
+
+
+def _hf_names(names: Iterable[str], family: Family, config: ModelConfig) -> dict[str, str]:
+    """The Hugging Face name of each tensor of the file, by the gguf package's own table; the rotary factors
+    are none.
+
+    A tensor that the config has no place for, such as blk.3.ffn_gate_exps.weight, is named so that
+    `weights.check_tensors` finds it in its layer.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == family.gguf_name)
+    names = [name for name in names if name != _ROPE_FACTORS]
+    num_layers = min(config.num_layers, len(names))  # a damaged file may claim any number
+    table = get_tensor_name_map(architecture, num_layers)
+    known = {
+        table.get_name(name, (".weight", ".bias")): name
+        for name in expected_tensors(replace(config, num_layers=num_layers))
     }
-
-
-def _hf_name(name: str) -> str:
-    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". Parts without a counterpart keep
-    their name."""
-    match = _LAYER_TENSOR.fullmatch(name)
-    if match:
-        layer, part, kind = match.groups()
-        return f"model.layers.{layer}.{_LAYER_NAMES.get(part, part)}.{kind}"
-    part, _, kind = name.rpartition(".")
-    return f"{_NAMES.get(part, part)}.{kind}"
-
-
-def _interleaved_heads(name: str, config: ModelConfig) -> int:
-    """Over how many heads llama.cpp interleaves the rows of a Llama tensor; 0 where it does not."""
-    part = name.split(".")[2] if name.startswith("blk.") else ""
-    return {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(part, 0)
+    return {name: known.get(name, f"model.{name.replace('blk.', 'layers.', 1)}") for name in names}
 
 
 def _unpacked_dtype(stored_type: GGMLQuantizationType) -> str:
@@ -264,7 +239,7 @@ def _unpacked_dtype(stored_type: GGMLQuantizationType) -> str:
 
 
 def _read_tensor(path: Path, place: _Place) -> Tensor:
-    """The tensor at a place of the file, unpacked, its rows as they stand there. Raises CheckpointError."""
+    """The dequantised tensor, its rows in the order of the file. Raises CheckpointError."""
     import numpy as np
     from gguf import dequantize
 

@@ -1,9 +1,8 @@
-"""The tokenizer in a GGUF file, built from the vocabulary and merges that stand there.
+"""The tokenizer in a GGUF file, built from its vocabulary and merges as llama.cpp reads them.
 
-transformers builds one too, but what it makes of a file differs between its versions: digits stay together,
-words are split as GPT-2 splits them, and special tokens come in that the file does not have, with ids that
-the model has no embedding for. Here all that a file leaves to its reader is written down, as llama.cpp has
-it.
+transformers builds one too (`AutoTokenizer.from_pretrained(..., gguf_file=...)`), but not the same: as of
+5.23 it adds special tokens that the file does not have, with ids that the model has no embedding for, leaves
+digits together in SmolLM's files, and takes GPT-2's splitting for a pre-tokenizer that it does not know.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerBase
 
-# What `transformers` and GGUF call the same token.
+# Special tokens by the names of transformers and of GGUF.
 _NAMED_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 _SPACE = "▁"  # SentencePiece writes a space so
@@ -29,14 +28,20 @@ _SPACE = "▁"  # SentencePiece writes a space so
 
 @dataclass(frozen=True)
 class _Split:
-    """What the name of a pre-tokenizer stands for: how text is cut into words, within which byte-level BPE
-    merges."""
+    """A pre-tokenizer: how text is split into words, within which byte-level BPE merges.
 
-    words: str | None = None  # a regular expression; None for that of GPT-2
-    digits_apart: bool = False  # ahead of `words`
-    nfc: bool = False  # composed Unicode, ahead of all else
-    keeps_tokens: bool = False  # a word that is a token stays whole, whether or not merges lead to it
-    adds_bos: bool = False  # where the file does not say
+    words          a regular expression of words; None: GPT-2's
+    digits_apart   each digit is a word, before `words` applies
+    nfc            text is normalized to composed Unicode first
+    keeps_tokens   a word that is a token stays whole, whether or not merges lead to it
+    adds_bos       BOS is put ahead of a text, unless the file says otherwise
+    """
+
+    words: str | None = None
+    digits_apart: bool = False
+    nfc: bool = False
+    keeps_tokens: bool = False
+    adds_bos: bool = False
 
 
 _QWEN2_WORDS = (
@@ -77,26 +82,23 @@ def read_tokenizer(reader: GGUFReader, config: ModelConfig) -> PreTrainedTokeniz
         return None
     vocabulary = _read_vocabulary(fields, config.vocab_size)
     named = {f"{name}_token": _find_token(fields, key) for name, key in _NAMED_TOKENS.items()}
-    kind = fields.get("tokenizer.ggml.model")
+    kind, pre = (fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    adds_bos = True
     if kind == "gpt2":
-        split = _find_split(fields.get("tokenizer.ggml.pre"))
-        backend, adds_bos = _build_byte_level(vocabulary, _require(fields, "merges"), split), split.adds_bos
+        if pre not in _SPLITS:
+            raise unsupported("tokenizer.ggml.pre", pre, ", ".join(_SPLITS))
+        adds_bos = _SPLITS[pre].adds_bos
+        backend = _build_byte_level(vocabulary, _require(fields, "merges"), _SPLITS[pre])
     elif kind == "llama":
         space_prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
-        backend, adds_bos = (
-            _build_sentencepiece(vocabulary, _require(fields, "scores"), named["unk_token"], space_prefix),
-            True,
-        )
+        scores = _require(fields, "scores")
+        backend = _build_sentencepiece(vocabulary, scores, named["unk_token"], space_prefix)
     else:
         raise unsupported("tokenizer.ggml.model", kind, "gpt2, llama")
-    # Control tokens are never merged from text; text is searched for the user's ahead of all merging.
-    backend.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in vocabulary.control]
-    )
-    backend.add_tokens(
-        [AddedToken(token, normalized=False, special=False) for token in vocabulary.user_defined]
-    )
-    backend.post_processor = _frame(
+    # Control tokens are never merged from text; user-defined ones are found in it ahead of all merging.
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in vocabulary.control])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in vocabulary.user_defined])
+    backend.post_processor = _make_template(
         backend,
         named["bos_token"] if fields.get("tokenizer.ggml.add_bos_token", adds_bos) else None,
         named["eos_token"] if fields.get("tokenizer.ggml.add_eos_token", False) else None,
@@ -112,7 +114,7 @@ def read_tokenizer(reader: GGUFReader, config: ModelConfig) -> PreTrainedTokeniz
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Token -> id for all tokens, and for those of a kind."""
+    """Token -> id: of all tokens, and of those of each kind."""
 
     ids: dict[str, int]
     normal: dict[str, int]
@@ -137,15 +139,8 @@ def _read_vocabulary(fields: Mapping[str, Any], limit: int) -> _Vocabulary:
     def of_kind(kind: int) -> dict[str, int]:
         return {token: token_id for token, token_id in ids.items() if kinds[token_id] == kind}
 
-    return _Vocabulary(
-        ids, of_kind(TokenType.NORMAL), of_kind(TokenType.CONTROL), of_kind(TokenType.USER_DEFINED)
-    )
-
-
-def _find_split(name: str | None) -> _Split:
-    if name not in _SPLITS:
-        raise unsupported("tokenizer.ggml.pre", name, ", ".join(_SPLITS))
-    return _SPLITS[name]
+    kinds_kept = (TokenType.NORMAL, TokenType.CONTROL, TokenType.USER_DEFINED)
+    return _Vocabulary(ids, *map(of_kind, kinds_kept))
 
 
 def _build_byte_level(vocabulary: _Vocabulary, merges: Sequence[str], split: _Split) -> Tokenizer:
@@ -179,17 +174,17 @@ def _build_sentencepiece(
     backend = Tokenizer(
         BPE(vocab=vocabulary.ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    spaces = normalizers.Replace(" ", _SPACE)
-    backend.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if space_prefix else spaces
-    )
+    spaces: normalizers.Normalizer = normalizers.Replace(" ", _SPACE)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if space_prefix else steps)
+    if space_prefix:
+        spaces = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer, backend.decoder = spaces, decoders.Sequence(steps)
     return backend
 
 
 def _find_merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges of a vocabulary that lists none: SentencePiece joins those neighbours whose token scores
+    """The merges that the scores of SentencePiece tokens imply: it joins the neighbours whose token scores
     highest."""
     merges: list[tuple[str, str]] = []
     for token in sorted(ids, key=lambda token: -scores[ids[token]]):
@@ -199,23 +194,21 @@ def _find_merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[
     return merges
 
 
-def _frame(backend: Tokenizer, first: str | None, last: str | None) -> TemplateProcessing:
-    """Puts `first` ahead of a text and `last` behind it, where they are not None, when encoded with special
-    tokens."""
+def _make_template(backend: Tokenizer, first: str | None, last: str | None) -> TemplateProcessing:
+    """Puts `first` ahead of a text and `last` behind it, unless None, when special tokens are asked for."""
     from tokenizers.processors import TemplateProcessing
 
-    def around(text: str) -> list[str]:
-        return [piece for piece in (first, text, last) if piece is not None]
+    def enclose(text: str, type_id: int) -> list[str]:
+        return [f"{piece}:{type_id}" for piece in (first, text, last) if piece is not None]
 
-    return TemplateProcessing(
-        single=[f"{piece}:0" for piece in around("$A")],
-        pair=[f"{piece}:0" for piece in around("$A")] + [f"{piece}:1" for piece in around("$B")],
-        special_tokens=[(token, backend.token_to_id(token)) for token in {first, last} if token is not None],
-    )
+    ids = [(token, backend.token_to_id(token)) for token in {first, last} if token is not None]
+    pair = enclose("$A", 0) + enclose("$B", 1)
+    return TemplateProcessing(single=enclose("$A", 0), pair=pair, special_tokens=ids)
 
 
 def _find_token(fields: Mapping[str, Any], name: str) -> str | None:
-    """The token with a role, such as "eos". Raises CheckpointError if it is none of the file's."""
+    """The special token `name`, such as "eos"; None if the file has none. Raises CheckpointError for an id
+    past the vocabulary."""
     token_id, tokens = fields.get(f"tokenizer.ggml.{name}_token_id"), _require(fields, "tokens")
     if token_id is None:
         return None

@@ -44,17 +44,19 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's config, and its tensors by name. Every tensor the config calls for is known to be there."""
+    """A model's config, and its tensors by name. Every tensor the config calls for is known to be there.
 
-    path: str  # a folder, or a .gguf file
+    path                 a folder, or a .gguf file
+    dtype                of most elements as stored; float32 for quantised GGUF, which is dequantised to it
+    generation_defaults  temperature, top_p, top_k, min_p and repetition_penalty, those that the model sets
+    tensors              the tensors that the model reads, and no others
+    """
+
+    path: str
     config: ModelConfig
-    dtype: (
-        torch.dtype
-    )  # of most elements as stored; float32 for quantised GGUF, which is what that unpacks to
-    generation_defaults: dict[
-        str, Any
-    ]  # temperature, top_p, top_k, min_p, repetition_penalty: those the model sets
-    tensors: Mapping[str, TensorInfo] = field(repr=False)  # those the model reads, and no others
+    dtype: torch.dtype
+    generation_defaults: dict[str, Any]
+    tensors: Mapping[str, TensorInfo] = field(repr=False)
     source: TensorSource = field(repr=False)
 
     def has(self, name: str) -> bool:
@@ -77,7 +79,7 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
 
     model: a folder with config.json and safetensors, or with a single .gguf; a .gguf file; or a hub id,
     fetched unless a local path has that name. `revision` is a hub branch, tag or commit. Raises
-    UnsupportedModelError for a model that is not implemented, CheckpointError for all else that is wrong.
+    UnsupportedModelError for a model that the decoder cannot run, CheckpointError for any other fault.
     """
     try:
         path = Path(model).expanduser()
@@ -112,8 +114,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     if not any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
         return _open_gguf(_find_gguf(folder))
     config = _read_folder_config(folder)
-    source = SafetensorsSource(folder)
-    return _make_checkpoint(folder, config, source, _read_generation(folder))
+    return _make_checkpoint(folder, config, SafetensorsSource(folder), _read_generation(folder))
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -129,13 +130,12 @@ def _make_checkpoint(
     path: Path, config: ModelConfig, source: TensorSource, generation: Mapping[str, Any]
 ) -> Checkpoint:
     tensors = check_tensors(config, source.index)
-    return Checkpoint(
-        str(path), config, prevailing_dtype(tensors), _read_defaults(generation), tensors, source
-    )
+    dtype, defaults = prevailing_dtype(tensors), _read_defaults(generation)
+    return Checkpoint(str(path), config, dtype, defaults, tensors, source)
 
 
 def _find_gguf(folder: Path) -> Path:
-    """The folder's one GGUF file. Raises CheckpointError that says what the folder holds instead."""
+    """The folder's one GGUF file. Raises CheckpointError, with what the folder holds instead."""
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
         return files[0]
@@ -175,14 +175,11 @@ def _read_generation(folder: Path) -> dict[str, Any]:
 
 
 def _read_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model's makers set. Under `do_sample: false` transformers leaves the sampling fields unread;
-    so do we."""
+    """The sampling settings of generation_config.json. Under `do_sample: false` most are not read, as in
+    transformers."""
     sampling = () if generation.get("do_sample") is False else _SAMPLING_FIELDS
-    defaults = {
-        name: generation[name]
-        for name in (*sampling, "repetition_penalty")
-        if generation.get(name) is not None
-    }
+    fields = (*sampling, "repetition_penalty")
+    defaults = {name: generation[name] for name in fields if generation.get(name) is not None}
     for name, value in defaults.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"generation_config.json sets {name} to {value!r}; it must be a number")
@@ -203,24 +200,17 @@ def _fetch(model: str | Path, revision: str | None) -> Path:
         RevisionNotFoundError,
     )
 
-    def download(patterns: list[str]) -> Path:
-        # Files in subfolders are other formats of the same weights, and so is Mistral's
-        # consolidated.safetensors.
-        return Path(
-            snapshot_download(
-                model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
-            )
-        )
-
+    # Subfolders, and Mistral's consolidated.safetensors, hold the same weights in other formats.
+    options: dict[str, Any] = {"revision": revision, "ignore_patterns": ["*/*", "consolidated*"]}
     try:
-        folder = download(_CONFIG_FILES)
+        folder = Path(snapshot_download(model, allow_patterns=_CONFIG_FILES, **options))
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 "the hub repository has no config.json; name one with config.json and safetensors, or fetch"
                 " one of its .gguf files and give its path"
             )
-        _read_folder_config(folder)  # what cannot be run is refused ahead of its gigabytes
-        return download([*_CONFIG_FILES, "*.safetensors"])
+        _read_folder_config(folder)  # a model that cannot be run is refused before its weights are fetched
+        return Path(snapshot_download(model, allow_patterns=[*_CONFIG_FILES, "*.safetensors"], **options))
     except CheckpointError:
         raise
     except GatedRepoError as error:
@@ -238,5 +228,5 @@ def _fetch(model: str | Path, revision: str | None) -> Path:
             "there is no such local path, it is not in the download cache, and the hub cannot be reached; go"
             " online, or give the path of a folder that holds the model"
         ) from error
-    except Exception as error:  # disks, proxies, and the kinds that the hub's transports have of their own
+    except Exception as error:  # of disks, of proxies, and of the hub's transports, which share no base class
         raise CheckpointError(f"the download from the hub failed: {type(error).__name__}: {error}") from error

@@ -1,12 +1,13 @@
 """Tensors by name: which ones a config calls for, and how they are read from safetensors files.
 
-Nothing stays open or mapped between two reads. A loader that converts as it goes therefore holds one copy of
-the weights, plus one tensor.
+No file stays open or mapped between two reads, so a loader that converts tensor by tensor holds one copy of
+the weights and one tensor.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,13 +23,13 @@ from ..errors import CheckpointError
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LISTED_PROBLEMS = 5
-# Left in checkpoints of old by transformers; the decoder computes it from the config.
+# Old versions of transformers saved it; the decoder computes it from the config.
 _DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file's header says of a tensor; dtype by safetensors' names, e.g. "BF16"."""
+    """A tensor's shape and dtype as in the file's header; dtype by safetensors' names, e.g. "BF16"."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -79,8 +80,8 @@ def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[
     """The tensors of `index` that the decoder reads.
 
     Raises CheckpointError, with the first few problems and their number, where one is missing, has another
-    shape than the config says or a dtype that cannot be read, or where a layer holds a tensor that the config
-    has no place for: leaving that out would change what the model says.
+    shape than the config says or a dtype that cannot be read, or has no place in the config (an extra norm,
+    an attention sink, a bias): leaving it out would change what the model computes.
     """
     num_layers = 1 + max((layer for layer in map(_layer_of, index) if layer is not None), default=-1)
     if config.num_layers > num_layers:
@@ -103,7 +104,7 @@ def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[
     ]
     for name, info in index.items():
         if name not in expected:
-            if _layer_of(name) in range(config.num_layers) and not name.endswith(_DERIVED_SUFFIX):
+            if _changes_output(name, config):
                 problems.append(f"{name} has no place in {config.architecture} with this config")
         elif info.dtype not in DTYPES:
             problems.append(f"{name} has dtype {info.dtype}, which cannot be read ({', '.join(DTYPES)} can)")
@@ -114,6 +115,15 @@ def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[
         listed = "; ".join(problems[:_LISTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
         raise CheckpointError(f"weights and config disagree in {len(problems)} tensor(s): {listed}")
     return {name: index[name] for name in expected}
+
+
+def _changes_output(name: str, config: ModelConfig) -> bool:
+    """Whether leaving out the unexpected tensor `name` would change what the model computes: not so of layers
+    past the config's last, of tables made from the config, and of the unread head of a tied checkpoint."""
+    if name.endswith(_DERIVED_SUFFIX) or name == "lm_head.weight":
+        return False
+    layer = _layer_of(name)
+    return name.startswith(("model.", "lm_head.")) and (layer is None or layer < config.num_layers)
 
 
 def prevailing_dtype(index: Mapping[str, TensorInfo]) -> torch.dtype:
@@ -179,23 +189,22 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         )
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)
-            return {
-                name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()
-            }
+            names = file.keys()
+            parts = {name: file.get_slice(name) for name in names}
+            return {name: TensorInfo(tuple(x.get_shape()), x.get_dtype()) for name, x in parts.items()}
     except (SafetensorError, OSError, ValueError) as error:
         reason = f"{path.name} ({path.stat().st_size} bytes) is no complete safetensors file: {error}"
         raise CheckpointError(f"{reason}; fetch it again") from error
 
 
 def _read_shard_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file name. The index is untrusted: it may name safetensors files beneath its folder, no
-    others."""
+    """Tensor name -> file name. The index is untrusted: it may only name safetensors files beneath its
+    folder."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path.name} has no weight_map; it must map tensor names to file names")
     for name, file in weight_map.items():
-        # By the letters, not resolved: a download cache keeps its files elsewhere, behind links of its own.
+        # Checked as text, not resolved: a download cache keeps its files elsewhere, behind symbolic links.
         parts = (*PurePosixPath(str(file)).parts, *PureWindowsPath(str(file)).parts)
         rooted = PurePosixPath(str(file)).is_absolute() or PureWindowsPath(str(file)).anchor
         if not isinstance(file, str) or rooted or ".." in parts or not file.endswith(".safetensors"):
@@ -208,9 +217,5 @@ def _read_shard_index(path: Path) -> dict[str, str]:
 
 def _layer_of(name: str) -> int | None:
     """3 for "model.layers.3.mlp.up_proj.weight"; None for a tensor of no layer."""
-    parts = name.split(".")
-    return (
-        int(parts[2])
-        if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal()
-        else None
-    )
+    match = re.match(r"model\.layers\.(\d+)(\.|$)", name, re.ASCII)
+    return int(match[1]) if match else None

@@ -1,6 +1,6 @@
 """The work between matrix products: norms, rotary embedding with the KV write, the gated activation.
 
-`reference` runs everywhere and says what is meant; `cpu` (numba, float32) and `gpu` (Triton) must agree with
+`reference` runs everywhere and defines the results; `cpu` (numba, float32) and `gpu` (Triton) must agree with
 it.
 """
 
@@ -16,6 +16,9 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
+# Weights [head_dim] of the norms of each head's queries and keys; None where the model has no such norms.
+QkNorms = tuple[Tensor, Tensor] | None
+
 
 class Kernels(Protocol):
     """What every set of kernels offers. Tokens are packed: [tokens, ...]."""
@@ -24,20 +27,11 @@ class Kernels(Protocol):
         """hidden += delta, in place; then RMSNorm(hidden) * weight, new, [tokens, hidden]."""
 
     def rope_and_store(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        num_heads: int,
-        kv: PagedKV,
-        layer: int,
-        view: BatchView,
+        self, qkv: Tensor, rope: Tensor, norms: QkNorms, eps: float, kv: PagedKV, layer: int, view: BatchView
     ) -> Tensor:
-        """Rotates queries and keys of qkv [tokens, (heads + 2 * kv_heads) * head_dim] by position, after
-        RMSNorm per head where the model has it (Qwen3); writes keys and values to their slots; returns
-        queries [tokens, heads, head_dim]. cos_sin [positions, 2, head_dim / 2]."""
+        """Rotates queries and keys of qkv [tokens, (heads + 2 * kv_heads) * head_dim] by position, after an
+        RMSNorm of each head by `norms`; writes keys and values to their slots at `layer` of `kv`; returns the
+        queries [tokens, heads, head_dim]. rope [positions, 2, head_dim / 2]: cosines and sines."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of gate_up [tokens, 2 * intermediate]."""
@@ -45,7 +39,7 @@ class Kernels(Protocol):
 
 @cache
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels run on tensors there; torch for CUDA brings Triton along, but not on every
+    """Whether Triton's kernels run on tensors of `device`. torch for CUDA does not bring Triton on every
     system."""
     return device.type == "cuda" and find_spec("triton") is not None
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
+from . import QkNorms
 from .numba_math import ONE, ZERO, exp32
 
 _NOTHING, _NO_DELTA = np.empty(0, np.float32), np.empty((0, 0), np.float32)
@@ -97,8 +98,8 @@ def _silu_mul(gate_up: Any, out: Any) -> None:
 
 
 class NumbaKernels:
-    """What is the same for a whole pass, or for ever, is turned into numpy arrays once: a conversion costs as
-    much as a kernel."""
+    """Keeps the numpy arrays of weights, and of a pass's positions and slots: making one costs as much as a
+    kernel."""
 
     def __init__(self) -> None:
         self._constants: dict[int, tuple[Tensor, Any]] = {}
@@ -106,41 +107,21 @@ class NumbaKernels:
 
     def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = np.empty(hidden.shape, np.float32)
-        _add_rms_norm(
-            hidden.numpy(), _NO_DELTA if delta is None else delta.numpy(), self._constant(weight), eps, out
-        )
+        added = _NO_DELTA if delta is None else delta.numpy()
+        _add_rms_norm(hidden.numpy(), added, self._constant(weight), eps, out)
         return torch.from_numpy(out)
 
     def rope_and_store(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        num_heads: int,
-        kv: PagedKV,
-        layer: int,
-        view: BatchView,
+        self, qkv: Tensor, rope: Tensor, norms: QkNorms, eps: float, kv: PagedKV, layer: int, view: BatchView
     ) -> Tensor:
         keys, values = kv.host_arrays()[layer]
         if view is not self._view:
             self._view, self._positions, self._slots = view, view.positions.numpy(), view.slots.numpy()
-        q = np.empty((qkv.shape[0], num_heads, keys.shape[2]), np.float32)
-        q_weight = _NOTHING if q_norm is None else self._constant(q_norm)
-        k_weight = _NOTHING if k_norm is None else self._constant(k_norm)
-        _rope_and_store(
-            qkv.numpy(),
-            self._constant(cos_sin),
-            q_weight,
-            k_weight,
-            eps,
-            self._positions,
-            self._slots,
-            keys,
-            values,
-            q,
-        )
+        num_kv_heads, head_dim = keys.shape[1:]
+        q = np.empty((qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim), np.float32)
+        q_weight, k_weight = (_NOTHING, _NOTHING) if norms is None else map(self._constant, norms)
+        table, positions, slots = self._constant(rope), self._positions, self._slots
+        _rope_and_store(qkv.numpy(), table, q_weight, k_weight, eps, positions, slots, keys, values, q)
         return torch.from_numpy(q)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

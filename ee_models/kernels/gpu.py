@@ -15,6 +15,7 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
+from . import QkNorms
 from .triton_math import cast, exp32, inverse_rms
 
 _SILU_BLOCK = 1024
@@ -140,7 +141,7 @@ def _silu_mul(gate_up: tl.tensor, out: tl.tensor, size: int, row_stride: int, BL
 
 class TritonKernels:
     """Rows may lie apart (a slice of a wider tensor), elements of a row must be neighbours. All tensors of a
-    call but cos_sin have one dtype."""
+    call but rope have one dtype."""
 
     def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         num_tokens, size = hidden.shape
@@ -164,28 +165,19 @@ class TritonKernels:
         return out
 
     def rope_and_store(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        num_heads: int,
-        kv: PagedKV,
-        layer: int,
-        view: BatchView,
+        self, qkv: Tensor, rope: Tensor, norms: QkNorms, eps: float, kv: PagedKV, layer: int, view: BatchView
     ) -> Tensor:
         keys, values = kv.keys(layer), kv.values(layer)
         _, num_kv_heads, head_dim = keys.shape
-        assert qkv.stride(1) == 1 and cos_sin.is_contiguous() and (q_norm is None) == (k_norm is None)
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        assert qkv.stride(1) == 1 and rope.is_contiguous()
         q = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
         block_half = triton.next_power_of_2(head_dim // 2)
         block_heads = max(_ROPE_BLOCK // block_half, 1)
         _rope_and_store[(qkv.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, block_heads))](
             qkv,
-            cos_sin,
-            q_norm,
-            k_norm,
+            rope,
+            *(norms or (None, None)),
             view.positions,
             view.slots,
             keys,

@@ -9,6 +9,8 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
+from . import QkNorms
+
 
 class ReferenceKernels:
     def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -17,22 +19,14 @@ class ReferenceKernels:
         return _rms_norm(hidden, weight, eps)
 
     def rope_and_store(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        num_heads: int,
-        kv: PagedKV,
-        layer: int,
-        view: BatchView,
+        self, qkv: Tensor, rope: Tensor, norms: QkNorms, eps: float, kv: PagedKV, layer: int, view: BatchView
     ) -> Tensor:
         num_kv_heads, head_dim = kv.data.shape[-2:]
-        q, k, v = qkv.view(qkv.shape[0], -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        if q_norm is not None and k_norm is not None:
-            q, k = _rms_norm(q, q_norm, eps), _rms_norm(k, k_norm, eps)
-        cos, sin = cos_sin[view.positions].unsqueeze(2).unbind(1)
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+        if norms is not None:
+            q, k = _rms_norm(q, norms[0], eps), _rms_norm(k, norms[1], eps)
+        cos, sin = rope[view.positions].unsqueeze(2).unbind(1)
         kv.write(layer, view.slots, _rotate(k, cos, sin), v)
         return _rotate(q, cos, sin)
 

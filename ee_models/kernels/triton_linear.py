@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..linear import num_bytes
 from .triton_math import INTERPRETED, cast
 
 # of the smallest matrix instruction: decoding is bound by reading the weight, not by the rows that this
@@ -133,7 +134,7 @@ class InvariantLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight.contiguous(), None if bias is None else bias.contiguous()
         self._launch = _launch(weight.shape[0], weight.shape[1], weight.dtype)
-        self.num_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+        self.num_bytes = num_bytes(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         (num_rows, in_features), out_features, launch = x.shape, self._weight.shape[0], self._launch

@@ -1,4 +1,4 @@
-"""Making exits: distillation into adapters on a frozen trunk (Kangaroo), and the LayerSkip recipe for whole
+"""Training of exits: adapters distilled on a frozen trunk (Kangaroo), and LayerSkip training of whole
 models."""
 
 OWNER = "hispec"

@@ -1,12 +1,13 @@
 """Distillation into exits on a frozen trunk [Kangaroo, arXiv 2404.18911, section 3.1].
 
 Each exit learns the full model's distribution: soft-label cross-entropy on the positions that predict a
-response. Only the exits' own weights are trained; trunk, final norm and head never change, and neither does
-what the full model says.
+response. Only the exits' own weights are trained; trunk, final norm and head never change, and neither do the
+full model's logits.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from ..checkpoint.exit_files import ExitInfo
 from ..checkpoint.loader import Checkpoint
 from ..config import ModelConfig
-from ..errors import TrainingError
 from .examples import Example, step_indices
 from .loop import Metrics
 from .soft_labels import soft_label_loss
@@ -25,17 +25,19 @@ from .states import FINAL, StateStore
 
 _INIT_STD = 0.02
 _EVAL_EXAMPLES = 16  # held-out examples per pass
-# tokens of a batch, so that a CPU's matrix kernels, generated for each shape, are made a few times only
+# A batch has a multiple of so many tokens: a CPU's matrix kernels are generated anew for each shape.
 _PAD_TO = 512
 _ROWS_PER_GROUP = 4  # examples that share a rectangle in attention
 
 
 @dataclass
 class StatesBatch:
-    """Examples packed one after the other, then padding. states: "layer<l>" and "final", each [tokens,
-    hidden] bfloat16; positions [tokens]: place in the example; predicts [tokens]: whether the place predicts
-    a token of the response; groups: examples of similar length, as (places in the batch, row in the group,
-    position) of their tokens.
+    """Examples packed one after the other, then padding.
+
+    states      "layer<l>" and "final", each [tokens, hidden] bfloat16
+    positions   [tokens], in the example
+    predicts    [tokens] bool: whether the position predicts a token of the response
+    groups      examples of similar length: of their tokens (index in the batch, row in the group, position)
     """
 
     states: dict[str, Tensor]
@@ -59,43 +61,33 @@ class AdapterBlock(nn.Module):
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
         super().__init__()
-        self._heads, self._kv_heads, self._head_dim, self._eps = (
-            model.num_heads,
-            model.num_kv_heads,
-            model.head_dim,
-            model.rms_norm_eps,
-        )
+        self._model = model
         for name, shape in shapes.items():
-            self.register_parameter(
-                name,
-                nn.Parameter(torch.ones(shape) if name.endswith("norm") else _INIT_STD * torch.randn(shape)),
-            )
+            start = torch.ones(shape) if name.endswith("norm") else _INIT_STD * torch.randn(shape)
+            self.register_parameter(name, nn.Parameter(start))
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: StatesBatch) -> Tensor:
         """hidden [tokens, hidden] float32 -> the same shape; rotation: cosines and sines, each [tokens, 1,
         head_dim / 2]."""
+        size, eps = hidden.shape[-1:], self._model.rms_norm_eps
         if hasattr(self, "q_proj"):
-            hidden = hidden + self._attend(
-                F.rms_norm(hidden, hidden.shape[-1:], self.attention_norm, self._eps), rotation, batch
-            )
+            x = F.rms_norm(hidden, size, self.attention_norm, eps)
+            hidden = hidden + self._attend(x, rotation, batch)
         if hasattr(self, "gate_proj"):
-            x = F.rms_norm(hidden, hidden.shape[-1:], self.mlp_norm, self._eps)
-            hidden = hidden + F.linear(
-                F.silu(F.linear(x, self.gate_proj)) * F.linear(x, self.up_proj), self.down_proj
-            )
+            x = F.rms_norm(hidden, size, self.mlp_norm, eps)
+            inner = F.silu(F.linear(x, self.gate_proj)) * F.linear(x, self.up_proj)
+            hidden = hidden + F.linear(inner, self.down_proj)
         return hidden
 
     def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], batch: StatesBatch) -> Tensor:
-        q, k, v = (
-            F.linear(x, weight).unflatten(-1, (-1, self._head_dim))
-            for weight in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        head_dim = self._model.head_dim
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (F.linear(x, weight).unflatten(-1, (-1, head_dim)) for weight in projections)
         q, k = _rotate(q, rotation).to(v.dtype), _rotate(k, rotation).to(v.dtype)
         out = torch.zeros_like(q)
         for places, rows, positions in batch.groups:
-            out = out.index_copy(
-                0, places, self._attend_rows(q[places], k[places], v[places], rows, positions)
-            )
+            attended = self._attend_rows(q[places], k[places], v[places], rows, positions)
+            out = out.index_copy(0, places, attended)
         return F.linear(out.flatten(1), self.o_proj)
 
     def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
@@ -103,19 +95,18 @@ class AdapterBlock(nn.Module):
         num_rows, length = int(rows.max()) + 1, int(positions.max()) + 1
 
         def rectangle(packed: Tensor) -> Tensor:
-            """[rows, heads, length, head_dim]; zeros beyond an example's end, which causality hides from all
-            before."""
+            """[rows, heads, length, head_dim]; zeros past an example's end, which causal attention hides."""
             out = packed.new_zeros(num_rows, length, *packed.shape[1:])
             return out.index_put((rows, positions), packed).transpose(1, 2)
 
-        group = self._heads // self._kv_heads
+        group = self._model.num_heads // self._model.num_kv_heads
         keys, values = (rectangle(part).repeat_interleave(group, dim=1) for part in (k, v))
         out = F.scaled_dot_product_attention(rectangle(q), keys, values, is_causal=True)
         return out.transpose(1, 2)[rows, positions]
 
 
 class AdapterModule(nn.Module):
-    """The trained part of one exit: blocks and a norm. `export` gives the tensors of exits.safetensors."""
+    """The trained part of one exit: blocks and a norm."""
 
     def __init__(self, info: ExitInfo, model: ModelConfig, vocabulary: Tensor | None) -> None:
         super().__init__()
@@ -136,15 +127,12 @@ class AdapterModule(nn.Module):
         return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self._eps)
 
     def export(self) -> dict[str, Tensor]:
-        """In bfloat16; the vocabulary as int32."""
-        tensors = {
-            name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in self.state_dict().items()
-        }
-        return (
-            tensors
-            if self.vocabulary is None
-            else {**tensors, "vocabulary": self.vocabulary.to("cpu", torch.int32)}
-        )
+        """The tensors of exits.safetensors, on the CPU: weights in bfloat16, the vocabulary in int32."""
+        state = self.state_dict()
+        tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in state.items()}
+        if self.vocabulary is not None:
+            tensors["vocabulary"] = self.vocabulary.to("cpu", torch.int32)
+        return tensors
 
 
 class Exits(nn.Module):
@@ -163,22 +151,19 @@ class Exits(nn.Module):
                 self.register_buffer(f"head{size}", head[adapter.vocabulary], persistent=False)
 
     def forward(self, batch: StatesBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of the exits' losses in nats per place, and each exit's own."""
+        """The sum of the exits' losses in nats per position, and each exit's own."""
         final = batch.states[FINAL][batch.predicts]
-        losses = {
-            name: soft_label_loss(normed, final, self._head_of(name))
-            for name, normed in self.outputs(batch).items()
-        }
-        return torch.stack(list(losses.values())).sum(), {
-            name: loss.detach() for name, loss in losses.items()
-        }
+        outputs = self.outputs(batch).items()
+        losses = {name: soft_label_loss(normed, final, self._head_of(name)) for name, normed in outputs}
+        total = torch.stack(list(losses.values())).sum()
+        return total, {name: loss.detach() for name, loss in losses.items()}
 
     def _head_of(self, name: str) -> Tensor:
         size = self.by_name[name].info.vocabulary_size
         return self.get_buffer("head" if size is None else f"head{size}")
 
     def outputs(self, batch: StatesBatch) -> dict[str, Tensor]:
-        """What the head reads at the predicting places [places, hidden], by exit."""
+        """The head's inputs [predicting positions, hidden], by exit."""
         angles = torch.outer(batch.positions.float(), self.get_buffer("inv_freq"))
         rotation = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
         return {
@@ -187,14 +172,14 @@ class Exits(nn.Module):
         }
 
     def agreements(self, batch: StatesBatch) -> dict[str, Tensor]:
-        """By exit: whether its likeliest token is the full model's, [places] bool."""
+        """By exit: whether its likeliest token is the full model's, [predicting positions] bool."""
         head = self.get_buffer("head")
-        said = F.linear(batch.states[FINAL][batch.predicts].to(head.dtype), head).argmax(-1)
+        expected = F.linear(batch.states[FINAL][batch.predicts].to(head.dtype), head).argmax(-1)
         right = {}
         for name, normed in self.outputs(batch).items():
             vocabulary = self.by_name[name].vocabulary
             own = F.linear(normed.to(head.dtype), self._head_of(name)).argmax(-1)
-            right[name] = (own if vocabulary is None else vocabulary.to(own.device)[own]) == said
+            right[name] = (own if vocabulary is None else vocabulary.to(own.device)[own]) == expected
         return right
 
 
@@ -210,8 +195,8 @@ class AdaptersTask:
         batch_size: int,
         seed: int,
     ) -> None:
-        """`store` holds the states of `examples`; those in `held_out`, which come last, are never trained
-        on."""
+        """store: the states of `examples`; held_out: indices of the examples that are not trained on, the
+        last ones."""
         self.module = exits
         self._store, self._examples, self._held_out = store, examples, held_out
         self._batch_size, self._seed = batch_size, seed
@@ -220,37 +205,23 @@ class AdaptersTask:
         return [list(adapter.parameters()) for adapter in self.module.by_name.values()]
 
     def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> StatesBatch:
+        """See loop.Task. Raises TrainingError for more processes than examples in a batch."""
         indices = step_indices(self._held_out.start, self._batch_size, step, self._seed, rank, num_ranks)
-        if not indices:
-            raise TrainingError(
-                f"loop.batch_size={self._batch_size} leaves process {rank} of {num_ranks} without an example;"
-                f" it must be at least {num_ranks}"
-            )
         return self._gather(indices, device)
 
     def evaluate(self, device: torch.device) -> Metrics:
-        """Of each exit, by held-out places: loss in nats, and agreement with the full model's likeliest
-        token."""
-        losses: dict[str, float] = dict.fromkeys(self.module.by_name, 0.0)
-        right: dict[str, float] = dict.fromkeys(self.module.by_name, 0.0)
-        count = 0
+        """Each exit's means over held-out positions: `<exit>_loss` in nats, and `<exit>_agreement` with the
+        full model's likeliest token. None without held-out examples."""
+        totals, count = defaultdict[str, float](float), 0
         for start in range(self._held_out.start, self._held_out.stop, _EVAL_EXAMPLES):
             batch = self._gather(range(start, min(start + _EVAL_EXAMPLES, self._held_out.stop)), device)
             num_places = int(batch.predicts.sum())
             count += num_places
-            for name, loss in self.module(batch)[1].items():
-                losses[name] += float(loss) * num_places
-            for name, agrees in self.module.agreements(batch).items():
-                right[name] += int(agrees.sum())
-        return (
-            {
-                f"{name}_{what}": counter[name] / count
-                for name in right
-                for what, counter in (("loss", losses), ("agreement", right))
-            }
-            if count
-            else {}
-        )
+            losses, agreements = self.module(batch)[1], self.module.agreements(batch)
+            for name in losses:
+                totals[f"{name}_loss"] += float(losses[name]) * num_places
+                totals[f"{name}_agreement"] += int(agreements[name].sum())
+        return {name: total / count for name, total in totals.items()}
 
     def _gather(self, indices: Sequence[int], device: torch.device) -> StatesBatch:
         indices = sorted(indices, key=lambda index: len(self._examples[index].token_ids))
@@ -265,23 +236,18 @@ class AdaptersTask:
         starts = lengths.cumsum(0) - lengths
         positions = torch.arange(len(rows)) - starts[rows]
         first = torch.tensor([self._examples[index].prompt_len - 1 for index in indices])
-        # The last token is predicted, but predicts nothing that the full model was asked for.
+        # The last token predicts nothing that is part of the example.
         predicts = (positions >= first[rows]) & (positions < lengths[rows] - 1)
         groups = []
         for row in range(0, len(indices), _ROWS_PER_GROUP):
             places = ((rows >= row) & (rows < row + _ROWS_PER_GROUP)).nonzero().squeeze(-1)
             groups.append((places.to(device), (rows[places] - row).to(device), positions[places].to(device)))
-        return StatesBatch(
-            states,
-            F.pad(positions, (0, padding)).to(device),
-            F.pad(predicts, (0, padding)).to(device),
-            groups,
-        )
+        positions, predicts = (F.pad(packed, (0, padding)).to(device) for packed in (positions, predicts))
+        return StatesBatch(states, positions, predicts, groups)
 
 
 def frequent_tokens(examples: Sequence[Example], vocab_size: int) -> Tensor:
-    """All tokens [vocab], the most frequent of the responses first; a reduced vocabulary is a prefix of
-    this."""
+    """All tokens [vocab], those most frequent in responses first; a reduced vocabulary is a prefix of it."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for example in examples:
         counts += torch.bincount(torch.tensor(example.token_ids[example.prompt_len :]), minlength=vocab_size)
@@ -289,29 +255,23 @@ def frequent_tokens(examples: Sequence[Example], vocab_size: int) -> Tensor:
 
 
 def init_from_trunk(adapter: AdapterModule, checkpoint: Checkpoint) -> None:
-    """Starts blocks as copies of the layers that follow the exit, where they are of the same shape, and the
-    norm as the model's: the exit then begins as a model that leaves the layers between out, and learns in
-    half the steps.
-    """
-    names = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn") | dict.fromkeys(
-        ("gate_proj", "up_proj", "down_proj"), "mlp"
-    )
+    """Copies the layers that follow the exit into its blocks, where shapes agree, and the model's final norm.
+    The exit then starts as a model without the layers between, and learns in half the steps."""
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    sources = {name: f"self_attn.{name}" for name in attention} | {name: f"mlp.{name}" for name in mlp}
+    sources |= {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     with torch.no_grad():
         adapter.norm.copy_(checkpoint.tensor("model.norm.weight"))
         for index, block in enumerate(adapter.blocks):
             layer = f"model.layers.{min(adapter.info.layer + index, checkpoint.config.num_layers - 1)}"
-            sources = {
-                "attention_norm": f"{layer}.input_layernorm",
-                "mlp_norm": f"{layer}.post_attention_layernorm",
-            }
-            sources |= {name: f"{layer}.{part}.{name}" for name, part in names.items()}
             for name, parameter in block.named_parameters():
-                source = checkpoint.tensor(f"{sources[name]}.weight")
+                source = checkpoint.tensor(f"{layer}.{sources[name]}.weight")
                 if source.shape == parameter.shape:
                     parameter.copy_(source)
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """x [tokens, heads, head_dim] turned by the rotary embedding, in float32."""
     cos, sin = rotation
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

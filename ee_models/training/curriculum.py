@@ -1,5 +1,5 @@
-"""LayerSkip's schedules as pure functions [arXiv 2404.16710, section 4.1]: how often layers are left out,
-which exits learn, how much each counts.
+"""LayerSkip's schedules as pure functions [arXiv 2404.16710, section 4.1]: the rate of layer dropout, which
+exits are trained in a step, and the weight of each one's loss.
 
 L layers, indexed l = 0 .. L-1, and T optimizer steps t = 0 .. T-1. "Exit l" is the hidden state that layer l
 makes: elsewhere the exit after l + 1 layers.
@@ -13,24 +13,20 @@ from typing import Literal, get_args
 
 Curriculum = Literal["rotational", "gradual", "all"]
 DropoutSchedule = Literal["constant", "exponential"]
+_CURRICULA, _SCHEDULES = get_args(Curriculum), get_args(DropoutSchedule)
 
 
 def dropout_scale(schedule: DropoutSchedule, step: int, num_steps: int) -> float:
-    """S(t) of the layer dropout: 1 for a model that is trained already, 2^(t / (T-1)) - 1, from 0 to 1, for
-    one from scratch.
-
-    A run of one step is its own first step: 0.
-    """
+    """S(t) of the layer dropout: 1 if constant, for a model that is trained already; if exponential, for one
+    from scratch, 2^(t / (T-1)) - 1, which rises from 0 to 1. With T = 1 that is 0."""
     if schedule == "constant":
         return 1.0
     return 2 ** (step / max(1, num_steps - 1)) - 1
 
 
 def dropout_rates(num_layers: int, dropout_max: float, scale: float) -> list[float]:
-    """p(l, t) = S(t) * (2^(l / (L-1)) - 1) * p_max for each layer: the share of samples that pass it by.
-
-    From 0 for the first layer to S(t) * p_max for the last; the layer of a model that has one is the first.
-    `scale` is S(t).
+    """p(l, t) = S(t) * (2^(l / (L-1)) - 1) * p_max for each layer: the share of samples that skip it, from 0
+    for the first layer to S(t) * p_max for the last. With L = 1 it is 0. `scale` is S(t).
     """
     return [scale * (2 ** (layer / max(1, num_layers - 1)) - 1) * dropout_max for layer in range(num_layers)]
 
@@ -39,8 +35,7 @@ def exit_loss_scales(num_layers: int, exit_loss_scale: float) -> list[float]:
     """e(l) of the early-exit loss: e_scale * (0 + 1 + .. + l) for l < L-1; e(L-1) = (L-1) + e_scale * (0 + 1
     + .. + L-2).
 
-    So exit 0 counts for nothing. The exit of a model that has one layer counts 1, where the formula would
-    leave no loss at all.
+    So exit 0 has no weight. With L = 1 the one exit has weight 1, where the formula would leave no loss.
     """
     last = num_layers - 1
     if last == 0:
@@ -65,10 +60,8 @@ def layers_on(curriculum: Curriculum, num_layers: int, rotation: int, step: int,
 
 
 def exit_weights(scales: list[float], on: Collection[int]) -> dict[int, float]:
-    """C(t, l) e(l) / (sum over i of C(t, i) e(i)): what each exit's loss is multiplied by; they add up to 1.
-
-    Of the layers in `on`; without those that count for nothing, whose loss nobody need compute.
-    """
+    """C(t, l) e(l) / (sum over i of C(t, i) e(i)): the weight of the loss of each exit in `on`. They add
+    up to 1; those that are 0 are left out, since their loss need not be computed."""
     total = sum(scales[layer] for layer in on)
     return {layer: scales[layer] / total for layer in sorted(on) if scales[layer] > 0}
 
@@ -77,8 +70,8 @@ def exit_weights(scales: list[float], on: Collection[int]) -> dict[int, float]:
 class LayerSkipSettings:
     """The recipe. The defaults are the paper's for continued training of Llama 3 8B, but for the batch size.
 
-    dropout_max       p_max: how often the last layer is left out, 0 to 1
-    exit_loss_scale   e_scale, 0 to 1: how much early exits count beside the last layer; 0 leaves them out
+    dropout_max       p_max: the last layer's dropout rate, 0 to 1
+    exit_loss_scale   e_scale, 0 to 1: weight of early exits beside the last layer; 0 leaves them out
     curriculum        which exits learn in a step (`layers_on`); rotation: its R
     dropout_schedule  "constant" for a trained model; "exponential", rising from 0, for one from scratch
     batch_size        examples per step, of all processes together
@@ -100,15 +93,9 @@ class LayerSkipSettings:
         limits: dict[str, tuple[bool, str]] = {
             "dropout_max": (0 <= self.dropout_max <= 1, "between 0 and 1"),
             "exit_loss_scale": (0 <= self.exit_loss_scale <= 1, "between 0 and 1"),
-            "curriculum": (
-                self.curriculum in get_args(Curriculum),
-                f"one of {', '.join(get_args(Curriculum))}",
-            ),
+            "curriculum": (self.curriculum in _CURRICULA, f"one of {', '.join(_CURRICULA)}"),
             "rotation": (self.rotation >= 1, "at least 1"),
-            "dropout_schedule": (
-                self.dropout_schedule in get_args(DropoutSchedule),
-                f"one of {', '.join(get_args(DropoutSchedule))}",
-            ),
+            "dropout_schedule": (self.dropout_schedule in _SCHEDULES, f"one of {', '.join(_SCHEDULES)}"),
             "batch_size": (self.batch_size >= 1, "at least 1"),
             "lora_rank": (
                 self.lora_rank is None or self.lora_rank >= 1,
@@ -121,13 +108,11 @@ class LayerSkipSettings:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {limit}")
 
     def dropout_rates(self, num_layers: int, step: int, num_steps: int) -> list[float]:
-        """Of each layer in this step."""
-        return dropout_rates(
-            num_layers, self.dropout_max, dropout_scale(self.dropout_schedule, step, num_steps)
-        )
+        """Each layer's dropout rate in this step."""
+        scale = dropout_scale(self.dropout_schedule, step, num_steps)
+        return dropout_rates(num_layers, self.dropout_max, scale)
 
     def exit_weights(self, num_layers: int, step: int, num_steps: int) -> dict[int, float]:
-        """layer -> what the loss of its exit is multiplied by in this step; the last layer is always
-        there."""
+        """layer -> weight of its exit's loss in this step; the last layer is always among them."""
         on = layers_on(self.curriculum, num_layers, self.rotation, step, num_steps)
         return exit_weights(exit_loss_scales(num_layers, self.exit_loss_scale), on)

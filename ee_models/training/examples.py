@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import TrainingError
+
 
 @dataclass(frozen=True)
 class Example:
@@ -24,11 +26,16 @@ class Example:
 def step_indices(
     num_examples: int, batch_size: int, step: int, seed: int, rank: int = 0, num_ranks: int = 1
 ) -> list[int]:
-    """The examples of step `step` for process `rank`: each epoch is a permutation of its own, told by (seed,
-    epoch).
+    """Indices of the examples that process `rank` of `num_ranks` sees in step `step`. Each epoch is a
+    permutation of its own, a function of (seed, epoch).
 
     `batch_size` counts all processes; an epoch's last step may take up the first examples of the next epoch.
+    Raises TrainingError for more processes than examples in a batch.
     """
+    if batch_size < num_ranks:
+        raise TrainingError(
+            f"batch_size is {batch_size}; it must be at least the number of processes, {num_ranks}"
+        )
     picked = []
     for place in range(step * batch_size + rank, (step + 1) * batch_size, num_ranks):
         epoch, index = divmod(place, num_examples)
@@ -49,11 +56,9 @@ def _permutation(num_examples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def split(examples: Sequence[Example], held_out: int) -> tuple[list[Example], list[Example]]:
-    """(training, held out): every n-th example is held out, so that `held_out` of them are, spread over the
-    whole."""
+    """(training, held out): `held_out` examples at equal distances are held out."""
     if held_out <= 0:
         return list(examples), []
     picked = {round(i * len(examples) / held_out) for i in range(min(held_out, len(examples)))}
-    return [x for i, x in enumerate(examples) if i not in picked], [
-        x for i, x in enumerate(examples) if i in picked
-    ]
+    training = [example for i, example in enumerate(examples) if i not in picked]
+    return training, [example for i, example in enumerate(examples) if i in picked]

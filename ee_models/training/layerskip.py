@@ -1,8 +1,8 @@
 """The LayerSkip recipe [arXiv 2404.16710, section 4.1]: one model whose every layer can be read through its
 own final norm and head.
 
-Layers are left out at random, the later the more often, and the hidden states after some of them, other ones
-each step, are taught to predict the next token as the last one does. What comes out is a plain checkpoint of
+Layer dropout skips layers at random, later ones more often, and early-exit losses train the hidden states
+after some of the layers, other ones each step, to predict the next token. The result is a plain checkpoint of
 the same architecture.
 
 Layers are indexed l = 0 .. L-1, as in the paper; arguments and metrics count as the decoder does: exit n
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from ..checkpoint.loader import open_checkpoint
 from ..errors import TrainingError
+from ..families import FAMILIES
 from .curriculum import LayerSkipSettings as LayerSkipSettings
 from .examples import Example, step_indices
 from .loop import Metrics
@@ -38,19 +39,19 @@ from .loop import Metrics
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# whose logits are in memory together: 1 GB in float32 for a vocabulary of 128k, however large the batch
+# Tokens whose logits are in memory together: 1 GB in float32 for a vocabulary of 128k.
 TOKENS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one process sees in one step.
+    """The batch of one process in one step.
 
     token_ids, attention_mask   [rows, q_len], padded on the right
-    places, targets             [tokens]: where, in the flattened rows, a response token is predicted, and
-                                which
-    keep                        [layers, rows]: False where a row passes a layer by; None: nowhere
-    weights                     layer -> what the loss of its exit is multiplied by
+    places, targets             [tokens]: index in the flattened rows of each position that predicts a
+                                response token, and that token
+    keep                        [layers, rows]: False where a row skips a layer; None: no row skips any
+    weights                     layer -> weight of the loss of its exit
     """
 
     token_ids: Tensor
@@ -62,7 +63,7 @@ class Batch:
 
 
 class ExitLoss(nn.Module):
-    """A causal language model of transformers, with the recipe's loss for its output."""
+    """Wraps a causal language model of transformers; `forward` returns the recipe's loss."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises TrainingError for a model that has no `layers` and `norm` under an output embedding."""
@@ -74,8 +75,8 @@ class ExitLoss(nn.Module):
             and model.get_output_embeddings() is not None
         ):
             raise TrainingError(
-                f"{type(model).__name__} is not built as Llama is (layers, norm, lm_head); train a Llama,"
-                " Mistral, Qwen2 or Qwen3 model"
+                f"{type(model).__name__} is not built as Llama is (layers, norm, lm_head); train one of"
+                f" {', '.join(family.architecture for family in FAMILIES)}"
             )
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -91,8 +92,7 @@ class ExitLoss(nn.Module):
         return loss, values
 
     def hidden_after(self, layers: Collection[int], batch: Batch) -> dict[int, Tensor]:
-        """layer -> [tokens, hidden]: what it hands on, at `batch.places`. Not normed yet, the last layer's
-        neither."""
+        """layer -> its output [tokens, hidden] at `batch.places`, ahead of the final norm."""
         with _watched(self.model.base_model.layers, batch.keep, layers) as found:
             self.model.base_model(
                 input_ids=batch.token_ids, attention_mask=batch.attention_mask, use_cache=False
@@ -104,24 +104,23 @@ class ExitLoss(nn.Module):
         return self.model.get_output_embeddings()(self.model.base_model.norm(hidden)).float()
 
     def _exit_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy. Logits are made a few at a time, and made again on the way back, so that no two
-        exits' are ever kept together."""
+        """Mean cross entropy. Logits are computed a few at a time, and again in the backward pass, so that no
+        two exits' are in memory together."""
 
-        def sum_of(hidden: Tensor, targets: Tensor) -> Tensor:
+        def compute_sum(hidden: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(self.logits(hidden), targets, reduction="sum")
 
         parts = zip(hidden.split(TOKENS_AT_ONCE), targets.split(TOKENS_AT_ONCE), strict=True)
-        return torch.stack(
-            [recomputed(sum_of, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-        ).sum() / len(targets)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        return torch.stack([recomputed(compute_sum, *part, **options) for part in parts]).sum() / len(targets)
 
 
 @contextmanager
 def _watched(
     layers: nn.ModuleList, keep: Tensor | None, wanted: Collection[int]
 ) -> Iterator[dict[int, Tensor]]:
-    """Inside, layers pass by the rows that `keep` says, and a forward pass leaves the hidden states after the
-    `wanted` layers in the dict."""
+    """In its context, rows skip layers as `keep` says, and a forward pass puts the hidden states after the
+    `wanted` layers into the dict."""
     found: dict[int, Tensor] = {}
 
     def watch(layer: int) -> Callable[..., Any]:
@@ -165,26 +164,20 @@ class LayerSkipTask:
         evaluated.
         """
         self.module = ExitLoss(model)
-        self._examples, self._held_out, self._settings, self._num_steps, self._seed = (
-            examples,
-            held_out,
-            settings,
-            num_steps,
-            seed,
-        )
+        self._examples, self._held_out, self._settings = examples, held_out, settings
+        self._num_steps, self._seed = num_steps, seed
         self._num_layers = model.config.num_hidden_layers
-        quarters = {round(self._num_layers * quarter / 4) for quarter in (1, 2, 3)}
-        self._eval_exits = sorted(
-            set(range(1, self._num_layers)) & quarters if eval_exits is None else set(eval_exits)
-        )
-        if not all(1 <= layer < self._num_layers for layer in self._eval_exits):
+        early = range(1, self._num_layers)
+        if eval_exits is None:
+            eval_exits = [layer for q in (1, 2, 3) if (layer := round(self._num_layers * q / 4)) in early]
+        self._eval_exits = sorted(set(eval_exits))
+        if not set(self._eval_exits) <= set(early):
             raise TrainingError(
                 f"eval_exits is {self._eval_exits}; early exits of this model are 1 to {self._num_layers - 1}"
             )
         _check_examples(examples, held_out, model.config.vocab_size)
-        for (
-            module
-        ) in model.modules():  # it would draw from the global generator, and a resumed run would differ
+        for module in model.modules():
+            # Dropout would draw from the global generator, and a resumed run would differ.
             if getattr(module, "attention_dropout", 0.0):
                 setattr(module, "attention_dropout", 0.0)  # noqa: B010, mypy takes it for a submodule
         if settings.lora_rank is not None:
@@ -202,24 +195,15 @@ class LayerSkipTask:
         return [[parameter for parameter in self.module.parameters() if parameter.requires_grad]]
 
     def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Batch:
-        """As loop.Task has it. Raises TrainingError where there are more processes than examples in a
-        batch."""
+        """See loop.Task. Raises TrainingError for more processes than examples in a batch."""
         settings = self._settings
         picked = step_indices(len(self._examples), settings.batch_size, step, self._seed, rank, num_ranks)
-        if not picked:
-            raise TrainingError(
-                f"batch_size is {settings.batch_size}; it must be at least the number of processes,"
-                f" {num_ranks}"
-            )
         rates = settings.dropout_rates(self._num_layers, step, self._num_steps)
         keep = None
         if any(rates):
-            key = hashlib.blake2b(
-                f"layer dropout {self._seed} {step} {rank}".encode(), digest_size=7
-            ).digest()
-            drawn = torch.rand(
-                self._num_layers, len(picked), generator=torch.Generator().manual_seed(int.from_bytes(key))
-            )
+            key = hashlib.blake2b(f"layer dropout {self._seed} {step} {rank}".encode(), digest_size=7)
+            generator = torch.Generator().manual_seed(int.from_bytes(key.digest()))
+            drawn = torch.rand(self._num_layers, len(picked), generator=generator)
             keep = drawn >= torch.tensor(rates)[:, None]
         weights = settings.exit_weights(self._num_layers, step, self._num_steps)
         return collate([self._examples[index] for index in picked], device, keep, weights)
@@ -235,20 +219,18 @@ class LayerSkipTask:
         last, totals, num_tokens = self._num_layers - 1, defaultdict[str, float](float), 0
         for start in range(0, len(self._held_out), self._settings.batch_size):
             batch = collate(self._held_out[start : start + self._settings.batch_size], device)
-            hidden = self.module.hidden_after(
-                [last, *(exit_layer - 1 for exit_layer in self._eval_exits)], batch
-            )
+            hidden = self.module.hidden_after([last, *(exit - 1 for exit in self._eval_exits)], batch)
             num_tokens += len(batch.targets)
             for at in range(0, len(batch.targets), TOKENS_AT_ONCE):
                 part = slice(at, at + TOKENS_AT_ONCE)
                 logits = self.module.logits(hidden[last][part])
                 choice = logits.argmax(-1)
-                totals["last_loss"] += float(F.cross_entropy(logits, batch.targets[part], reduction="sum"))
+                targets = batch.targets[part]
+                totals["last_loss"] += float(F.cross_entropy(logits, targets, reduction="sum"))
                 for exit_layer in self._eval_exits:
                     logits = self.module.logits(hidden[exit_layer - 1][part])
-                    totals[f"exit_{exit_layer}_loss"] += float(
-                        F.cross_entropy(logits, batch.targets[part], reduction="sum")
-                    )
+                    loss = F.cross_entropy(logits, targets, reduction="sum")
+                    totals[f"exit_{exit_layer}_loss"] += float(loss)
                     totals[f"exit_{exit_layer}_agreement"] += float((logits.argmax(-1) == choice).sum())
         return {name: total / num_tokens for name, total in totals.items()}
 
@@ -270,15 +252,13 @@ class LayerSkipTask:
         def write(draft: Path) -> None:
             model.save_pretrained(draft, state_dict=_merged(model, stored))
             path = draft / "config.json"
-            config = json.loads(path.read_text(encoding="utf-8")) | {
-                "dtype": str(stored).removeprefix("torch.")
-            }
+            config = json.loads(path.read_text(encoding="utf-8"))
+            config["dtype"] = str(stored).removeprefix("torch.")
             config.pop("quantization_config", None)  # what was unpacked for training is stored unpacked
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            # safetensors makes its files private, but a model is for all who may read its config.
             for weights in draft.glob("*.safetensors"):
-                weights.chmod(
-                    path.stat().st_mode
-                )  # safetensors makes its files private, but a model is for all who may read its config
+                weights.chmod(path.stat().st_mode)
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
 
@@ -310,26 +290,19 @@ def collate(
     weights: dict[int, float] | None = None,
 ) -> Batch:
     """Rows padded on the right to the longest, on `device`; only response tokens are targets."""
-    token_ids = pad_sequence(
-        [torch.tensor(example.token_ids) for example in examples], batch_first=True
-    )  # with token 0, which nothing looks at
+    # Padded with token 0, which attention_mask hides.
+    token_ids = pad_sequence([torch.tensor(example.token_ids) for example in examples], batch_first=True)
     position = torch.arange(token_ids.shape[1])
     ends = torch.tensor([len(example.token_ids) for example in examples])[:, None]
-    starts = torch.tensor([max(1, example.prompt_len) for example in examples])[
-        :, None
-    ]  # nothing predicts the first token
+    # The first token is predicted by none, even where it belongs to the response.
+    starts = torch.tensor([max(1, example.prompt_len) for example in examples])[:, None]
     predicts = (position >= starts - 1) & (position < ends - 1)
     targets = token_ids.roll(-1, dims=1)[predicts]
     places = predicts.flatten().nonzero()[:, 0]
-    mask = (position < ends).long().to(device)
-    return Batch(
-        token_ids.to(device),
-        mask,
-        places.to(device),
-        targets.to(device),
-        None if keep is None else keep.to(device),
-        weights or {},
-    )
+    mask = (position < ends).long()
+    token_ids, mask, places, targets = (x.to(device) for x in (token_ids, mask, places, targets))
+    keep = None if keep is None else keep.to(device)
+    return Batch(token_ids, mask, places, targets, keep, weights or {})
 
 
 def _check_examples(examples: Sequence[Example], held_out: Sequence[Example], vocab_size: int) -> None:
@@ -375,13 +348,10 @@ def _add_lora(model: PreTrainedModel, rank: int, alpha: int, seed: int) -> None:
 
 
 def _merged(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All weights by their names in a plain checkpoint, on the CPU; tied ones once. The model is left as it
-    is."""
-    lora: dict[str, Any] = {
-        f"{name}.weight": module
-        for name, module in model.named_modules()
-        if hasattr(module, "get_delta_weight")
-    }
+    """All weights by their names in a plain checkpoint, on the CPU; tied ones once. Does not change the
+    model."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    lora = {f"{name}.weight": each for name, each in modules.items() if hasattr(each, "get_delta_weight")}
     state = {}
     for name, parameter in model.named_parameters():
         name = name.replace(".base_layer.", ".")
@@ -392,13 +362,10 @@ def _merged(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Calls `write` with an empty folder beside `folder`, then moves it into place, and what was there
-    away."""
-    if (
-        folder.exists()
-        and not (folder / "config.json").is_file()
-        and (not folder.is_dir() or any(folder.iterdir()))
-    ):
+    """Calls `write` with an empty folder beside `folder`, then puts it in the place of `folder`. Raises
+    TrainingError if that is neither empty nor a checkpoint, or cannot be written; then it is as it was."""
+    is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_empty and not (folder / "config.json").is_file():
         raise TrainingError(f"{folder} exists and is no checkpoint; choose another folder, or remove it")
     draft, former = (folder.with_name(f".{folder.name}.{kind}.{os.getpid()}") for kind in ("draft", "former"))
     try:

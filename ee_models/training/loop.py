@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 CHECKPOINT = "checkpoint.safetensors"
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 LOG = "log.jsonl"
 Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How long and how fast. Steps are optimizer steps.
+    """Length, learning rate and optimizer of a run. Steps are optimizer steps.
 
     warmup           share of the steps over which the learning rate rises from 0; it then falls along a
                      cosine to `final_lr` times its peak
@@ -58,19 +59,18 @@ class LoopSettings:
     seed: int = 0
 
     def learning_rate_at(self, step: int) -> float:
-        """Of step `step`, counted from 0."""
+        """The learning rate of step `step`, counted from 0."""
         num_warmup = max(1, round(self.warmup * self.num_steps))
         if step < num_warmup:
             return self.learning_rate * (step + 1) / num_warmup
         done = (step - num_warmup) / max(1, self.num_steps - num_warmup)
-        return self.learning_rate * (
-            self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
-        )
+        cosine = 0.5 * (1 + math.cos(math.pi * done))
+        return self.learning_rate * (self.final_lr + (1 - self.final_lr) * cosine)
 
 
 class Task(Protocol):
-    """What is trained, on what. `module.forward(batch)` returns (loss, metrics): a scalar and a dict of
-    scalar tensors.
+    """A model to train and its data. `module.forward(batch)` returns (loss, metrics): a scalar tensor and a
+    dict of them.
 
     parameter_groups   parameters that are clipped together: one group per exit, so that exits trained
                        together get the weights that each would have got alone
@@ -82,16 +82,16 @@ class Task(Protocol):
     def parameter_groups(self) -> list[list[nn.Parameter]]: ...
 
     def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Any:
-        """What process `rank` of `num_ranks` sees in optimizer step `step`: a function of these and the seed
-        alone."""
+        """The batch of process `rank` of `num_ranks` in optimizer step `step`: a function of these and the
+        seed."""
 
     def evaluate(self, device: torch.device) -> Metrics:
-        """On what training never sees."""
+        """Figures on held-out data, which training never sees."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """steps_run: of this run, without those before a resume; metrics: of the last evaluation."""
+    """steps_run: steps of this run, without those before a resume; metrics: of the last evaluation."""
 
     steps_run: int
     seconds: float
@@ -131,30 +131,26 @@ def train(
     task.module.train()
     step = _restore(task.module, optimizer, folder / CHECKPOINT, identity, resume)
     first, started, metrics = step, time.perf_counter(), Metrics()
-    with _bar(settings.num_steps, step, progress and accelerator.is_main_process) as bar:
+    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    shows = progress and accelerator.is_main_process
+    with progress_bar("training", "step", settings.num_steps, step, shows) as bar:
         while step < settings.num_steps:
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate_at(step)
             with accelerator.autocast():
-                loss, values = module(
-                    task.batch(step, accelerator.process_index, accelerator.num_processes, accelerator.device)
-                )
+                loss, values = module(task.batch(step, rank, num_ranks, device))
             if not bool(torch.isfinite(loss)):
                 raise _diverged(f"the loss of step {step} is {float(loss.detach())}")
             accelerator.backward(loss)
-            norms = [
-                torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm) for parameters in groups
-            ]
-            if not bool(
-                torch.isfinite(torch.stack(norms)).all()
-            ):  # before it can reach the weights, and with them a checkpoint
+            norms = [nn.utils.clip_grad_norm_(group, settings.max_grad_norm) for group in groups]
+            # Checked before it can reach the weights, and with them a checkpoint.
+            if not bool(torch.isfinite(torch.stack(norms)).all()):
                 raise _diverged(f"the gradient of step {step} is not finite")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
-            bar.set_postfix_str(
-                " ".join(f"{name} {float(value):.3g}" for name, value in values.items()), refresh=False
-            )
+            shown = " ".join(f"{name} {float(value):.3g}" for name, value in values.items())
+            bar.set_postfix_str(shown, refresh=False)
             bar.update()
             if step == settings.num_steps or step % settings.eval_every == 0:
                 metrics = _evaluate(task, accelerator)
@@ -201,17 +197,15 @@ def _save(module: nn.Module, optimizer: torch.optim.Optimizer, path: Path, ident
     tensors: dict[str, Tensor] = {}
     for name, parameter in _trainable(module).items():
         tensors[name] = parameter.detach().contiguous()
-        tensors |= {
-            f"{name}:{moment}": optimizer.state[parameter][moment].contiguous()
-            for moment in ("exp_avg", "exp_avg_sq")
-        }
+        state = optimizer.state[parameter]
+        tensors |= {f"{name}:{moment}": state[moment].contiguous() for moment in _MOMENTS}
     write_atomically(path, lambda draft: save_file(tensors, draft, {"identity": identity, "step": str(step)}))
 
 
 def _restore(
     module: nn.Module, optimizer: torch.optim.Optimizer, path: Path, identity: str, resume: bool
 ) -> int:
-    """Loads the checkpoint at `path` -> the steps that it has behind it; 0 if there is none."""
+    """Loads the checkpoint at `path`, if there is one -> the number of steps done by then."""
     if not path.exists():
         return 0
     if not resume:
@@ -233,7 +227,7 @@ def _restore(
                     parameter.copy_(file.get_tensor(name))
                     moments = {
                         moment: file.get_tensor(f"{name}:{moment}").to(parameter.device)
-                        for moment in ("exp_avg", "exp_avg_sq")
+                        for moment in _MOMENTS
                     }
                     optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
     except (SafetensorError, OSError, KeyError) as error:
@@ -252,7 +246,7 @@ def _evaluate(task: Task, accelerator: Accelerator) -> Metrics:
 
 
 def _log(folder: Path, step: int, metrics: Metrics, accelerator: Accelerator, bar: tqdm[Any]) -> None:
-    """A line in the log, and one above the bar."""
+    """Writes the metrics of an evaluation to the log and above the bar. Raises TrainingError."""
     if not accelerator.is_main_process:
         return
     try:
@@ -262,21 +256,12 @@ def _log(folder: Path, step: int, metrics: Metrics, accelerator: Accelerator, ba
         raise TrainingError(
             f"cannot write {folder / LOG}: {error}; free some space, and go on with output.resume=true"
         ) from error
-    bar.write(
-        f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()),
-        file=sys.stderr,
-    )
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    bar.write(f"step {step}: {figures}", file=sys.stderr)
 
 
-def _bar(total: int, done: int, progress: bool) -> tqdm[Any]:
+def progress_bar(desc: str, unit: str, total: int, done: int, shows: bool) -> tqdm[Any]:
+    """A bar on stderr that stands at `done` of `total`; a log file gets a line of it every 30 seconds."""
     interval = 0.5 if sys.stderr.isatty() else 30.0
-    return tqdm(
-        total=total,
-        initial=done,
-        desc="training",
-        unit="step",
-        disable=not progress,
-        mininterval=interval,
-        file=sys.stderr,
-        dynamic_ncols=True,
-    )
+    look: dict[str, Any] = {"mininterval": interval, "file": sys.stderr, "dynamic_ncols": True}
+    return tqdm(desc=desc, unit=unit, total=total, initial=done, disable=not shows, **look)

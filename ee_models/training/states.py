@@ -1,13 +1,12 @@
 """The frozen trunk's hidden states at the exits' layers: computed once, kept on disk, read in any order.
 
 The trunk never changes while adapters are trained, so a second epoch over states costs a fraction of the
-first. What is kept takes (number of exits + 1) * hidden_size * 2 bytes per token.
+first. A token takes (number of exits + 1) * hidden_size * 2 bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
@@ -25,7 +23,7 @@ from cache.view import BatchView, packed_slots_of
 from ..decoder import Decoder
 from ..errors import TrainingError
 from .examples import Example
-from .loop import write_atomically
+from .loop import progress_bar, write_atomically
 
 FINAL = "final"
 _EXAMPLES_PER_SHARD = 128
@@ -47,35 +45,20 @@ def trunk_states(decoder: Decoder, layers: Sequence[int], examples: Sequence[Exa
     rows = torch.repeat_interleave(torch.arange(len(examples)), lengths).to(device)
     positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).to(device)
     cu_q_lens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(device)
-    view = BatchView(
-        positions,
-        packed_slots_of(tables, rows, positions, _BLOCK_SIZE),
-        tables,
-        cu_q_lens,
-        int(lengths.max()),
-        int(lengths.max()),
-    )
+    slots, longest = packed_slots_of(tables, rows, positions, _BLOCK_SIZE), int(lengths.max())
+    view = BatchView(positions, slots, tables, cu_q_lens, max_q_len=longest, max_context_len=longest)
     config = decoder.config
-    kv = PagedKV(
-        config.num_layers,
-        tables.numel(),
-        _BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        decoder.dtype,
-        device,
-    )
-    hidden = decoder.embed(
-        torch.tensor([token for example in examples for token in example.token_ids], device=device)
-    )
+    sizes = (tables.numel(), _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    kv = PagedKV(config.num_layers, *sizes, decoder.dtype, device)
+    token_ids = [token for example in examples for token in example.token_ids]
+    hidden = decoder.embed(torch.tensor(token_ids, device=device))
     states, lo = {}, 0
     for hi in sorted(layers):
         hidden = decoder.run_layers(hidden, lo, hi, kv, view)
         states[f"layer{hi}"] = hidden.to(torch.bfloat16, copy=True)
         lo = hi
-    states[FINAL] = decoder.normed(decoder.run_layers(hidden, lo, config.num_layers, kv, view)).to(
-        torch.bfloat16
-    )
+    hidden = decoder.run_layers(hidden, lo, config.num_layers, kv, view)
+    states[FINAL] = decoder.normed(hidden).to(torch.bfloat16)
     return states
 
 
@@ -93,25 +76,14 @@ class StateStore:
         *,
         progress: bool = True,
     ) -> None:
-        """`model` tells the trunk and its dtype from others. Raises TrainingError if the disk is full; what
-        is written stays of use."""
+        """`model` identifies the trunk and its dtype. Raises TrainingError if the disk is full; what is
+        written by then is used by the next run."""
         self._names = [*(f"layer{layer}" for layer in sorted(layers)), FINAL]
         self._files: dict[Path, Any] = {}
         self._places: list[tuple[Path, int, int]] = []
-        shards = [
-            examples[start : start + _EXAMPLES_PER_SHARD]
-            for start in range(0, len(examples), _EXAMPLES_PER_SHARD)
-        ]
-        interval = 0.5 if sys.stderr.isatty() else 30.0
-        with tqdm(
-            total=len(examples),
-            desc="hidden states",
-            unit="example",
-            disable=not progress,
-            mininterval=interval,
-            file=sys.stderr,
-        ) as bar:
-            for shard in shards:
+        with progress_bar("hidden states", "example", len(examples), 0, progress) as bar:
+            for first in range(0, len(examples), _EXAMPLES_PER_SHARD):
+                shard = examples[first : first + _EXAMPLES_PER_SHARD]
                 path = folder / _identity(model, shard)
                 missing = [name for name in self._names if not (path / f"{name}.safetensors").exists()]
                 if missing:
@@ -129,10 +101,8 @@ class StateStore:
         return {name: self._read(folder, name)[start:stop] for name in self._names}
 
     def _open(self, path: Path) -> Any:
-        if path not in self._files:
-            self._files[path] = safe_open(
-                path, "pt"
-            ).__enter__()  # mapped into memory for as long as the store lives
+        if path not in self._files:  # mapped into memory for as long as the store lives
+            self._files[path] = safe_open(path, "pt").__enter__()
         return self._files[path]
 
     def _read(self, folder: Path, name: str) -> Any:
@@ -146,7 +116,8 @@ class StateStore:
 
 
 def _write(folder: Path, names: Sequence[str], decoder: Decoder, shard: Sequence[Example]) -> None:
-    """In passes of neighbours in length, so that little is computed for padding."""
+    """Computes the states `names` of a shard and writes a file of each. Examples of similar length share a
+    pass, so that little is computed for padding."""
     layers = [int(name.removeprefix("layer")) for name in names if name != FINAL]
     order = sorted(range(len(shard)), key=lambda i: len(shard[i].token_ids))
     parts: dict[int, dict[str, Tensor]] = {}
@@ -155,10 +126,8 @@ def _write(folder: Path, names: Sequence[str], decoder: Decoder, shard: Sequence
         taken = order[-max(1, _TOKENS_PER_PASS // longest) :]
         del order[-len(taken) :]
         states = trunk_states(decoder, layers, [shard[i] for i in taken])
-        split = {
-            name: tensor.cpu().split([len(shard[i].token_ids) for i in taken])
-            for name, tensor in states.items()
-        }
+        lengths = [len(shard[i].token_ids) for i in taken]
+        split = {name: tensor.cpu().split(lengths) for name, tensor in states.items()}
         for place, i in enumerate(taken):
             parts[i] = {name: pieces[place] for name, pieces in split.items()}
     for name in names:
@@ -167,7 +136,7 @@ def _write(folder: Path, names: Sequence[str], decoder: Decoder, shard: Sequence
 
 
 def num_bytes(examples: Sequence[Example], num_exits: int, hidden_size: int) -> int:
-    """What a store of `examples` takes on disk."""
+    """The size on disk of a store of `examples`."""
     return sum(len(example.token_ids) for example in examples) * (num_exits + 1) * hidden_size * 2
 
 

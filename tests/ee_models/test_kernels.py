@@ -41,16 +41,13 @@ class Rope:
     def __init__(
         self, num_tokens: int, heads: tuple[int, int, int], with_norms: bool, num_padding: int = 0
     ) -> None:
-        self.num_heads, num_kv_heads, head_dim = heads
+        num_heads, num_kv_heads, head_dim = heads
         generator = torch.Generator().manual_seed(num_tokens)
-        self.qkv = torch.randn(
-            num_tokens, (self.num_heads + 2 * num_kv_heads) * head_dim, generator=generator
-        )
+        self.qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, generator=generator)
         angles = torch.outer(torch.arange(200.0), 10000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2)))
         self.cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1)
-        self.q_norm, self.k_norm = (
-            (1 + 0.1 * torch.randn(2, head_dim, generator=generator)).unbind() if with_norms else (None, None)
-        )
+        q_norm, k_norm = 1 + 0.1 * torch.randn(2, head_dim, generator=generator)
+        self.norms = (q_norm, k_norm) if with_norms else None
         num_blocks = num_tokens // 4 + 3
         self.initial = torch.randn(2, 2, num_blocks * 4, num_kv_heads, head_dim, generator=generator)
         self.kv_shape = (2, num_blocks, 4, num_kv_heads, head_dim)
@@ -75,9 +72,7 @@ class Rope:
         )
         qkv = self.qkv[tokens].clone()
         return (
-            kernels.rope_and_store(
-                qkv, self.cos_sin, self.q_norm, self.k_norm, EPS, self.num_heads, kv, 1, view
-            ),
+            kernels.rope_and_store(qkv, self.cos_sin, self.norms, EPS, kv, 1, view),
             kv.data,
         )
 

@@ -153,8 +153,8 @@ class Rope:
         ).to(DEVICE, dtype)
         angles = torch.outer(torch.arange(200.0), 10000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2)))
         self.cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(DEVICE)
-        norms = (1 + 0.1 * torch.randn(2, head_dim, generator=generator)).to(DEVICE, dtype)
-        self.q_norm, self.k_norm = norms.unbind() if with_norms else (None, None)
+        q_norm, k_norm = (1 + 0.1 * torch.randn(2, head_dim, generator=generator)).to(DEVICE, dtype)
+        self.norms = (q_norm, k_norm) if with_norms else None
         num_blocks = num_tokens // 4 + 3
         self.initial = torch.randn(2, 2, num_blocks * 4, num_kv_heads, head_dim, generator=generator).to(
             DEVICE, dtype
@@ -187,9 +187,7 @@ class Rope:
         )
         qkv = self.qkv[tokens].clone()
         return (
-            kernels.rope_and_store(
-                qkv, self.cos_sin, self.q_norm, self.k_norm, EPS, self.num_heads, kv, 1, view
-            ),
+            kernels.rope_and_store(qkv, self.cos_sin, self.norms, EPS, kv, 1, view),
             data,
         )
 
