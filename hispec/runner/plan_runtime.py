@@ -17,9 +17,9 @@ from ..control.choice import Route
 from ..decoding.acceptance import CoupledJudge, Judge, RejectionJudge
 from ..decoding.drafter import Drafter
 from ..decoding.stages import DecoderLike, PassCounts, Stages, Tier
-from ..drafters.computed import ComputedDrafter, ExitSpeaker
+from ..drafters.computed import ComputedDrafter, ExitHead
 from ..drafters.hybrid import HybridDrafter
-from ..drafters.model import ModelDrafter, ModelSpeaker
+from ..drafters.model import ModelDrafter, ModelHead
 from ..drafters.ngram import NgramDrafter
 from ..errors import ConfigError
 from ..scheduling.request import Owner
@@ -289,14 +289,12 @@ class _Parts:
         if draft.kind == "model":
             assert self._draft_model is not None and self._draft_kv is not None
             if self._model is None:
-                speaker = ModelSpeaker(
-                    self._draft_model, self._draft_kv, stages.vocab_size, self._draft_counts
-                )
-                self._model = ModelDrafter(speaker, judge, confidence)
+                head = ModelHead(self._draft_model, self._draft_kv, stages.vocab_size, self._draft_counts)
+                self._model = ModelDrafter(head, judge, confidence)
             return self._model
-        exit_speaker = ExitSpeaker(stages, plan.draft_layer)
+        exit_head = ExitHead(stages, plan.draft_layer)
         if draft.kind in ("exit", "adapter"):
-            return ComputedDrafter(exit_speaker, judge, confidence)
+            return ComputedDrafter(exit_head, judge, confidence)
         sizes, limits = draft.ngram or NgramConfig(), self._limits
         if sizes not in self._ngrams:
             self._ngrams[sizes] = NgramDrafter(
@@ -306,7 +304,7 @@ class _Parts:
         if draft.kind == "ngram":
             return ngram
         return HybridDrafter(
-            ngram, ComputedDrafter(exit_speaker, judge, confidence), exit_speaker, draft.num_exit_tokens
+            ngram, ComputedDrafter(exit_head, judge, confidence), exit_head, draft.num_exit_tokens
         )
 
 

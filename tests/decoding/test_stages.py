@@ -47,7 +47,7 @@ def test_packing_agrees_with_a_walk(rows: int, q_len: int, block_size: int, shar
                 walked.append((row, column, row * WINDOW + column, row * q_len + j, position, slot))
         ends.append(len(walked))
     span = Stages.select(batch, DraftTree.chain(q_len), first, nodes, live)
-    found = (span.rows, span.index, span.flat, span.place, span.view.positions, span.view.slots)
+    found = (span.rows, span.columns, span.flat, span.cell, span.view.positions, span.view.slots)
     assert list(zip(*(values.tolist() for values in found), strict=True)) == walked
     assert span.view.cu_q_lens.tolist() == ends
     assert torch.equal(span.spread(torch.ones(span.num_tokens)).bool(), live)

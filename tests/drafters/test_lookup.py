@@ -13,8 +13,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hispec.drafters.lookup import Lookup, LookupIndex, make_lookup
+from hispec.drafters.lookup import Lookup
+from hispec.drafters.lookup_numba import LookupIndex
 from hispec.drafters.lookup_torch import TensorLookup
+from hispec.drafters.ngram import make_lookup
 
 CPU = torch.device("cpu")
 NUM_ROWS, MAX_LEN, WINDOW = 3, 24, 7

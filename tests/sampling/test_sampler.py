@@ -22,7 +22,7 @@ from transformers import (
 
 from hispec.sampling import noise
 from hispec.sampling import sampler as sampler_module
-from hispec.sampling.inputs import Places, RowSampling
+from hispec.sampling.inputs import RowSampling, SamplingInput
 from hispec.sampling.sampler import Sampler
 from hispec.sampling_params import SamplingParams
 
@@ -50,12 +50,12 @@ def places(
     num_rows: int,
     index: Sequence[int] | None = None,
     window_tokens: Tensor | None = None,
-) -> Places:
+) -> SamplingInput:
     """Tokens of these rows, each at column `index` of its row's window (0 if None), after PROMPT and
     OUTPUT."""
     index_ = torch.tensor([0] * len(rows) if index is None else index)
     window = torch.tensor([[OUTPUT[-1], 0]]).expand(num_rows, -1) if window_tokens is None else window_tokens
-    return Places(torch.tensor(rows), index_, len(PROMPT + OUTPUT) + index_, window)
+    return SamplingInput(torch.tensor(rows), index_, len(PROMPT + OUTPUT) + index_, window)
 
 
 def reference(
@@ -260,7 +260,7 @@ def test_choices_follow_their_distribution_over_positions() -> None:
     num, params = 20_000, {"temperature": 0.8, "top_k": 6, "top_p": 0.97}
     logits = random_logits(1, vocab=30, scale=1.0).expand(num, -1)
     sampler = Sampler([row(seed=3, prompt=[1], output=[], stop_ids=frozenset(), **params)], 30, CPU)
-    at = Places(
+    at = SamplingInput(
         torch.zeros(num, dtype=torch.int64),
         torch.zeros(num, dtype=torch.int64),
         torch.arange(num),
