@@ -10,9 +10,9 @@ from ..config import DraftConfig, NgramConfig
 from ..decoding.acceptance import Judge
 from ..decoding.drafter import Drafter
 from ..decoding.stages import DecoderLike, PassCounts, Stages
-from .computed import ComputedDrafter, ExitSpeaker
+from .computed import ComputedDrafter, ExitHead
 from .hybrid import HybridDrafter
-from .model import ModelDrafter, ModelSpeaker
+from .model import ModelDrafter, ModelHead
 from .ngram import NgramDrafter
 
 
@@ -48,16 +48,16 @@ class DrafterFactory:
             case "ngram":
                 return self._ngram(draft, stages.device, judge)
             case "exit" | "adapter":
-                return ComputedDrafter(ExitSpeaker(stages, draft_layer), judge, confidence)
+                return ComputedDrafter(ExitHead(stages, draft_layer), judge, confidence)
             case "hybrid":
-                speaker = ExitSpeaker(stages, draft_layer)
-                computed = ComputedDrafter(speaker, judge, confidence)
+                head = ExitHead(stages, draft_layer)
+                computed = ComputedDrafter(head, judge, confidence)
                 ngram = self._ngram(draft, stages.device, judge)
-                return HybridDrafter(ngram, computed, speaker, draft.num_exit_tokens)
+                return HybridDrafter(ngram, computed, head, draft.num_exit_tokens)
             case "model":
                 if self._model is None:
                     assert self._draft_model is not None and self._draft_kv is not None
-                    model = ModelSpeaker(
+                    model = ModelHead(
                         self._draft_model, self._draft_kv, stages.vocab_size, self._draft_counts
                     )
                     self._model = ModelDrafter(model, judge, confidence)
