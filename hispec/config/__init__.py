@@ -1,13 +1,15 @@
 """Frozen, validated settings: how the engine runs, how it speculates, and in which order it serves."""
 
 from .base import Settings
-from .draft_kinds import TRAITS, DraftKind, DraftKindTraits
+from .draft_kinds import KINDS, TRAITS, DraftKind, DraftKindTraits
 from .engine import EngineConfig
 from .plan import PLAIN, Plan
 from .scheduling import SchedulingConfig
-from .speculative import CheckConfig, DraftConfig, GoodputConfig, NgramConfig, SpeculativeConfig
+from .speculative import ACCEPTANCES, CheckConfig, DraftConfig, GoodputConfig, NgramConfig, SpeculativeConfig
 
 __all__ = [
+    "ACCEPTANCES",
+    "KINDS",
     "PLAIN",
     "TRAITS",
     "CheckConfig",

@@ -1,18 +1,18 @@
 """The kinds of drafters and their traits, which all other code reads instead of comparing kinds by name.
 
-To add a kind of drafter:
-1. here: its name in `DraftKind` and its traits in `TRAITS`; a setting of its own is a field of `DraftConfig`
-   (speculative.py)
-2. hispec/drafters/KIND.py: a class with the methods of `hispec.decoding.drafter.Drafter`
-3. hispec/drafters/make.py: construct it in `DrafterFactory.make`
-"""
+Another kind is added by `hispec.drafters.make.register_drafter` (docs/extending.md), which completes both
+tables here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated
 
-DraftKind = Literal["exit", "adapter", "ngram", "hybrid", "model"]
+from .base import one_of
+
+# The kinds that come with HiSpec; registered ones follow.
+KINDS: list[str] = ["exit", "adapter", "ngram", "hybrid", "model"]
+DraftKind = Annotated[str, one_of(KINDS)]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class DraftKindTraits:
     computes     a model or an exit computes drafts, one after the other, and their probabilities
     has_model    it has a model of its own, named by `path`, with KV of its own
     is_trained   its exit is a trained one, unless `exit` says otherwise
+    has_costs    latency profiles tell what its drafts cost, so that control='goodput' can choose it
     """
 
     fields: frozenset[str]
@@ -36,6 +37,7 @@ class DraftKindTraits:
     computes: bool = True
     has_model: bool = False
     is_trained: bool = False
+    has_costs: bool = True
 
     @property
     def is_mixed(self) -> bool:
@@ -49,7 +51,7 @@ class DraftKindTraits:
 
 
 _LAYER, _PATH = frozenset({"layer"}), frozenset({"path"})
-TRAITS: dict[DraftKind, DraftKindTraits] = {
+TRAITS: dict[str, DraftKindTraits] = {
     "ngram": DraftKindTraits(frozenset({"ngram"}), looks_up=True, computes=False),
     "exit": DraftKindTraits(_LAYER, required=_LAYER, in_trunk=True),
     "adapter": DraftKindTraits(_LAYER | _PATH, required=_LAYER, in_trunk=True, is_trained=True),

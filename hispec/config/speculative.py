@@ -7,10 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from ..errors import ConfigError
-from .base import Settings, Tuple
+from .base import Settings, Tuple, one_of
 from .draft_kinds import TRAITS, DraftKind, DraftKindTraits
 from .plan import Plan
 
+# Ways to accept; those that come with HiSpec, then registered ones
+# (hispec.decoding.acceptance.register_judge).
+ACCEPTANCES: list[str] = ["coupled", "rejection"]
 _MOST_DRAFTS = 64  # of a tree, per cycle
 
 
@@ -192,7 +195,7 @@ class SpeculativeConfig(Settings):
     num_checks: Annotated[int, Field(ge=1, le=16)] = 2
     num_branches: Annotated[int, Field(ge=1, le=16)] = 1
     draft_confidence: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    acceptance: Literal["coupled", "rejection"] = "coupled"
+    acceptance: Annotated[str, one_of(ACCEPTANCES)] = "coupled"
     control: Literal["fixed", "goodput"] = "fixed"
     goodput: GoodputConfig | None = None
     graphs: bool = True
@@ -217,6 +220,10 @@ class SpeculativeConfig(Settings):
             )
         if self.num_branches > 1:
             self._check_branches()
+        if self.control == "goodput" and not draft.traits.has_costs:
+            raise ValueError(
+                f"control='goodput' does not know what draft.kind={draft.kind!r} costs; use control='fixed'"
+            )
         if self.goodput is not None and self.control != "goodput":
             raise ValueError(
                 f"goodput={self.goodput!r} means nothing for control={self.control!r}; set control: goodput,"

@@ -104,6 +104,8 @@ def _named_layers(speculative: SpeculativeConfig) -> list[int]:
 def _is_at_hand(speculative: SpeculativeConfig, kind: DraftKind, has_exits: bool) -> bool:
     """Whether `speculative` names what drafters of this kind need."""
     traits = TRAITS[kind]
+    if not traits.has_costs:
+        return False
     if traits.has_model:
         return speculative.draft.kind == kind
     if traits.in_trunk and "exit" not in traits.fields:  # it drafts by one kind of exit only

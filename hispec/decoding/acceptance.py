@@ -3,6 +3,7 @@ which takes what the function needs from a round."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from ee_models.kernels import runs_triton
 
+from ..config import ACCEPTANCES, CheckConfig
+from ..errors import ConfigError
 from ..sampling import confidence, noise
 from ..sampling.sampler import draw
 from .batch import RoundBatch, Span, make_sampling_input
@@ -251,3 +254,18 @@ class RejectionJudge:
             span.spread(p), span.spread(q), proposed, proposals.counts, uniform, token_keys
         )
         return Verdict(num_accepted, num_accepted, token)
+
+
+# Makes the judge of a plan whose check tier is configured so (None: no check tier). A RejectionJudge is made
+# by hispec.runner.plan_runtime, which has the sizes of its memory.
+JudgeMaker = Callable[[CheckConfig | None], Judge]
+JUDGES: dict[str, JudgeMaker] = {"coupled": lambda check: CoupledJudge(check.confidence if check else None)}
+
+
+def register_judge(name: str, make: JudgeMaker) -> None:
+    """Adds an acceptance rule: from now on `speculative.acceptance` may name it. Raises ConfigError if there
+    is such a rule already."""
+    if name in ACCEPTANCES:
+        raise ConfigError(f"acceptance={name!r} exists already; register the judge under another name")
+    JUDGES[name] = make
+    ACCEPTANCES.append(name)

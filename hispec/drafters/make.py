@@ -1,19 +1,42 @@
-"""Constructs the drafter that a configuration names."""
+"""Constructs the drafter that a configuration names; other kinds are registered here."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from cache.paged_kv import PagedKV
 
-from ..config import DraftConfig, NgramConfig
+from ..config import KINDS, TRAITS, DraftConfig, DraftKindTraits, NgramConfig
 from ..decoding.acceptance import Judge
 from ..decoding.drafter import Drafter
 from ..decoding.stages import DecoderLike, PassCounts, Stages
+from ..errors import ConfigError
 from .computed import ComputedDrafter, ExitHead
 from .hybrid import HybridDrafter
 from .model import ModelDrafter, ModelHead
 from .ngram import NgramDrafter
+
+# Makes a drafter from (its configuration, the plan's stages, its judge, max_num_seqs, max_model_len).
+DrafterMaker = Callable[[DraftConfig, Stages, Judge, int, int], Drafter]
+_REGISTERED: dict[str, DrafterMaker] = {}
+
+
+def register_drafter(kind: str, make: DrafterMaker, traits: DraftKindTraits | None = None) -> None:
+    """Adds a kind of drafter: from now on `speculative.draft.kind` may name it.
+
+    make     called once for each plan
+    traits   None: it stands outside the model's layers, takes no settings and cannot be chosen by
+             control='goodput'
+
+    Raises ConfigError if there is such a kind already.
+    """
+    if kind in TRAITS:
+        raise ConfigError(f"draft.kind={kind!r} exists already; register the drafter under another name")
+    TRAITS[kind] = traits or DraftKindTraits(frozenset(), looks_up=True, computes=False, has_costs=False)
+    _REGISTERED[kind] = make
+    KINDS.append(kind)
 
 
 class DrafterFactory:
@@ -62,6 +85,9 @@ class DrafterFactory:
                     )
                     self._model = ModelDrafter(model, judge, confidence)
                 return self._model
+            case kind:
+                sizes = self._max_num_seqs, self._max_model_len
+                return _REGISTERED[kind](draft, stages, judge, *sizes)
 
     def _ngram(self, draft: DraftConfig, device: torch.device, judge: Judge) -> NgramDrafter:
         sizes = draft.lookup

@@ -14,7 +14,7 @@ from ee_models.exits import Exit
 from ..config import PLAIN, DraftConfig, Plan, SpeculativeConfig
 from ..control.candidates import candidates, route_of
 from ..control.choice import Route
-from ..decoding.acceptance import CoupledJudge, Judge, RejectionJudge
+from ..decoding.acceptance import JUDGES, Judge, RejectionJudge
 from ..decoding.drafter import Drafter
 from ..decoding.stages import DecoderLike, PassCounts, Stages, Tier
 from ..drafters.make import DrafterFactory
@@ -262,8 +262,9 @@ class _Parts:
         )
 
     def _judge(self, plan: Plan, speculative: SpeculativeConfig | None) -> Judge:
-        if speculative is None or speculative.acceptance == "coupled":
-            return CoupledJudge(speculative.check.confidence if speculative and speculative.check else None)
+        acceptance = speculative.acceptance if speculative else "coupled"
+        if acceptance != "rejection":
+            return JUDGES[acceptance](speculative.check if speculative else None)
         if self._rejection is None:
             limits, model = self._limits, self._decoder.config
             self._rejection = RejectionJudge(

@@ -51,4 +51,4 @@ def test_packing_agrees_with_a_walk(rows: int, q_len: int, block_size: int, shar
     assert list(zip(*(values.tolist() for values in found), strict=True)) == walked
     assert span.view.cu_q_lens.tolist() == ends
     assert torch.equal(span.spread(torch.ones(span.num_tokens)).bool(), live)
-    assert torch.equal(span.spread(span.index + 1), torch.where(live, index + 1, 0))
+    assert torch.equal(span.spread(span.columns + 1), torch.where(live, index + 1, 0))
