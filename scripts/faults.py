@@ -335,8 +335,8 @@ FAULTS = (
     Fault(
         "shadows are read one place late",
         "hispec/decoding/batch.py",
-        "valid & (said == tokens[:, 1:])",
-        "valid & (said == tokens[:, :-1])",
+        "valid & (chosen == tokens[:, 1:])",
+        "valid & (chosen == tokens[:, :-1])",
         CONTROL,
     ),
     Fault(

@@ -69,14 +69,14 @@ class Watch:
         a draft followed; and with how many of these drafts the exit agreed.
         """
         valid = torch.arange(tokens.shape[1] - 1, device=tokens.device) < counts.unsqueeze(-1)
-        said, drafts = self.tokens[:, :, :-1], self.drafts[:, 1:]
+        chosen, drafts = self.tokens[:, :, :-1], self.drafts[:, 1:]
         has_draft = valid & (drafts >= 0)
         each = torch.stack(
             (
-                valid.expand(said.shape),
-                valid & (said == tokens[:, 1:]),
-                has_draft.expand(said.shape),
-                has_draft & (said == drafts),
+                valid.expand(chosen.shape),
+                valid & (chosen == tokens[:, 1:]),
+                has_draft.expand(chosen.shape),
+                has_draft & (chosen == drafts),
             )
         )
         return each.sum(-1).permute(2, 1, 0)

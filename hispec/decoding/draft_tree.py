@@ -122,7 +122,7 @@ class TreeTensors:
     levels: tuple[Tensor, ...]
 
 
-@cache  # never dropped: a graph reads them where they lie
+@cache  # never dropped: captured graphs read them at their addresses
 def _tensors(tree: DraftTree, device: torch.device) -> TreeTensors:
     import torch
 

@@ -165,8 +165,8 @@ class Stages:
                 self.fill(hidden, layer, span.view)
                 return
             logits = self.logits(hidden, layer, span)
-            said = batch.sampler.choose_top(logits, make_sampling_input(batch, span), 1)
-            span.put(batch.watch.tokens[watched.index(layer)], span.columns.unsqueeze(-1), said)
+            chosen = batch.sampler.choose_top(logits, make_sampling_input(batch, span), 1)
+            span.put(batch.watch.tokens[watched.index(layer)], span.columns.unsqueeze(-1), chosen)
 
         return self._through(hidden, lo, hi, span.view, {*self._written, *watched}, pass_by)
 
@@ -257,7 +257,7 @@ class Stages:
         ).reshape(-1)
 
 
-@cache  # never dropped: a graph reads them where they lie
+@cache  # never dropped: captured graphs read them at their addresses
 def _rectangle(rows: int, q_len: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Cells of a rectangle [rows * q_len], the row of each, and where rows begin [rows + 1]; made once."""
     with torch.inference_mode(False):

@@ -68,10 +68,8 @@ class ComputedDrafter(Drafter):
 
     def propose_among(self, batch: RoundBatch, first: Tensor, tree: DraftTree, drafting: Tensor) -> Draft:
         """As `propose`, for the rows where drafting [rows] bool holds; the others get no drafts."""
-        num_sure, counts = (
-            torch.zeros_like(first),
-            torch.where(drafting, count_allowed(batch, first, tree), 0),
-        )
+        num_sure = torch.zeros_like(first)
+        counts = torch.where(drafting, count_allowed(batch, first, tree), 0)
         for depth in range(tree.depth + 1):
             step = partial(self._step, batch, tree, depth)
             drafting, num_sure = batch.run_stage(("draft", tree, depth), step, first, drafting, num_sure)

@@ -278,10 +278,8 @@ def _propose(
                 # Proposals follow the tail, so that reading past the text's end goes on with them.
                 tokens[i, tail + 1 + k - position] = text[k] if k < length else tokens[i, 1 + k - length]
         elif source > 0:
-            outputs = store.tokens[source - 1]
-            while (
-                count < limit and outputs[position + count] != SEPARATOR
-            ):  # there is one behind every output
+            outputs = store.tokens[source - 1]  # each ends with a separator
+            while count < limit and outputs[position + count] != SEPARATOR:
                 tokens[i, tail + 1 + count] = outputs[position + count]
                 count += 1
         counts[i] = count

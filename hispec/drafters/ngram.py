@@ -53,7 +53,7 @@ class NgramDrafter(Drafter):
         self._index_row_of: dict[int, int] = {}  # number of a request -> its row of the index
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._is_ahead = False  # whether texts were extended by what the host has not read
-        # Of each row of the batch; a graph reads it where it lies.
+        # Of each row of the batch; captured graphs read it at its address.
         self._index_rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
     @property

@@ -98,7 +98,7 @@ def test_a_nodes_history_is_its_path_alone() -> None:
     """Columns 0 to 2 are a chain, then a tree of two branches of two begins at column 2."""
     tree = DraftTree.branches(2, 2).on(torch.device("cpu"))
     nodes, first = torch.arange(5), torch.full((5,), 2)
-    places = SamplingInput(
+    given = SamplingInput(
         torch.zeros(5, dtype=torch.int64),
         first + nodes,
         torch.zeros(5),
@@ -106,7 +106,7 @@ def test_a_nodes_history_is_its_path_alone() -> None:
         first,
         2 + tree.paths[:, 1:],
     )
-    assert [row.nonzero().flatten().tolist() for row in places.tentative()] == [
+    assert [row.nonzero().flatten().tolist() for row in given.tentative()] == [
         [1, 2],
         [1, 2, 3],
         [1, 2, 3, 4],
@@ -114,10 +114,10 @@ def test_a_nodes_history_is_its_path_alone() -> None:
         [1, 2, 5, 6],
     ]
     begins = SamplingInput(
-        places.rows,
+        given.rows,
         nodes,
-        places.positions,
-        places.window_tokens,
+        given.positions,
+        given.window_tokens,
         torch.zeros(5, dtype=torch.int64),
         tree.paths[:, 1:],
     )

@@ -1,4 +1,4 @@
-"""Packing of live places says what a walk row by row says, and `spread` puts values back where they came
+"""Packing of live tokens says what a walk row by row says, and `spread` puts values back where they came
 from."""
 
 from __future__ import annotations
