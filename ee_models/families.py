@@ -1,6 +1,7 @@
 """The model families that the decoder runs, one `Family` each, and the settings that it refuses in all.
 
-To add a family of Llama's shape, add an entry to `FAMILIES`. What an entry cannot say needs code:
+To add a family of Llama's shape, add an entry to `FAMILIES`, here or from a module of your own
+(docs/extending.md). What an entry cannot say needs code:
 `decoder.py` for the layer, `kernels/` for its arithmetic, `checkpoint/weights.py` for tensors of other names
 or shapes.
 """
@@ -41,7 +42,7 @@ class Family:
     gguf_interleaved: bool = False
 
 
-FAMILIES: tuple[Family, ...] = (
+FAMILIES: list[Family] = [
     Family(
         "LlamaForCausalLM", "llama", "LlamaConfig", mlp_bias=None, gguf_name="llama", gguf_interleaved=True
     ),
@@ -55,7 +56,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("Qwen2ForCausalLM", "qwen2", "Qwen2Config", qkv_bias=True, output_bias=False, gguf_name="qwen2"),
     Family("Qwen3ForCausalLM", "qwen3", "Qwen3Config", qk_norm=True, gguf_name="qwen3"),
-)
+]
 
 # Fields of a config that change what a layer computes, with the values under which the decoder computes the
 # same; unset is always one of them. Extra norms and attention sinks are told by their tensors, which

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import GoodputConfig
+from ..config import TRAITS, GoodputConfig
 from .choice import Ints, Observation, Route, Shadow
 from .hazards import Floats, HazardTable, shift_log_odds, survival
 from .request_acceptance import RequestAcceptance
@@ -72,7 +72,7 @@ class AcceptanceModel:
         """Which routes and exits are evidence for which routes, as 0/1 matrices."""
         routes, num = self.routes, len(self.routes)
         self._has_check = np.array([route.check_layer is not None for route in routes], bool)
-        self._is_hybrid = np.array([route.kind == "hybrid" for route in routes], bool)
+        self._is_hybrid = np.array([route.traits.is_mixed for route in routes], bool)
         index = {layer: at for at, layer in enumerate(self._layers)}
         # -1 reads the zero that is appended behind all layers.
         self._draft_at = np.array([index.get(route.draft_layer, -1) for route in routes], np.int64)
@@ -82,9 +82,10 @@ class AcceptanceModel:
         same_check = (self._check_at[:, None] == self._check_at[None, :]) & self._has_check & others
         self._same_check = 1.0 * same_check
         # Drafts of a two-tier route show how often its exit is right.
-        is_exit = np.array([route.kind in ("exit", "adapter") for route in routes], bool) & ~self._has_check
+        drafts_by_exit = [route.traits.in_trunk and not route.traits.looks_up for route in routes]
+        is_exit = np.array(drafts_by_exit, bool) & ~self._has_check
         self._shows_layer = 1.0 * ((np.arange(len(self._layers))[:, None] == self._draft_at) & is_exit)
-        always = [drafter.kind != "ngram" and not drafter.has_confidence for drafter in self._drafters]
+        always = [TRAITS[drafter.kind].computes and not drafter.has_confidence for drafter in self._drafters]
         self._offered_prior = np.array([[1.0 if each else _OFFERED, _OFFERED] for each in always]).reshape(-1)
 
     # Observations
@@ -122,9 +123,9 @@ class AcceptanceModel:
     def _add_offered(
         self, route: int, drafted: Ints, caps: Ints, looked_up: Ints, round_index: float, rounds: int
     ) -> None:
-        drafter, kind = int(self._drafter_of[route]), self.routes[route].kind
-        looked = looked_up > 0 if kind == "hybrid" else np.full(len(caps), kind == "ngram")
-        if kind == "hybrid":
+        drafter, traits = int(self._drafter_of[route]), self.routes[route].traits
+        looked = looked_up > 0 if traits.is_mixed else np.full(len(caps), traits.looks_up)
+        if traits.is_mixed:
             self._found.add_counts(drafter, *_sums(looked, np.ones(len(looked))), round_index, rounds)
         most = self.routes[route].num_exit_tokens or self.routes[route].most_drafts
         for source, which, limits in ((COMPUTED, ~looked, np.minimum(caps, most)), (LOOKED_UP, looked, caps)):
@@ -165,7 +166,11 @@ class AcceptanceModel:
         offered = self._offered.hazards(self._offered_prior).reshape(
             len(self._drafters), 2, self.kept.at_risk.shape[1]
         )
-        ngram = [2 * at + LOOKED_UP for at, drafter in enumerate(self._drafters) if drafter.kind == "ngram"]
+        ngram = [
+            2 * at + LOOKED_UP
+            for at, drafter in enumerate(self._drafters)
+            if not TRAITS[drafter.kind].computes
+        ]
         survived, risk = self._offered.survived[ngram, 0].sum(), self._offered.at_risk[ngram, 0].sum()
         weight = self._config.prior_weight
         prior = np.full(len(self._drafters), (survived + weight * _FOUND) / (risk + weight))
@@ -231,10 +236,10 @@ class AcceptanceModel:
             out[str(route)] = entry = {
                 "draft": _rounded(estimates.kept[at]),
                 "draft_counts": float(counts[at]),
-                "offered": _rounded((estimates.looked if route.kind == "ngram" else estimates.computed)[at]),
+                "offered": _rounded((estimates.computed if route.traits.computes else estimates.looked)[at]),
                 "offered_counts": float(offered[self._drafter_of[at]]),
             }
-            if route.kind == "hybrid":
+            if route.traits.is_mixed:
                 entry["offered_looked_up"] = _rounded(estimates.looked[at])
                 entry["found"] = float(estimates.found[at])
             if route.check_layer is not None:

@@ -282,7 +282,7 @@ def _check(routes: Sequence[Route]) -> None:
             )
         if most < 1 or (check is None and most != 1):
             raise ConfigError(f"{what}most_checks={most!r} must be at least 1, and 1 without a check tier")
-        if (draft > 0) != (route.kind in ("exit", "adapter", "hybrid")):
+        if (draft > 0) != route.traits.in_trunk:
             raise ConfigError(
                 f"{what}draft_layer={draft!r} must be the exit's layer for exit, adapter and hybrid, and 0"
                 " for others"

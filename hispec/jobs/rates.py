@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Any
 
-from ..config import NgramConfig, SpeculativeConfig
+from ..config import SpeculativeConfig
 from ..stats import RoundCounts, rate
 
 FLOOR = 0.05  # exits that were never trained stay below this share of kept tokens
@@ -60,8 +60,8 @@ class Rates:
         # others: a rate of both says nothing.
         is_fixed = speculative is not None and speculative.control == "fixed"
         has_check = speculative is not None and is_fixed and speculative.check is not None
-        kind = speculative.draft.kind if speculative is not None else None
-        looks_up = kind in ("ngram", "hybrid") or (speculative is not None and not is_fixed)
+        traits = speculative.draft.traits if speculative is not None else None
+        looks_up = traits is not None and (traits.looks_up or not is_fixed)
         layers = rate(stats["layer_passes"] - stats["prefill_layer_passes"], stats["tokens"])
         return cls(
             draft_accepted=rate(stats["draft_accepted"], stats["drafted"]),
@@ -72,7 +72,9 @@ class Rates:
             layer_passes_per_token=layers,
             full_passes_per_token=None if layers is None else layers / stats["num_layers"],
             draft_model_passes_per_token=(
-                rate(stats["draft_model_layer_passes"], stats["tokens"]) if kind == "model" else None
+                rate(stats["draft_model_layer_passes"], stats["tokens"])
+                if traits is not None and traits.has_model
+                else None
             ),
             accept_len_histogram=list(stats["accept_length_histogram"]),
         )
@@ -108,13 +110,12 @@ def plan_text(speculative: SpeculativeConfig | None, num_layers: int) -> str:
     tiers = [(name, end) for name, end in ends.items() if end is not None]
     starts = [0] + [end for _, end in tiers]
     stages = " → ".join(f"{name} [{start}, {end})" for start, (name, end) in zip(starts, tiers, strict=False))
-    if draft.kind in ("ngram", "hybrid"):
-        ngram = draft.ngram or NgramConfig()
+    if (ngram := draft.lookup) is not None:
         limit = f" x{ngram.tokens_per_match}" if ngram.tokens_per_match is not None else ""
         store = f", store of {ngram.datastore_tokens}" if ngram.datastore_tokens else ""
-        joint = "or" if draft.kind == "hybrid" else "→"
+        joint = "or" if draft.traits.is_mixed else "→"
         stages = f"n-grams of {ngram.max_size} to {ngram.min_size}{limit}{store} {joint} {stages}"
-    elif draft.kind == "model":
+    elif draft.traits.has_model:
         stages = f"draft by {draft.path} → {stages}"
     checks = f", R={speculative.num_checks} checks" if check is not None else ""
     exits = f" ({draft.num_exit_tokens} by the exit)" if draft.num_exit_tokens is not None else ""
