@@ -13,7 +13,7 @@ import pytest
 
 from hispec.cli import main
 
-from .test_imports import LEVELS
+from .test_imports import LEVELS, PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -127,6 +127,16 @@ def test_names_after_a_file_stand_in_it() -> None:
             assert re.search(rf"\b(?:def|class) {last}\b", source), f"{file} has no {name.group(1)}"
             checked += 1
     assert checked >= 8
+
+
+def test_classes_and_their_members_exist() -> None:
+    """In docs/architecture.md, `Class` and `Class.member`, wherever the class is."""
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    for name, member in sorted(set(re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\.(\w+))?`", ARCHITECTURE))):
+        body = re.search(rf"^class {name}\b.*?(?=^\S|\Z)", source, re.MULTILINE | re.DOTALL)
+        assert body is not None, f"there is no class {name}"
+        assert not member or re.search(rf"\b{member}\b", body.group()), f"{name} has no {member}"
 
 
 def test_the_floors_of_imports_are_those_of_the_test() -> None:
