@@ -37,7 +37,7 @@ def all_plans(
     """
     space = _Space(options, candidates)
     ngrams = ngram_sizes(own)
-    model = own.draft if own is not None and own.draft.kind == "model" else None
+    model = own.draft if own is not None and own.draft.traits.has_model else None
     makers: dict[str, Callable[[], Iterator[SpeculativeConfig]]] = {
         "exit": space.exits,
         "tree": space.trees,
@@ -68,7 +68,7 @@ def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
     """The plan with every other confidence of its drafts, of its check, and of both."""
     if plan.num_branches > 1:
         return
-    of_draft = (None,) if plan.draft.kind == "ngram" else _FINE
+    of_draft = _FINE if plan.draft.traits.computes else (None,)
     of_check = (None,) if plan.check is None else _FINE
     for confidence in of_draft:
         for check_confidence in of_check:
@@ -80,12 +80,8 @@ def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
 
 def ngram_sizes(own: SpeculativeConfig | None) -> list[NgramConfig]:
     """What prompt lookup is tried with; the job's own is among it."""
-    named = (
-        [own.draft.ngram or NgramConfig()]
-        if own is not None and own.draft.kind in ("ngram", "hybrid")
-        else []
-    )
-    return list(dict.fromkeys([*named, *_NGRAMS]))
+    named = None if own is None else own.draft.lookup
+    return list(dict.fromkeys([*(() if named is None else (named,)), *_NGRAMS]))
 
 
 def drafter_of(plan: SpeculativeConfig) -> str:
@@ -102,9 +98,9 @@ def short_text(plan: SpeculativeConfig | None) -> str:
     """A plan for a column of a table: layers first, then sizes."""
     if plan is None:
         return "plain"
-    draft, sizes = plan.draft, plan.draft.ngram or NgramConfig()
+    draft, sizes = plan.draft, plan.draft.lookup
     parts = [drafter_of(plan)]
-    if draft.kind in ("ngram", "hybrid"):
+    if sizes is not None:
         parts.append(
             f"{sizes.max_size}-{sizes.min_size}"
             + (f"×{sizes.tokens_per_match}" if sizes.tokens_per_match is not None else "")
@@ -157,8 +153,8 @@ class Reach:
                 reached[f"check{suffix}"] = nodes
             if plan.draft.layer is not None:
                 reached["level"] = plan.num_branches
-                reached["fill"] = nodes if plan.draft.kind == "hybrid" else plan.num_branches
-            if plan.draft.kind in ("ngram", "hybrid"):
+                reached["fill"] = nodes if plan.draft.traits.is_mixed else plan.num_branches
+            if plan.draft.traits.looks_up:
                 reached["lookup"] = plan.num_draft_tokens
             for name, size in reached.items():
                 most[name] = max(most[name], size)
@@ -217,7 +213,7 @@ class _Space:
         num_nodes = num_branches * num_drafts + 1
         if num_nodes > self._options.max_window:
             return
-        confidences = (None,) if draft.kind == "ngram" or num_branches > 1 else _COARSE_DRAFT
+        confidences = _COARSE_DRAFT if draft.traits.computes and num_branches == 1 else (None,)
         for confidence in confidences:
             shape: dict[str, Any] = {
                 "draft": draft,

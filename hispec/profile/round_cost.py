@@ -55,7 +55,7 @@ def round_costs(
     if plan is None:
         return {num: RoundCost(costs.plain(num), num_layers) for num in rows}
     kinds = list(_kinds(plan, rounds, costs, num_layers))
-    lookup = costs.lookup if plan.draft.kind in ("ngram", "hybrid") else None
+    lookup = costs.lookup if plan.draft.traits.looks_up else None
     found = {}
     for num in rows:
         ms = layers = 0.0

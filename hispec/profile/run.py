@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ee_models.decoder import Decoder
 
-from ..config import NgramConfig, SpeculativeConfig
+from ..config import SpeculativeConfig
 from ..errors import ConfigError
 from ..jobs.bench_inputs import TokenIds, good_rows, task_of, warm_up
 from ..jobs.rows import count_rows
@@ -80,7 +80,7 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
     # A draft model is loaded with the target, or refused; of trained exits others may be profiled than the
     # job's.
     with LLM(
-        job.model, speculative=own if own is not None and own.draft.kind == "model" else None, **settings
+        job.model, speculative=own if own is not None and own.draft.traits.has_model else None, **settings
     ) as llm:
         draft_model = llm.draft_models.load(own, llm.decoder, llm.tokenizer, llm.engine.max_model_len)
         llm.set_speculative(None)
@@ -176,9 +176,7 @@ class Session:
         }
 
     def _record(self, answers: Sequence[Answer]) -> Recording:
-        sizes = dict.fromkeys(
-            plan.draft.ngram or NgramConfig() for plan in self.plans if plan.draft.kind in ("ngram", "hybrid")
-        )
+        sizes = dict.fromkeys(sizes for plan in self.plans if (sizes := plan.draft.lookup) is not None)
         return record(
             self.decoder,
             self.candidates.layers,
