@@ -28,8 +28,8 @@ class TensorLookup(Lookup):
         per_match: int | None = None,
     ) -> None:
         super().__init__(num_rows, max_len, min_size, max_size, store_tokens, per_match)
-        # Captured graphs read these at their addresses, so they are only ever written in place. One token more
-        # than the texts have takes what is to be written nowhere.
+        # Captured graphs read these at their addresses, so they are only ever written in place. One token
+        # more than the texts have takes what is to be written nowhere.
         self._flat_texts = torch.zeros(num_rows * max_len + 1, dtype=torch.int32, device=device)
         self._texts = self._flat_texts[:-1].view(num_rows, max_len)
         self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
