@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = "hispec|ee_models|cache|tests|configs|benchmarks|examples|scripts|docs"
 # Pages that may have lines of more than 110 columns.
-WIDE = [ROOT / name for name in ("README.md", "docs/performance.md", "docs/extending.md")]
+WIDE = [ROOT / name for name in ("README.md", "docs/performance.md")]
 # A path as prose and code blocks name it; not the end of another one, nor of a URL.
 PATH = re.compile(rf"(?<![\w./~$-])(?:{FOLDERS})/[\w./*<>-]*")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
