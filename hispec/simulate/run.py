@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..jobs.load import load_settings
-from ..scheduling.aging import Ageing
+from ..scheduling.aging import Aging
 from ..utils.environment import environment
 from ..utils.files import write_atomically
 from .arrivals import repeated
@@ -161,7 +161,7 @@ class Experiment:
             )
         else:
             outcomes = serve_open(replicas, router, self._times(load, rate, seed, workload), progress)
-        urgent = [each.policy.num_urgent for each in replicas if isinstance(each.policy, Ageing)]
+        urgent = [each.policy.num_urgent for each in replicas if isinstance(each.policy, Aging)]
         return self._made(system, seeded, outcomes, replicas, sum(urgent) if urgent else None)
 
     def _made(
