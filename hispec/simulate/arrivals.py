@@ -108,8 +108,8 @@ class ArrivalsConfig(Settings):
 _LOADS = frozenset({"rates", "utilisations", "speeds", "clients"})
 
 
-def repeated(times: Floats, num: int, speed: float) -> Floats:
-    """[num] recorded times from 0, run through again as often as needed, a mean interval between."""
+def repeat_times(times: Floats, num: int, speed: float) -> Floats:
+    """[num] recorded times from 0, repeated as often as needed with a mean interval in between."""
     times = times - times[0]
     period = times[-1] + (times[-1] / (len(times) - 1) if len(times) > 1 else 1.0)
     at = np.arange(num)

@@ -13,7 +13,7 @@ from .batch_state import Counts
 from .cluster import Outcomes
 from .config import SimulationConfig, SystemSettings
 from .distributions import Floats
-from .row_columns import T_ACCEPTED, T_DRAFTED, T_ROUNDS, T_ROWS, T_STEP_S, T_TOKENS
+from .row_state import T_ACCEPTED, T_DRAFTED, T_ROUNDS, T_ROWS, T_STEP_S, T_TOKENS
 
 # Student's t at 97.5 % by degrees of freedom, from 1; beyond, the normal distribution's is close enough.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)

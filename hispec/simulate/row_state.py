@@ -1,76 +1,83 @@
-"""What a row of a simulated engine holds: columns of the arrays that compiled rounds read and write."""
+"""What compiled rounds read and write besides tables: rows of the batch, plans, and what rounds report."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-# whole numbers: the request; prompt or lost positions still to be computed; prompt + output tokens; output
-# tokens, how many there will be, how many there may be; rounds that it was in; the first of its recorded
-# rounds, and the last + 1; K and R of its own (-1 = the plan's); then, since the policy was last told:
-# rounds, tokens, drafts, those accepted in the end.
-(
-    REQUEST,
-    LEFT,
-    LENGTH,
-    OUTPUT,
-    TARGET,
-    MOST,
-    ROUND,
-    FIRST,
-    LAST,
-    DRAFTS,
-    CHECKS,
-    S_ROUNDS,
-    S_TOKENS,
-    S_DRAFTED,
-    S_ACCEPTED,
-) = range(15)
-NUM_WHOLE = 15
-# times: of its first token (nan = not yet); then, since the policy was last told: passes and seconds of
-# rounds, passes and seconds of prefill
-FIRST_TOKEN, S_PASSES, S_SECONDS, S_PREFILL_PASSES, S_PREFILL_SECONDS = range(5)
-NUM_REAL = 5
-# why a run of rounds ended: somebody has all tokens; the time is up; enough rounds; a prompt is through;
-# blocks are short before a step
-FINISHED, TIME, ROUNDS, JOINED, NO_ROOM = range(5)
-# what a run of rounds adds up: rounds with anybody in them, seconds of them, seconds of all steps, tokens,
-# context tokens (a sum over rounds), drafted, kept, tentative, accepted, row-rounds
-T_ROUNDS, T_ROUND_S, T_STEP_S, T_TOKENS, T_CONTEXT, T_DRAFTED, T_KEPT, T_TENTATIVE, T_ACCEPTED, T_ROWS = (
-    range(10)
+import numpy as np
+from numpy.typing import NDArray
+
+from .distributions import Floats, Ints
+
+# The request in a row. Counts since the policy was last told: rounds to prefill_s.
+ROW = np.dtype(
+    [
+        ("request", np.int64),
+        ("prefill_left", np.int64),  # positions of the prompt, or of lost KV, still to be computed
+        ("length", np.int64),  # prompt + output tokens
+        ("output", np.int64),  # output tokens so far
+        ("target", np.int64),  # output tokens in the end
+        ("max_tokens", np.int64),  # output tokens at most
+        ("round_index", np.int64),  # rounds that it was in
+        (
+            "first_recorded",
+            np.int64,
+        ),  # its recorded rounds, if it repeats any: the first (-1 = none), last + 1
+        ("end_recorded", np.int64),
+        ("num_drafts", np.int64),  # K and R of its own; -1 = the plan's
+        ("num_checks", np.int64),
+        ("rounds", np.int64),
+        ("tokens", np.int64),
+        ("drafted", np.int64),
+        ("accepted", np.int64),
+        ("passes", np.float64),
+        ("seconds", np.float64),
+        ("prefill_passes", np.float64),
+        ("prefill_s", np.float64),
+        ("first_token_s", np.float64),  # time of its first token; nan = not yet
+    ]
 )
-NUM_TOTALS = 10
+Rows = NDArray[np.void]  # of ROW
+# Why a run of rounds ended: an output is complete; the time is up; enough rounds; a prompt is computed; there
+# are too few blocks for the next step.
+FINISHED, TIME, ROUNDS, JOINED, NO_ROOM = range(5)
+# Totals of runs: rounds with any row in them, their seconds, seconds of all steps, committed tokens, context
+# tokens (summed over rounds), drafts, those kept by the tier above, those accepted, rows (over rounds).
+T_ROUNDS, T_ROUND_S, T_STEP_S, T_TOKENS, T_CONTEXT, T_DRAFTED, T_KEPT, T_ACCEPTED, T_ROWS = range(9)
+NUM_TOTALS = 9
 MANY = 1 << 40  # rounds, where nothing limits them
 
 
-class Rows(NamedTuple):
-    """whole [rows, NUM_WHOLE], real [rows, NUM_REAL], seeds [rows], shares [rows, routes, 4]: as rows.py and
-    Workload say."""
+class RoundPlan(NamedTuple):
+    """Index of the route among the experiment's (-1 = plain decoding), K and R."""
 
-    whole: Any
-    real: Any
-    seeds: Any
-    shares: Any
+    route: int
+    num_drafts: int
+    num_checks: int
 
 
-class Kept(NamedTuple):
-    """What a controller is told, if it asks: entries cycles [:, 5] (request, cap, drafted, kept, looked up),
-    verified [:, 3] (request, tentative, accepted), and how many there are of both."""
+class RoundLog(NamedTuple):
+    """What a run of rounds reports.
 
-    is_kept: Any
-    cycles: Any
-    verified: Any
-    num: Any
+    totals     [NUM_TOTALS]
+    is_kept    whether entries are written to the other arrays, for a controller's Observation
+    cycles     [entries, 5] request, most drafts, drafted, kept, looked up
+    verified   [entries, 3] request, tentative, accepted
+    num        [2] number of entries in cycles and verified
+    """
+
+    totals: Floats
+    is_kept: bool
+    cycles: Ints
+    verified: Ints
+    num: Ints
 
 
-class Tables(NamedTuple):
-    """The arrays of `Costs` and `Recorded`."""
-
-    stages: Any
-    is_static: Any
-    buckets: Any
-    routes: Any
-    passes: Any
-    positions: Any
-    drift: Any
-    recorded_rounds: Any
-    recorded_cycles: Any
+def make_log(num_cycles: int = 0, num_verified: int = 0) -> RoundLog:
+    return RoundLog(
+        np.zeros(NUM_TOTALS),
+        num_cycles > 0,
+        np.zeros((num_cycles, 5), np.int64),
+        np.zeros((num_verified, 3), np.int64),
+        np.zeros(2, np.int64),
+    )

@@ -1,108 +1,118 @@
-"""Settings of stages and routes as the arrays that compiled rounds read."""
+"""Costs, acceptance and requests of an experiment as the arrays that compiled rounds read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import astuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..control.route_costs import (
+    BARE_SLOT,
+    CHECK_SLOT,
+    DRAFT_SLOT,
+    FEED_SLOT,
+    FILL_SLOT,
+    LOOKUP_SLOT,
+    SLOTS,
+    VERIFY_SLOT,
+    slots_of,
+    stage_cost,
+)
 from ..errors import ConfigError
-from ..latency.model import NOTHING, LatencyModel, Linear
-from ..latency.profile import load
-from .config import AcceptanceSettings, LatencySettings, RouteSettings
+from ..latency.model import LatencyModel
+from .config import AcceptanceSettings, SimulationConfig
 from .distributions import Floats, Ints
+from .workload import Workload
 
-COMPUTED, LOOKED_UP, HYBRID = range(3)  # who drafts
-# Columns of Costs.routes: who drafts, stages of passes (-1 = none), tokens of a hybrid's exit, whether there
-# is a check tier.
-KIND, PASS, FILL, CHECK, VERIFY, EXIT_TOKENS, HAS_CHECK, PLAIN_VERIFY = range(8)
-PLAIN_STAGE, PREFILL_STAGE, ROUND_STAGE, LOOKUP_STAGE = range(4)
-MOST_POINTS = 64
+MOST_POINTS = 64  # of a drift
+_MS = np.array(
+    [1e3, 1e3, 1e3, 1e3, 1e3, 1.0]
+)  # what the fields of a Linear are divided by; the last counts tokens
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What rounds cost and how right their drafts are.
+class Tables(NamedTuple):
+    """Costs of stages are [6] arrays of a Linear's fields, in seconds.
 
-    stages     [stages, 6] constant, per row, per token, per context token, per pair, in seconds; free tokens:
-               as Linear
-    buckets    numbers of rows that rounds are rounded up to; empty = rounds are packed
-    routes     [routes, 8], as above
-    passes     [routes, 4] passes over the whole model, for attained service: of a pass of the draft tier, a
-               check, verify, verify without a check
-    positions  [routes, 3, 32] factors of a chance, by place in its cycle: drafts, a hybrid's exit's,
-               tentative tokens
-    drift      [routes, 3, 2, points] seconds and factors
+    stages        [routes, slots, 6] of the passes of a round (see control/route_costs.py)
+    plain, prefill, round_cost   [6]
+    passes        [routes, slots] attained service: a pass's layers over all layers
+    buckets       row counts that rounds of static shapes are padded to
+    looks_up      [routes] whether drafts are looked up
+    exit_tokens   [routes] most drafts in a cycle in which nothing is found; 0 = of prompt lookup alone
+    has_check     [routes]
+    positions     [routes, 3, 32] factors of an acceptance rate by position in the cycle: of drafts, of the
+                  drafts of a hybrid's exit, of tentative tokens
+    drift         [routes, 3, 2, points] of the same: seconds and factors
+    shares        [routes, requests, 4], seeds [requests]: as Workload
+    recorded_rounds, recorded_cycles: as Recorded
+    max_prefill_tokens, block_size: as EngineSettings
     """
 
-    latency: LatencyModel
     stages: Floats
+    plain: Floats
+    prefill: Floats
+    round_cost: Floats
+    passes: Floats
     is_static: bool
     buckets: Ints
-    routes: Ints
-    passes: Floats
+    looks_up: NDArray[np.bool_]
+    exit_tokens: Ints
+    has_check: NDArray[np.bool_]
     positions: Floats
     drift: Floats
-
-    def prefill_s(self, num_positions: int) -> float:
-        return self.latency["prefill"](1, num_positions, num_positions) / 1e3
-
-    def plain_s(self, rows: int, context_tokens: int) -> float:
-        return self.latency["plain"](rows, rows, context_tokens) / 1e3
-
-    def swap_s(self, num_positions: int) -> float | None:
-        """There and back; None without a `swap` stage."""
-        return self.latency["swap"](1, num_positions, num_positions) / 1e3 if "swap" in self.latency else None
+    shares: Floats
+    seeds: NDArray[np.uint64]
+    recorded_rounds: Ints
+    recorded_cycles: Ints
+    max_prefill_tokens: int
+    block_size: int
 
 
-def latency_of(settings: LatencySettings) -> LatencyModel:
-    """Raises ConfigError for a profile that cannot be read."""
-    if settings.stages is not None:
-        stages = {name: Linear(**each.model_dump()) for name, each in settings.stages.items()}
-        return LatencyModel(stages, settings.is_static, settings.row_buckets)
-    assert settings.path is not None
-    return load(Path(settings.path)).model()
-
-
-def make_costs(latency: LatencyModel, routes: Mapping[str, RouteSettings], num_layers: int) -> Costs:
+def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workload) -> Tables:
     """Raises ConfigError if the latency model lacks a stage that a route runs."""
-    names = ["plain", "prefill", "round", "lookup"]
-    table = np.full((max(1, len(routes)), 8), -1, np.int64)
-    passes, positions = np.zeros((max(1, len(routes)), 4)), np.ones((max(1, len(routes)), 3, 32))
-    drift = np.zeros((max(1, len(routes)), 3, 2, MOST_POINTS))
+    routes, num_layers = list(config.routes.values()), config.engine.num_layers
+    num = max(1, len(routes))
+    stages, passes = np.zeros((num, len(SLOTS), 6)), np.zeros((num, len(SLOTS)))
+    looks_up, has_check = np.zeros(num, np.bool_), np.zeros(num, np.bool_)
+    exit_tokens, positions = np.zeros(num, np.int64), np.ones((num, 3, 32))
+    drift = np.zeros((num, 3, 2, MOST_POINTS))
     drift[:, :, 1] = 1.0
-
-    def stage(name: str) -> int:
-        if name not in names:
-            names.append(name)
-        return names.index(name)
-
-    for index, route in enumerate(routes.values()):
-        layer, check, top = route.draft_layer, route.check_layer, route.check_layer or route.draft_layer
-        table[index, KIND] = {"ngram": LOOKED_UP, "hybrid": HYBRID}.get(route.kind, COMPUTED)
-        if route.kind == "model":
-            table[index, PASS], table[index, FILL] = stage("draft_model"), stage("fill_model")
-        elif route.kind != "ngram":
-            table[index, PASS], table[index, FILL] = stage(f"draft/{layer}"), stage(f"fill/{layer}")
-        table[index, HAS_CHECK] = check is not None
-        if check is not None:
-            table[index, CHECK] = stage(f"check/{layer}-{check}")
-        table[index, VERIFY], table[index, PLAIN_VERIFY] = stage(f"verify/{top}"), stage(f"verify/{layer}")
-        table[index, EXIT_TOKENS] = route.num_exit_tokens or 32
-        passes[index] = (
-            layer / num_layers,
-            (top - layer) / num_layers,
-            1.0 - top / num_layers,
-            1.0 - layer / num_layers,
+    for index, route in enumerate(routes):
+        slots, low, high = (
+            slots_of(route.route, ()),
+            route.draft_layer,
+            route.check_layer or route.draft_layer,
         )
+        for slot, (name,) in slots.items():
+            stages[index, slot] = _seconds(latency, name)
+        looks_up[index], has_check[index] = LOOKUP_SLOT in slots, CHECK_SLOT in slots
+        exit_tokens[index] = (route.num_exit_tokens or 32) if DRAFT_SLOT in slots else 0
+        passes[index, [DRAFT_SLOT, FILL_SLOT, FEED_SLOT]] = low / num_layers
+        passes[index, CHECK_SLOT] = (high - low) / num_layers
+        passes[index, BARE_SLOT], passes[index, VERIFY_SLOT] = 1.0 - low / num_layers, 1.0 - high / num_layers
         for which, settings in enumerate((route.acceptance, route.exit_acceptance, route.verify_acceptance)):
             if settings is not None:
                 _put_acceptance(settings, positions[index, which], drift[index, which])
-    stages = np.array([_seconds(latency, name) for name in names])
-    buckets = np.array(latency.row_buckets if latency.is_static else (), np.int64)
-    return Costs(latency, stages, latency.is_static, buckets, table, passes, positions, drift)
+    return Tables(
+        stages,
+        *(_seconds(latency, name) for name in ("plain", "prefill", "round")),
+        passes,
+        latency.is_static,
+        np.array(latency.row_buckets, np.int64),
+        looks_up,
+        exit_tokens,
+        has_check,
+        positions,
+        drift,
+        workload.shares,
+        workload.seeds,
+        workload.recorded.rounds,
+        workload.recorded.cycles,
+        config.engine.max_prefill_tokens,
+        config.engine.block_size,
+    )
 
 
 def _put_acceptance(settings: AcceptanceSettings, positions: Floats, drift: Floats) -> None:
@@ -115,14 +125,5 @@ def _put_acceptance(settings: AcceptanceSettings, positions: Floats, drift: Floa
         drift[:, : points.shape[1]], drift[:, points.shape[1] :] = points, points[:, -1:]
 
 
-def _seconds(latency: LatencyModel, name: str) -> tuple[float, ...]:
-    # What a round costs besides its passes, and prompt lookup, are free if nothing is said of them.
-    stage = NOTHING if name in ("round", "lookup") and name not in latency else latency[name]
-    return (
-        stage.constant_ms / 1e3,
-        stage.row_ms / 1e3,
-        stage.token_ms / 1e3,
-        stage.context_ms / 1e3,
-        stage.pair_ms / 1e3,
-        stage.free_tokens,
-    )
+def _seconds(latency: LatencyModel, name: str) -> Floats:
+    return np.array(astuple(stage_cost(latency, name))) / _MS
