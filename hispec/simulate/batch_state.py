@@ -99,7 +99,7 @@ class BatchState:
     def schedule(self) -> None:
         """Decides which requests have a row in the next step."""
         if self.waiting:
-            self._report_all()
+            self.report_service()
             if self._is_review_due:
                 self._review()
             self._admit()
@@ -189,7 +189,7 @@ class BatchState:
         """Frees blocks for the next round: those of the paused request that goes last, or of the running one
         if none is paused."""
         if not self._paused:
-            self._report_all()
+            self.report_service()
             self._pause(max(self._row_of, key=self._key))
         self._evict(max(self._paused, key=self._key))
 
@@ -216,7 +216,7 @@ class BatchState:
     def _pause(self, request: int) -> None:
         """Preempts a running request, which keeps the blocks of what is computed."""
         at = self._row_of[request]
-        self.report_service(at)
+        self.report_service(slice(at, at + 1))
         self._without_row[request] = row = self.rows[at].copy()
         self._paused[request] = self._blocks_for(int(row["length"]) - 1 - int(row["prefill_left"]))
         self.leave_row(at)
@@ -240,21 +240,27 @@ class BatchState:
 
     # ---- what the policy is told ----
 
-    def _report_all(self) -> None:
-        for at in range(self.num_running if self._is_told else 0):
-            self.report_service(at)
-
-    def report_service(self, at: int) -> None:
-        """Tells the policy what service a row has received since it was last told."""
+    def report_service(self, rows: slice | None = None) -> None:
+        """Tells the policy what service these rows, or all, have received since it was last told."""
         if not self._is_told:
             return
-        row = self.rows[at]
-        (request, *_, rounds, tokens, drafted, accepted, passes, seconds, prefill_passes, prefill_s, _) = (
-            row.item()
-        )
-        if prefill_passes > 0.0:
-            self.policy.served(request, Service(0, 0, 0, 0, prefill_passes, prefill_s))
-        if rounds:
-            self.policy.served(request, Service(rounds, tokens, drafted, accepted, passes, seconds))
+        told = self.rows[: self.num_running] if rows is None else self.rows[rows]
+        for (
+            request,
+            *_,
+            rounds,
+            tokens,
+            drafted,
+            accepted,
+            passes,
+            seconds,
+            prefill_passes,
+            prefill_s,
+            _,
+        ) in told.tolist():
+            if prefill_passes > 0.0:
+                self.policy.served(request, Service(0, 0, 0, 0, prefill_passes, prefill_s))
+            if rounds:
+                self.policy.served(request, Service(rounds, tokens, drafted, accepted, passes, seconds))
         for name in _SERVICE:
-            row[name] = 0
+            told[name] = 0

@@ -106,7 +106,7 @@ class Replica(BatchState):
         rows = self.rows[: self.num_running]
         for at in np.flatnonzero(rows["output"] >= rows["target"])[::-1]:
             request, num_output = int(rows["request"][at]), int(rows["output"][at])
-            self.report_service(at)
+            self.report_service(slice(at, at + 1))
             finished.append(Finished(request, float(rows["first_token_s"][at]), self.now_s))
             self.leave_row(at)
             self.policy.remove(request)

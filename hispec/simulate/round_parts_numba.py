@@ -12,6 +12,7 @@ from .tables import Tables
 from .workload import DRAFT, EXIT, MATCH, VERIFY
 
 kernel = njit(cache=True, nogil=True)
+inlined = njit(cache=True, nogil=True, inline="always")
 
 
 @kernel
@@ -44,17 +45,19 @@ def cost(stage: Any, rows: int, tokens: int, context: int) -> Any:
 def drift_factor(points: Any, now: float) -> Any:
     """The factor at this time of a drift [2, points], linear between points."""
     seconds, factors = points[0], points[1]
+    if now >= seconds[-1]:
+        return factors[-1]
     if now <= seconds[0]:
         return factors[0]
-    for i in range(1, len(seconds)):
-        if now < seconds[i]:
-            return factors[i - 1] + (factors[i] - factors[i - 1]) * (now - seconds[i - 1]) / (
-                seconds[i] - seconds[i - 1]
-            )
-    return factors[-1]
+    i = 1
+    while now >= seconds[i]:
+        i += 1
+    return factors[i - 1] + (factors[i] - factors[i - 1]) * (now - seconds[i - 1]) / (
+        seconds[i] - seconds[i - 1]
+    )
 
 
-@kernel
+@inlined
 def padded_rows(tables: Tables, rows: int) -> int:
     """Rows that passes over so many rows cost: those of the bucket, where shapes are static."""
     if tables.is_static:
@@ -87,7 +90,7 @@ def blocks_needed(rows: Rows, plan: RoundPlan, block_size: int) -> int:
     return needed
 
 
-@kernel
+@inlined
 def prefill(tables: Tables, rows: Rows, order: Any) -> Any:
     """One pass over chunks of prompts, in this order of rows -> seconds."""
     budget, num, context = tables.max_prefill_tokens, 0, 0
@@ -110,7 +113,7 @@ def prefill(tables: Tables, rows: Rows, order: Any) -> Any:
     return seconds
 
 
-@kernel
+@inlined
 def draft(tables: Tables, request: int, route: int, start: int, room: int, factors: Any) -> Any:
     """A cycle of at most `room` drafts after `start` output tokens -> (drafted, kept by the tier above,
     whether they were looked up). factors: as `_round`."""
@@ -128,7 +131,7 @@ def draft(tables: Tables, request: int, route: int, start: int, room: int, facto
     return room, kept, looked_up
 
 
-@kernel
+@inlined
 def recorded_round(tables: Tables, row: Any, route: int) -> int:
     """The recorded round of this route that a row repeats now; -1 = none."""
     at = row.first_recorded + row.round_index
@@ -136,7 +139,7 @@ def recorded_round(tables: Tables, row: Any, route: int) -> int:
     return at if is_left and tables.recorded_rounds[at, 0] == route else -1
 
 
-@kernel
+@inlined
 def draft_or_repeat(
     tables: Tables, row: Any, route: int, cycle: int, tentative: int, room: int, factors: Any
 ) -> Any:
@@ -151,7 +154,7 @@ def draft_or_repeat(
     return drafted, min(drafted, tables.recorded_cycles[at, 1]), 0
 
 
-@kernel
+@inlined
 def accept(tables: Tables, row: Any, route: int, tentative: int, factor: float) -> int:
     """How many leading ones of a row's tentative tokens verify accepts."""
     recorded = recorded_round(tables, row, route)

@@ -50,6 +50,7 @@ from .row_state import (
 from .tables import Tables
 
 kernel = njit(cache=True, nogil=True)
+inlined = njit(cache=True, nogil=True, inline="always")
 # What a row does in a round: tentative tokens so far (0 = not in it), drafts, tokens accepted by the last
 # tier; and in the cycle under way: whether it is in it, drafts, whether they were looked up, context tokens.
 STATE = np.dtype(
@@ -60,7 +61,7 @@ STATE = np.dtype(
 )
 
 
-@kernel
+@inlined
 def _draft_cycle(
     tables: Tables, rows: Rows, states: Rows, plan: RoundPlan, cycle: int, factors: Any, log: RoundLog
 ) -> Any:
@@ -92,7 +93,7 @@ def _draft_cycle(
     return num_live, tokens, context
 
 
-@kernel
+@inlined
 def _draft_cost(tables: Tables, states: Rows, plan: RoundPlan, paid: int, context: int) -> Any:
     """Seconds of drafting in one cycle, and passes over the draft tier. paid: rows that each pass costs where
     shapes are static, and that prompt lookup costs."""
@@ -161,7 +162,7 @@ def _round(tables: Tables, rows: Rows, plan: RoundPlan, num_ready: int, now: flo
     return seconds
 
 
-@kernel
+@inlined
 def _commit(rows: Rows, states: Rows, num_passes: float, is_checked: bool, log: RoundLog) -> None:
     """Commits what a round accepted, up to the ends of outputs."""
     for r in range(len(rows)):
@@ -185,7 +186,7 @@ def _commit(rows: Rows, states: Rows, num_passes: float, is_checked: bool, log: 
             log.totals[T_ACCEPTED] += accepted
 
 
-@kernel
+@inlined
 def _plain_round(tables: Tables, rows: Rows, num_ready: int, context: int, log: RoundLog) -> Any:
     """One round of plain decoding -> seconds."""
     for row in rows:
