@@ -87,13 +87,13 @@ class StageCosts:
         depth = max(len(names) for of_route in slots for names in of_route.values())
         layers = [
             [
-                {slot: _stage(latency, names[at]) for slot, names in each.items() if at < len(names)}
+                {slot: stage_cost(latency, names[at]) for slot, names in each.items() if at < len(names)}
                 for each in slots
             ]
             for at in range(depth)
         ]
         self._layers = [_Layer(stages, route) for stages in layers]
-        self._round = _stage(latency, "round")
+        self._round = stage_cost(latency, "round")
 
     def milliseconds(self, passes: Passes, rows: int, context_tokens: float) -> Floats:
         """[plans]: of rounds; passes [3, slots, plans]: how many, and the rows and positions of all of them
@@ -104,5 +104,5 @@ class StageCosts:
         return total
 
 
-def _stage(latency: LatencyModel, name: str) -> Linear:
+def stage_cost(latency: LatencyModel, name: str) -> Linear:
     return NOTHING if name in _FREE and name not in latency else latency[name]

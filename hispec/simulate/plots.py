@@ -1,4 +1,4 @@
-"""Pictures of a simulation: mean and p99 latency by load."""
+"""Plots of a simulation: mean and p99 latency and tokens/s by load."""
 
 from __future__ import annotations
 
