@@ -14,7 +14,7 @@ from ee_models.decoder import Decoder
 from hispec.drafters.lookup_torch import TensorLookup
 from hispec.sampling import noise
 from tests.helpers.adapter_engines import checkpoint, engine_of, expected, files  # noqa: F401 - fixtures
-from tests.helpers.fixed_order import use_fixed_order
+from tests.helpers.interpreter import adapt_interpreter
 from tests.helpers.recorded_graphs import recordable
 from tests.helpers.tiny import tiny_checkpoint, tiny_model
 
@@ -40,9 +40,9 @@ def torch_decoder(tiny_path: Path) -> Decoder:
 
 
 @pytest.fixture
-def fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that compare bits of Triton's interpreter."""
-    use_fixed_order(monkeypatch)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that run Triton's interpreter, and compare bits of it."""
+    adapt_interpreter(monkeypatch)
 
 
 @pytest.fixture

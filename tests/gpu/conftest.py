@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _sums_in_our_order(request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue("fixed_order")
+    request.getfixturevalue("interpreter")
