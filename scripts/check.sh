@@ -13,8 +13,13 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-"$python" -m mypy
+"$python" -m mypy & # beside the tests: alone it would use one core
+types=$!
+trap 'kill "$types" 2>/dev/null || true' EXIT
 if [ "$#" -eq 0 ]; then
     set -- -m "not slow"
 fi
-"$python" -m pytest -q -n "$workers" --dist worksteal --durations=20 "$@"
+status=0
+"$python" -m pytest -q -n "$workers" --dist loadfile --durations=20 "$@" || status=$?
+wait "$types" || status=$?
+exit "$status"
