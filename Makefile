@@ -1,7 +1,8 @@
 # make demo        install, fetch the model once, and run configs/quickstart.yaml
-# make test        install with the test tools; lint, types and fast tests (what CI runs)
-# make test-slow   the tests that need the model or more than a few seconds
-# make faults      plant known faults, one at a time, and show which tests notice (ten minutes)
+# make test        install with the test tools; lint, types and fast tests, on all cores (what CI runs)
+# make test-slow   the tests that need the model or more than a few seconds (marker `slow`), among them every
+#                  combination that Triton's attention kernels are compiled for, of which make test takes two
+# make faults      plant known faults, one at a time, and show which tests notice (minutes)
 # make clean       remove what make and the tools made here; the fetched model stays in its cache
 #
 # PYTHON=python3.12 chooses the interpreter. pip's own settings (index, cache, certificates) apply, so a CPU or CUDA

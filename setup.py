@@ -49,6 +49,7 @@ setup(
             *PLOTS,
             *QUANTIZE,
             "pytest>=8.0",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "ruff>=0.9",
             "mypy>=1.15",

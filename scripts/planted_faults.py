@@ -1,6 +1,7 @@
-"""Plants known faults, one at a time, in a copy of the code, and shows which tests notice: `make faults`.
+"""Plants known faults, one at a time, in copies of the code, and shows which tests notice: `make faults`.
 
-Arguments are words: only faults whose names have all of them are planted.
+Arguments are words: only faults whose names have all of them are planted. As many faults are tried at once as
+there are cores, each by a single-threaded pytest in a copy of its own.
 
 A fault that no test notices makes the command fail. Each is a replacement of one piece of text, so that it is
 plain what was broken; where the text is gone, the list in faults.py is out of date, and that is an error too.
@@ -13,65 +14,81 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parent.parent
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+PYTEST = [
+    "-m",
+    "pytest",
+    "-q",
+    "--no-header",
+    "--tb=no",
+    "-rfE",
+    "--maxfail=3",
+    "-p",
+    "no:cacheprovider",
+    "-m",
+]
 
 
 def main() -> int:
     chosen = [fault for fault in FAULTS if all(word in fault.name for word in sys.argv[1:])]
-    unnoticed = []
     for fault in chosen:
-        noticed_by = run(fault)
-        print(
-            f"{fault.name}\n    {'noticed by ' + ', '.join(noticed_by[:3]) if noticed_by else 'NOT NOTICED'}",
-            flush=True,
-        )
-        if not noticed_by:
-            unnoticed.append(fault.name)
+        fault.plant((ROOT / fault.file).read_text(encoding="utf-8"))  # raises before any test runs
+    unnoticed = []
+    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(CORES) as workers:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(CORES):
+            copies.put(copy_code(Path(place, str(number))))
+        for fault, noticed_by in zip(
+            chosen, workers.map(lambda fault: run(fault, copies), chosen), strict=True
+        ):
+            said = f"noticed by {', '.join(noticed_by[:3])}" if noticed_by else "NOT NOTICED"
+            print(f"{fault.name}\n    {said}", flush=True)
+            if not noticed_by:
+                unnoticed.append(fault.name)
     print(f"{len(chosen) - len(unnoticed)} of {len(chosen)} planted faults noticed")
     return 1 if unnoticed else 0
 
 
-def run(fault: Fault) -> list[str]:
-    """Names of the tests that fail with `fault` planted."""
-    with tempfile.TemporaryDirectory() as place:
-        copy = Path(place)
-        for name in ("hispec", "ee_models", "cache", "tests", "pyproject.toml"):
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, copy / name)
-        file = copy / fault.file
-        text = file.read_text(encoding="utf-8")
-        if text.count(fault.right) != 1:
-            raise SystemExit(
-                f"{fault.name}: {fault.file} has {text.count(fault.right)} places that read {fault.right!r};"
-                " bring FAULTS up to date"
-            )
-        file.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--no-header",
-            "--tb=no",
-            "-rfE",
-            "-m",
-            "not slow",
-            "--maxfail=3",
-            "-p",
-            "no:cacheprovider",
-            *fault.tests,
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(copy)}
-        output = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=900, check=False
-        ).stdout
+def copy_code(folder: Path) -> Path:
+    for name in ("hispec", "ee_models", "cache", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def run(fault: Fault, copies: SimpleQueue[Path]) -> list[str]:
+    """Names of the tests that fail with `fault` planted in one of the copies, which is then as before."""
+    copy = copies.get()
+    file = copy / fault.file
+    text, before = file.read_text(encoding="utf-8"), file.stat()
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    file.write_text(fault.plant(text), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as own_cache:
+        if "njit" in text:
+            # Numba's cache knows when a file changes, but not when one that it calls into does.
+            environment["NUMBA_CACHE_DIR"] = own_cache
+        try:
+            output = subprocess.run(
+                [sys.executable, *PYTEST, "not slow", *fault.tests],
+                cwd=copy,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=1800,
+                check=False,
+            ).stdout
+        finally:
+            file.write_text(text, encoding="utf-8")
+            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+            shutil.rmtree(copy / ".hypothesis", ignore_errors=True)  # examples that an earlier fault failed
+            copies.put(copy)
     return [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
 
 

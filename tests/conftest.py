@@ -14,6 +14,7 @@ from ee_models.decoder import Decoder
 from hispec.drafters.lookup_torch import TensorLookup
 from hispec.sampling import noise
 from tests.helpers.adapter_engines import checkpoint, engine_of, expected, files  # noqa: F401 - fixtures
+from tests.helpers.interpreter import adapt_interpreter
 from tests.helpers.recorded_graphs import recordable
 from tests.helpers.tiny import tiny_checkpoint, tiny_model
 
@@ -36,6 +37,12 @@ def tiny_reference() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def torch_decoder(tiny_path: Path) -> Decoder:
     return recordable(Decoder.load(open_checkpoint(tiny_path), torch.float32, torch.device("cpu")))
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that run Triton's interpreter, and compare bits of it."""
+    adapt_interpreter(monkeypatch)
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.linear import PackedLinear, PlainLinear, can_pack
 from ee_models.linear_factory import LinearMaker
+from tests.helpers.support import MUST_BE_INVARIANT, PACKS, threads
 
 CPU = torch.device("cpu")
-PACKS = can_pack(CPU, torch.float32)
 # (out, in): projections of SmolLM2 and TinyLlama sizes, a tiny model's, and odd ones.
 SHAPES = [(960, 576), (576, 1536), (512, 2048), (96, 48), (260, 48), (7, 13), (1, 1)]
 
@@ -45,23 +45,25 @@ def test_a_linear_equals_the_product_it_stands_for(
             assert layer.num_bytes == weight.nbytes + (bias.nbytes if bias is not None else 0)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(
     ("shape", "with_bias"), [*((shape, False) for shape in SHAPES[:4]), (SHAPES[0], True)]
 )
 def test_a_row_invariant_linear_gives_a_row_the_same_bits_among_any_others(
-    shape: tuple[int, int], with_bias: bool
+    shape: tuple[int, int], with_bias: bool, num_threads: int
 ) -> None:
-    layer = LinearMaker(CPU, torch.float32)(randn(*shape), randn(shape[0], seed=1) if with_bias else None)
-    assert layer.row_invariant or not PACKS, (
-        f"no packed linear of shape {shape} is row-invariant on this CPU, so law 8 cannot hold on it"
-    )
-    x = randn(66, shape[1], seed=3)
-    alone = torch.cat([layer(x[i : i + 1]) for i in range(66)])
-    same = [torch.equal(layer(x[:rows]), alone[:rows]) for rows in range(1, 67)]
-    same += [torch.equal(layer(x[-rows:]), alone[-rows:]) for rows in (1, 2, 5, 8, 33)]
-    same += [torch.equal(layer(x.repeat(4, 1)[:rows])[:66], alone) for rows in (67, 100, 129, 200, 256)]
-    shuffled = torch.randperm(66, generator=torch.Generator().manual_seed(4))
-    same.append(torch.equal(layer(x[shuffled]), alone[shuffled]))
+    with threads(num_threads):
+        layer = LinearMaker(CPU, torch.float32)(randn(*shape), randn(shape[0], seed=1) if with_bias else None)
+        assert layer.row_invariant or not MUST_BE_INVARIANT, (
+            f"no packed linear of shape {shape} is row-invariant on this CPU, so law 8 cannot hold on it"
+        )
+        x = randn(66, shape[1], seed=3)
+        alone = torch.cat([layer(x[i : i + 1]) for i in range(66)])
+        same = [torch.equal(layer(x[:rows]), alone[:rows]) for rows in range(1, 67)]
+        same += [torch.equal(layer(x[-rows:]), alone[-rows:]) for rows in (1, 2, 5, 8, 33)]
+        same += [torch.equal(layer(x.repeat(4, 1)[:rows])[:66], alone) for rows in (67, 100, 129, 200, 256)]
+        shuffled = torch.randperm(66, generator=torch.Generator().manual_seed(4))
+        same.append(torch.equal(layer(x[shuffled]), alone[shuffled]))
     assert all(same) or not layer.row_invariant, f"says that it is row-invariant, but is not: {same}"
 
 

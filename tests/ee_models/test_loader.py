@@ -102,7 +102,8 @@ def test_a_tensor_does_not_keep_the_file_mapped(original: Path) -> None:
     checkpoint = open_checkpoint(original)
     tensor = checkpoint.tensor("model.norm.weight")
     assert tensor.untyped_storage().nbytes() == tensor.nbytes
-    assert str(original) not in Path("/proc/self/maps").read_text()
+    maps = Path("/proc/self/maps")  # on Linux
+    assert not maps.exists() or str(original) not in maps.read_text()
 
 
 def test_config_says_what_the_decoder_needs(original: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from cache.paged_kv import PagedKV
 from cache.view import BatchView, slots_of
 from ee_models.attention import triton_pages
 from ee_models.attention.triton_pages import TritonAttention
@@ -232,33 +233,61 @@ def test_a_chain_may_be_told_by_paths_or_by_its_table_alone(invariant: bool) -> 
         assert torch.equal(found, expected) if invariant else torch.allclose(found, expected, atol=5e-6)
 
 
-@pytest.mark.parametrize(("heads", "dtype"), [((3, 1, 40), torch.float32), ((4, 2, 64), torch.bfloat16)])
-def test_bits_do_not_depend_on_the_rest_of_the_pass(
-    heads: Heads, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend, row = TritonAttention(invariant=True, split_len=64), Row(150, 24, seed=1)
-    assert backend.row_invariant
-    others = [Row(1, 1, 2), Row(64, 7, 3), Row(200, 2, 4), Row(90, 12, 5)]
+def differing(
+    backend: TritonAttention, heads: Heads, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Passes in which tokens of a row have other bits than with all the row's tokens in one pass."""
+    row, others, found = (
+        Row(150, 24, seed=1),
+        [Row(1, 1, 2), Row(64, 7, 3), Row(200, 2, 4), Row(90, 12, 5)],
+        [],
+    )
 
     def attend(rows: Sequence[Row], **layout: Any) -> Tensor:
         return Pass.of(rows, heads, dtype=dtype, **layout).attend(backend)
 
+    def compare(attended: Tensor, expected: Tensor, name: str) -> None:
+        if not torch.equal(attended, expected):
+            found.append(name)
+
     together = attend([row])
     for q_len in (1, 7, 17):
-        assert torch.equal(attend([replace(row, q_len=q_len)]), together[-q_len:]), f"q_len {q_len}"
+        compare(attend([replace(row, q_len=q_len)]), together[-q_len:], f"q_len {q_len}")
     among = attend([*others[:2], replace(row, q_len=5), *others[2:]], seed=1, block_size=5)
-    assert torch.equal(among[8:13], together[-5:]), "in a batch"
-    for position in (127, 128, 148):  # alone, and with nothing after it
-        assert torch.equal(attend([Row(position + 1, 1, 1)])[0], together[position - 126]), (
-            f"position {position}"
-        )
+    compare(among[8:13], together[-5:], "in a batch")
+    for position in (127, 128, 148):
+        alone = attend([Row(position + 1, 1, 1)])[0]  # and with nothing after it
+        compare(alone, together[position - 126], f"position {position}")
     for bucket in (256, 1000):
-        assert torch.equal(attend([row], bucket=bucket), together), f"up to {bucket} positions"
+        compare(attend([row], bucket=bucket), together, f"up to {bucket} positions")
     monkeypatch.setattr(triton_pages, "_num_sms", lambda device: 0)
-    assert torch.equal(attend([row]), together), "all splits in one program"
-    assert torch.equal(attend([*others, replace(row, q_len=3)], block_size=16)[-3:], together[-3:]), (
-        "all splits in one program, in a batch"
-    )
+    compare(attend([row]), together, "all splits in one program")
+    among = attend([*others, replace(row, q_len=3)], block_size=16)
+    compare(among[-3:], together[-3:], "all splits in one program, in a batch")
+    return found
+
+
+@pytest.mark.parametrize(("heads", "dtype"), [((3, 1, 40), torch.float32), ((4, 2, 64), torch.bfloat16)])
+def test_bits_do_not_depend_on_the_rest_of_the_pass(
+    heads: Heads, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = TritonAttention(invariant=True, split_len=64)
+    assert backend.row_invariant
+    assert not differing(backend, heads, dtype, monkeypatch)
+
+
+class SplitByBatch(TritonAttention):
+    """Cuts contexts by the number of rows, as the mode that is not invariant does."""
+
+    def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: Any) -> Tensor:
+        self._split_len = 64 if prepared.num_rows == 1 else 32
+        return super().attend(q, kv, layer, prepared)
+
+
+def test_an_order_of_sums_that_varies_with_the_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = differing(SplitByBatch(), (3, 1, 40), torch.float32, monkeypatch)
+    assert {"in a batch", "all splits in one program, in a batch"} <= set(found)
+    assert not {"q_len 7", "up to 256 positions"} & set(found)
 
 
 @pytest.mark.parametrize("context_len", [0, 28, 60])

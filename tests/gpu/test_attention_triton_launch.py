@@ -155,7 +155,7 @@ def compile_offline(every: bool) -> None:
         ]
     for capability in (80, 90):
         for dtype in (torch.bfloat16, torch.float16, torch.float32) if every else (torch.bfloat16,):
-            for head_dim in (64, 80, 128, 256) if every else (64, 128):
+            for head_dim in (64, 80, 128, 256) if every else (64 if capability == 80 else 128,):
                 for backend, q_len, tree in passes:
                     attend, combine = launches(backend, (32, 8, head_dim), dtype, q_len, tree)
                     for name, recorder in (("attend_pages", attend), ("combine_splits", combine)):
@@ -189,7 +189,7 @@ def run_compile_offline(every: bool) -> list[str]:
 
 def test_kernels_compile_for_devices_of_two_generations() -> None:
     lines = run_compile_offline(every=False)
-    assert len(lines) == 2 * 2 * 2
+    assert len(lines) == 2 * 2  # of each generation one size; the next test, of `make test-slow`, has all
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@ interpreter where there is no GPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,6 +56,21 @@ def test_a_linear_equals_the_product_it_stands_for(
     assert layer.row_invariant
 
 
+def differing(layer: InvariantLinear, x: Tensor) -> list[str]:
+    """Passes in which a row of x [70, in] has other bits than among all of them."""
+    together, found = layer(x), []
+    for rows in (1, 2, 3, 8, 15, 16, 17, 40, 64, 65):
+        if not torch.equal(layer(x[:rows]), together[:rows]):
+            found.append(f"{rows} rows")
+    for i in (1, 15, 16, 69):
+        if not torch.equal(layer(x[i : i + 1])[0], together[i]):
+            found.append(f"row {i} alone")
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    if not torch.equal(layer(x[order]), together[order]):
+        found.append("another order")
+    return found
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -67,14 +84,26 @@ def test_a_row_has_the_same_bits_among_any_number_of_others(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     layer, _, _ = layer_of(shape, True, dtype)
-    x = randn(70, shape[1], dtype=dtype, seed=3)
-    together = layer(x)
-    for rows in (1, 2, 3, 8, 15, 16, 17, 40, 64, 65):
-        assert torch.equal(layer(x[:rows]), together[:rows]), f"{rows} rows"
-    for i in (1, 15, 16, 69):
-        assert torch.equal(layer(x[i : i + 1])[0], together[i]), f"row {i} alone"
-    order = torch.randperm(70, generator=torch.Generator().manual_seed(4)).to(DEVICE)
-    assert torch.equal(layer(x[order]), together[order])
+    assert not differing(layer, randn(70, shape[1], dtype=dtype, seed=3))
+
+
+class CutByRows(InvariantLinear):
+    """Cuts the inputs by the number of rows, as libraries do: few rows get parts of their own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._launch = replace(self._launch, part=512, num_parts=3) if x.shape[0] <= 16 else WHOLE
+        return super().__call__(x)
+
+
+WHOLE = triton_linear._Launch(block_out=32, block_in=64, part=1152, num_parts=1, num_stages=4)
+
+
+def test_an_order_of_sums_that_varies_with_the_number_of_rows_is_seen() -> None:
+    weight = randn(70, 1100) / 1100**0.5
+    assert {"1 rows", "16 rows", "row 69 alone"} <= set(
+        found := differing(CutByRows(weight, None), randn(70, 1100, seed=3))
+    )
+    assert not {"17 rows", "65 rows", "another order"} & set(found)
 
 
 @pytest.mark.parametrize("shape", [(70, 1100), (40, 1601), (130, 2048)])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 import random
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from ee_models.linear import can_pack
 from hispec.config import EngineConfig, Plan, SpeculativeConfig
 from hispec.decoding.acceptance import Judge
 from hispec.decoding.stages import DecoderLike, Stages
@@ -18,6 +20,10 @@ from hispec.engine import Engine
 from hispec.runner.cuda_graphs import GraphDevice
 from hispec.sampling_params import SamplingParams
 
+PACKS = can_pack(torch.device("cpu"), torch.float32)
+# oneDNN's kernels for x86-64 sum a row alike whatever the other rows; those for other processors need not,
+# and there the probe decides what is claimed.
+MUST_BE_INVARIANT = PACKS and platform.machine().lower() in ("x86_64", "amd64")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PLANS = [
     Plan(),
@@ -106,6 +112,17 @@ def run_through_interrupts(
                 outputs[delta.request_id] += delta.token_ids
         engine.check()
     return [outputs[request_id] for request_id in ids]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Torch computes on so many threads, however many the machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def random_prompts(lengths: Sequence[int], vocab: int = 256, seed: int = 0) -> list[list[int]]:

@@ -24,6 +24,7 @@ from tests.helpers.drafters import drafter_engine
 from tests.helpers.support import make_engine, random_prompts, run, transformers_greedy
 from tests.helpers.tiny import tiny_checkpoint, tiny_model
 
+pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES: dict[str, Any] = {"num_layers": 3, "hidden": 32}
 PROMPTS = random_prompts((3, 9))

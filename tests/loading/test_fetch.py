@@ -200,7 +200,7 @@ def test_concurrent_fetches_download_once(monkeypatch: pytest.MonkeyPatch) -> No
     say = module._say
 
     def convert(gguf: Path, folder: Path, **arguments: object) -> None:
-        assert other_waits.wait(timeout=10), "the second fetch was not held back"
+        assert other_waits.wait(timeout=60), "the second fetch was not held back"
         fake_convert(gguf, folder, **arguments)
 
     def listen(message: str, progress: bool) -> None:
