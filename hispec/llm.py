@@ -35,9 +35,9 @@ class LLM:
 
     model        a hub id, a folder, a .gguf file, or a name that `hispec fetch` knows
     speculative  a SpeculativeConfig or its fields; None is plain decoding
-    scheduling   a SchedulingConfig or its fields: who is served first; None = who came first
-    length_predictor   how long outputs will be, for scheduling policies that ask; None = learnt from those
-                       that have ended
+    scheduling   a SchedulingConfig or its fields: in which order requests are served; None = first come,
+                 first served
+    length_predictor   of output lengths, for policies that ask; None = learnt from ended requests
     skip_tokenizer_init   take and give token ids only
     engine       fields of EngineConfig: dtype, device, max_num_seqs, max_model_len, block_size,
                  num_kv_blocks, ...
@@ -111,8 +111,8 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or a list of them, through the model's chat template. As `generate`
-        otherwise."""
+        """Answers one conversation, or a list of them, through the model's chat template; otherwise as
+        `generate`."""
         is_one = len(messages) > 0 and isinstance(messages[0], dict)
         return self._run([messages] if is_one else list(messages), sampling_params, use_tqdm, chat=True)
 
@@ -211,7 +211,7 @@ class LLM:
         self.engine.reset_stats()
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated, by what they are for."""
+        """Bytes allocated, by purpose."""
         return {
             "weights_bytes": self.decoder.num_bytes,
             "draft_model_bytes": self.draft_models.num_bytes,
@@ -288,7 +288,7 @@ class LLM:
                 stream.append(delta)
             if all(growing.last and growing.last.finish_reason for growing in pending.sequences.values()):
                 if stream is None:
-                    self._finished.append(pending.output())
+                    self._finished.append(pending.make_output())
                 self._drop(pending)
 
     def _drop(self, pending: PendingRequest) -> None:

@@ -64,8 +64,7 @@ class Engine:
         ConfigError for what does not fit the model or memory.
 
         scheduling                in which order requests are served; None = first come, first served
-        length_predictor          how long outputs will be, for scheduling policies that ask; None = learnt
-                                  from the requests that have ended
+        length_predictor          of output lengths, for policies that ask; None = learnt from ended requests
         name                      of the model, for the trace
         is_static, graph_device   whether rounds have static shapes, and where they are captured; None = as
                                   suits the decoder's device
