@@ -58,12 +58,8 @@ class Admission:
     def _problems(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, has_text: bool
     ) -> Iterator[str]:
-        vocab_size, model_len, num_blocks, block_size = (
-            self.vocab_size,
-            self.max_model_len,
-            self.num_blocks,
-            self.block_size,
-        )
+        vocab_size, model_len = self.vocab_size, self.max_model_len
+        num_blocks, block_size = self.num_blocks, self.block_size
         if params.n != 1:
             yield f"n={params.n}: the engine takes one sequence per request; LLM.generate makes n of them"
         if len(prompt_token_ids) == 0:
@@ -79,11 +75,8 @@ class Admission:
                 f"prompt token ids must be integers from 0 to {vocab_size - 1}; {len(wrong)} are not, the"
                 f" first is {wrong[0]!r}"
             )
-        for field, token_ids in (
-            ("logit_bias", params.logit_bias),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            outside = [token for token in token_ids if not 0 <= token < vocab_size]
+        for field in ("logit_bias", "stop_token_ids"):
+            outside = [token for token in getattr(params, field) if not 0 <= token < vocab_size]
             if outside:
                 yield f"{field} names token {outside[0]}, but the vocabulary ends at {vocab_size - 1}"
         if params.logprobs is not None and params.logprobs > vocab_size:

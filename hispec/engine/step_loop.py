@@ -119,7 +119,7 @@ class StepLoop:
         passes = flight.layer_passes / runtime.models.decoder.config.num_layers
         for request, row, outcome in rows:
             record_gaps(request, not_written)
-            self._scheduler.served(request, outcome.service(passes, seconds))
+            self._scheduler.served(request, outcome.make_service(passes, seconds))
             self._commit(request, row, outcome, flight.result)
         if self.flight is None:
             self._rounds.advance_sampler(flight)
@@ -180,8 +180,8 @@ class StepLoop:
         kept = outcome.token_ids[:taken]
         if request.params.logprobs is not None:
             request.logprobs += result.logprobs(row, kept, request.params.logprobs)
+        by_source = outcome.sum_by_source(outcome.drafted), outcome.sum_by_source(outcome.kept)
         for counts in (request.counts, self.stats.round):
-            by_source = outcome.by_source(outcome.drafted), outcome.by_source(outcome.kept)
             counts.add(len(outcome.token_ids), taken, *by_source, outcome.tentative, outcome.accepted)
         # Blocks that the round in flight may write stay.
         self._scheduler.commit(request, len(request.token_ids) - 1, release=self.flight is None)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
+from itertools import cycle
 from typing import Any, Protocol
 
 import numpy as np
@@ -118,12 +119,8 @@ class PackedLauncher:
     def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         num_rows = rows.inputs.shape[1]
         host = np.zeros((num_rows, plan.window + 4), np.int64)  # the window's tokens, start, limit, drafts
-        host[:, 0], host[:, -3], host[:, -1] = (
-            rows.inputs[Input.TOKEN],
-            rows.inputs[Input.START],
-            rows.inputs[Input.DRAFTS],
-        )
-        host[:, -2] = np.minimum(rows.inputs[Input.CAP], rows.inputs[Input.ROOM])
+        host[:, 0], host[:, -3], cap, room, host[:, -1] = rows.inputs
+        host[:, -2] = np.minimum(cap, room)
         inputs = torch.from_numpy(host).to(self._device)
         batch = RoundBatch(
             tokens=inputs[:, : plan.window + 1].contiguous(),
@@ -137,9 +134,7 @@ class PackedLauncher:
             keeps_logits=rows.keeps_logits,
             watch=_watch(runtime, plan, rows, num_rows, self._device),
         )
-        result = run_round(
-            runtime.stages, plan, runtime.judge, None if plan.is_plain else runtime.drafter, batch
-        )
+        result = _run_round(runtime, plan, batch)
         packed = pack(result, batch.watch)
         return Flight(runtime, plan, rows, result, partial(unpack, packed, plan), batch.tokens)
 
@@ -173,8 +168,7 @@ class StaticLauncher:
         self._graphs = graphs
         # The device reads a copy's source later than the host starts it, so the source must stay unchanged:
         # at most two rounds are in flight.
-        self._upload = [_Upload(device) for _ in range(3)]
-        self._num_uploads = 0
+        self._uploads = cycle([_Upload(device) for _ in range(3)])
 
     def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         inputs = np.zeros((len(Input), self._num_rows), np.int64)  # empty rows have room for nothing
@@ -185,22 +179,17 @@ class StaticLauncher:
     def launch_next(self, flight: Flight, context_len: int) -> Flight:
         num_rows = row_bucket(flight.rows.inputs.shape[1], self._num_rows)
         plan, drafter = flight.plan, flight.drafter
-
-        def advance(counts: Tensor) -> None:
-            token, start, _, room, _ = self._inputs[:, :num_rows]
-            self._sampler.advance(flight.tokens, counts)
-            if drafter is not None:
-                with guarded(drafter):
-                    drafter.advance(self._batch(plan, num_rows, context_len, STATIC), counts)
-            token.copy_(flight.tokens.gather(1, counts.unsqueeze(1)).squeeze(1))
-            start += counts
-            room -= counts
-
         # Not captured, since a capture would do it twice; and the device is busy with the round before.
-        advance(flight.result.counts)
-        return self._run(
-            flight.runtime, plan, Rows(flight.rows.inputs, flight.rows.requests, context_len, False)
-        )
+        counts, (token, start, _, room, _) = flight.result.counts, self._inputs[:, :num_rows]
+        self._sampler.advance(flight.tokens, counts)
+        if drafter is not None:
+            with guarded(drafter):
+                drafter.advance(self._batch(plan, num_rows, context_len, STATIC), counts)
+        token.copy_(flight.tokens.gather(1, counts.unsqueeze(1)).squeeze(1))
+        start += counts
+        room -= counts
+        rows = Rows(flight.rows.inputs, flight.rows.requests, context_len, keeps_logits=False)
+        return self._run(flight.runtime, plan, rows)
 
     def _run(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         if self._tables.has_changed:
@@ -216,19 +205,14 @@ class StaticLauncher:
         execution = STATIC
         if by_stage:
             # A round without requests, as in a warm-up, goes through all stages.
-            execution = Execution(
-                is_static=True,
-                may_sync=bool(rows.requests),
-                call=directly if graphs is None else partial(_stage, graphs, key),
-            )
+            call = directly if graphs is None else partial(_run_stage, graphs, key)
+            execution = Execution(is_static=True, may_sync=bool(rows.requests), call=call)
 
         def run() -> tuple[RoundResult, Tensor]:
             watch = _watch(runtime, plan, rows, num_rows, self._device) if watches else None
             batch = self._batch(plan, num_rows, context_len, execution, rows.keeps_logits, watch)
             batch.tokens[:, 0] = self._inputs[Input.TOKEN, :num_rows]
-            result = run_round(
-                runtime.stages, plan, runtime.judge, None if plan.is_plain else runtime.drafter, batch
-            )
+            result = _run_round(runtime, plan, batch)
             return result, pack(result, watch)
 
         result, packed = run() if by_stage or graphs is None else graphs.run(key, run)
@@ -267,9 +251,7 @@ class StaticLauncher:
         return self._windows[plan.window]
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        upload = self._upload[self._num_uploads % len(self._upload)]
-        self._num_uploads += 1
-        upload(target, source)
+        next(self._uploads)(target, source)
 
 
 class _Upload:
@@ -290,7 +272,12 @@ class _Upload:
         target.copy_(pinned, non_blocking=True)
 
 
-def _stage(
+def _run_round(runtime: PlanRuntime, plan: Plan, batch: RoundBatch) -> RoundResult:
+    drafter = None if plan.is_plain else runtime.drafter
+    return run_round(runtime.stages, plan, runtime.judge, drafter, batch)
+
+
+def _run_stage(
     graphs: GraphCache, key: Hashable, name: Hashable, run: Callable[..., Any], *inputs: Tensor
 ) -> Any:
     return graphs.run((key, name), run, *inputs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ..config import EngineConfig
-from .plan_runtime import PlanRuntime, make_plan_runtime, total_memory
+from .plan_runtime import PlanRuntime, make_plan_runtime
 from .plan_spec import Counters, EngineSizes, PlanSpec
 
 _MOST_KEPT = 8
@@ -23,10 +25,8 @@ class PlanCache:
 
     def make(self, num_blocks: int, spec: PlanSpec) -> PlanRuntime:
         """Raises ConfigError for what does not fit the model or memory."""
-        sizes = EngineSizes(
-            self._config.max_num_seqs, self._max_model_len, num_blocks, self._config.block_size
-        )
-        draft_model = spec.models.draft_model
+        config, draft_model = self._config, spec.models.draft_model
+        sizes = EngineSizes(config.max_num_seqs, self._max_model_len, num_blocks, config.block_size)
         draft_kvs = (each.draft_kv for each in self.kept if each.models.draft_model is draft_model)
         kv = self.runtime.kv if self._kept else None
         return make_plan_runtime(spec, sizes, self._counters, kv, next(draft_kvs, None))
@@ -54,8 +54,11 @@ class PlanCache:
         return list(self._kept.values())
 
     def memory(self) -> dict[str, int]:
-        """PlanRuntime.memory() of all plans that are kept."""
-        return total_memory(self.kept)
+        """PlanRuntime.memory() of all plans that are kept, which share KV."""
+        total = Counter[str]()
+        for runtime in self.kept:
+            total.update(runtime.memory())
+        return {**total, "kv_bytes": self.runtime.kv.num_bytes}
 
     def release(self) -> None:
         """Gives the KV memory back."""

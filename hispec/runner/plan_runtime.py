@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cache.hidden import HiddenBuffer
@@ -97,15 +96,6 @@ class PlanRuntime:
         }
 
 
-def total_memory(runtimes: Iterable[PlanRuntime]) -> dict[str, int]:
-    """PlanRuntime.memory() of several that share KV."""
-    each, total = list(runtimes), Counter[str]()
-    for runtime in each:
-        total.update(runtime.memory())
-    total["kv_bytes"] = max(runtime.kv.num_bytes for runtime in each)
-    return dict(total)
-
-
 def make_plan_runtime(
     spec: PlanSpec, sizes: EngineSizes, counters: Counters, kv: PagedKV | None, draft_kv: PagedKV | None
 ) -> PlanRuntime:
@@ -164,14 +154,8 @@ class _RuntimeFactory:
             draft_kv = sizes.make_kv(draft_model, draft_model.config.num_layers)
         self._kv, self._draft_kv = kv, draft_kv
         self._window = max((plan.window for plan in plans), default=PLAIN.window)
-        self._hidden = HiddenBuffer(
-            len(Tier),
-            sizes.max_num_seqs,
-            self._window,
-            decoder.config.hidden_size,
-            decoder.dtype,
-            decoder.device,
-        )
+        shape = len(Tier), sizes.max_num_seqs, self._window, decoder.config.hidden_size
+        self._hidden = HiddenBuffer(*shape, decoder.dtype, decoder.device)
         self.drafters = DrafterFactory(
             sizes.max_num_seqs, sizes.max_model_len, draft_model, draft_kv, counters[1]
         )

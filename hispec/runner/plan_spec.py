@@ -32,15 +32,13 @@ class Models:
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block at every layer of the decoder, of the exits and of the draft model."""
-        models = [(self.decoder, self.num_kv_layers)]
-        if self.draft_model is not None:
-            models.append((self.draft_model, self.draft_model.config.num_layers))
-        return sum(
-            PagedKV.bytes_per_block(
-                num_layers, block_size, model.config.num_kv_heads, model.config.head_dim, model.dtype
-            )
-            for model, num_layers in models
-        )
+
+        def of(model: DecoderLike, num_layers: int) -> int:
+            shape = block_size, model.config.num_kv_heads, model.config.head_dim
+            return PagedKV.bytes_per_block(num_layers, *shape, model.dtype)
+
+        model, draft_model = of(self.decoder, self.num_kv_layers), self.draft_model
+        return model if draft_model is None else model + of(draft_model, draft_model.config.num_layers)
 
     def read_by(self, speculative: SpeculativeConfig) -> Models:
         """Those that a plan of `speculative` uses."""
@@ -93,13 +91,5 @@ class EngineSizes:
 
     def make_kv(self, decoder: DecoderLike, num_layers: int) -> PagedKV:
         """KV of `num_layers` layers of this model's shape."""
-        model = decoder.config
-        return PagedKV(
-            num_layers,
-            self.num_blocks,
-            self.block_size,
-            model.num_kv_heads,
-            model.head_dim,
-            decoder.dtype,
-            decoder.device,
-        )
+        shape = self.num_blocks, self.block_size, decoder.config.num_kv_heads, decoder.config.head_dim
+        return PagedKV(num_layers, *shape, decoder.dtype, decoder.device)

@@ -36,13 +36,13 @@ class RowOutcome:
     source: list[int]
     shadows: list[int] = field(default_factory=list)
 
-    def service(self, passes: float, seconds: float) -> Service:
+    def make_service(self, passes: float, seconds: float) -> Service:
         """What the round gave the row, for a scheduling policy. Some tentative tokens are the check's own, so
         that more may be accepted than were drafted."""
         drafted = sum(self.drafted)
         return Service(1, len(self.token_ids), drafted, min(drafted, self.accepted), passes, seconds)
 
-    def by_source(self, counts: Sequence[int]) -> list[int]:
+    def sum_by_source(self, counts: Sequence[int]) -> list[int]:
         """Counts of cycles, summed by the Source of the drafts."""
         sums = [0] * len(Source)
         for source, count in zip(self.source, counts, strict=True):
