@@ -13,34 +13,35 @@ from ..scheduling.request import Request, TextStream
 
 @dataclass(frozen=True)
 class Admission:
-    """Makes an engine's requests.
+    """Checks and makes an engine's requests.
 
-    model_len, num_blocks, block_size   what one may take at most; seed: base of the seeds of those that bring
-                                        none
+    max_model_len, num_blocks, block_size   the most tokens and KV blocks of a request
+    seed                                    base of the seeds of requests that bring none
     """
 
     vocab_size: int
-    model_len: int
+    max_model_len: int
     num_blocks: int
     block_size: int
     seed: int
     eos_token_ids: frozenset[int]
 
-    def request(
+    def make_request(
         self,
         number: int,
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         text: TextStream | None,
-        also: Iterable[str],
+        problems: Iterable[str] = (),
     ) -> Request:
-        """Raises RequestError with all reasons why it can never be served, `also` these."""
-        problems = [*self._problems(prompt_token_ids, params, has_text=text is not None), *also]
-        if problems:
-            raise RequestError(f"{request_id}: " + "; ".join(problems))
+        """Raises RequestError with all reasons why the request can never be served: those found here, and
+        `problems`."""
+        found = [*self._problems(prompt_token_ids, params, has_text=text is not None), *problems]
+        if found:
+            raise RequestError(f"{request_id}: " + "; ".join(found))
         prompt = [int(token) for token in prompt_token_ids]
-        room = self.model_len - len(prompt)
+        room = self.max_model_len - len(prompt)
         return Request(
             request_id=request_id,
             number=number,
@@ -57,12 +58,8 @@ class Admission:
     def _problems(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, has_text: bool
     ) -> Iterator[str]:
-        vocab_size, model_len, num_blocks, block_size = (
-            self.vocab_size,
-            self.model_len,
-            self.num_blocks,
-            self.block_size,
-        )
+        vocab_size, model_len = self.vocab_size, self.max_model_len
+        num_blocks, block_size = self.num_blocks, self.block_size
         if params.n != 1:
             yield f"n={params.n}: the engine takes one sequence per request; LLM.generate makes n of them"
         if len(prompt_token_ids) == 0:
@@ -78,11 +75,8 @@ class Admission:
                 f"prompt token ids must be integers from 0 to {vocab_size - 1}; {len(wrong)} are not, the"
                 f" first is {wrong[0]!r}"
             )
-        for field, token_ids in (
-            ("logit_bias", params.logit_bias),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            outside = [token for token in token_ids if not 0 <= token < vocab_size]
+        for field in ("logit_bias", "stop_token_ids"):
+            outside = [token for token in getattr(params, field) if not 0 <= token < vocab_size]
             if outside:
                 yield f"{field} names token {outside[0]}, but the vocabulary ends at {vocab_size - 1}"
         if params.logprobs is not None and params.logprobs > vocab_size:

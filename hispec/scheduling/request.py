@@ -25,7 +25,7 @@ class TextStream(Protocol):
         string."""
 
 
-Owner = int | str  # of KV besides the model's own: the exit at a layer, or "model" for a draft model
+ExtraKV = int | str  # of KV besides the model's own: the exit at a layer, or "model" for a draft model
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class Request:
     num_preemptions: int = 0
     num_cached: int = 0
     drafter_failed: bool = False
-    gaps: dict[Owner, int] = field(default_factory=dict)
+    gaps: dict[ExtraKV, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
