@@ -1,8 +1,9 @@
-"""What a controller may choose from: every way to speculate that the exits and models at hand allow."""
+"""The ways to speculate that a controller may choose from: all that the exits and models at hand allow."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from ..config import CheckConfig, DraftConfig, DraftKind, GoodputConfig, NgramConfig, SpeculativeConfig
@@ -10,6 +11,35 @@ from ..errors import ConfigError
 from .choice import Route
 
 _CAUTIOUS = NgramConfig(max_size=4, min_size=2, tokens_per_match=1)
+
+
+@dataclass(frozen=True)
+class ExitTiers:
+    """Makes draft and check tiers of one kind of exits.
+
+    kind   adapter: trained ones, in the folder `path` (None = those that come with HiSpec); exit: the model's
+           own head
+    """
+
+    kind: Literal["exit", "adapter"]
+    path: str | None = None
+
+    def draft(self, layer: int) -> DraftConfig:
+        return DraftConfig(kind=self.kind, path=self.path, layer=layer)
+
+    def hybrid(self, layer: int, ngram: NgramConfig | None, num_exit_tokens: int | None) -> DraftConfig:
+        """Prompt lookup, and the exit at `layer` where that finds nothing."""
+        return DraftConfig(
+            kind="hybrid",
+            exit=self.kind,
+            path=self.path,
+            layer=layer,
+            ngram=ngram,
+            num_exit_tokens=num_exit_tokens,
+        )
+
+    def check(self, layer: int, confidence: float | None = None) -> CheckConfig:
+        return CheckConfig(kind=self.kind, path=self.path, layer=layer, confidence=confidence)
 
 
 def candidates(speculative: SpeculativeConfig, trained: Collection[int]) -> list[SpeculativeConfig]:
@@ -22,7 +52,7 @@ def candidates(speculative: SpeculativeConfig, trained: Collection[int]) -> list
     layers = exit_layers(speculative, trained)
     there: list[DraftKind] = [
         "ngram",
-        *((_exit_kind(speculative), "hybrid") if layers else ()),
+        *((_exit_tiers(speculative).kind, "hybrid") if layers else ()),
         *(("model",) if draft.kind == "model" else ()),
     ]
     kinds = there if goodput.drafters is None else goodput.drafters
@@ -44,7 +74,7 @@ def candidates(speculative: SpeculativeConfig, trained: Collection[int]) -> list
 
 
 def exit_layers(speculative: SpeculativeConfig, trained: Collection[int]) -> list[int]:
-    """The exits to choose from."""
+    """Layers of the exits to choose from."""
     goodput, named = speculative.goodput or GoodputConfig(), _named_layers(speculative)
     if goodput.layers is not None:
         missing = sorted(set(goodput.layers) - set(trained)) if uses_trained(speculative) else []
@@ -69,18 +99,24 @@ def uses_trained(speculative: SpeculativeConfig) -> bool:
 def trained_path(speculative: SpeculativeConfig) -> str | None:
     """The folder of trained exits; None = those that come with HiSpec. Raises ConfigError if two are
     named."""
-    draft, check = speculative.draft, speculative.check
-    paths = {tier.path for tier in (draft, check) if tier is not None and tier.is_trained}
+    paths = trained_paths(speculative)
     if len(paths) > 1:
+        draft, check = speculative.draft, speculative.check
         both = f"draft.path={draft.path!r} and check.path={check.path if check else None!r}"
         raise ConfigError(
             f"speculative: {both} differ, and control='goodput' takes exits of one folder; put them into one"
         )
-    return paths.pop() if paths else None
+    return paths[0] if paths else None
+
+
+def trained_paths(speculative: SpeculativeConfig | None) -> list[str | None]:
+    """The folders of trained exits that the tiers name, each once; None = those that come with HiSpec."""
+    tiers = () if speculative is None else (speculative.draft, speculative.check)
+    return list(dict.fromkeys(tier.path for tier in tiers if tier is not None and tier.is_trained))
 
 
 def route_of(way: SpeculativeConfig) -> Route:
-    """A candidate as the controller knows it."""
+    """The route of a candidate."""
     return Route(
         kind=way.draft.kind,
         draft_layer=way.draft.layer or 0,
@@ -98,50 +134,35 @@ def _named_layers(speculative: SpeculativeConfig) -> list[int]:
     return sorted({layer for layer in (draft.layer, check.layer if check else None) if layer is not None})
 
 
-def _exit_kind(speculative: SpeculativeConfig) -> DraftKind:
-    return "adapter" if uses_trained(speculative) else "exit"
+def _exit_tiers(speculative: SpeculativeConfig) -> ExitTiers:
+    return ExitTiers("adapter" if uses_trained(speculative) else "exit", trained_path(speculative))
 
 
 def _drafts(speculative: SpeculativeConfig, kind: DraftKind, layers: Sequence[int]) -> Iterator[DraftConfig]:
     draft = speculative.draft
-    path = trained_path(speculative)
     if kind == "ngram":
         yield DraftConfig(kind="ngram", ngram=draft.ngram)
     elif kind == "model":
         yield DraftConfig(kind="model", path=draft.path)
     else:
-        exit_kind = _exit_kind(speculative)
+        tiers, ngram = _exit_tiers(speculative), draft.ngram if draft.kind in ("ngram", "hybrid") else None
         for layer in layers:
-            if kind != "hybrid":
-                yield DraftConfig(kind=kind, layer=layer, path=path)
+            if kind == "hybrid":
+                yield tiers.hybrid(layer, ngram, draft.num_exit_tokens)
             else:
-                of_ngram = draft.ngram if draft.kind in ("ngram", "hybrid") else None
-                way: Literal["exit", "adapter"] = "exit" if exit_kind == "exit" else "adapter"
-                yield DraftConfig(
-                    kind="hybrid",
-                    layer=layer,
-                    path=path,
-                    exit=way,
-                    ngram=of_ngram,
-                    num_exit_tokens=draft.num_exit_tokens,
-                )
+                yield tiers.draft(layer)
 
 
 def _ways(
     speculative: SpeculativeConfig, draft: DraftConfig, layers: Sequence[int]
 ) -> Iterator[SpeculativeConfig]:
-    two_tier = _two_tier(speculative, draft)
+    two_tier, tiers = _two_tier(speculative, draft), _exit_tiers(speculative)
     yield two_tier
-    is_trained, sure = uses_trained(speculative), speculative.check.confidence if speculative.check else None
+    confidence = speculative.check.confidence if speculative.check else None
     for layer in layers:
         if layer > max(draft.layer or 0, 1):
-            check = CheckConfig(
-                kind="adapter" if is_trained else "exit",
-                layer=layer,
-                path=trained_path(speculative),
-                confidence=sure,
-            )
-            yield two_tier.model_copy(update={"check": check, "num_checks": speculative.num_checks})
+            update = {"check": tiers.check(layer, confidence), "num_checks": speculative.num_checks}
+            yield two_tier.model_copy(update=update)
 
 
 def _two_tier(speculative: SpeculativeConfig, draft: DraftConfig) -> SpeculativeConfig:

@@ -61,6 +61,7 @@ class Linear:
 
 
 NOTHING = Linear()
+_FREE = frozenset({"lookup", "round"})  # cost nothing if nothing is said of them
 
 
 def stage_names(layers: Collection[int], trained: Collection[int], has_draft_model: bool) -> list[str]:
@@ -113,10 +114,13 @@ class LatencyModel:
     row_buckets: tuple[int, ...] = field(default=())
 
     def __getitem__(self, name: str) -> Linear:
-        """Raises ConfigError for a stage that was not measured."""
+        """Raises ConfigError for a stage that was not measured, unless it is one of those that may be left
+        out, `lookup` and `round`: these cost nothing then."""
         try:
             return self.stages[name]
         except KeyError:
+            if name in _FREE:
+                return NOTHING
             there = ", ".join(sorted(self.stages))
             raise ConfigError(
                 f"the latency profile has no stage {name!r}, only {there}; measure again: hispec profile"

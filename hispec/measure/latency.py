@@ -32,7 +32,7 @@ from .timing import medians
 _log = logging.getLogger(__name__)
 _SAMPLES = 9
 _BUDGET_S = 60.0  # that timing may take, as far as a first look at each pass leaves any
-_LEAST_CONTEXT, _LEAST_ROOM = 8, 32  # positions
+_LEAST_CONTEXT, _LEAST_ROOM = 8, 16  # positions
 _MOST_LOOKED_UP = 8  # drafts of a proposal: a proposal costs next to nothing, whatever their number
 _PERIOD = 61  # of the context: text that prompt lookup finds something in
 
@@ -115,6 +115,7 @@ def measure_latency(
     *,
     max_num_seqs: int,
     max_window: int,
+    max_context: int | None = None,
     draft_model: Decoder | None = None,
     progress: bool = False,
     graph_device: GraphDevice | None = None,
@@ -123,6 +124,7 @@ def measure_latency(
 
     exits         the trained ones among them; the others are read through the model's own head
     max_num_seqs  rows of a round at most; max_window: places of a row in a round
+    max_context   positions that a row attends to at most; None = as many as there is room for
     graph_device  where rounds of static shapes are captured; None = on a GPU there, on a CPU rounds are
                   packed
     Raises ConfigError for sizes below 1. Memory is taken for max_num_seqs rows of a short context, and given
@@ -132,9 +134,9 @@ def measure_latency(
     started, about = time.monotonic(), environment()
     is_cuda = decoder.device.type == "cuda"
     is_static = is_cuda or graph_device is not None
-    room = min(
-        decoder.max_positions, draft_model.max_positions if draft_model is not None else decoder.max_positions
-    )
+    room = min(model.max_positions for model in (decoder, draft_model) if model is not None)
+    if max_context is not None:
+        room = max(_LEAST_ROOM, min(room, max_context + max_window))
     grid = Grid.of(max_num_seqs, max_window, room, is_cuda=is_cuda, is_static=is_static)
     rng, window = random.Random(0), max(grid.positions[-1], _MOST_LOOKED_UP + 1)
     words = [rng.randrange(decoder.config.vocab_size) for _ in range(_PERIOD)]

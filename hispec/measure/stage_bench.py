@@ -28,7 +28,6 @@ from ..sampling.sampler import Sampler
 
 _BLOCK_SIZE = 16
 _TOKENS_PER_PASS = 512
-_LOGITS = 64  # positions whose logits are kept at a time
 
 
 class Rig:
@@ -82,7 +81,6 @@ class Rig:
             config.vocab_size,
             decoder.device,
         )
-        self._logits = torch.randn(_LOGITS, config.vocab_size, dtype=decoder.dtype, device=decoder.device)
         self._tokens = torch.tensor(
             [context[-1], *(context[at % len(context)] for at in range(window))], device=decoder.device
         ).expand(rows, -1)
@@ -163,16 +161,6 @@ class Rig:
             )
         )
 
-    def choose(self, rows: int, num: int) -> Callable[[], None]:
-        """The `num` likeliest tokens of each row, from logits."""
-        batch, chain = self._batch(1, 1), DraftTree.chain(0)
-        places = self._stages.places(batch, self._select(batch, chain, chain.on(self._device).nodes))
-        return self._piecewise(rows, lambda logits: batch.sampler.choose_top(logits, places, num))
-
-    def probability(self, num_positions: int) -> Callable[[], None]:
-        """How likely the likeliest token of each position is, from logits."""
-        return self._piecewise(num_positions, lambda logits: logits.float().softmax(-1).amax(-1))
-
     def lookup(self, rows: int, most: int) -> Callable[[], None]:
         """One proposal of prompt lookup in each row."""
         batch = self._batch(rows, most + 1)
@@ -239,14 +227,6 @@ class Rig:
         if self._graphs is None:
             return quiet
         return torch.inference_mode()(_captured(quiet, self._graphs))
-
-    def _piecewise(self, num_positions: int, run: Callable[[Tensor], object]) -> Callable[[], None]:
-        """`run` over logits of so many positions; in pieces, since those of the widest passes would take more
-        memory than the rest."""
-        pieces = [
-            self._logits[: min(_LOGITS, num_positions - start)] for start in range(0, num_positions, _LOGITS)
-        ]
-        return self._stage(lambda: [run(piece) for piece in pieces])
 
     def _speaker(self, layer: int | None) -> ExitSpeaker:
         return ExitSpeaker(self._stages, self._num_layers if layer is None else layer)

@@ -12,7 +12,7 @@ from rich.table import Table
 from ee_models.checkpoint.exit_files import ExitsError
 from ee_models.exits import AdapterExit
 
-from ..config import DraftConfig, SpeculativeConfig
+from ..config import SpeculativeConfig
 from ..control.candidates import exit_layers, trained_path, uses_trained
 from ..jobs.schema import Job
 from ..latency.profile import LatencyProfile, StageCost, kept_path, save
@@ -72,8 +72,7 @@ def _exits(llm: LLM, speculative: SpeculativeConfig | None) -> list[AdapterExit]
             raise
         return []
     layers = trained if speculative is None else exit_layers(speculative, trained)
-    ways = [SpeculativeConfig(draft=DraftConfig(kind="adapter", path=path, layer=layer)) for layer in layers]
-    return [exit_ for way in ways for exit_ in llm.trained_exits.load(way, llm.decoder)]
+    return llm.trained_exits.load_layers(path, layers, llm.decoder)
 
 
 def print_latency(profile: LatencyProfile, path: Path, file: IO[str] | None = None) -> None:

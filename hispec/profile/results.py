@@ -51,7 +51,7 @@ def agreement(recording: Recording, candidates: Candidates, max_drafts: int) -> 
         "positions": int(recording.lengths.sum()),
         "tasks": {task: int(recording.places(task).sum()) for task in tasks},
         "exits": [
-            {"kind": candidates.kind, "layer": layer, **drafts(said)}
+            {"kind": candidates.tiers.kind, "layer": layer, **drafts(said)}
             for layer, said in recording.exits.items()
         ],
         "own_head": [{"layer": layer, **shares(tokens)} for layer, tokens in own],

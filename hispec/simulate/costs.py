@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError
-from ..latency.model import NOTHING, LatencyModel, Linear
+from ..latency.model import LatencyModel, Linear
 from ..latency.profile import load
 from .config import AcceptanceSettings, LatencySettings, RouteSettings
 from .distributions import Floats, Ints
@@ -116,8 +116,7 @@ def _put_acceptance(settings: AcceptanceSettings, positions: Floats, drift: Floa
 
 
 def _seconds(latency: LatencyModel, name: str) -> tuple[float, ...]:
-    # What a round costs besides its passes, and prompt lookup, are free if nothing is said of them.
-    stage = NOTHING if name in ("round", "lookup") and name not in latency else latency[name]
+    stage = latency[name]
     return (
         stage.constant_ms / 1e3,
         stage.row_ms / 1e3,
