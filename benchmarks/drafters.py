@@ -39,6 +39,7 @@ from hispec.profile.plans import all_plans, drafter_of, kind_of, lookups_of, sho
 from hispec.profile.predict import Calibration, Prediction, Predictor, best_of_each_kind, search
 from hispec.profile.record import record
 from hispec.profile.recording import NOTHING, Answer, Recording, Said
+from hispec.profile.round_cost import PassTimes
 from hispec.sampling_params import SamplingParams
 
 LOOKUP = NgramConfig(max_size=3, min_size=1, tokens_per_match=None)
@@ -61,13 +62,13 @@ def memory_bound(decoder: Decoder, exits: Sequence[AdapterExit]) -> LatencyModel
     return LatencyModel({name: Linear(constant_ms=cost) for name, cost in costs.items()})
 
 
-def measured(result: Mapping[str, Any]) -> tuple[LatencyModel, Calibration, int]:
-    """Costs of stages, host time and the length of a row's context of a profile's result."""
-    costs, context_len = result["costs"], result["costs"]["context_len"]
+def measured(result: Mapping[str, Any]) -> tuple[PassTimes, Calibration]:
+    """Costs of passes and host time of a profile's result."""
+    costs = result["costs"]
     stages = {name: StageCost(**each).cost for name, each in costs["stages"].items()}
     latency = LatencyModel(stages, costs["is_static"], tuple(costs["row_buckets"]))
-    plain = latency["plain"](1, 1, context_len)
-    return latency, Calibration(1, None, plain, result["calibration"]["host_ms"], 0.0), context_len
+    times, host_ms = PassTimes(latency, costs["context_len"]), result["calibration"]["host_ms"]
+    return times, Calibration(1, None, times.one_each(["plain"], 1), host_ms, 0.0)
 
 
 def improved(recording: Recording, layer: int, share: float) -> Recording:
@@ -126,17 +127,14 @@ def main() -> int:
             batch_size=1,
             progress=True,
         )
-        latency, calibration, context_len = (
-            memory_bound(llm.decoder, candidates.exits),
-            Calibration(1, None, 1.0, 0.0, 0.0),
-            0,
-        )
+        times = PassTimes(memory_bound(llm.decoder, candidates.exits), context_len=0)
+        calibration = Calibration(1, None, 1.0, 0.0, 0.0)
         num_layers = llm.decoder.config.num_layers
     if arguments.profile is not None:
-        latency, calibration, context_len = measured(json.loads(arguments.profile.read_text()))
+        times, calibration = measured(json.loads(arguments.profile.read_text()))
 
     def predictor(of: Recording) -> Predictor:
-        return Predictor(of, latency, calibration, 1, num_layers, context_len)
+        return Predictor(of, times, calibration, 1, num_layers)
 
     found, num_plans = search(predictor(recording), plans)
     kinds = dict.fromkeys(kind_of(prediction.plan) for prediction in found if prediction.plan is not None)

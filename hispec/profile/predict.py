@@ -7,16 +7,16 @@ import heapq
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..config import SpeculativeConfig
-from ..latency.model import LatencyModel
 from .plans import kind_of, refined, short_text
 from .recording import Ints, Recording
 from .replay import RoundCounter, Rounds
-from .round_cost import RoundCost, round_costs
+from .round_cost import PassTimes, RoundCost, round_costs
 from .timed_runs import Step
 
 _REFINED = 20  # plans of each kind whose confidences are tried more finely
@@ -40,12 +40,9 @@ class Calibration:
     prefill_s: float
 
 
-def calibrate(steps: Sequence[Step], latency: LatencyModel, context_len: int, batch_size: int) -> Calibration:
-    """From the steps of a plain run over all prompts; context_len: positions that a row attends to."""
-
-    def plain(rows: int) -> float:
-        return latency["plain"](rows, rows, rows * context_len)
-
+def calibrate(steps: Sequence[Step], times: PassTimes, batch_size: int) -> Calibration:
+    """From the steps of a plain run over all prompts."""
+    plain = partial(times.one_each, ["plain"])
     decoding = [step for step in steps if step.rows and not step.prefill_tokens]
     full = [1e3 * step.seconds for step in decoding if step.rows == batch_size]
     host_ms = (
@@ -108,22 +105,20 @@ class Prediction:
 class Predictor:
     """Predicts plans for one recording on one machine.
 
-    context_len         positions that a row attends to, on average
     draft_model_share   what a draft model adds to the processing of prompts, as a share of the model's own
     """
 
     def __init__(
         self,
         recording: Recording,
-        latency: LatencyModel,
+        times: PassTimes,
         calibration: Calibration,
         batch_size: int,
         num_layers: int,
-        context_len: int,
         draft_model_share: float = 0.0,
     ) -> None:
         self._counter, self._groups = RoundCounter(recording), recording.groups()
-        self._latency, self._context_len, self._calibration = latency, context_len, calibration
+        self._times, self._calibration = times, calibration
         self._batch_size, self._num_layers = batch_size, num_layers
         self._draft_model_share = draft_model_share
         self._plain_tokens_per_s: float | None = None
@@ -131,9 +126,7 @@ class Predictor:
     def predict(self, plan: SpeculativeConfig | None) -> Prediction:
         rounds = self._counter.count(plan)
         steps = self._steps(rounds)
-        costs = round_costs(
-            plan, rounds, {*steps, self._batch_size}, self._latency, self._context_len, self._num_layers
-        )
+        costs = round_costs(plan, rounds, {*steps, self._batch_size}, self._times, self._num_layers)
         tokens_per_s = rounds.tokens / self._seconds(plan, steps, costs)
         if self._plain_tokens_per_s is None:
             self._plain_tokens_per_s = tokens_per_s if plan is None else self.predict(None).tokens_per_s

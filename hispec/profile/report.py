@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ..utils.console import make_console
 from ..utils.environment import hardware_text, is_busy
+from .results import fastest_of_kinds
 
 _MOST_TASKS = 6  # columns; the JSON has all
 _ROWS = (1, 2, 4, 8, 16, 32)  # drafts in a row of which the table tells how often all are right
@@ -87,48 +88,41 @@ def _exits_text(exits: Mapping[str, Any]) -> str:
 
 
 def _agreement(agreement: Mapping[str, Any], draft_model: str | None) -> Table:
-    tasks = _tasks(agreement)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    num_rows = [j for j in _ROWS if j <= len(agreement["exits"][0]["first_right"])]
-    is_trained = agreement["exits"][0]["kind"] == "adapter"
-    for title in [
-        "exit after",
-        "agreement",
-        *(["own head"] if is_trained else []),
-        *tasks,
-        *(f"p({j})" for j in num_rows),
-    ]:
-        table.add_column(title, justify="right")
+    tasks, exits = _tasks(agreement), agreement["exits"]
+    num_right = _lengths(exits[0])
+    own_title = ["own head"] if exits[0]["kind"] == "adapter" else []
+    table = _table("exit after", "agreement", *own_title, *tasks, *(f"p({j})" for j in num_right))
     own = {exit_["layer"]: exit_["agreement"] for exit_ in agreement["own_head"]}
-    rows = [(str(exit_["layer"]), own[exit_["layer"]], exit_) for exit_ in agreement["exits"]]
+    rows = [(str(exit_["layer"]), own[exit_["layer"]], exit_) for exit_ in exits]
     if agreement["draft_model"] is not None:
         rows.append((str(draft_model), None, agreement["draft_model"]))
     for name, of_own_head, said in rows:
-        values = [
-            said["agreement"],
-            *([of_own_head] if is_trained else []),
-            *(said["tasks"][task] for task in tasks),
-        ]
-        table.add_row(name, *_shares([*values, *(said["first_right"][j - 1] for j in num_rows)]))
+        first = [said["agreement"], of_own_head] if own_title else [said["agreement"]]
+        table.add_row(name, *_shares(first, said, tasks, num_right))
     return table
 
 
 def _ngrams(agreement: Mapping[str, Any]) -> Table:
-    tasks = _tasks(agreement)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    num_rows = [j for j in _ROWS if j <= len(agreement["ngrams"][0]["first_right"])]
-    for title in ["n-grams of", "tokens per match", "found", *tasks, *(f"p({j})" for j in num_rows)]:
-        table.add_column(title, justify="right")
+    tasks, num_right = _tasks(agreement), _lengths(agreement["ngrams"][0])
+    table = _table("n-grams of", "tokens per match", "found", *tasks, *(f"p({j})" for j in num_right))
     for sizes in agreement["ngrams"]:
         store = f" + {sizes['datastore_tokens']} stored" if sizes["datastore_tokens"] else ""
-        values = [
-            sizes["found"],
-            *(sizes["tasks"][task] for task in tasks),
-            *(sizes["first_right"][j - 1] for j in num_rows),
-        ]
         most = "any" if sizes["tokens_per_match"] is None else str(sizes["tokens_per_match"])
-        table.add_row(f"{sizes['max_size']} to {sizes['min_size']}{store}", most, *_shares(values))
+        name = f"{sizes['max_size']} to {sizes['min_size']}{store}"
+        table.add_row(name, most, *_shares([sizes["found"]], sizes, tasks, num_right))
     return table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, justify="right")
+    return table
+
+
+def _lengths(found: Mapping[str, Any]) -> list[int]:
+    """The j of columns p(j): how often the first j drafts are all right."""
+    return [j for j in _ROWS if j <= len(found["first_right"])]
 
 
 def _tasks(agreement: Mapping[str, Any]) -> list[str]:
@@ -136,31 +130,22 @@ def _tasks(agreement: Mapping[str, Any]) -> list[str]:
     return list(agreement["tasks"])[:_MOST_TASKS] if len(agreement["tasks"]) > 1 else []
 
 
-def _shares(values: Sequence[float | None]) -> list[str]:
+def _shares(
+    first: Sequence[float | None], found: Mapping[str, Any], tasks: Sequence[str], num_right: Sequence[int]
+) -> list[str]:
+    """Cells: the `first` shares, those of each task, and those of p(j)."""
+    right = (found["first_right"][j - 1] for j in num_right)
+    values = [*first, *(found["tasks"][task] for task in tasks), *right]
     return ["" if value is None else f"{value:.1%}" for value in values]
 
 
 def _plans(result: Mapping[str, Any]) -> Table:
     """Plain decoding, and the fastest plan of each kind: what was measured, and beside it what was
     predicted."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("best of each kind", no_wrap=True)
-    for title in (
-        "tokens\n/s",
-        "× plain",
-        "predicted",
-        "tokens\n/round",
-        "predicted",
-        "tokens\n/full pass",
-        "predicted",
-        "same\noutput",
-    ):
-        table.add_column(title, justify="right")
-    fastest: dict[str, Mapping[str, Any]] = {}
-    for run in result["measured"]:
-        if run["kind"] not in fastest or run["tokens_per_s"] > fastest[run["kind"]]["tokens_per_s"]:
-            fastest[run["kind"]] = run
-    for run in fastest.values():
+    pairs_of = ("× plain", "predicted", "tokens\n/round", "predicted", "tokens\n/full pass", "predicted")
+    table = _table("best of each kind", "tokens\n/s", *pairs_of, "same\noutput")
+    table.columns[0].justify, table.columns[0].no_wrap = "left", True
+    for run in fastest_of_kinds(result["measured"]).values():
         predicted = run["predicted"]
         pairs = [
             (f"{run[name]:.2f}", f"{predicted[name]:.2f}")

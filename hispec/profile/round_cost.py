@@ -16,6 +16,7 @@ from ..control.route_costs import (
     DRAFT_SLOT,
     FEED_SLOT,
     FILL_SLOT,
+    LOOKUP_SLOT,
     VERIFY_SLOT,
     slots_of,
 )
@@ -51,49 +52,56 @@ class _Passes(NamedTuple):
     layers: int
 
 
+class PassTimes:
+    """Milliseconds of passes by the latency model, with rows that attend to context_len positions each."""
+
+    def __init__(self, latency: LatencyModel, context_len: int) -> None:
+        self._latency, self._context_len = latency, context_len
+        self._tables: dict[tuple[tuple[str, ...], int], Floats] = {}
+
+    def table(self, stages: Sequence[str], rows: int, most: int) -> Floats:
+        """[most + 1]: of passes that run these stages over 0 to `most` positions of at most `rows` rows; none
+        is run over 0. Raises ConfigError if the latency model lacks a stage."""
+        key = tuple(stages), rows
+        if key not in self._tables or len(self._tables[key]) <= most:
+            widths = np.arange(most + 1.0)
+            live = np.minimum(widths, float(rows))
+            ms = sum(self._latency[name](live, widths, live * self._context_len) for name in stages)
+            self._tables[key] = np.where(widths > 0, ms, 0.0)
+        return self._tables[key][: most + 1]
+
+    def one_each(self, stages: Sequence[str], rows: int) -> float:
+        """Of a pass over one position of each row."""
+        return float(self.table(stages, rows, rows)[rows])
+
+
 def round_costs(
-    plan: SpeculativeConfig | None,
-    rounds: Rounds,
-    rows: Iterable[int],
-    latency: LatencyModel,
-    context_len: int,
-    num_layers: int,
+    plan: SpeculativeConfig | None, rounds: Rounds, rows: Iterable[int], times: PassTimes, num_layers: int
 ) -> dict[int, RoundCost]:
-    """{rows: cost of a round of so many rows}, each of which attends to context_len positions.
+    """{rows: cost of a round of so many rows}.
 
     Rows differ within a round: a pass is run if any row needs it, over the positions of all that do. What
     each of them needs is taken as an independent draw from what was counted; the cost of one row is the sum
-    over the passes that were counted, exactly. Raises ConfigError if the latency model lacks a stage.
+    over the passes that were counted, exactly.
     """
-
-    def milliseconds(stages: Sequence[str], num: int, widths: Floats) -> Floats:
-        """[widths]: of passes over so many positions of at most `num` rows."""
-        live = np.minimum(widths, float(num))
-        return np.sum([latency[name](live, widths, live * context_len) for name in stages], axis=0)
-
     if plan is None:
-        return {
-            num: RoundCost(float(milliseconds(["plain"], num, np.array(num))), num_layers) for num in rows
-        }
+        return {num: RoundCost(times.one_each(["plain"], num), num_layers) for num in rows}
     slots = slots_of(route_of(plan), ())
     passes = list(_passes(plan, slots, rounds, num_layers))
     found = {}
     for num in rows:
         ms = layers = 0.0
         for each in passes:
-            shares = each.times * _shares_of_batch(each.counts / each.chances, num)[1:]
-            ms += float(shares @ milliseconds(each.stages, num, np.arange(1.0, len(shares) + 1)))
-            layers += float(shares.sum()) * each.layers
-        one_each = np.array(float(num))
+            shares = _shares_of_batch(each.counts / each.chances, num)
+            ms += each.times * float(shares @ times.table(each.stages, num, len(shares) - 1))
+            layers += each.times * float(shares[1:].sum()) * each.layers
         if rounds.unchecked:  # verify from the draft's layer on, where no row has drafts, replaces two passes
-            share = (rounds.unchecked / rounds.rounds) ** num
             bare, check, verify = (
-                float(milliseconds(slots[slot], num, one_each))
-                for slot in (BARE_SLOT, CHECK_SLOT, VERIFY_SLOT)
+                times.one_each(slots[slot], num) for slot in (BARE_SLOT, CHECK_SLOT, VERIFY_SLOT)
             )
-            ms += share * (bare - check - verify)
-        if plan.draft.kind in ("ngram", "hybrid"):
-            ms += float(milliseconds(["lookup"], num, one_each)) * rounds.cycles / rounds.rounds
+            ms += (rounds.unchecked / rounds.rounds) ** num * (bare - check - verify)
+        if LOOKUP_SLOT in slots:
+            ms += times.one_each(slots[LOOKUP_SLOT], num) * rounds.cycles / rounds.rounds
         found[num] = RoundCost(ms, layers)
     return found
 

@@ -29,6 +29,7 @@ from .predict import Predictor, best_by_layers, best_of_each_kind, calibrate, se
 from .record import record
 from .recording import Answer
 from .results import agreement, best_of_kind, measured_plans
+from .round_cost import PassTimes
 from .timed_runs import check_served, generate_in_steps, time_plans
 
 if TYPE_CHECKING:
@@ -154,15 +155,14 @@ class Session:
         context_len = round(
             statistics.fmean(len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in answers)
         )
-        model, num_layers = latency.model(), decoder.config.num_layers
-        calibration = calibrate(steps, model, context_len, batch_size)
+        times, num_layers = PassTimes(latency.model(), context_len), decoder.config.num_layers
+        calibration = calibrate(steps, times, batch_size)
         predictor = Predictor(
             recording,
-            model,
+            times,
             calibration,
             batch_size,
             num_layers,
-            context_len,
             draft_model_share=self.draft_model.num_bytes / decoder.num_bytes if self.draft_model else 0.0,
         )
         predictions, num_predicted = search(predictor, self.plans)

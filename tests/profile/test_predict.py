@@ -29,7 +29,7 @@ from hispec.profile.predict import (
 from hispec.profile.record import look_up
 from hispec.profile.recording import Answer, LookedUp, Recording, flat, said_of
 from hispec.profile.replay import RoundCounter, sum_of
-from hispec.profile.round_cost import _shares_of_batch, round_costs
+from hispec.profile.round_cost import PassTimes, _shares_of_batch, round_costs
 from hispec.profile.timed_runs import Step
 from tests.helpers.adapters import loaded, make_exits
 
@@ -68,11 +68,10 @@ def predictor_of(
 ) -> Predictor:
     return Predictor(
         recording,
-        constant_costs(),
+        PassTimes(constant_costs(), 30),
         Calibration(batch_size, 10.0, 9.5, host_ms, prefill_s),
         batch_size,
         num_layers=9,
-        context_len=30,
     )
 
 
@@ -144,7 +143,7 @@ def test_looked_up_rounds_by_hand() -> None:
         [0, 0, 1, 0, 1],
         [0, 1, 0, 1, 0],
     )
-    cost = round_costs(checked, rounds, [1], constant_costs(), 30, 9)[1]
+    cost = round_costs(checked, rounds, [1], PassTimes(constant_costs(), 30), 9)[1]
     assert cost.ms == pytest.approx(0.25 + (4 * 8 + 2 * (4 + 8)) / 6) and cost.layers == pytest.approx(9)
 
 
@@ -197,7 +196,7 @@ def test_a_check_is_left_out_only_where_no_row_has_drafts() -> None:
         num_checks=1,
     )
     rounds = RoundCounter(hand_recording()).count(plan)
-    cost = round_costs(plan, rounds, [2], constant_costs(), 30, 9)[2]
+    cost = round_costs(plan, rounds, [2], PassTimes(constant_costs(), 30), 9)[2]
     none = (4 / 6) ** 2
     assert cost.ms == pytest.approx(0.25 + none * 8 + (1 - none) * (4 + 8)) and cost.layers == pytest.approx(
         9
@@ -212,7 +211,7 @@ def test_the_positions_of_a_pass_and_its_context_cost_what_the_latency_model_say
     plan = exit_plan(3)
     rounds = RoundCounter(hand_recording()).count(plan)
     assert rounds.verifies.tolist() == [0, 0, 1, 0, 2]
-    found = round_costs(plan, rounds, [1, 2], LatencyModel(stages), 30, 9)
+    found = round_costs(plan, rounds, [1, 2], PassTimes(LatencyModel(stages), 30), 9)
     drafts = (8 * 2 + 2 * 1) / 3
     assert found[1].ms == pytest.approx(drafts + (cost(1, 2, 30) + 2 * cost(1, 4, 30)) / 3)
     of_two = (cost(2, 4, 60) + 4 * cost(2, 6, 60) + 4 * cost(2, 8, 60)) / 9
@@ -225,7 +224,9 @@ def test_a_stage_that_was_not_measured_is_refused() -> None:
     del stages["verify/2"]
     plan = exit_plan(3)
     with pytest.raises(ConfigError, match=r"no stage 'verify/2', only check/0-2, .*; measure again"):
-        round_costs(plan, RoundCounter(hand_recording()).count(plan), [1], LatencyModel(stages), 30, 9)
+        round_costs(
+            plan, RoundCounter(hand_recording()).count(plan), [1], PassTimes(LatencyModel(stages), 30), 9
+        )
 
 
 def test_rows_take_answers_in_order_as_they_become_free() -> None:
@@ -238,7 +239,9 @@ def test_rows_take_answers_in_order_as_they_become_free() -> None:
 def test_tasks_are_run_one_after_the_other() -> None:
     answers = [Answer([0], [1] * length, length, task) for length, task in ((2, "a"), (3, "b"), (1, "a"))]
     recording = Recording(answers, {}, {})
-    predictor = Predictor(recording, constant_costs(), Calibration(4, None, 10.0, 0.0, 0.0), 4, 9, 30)
+    predictor = Predictor(
+        recording, PassTimes(constant_costs(), 30), Calibration(4, None, 10.0, 0.0, 0.0), 4, 9
+    )
     assert predictor.predict(None).tokens_per_full_pass == pytest.approx(6 / (2 + 3))
 
 
@@ -250,14 +253,14 @@ def test_what_a_step_takes_beside_its_pass_is_told_from_plain_steps() -> None:
         Step(0.099, 0, 2),
         Step(0.011, 0, 1),
     ]
-    found = calibrate(steps, constant_costs(), 30, 2)
+    found = calibrate(steps, PassTimes(constant_costs(), 30), 2)
     assert (
         found.plain_step_ms == pytest.approx(12.0)
         and found.plain_parts_ms == 10.0
         and found.host_ms == pytest.approx(2.0)
     )
     assert found.prefill_s == pytest.approx(0.050 + 0.030 - 0.012)
-    assert calibrate(steps[:2], constant_costs(), 30, 2) == Calibration(
+    assert calibrate(steps[:2], PassTimes(constant_costs(), 30), 2) == Calibration(
         2, None, 10.0, 0.0, pytest.approx(0.070)
     )
 
@@ -313,7 +316,7 @@ def test_every_plan_within_the_limits_has_its_cost(
     looked_up = {each: look_up(each, answers, most, 3, tiny_decoder.device) for each in sizes}
     recording = Recording(answers, {2: said, 5: said}, {}, looked_up, said)
     calibration = Calibration(3, None, 1.0, 0.0, 0.0)
-    predictions = Predictor(recording, latency.model(), calibration, 3, 9, 21).predict_all(plans)
+    predictions = Predictor(recording, PassTimes(latency.model(), 21), calibration, 3, 9).predict_all(plans)
     assert (
         len(predictions) == len(plans) and max(prediction.verify_positions for prediction in predictions) > 6
     )

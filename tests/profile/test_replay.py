@@ -20,7 +20,7 @@ from hispec.profile.plans import short_text
 from hispec.profile.record import record
 from hispec.profile.recording import Answer
 from hispec.profile.replay import RoundCounter, Rounds
-from hispec.profile.round_cost import round_costs
+from hispec.profile.round_cost import PassTimes, round_costs
 from hispec.sampling_params import SamplingParams
 from tests.helpers.adapters import TINY_MLP, loaded, make_exits, whole_trunk
 from tests.helpers.support import random_prompts, run
@@ -168,7 +168,7 @@ def repeating_prompts(decoder: Decoder) -> list[list[int]]:
 def layers_run(counted: Rounds, plan: SpeculativeConfig, layers: Sequence[int]) -> float:
     """By one row alone; layers are counted whatever they cost."""
     latency = LatencyModel(dict.fromkeys(stage_names(layers, (), has_draft_model=True), NOTHING))
-    return counted.rounds * round_costs(plan, counted, [1], latency, 30, NUM_LAYERS)[1].layers
+    return counted.rounds * round_costs(plan, counted, [1], PassTimes(latency, 30), NUM_LAYERS)[1].layers
 
 
 def check_against_engine(

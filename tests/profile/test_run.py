@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hispec.control.candidates import trained_paths
 from hispec.errors import ConfigError
 from hispec.jobs.load import load_job, load_preset
 from hispec.jobs.schema import RunConfig
+from hispec.measure import latency as measuring
 from hispec.profile import run as profile_run
 from hispec.profile.candidates import Candidates, default_layers, exits_folder
 from hispec.profile.plots import ACCEPTANCE, RATIO, draw_plots
@@ -71,6 +73,14 @@ def write_job(folder: Path, model: Path, rows: list[dict[str, Any]] | None = Non
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(values | fields))
     return folder / "job.yaml"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_samples() -> Iterator[None]:
+    """What passes take here is of no interest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "_SAMPLES", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
