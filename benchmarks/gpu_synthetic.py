@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hispec.decoding import acceptance
-from hispec.decoding.acceptance import CoupledJudge, Proposals, Verdict, proposed_tokens
+from hispec.decoding.acceptance import CoupledJudge, Proposals, Verdict
 from hispec.decoding.batch import RoundBatch, Span
 from hispec.decoding.stages import Tier
 from hispec.engine import Engine
@@ -55,8 +55,8 @@ class SyntheticJudge:
     def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
         return self._inner.choose(logits, batch, span, num)
 
-    def propose(self, batch: RoundBatch, proposals: Proposals) -> None:
-        self._inner.propose(batch, proposals)
+    def record_lookups(self, batch: RoundBatch, proposals: Proposals) -> None:
+        self._inner.record_lookups(batch, proposals)
 
     def judge(
         self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
@@ -65,8 +65,8 @@ class SyntheticJudge:
         assert tree.is_chain, "synthetic acceptance is of chains"
         own = span.spread(self.choose(logits, batch, span).squeeze(-1))
         acceptance.coupled(
-            own, proposed_tokens(batch, proposals), counts, tree
-        )  # what the real judge does; its verdict is dropped
+            own, proposals.tokens(batch), counts, tree
+        )  # the real judge's work; its verdict is dropped
         nodes = tree.on(own.device).nodes[1:]
         seeds = batch.sampler._seeds[: batch.num_rows]
         draws = (batch.starts + proposals.first + seeds * _STRIDE).unsqueeze(-1) + nodes

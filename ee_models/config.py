@@ -11,43 +11,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError, UnsupportedModelError, unsupported
+from .families import SUPPORTED_SETTINGS, Family, check_settings, find_family
 from .rope import RopeConfig, read_rope
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
 
 __all__ = [
-    "SUPPORTED_ARCHITECTURES",
     "ModelConfig",
     "RopeConfig",
     "UnsupportedModelError",
-    "find_architecture",
     "make_transformers_config",
 ]
 
 # What transformers calls layers that see all positions, and layers that see the last few.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-
-
-@dataclass(frozen=True)
-class _Family:
-    """What an architecture fixes, whatever its config says; None leaves it to the config."""
-
-    model_type: str
-    config_class: str
-    qkv_bias: bool | None = None
-    output_bias: bool | None = None
-    mlp_bias: bool | None = False
-    qk_norm: bool = False
-
-
-_FAMILIES: Mapping[str, _Family] = {
-    "LlamaForCausalLM": _Family("llama", "LlamaConfig", mlp_bias=None),
-    "MistralForCausalLM": _Family("mistral", "MistralConfig", qkv_bias=False, output_bias=False),
-    "Qwen2ForCausalLM": _Family("qwen2", "Qwen2Config", qkv_bias=True, output_bias=False),
-    "Qwen3ForCausalLM": _Family("qwen3", "Qwen3Config", qk_norm=True),
-}
-SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -109,13 +87,11 @@ class ModelConfig:
         Raises UnsupportedModelError for an architecture or a setting that the decoder does not implement, and
         CheckpointError for a field that is missing or of a wrong type.
         """
-        architecture = find_architecture(config.architectures, config.model_type)
-        family = _FAMILIES[architecture]
-        if config.hidden_act != "silu":
-            raise unsupported("hidden_act", config.hidden_act, "'silu'")
+        family = find_family(config.architectures, config.model_type)
+        check_settings(lambda field: getattr(config, field, None), SUPPORTED_SETTINGS)
         attention_bias = bool(getattr(config, "attention_bias", False))
         return cls(
-            architecture=architecture,
+            architecture=family.architecture,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -131,28 +107,9 @@ class ModelConfig:
             output_bias=attention_bias if family.output_bias is None else family.output_bias,
             mlp_bias=bool(config.mlp_bias) if family.mlp_bias is None else family.mlp_bias,
             qk_norm=family.qk_norm,
-            sliding_window=_read_sliding_window(config),
+            sliding_window=_read_sliding_window(config, family),
             **_read_token_ids(config, generation_config),
         )
-
-
-def find_architecture(architectures: object, model_type: object) -> str:
-    """The supported architecture that a config names; `model_type` decides where it names none.
-
-    Otherwise both must agree: a known class over an unknown type is a variant that brings code of its own.
-    Raises UnsupportedModelError.
-    """
-    if not architectures:
-        known = {family.model_type: name for name, family in _FAMILIES.items()}
-        if not isinstance(model_type, str) or model_type not in known:
-            raise unsupported("model_type", model_type, ", ".join(known))
-        return known[model_type]
-    name = architectures[0] if isinstance(architectures, list | tuple) else architectures
-    if not isinstance(name, str) or name not in _FAMILIES:
-        raise unsupported("architectures", name, ", ".join(_FAMILIES))
-    if model_type not in (None, _FAMILIES[name].model_type):
-        raise unsupported("model_type", model_type, f"{_FAMILIES[name].model_type!r} for {name}")
-    return name
 
 
 def make_transformers_config(fields: Mapping[str, Any]) -> PretrainedConfig:
@@ -165,8 +122,8 @@ def make_transformers_config(fields: Mapping[str, Any]) -> PretrainedConfig:
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
-    architecture = find_architecture(fields.get("architectures"), fields.get("model_type"))
-    config_class: type[PretrainedConfig] = getattr(transformers, _FAMILIES[architecture].config_class)
+    family = find_family(fields.get("architectures"), fields.get("model_type"))
+    config_class: type[PretrainedConfig] = getattr(transformers, family.config_class)
     try:
         return config_class.from_dict(dict(fields))
     except (
@@ -197,18 +154,17 @@ def _read_head_dim(config: PretrainedConfig) -> int:
     return config.hidden_size // heads
 
 
-def _read_sliding_window(config: PretrainedConfig) -> int | None:
-    """The window of the layers that have one; None where no layer has.
+def _read_sliding_window(config: PretrainedConfig, family: Family) -> int | None:
+    """The window of the layers that have one, in positions; None where no layer has.
 
     Qwen's configs carry a window even where `use_sliding_window` or `max_window_layers` leaves no layer to
-    it, and `layer_types` says what is left. Mistral gives its window to all layers; Llama has none, whatever
-    its config carries.
+    it, and `layer_types` says what is left. Llama has none, whatever its config carries.
     """
     layer_types = getattr(config, "layer_types", None) or ()
     unknown = sorted(set(layer_types) - {_FULL, _SLIDING})
     if unknown:
         raise unsupported("layer_types", unknown, f"{_FULL!r}, {_SLIDING!r}")
-    if config.model_type == "mistral" or _SLIDING in layer_types:
+    if family.all_layers_slide or _SLIDING in layer_types:
         return getattr(config, "sliding_window", None)
     return None
 

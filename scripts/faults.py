@@ -40,22 +40,22 @@ FAULTS = (
     Fault(
         "a stale hidden row: the last draft's is not stored",
         "hispec/drafters/computed.py",
-        "        hidden = self._speaker.feed(batch, span)\n        if depth == tree.depth:\n",
+        "        hidden = self._head.feed(batch, span)\n        if depth == tree.depth:\n",
         "        if depth == tree.depth:\n            return drafting, num_sure\n"
-        "        hidden = self._speaker.feed(batch, span)\n        if depth == tree.depth:\n",
+        "        hidden = self._head.feed(batch, span)\n        if depth == tree.depth:\n",
     ),
     Fault(
         "adapter KV of the last draft is not written (what Kangaroo has to catch up)",
         "hispec/drafters/computed.py",
-        "            self._speaker.fill(hidden, span)\n            return drafting",
+        "            self._head.fill(hidden, span)\n            return drafting",
         "            return drafting",
         ("tests/laws/test_adapters.py", "tests/runner/test_adapter_plans.py"),
     ),
     Fault(
         "adapter KV is not filled at prefill",
         "hispec/decoding/stages.py",
-        "0, self.num_layers, view, self._exits, lambda",
-        "0, self.num_layers, view, (), lambda",
+        "0, self.num_layers, view, self._exits)",
+        "0, self.num_layers, view, ())",
         ("tests/laws/test_adapters.py", "tests/runner/test_adapter_plans.py"),
     ),
     Fault(
@@ -74,7 +74,7 @@ FAULTS = (
     ),
     Fault(
         "bonus token taken from the wrong position",
-        "hispec/decoding/accept.py",
+        "hispec/decoding/acceptance.py",
         "return num_accepted, last, _at(own, last)",
         "return num_accepted, last, _at(own, (last - 1).clamp(min=0))",
     ),
@@ -118,8 +118,8 @@ FAULTS = (
     Fault(
         "a draft model's KV stays where the tree put it",
         "hispec/decoding/round.py",
-        "        drafter.move(batch, sources, targets)\n",
-        "        pass\n",
+        "            self.drafter.move(self.batch, sources, targets)\n",
+        "            pass\n",
         ("tests/laws/test_drafters.py",),
     ),
     Fault(
@@ -132,8 +132,8 @@ FAULTS = (
     Fault(
         "the accepted path's hidden states stay where the tree put them",
         "hispec/decoding/stages.py",
-        "            self._hidden.move(Tier.CHECK,",
-        "            (lambda *_: None)(Tier.CHECK,",
+        "            self._hidden.move(\n",
+        "            (lambda *_: None)(\n",
         ("tests/laws/test_drafters.py",),
     ),
     Fault(
@@ -153,7 +153,7 @@ FAULTS = (
     Fault(
         "a looked-up draft has no probability in the rejection test",
         "hispec/drafters/ngram.py",
-        "        self._judge.propose(batch, proposals)\n",
+        "        self._judge.record_lookups(batch, proposals)\n",
         "",
         (
             "tests/laws/test_rejection.py",
@@ -164,20 +164,20 @@ FAULTS = (
     Fault(
         "prompt lookup keeps the text of the request that had its place before",
         "hispec/drafters/ngram.py",
-        "                self._lookup.reset(place, token_ids)",
-        "                self._lookup.append(place, token_ids)",
+        "                self._lookup.reset(index_row, token_ids)",
+        "                self._lookup.append(index_row, token_ids)",
         ("tests/drafters/test_drafters.py", "tests/laws/test_drafters.py"),
     ),
     Fault(
         "q and p swapped in the test of acceptance",
-        "hispec/decoding/accept.py",
+        "hispec/decoding/acceptance.py",
         "uniform * q_of < p_of",
         "uniform * p_of < q_of",
         ("tests/laws/test_rejection.py", "tests/decoding/test_acceptance.py"),
     ),
     Fault(
         "q and p swapped in the residual",
-        "hispec/decoding/accept.py",
+        "hispec/decoding/acceptance.py",
         "(target - q[rows, last])",
         "(q[rows, last] - target)",
         ("tests/laws/test_rejection.py", "tests/decoding/test_acceptance.py"),
@@ -185,8 +185,8 @@ FAULTS = (
     Fault(
         "rejection: verify passes over the last tentative token",
         "hispec/decoding/round.py",
-        "torch.zeros_like(offset), offset)\n    return replace(",
-        "torch.zeros_like(offset), offset - 1)\n    return replace(",
+        "torch.zeros_like(num_put), num_put)\n        result",
+        "torch.zeros_like(num_put), num_put - 1)\n        result",
         ("tests/laws/test_rejection.py",),
     ),
     Fault(
@@ -211,15 +211,15 @@ FAULTS = (
     Fault(
         "penalties do not see tentative tokens",
         "hispec/sampling/inputs.py",
-        "(columns >= 1) & (columns <= self.index.unsqueeze(-1))",
-        "(columns < 0) & (columns <= self.index.unsqueeze(-1))",
+        "(columns >= 1) & (columns <= self.columns.unsqueeze(-1))",
+        "(columns < 0) & (columns <= self.columns.unsqueeze(-1))",
         ("tests/laws/test_sampled.py", "tests/sampling/test_sampler.py"),
     ),
     Fault(
         "verify resumes at the draft's hidden states",
         "hispec/decoding/round.py",
-        "Tier.DRAFT if plan.check_layer is None else Tier.CHECK, depth",
-        "Tier.DRAFT, depth",
+        "Tier.CHECK if has_check else Tier.DRAFT, plan.top_layer",
+        "Tier.DRAFT, plan.top_layer",
     ),
     Fault(
         "a request that was preempted trusts its old computed length",
@@ -300,7 +300,7 @@ FAULTS = (
     Fault(
         "exits that sat out are not caught up with",
         "hispec/runner/backfill.py",
-        "            now.stages.catch_up(token_ids, view, layers)",
+        "            runtime.stages.backfill(token_ids, view, layers)",
         "            pass",
         CONTROL,
     ),
@@ -335,8 +335,8 @@ FAULTS = (
     Fault(
         "shadows are read one place late",
         "hispec/decoding/batch.py",
-        "valid & (said == tokens[:, 1:])",
-        "valid & (said == tokens[:, :-1])",
+        "valid & (chosen == tokens[:, 1:])",
+        "valid & (chosen == tokens[:, :-1])",
         CONTROL,
     ),
     Fault(

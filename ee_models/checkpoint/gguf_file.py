@@ -7,8 +7,7 @@ frequencies, so the file is read here, with the `gguf` package for its container
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,33 +17,17 @@ from torch import Tensor
 
 from ..config import ModelConfig, make_transformers_config
 from ..errors import CheckpointError, unsupported
+from ..families import SUPPORTED_GGUF_SETTINGS, Family, check_settings, find_gguf_family
 from ..rope import RopeConfig
 from .gguf_tokenizer import read_tokenizer
-from .weights import TensorInfo
+from .weights import TensorInfo, expected_tensors
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader
     from transformers import PreTrainedTokenizerBase
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
-_ROPE_FACTORS = (  # a divisor for each rotary frequency, where they are stretched as in Llama 3
-    "rope_freqs.weight"
-)
+# A divisor for each rotary frequency, where they are stretched as in Llama 3.
+_ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
@@ -77,16 +60,15 @@ class GgufSource:
         _check_types({place.stored_type for place in places.values()})
         metadata = _read_metadata(reader)
         rope_factors = _read_tensor(path, places[_ROPE_FACTORS]) if _ROPE_FACTORS in places else None
-        self.config = _read_config(metadata, shapes, rope_factors)
+        family = find_gguf_family(metadata.get("general.architecture"))
+        self.config = _read_config(family, metadata, shapes, rope_factors)
+        heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}
         self._places: dict[str, _Place] = {}
         self.index: dict[str, TensorInfo] = {}
-        for name, place in places.items():
-            if name == _ROPE_FACTORS:
-                continue
-            if metadata["general.architecture"] == "llama":
-                place = replace(place, num_heads=_interleaved_heads(name, self.config))
-            self._places[_hf_name(name)] = place
-            self.index[_hf_name(name)] = TensorInfo(shapes[name], _unpacked_dtype(place.stored_type))
+        for name, hf_name in _hf_names(places, family, self.config).items():
+            num_heads = heads.get(hf_name.split(".")[-2], 0) if family.gguf_interleaved else 0
+            self._places[hf_name] = replace(places[name], num_heads=num_heads)
+            self.index[hf_name] = TensorInfo(shapes[name], _unpacked_dtype(places[name].stored_type))
 
     def read(self, name: str) -> Tensor:
         """See weights.TensorSource. Quantised tensors come as float32."""
@@ -155,14 +137,15 @@ def _read_metadata(reader: GGUFReader) -> dict[str, Any]:
 
 
 def _read_config(
-    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rope_factors: Tensor | None
+    family: Family,
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    rope_factors: Tensor | None,
 ) -> ModelConfig:
-    architecture = metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
-        raise unsupported("general.architecture", architecture, ", ".join(_ARCHITECTURES))
-    for name, supported in ((f"{architecture}.expert_count", 0), ("split.count", 1)):
-        if metadata.get(name, supported) not in (0, supported):
-            raise unsupported(name, metadata[name], f"{supported} (one dense model in one file)")
+    """The config in a file's metadata; biases and a tied head are told by its tensors' names."""
+    architecture = family.gguf_name
+    check_settings(metadata.get, SUPPORTED_GGUF_SETTINGS, f"{architecture}.")
+    check_settings(metadata.get, {"split.count": (1, 0)})
 
     def read(name: str, default: float | None = None) -> Any:
         value = metadata.get(f"{architecture}.{name}", default)
@@ -180,8 +163,8 @@ def _read_config(
             raise unsupported(f"{architecture}.{name}", read(name), f"the head dimension, {head_dim}")
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "bos", "padding")}
     fields = {
-        "architectures": [_ARCHITECTURES[architecture]],
-        "model_type": architecture,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "vocab_size": shapes.get("token_embd.weight", (0,))[0],
         "hidden_size": read("embedding_length"),
         "intermediate_size": read("feed_forward_length"),
@@ -191,7 +174,7 @@ def _read_config(
         "head_dim": head_dim,
         "rms_norm_eps": read("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": read("context_length"),
-        "rope_parameters": _read_rope(metadata, architecture, head_dim, rope_factors),
+        "rope_parameters": _read_rope(metadata, f"{architecture}.rope.", head_dim, rope_factors),
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
@@ -205,20 +188,18 @@ def _read_config(
 
 
 def _read_rope(
-    metadata: Mapping[str, Any], architecture: str, head_dim: int, factors: Tensor | None
+    metadata: Mapping[str, Any], prefix: str, head_dim: int, factors: Tensor | None
 ) -> dict[str, Any]:
-    """`rope_parameters` as transformers has them.
+    """`rope_parameters` as transformers has them, from the fields whose names begin with `prefix`.
 
     factors: [head_dim / 2], the divisors of the frequencies. A file holds these where a Llama 3 config holds
     four numbers; the numbers are found again, or the file refused.
     """
-    theta = float(metadata.get(f"{architecture}.rope.freq_base", RopeConfig.theta))
-    factor = metadata.get(
-        f"{architecture}.rope.scaling.factor", metadata.get(f"{architecture}.rope.scale_linear")
-    )
-    kind = metadata.get(f"{architecture}.rope.scaling.type", "none" if factor in (None, 0, 1) else "linear")
+    theta = float(metadata.get(f"{prefix}freq_base", RopeConfig.theta))
+    factor = metadata.get(f"{prefix}scaling.factor", metadata.get(f"{prefix}scale_linear"))
+    kind = metadata.get(f"{prefix}scaling.type", "none" if factor in (None, 0, 1) else "linear")
     if kind not in ("none", "linear"):
-        raise unsupported(f"{architecture}.rope.scaling.type", kind, "none, linear")
+        raise unsupported(f"{prefix}scaling.type", kind, "none, linear")
     plain = {"rope_type": "default", "rope_theta": theta}
     if factors is None or torch.all(factors == 1):
         return {**plain, "rope_type": "linear", "factor": factor} if kind == "linear" else plain
@@ -232,31 +213,28 @@ def _read_rope(
         raise unsupported(
             _ROPE_FACTORS, [round(float(value), 3) for value in factors[:8]], "none, or Llama 3's"
         )
-    return {
-        **plain,
-        "rope_type": "llama3",
-        "factor": stretched.factor,
-        "low_freq_factor": stretched.low_freq_factor,
-        "high_freq_factor": stretched.high_freq_factor,
-        "original_max_position_embeddings": stretched.original_max_position_embeddings,
+    numbers = {field: value for field, value in vars(stretched).items() if field not in ("theta", "kind")}
+    return {**plain, "rope_type": "llama3", **numbers}
+
+
+def _hf_names(names: Iterable[str], family: Family, config: ModelConfig) -> dict[str, str]:
+    """The Hugging Face name of each tensor of the file, by the gguf package's own table; the rotary factors
+    are none.
+
+    A tensor that the config has no place for, such as blk.3.ffn_gate_exps.weight, is named so that
+    `weights.check_tensors` finds it in its layer.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == family.gguf_name)
+    names = [name for name in names if name != _ROPE_FACTORS]
+    num_layers = min(config.num_layers, len(names))  # a damaged file may claim any number
+    table = get_tensor_name_map(architecture, num_layers)
+    known = {
+        table.get_name(name, (".weight", ".bias")): name
+        for name in expected_tensors(replace(config, num_layers=num_layers))
     }
-
-
-def _hf_name(name: str) -> str:
-    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". Parts without a counterpart keep
-    their name."""
-    match = _LAYER_TENSOR.fullmatch(name)
-    if match:
-        layer, part, kind = match.groups()
-        return f"model.layers.{layer}.{_LAYER_NAMES.get(part, part)}.{kind}"
-    part, _, kind = name.rpartition(".")
-    return f"{_NAMES.get(part, part)}.{kind}"
-
-
-def _interleaved_heads(name: str, config: ModelConfig) -> int:
-    """Over how many heads llama.cpp interleaves the rows of a Llama tensor; 0 where it does not."""
-    part = name.split(".")[2] if name.startswith("blk.") else ""
-    return {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(part, 0)
+    return {name: known.get(name, f"model.{name.replace('blk.', 'layers.', 1)}") for name in names}
 
 
 def _unpacked_dtype(stored_type: GGMLQuantizationType) -> str:

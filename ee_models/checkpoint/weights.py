@@ -79,8 +79,8 @@ def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[
     """The tensors of `index` that the decoder reads.
 
     Raises CheckpointError, with the first few problems and their number, where one is missing, has another
-    shape than the config says or a dtype that cannot be read, or where a layer holds a tensor that the config
-    has no place for: leaving that out would change what the model says.
+    shape than the config says or a dtype that cannot be read, or has no place in the config (an extra norm,
+    an attention sink, a bias): leaving it out would change what the model computes.
     """
     num_layers = 1 + max((layer for layer in map(_layer_of, index) if layer is not None), default=-1)
     if config.num_layers > num_layers:
@@ -103,7 +103,7 @@ def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[
     ]
     for name, info in index.items():
         if name not in expected:
-            if _layer_of(name) in range(config.num_layers) and not name.endswith(_DERIVED_SUFFIX):
+            if _changes_output(name, config):
                 problems.append(f"{name} has no place in {config.architecture} with this config")
         elif info.dtype not in DTYPES:
             problems.append(f"{name} has dtype {info.dtype}, which cannot be read ({', '.join(DTYPES)} can)")
@@ -114,6 +114,15 @@ def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[
         listed = "; ".join(problems[:_LISTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
         raise CheckpointError(f"weights and config disagree in {len(problems)} tensor(s): {listed}")
     return {name: index[name] for name in expected}
+
+
+def _changes_output(name: str, config: ModelConfig) -> bool:
+    """Whether leaving out the unexpected tensor `name` would change what the model computes: not so of layers
+    past the config's last, of tables made from the config, and of the unread head of a tied checkpoint."""
+    if name.endswith(_DERIVED_SUFFIX) or name == "lm_head.weight":
+        return False
+    layer = _layer_of(name)
+    return name.startswith(("model.", "lm_head.")) and (layer is None or layer < config.num_layers)
 
 
 def prevailing_dtype(index: Mapping[str, TensorInfo]) -> torch.dtype:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic_core import PydanticCustomError
 
 Item = TypeVar("Item")
 
@@ -13,6 +15,18 @@ class Settings(BaseModel):
     """Base of every settings class: frozen, no unknown keys, no silent conversions between types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def one_of(names: Collection[str]) -> AfterValidator:
+    """A string that is one of `names`, which may grow later: a Literal of what is registered."""
+
+    def check(value: str) -> str:
+        if value not in names:
+            *others, last = map(repr, names)
+            raise PydanticCustomError("literal_error", f"Input should be {', '.join(others)} or {last}")
+        return value
+
+    return AfterValidator(check)
 
 
 def _as_tuple(value: Any) -> Any:

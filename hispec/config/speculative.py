@@ -7,9 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from ..errors import ConfigError
-from .base import Settings, Tuple
+from .base import Settings, Tuple, one_of
+from .draft_kinds import TRAITS, DraftKind, DraftKindTraits
 from .plan import Plan
 
+# Ways to accept; those that come with HiSpec, then registered ones
+# (hispec.decoding.acceptance.register_judge).
+ACCEPTANCES: list[str] = ["coupled", "rejection"]
 _MOST_DRAFTS = 64  # of a tree, per cycle
 
 
@@ -42,24 +46,6 @@ class NgramConfig(Settings):
         return self
 
 
-DraftKind = Literal["exit", "adapter", "ngram", "hybrid", "model"]
-# What each kind of drafter takes, and what it needs.
-_TAKES: dict[str, frozenset[str]] = {
-    "exit": frozenset({"layer"}),
-    "adapter": frozenset({"layer", "path"}),
-    "ngram": frozenset({"ngram"}),
-    "hybrid": frozenset({"layer", "path", "ngram", "exit", "num_exit_tokens"}),
-    "model": frozenset({"path"}),
-}
-_NEEDS: dict[str, frozenset[str]] = {
-    "exit": frozenset({"layer"}),
-    "adapter": frozenset({"layer"}),
-    "ngram": frozenset(),
-    "hybrid": frozenset({"layer"}),
-    "model": frozenset({"path"}),
-}
-
-
 class DraftConfig(Settings):
     """Tier one: what proposes tokens.
 
@@ -86,16 +72,16 @@ class DraftConfig(Settings):
     def _fields_of_kind(self) -> DraftConfig:
         for name in sorted(set(type(self).model_fields) - {"kind"}):
             given = getattr(self, name) is not None
-            if given and name not in _TAKES[self.kind]:
-                takers = ", ".join(kind for kind, names in _TAKES.items() if name in names)
+            if given and name not in self.traits.fields:
+                takers = ", ".join(kind for kind, traits in TRAITS.items() if name in traits.fields)
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}; leave it out, or"
                     f" choose a kind that takes it: {takers}"
                 )
-            if not given and name in _NEEDS[self.kind]:
+            if not given and name in self.traits.required:
                 what = "the layer after which it drafts" if name == "layer" else "the model that drafts"
                 raise ValueError(f"kind={self.kind!r} needs {name}: {what}")
-        if self.kind == "hybrid" and self.exit == "exit" and self.path is not None:
+        if self.exit == "exit" and self.path is not None:
             raise ValueError(
                 f"path={self.path!r} names trained exits, but exit='exit' reads the model's own head; set"
                 " exit: adapter, or leave path out"
@@ -103,9 +89,18 @@ class DraftConfig(Settings):
         return self
 
     @property
+    def traits(self) -> DraftKindTraits:
+        return TRAITS[self.kind]
+
+    @property
     def is_trained(self) -> bool:
         """Whether it drafts through a trained exit."""
-        return self.kind == "adapter" or (self.kind == "hybrid" and self.exit != "exit")
+        return self.traits.is_trained and self.exit != "exit"
+
+    @property
+    def lookup(self) -> NgramConfig | None:
+        """What counts as a match, for a drafter that looks up; None for others."""
+        return (self.ngram or NgramConfig()) if self.traits.looks_up else None
 
 
 class CheckConfig(Settings):
@@ -200,7 +195,7 @@ class SpeculativeConfig(Settings):
     num_checks: Annotated[int, Field(ge=1, le=16)] = 2
     num_branches: Annotated[int, Field(ge=1, le=16)] = 1
     draft_confidence: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    acceptance: Literal["coupled", "rejection"] = "coupled"
+    acceptance: Annotated[str, one_of(ACCEPTANCES)] = "coupled"
     control: Literal["fixed", "goodput"] = "fixed"
     goodput: GoodputConfig | None = None
     graphs: bool = True
@@ -218,13 +213,17 @@ class SpeculativeConfig(Settings):
                 f"draft.num_exit_tokens={draft.num_exit_tokens} is more than"
                 f" num_draft_tokens={self.num_draft_tokens}, the drafts of a cycle; lower it"
             )
-        if self.draft_confidence is not None and draft.kind == "ngram":
+        if self.draft_confidence is not None and not draft.traits.computes:
             raise ValueError(
-                f"draft_confidence={self.draft_confidence} means nothing for draft.kind='ngram', which has no"
-                " probabilities; leave it out"
+                f"draft_confidence={self.draft_confidence} means nothing for draft.kind={draft.kind!r}, which"
+                " has no probabilities; leave it out"
             )
         if self.num_branches > 1:
             self._check_branches()
+        if self.control == "goodput" and not draft.traits.has_costs:
+            raise ValueError(
+                f"control='goodput' does not know what draft.kind={draft.kind!r} costs; use control='fixed'"
+            )
         if self.goodput is not None and self.control != "goodput":
             raise ValueError(
                 f"goodput={self.goodput!r} means nothing for control={self.control!r}; set control: goodput,"
@@ -239,7 +238,7 @@ class SpeculativeConfig(Settings):
 
     def _check_branches(self) -> None:
         what = f"num_branches={self.num_branches}"
-        if self.draft.kind in ("ngram", "hybrid"):
+        if not self.draft.traits.may_branch:
             raise ValueError(
                 f"{what} needs a drafter with probabilities, not draft.kind={self.draft.kind!r}; use exit,"
                 " adapter or model, or num_branches=1"

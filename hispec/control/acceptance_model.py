@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import GoodputConfig
+from ..config import TRAITS, GoodputConfig
 from .choice import Ints, Observation, Route, Shadow
 from .hazards import Floats, HazardTable, shifted, survival
 from .request_acceptance import Requests
@@ -84,9 +84,13 @@ class Acceptance:
         """Which routes tell of which."""
         routes, num = self.routes, len(self.routes)
         self._has_check = np.array([route.check_layer is not None for route in routes], bool)
-        self._is_hybrid = np.array([route.kind == "hybrid" for route in routes], bool)
+        self._is_hybrid = np.array([route.traits.is_mixed for route in routes], bool)
         reads_exit = np.array(
-            [route.kind in ("exit", "adapter") and route.check_layer is None for route in routes], bool
+            [
+                route.traits.in_trunk and not route.traits.looks_up and route.check_layer is None
+                for route in routes
+            ],
+            bool,
         )
         same_drafter = self._drafter_of[:, None] == self._drafter_of[None, :]
         self._same_drafter = np.where(same_drafter & ~np.eye(num, dtype=bool), 1.0, 0.0)
@@ -104,7 +108,11 @@ class Acceptance:
         for route in np.flatnonzero(reads_exit):
             self._tells_of_layer[self._draft_at[route], route] = 1.0
         always = np.array(
-            [kind != "ngram" and not has_confidence for kind, _, _, has_confidence, _ in self._drafters], bool
+            [
+                TRAITS[kind].computes and not has_confidence
+                for kind, _, _, has_confidence, _ in self._drafters
+            ],
+            bool,
         )
         self._offered_prior = np.stack(
             [np.where(always, 1.0, _OFFERED), np.full(len(self._drafters), _OFFERED)], 1
@@ -150,9 +158,9 @@ class Acceptance:
     def _add_offered(
         self, route: int, drafted: Ints, caps: Ints, looked_up: Ints, now: float, rounds: int
     ) -> None:
-        drafter, kind = int(self._drafter_of[route]), self.routes[route].kind
-        looked = looked_up > 0 if kind == "hybrid" else np.full(len(caps), kind == "ngram")
-        if kind == "hybrid":
+        drafter, traits = int(self._drafter_of[route]), self.routes[route].traits
+        looked = looked_up > 0 if traits.is_mixed else np.full(len(caps), traits.looks_up)
+        if traits.is_mixed:
             self._found.count(
                 drafter,
                 np.array([looked.sum()], np.float64),
@@ -207,7 +215,9 @@ class Acceptance:
             len(self._drafters), 2, self.kept.at_risk.shape[1]
         )
         ngram = [
-            2 * index + LOOKED_UP for index, drafter in enumerate(self._drafters) if drafter[0] == "ngram"
+            2 * index + LOOKED_UP
+            for index, (kind, *_) in enumerate(self._drafters)
+            if not TRAITS[kind].computes
         ]
         survived, risk = self._offered.survived[ngram, 0].sum(), self._offered.at_risk[ngram, 0].sum()
         weight = self._config.prior_weight
@@ -285,10 +295,10 @@ class Acceptance:
                 "draft_counts": float(counts[index]),
             }
             entry["offered"] = _listed(
-                (estimates.looked if route.kind == "ngram" else estimates.computed)[index]
+                (estimates.computed if route.traits.computes else estimates.looked)[index]
             )
             entry["offered_counts"] = float(offered[self._drafter_of[index]].sum())
-            if route.kind == "hybrid":
+            if route.traits.is_mixed:
                 entry["offered_looked_up"], entry["found"] = (
                     _listed(estimates.looked[index]),
                     float(estimates.found[index]),

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from ..config import CheckConfig, DraftConfig, DraftKind, GoodputConfig, NgramConfig, SpeculativeConfig
+from ..config import (
+    TRAITS,
+    CheckConfig,
+    DraftConfig,
+    DraftKind,
+    GoodputConfig,
+    NgramConfig,
+    SpeculativeConfig,
+)
 from ..errors import ConfigError
 from .choice import Route
 
@@ -48,13 +56,8 @@ def candidates(speculative: SpeculativeConfig, trained: Collection[int]) -> list
     those that it names. Prompt lookup comes as `speculative` has it, and as a cautious one, for batches in
     which a wrong draft costs more. Raises ConfigError for kinds that cannot be had.
     """
-    goodput, draft = speculative.goodput or GoodputConfig(), speculative.draft
-    layers = exit_layers(speculative, trained)
-    there: list[DraftKind] = [
-        "ngram",
-        *((_exit_tiers(speculative).kind, "hybrid") if layers else ()),
-        *(("model",) if draft.kind == "model" else ()),
-    ]
+    goodput, layers = speculative.goodput or GoodputConfig(), exit_layers(speculative, trained)
+    there = [kind for kind in TRAITS if _is_at_hand(speculative, kind, bool(layers))]
     kinds = there if goodput.drafters is None else goodput.drafters
     if missing := sorted(set(kinds) - set(there)):
         raise ConfigError(
@@ -125,7 +128,7 @@ def route_of(way: SpeculativeConfig) -> Route:
         most_checks=way.num_checks if way.check else 1,
         num_exit_tokens=way.draft.num_exit_tokens,
         has_confidence=way.draft_confidence is not None,
-        lookup="cautious" if way.draft.kind == "ngram" and way.draft.ngram == _CAUTIOUS else None,
+        lookup="cautious" if not way.draft.traits.computes and way.draft.ngram == _CAUTIOUS else None,
     )
 
 
@@ -134,29 +137,37 @@ def _named_layers(speculative: SpeculativeConfig) -> list[int]:
     return sorted({layer for layer in (draft.layer, check.layer if check else None) if layer is not None})
 
 
-def _exit_tiers(speculative: SpeculativeConfig) -> ExitTiers:
-    return ExitTiers("adapter" if uses_trained(speculative) else "exit", trained_path(speculative))
+def _is_at_hand(speculative: SpeculativeConfig, kind: DraftKind, has_exits: bool) -> bool:
+    """Whether `speculative` names what drafters of this kind need."""
+    traits = TRAITS[kind]
+    if not traits.has_costs:
+        return False
+    if traits.has_model:
+        return speculative.draft.kind == kind
+    if traits.in_trunk and "exit" not in traits.fields:  # it drafts by one kind of exit only
+        return has_exits and traits.is_trained == uses_trained(speculative)
+    return has_exits or not traits.in_trunk
 
 
 def _drafts(speculative: SpeculativeConfig, kind: DraftKind, layers: Sequence[int]) -> Iterator[DraftConfig]:
-    draft = speculative.draft
-    if kind == "ngram":
-        yield DraftConfig(kind="ngram", ngram=draft.ngram)
-    elif kind == "model":
-        yield DraftConfig(kind="model", path=draft.path)
-    else:
-        tiers, ngram = _exit_tiers(speculative), draft.ngram if draft.kind in ("ngram", "hybrid") else None
-        for layer in layers:
-            if kind == "hybrid":
-                yield tiers.hybrid(layer, ngram, draft.num_exit_tokens)
-            else:
-                yield tiers.draft(layer)
+    """The drafters of one kind: one for each of the layers if it drafts by an exit."""
+    draft, traits, path = speculative.draft, TRAITS[kind], trained_path(speculative)
+    settings = {
+        "path": draft.path if traits.has_model else path,
+        "exit": "adapter" if uses_trained(speculative) else "exit",
+        "ngram": draft.ngram,
+        "num_exit_tokens": draft.num_exit_tokens,
+    }
+    taken: dict[str, Any] = {name: value for name, value in settings.items() if name in traits.fields}
+    for layer in layers if traits.in_trunk else (None,):
+        yield DraftConfig(kind=kind, layer=layer, **taken)
 
 
 def _ways(
     speculative: SpeculativeConfig, draft: DraftConfig, layers: Sequence[int]
 ) -> Iterator[SpeculativeConfig]:
-    two_tier, tiers = _two_tier(speculative, draft), _exit_tiers(speculative)
+    two_tier = _two_tier(speculative, draft)
+    tiers = ExitTiers("adapter" if uses_trained(speculative) else "exit", trained_path(speculative))
     yield two_tier
     confidence = speculative.check.confidence if speculative.check else None
     for layer in layers:
@@ -166,7 +177,7 @@ def _ways(
 
 
 def _two_tier(speculative: SpeculativeConfig, draft: DraftConfig) -> SpeculativeConfig:
-    confidence = None if draft.kind == "ngram" else speculative.draft_confidence
+    confidence = speculative.draft_confidence if draft.traits.computes else None
     given = {
         "draft": draft,
         "check": None,

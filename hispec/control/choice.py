@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import PLAIN, DraftKind, Plan
+from ..config import PLAIN, TRAITS, DraftKind, DraftKindTraits, Plan
 
 Ints = NDArray[np.int64]
 
@@ -41,6 +41,10 @@ class Route:
     num_exit_tokens: int | None = None
     has_confidence: bool = False
     lookup: str | None = None
+
+    @property
+    def traits(self) -> DraftKindTraits:
+        return TRAITS[self.kind]
 
     def plan(self, num_drafts: int, num_checks: int = 1) -> Plan:
         return Plan(self.draft_layer, self.check_layer, num_drafts, num_checks)

@@ -294,7 +294,7 @@ def _check(routes: Sequence[Route]) -> None:
             raise ConfigError(
                 f"{what}most_checks={route.most_checks!r} must be at least 1, and 1 without a check tier"
             )
-        if (route.draft_layer > 0) != (route.kind in ("exit", "adapter", "hybrid")):
+        if (route.draft_layer > 0) != route.traits.in_trunk:
             raise ConfigError(
                 f"{what}draft_layer={route.draft_layer!r} must be the exit's layer for exit, adapter and"
                 " hybrid, and 0 for others"

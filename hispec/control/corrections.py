@@ -116,9 +116,10 @@ def _observed(seen: Sequence[Observation], route: Route | None, row_rounds: int)
         np.concatenate([getattr(each, name) for each in seen]) for name in ("drafted", "kept", "looked_up")
     )
     num = max(len(drafted), row_rounds)
-    kind = None if route is None else route.kind
-    looked = looked_up > 0 if kind == "hybrid" else np.full(len(drafted), kind == "ngram")
-    num_looked = num if kind == "ngram" else int(looked.sum())
+    only_looks_up = route is not None and not route.traits.computes
+    is_mixed = route is not None and route.traits.is_mixed
+    looked = looked_up > 0 if is_mixed else np.full(len(drafted), only_looks_up)
+    num_looked = num if only_looks_up else int(looked.sum())
     by_source = [
         _shares(drafted[which], count, most)
         for which, count in ((~looked, num - num_looked), (looked, num_looked))

@@ -122,7 +122,7 @@ class PlanGrid:
         kinds = [*routes, None]
         self._slots = [slots_of(route, along) for route in kinds]
         self._looks_up = np.array(
-            [route is not None and route.kind == "ngram" for route in kinds], np.float64
+            [route is not None and not route.traits.computes for route in kinds], np.float64
         )
         self._exit_drafts = np.array(
             [(route and route.num_exit_tokens) or self.num_drafts for route in kinds], np.int64

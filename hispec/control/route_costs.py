@@ -28,12 +28,12 @@ def slots_of(route: Route | None, along: Collection[int]) -> dict[int, list[str]
     out: dict[int, list[str]] = {VERIFY_SLOT: [f"verify/{low if high is None else high}"]}
     if high is not None:
         out[CHECK_SLOT], out[BARE_SLOT] = [f"check/{low}-{high}"], [f"verify/{low}"]
-    if route.kind in ("ngram", "hybrid"):
+    if route.traits.looks_up:
         out[LOOKUP_SLOT] = ["lookup"]
-    if route.kind != "ngram":
-        name = "_model" if route.kind == "model" else f"/{low}"
+    if route.traits.computes:
+        name = "_model" if route.traits.has_model else f"/{low}"
         out[DRAFT_SLOT], out[FILL_SLOT] = [f"draft{name}"], [f"fill{name}"]
-        if route.kind == "hybrid":
+        if route.traits.is_mixed:
             out[FEED_SLOT] = [f"fill{name}"]
     for layer in sorted(set(along) - {low, high}):
         if layer < low:

@@ -1,10 +1,11 @@
-"""How a tier accepts: pure functions of tokens and distributions, and two judges that give them what they
-need from a round."""
+"""How a tier accepts proposals: `coupled` and `rejection` as pure functions of tensors, and a judge for each,
+which takes what the function needs from a round."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,25 +13,44 @@ from torch import Tensor
 
 from ee_models.kernels import runs_triton
 
+from ..config import ACCEPTANCES, CheckConfig
+from ..errors import ConfigError
 from ..sampling import confidence, noise
 from ..sampling.sampler import draw
-from .batch import RoundBatch, Span
+from .batch import RoundBatch, Span, make_sampling_input
 from .draft_tree import DraftTree
-from .stages import Stages, Tier
+from .stages import Tier
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """The drafts of a cycle: nodes 1 to `counts` [rows] of `tree`, whose node 0 stands in column `first`
-    [rows] of the window."""
+    """What a tier is given to judge, the drafts of a cycle or tentative tokens: nodes 1 to counts [rows] of
+    `tree`, whose node 0 is the token in column first [rows] of the window."""
 
     tree: DraftTree
     first: Tensor
     counts: Tensor
 
     def columns(self) -> Tensor:
-        """[rows, drafts]: where in the window the tokens are."""
+        """[rows, drafts]: the window's columns of nodes 1, 2, ..."""
         return self.first.unsqueeze(-1) + self.tree.on(self.first.device).nodes[1:]
+
+    def tokens(self, batch: RoundBatch) -> Tensor:
+        """[rows, drafts]: the tokens of nodes 1, 2, ..."""
+        return batch.tokens.gather(1, self.columns().clamp(max=batch.window))
+
+    def trimmed(self, batch: RoundBatch) -> Proposals:
+        """The same without the nodes that no row has, where shapes may depend on values."""
+        return replace(self, tree=self.tree.prefix(batch.sync_max(self.counts, self.tree.num_drafts)))
+
+    def path_columns(self, verdict: Verdict) -> tuple[Tensor, Tensor]:
+        """Columns of the accepted path's drafts, and those that they would have in a chain: [rows, depth]
+        each; 0 and -1 past the path's end."""
+        shape, first = self.tree.on(self.first.device), self.first.unsqueeze(-1)
+        steps = shape.nodes[1 : self.tree.depth + 1]
+        accepted = steps <= verdict.num_accepted.unsqueeze(-1)
+        sources = torch.where(accepted, first + shape.paths[verdict.last][:, 1:], 0)
+        return sources, torch.where(accepted, first + steps, -1)
 
 
 @dataclass(frozen=True)
@@ -42,137 +62,11 @@ class Verdict:
     token: Tensor
 
 
-class Judge(Protocol):
-    def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
-        """Tokens for each place [tokens, num], likeliest first, from logits [tokens, vocab]: drafts, and all
-        of plain decoding."""
-
-    def propose(self, batch: RoundBatch, proposals: Proposals) -> None:
-        """Takes note of drafts that were not chosen from logits."""
-
-    def judge(
-        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
-    ) -> Verdict:
-        """Judges proposals by logits [tokens, vocab] at their nodes' places. `tier` is the judging tier:
-        check, or None for verify, which has the last word."""
-
-
-def proposed_tokens(batch: RoundBatch, proposals: Proposals) -> Tensor:
-    """[rows, drafts]: the tokens of nodes 1, 2, ..."""
-    columns = proposals.columns().clamp(max=batch.tokens.shape[1] - 1)
-    return batch.tokens.gather(1, columns)
-
-
-class CoupledJudge:
-    """Every tier chooses by the same noise, so that a proposal is right or wrong: the output is plain
-    decoding's.
-
-    check_confidence: a check overrules a draft only where it gives its own token at least this probability;
-    None = always. Verify keeps only what it would have chosen.
-    """
-
-    def __init__(self, check_confidence: float | None = None) -> None:
-        self._check_confidence = check_confidence
-
-    def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
-        return batch.sampler.choose_top(logits, Stages.places(batch, span), num)
-
-    def propose(self, batch: RoundBatch, proposals: Proposals) -> None:
-        pass
-
-    def judge(
-        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
-    ) -> Verdict:
-        own, unsure = self.choose(logits, batch, span), None
-        if tier is Tier.CHECK and self._check_confidence is not None:
-            unsure = span.spread(confidence.of(logits, own).squeeze(-1) < self._check_confidence)
-        return Verdict(
-            *coupled(
-                span.spread(own.squeeze(-1)),
-                proposed_tokens(batch, proposals),
-                proposals.counts,
-                proposals.tree,
-                unsure,
-            )
-        )
-
-
-class RejectionJudge:
-    """Speculative sampling at both levels, of chains. What each tier proposed from is kept until the next
-    tier has judged it.
-
-    After a check the tentative tokens are distributed as p_check, the last one included: so verify judges
-    that one too, where `coupled` would simply take its own choice. Leaving it out would bias the output, as
-    it would keep accepted tokens but drop corrected ones.
-    """
-
-    def __init__(
-        self, num_rows: int, window: int, vocab_size: int, device: torch.device, has_check: bool
-    ) -> None:
-        # One place more than the window has, as its last: what is kept at place -1 is kept nowhere.
-        self._kept = torch.zeros(len(Tier), num_rows * window + 1, vocab_size, device=device)
-        self._has_check = has_check
-
-    def of_plan(self, has_check: bool) -> RejectionJudge:
-        """For rounds of another plan, in the same scratch."""
-        other = copy(self)
-        other._has_check = has_check
-        return other
-
-    @property
-    def num_bytes(self) -> int:
-        return self._kept.nbytes
-
-    def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
-        assert num == 1, "drafts by rank are not drawn from the drafter's distribution"
-        q = batch.sampler.probabilities(logits, Stages.places(batch, span))
-        self._kept[Tier.DRAFT][span.flat] = q
-        return draw(
-            q.log(), batch.sampler.keys(span.rows, span.view.positions + 1, noise.Stream.CHOICE)
-        ).unsqueeze(-1)
-
-    def propose(self, batch: RoundBatch, proposals: Proposals) -> None:
-        """A draft that was looked up had probability 1."""
-        columns = proposals.columns()
-        looked_up = proposals.tree.on(columns.device).nodes[1:] <= proposals.counts.unsqueeze(-1)
-        rows = torch.arange(columns.shape[0], device=columns.device).unsqueeze(-1) * batch.window
-        before = torch.where(looked_up, rows + columns - 1, -1)
-        kept = self._kept[Tier.DRAFT]
-        kept[before] = kept.new_zeros(())  # a tensor, since a number would be copied from the host
-        kept[before, proposed_tokens(batch, proposals)] = kept.new_ones(())
-
-    def judge(
-        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
-    ) -> Verdict:
-        assert proposals.tree.is_chain
-        p = batch.sampler.probabilities(logits, Stages.places(batch, span))
-        proposer = Tier.DRAFT
-        if tier is Tier.CHECK:
-            self._kept[Tier.CHECK][span.flat] = p
-        elif self._has_check:
-            proposer = Tier.CHECK
-        q = self._kept[proposer][span.flat]
-        rows = torch.arange(batch.tokens.shape[0], device=p.device).unsqueeze(-1)
-        columns = proposals.first.unsqueeze(-1) + torch.arange(span.shape[1], device=p.device)
-        positions = batch.starts.unsqueeze(-1) + columns + 1
-        accept_stream, token_stream = (
-            (noise.Stream.CHECK_ACCEPT, noise.Stream.CHECK_TOKEN)
-            if tier is Tier.CHECK
-            else (noise.Stream.VERIFY_ACCEPT, noise.Stream.VERIFY_TOKEN)
-        )
-        uniform = noise.uniform(batch.sampler.keys(rows, positions, accept_stream))
-        token_keys = batch.sampler.keys(rows, positions, token_stream)
-        proposed = batch.tokens.gather(1, (columns + 1).clamp(max=batch.tokens.shape[1] - 1))
-        num_accepted, token = rejection(
-            span.spread(p), span.spread(q), proposed, proposals.counts, uniform, token_keys
-        )
-        return Verdict(num_accepted, num_accepted, token)
-
-
 def coupled(
     own: Tensor, proposed: Tensor, num_proposed: Tensor, tree: DraftTree, unsure: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Accepts what the tier would have chosen, along one path of the tree.
+    """Coupled acceptance: keeps the drafts that the tier would have chosen itself, along one path of the
+    tree.
 
     own [rows, q_len]: the tier's choice after each node; proposed [rows, drafts]: the tokens of nodes 1, 2,
     ...; num_proposed [rows]: how many of these there are; unsure [rows, q_len] bool: where any proposal is
@@ -213,10 +107,11 @@ def rejection(
     token_keys [rows, q_len], a chain's; num_proposed [rows]. Every proposal must have been drawn from its q,
     and whether it is judged must not depend on its value: then accepted and own tokens are distributed as p.
     """
-    places = torch.arange(proposed.shape[1], device=p.device)
-    is_proposed = places < num_proposed.unsqueeze(-1)
+    steps = torch.arange(proposed.shape[1], device=p.device)
+    is_proposed = steps < num_proposed.unsqueeze(-1)
     p_of, q_of = (x.gather(-1, proposed.unsqueeze(-1)).squeeze(-1) for x in (p, q))
-    num_accepted = _leading((uniform * q_of < p_of) & is_proposed)
+    accepted = (uniform * q_of < p_of) & is_proposed
+    num_accepted = accepted.long().cumprod(-1).sum(-1)
     rows, last = torch.arange(p.shape[0], device=p.device), num_accepted.clamp(max=p.shape[1] - 1)
     target = p[rows, last]
     rejected = (num_accepted < num_proposed).unsqueeze(-1)
@@ -226,11 +121,151 @@ def rejection(
     return num_accepted, draw(torch.where(usable, residual, target).log(), _at(token_keys, num_accepted))
 
 
-def _leading(accepted: Tensor) -> Tensor:
-    """Number of leading True per row: [rows, n] bool -> [rows] int64."""
-    return accepted.long().cumprod(-1).sum(-1)
+def _at(values: Tensor, column: Tensor) -> Tensor:
+    """values [rows, n] in column [rows]; the last one where column is n."""
+    return values.gather(1, column.clamp(max=values.shape[1] - 1).unsqueeze(-1)).squeeze(-1)
 
 
-def _at(values: Tensor, place: Tensor) -> Tensor:
-    """values [rows, n] at place [rows]; the last one where place is n."""
-    return values.gather(1, place.clamp(max=values.shape[1] - 1).unsqueeze(-1)).squeeze(-1)
+class Judge(Protocol):
+    """An acceptance rule, bound to a round: how tiers choose tokens, and which proposals they keep."""
+
+    def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
+        """The `num` likeliest tokens [tokens, num] after each token of the span, from logits [tokens, vocab]:
+        drafts, and all of plain decoding."""
+
+    def record_lookups(self, batch: RoundBatch, proposals: Proposals) -> None:
+        """Takes note of drafts that were not chosen from logits."""
+
+    def judge(
+        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
+    ) -> Verdict:
+        """Judges proposals by logits [tokens, vocab] at their nodes. `tier` is the judging tier: Tier.CHECK,
+        or None for verify, which has the last word."""
+
+
+class CoupledJudge:
+    """Coupled acceptance: every tier chooses by the same noise, so that a proposal is right or wrong, and the
+    output is plain decoding's.
+
+    check_confidence: a check overrules a draft only where it gives its own token at least this probability;
+    None = always. Verify keeps only what it would have chosen.
+    """
+
+    def __init__(self, check_confidence: float | None = None) -> None:
+        self._check_confidence = check_confidence
+
+    def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
+        return batch.sampler.choose_top(logits, make_sampling_input(batch, span), num)
+
+    def record_lookups(self, batch: RoundBatch, proposals: Proposals) -> None:
+        """Nothing: who made a draft does not matter."""
+
+    def find_unsure(self, logits: Tensor, own: Tensor) -> Tensor | None:
+        """Where the check keeps a draft whatever it is: [tokens] bool by logits [tokens, vocab] and its own
+        choices [tokens]; None = nowhere. Another check rule is another method here: the output does not
+        depend on it, since verify keeps only its own choices."""
+        if self._check_confidence is None:
+            return None
+        return confidence.probability_of(logits, own.unsqueeze(-1)).squeeze(-1) < self._check_confidence
+
+    def judge(
+        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
+    ) -> Verdict:
+        own = self.choose(logits, batch, span).squeeze(-1)
+        unsure = self.find_unsure(logits, own) if tier is Tier.CHECK else None
+        return Verdict(
+            *coupled(
+                span.spread(own),
+                proposals.tokens(batch),
+                proposals.counts,
+                proposals.tree,
+                None if unsure is None else span.spread(unsure),
+            )
+        )
+
+
+class RejectionJudge:
+    """Speculative sampling at both levels, of chains. The distributions that each tier proposed from are kept
+    until the next tier has judged the proposals.
+
+    After a check the tentative tokens are distributed as p_check, the last one included: so verify judges
+    that one too, where `coupled` would simply take its own choice. Leaving it out would bias the output, as
+    it would keep accepted tokens but drop corrected ones.
+    """
+
+    def __init__(
+        self, num_rows: int, window: int, vocab_size: int, device: torch.device, has_check: bool
+    ) -> None:
+        # One row of probabilities more than the windows have columns: index -1 keeps what is kept nowhere.
+        self._kept = torch.zeros(len(Tier), num_rows * window + 1, vocab_size, device=device)
+        self._has_check = has_check
+
+    def of_plan(self, has_check: bool) -> RejectionJudge:
+        """The judge for rounds of another plan, in the same scratch memory."""
+        other = copy(self)
+        other._has_check = has_check
+        return other
+
+    @property
+    def num_bytes(self) -> int:
+        return self._kept.nbytes
+
+    def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
+        assert num == 1, "drafts by rank are not drawn from the drafter's distribution"
+        q = batch.sampler.probabilities(logits, make_sampling_input(batch, span))
+        self._kept[Tier.DRAFT][span.flat] = q
+        return draw(
+            q.log(), batch.sampler.keys(span.rows, span.view.positions + 1, noise.Stream.CHOICE)
+        ).unsqueeze(-1)
+
+    def record_lookups(self, batch: RoundBatch, proposals: Proposals) -> None:
+        """Notes that a draft that was looked up had probability 1."""
+        columns = proposals.columns()
+        looked_up = proposals.tree.on(columns.device).nodes[1:] <= proposals.counts.unsqueeze(-1)
+        rows = torch.arange(columns.shape[0], device=columns.device).unsqueeze(-1) * batch.window
+        before = torch.where(looked_up, rows + columns - 1, -1)
+        kept = self._kept[Tier.DRAFT]
+        kept[before] = kept.new_zeros(())  # a tensor, since a number would be copied from the host
+        kept[before, proposals.tokens(batch)] = kept.new_ones(())
+
+    def judge(
+        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
+    ) -> Verdict:
+        assert proposals.tree.is_chain
+        p = batch.sampler.probabilities(logits, make_sampling_input(batch, span))
+        proposer = Tier.DRAFT
+        if tier is Tier.CHECK:
+            self._kept[Tier.CHECK][span.flat] = p
+        elif self._has_check:
+            proposer = Tier.CHECK
+        q = self._kept[proposer][span.flat]
+        rows = torch.arange(batch.tokens.shape[0], device=p.device).unsqueeze(-1)
+        columns = proposals.first.unsqueeze(-1) + torch.arange(span.shape[1], device=p.device)
+        positions = batch.starts.unsqueeze(-1) + columns + 1
+        accept_stream, token_stream = (
+            (noise.Stream.CHECK_ACCEPT, noise.Stream.CHECK_TOKEN)
+            if tier is Tier.CHECK
+            else (noise.Stream.VERIFY_ACCEPT, noise.Stream.VERIFY_TOKEN)
+        )
+        uniform = noise.uniform(batch.sampler.keys(rows, positions, accept_stream))
+        token_keys = batch.sampler.keys(rows, positions, token_stream)
+        proposed = batch.tokens.gather(1, (columns + 1).clamp(max=batch.tokens.shape[1] - 1))
+        num_accepted, token = rejection(
+            span.spread(p), span.spread(q), proposed, proposals.counts, uniform, token_keys
+        )
+        return Verdict(num_accepted, num_accepted, token)
+
+
+# Makes the judge of a plan whose check tier is configured so (None: no check tier). A RejectionJudge is made
+# by hispec.runner.plan_runtime, which has the sizes of its memory.
+JudgeMaker = Callable[[CheckConfig | None], Judge]
+JUDGES: dict[str, JudgeMaker] = {"coupled": lambda check: CoupledJudge(check.confidence if check else None)}
+
+
+def register_judge(name: str, make: JudgeMaker) -> None:
+    """Adds an acceptance rule: from now on `speculative.acceptance` may name it. Raises ConfigError if there
+    is such a rule already."""
+    if name in ACCEPTANCES:
+        raise ConfigError(f"acceptance={name!r} exists already; register the judge under another name")
+    JUDGES[name] = make
+    ACCEPTANCES.append(name)

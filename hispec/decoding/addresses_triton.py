@@ -1,5 +1,5 @@
-"""The addresses of a static pass on a GPU, by one kernel instead of a dozen: a draft pass of a small model
-takes little longer than these."""
+"""Columns, positions and KV slots of a static pass on a GPU, by one kernel instead of a dozen operations: a
+draft pass of a small model takes little longer than these."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ _BLOCK = 128
 
 
 @triton.jit
-def _address(
+def _locate(
     live: tl.tensor,
     first: tl.tensor,
     starts: tl.tensor,
     nodes: tl.tensor,
     tables: tl.tensor,
     out: tl.tensor,
-    num_places: int,
+    num_cells: int,
     q_len: int,
     window: int,
     block_size: int,
     table_stride: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_place = place < num_places
-    row = place // q_len
-    alive = tl.load(live + place, mask=is_place, other=0) != 0
-    begin = tl.load(first + row, mask=is_place, other=0)
-    column = begin + tl.load(nodes + place % q_len, mask=is_place, other=0)
-    position = tl.where(alive, tl.load(starts + row, mask=is_place, other=0) + column, 0)
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_cell = cell < num_cells
+    row = cell // q_len
+    alive = tl.load(live + cell, mask=is_cell, other=0) != 0
+    begin = tl.load(first + row, mask=is_cell, other=0)
+    column = begin + tl.load(nodes + cell % q_len, mask=is_cell, other=0)
+    position = tl.where(alive, tl.load(starts + row, mask=is_cell, other=0) + column, 0)
     block = tl.load(
-        tables + row.to(tl.int64) * table_stride + position // block_size, mask=is_place & alive, other=0
+        tables + row.to(tl.int64) * table_stride + position // block_size, mask=is_cell & alive, other=0
     )
-    tl.store(out + place, begin, mask=is_place)
-    tl.store(out + num_places + place, column, mask=is_place)
+    tl.store(out + cell, begin, mask=is_cell)
+    tl.store(out + num_cells + cell, column, mask=is_cell)
     tl.store(
-        out + 2 * num_places + place, tl.where(alive, row.to(tl.int64) * window + column, -1), mask=is_place
+        out + 2 * num_cells + cell, tl.where(alive, row.to(tl.int64) * window + column, -1), mask=is_cell
     )
-    tl.store(out + 3 * num_places + place, position, mask=is_place)
+    tl.store(out + 3 * num_cells + cell, position, mask=is_cell)
     tl.store(
-        out + 4 * num_places + place,
+        out + 4 * num_cells + cell,
         tl.where(alive, block * block_size + position % block_size, -1),
-        mask=is_place,
+        mask=is_cell,
     )
 
 
@@ -58,8 +58,8 @@ def addresses(
     block_size: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of all places of live [rows, q_len] bool, row after row: first [rows] of its row, column = first +
-    nodes [q_len], flat place in the window and KV slot (-1 where not live), position = starts [rows] + column
+    """Of all cells of live [rows, q_len] bool, row after row: first [rows] of its row, column = first +
+    nodes [q_len], row * window + column and KV slot (-1 where not live), position = starts [rows] + column
     (0 where not live); [rows * q_len] int64 each.
     """
     rows, q_len = live.shape
@@ -71,7 +71,7 @@ def addresses(
         and nodes.is_contiguous()
         and block_tables.stride(1) == 1
     )
-    _address[(triton.cdiv(rows * q_len, _BLOCK),)](
+    _locate[(triton.cdiv(rows * q_len, _BLOCK),)](
         live,
         first,
         starts,

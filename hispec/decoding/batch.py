@@ -1,4 +1,5 @@
-"""What a round is run over: its rows on the device, how its stages are run, and the places of one pass."""
+"""What a round runs over (its rows on the device, and how its stages are run), the tokens of one pass, and
+what a round committed."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from cache.view import BatchView
 
+from ..outputs import TokenLogprobs
+from ..sampling.inputs import SamplingInput
 from ..sampling.sampler import Sampler
 
 
 def directly(name: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
-    """A stage run eagerly."""
+    """Runs a stage eagerly."""
     return run(*inputs)
 
 
@@ -23,26 +26,27 @@ def directly(name: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
 class Execution:
     """How the stages of a round are run.
 
-    is_static   a pass takes the whole rectangle of its places, live or not, so that shapes depend on the plan
-                and the number of rows alone: what a captured graph needs
-    may_ask     the host may look at values in the middle of a round, and leave out what they make needless
+    is_static   a pass takes the whole rectangle [rows, q_len] of its tokens, live or not, so that shapes
+                depend on the plan and the number of rows alone: what a captured graph needs
+    may_sync    the host may read values in the middle of a round, and leave out what they make needless
     call        runs a stage: run(*inputs), perhaps from a captured graph known by `name`
     """
 
     is_static: bool = False
-    may_ask: bool = True
+    may_sync: bool = True
     call: Callable[..., Any] = directly
 
 
-PACKED = Execution()  # eagerly, over the live places alone
-STATIC = Execution(is_static=True, may_ask=False)
+PACKED = Execution()  # eagerly, over the live tokens alone
+STATIC = Execution(is_static=True, may_sync=False)
 
 
 class Watch:
-    """What exits that are not in use would have said in a round [DEL's shadow tokens], and what was drafted.
+    """What exits that the plan does not use would have chosen in a round [DEL's shadow tokens], and what was
+    drafted.
 
     layers   of the exits
-    tokens   [layers, rows, window + 1]: tokens[i, row, j] would have followed column j
+    tokens   [layers, rows, window + 1]: exit i would have put tokens[i, row, j] after column j
     drafts   [rows, window + 1]: the draft that was put into column j, -1 = none
     """
 
@@ -53,26 +57,26 @@ class Watch:
         )
         self.drafts = torch.full((num_rows, window + 1), -1, dtype=torch.int64, device=device)
 
-    def saw_drafts(self, tokens: Tensor, columns: Tensor, counts: Tensor) -> None:
-        """A cycle's drafts: the first counts [rows] of tokens[row, columns [rows, n]]."""
+    def record_drafts(self, tokens: Tensor, columns: Tensor, counts: Tensor) -> None:
+        """Notes a cycle's drafts: the first counts [rows] of tokens[row, columns [rows, n]]."""
         columns = columns.clamp(max=self.drafts.shape[1] - 1)
         is_draft = torch.arange(columns.shape[1], device=columns.device) < counts.unsqueeze(-1)
         self.drafts.scatter_(1, columns, torch.where(is_draft, tokens.gather(1, columns), -1))
 
-    def counts(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """[rows, layers, 4]: of the columns whose context was committed, that is of the first counts [rows]:
-        all of them; those after which the exit would have said what was committed, tokens [rows, window + 1];
-        those that a draft followed; those after which it agreed with that.
+    def count_agreements(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """[rows, layers, 4]: of the first counts [rows] columns, whose context was committed: how many there
+        are; after how many the exit would have chosen what was committed, tokens [rows, window + 1]; how many
+        a draft followed; and with how many of these drafts the exit agreed.
         """
         valid = torch.arange(tokens.shape[1] - 1, device=tokens.device) < counts.unsqueeze(-1)
-        said, drafts = self.tokens[:, :, :-1], self.drafts[:, 1:]
+        chosen, drafts = self.tokens[:, :, :-1], self.drafts[:, 1:]
         has_draft = valid & (drafts >= 0)
         each = torch.stack(
             (
-                valid.expand(said.shape),
-                valid & (said == tokens[:, 1:]),
-                has_draft.expand(said.shape),
-                has_draft & (said == drafts),
+                valid.expand(chosen.shape),
+                valid & (chosen == tokens[:, 1:]),
+                has_draft.expand(chosen.shape),
+                has_draft & (chosen == drafts),
             )
         )
         return each.sum(-1).permute(2, 1, 0)
@@ -91,9 +95,8 @@ class RoundBatch:
     most_drafts      [rows] int64: drafts that a cycle of the row's may have, if these are a chain
     block_tables     [rows, max_blocks] int64, covering starts + limits positions
     max_context_len  int, at least starts + limits of every row
-    keeps_logits     whether verify's logits are asked for after the round
-    watch            where exits that the plan does not use leave what they would have said; None = they are
-                     not asked
+    keeps_logits     whether the caller wants verify's logits after the round
+    watch            where exits that the plan does not use note their choices; None = they are not read
     """
 
     tokens: Tensor
@@ -115,40 +118,47 @@ class RoundBatch:
     def num_rows(self) -> int:
         return self.tokens.shape[0]
 
-    def stage(self, name: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
-        """run(*inputs) as this batch's stages are run. Whatever else `run` reads must lie at the same place
+    def run_stage(self, name: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
+        """run(*inputs) as this batch's stages are run. Whatever else `run` reads must lie at the same address
         in every round."""
         return self.execution.call(name, run, *inputs)
 
-    def any(self, flags: Tensor) -> bool:
-        """Whether any of flags holds, as far as the host may ask; else True."""
-        return not self.execution.may_ask or bool(flags.any())
+    def sync_any(self, flags: Tensor) -> bool:
+        """Whether any of flags holds, which waits for the device; True where the host may not wait."""
+        return not self.execution.may_sync or bool(flags.any())
 
-    def most(self, counts: Tensor, limit: int) -> int:
-        """The largest of counts [rows], where shapes may follow values; else `limit`, which it never
-        exceeds."""
+    def sync_max(self, counts: Tensor, limit: int) -> int:
+        """The largest of counts [rows], which waits for the device; where shapes are static, `limit`, which
+        it never exceeds."""
         return limit if self.execution.is_static else int(counts.max())
+
+    def put_tokens(self, columns: Tensor, values: Tensor, where: Tensor) -> None:
+        """tokens[row, columns[row]] = values[row] in the rows where where [rows] holds; beyond the window
+        nothing is read."""
+        columns = columns.clamp(max=self.window).unsqueeze(-1)
+        old = self.tokens.gather(1, columns)
+        self.tokens.scatter_(1, columns, torch.where(where.unsqueeze(-1), values.unsqueeze(-1), old))
 
 
 @dataclass(frozen=True)
 class Span:
-    """The places of one pass, row after row: the live ones, packed; or, where shapes are static, all places
-    of the rectangle.
+    """The tokens of one pass, row after row: the live ones, packed; or, where shapes are static, the whole
+    rectangle [rows, q_len].
 
-    rows, index [tokens]: row, and column in the round's window; flat [tokens] = row * window + index;
-    first, node [tokens]: column of the draft cycle's first node, and which of its nodes this is: index =
-    first + node; place [tokens]: flat place in the rectangle [rows, q_len] that the span was picked from,
-    whose sizes are `shape`; paths [tokens, depth]: columns of the drafts on the way to each place; None for a
-    chain, where they are those before it. live [tokens] bool: which places count, None = all. Others are
-    computed like the first position of their row and kept nowhere: their slot is -1, and so is `flat`.
+    rows, columns [tokens]: row, and column of the round's window; flat [tokens] = row * window + column;
+    first, node [tokens]: column of the draft cycle's first node, and which of its nodes this is: column =
+    first + node; cell [tokens]: index in the flattened rectangle, whose sizes are `shape`; paths [tokens,
+    depth]: columns of the drafts on the way to each token; None for a chain, where they are those before it.
+    live [tokens] bool: which tokens count, None = all. The others are computed like the first position of
+    their row and kept nowhere: their slot is -1, and so is `flat`.
     """
 
     rows: Tensor
-    index: Tensor
+    columns: Tensor
     flat: Tensor
     first: Tensor
     node: Tensor
-    place: Tensor
+    cell: Tensor
     shape: tuple[int, int]
     paths: Tensor | None
     live: Tensor | None
@@ -159,19 +169,64 @@ class Span:
         return self.rows.shape[0]
 
     def spread(self, values: Tensor) -> Tensor:
-        """values [tokens, ...] at their places of a rectangle [rows, q_len, ...]; zeros elsewhere."""
+        """values [tokens, ...] in their cells of the rectangle [rows, q_len, ...]; zeros elsewhere."""
         rows, q_len = self.shape
         if self.live is not None:
             values = values.masked_fill(~self.live.view(-1, *(1,) * (values.dim() - 1)), 0)
         if self.num_tokens == rows * q_len:
             return values.view(rows, q_len, *values.shape[1:])
         out = values.new_zeros(rows * q_len, *values.shape[1:])
-        out[self.place] = values
+        out[self.cell] = values
         return out.view(rows, q_len, *values.shape[1:])
 
     def put(self, target: Tensor, columns: Tensor, values: Tensor) -> None:
-        """target[row, columns] = values, [tokens, n] each, at live places."""
+        """target[row, columns] = values, [tokens, n] each, for live tokens."""
         rows = self.rows.unsqueeze(-1)
         if self.live is not None:
             values = torch.where(self.live.unsqueeze(-1), values, target[rows, columns])
         target[rows, columns] = values
+
+
+def make_sampling_input(batch: RoundBatch, span: Span) -> SamplingInput:
+    """Where the logits of the span's tokens stand: what the sampler must know to choose after each."""
+    return SamplingInput(
+        span.rows, span.columns, span.view.positions + 1, batch.tokens, span.first, span.paths
+    )
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What a round committed.
+
+    tokens, counts             [rows, window + 1], [rows]: tokens[:, 1:] begin with the `counts` tokens to
+                               commit
+    drafted, kept, source      [rows, cycles]: drafts that could be judged; of them, those that the tier above
+                               kept; who made them, by drafter.Source
+    tentative, accepted        [rows]: tokens put before verify; of them, those that it kept
+    logits, span, nodes        of verify: logits [tokens, vocab] of the tokens of `span`, None if the batch
+                               does not keep them; nodes [rows, depth + 1] on the accepted path
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    drafted: Tensor
+    kept: Tensor
+    source: Tensor
+    tentative: Tensor
+    accepted: Tensor
+    logits: Tensor | None
+    span: Span
+    nodes: Tensor
+
+    def logprobs(self, row: int, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+        """Of the tokens that `row` committed, by the full model's unprocessed logits; with the `num_top`
+        likeliest at each."""
+        assert self.logits is not None
+        first = int(self.span.view.cu_q_lens[row])
+        out = []
+        for node, token in zip(self.nodes[row].tolist(), token_ids, strict=False):
+            values = self.logits[first + node].float().log_softmax(-1)
+            top = values.topk(num_top) if num_top else None
+            best = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else {}
+            out.append(TokenLogprobs(token, float(values[token]), best))
+        return out

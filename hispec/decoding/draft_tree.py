@@ -47,6 +47,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, length: int) -> DraftTree:
+        """`length` drafts, each after the one before."""
         return cls.branches(length)
 
     @lru_cache(maxsize=1024)  # noqa: B019 - trees are few, and shared
@@ -64,12 +65,12 @@ class DraftTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether node j stands j places after node 0."""
+        """Whether every node follows the one before it."""
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """[node]: how many drafts lie on the way to it, itself included."""
+        """[node]: number of drafts on the way from node 0 to it, itself included."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -84,14 +85,14 @@ class DraftTree:
         return tuple(node for node, at in enumerate(self.depths) if at == depth)
 
     def num_children(self, depth: int) -> int:
-        """Of every node at this depth: the r-th child takes the r-th likeliest token."""
+        """Children that every node at this depth has: the r-th takes the r-th likeliest token."""
         counts = {self.parents.count(node) for node in self.level(depth)}
         assert len(counts) == 1, "nodes at one depth must have as many children each"
         return counts.pop()
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """[node][depth]: the nodes on the way from node 0 to it; its own number stands from its depth on."""
+        """[node][depth]: the nodes on the way from node 0 to it; from its own depth on, itself."""
         paths: list[list[int]] = []
         for node, parent in enumerate(self.parents):
             way = [] if parent < 0 else paths[parent][: self.depths[node]]
@@ -99,14 +100,14 @@ class DraftTree:
         return tuple(map(tuple, paths))
 
     def on(self, device: torch.device) -> TreeTensors:
-        """Its tensors on a device, made once."""
+        """The tree as tensors on a device, made once."""
         return _tensors(self, device)
 
 
 @dataclass(frozen=True)
 class TreeTensors:
-    """nodes [node]: 0, 1, ...; depths, parents [node] (0 for node 0); paths [node, depth + 1]; children
-    [node, most], 0 = none; all int64.
+    """A tree on a device: nodes [node]: 0, 1, ...; depths, parents [node] (0 for node 0); paths [node, depth
+    + 1]; children [node, most], 0 = none; all int64.
 
     levels    nodes at each depth
     ancestry  [node, node] float32: 1 where the second is a draft on the way to the first, itself included
@@ -121,7 +122,7 @@ class TreeTensors:
     levels: tuple[Tensor, ...]
 
 
-@cache  # never dropped: a graph reads them where they lie
+@cache  # never dropped: captured graphs read them at their addresses
 def _tensors(tree: DraftTree, device: torch.device) -> TreeTensors:
     import torch
 

@@ -1,4 +1,4 @@
-"""What a drafter is: anything that proposes tokens to the tier above."""
+"""The interface of tier one: a drafter is anything that proposes tokens to the tier above."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,16 +24,15 @@ class DrafterError(HiSpecError, RuntimeError):
 
     @property
     def lacks_memory(self) -> bool:
-        """Whether fewer requests at once might do."""
+        """Whether the device ran out of memory, so that fewer requests at once might do. A MemoryError is
+        Python's, and the drafter's own."""
         cause = self.__cause__
-        return (
-            cause is not None and is_out_of_memory(cause) and not isinstance(cause, MemoryError)
-        )  # which is Python's, and the drafter's own
+        return cause is not None and is_out_of_memory(cause) and not isinstance(cause, MemoryError)
 
 
 @contextmanager
 def guarded(drafter: object) -> Iterator[None]:
-    """Whatever a drafter raises becomes a DrafterError: a heuristic must not take requests down."""
+    """Turns whatever a drafter raises into a DrafterError: a heuristic must not take requests down."""
     try:
         yield
     except AssertionError:  # a broken invariant is ours, not the drafter's
@@ -44,7 +42,7 @@ def guarded(drafter: object) -> Iterator[None]:
 
 
 class Source(IntEnum):
-    """Who drafted: something that was computed for it (an exit, a model), or what was looked up in a text."""
+    """How drafts were made: computed (by an exit or a model), or looked up in a text."""
 
     COMPUTED = 0
     LOOKED_UP = 1
@@ -58,70 +56,48 @@ class Draft:
     source: Tensor
 
 
-class Drafter(Protocol):
-    """Tier one of a plan, made for one engine.
+class Drafter:
+    """Tier one of a plan, made for one engine. Only `propose` must be written; the other methods tell the
+    drafter what happens around it, and do nothing here.
 
-    A drafter inside of the trunk runs layers [0, D) at every place that the next tier resumes from, and
-    leaves hidden states there; one outside leaves nothing, and the next tier begins at the embedding (D = 0).
-    All tensors stay on the device, and shapes depend on the plan only.
+    A drafter inside the trunk runs layers [0, D) over every token that the next tier resumes from, and leaves
+    hidden states there; one outside leaves nothing, and the next tier begins at the embedding (D = 0).
+    Between `follow` and the end of a round all tensors stay on the device, and shapes depend on the plan
+    only.
     """
 
     @property
     def num_bytes(self) -> int:
         """Memory that it holds besides weights."""
-
-    def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Before each round: (number, prompt and committed output) of the request in each row."""
-
-    def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
-        """A request has ended with this output."""
-
-    def prefill(self, token_ids: Tensor, view: BatchView) -> None:
-        """Prompt tokens [tokens], at the places that the trunk has just computed."""
-
-    def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
-        """Writes up to `room` drafts of each row into batch.tokens, as nodes of `tree` whose node 0 is the
-        token in column first [rows]."""
-
-    def advance(self, batch: RoundBatch, counts: Tensor) -> None:
-        """batch.tokens[:, 1 : counts + 1], counts [rows], are committed on the device, and the next round
-        follows before the host has read them: `follow` is not called in between."""
-
-    def move(self, batch: RoundBatch, sources: Tensor, targets: Tensor) -> None:
-        """Places of the window were copied, as by `Stages.move`; what the drafter keeps of them goes
-        along."""
-
-
-class Stateless:
-    """The parts of a drafter that most leave empty."""
-
-    @property
-    def num_bytes(self) -> int:
         return 0
 
     def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
-        pass
+        """Called before each round with (number, prompt and committed output) of the request in each row."""
 
     def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
-        pass
+        """Called when a request has ended with this output."""
 
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
-        pass
+        """Called with prompt tokens [tokens] that the trunk has just computed, at the same positions and
+        slots."""
+
+    def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
+        """Writes up to `count_allowed` drafts of each row into batch.tokens, as nodes of `tree` whose node 0
+        is the token in column first [rows]. Drafts that `Judge.choose` did not choose are to be reported to
+        `Judge.record_lookups`."""
+        raise NotImplementedError
 
     def advance(self, batch: RoundBatch, counts: Tensor) -> None:
-        pass
+        """Called when batch.tokens[:, 1 : counts + 1], counts [rows], are committed on the device and the
+        next round begins before the host has read them, so without a `follow` in between."""
 
     def move(self, batch: RoundBatch, sources: Tensor, targets: Tensor) -> None:
-        pass
+        """Called when columns of the window were copied, as by `Stages.move`: what the drafter keeps of them
+        goes along."""
 
 
-def room(batch: RoundBatch, first: Tensor, tree: DraftTree) -> Tensor:
+def count_allowed(batch: RoundBatch, first: Tensor, tree: DraftTree) -> Tensor:
     """[rows]: drafts of `tree` that a row may take after column first [rows]: never beyond its limit, and of
     a chain never more than it may have. A row whose limit is at or before that column gets none."""
     left = (batch.limits - first - 1).clamp(0, tree.num_drafts)
     return torch.minimum(left, batch.most_drafts) if tree.is_chain else left
-
-
-def by(source: Source, like: Tensor) -> Tensor:
-    """Every row's drafts are of one source."""
-    return torch.full_like(like, source)

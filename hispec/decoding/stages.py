@@ -1,5 +1,5 @@
-"""Runs one stage of a round: picks the live places, runs a span of layers over them, keeps what the next tier
-resumes from."""
+"""Runs one stage of a round: picks the live tokens, runs a span of layers over them, keeps the hidden states
+that the next tier resumes from."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from ee_models.config import ModelConfig
 from ee_models.exits import Exit
 from ee_models.kernels import runs_triton
 
-from ..sampling.inputs import Places
-from .batch import RoundBatch, Span
+from .batch import RoundBatch, Span, make_sampling_input
 from .draft_tree import DraftTree
 
 
@@ -69,17 +68,18 @@ class PassCounts:
         self.set(PassCounts(**{name: value + getattr(other, name) for name, value in vars(self).items()}))
 
     def since(self, earlier: PassCounts) -> PassCounts:
-        """What was counted after `earlier`."""
+        """The difference: what was counted after the copy `earlier` was made."""
         return PassCounts(**{name: value - getattr(earlier, name) for name, value in vars(self).items()})
 
 
 class Stages:
-    """What the stages of a round do, over one decoder with its exits, one KV and one hidden-state buffer
-    (None: no tier resumes).
+    """Runs spans of layers and reads exits, over one decoder, one KV and one hidden-state buffer (None: no
+    tier resumes).
 
-    Exits that are not among `exits` are read through the model's own head. KV of each exit follows that of
-    the model's layers and of the exits before it. A pass that goes through the layer of an exit in `written`
-    writes its KV along the way.
+    exits     trained ones; a layer without one is read through the model's own head. The KV layers of each
+              follow those of the model and of the exits before it
+    written   layers of exits whose KV every pass through their layer writes along the way; None = all of
+              `exits`
     """
 
     def __init__(
@@ -92,7 +92,6 @@ class Stages:
         exits: Iterable[Exit] = (),
         written: Collection[int] | None = None,
     ) -> None:
-        """written: layers of exits; None = all of `exits`."""
         self.num_layers, self.vocab_size, self.device = num_layers, decoder.config.vocab_size, decoder.device
         self.counts = counts
         self._decoder, self._kv, self._hidden = decoder, kv, hidden
@@ -105,19 +104,18 @@ class Stages:
 
     @staticmethod
     def select(batch: RoundBatch, tree: DraftTree, first: Tensor, nodes: Tensor, live: Tensor) -> Span:
-        """The places of a draft cycle of this shape: `nodes` [q_len] of `tree`, of which node 0 stands in
-        column first [rows], where live [rows, q_len] holds. A live node's parents must be live in this
-        round."""
+        """The tokens of one pass over a draft cycle: `nodes` [q_len] of `tree`, whose node 0 stands in column
+        first [rows], where live [rows, q_len] holds. A live node's parents must be live in this round."""
         rows, q_len = live.shape
         alive = live.reshape(-1)
         is_static = batch.execution.is_static
         if is_static:
-            place, row, cu_q_lens = _rectangle(rows, q_len, live.device)
+            cell, row, cu_q_lens = _rectangle(rows, q_len, live.device)
             node = nodes.repeat(rows)
             first, column, flat, positions, slots = _addresses(batch, first, nodes, live, row)
         else:
-            place = alive.nonzero().squeeze(-1)
-            row, node = place // q_len, nodes[place % q_len]
+            cell = alive.nonzero().squeeze(-1)
+            row, node = cell // q_len, nodes[cell % q_len]
             cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=live.device)
             torch.cumsum(live.sum(-1), 0, out=cu_q_lens[1:])
             first = first[row]
@@ -150,24 +148,25 @@ class Stages:
             path_starts,
         )
         return Span(
-            row, column, flat, first, node, place, (rows, q_len), paths, alive if is_static else None, view
+            row, column, flat, first, node, cell, (rows, q_len), paths, alive if is_static else None, view
         )
 
     def embed(self, batch: RoundBatch, span: Span) -> Tensor:
-        """Hidden states [tokens, hidden] of the tokens at the span's places."""
-        return self._decoder.embed(batch.tokens[span.rows, span.index])
+        """Embeddings [tokens, hidden] of the span's tokens."""
+        return self._decoder.embed(batch.tokens[span.rows, span.columns])
 
     def run(self, hidden: Tensor, lo: int, hi: int, batch: RoundBatch, span: Span) -> Tensor:
-        """Runs layers [lo, hi) over the span's places, and writes their KV and that of exits on the way,
-        between lo and hi."""
+        """Runs layers [lo, hi) over hidden [tokens, hidden] of the span; writes their KV, and that of the
+        exits between lo and hi. Watched exits between them note what they would have chosen."""
         watched = () if batch.watch is None else batch.watch.layers
 
         def pass_by(hidden: Tensor, layer: int) -> None:
             if batch.watch is None or layer not in watched:
                 self.fill(hidden, layer, span.view)
                 return
-            said = batch.sampler.choose_top(self.logits(hidden, layer, span), self.places(batch, span), 1)
-            span.put(batch.watch.tokens[watched.index(layer)], span.index.unsqueeze(-1), said)
+            logits = self.logits(hidden, layer, span)
+            chosen = batch.sampler.choose_top(logits, make_sampling_input(batch, span), 1)
+            span.put(batch.watch.tokens[watched.index(layer)], span.columns.unsqueeze(-1), chosen)
 
         return self._through(hidden, lo, hi, span.view, {*self._written, *watched}, pass_by)
 
@@ -176,12 +175,12 @@ class Stages:
         self.counts.layer_positions += (hi - lo) * num_tokens
 
     def leave(self, tier: Tier, span: Span, hidden: Tensor) -> None:
-        """Leaves hidden [tokens, hidden] for the tier that resumes here."""
+        """Stores hidden [tokens, hidden] for the tier that resumes from it."""
         assert self._hidden is not None
         self._hidden.write(tier, span.flat, hidden)
 
     def resume(self, tier: Tier, span: Span) -> Tensor:
-        """What `tier` left at the span's places."""
+        """Hidden states [tokens, hidden] that `tier` left for the span's tokens."""
         assert self._hidden is not None
         return self._hidden.read(tier, span.flat)
 
@@ -194,7 +193,8 @@ class Stages:
         return exit_.logits(hidden, self._kv, kv_layer, span.view)
 
     def fill(self, hidden: Tensor, exit_layer: int, view: BatchView) -> None:
-        """What `logits` does besides: an adapter after `exit_layer` layers writes its KV."""
+        """Writes the KV of an adapter after `exit_layer` layers, as `logits` does, and computes nothing
+        else."""
         if exit_layer in self._exits:
             exit_, kv_layer = self._exits[exit_layer]
             exit_.fill(hidden, self._kv, kv_layer, view)
@@ -202,23 +202,13 @@ class Stages:
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
         """Writes the KV of all layers and of all exits for token_ids [tokens]."""
         before = self.counts.layer_passes
-        self._through(
-            self._decoder.embed(token_ids),
-            0,
-            self.num_layers,
-            view,
-            self._exits,
-            lambda hidden, layer: self.fill(hidden, layer, view),
-        )
+        self._through(self._decoder.embed(token_ids), 0, self.num_layers, view, self._exits)
         self.counts.prefill_layer_passes += self.counts.layer_passes - before
 
-    def catch_up(self, token_ids: Tensor, view: BatchView, layers: Collection[int]) -> None:
-        """Writes the KV of the exits at `layers` for token_ids [tokens], whose own KV is there at all layers
-        of the model."""
-        hidden = self._decoder.embed(token_ids)
-        hidden = self._through(
-            hidden, 0, max(layers), view, layers, lambda hidden, layer: self.fill(hidden, layer, view)
-        )
+    def backfill(self, token_ids: Tensor, view: BatchView, layers: Collection[int]) -> None:
+        """Writes the missing KV of the exits at `layers` for token_ids [tokens], whose KV at all layers of
+        the model is there."""
+        hidden = self._through(self._decoder.embed(token_ids), 0, max(layers), view, layers)
         self.fill(hidden, max(layers), view)
 
     def _through(
@@ -228,24 +218,24 @@ class Stages:
         hi: int,
         view: BatchView,
         stops: Collection[int],
-        pass_by: Callable[[Tensor, int], None],
+        pass_by: Callable[[Tensor, int], None] | None = None,
     ) -> Tensor:
-        """Runs layers [lo, hi), and calls pass_by(hidden, layer) after those of `stops` that lie between."""
+        """Runs layers [lo, hi), and calls pass_by(hidden, layer) after those of `stops` that lie between;
+        None writes the KV of the exits there."""
         for stop in sorted({layer for layer in stops if lo < layer < hi} | {hi}):
             self.count(lo, stop, view.num_tokens)
             hidden = self._decoder.run_layers(hidden, lo, stop, self._kv, view)
             if stop < hi:
-                pass_by(hidden, stop)
+                pass_by(hidden, stop) if pass_by else self.fill(hidden, stop, view)
             lo = stop
         return hidden
 
     def move(self, batch: RoundBatch, layer: int, sources: Tensor, targets: Tensor) -> None:
-        """Copies what stands in columns sources [rows, n] to columns targets [rows, n], -1 = nowhere: KV of
-        layers [0, layer) and of the exits there, and what the check tier left."""
-        slots_from, slots_to = (
-            self._slots(batch, sources),
-            self._slots(batch, targets.clamp(min=0)).masked_fill((targets < 0).reshape(-1), -1),
-        )
+        """Copies columns sources [rows, n] to columns targets [rows, n], -1 = nowhere: KV of layers [0,
+        layer) and of the exits there, and the check tier's hidden states."""
+        is_nowhere = (targets < 0).reshape(-1)
+        slots_from = self._slots(batch, sources)
+        slots_to = self._slots(batch, targets.clamp(min=0)).masked_fill(is_nowhere, -1)
         self._kv.move(0, layer, slots_from, slots_to)
         for exit_layer, (exit_, kv_layer) in self._exits.items():
             if exit_layer <= layer and exit_.num_kv_layers:
@@ -266,25 +256,20 @@ class Stages:
             batch.block_tables, rows, batch.starts.unsqueeze(-1) + columns, batch.block_size
         ).reshape(-1)
 
-    @staticmethod
-    def places(batch: RoundBatch, span: Span) -> Places:
-        """Where the logits of the span's places belong."""
-        return Places(span.rows, span.index, span.view.positions + 1, batch.tokens, span.first, span.paths)
 
-
-@cache  # never dropped: a graph reads them where they lie
+@cache  # never dropped: captured graphs read them at their addresses
 def _rectangle(rows: int, q_len: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """All places [rows * q_len], the row of each, and where rows begin [rows + 1]; made once."""
+    """Cells of a rectangle [rows * q_len], the row of each, and where rows begin [rows + 1]; made once."""
     with torch.inference_mode(False):
-        place = torch.arange(rows * q_len, device=device)
-        return place, place // q_len, torch.arange(0, (rows + 1) * q_len, q_len, device=device)
+        cell = torch.arange(rows * q_len, device=device)
+        return cell, cell // q_len, torch.arange(0, (rows + 1) * q_len, q_len, device=device)
 
 
 def _addresses(
     batch: RoundBatch, first: Tensor, nodes: Tensor, live: Tensor, row: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of all places of live [rows, q_len], which are in `row` [rows * q_len]: first, column, flat place in
-    the window, position, slot."""
+    """Of all cells of live [rows, q_len], which are in row [rows * q_len]: first, column, row * window +
+    column, position, slot."""
     if runs_triton(live.device):
         from . import addresses_triton
 

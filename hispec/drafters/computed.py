@@ -3,6 +3,7 @@ own."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,28 +12,27 @@ from torch import Tensor
 from ..decoding.acceptance import Judge, Proposals
 from ..decoding.batch import RoundBatch, Span
 from ..decoding.draft_tree import DraftTree
-from ..decoding.drafter import Draft, Source, Stateless, by, room
+from ..decoding.drafter import Draft, Drafter, Source, count_allowed
 from ..decoding.stages import Stages, Tier
 from ..sampling import confidence
 
 
-class Speaker(Protocol):
-    """Turns tokens of the window into logits of the next."""
+class DraftHead(Protocol):
+    """Turns tokens of the window into logits of the next: an early exit of the model, or a draft model."""
 
     def feed(self, batch: RoundBatch, span: Span) -> Tensor:
-        """Computes the tokens at the span's places, and keeps what later ones need of them -> hidden [tokens,
-        hidden]."""
+        """Runs its layers over the span's tokens, and keeps what later tokens need of them (KV, hidden
+        states) -> hidden [tokens, hidden]."""
 
     def logits(self, hidden: Tensor, span: Span) -> Tensor:
-        """[tokens, vocab]"""
+        """[tokens, vocab] from what `feed` returned."""
 
     def fill(self, hidden: Tensor, span: Span) -> None:
-        """What `logits` keeps, at places whose logits nobody asks for."""
+        """Keeps what `logits` would keep (an adapter's KV), for tokens whose logits are not needed."""
 
 
-class ExitSpeaker:
-    """An early exit: layers [0, D) of the trunk, whose hidden states are left for the tier that resumes
-    there."""
+class ExitHead:
+    """An early exit: layers [0, D) of the trunk. Hidden states are left for the tier that resumes there."""
 
     def __init__(self, stages: Stages, layer: int) -> None:
         self._stages, self._layer = stages, layer
@@ -50,38 +50,34 @@ class ExitSpeaker:
         self._stages.fill(hidden, self._layer, span.view)
 
 
-class ComputedDrafter(Stateless):
-    """Drafts by a speaker: K passes of one place per branch, and one more over the last drafts, so that no
-    place is left out.
+class ComputedDrafter(Drafter):
+    """Drafts by a head: K passes of one token per branch, and one more over the last drafts, so that no
+    position is left out.
 
-    confidence   a row drafts no further where the speaker gives no token at least this probability; so a
+    confidence   a row drafts no further where the head gives no token at least this probability; so a
                  round without any draft costs one shallow pass. Kangaroo stops all rows by the last token's
                  probability, keeps that token, and never tests the first [§3.2], which drafts one token too
                  many wherever drafting does not pay
     """
 
-    def __init__(self, speaker: Speaker, judge: Judge, confidence: float | None = None) -> None:
-        self._speaker, self._judge, self._confidence = speaker, judge, confidence
+    def __init__(self, head: DraftHead, judge: Judge, confidence: float | None = None) -> None:
+        self._head, self._judge, self._confidence = head, judge, confidence
 
     def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
         return self.propose_among(batch, first, tree, torch.ones_like(first, dtype=torch.bool))
 
     def propose_among(self, batch: RoundBatch, first: Tensor, tree: DraftTree, drafting: Tensor) -> Draft:
-        """As `propose`, for the rows in drafting [rows] bool; the others get nothing."""
-        num_sure, counts = torch.zeros_like(first), torch.where(drafting, room(batch, first, tree), 0)
+        """As `propose`, for the rows where drafting [rows] bool holds; the others get no drafts."""
+        num_sure = torch.zeros_like(first)
+        counts = torch.where(drafting, count_allowed(batch, first, tree), 0)
         for depth in range(tree.depth + 1):
-
-            def step(
-                first: Tensor, drafting: Tensor, num_sure: Tensor, depth: int = depth
-            ) -> tuple[Tensor, Tensor]:
-                return self._step(batch, tree, depth, first, drafting, num_sure)
-
-            drafting, num_sure = batch.stage(("draft", tree, depth), step, first, drafting, num_sure)
-            if not batch.any(drafting):
+            step = partial(self._step, batch, tree, depth)
+            drafting, num_sure = batch.run_stage(("draft", tree, depth), step, first, drafting, num_sure)
+            if not batch.sync_any(drafting):
                 break
         if self._confidence is not None:
             counts = torch.minimum(counts, num_sure)
-        return Draft(Proposals(tree, first, counts), by(Source.COMPUTED, first))
+        return Draft(Proposals(tree, first, counts), torch.full_like(first, Source.COMPUTED))
 
     def _step(
         self,
@@ -92,8 +88,8 @@ class ComputedDrafter(Stateless):
         drafting: Tensor,
         num_sure: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """One pass, over the nodes at `depth` of the rows that are still `drafting` [rows] -> which go on
-        after it, and how many drafts each is sure of."""
+        """One pass over the nodes at `depth` of the rows that are still drafting [rows] bool -> which rows go
+        on after it, and how many drafts each is sure of [rows]."""
         shape = tree.on(first.device)
         nodes = shape.levels[depth]
         live = (first.unsqueeze(-1) + nodes < batch.limits.unsqueeze(-1)) & (
@@ -102,11 +98,11 @@ class ComputedDrafter(Stateless):
         span = Stages.select(batch, tree, first, nodes, live)
         if span.num_tokens == 0:
             return torch.zeros_like(drafting), num_sure
-        hidden = self._speaker.feed(batch, span)
+        hidden = self._head.feed(batch, span)
         if depth == tree.depth:
-            self._speaker.fill(hidden, span)
+            self._head.fill(hidden, span)
             return drafting, num_sure
-        logits = self._speaker.logits(hidden, span)
+        logits = self._head.logits(hidden, span)
         num = tree.num_children(depth)
         span.put(
             batch.tokens,
@@ -114,6 +110,6 @@ class ComputedDrafter(Stateless):
             self._judge.choose(logits, batch, span, num),
         )
         if self._confidence is not None:  # of a chain: trees have a fixed shape
-            drafting = span.spread(confidence.largest(logits) >= self._confidence).squeeze(-1)
+            drafting = span.spread(confidence.max_probability(logits) >= self._confidence).squeeze(-1)
             num_sure = num_sure + drafting
         return drafting, num_sure

@@ -10,30 +10,25 @@ from torch import Tensor
 from ..decoding.acceptance import Proposals
 from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
-from ..decoding.drafter import Draft, Source, Stateless
+from ..decoding.drafter import Draft, Drafter, Source
 from ..decoding.stages import Stages
-from .computed import ComputedDrafter, Speaker
+from .computed import ComputedDrafter, DraftHead
 from .ngram import NgramDrafter
 
 
-class HybridDrafter(Stateless):
-    """The exit's layers run once over what was looked up too, so that the next tier resumes from the same
-    place in all rows."""
+class HybridDrafter(Drafter):
+    """The exit's layers run once over what was looked up too, so that the next tier resumes at layer D in all
+    rows."""
 
     def __init__(
         self,
         ngram: NgramDrafter,
         computed: ComputedDrafter,
-        speaker: Speaker,
+        head: DraftHead,
         num_computed: int | None = None,
     ) -> None:
         """num_computed: tokens that the exit drafts at most; None = as many as prompt lookup would."""
-        self._ngram, self._computed, self._speaker, self._num_computed = (
-            ngram,
-            computed,
-            speaker,
-            num_computed,
-        )
+        self._ngram, self._computed, self._head, self._num_computed = ngram, computed, head, num_computed
 
     @property
     def num_bytes(self) -> int:
@@ -49,18 +44,16 @@ class HybridDrafter(Stateless):
         self._ngram.advance(batch, counts)
 
     def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
-        counts = batch.stage(
+        counts = batch.run_stage(
             ("look up", tree), lambda first: self._ngram.propose(batch, first, tree).proposals.counts, first
         )
-        counts = counts.clone()  # other stages' graphs may use the memory that it lies in
+        counts = counts.clone()  # graphs of other stages may reuse its memory
         found = counts > 0
-        if batch.any(found):
-            batch.stage(
+        if batch.sync_any(found):
+            batch.run_stage(
                 ("feed", tree), lambda first, counts: self._feed(batch, tree, first, counts), first, counts
             )
-        shorter = (
-            tree if self._num_computed is None else DraftTree.chain(min(self._num_computed, tree.num_drafts))
-        )
+        shorter = tree.prefix(tree.num_drafts if self._num_computed is None else self._num_computed)
         computed = self._computed.propose_among(batch, first, shorter, ~found).proposals
         proposals = Proposals(tree, first, torch.where(found, counts, computed.counts))
         return Draft(proposals, torch.where(found, Source.LOOKED_UP, Source.COMPUTED))
@@ -73,4 +66,4 @@ class HybridDrafter(Stateless):
             batch, tree, first, nodes, (counts > 0).unsqueeze(-1) & (nodes <= counts.unsqueeze(-1))
         )
         if span.num_tokens:
-            self._speaker.fill(self._speaker.feed(batch, span), span)
+            self._head.fill(self._head.feed(batch, span), span)

@@ -1,13 +1,17 @@
-"""The index of prompt lookup in numba: for every size a hash table that says where each n-gram ended last."""
+"""The index of prompt lookup on a CPU, in numba: for every size a hash table that says where each n-gram
+ended last."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numba import njit
+from torch import Tensor
 
-from .lookup import MOST_MATCHED, SEPARATOR
+from .lookup import MOST_MATCHED, SEPARATOR, Lookup, check_shapes
 
 # One thread: a call takes microseconds, and a second pool of threads that spin beside torch's own costs both
 # dearly.
@@ -21,7 +25,7 @@ class Texts(NamedTuple):
     lengths  [count] int64
     bases    [count] int64, grows by a text's length when it is cleared
     tables   [count, sizes, slots] int64, open addressing with linear probing: base + 1 + the last token's
-             place, in the latest occurrence of an n-gram that another token follows. What is not above the
+             position, in the latest occurrence of an n-gram that another token follows. What is not above the
              text's base is of an earlier text, or was never written, and means empty; so clearing touches no
              table. An n-gram has one slot however often it occurs, and at most half of the slots are taken
     probes   [1] int64, slots looked at so far: the work that must not grow with the text
@@ -45,6 +49,81 @@ def make_texts(count: int, capacity: int, num_sizes: int) -> Texts:
     return Texts(tokens, np.zeros(count, np.int64), np.zeros(count, np.int64), tables, np.zeros(1, np.int64))
 
 
+class LookupIndex(Lookup):
+    """On a CPU: incremental, so that neither a proposal's cost nor that of a committed token grows with the
+    text."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_len: int,
+        min_size: int,
+        max_size: int,
+        store_tokens: int = 0,
+        per_match: int | None = None,
+    ) -> None:
+        super().__init__(num_rows, max_len, min_size, max_size, store_tokens, per_match)
+        self._texts = make_texts(num_rows, max_len, max_size - min_size + 1)
+        self._store = make_texts(2, self._half, max_size - min_size + 1)
+        self._current = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory reserved; the system maps only the pages that texts reach."""
+        return self._texts.num_bytes + self._store.num_bytes
+
+    @property
+    def num_probes(self) -> int:
+        """Slots of hash tables looked at so far, by all methods."""
+        return int(self._texts.probes[0] + self._store.probes[0])
+
+    def _write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
+        added = self._check_tokens(row, start, token_ids)
+        if start == 0:
+            _clear(self._texts, row)
+        _append(self._texts, row, added, self._min_size)
+
+    def extend(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        for row, token_ids, count in zip(rows.tolist(), tokens.tolist(), counts.tolist(), strict=True):
+            room = self._max_len - self.length(row)
+            self.append(row, token_ids[1 : min(count, room) + 1])
+
+    def length(self, row: int) -> int:
+        self._check_row(row)
+        return int(self._texts.lengths[row])
+
+    def _store_output(self, output: Any) -> None:
+        if self._store.lengths[self._current] + len(output) > self._half:
+            self._current = 1 - self._current
+            _clear(self._store, self._current)
+        _append(self._store, self._current, output, self._min_size)
+
+    def propose(
+        self, rows: Tensor, tokens: Tensor, tail_lens: Tensor, most: Tensor, within: int | None = None
+    ) -> Tensor:
+        check_shapes(rows, tokens, tail_lens, most)
+        counts = torch.empty_like(rows)
+        wrong = _propose(
+            self._texts,
+            self._store,
+            self._current,
+            self._min_size,
+            self._per_match or 0,
+            rows.numpy(),
+            tokens.numpy(),
+            tail_lens.numpy(),
+            most.numpy(),
+            counts.numpy(),
+        )
+        if wrong >= 0:
+            raise ValueError(
+                f"proposal {wrong}: row {int(rows[wrong])} of {self._num_rows}, {int(tail_lens[wrong])}"
+                f" tentative tokens and {int(most[wrong])} proposals in a window of {tokens.shape[1] - 1};"
+                " the row must exist, and both counts be at least 0 and fit into the window"
+            )
+        return counts
+
+
 @_kernel
 def _same(text: Any, end: Any, other: Any, other_end: Any, size: Any) -> Any:
     """Whether the n-grams that end at text[end] and other[other_end] are the same tokens."""
@@ -56,8 +135,8 @@ def _same(text: Any, end: Any, other: Any, other_end: Any, size: Any) -> Any:
 
 @_kernel
 def _find(texts: Any, row: Any, index: Any, size: Any, other: Any, end: Any) -> Any:
-    """(slot, place) of the n-gram that ends at other[end]: where it last ended in text `row`, or -1 and the
-    slot that would say so."""
+    """(slot, position) of the n-gram that ends at other[end]: where it last ended in text `row`, or -1 and
+    the slot that would say so."""
     hashed = np.uint64(0)
     for back in range(size):
         hashed = (hashed + np.uint64(other[end - back]) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -67,25 +146,25 @@ def _find(texts: Any, row: Any, index: Any, size: Any, other: Any, end: Any) -> 
     slot = np.int64(hashed & np.uint64(mask))
     texts.probes[0] += 1
     while table[slot] > base:
-        place = table[slot] - base - 1
-        if _same(text, place, other, end, size):
-            return slot, place
+        position = table[slot] - base - 1
+        if _same(text, position, other, end, size):
+            return slot, position
         slot = (slot + 1) & mask
         texts.probes[0] += 1
     return slot, np.int64(-1)
 
 
 @_kernel
-def clear(texts: Any, row: Any) -> None:
+def _clear(texts: Any, row: Any) -> None:
     texts.bases[row] += texts.lengths[row]
     texts.lengths[row] = 0
 
 
 @_kernel
-def append(texts: Any, row: Any, token_ids: Any, min_size: Any) -> None:
+def _append(texts: Any, row: Any, token_ids: Any, min_size: Any) -> None:
     """Adds `token_ids` (which must fit) to text `row`, and indexes the n-grams that a token follows now.
 
-    Those that span a separator are indexed too: nobody asks for them.
+    Those that span a separator are indexed too: no text has one, so that none is ever looked for.
     """
     text, tables = texts.tokens[row], texts.tables[row]
     max_size = min_size + tables.shape[0] - 1
@@ -104,13 +183,13 @@ def append(texts: Any, row: Any, token_ids: Any, min_size: Any) -> None:
 def _latest(
     texts: Any, row: Any, store: Any, current: Any, near: Any, num_near: Any, num_own: Any, min_size: Any
 ) -> Any:
-    """(source, place) of the first token to propose: source 0 the text itself, 1 + h half h of the store, -1
-    nothing found.
+    """(source, position) of the first token to propose: source 0 the text itself, 1 + h half h of the store,
+    -1 nothing found.
 
     near[:num_near] is the end of the text, of which all but the first num_own lies in the tail.
     """
     length, last = texts.lengths[row], num_near - 1
-    before = length - num_own  # the place of near[0] in the text
+    before = length - num_own  # the position of near[0] in the text
     for index in range(texts.tables.shape[1] - 1, -1, -1):
         size = min_size + index
         if num_near <= size:
@@ -120,13 +199,13 @@ def _latest(
         for end in range(last - 1, max(num_own - 1, size - 1) - 1, -1):
             if _same(near, end, near, last, size):
                 return 0, before + end + 1
-        _, place = _find(texts, row, index, size, near, last)
-        if place >= 0:
-            return 0, place + 1
+        _, position = _find(texts, row, index, size, near, last)
+        if position >= 0:
+            return 0, position + 1
         for half in (current, 1 - current):
-            _, place = _find(store, half, index, size, near, last)
-            if place >= 0:
-                return 1 + half, place + 1
+            _, position = _find(store, half, index, size, near, last)
+            if position >= 0:
+                return 1 + half, position + 1
     return -1, np.int64(0)
 
 
@@ -136,15 +215,17 @@ def _num_matched(source: Any, length: Any, tail: Any, end: Any, near: Any, num_n
     `tail` after `length` tokens."""
     matched = 0
     while matched < min(MOST_MATCHED, num_near) and end - matched >= 0:
-        place = end - matched
-        if (source[place] if place < length else tail[place - length]) != near[num_near - 1 - matched]:
+        position = end - matched
+        if (source[position] if position < length else tail[position - length]) != near[
+            num_near - 1 - matched
+        ]:
             break
         matched += 1
     return matched
 
 
 @_kernel
-def propose(
+def _propose(
     texts: Any,
     store: Any,
     current: Any,
@@ -177,7 +258,7 @@ def propose(
         num_own = min(length, deep)
         near[:num_own] = text[length - num_own : length]
         near[num_own : num_own + tail] = tokens[i, 1 : tail + 1]
-        source, place = (
+        source, position = (
             (-1, np.int64(0))
             if most[i] == 0
             else _latest(texts, row, store, current, near, num_own + tail, num_own, min_size)
@@ -188,17 +269,18 @@ def propose(
                 (text, length) if source == 0 else (store.tokens[source - 1], store.lengths[source - 1])
             )
             limit = min(
-                limit, per_match * _num_matched(searched, end, tokens[i, 1:], place - 1, near, num_own + tail)
+                limit,
+                per_match * _num_matched(searched, end, tokens[i, 1:], position - 1, near, num_own + tail),
             )
         if source == 0:
             count = limit
-            for k in range(place, place + count):
+            for k in range(position, position + count):
                 # Proposals follow the tail, so that reading past the text's end goes on with them.
-                tokens[i, tail + 1 + k - place] = text[k] if k < length else tokens[i, 1 + k - length]
+                tokens[i, tail + 1 + k - position] = text[k] if k < length else tokens[i, 1 + k - length]
         elif source > 0:
-            outputs = store.tokens[source - 1]
-            while count < limit and outputs[place + count] != SEPARATOR:  # there is one behind every output
-                tokens[i, tail + 1 + count] = outputs[place + count]
+            outputs = store.tokens[source - 1]  # each ends with a separator
+            while count < limit and outputs[position + count] != SEPARATOR:
+                tokens[i, tail + 1 + count] = outputs[position + count]
                 count += 1
         counts[i] = count
     return -1

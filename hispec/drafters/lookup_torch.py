@@ -4,23 +4,16 @@ captured CUDA graph."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .lookup import (
-    MOST_MATCHED,
-    SEPARATOR,
-    check_row,
-    check_shapes,
-    check_sizes,
-    checked_tokens,
-    output_to_store,
-)
+from .lookup import MOST_MATCHED, SEPARATOR, Lookup, check_shapes
 
 
-class TensorLookup:
+class TensorLookup(Lookup):
     """The same proposals as LookupIndex's, by comparison with all positions: work and scratch are rows *
     (within + store_tokens)."""
 
@@ -34,54 +27,35 @@ class TensorLookup:
         store_tokens: int = 0,
         per_match: int | None = None,
     ) -> None:
-        check_sizes(num_rows, max_len, min_size, max_size, store_tokens, per_match)
-        self._per_match = per_match
-        self._num_rows, self._max_len, self._min_size, self._max_size, self._half = (
-            num_rows,
-            max_len,
-            min_size,
-            max_size,
-            store_tokens // 2,
-        )
-        # A graph reads these where they lie, so they are only ever written in place.
-        # One token more than the texts have takes what is to be written nowhere.
+        super().__init__(num_rows, max_len, min_size, max_size, store_tokens, per_match)
+        # Captured graphs read these at their addresses, so they are only ever written in place. One token
+        # more than the texts have takes what is to be written nowhere.
         self._flat_texts = torch.zeros(num_rows * max_len + 1, dtype=torch.int32, device=device)
         self._texts = self._flat_texts[:-1].view(num_rows, max_len)
         self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._store = torch.full(
-            (2, self._half), SEPARATOR, dtype=torch.int32, device=device
-        )  # the previous half, the current one
-        self._host_lengths = [0] * num_rows  # the same, to be asked for without a sync
+        # The previous half, the current one.
+        self._store = torch.full((2, self._half), SEPARATOR, dtype=torch.int32, device=device)
+        self._host_lengths = [0] * num_rows  # as _lengths, to be read without a sync
         self._stored = 0  # tokens in the current half
 
     @property
     def num_bytes(self) -> int:
-        """Of what lasts; scratch comes and goes with each proposal."""
         return self._texts.nbytes + self._lengths.nbytes + self._store.nbytes
-
-    def reset(self, row: int, token_ids: Sequence[int]) -> None:
-        self._write(row, 0, token_ids)
-
-    def append(self, row: int, token_ids: Sequence[int]) -> None:
-        self._write(row, self.length(row), token_ids)
 
     def extend(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> None:
         steps = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-        places = self._lengths[rows].unsqueeze(1) + steps
-        is_new = (steps < counts.unsqueeze(1)) & (places < self._max_len)
-        places = torch.where(is_new, rows.unsqueeze(1) * self._max_len + places, -1)
-        self._flat_texts[places] = tokens[:, 1:].to(torch.int32)
+        ends = self._lengths[rows].unsqueeze(1) + steps
+        is_new = (steps < counts.unsqueeze(1)) & (ends < self._max_len)
+        targets = torch.where(is_new, rows.unsqueeze(1) * self._max_len + ends, -1)
+        self._flat_texts[targets] = tokens[:, 1:].to(torch.int32)
         self._lengths.index_add_(0, rows, counts)
         self._lengths.clamp_(max=self._max_len)
 
     def length(self, row: int) -> int:
-        check_row(row, self._num_rows)
+        self._check_row(row)
         return self._host_lengths[row]
 
-    def store(self, token_ids: Sequence[int]) -> None:
-        output = output_to_store(token_ids, self._half)
-        if len(output) == 0:
-            return
+    def _store_output(self, output: Any) -> None:
         if self._stored + len(output) > self._half:
             self._store[0].copy_(self._store[1])
             self._store[1].fill_(SEPARATOR)
@@ -123,7 +97,7 @@ class TensorLookup:
 
         if self._per_match is not None:
             backs = torch.arange(MOST_MATCHED, device=device)
-            ours, theirs = (searched.gather(1, (place - backs).clamp(min=0)) for place in (last, end))
+            ours, theirs = (searched.gather(1, (column - backs).clamp(min=0)) for column in (last, end))
             matched = ((ours == theirs) & (backs < totals[:, None]) & (backs <= end)).cumprod(1).sum(1)
             most = torch.minimum(most, self._per_match * matched)
 
@@ -134,16 +108,15 @@ class TensorLookup:
         unbroken = (proposed != SEPARATOR).cumprod(1).sum(1)
         counts = torch.minimum(unbroken, most) * found[:, 0]
 
-        places = (
-            torch.arange(window + 1, device=device) - tail_lens[:, None] - 1
-        )  # of each column of tokens among the proposals
-        written = (places >= 0) & (places < counts[:, None])
-        moved = pad(proposed, (0, 1)).gather(1, places.clamp(min=0))
+        # ranks [n, window + 1]: which proposal each column of tokens would take.
+        ranks = torch.arange(window + 1, device=device) - tail_lens[:, None] - 1
+        written = (ranks >= 0) & (ranks < counts[:, None])
+        moved = pad(proposed, (0, 1)).gather(1, ranks.clamp(min=0))
         tokens.copy_(torch.where(written, moved.to(tokens.dtype), tokens))
         return counts
 
     def _write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
-        added = checked_tokens(row, self._num_rows, start, token_ids, self._max_len)
+        added = self._check_tokens(row, start, token_ids)
         stop = start + len(added)
         self._texts[row, start:stop].copy_(torch.from_numpy(added))
         self._lengths[row].fill_(stop)

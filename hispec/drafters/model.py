@@ -16,10 +16,9 @@ from ..decoding.stages import DecoderLike, PassCounts, Stages
 from .computed import ComputedDrafter
 
 
-class ModelSpeaker:
-    """A decoder of its own. Its KV lies in the blocks that the target's lies in, so that prefix cache,
-    preemption and rollback cover it: it is valid wherever the target's is, as it computes all that the target
-    computes."""
+class ModelHead:
+    """A draft model. Its KV has the target's blocks and slots, so that prefix cache, preemption and rollback
+    cover it: it is valid wherever the target's is, since it computes every token that the target computes."""
 
     def __init__(self, decoder: DecoderLike, kv: PagedKV, vocab_size: int, counts: PassCounts) -> None:
         """vocab_size: the target's; what is beyond the drafter's own can never be proposed."""
@@ -34,11 +33,10 @@ class ModelSpeaker:
         return self._kv.num_bytes
 
     def feed(self, batch: RoundBatch, span: Span) -> Tensor:
-        hidden = self._decoder.embed(self._known(batch.tokens[span.rows, span.index]))
-        own = (
-            batch if batch.watch is None else replace(batch, watch=None)
-        )  # what is watched are exits of the target
-        return self._stages.run(hidden, 0, self._num_layers, own, span)
+        hidden = self._decoder.embed(self._known(batch.tokens[span.rows, span.columns]))
+        if batch.watch is not None:  # it watches exits of the target
+            batch = replace(batch, watch=None)
+        return self._stages.run(hidden, 0, self._num_layers, batch, span)
 
     def logits(self, hidden: Tensor, span: Span) -> Tensor:
         logits = self._stages.logits(hidden, self._num_layers, span)
@@ -47,7 +45,7 @@ class ModelSpeaker:
         return torch.nn.functional.pad(logits, (0, self._num_missing), value=float("-inf"))
 
     def fill(self, hidden: Tensor, span: Span) -> None:
-        """`feed` has done it."""
+        """Nothing: `feed` has written all KV."""
 
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
         self._stages.prefill(self._known(token_ids), view)
@@ -56,17 +54,17 @@ class ModelSpeaker:
         self._stages.move(batch, self._num_layers, sources, targets)
 
     def _known(self, token_ids: Tensor) -> Tensor:
-        """A target may pad its vocabulary further than the drafter does; such a token is hardly ever said,
-        but must not be out of range."""
+        """Tokens within the draft model's vocabulary. A target may pad its own further; such a token is
+        hardly ever chosen, but must not be out of range."""
         return token_ids.clamp(max=self._last_token)
 
 
 class ModelDrafter(ComputedDrafter):
     """Drafts by a separate model."""
 
-    def __init__(self, speaker: ModelSpeaker, judge: Judge, confidence: float | None = None) -> None:
-        super().__init__(speaker, judge, confidence)
-        self._model = speaker
+    def __init__(self, head: ModelHead, judge: Judge, confidence: float | None = None) -> None:
+        super().__init__(head, judge, confidence)
+        self._model = head
 
     @property
     def num_bytes(self) -> int:

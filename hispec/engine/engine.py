@@ -18,7 +18,7 @@ from ee_models.exits import Exit
 from ..config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
 from ..control.choice import Choice
 from ..control.make import make_control
-from ..decoding.round import RoundResult
+from ..decoding.batch import RoundResult
 from ..decoding.stages import DecoderLike, PassCounts
 from ..errors import ConfigError
 from ..latency.model import LatencyModel

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from ..config import SpeculativeConfig
+from ..config import TRAITS, SpeculativeConfig
 from ..errors import ConfigError, Model, build
 from .schema import Job, RunConfig
 
@@ -140,7 +140,10 @@ def _make_beside(path: Path, values: Any, place: Sequence[str]) -> None:
         elif isinstance(values[first], str) and values[first].strip():
             beside = path.parent / Path(values[first]).expanduser()
             # A draft model may be a folder beside this file, or a name as `model` takes it.
-            if values.get("kind") != "model" or beside.exists():
+            is_draft_model = any(
+                traits.has_model and values.get("kind") == kind for kind, traits in TRAITS.items()
+            )
+            if not is_draft_model or beside.exists():
                 values[first] = str(beside)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from ..config import NgramConfig, SpeculativeConfig
+from ..config import SpeculativeConfig
 from ..stats import rate
 
 FLOOR = 0.05  # exits that were never trained stay below this share of kept tokens
@@ -72,8 +72,8 @@ class Rates:
         # another: no rate of either.
         is_fixed = speculative is not None and speculative.control == "fixed"
         has_check = speculative is not None and is_fixed and speculative.check is not None
-        kind = speculative.draft.kind if speculative is not None else None
-        looks_up = kind in ("ngram", "hybrid") or (speculative is not None and not is_fixed)
+        traits = speculative.draft.traits if speculative is not None else None
+        looks_up = traits is not None and (traits.looks_up or not is_fixed)
         layers = rate(stats["layer_passes"] - stats["prefill_layer_passes"], stats["tokens"])
         return cls(
             draft_accepted=rate(stats["draft_accepted"], stats["drafted"]),
@@ -84,7 +84,9 @@ class Rates:
             layer_passes_per_token=layers,
             full_passes_per_token=None if layers is None else layers / stats["num_layers"],
             draft_model_passes_per_token=(
-                rate(stats["draft_model_layer_passes"], stats["tokens"]) if kind == "model" else None
+                rate(stats["draft_model_layer_passes"], stats["tokens"])
+                if traits is not None and traits.has_model
+                else None
             ),
             accept_len_histogram=list(stats["accept_length_histogram"]),
         )
@@ -124,16 +126,15 @@ def plan_text(speculative: SpeculativeConfig | None, num_layers: int) -> str:
     tiers.append(("verify", num_layers))
     starts = [0] + [layer for _, layer in tiers]
     stages = " → ".join(f"{name} [{start}, {end})" for start, (name, end) in zip(starts, tiers, strict=False))
-    if draft.kind in ("ngram", "hybrid"):
-        sizes = draft.ngram or NgramConfig()
+    if (sizes := draft.lookup) is not None:
         limit = f" x{sizes.tokens_per_match}" if sizes.tokens_per_match is not None else ""
         store = f", store of {sizes.datastore_tokens}" if sizes.datastore_tokens else ""
         stages = (
             f"n-grams of {sizes.max_size} to {sizes.min_size}{limit}{store}"
-            + (" or " if draft.kind == "hybrid" else " → ")
+            + (" or " if draft.traits.is_mixed else " → ")
             + stages
         )
-    elif draft.kind == "model":
+    elif draft.traits.has_model:
         stages = f"draft by {draft.path} → {stages}"
     checks = f", R={speculative.num_checks} checks" if speculative.check is not None else ""
     exits = f" ({draft.num_exit_tokens} by the exit)" if draft.num_exit_tokens is not None else ""

@@ -81,7 +81,7 @@ class DraftModels:
 
 
 def _path(speculative: SpeculativeConfig | None) -> str | None:
-    return speculative.draft.path if speculative is not None and speculative.draft.kind == "model" else None
+    return speculative.draft.path if speculative is not None and speculative.draft.traits.has_model else None
 
 
 def _check_tokens(

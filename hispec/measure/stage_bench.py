@@ -16,11 +16,11 @@ from ee_models.exits import Exit
 
 from ..config import PLAIN, NgramConfig, Plan
 from ..decoding.acceptance import CoupledJudge, Proposals
-from ..decoding.batch import PACKED, STATIC, RoundBatch, Span
+from ..decoding.batch import PACKED, STATIC, RoundBatch, Span, make_sampling_input
 from ..decoding.draft_tree import DraftTree
-from ..decoding.round import check, run_round, verify
+from ..decoding.round import Round, run_round
 from ..decoding.stages import DecoderLike, PassCounts, Stages, Tier
-from ..drafters.computed import ComputedDrafter, ExitSpeaker
+from ..drafters.computed import ComputedDrafter, ExitHead
 from ..drafters.ngram import NgramDrafter
 from ..runner.cuda_graphs import CudaGraphs, GraphDevice
 from ..runner.launchers import context_bucket
@@ -120,13 +120,13 @@ class Rig:
         """As a step of `ComputedDrafter.propose`: over node 0 for one position, else over a level of a tree
         of so many branches. `layer`: of the exit; None = all layers, as of a draft model."""
         tree = DraftTree.branches(2, q_len) if q_len > 1 else DraftTree.chain(1)
-        batch, speaker = self._batch(rows, tree.num_nodes), self._speaker(layer)
+        batch, head = self._batch(rows, tree.num_nodes), self._head(layer)
         nodes = tree.on(self._device).levels[1 if q_len > 1 else 0]
 
         def run() -> None:
             span = self._select(batch, tree, nodes)
-            chosen = self._judge.choose(speaker.logits(speaker.feed(batch, span), span), batch, span)
-            batch.tokens[span.rows.unsqueeze(-1), span.index.unsqueeze(-1) + 1] = chosen
+            chosen = self._judge.choose(head.logits(head.feed(batch, span), span), batch, span)
+            batch.tokens[span.rows.unsqueeze(-1), span.columns.unsqueeze(-1) + 1] = chosen
 
         return self._stage(run)
 
@@ -134,32 +134,26 @@ class Rig:
         """As the last step of `ComputedDrafter.propose`, or what `HybridDrafter` does with what it looked up:
         a chain. A level of a tree has other positions to attend to, but not more of them."""
         tree = DraftTree.chain(q_len - 1)
-        batch, speaker = self._batch(rows, q_len), self._speaker(layer)
+        batch, head = self._batch(rows, q_len), self._head(layer)
 
         def run() -> None:
             span = self._select(batch, tree, tree.on(self._device).nodes)
-            speaker.fill(speaker.feed(batch, span), span)
+            head.fill(head.feed(batch, span), span)
 
         return self._stage(run)
 
     def check(self, rows: int, q_len: int, lo: int, hi: int) -> Callable[[], None]:
         """A check in layers [lo, hi) of a chain of q_len - 1 drafts in each row."""
         batch, plan = self._batch(rows, q_len), Plan(lo, hi, max(1, q_len - 1))
-        drafter = self._drafter(plan)
-        return self._stage(
-            lambda: check(self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len))
-        )
+        one = Round(self._stages, plan, self._judge, self._drafter(plan), batch)
+        return self._stage(lambda: one.check(self._proposals(batch, q_len)))
 
     def verify(self, rows: int, q_len: int, lo: int) -> Callable[[], None]:
         """Verify from layer `lo` on, over a chain of q_len positions of each row. A tree of as many takes a
         little longer: its places attend by their paths, and the accepted path is moved."""
         batch, plan = self._batch(rows, q_len), Plan(lo, None, max(1, q_len - 1))
-        drafter = self._drafter(plan)
-        return self._stage(
-            lambda: verify(
-                self._stages, plan, self._judge, drafter, batch, self._proposals(batch, q_len), batch.limits
-            )
-        )
+        one = Round(self._stages, plan, self._judge, self._drafter(plan), batch)
+        return self._stage(lambda: one.verify(self._proposals(batch, q_len), batch.limits))
 
     def lookup(self, rows: int, most: int) -> Callable[[], None]:
         """One proposal of prompt lookup in each row."""
@@ -185,8 +179,8 @@ class Rig:
             logits = self._stages.logits(hidden, layer, span)
             span.put(
                 said,
-                span.index.unsqueeze(-1),
-                batch.sampler.choose_top(logits, Stages.places(batch, span), 1),
+                span.columns.unsqueeze(-1),
+                batch.sampler.choose_top(logits, make_sampling_input(batch, span), 1),
             )
 
         return self._stage(run)
@@ -228,12 +222,12 @@ class Rig:
             return quiet
         return torch.inference_mode()(_captured(quiet, self._graphs))
 
-    def _speaker(self, layer: int | None) -> ExitSpeaker:
-        return ExitSpeaker(self._stages, self._num_layers if layer is None else layer)
+    def _head(self, layer: int | None) -> ExitHead:
+        return ExitHead(self._stages, self._num_layers if layer is None else layer)
 
     def _drafter(self, plan: Plan) -> ComputedDrafter:
         """For the tiers above, which only tell it of moves."""
-        return ComputedDrafter(ExitSpeaker(self._stages, plan.draft_layer), self._judge)
+        return ComputedDrafter(ExitHead(self._stages, plan.draft_layer), self._judge)
 
     def _left(self, rows: int, q_len: int) -> tuple[RoundBatch, Span, Tensor]:
         """q_len places of each row, and hidden states that a tier has left there."""

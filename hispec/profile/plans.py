@@ -35,7 +35,7 @@ def all_plans(
     Raises ConfigError if `options` asks for a draft model and the job names none, or if nothing at all is
     left.
     """
-    if options.drafters is not None and "model" in options.drafters and not _drafts_by_model(own):
+    if options.drafters is not None and "model" in options.drafters and not _models(own):
         raise ConfigError(
             "drafters: 'model' needs a draft model; name it in the job: speculative.draft.kind=model,"
             " speculative.draft.path=..."
@@ -55,7 +55,7 @@ def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
     """The plan with every other confidence of its drafts, of its check, and of both."""
     if plan.num_branches > 1:
         return
-    of_draft = (None,) if plan.draft.kind == "ngram" else _FINE
+    of_draft = _FINE if plan.draft.traits.computes else (None,)
     of_check = (None,) if plan.check is None else _FINE
     for confidence, check_confidence in product(of_draft, of_check):
         check = plan.check and plan.check.model_copy(update={"confidence": check_confidence})
@@ -64,12 +64,8 @@ def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
 
 def ngram_sizes(own: SpeculativeConfig | None) -> list[NgramConfig]:
     """What prompt lookup is tried with; the job's own is among it."""
-    named = (
-        [own.draft.ngram or NgramConfig()]
-        if own is not None and own.draft.kind in ("ngram", "hybrid")
-        else []
-    )
-    return list(dict.fromkeys([*named, *_NGRAMS]))
+    named = None if own is None else own.draft.lookup
+    return list(dict.fromkeys([*(() if named is None else (named,)), *_NGRAMS]))
 
 
 def drafter_of(plan: SpeculativeConfig) -> str:
@@ -86,9 +82,9 @@ def short_text(plan: SpeculativeConfig | None) -> str:
     """A plan for a column of a table: layers first, then sizes."""
     if plan is None:
         return "plain"
-    draft, sizes = plan.draft, plan.draft.ngram or NgramConfig()
+    draft, sizes = plan.draft, plan.draft.lookup
     parts = [drafter_of(plan)]
-    if draft.kind in ("ngram", "hybrid"):
+    if sizes is not None:
         parts.append(
             f"{sizes.max_size}-{sizes.min_size}"
             + (f"×{sizes.tokens_per_match}" if sizes.tokens_per_match is not None else "")
@@ -113,13 +109,16 @@ def short_text(plan: SpeculativeConfig | None) -> str:
 
 def lookups_of(plans: Iterable[SpeculativeConfig]) -> tuple[list[NgramConfig], int]:
     """Sizes of prompt lookup that the plans use, and how many tokens one of them proposes at most."""
-    looking_up = [plan for plan in plans if plan.draft.kind in ("ngram", "hybrid")]
-    sizes = dict.fromkeys(plan.draft.ngram or NgramConfig() for plan in looking_up)
-    return list(sizes), max((plan.num_draft_tokens for plan in looking_up), default=0)
+    most: dict[NgramConfig, int] = {}
+    for plan in plans:
+        if (sizes := plan.draft.lookup) is not None:
+            most[sizes] = max(most.get(sizes, 0), plan.num_draft_tokens)
+    return list(most), max(most.values(), default=0)
 
 
-def _drafts_by_model(speculative: SpeculativeConfig | None) -> bool:
-    return speculative is not None and speculative.draft.kind == "model"
+def _models(own: SpeculativeConfig | None) -> list[DraftConfig]:
+    """The draft model that the job names, if it does."""
+    return [own.draft] if own is not None and own.draft.traits.has_model else []
 
 
 class _Shape(NamedTuple):
@@ -152,9 +151,7 @@ def _shapes(
                 if num_drafts >= num_exit_tokens:
                     yield _Shape(draft, num_drafts, 1, min(max_checks, _MOST_CHECKS_OF_HYBRID))
     else:
-        drafts = [tiers.draft(layer) for layer in layers]
-        if drafter == "model":
-            drafts = [own.draft] if own is not None and _drafts_by_model(own) else []
+        drafts = _models(own) if drafter == "model" else [tiers.draft(layer) for layer in layers]
         for draft, num_drafts in product(drafts, range(1, options.max_drafts + 1)):
             yield _Shape(draft, num_drafts, 1, max_checks)
 
@@ -168,7 +165,7 @@ def _plans_of(shape: _Shape, max_window: int, candidates: Candidates) -> Iterato
     of_check = (None,) if num_branches > 1 else _COARSE_CHECK
     above = [layer for layer in candidates.layers if layer > (draft.layer or 1)]
     checks = [candidates.tiers.check(*each) for each in product(above, of_check)]
-    for confidence in (None,) if draft.kind == "ngram" or num_branches > 1 else _COARSE_DRAFT:
+    for confidence in _COARSE_DRAFT if draft.traits.computes and num_branches == 1 else (None,):
         fields: dict[str, Any] = {
             "draft": draft,
             "num_draft_tokens": num_drafts,

@@ -150,7 +150,7 @@ class Predictor:
         self, plan: SpeculativeConfig | None, steps: Mapping[int, int], costs: Mapping[int, RoundCost]
     ) -> float:
         """Of all prompts and answers."""
-        share = self._draft_model_share if plan is not None and plan.draft.kind == "model" else 0.0
+        share = self._draft_model_share if plan is not None and plan.draft.traits.has_model else 0.0
         decode_ms = sum(count * (self._calibration.host_ms + costs[rows].ms) for rows, count in steps.items())
         return self._calibration.prefill_s * (1.0 + share) + decode_ms / 1e3
 

@@ -103,10 +103,10 @@ class RoundCounter:
             _LookedUp(self._none, self._none, self._none),
             _Computed(self._none, self._none, self._none, self._always),
         )
-        sizes = draft.ngram or NgramConfig() if draft.kind in ("ngram", "hybrid") else None
+        sizes = draft.lookup
         if sizes is not None:
             looked_up = self._once(("looked up", sizes, check), lambda: self._looked_up(sizes, check))
-            drafted = 0 if draft.kind == "ngram" else min(draft.num_exit_tokens or drafted, drafted)
+            drafted = 0 if not draft.traits.computes else min(draft.num_exit_tokens or drafted, drafted)
         if drafted:
             shape = draft.layer, plan.num_branches, check
             computed = self._once(("computed", *shape), lambda: self._computed(*shape))

@@ -83,7 +83,7 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
     # A draft model is loaded with the target, or refused; of trained exits others may be profiled than the
     # job's.
     with LLM(
-        job.model, speculative=own if own is not None and own.draft.kind == "model" else None, **settings
+        job.model, speculative=own if own is not None and own.draft.traits.has_model else None, **settings
     ) as llm:
         draft_model = llm.draft_models.load(own, llm.decoder, llm.tokenizer, llm.engine.max_model_len)
         llm.set_speculative(None)

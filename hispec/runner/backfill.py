@@ -33,7 +33,7 @@ def catch_up(
     ):
         token_ids, view = prefill_pass(chunks, block_tables, block_size, runtime.kv.data.device)
         if layers:
-            runtime.stages.catch_up(token_ids, view, layers)
+            runtime.stages.backfill(token_ids, view, layers)
         if "model" in lacking:
             assert runtime.drafter is not None
             runtime.drafter.prefill(token_ids, view)

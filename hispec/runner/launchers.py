@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..config import Plan
-from ..decoding.batch import STATIC, Execution, RoundBatch, Watch, directly
+from ..decoding.batch import STATIC, Execution, RoundBatch, RoundResult, Watch, directly
 from ..decoding.drafter import Drafter, guarded
-from ..decoding.round import RoundResult, run_round
+from ..decoding.round import run_round
 from ..sampling.sampler import Sampler
 from ..scheduling.request import Owner, Request
 from .block_tables import RowTables
@@ -219,7 +219,7 @@ class StaticLauncher:
             # Where nobody is in the rows, as when warming up, all stages are gone through.
             execution = Execution(
                 is_static=True,
-                may_ask=bool(rows.requests),
+                may_sync=bool(rows.requests),
                 call=directly if graphs is None else partial(_stage, graphs, key),
             )
 
@@ -334,7 +334,7 @@ def _packed(result: RoundResult, watch: Watch | None) -> Tensor:
     columns = torch.stack((result.counts, result.tentative, result.accepted), dim=1)
     parts = [columns, result.drafted, result.kept, result.source, result.tokens[:, 1:]]
     if watch is not None:
-        parts.append(watch.counts(result.tokens, result.counts).flatten(1))
+        parts.append(watch.count_agreements(result.tokens, result.counts).flatten(1))
     return torch.cat(parts, dim=1)
 
 

@@ -11,16 +11,13 @@ from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
 from ee_models.exits import Exit
 
-from ..config import PLAIN, DraftConfig, NgramConfig, Plan, SpeculativeConfig
+from ..config import PLAIN, DraftConfig, Plan, SpeculativeConfig
 from ..control.candidates import candidates, route_of
 from ..control.choice import Route
-from ..decoding.acceptance import CoupledJudge, Judge, RejectionJudge
+from ..decoding.acceptance import JUDGES, Judge, RejectionJudge
 from ..decoding.drafter import Drafter
 from ..decoding.stages import DecoderLike, PassCounts, Stages, Tier
-from ..drafters.computed import ComputedDrafter, ExitSpeaker
-from ..drafters.hybrid import HybridDrafter
-from ..drafters.model import ModelDrafter, ModelSpeaker
-from ..drafters.ngram import NgramDrafter
+from ..drafters.make import DrafterFactory
 from ..errors import ConfigError
 from ..scheduling.request import Owner
 
@@ -160,7 +157,7 @@ def make_plan_runtime(
     else:
         for each_plan, way in zip(plans, ways, strict=True):
             read = [exit_ for exit_ in exits if exit_.layer in way.trained_layers().values()]
-            _check(each_plan, way, read, decoder, draft_model if way.draft.kind == "model" else None, limits)
+            _check(each_plan, way, read, decoder, draft_model if way.draft.traits.has_model else None, limits)
     num_kv_layers = model.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
     kv = kv if kv is not None and kv.num_layers >= num_kv_layers else _make_kv(decoder, num_kv_layers, limits)
     if draft_model is not None:
@@ -187,7 +184,9 @@ def make_plan_runtime(
     if speculative is None or speculative.control == "fixed":
         return parts.make((plans or [PLAIN])[0], speculative)
     routes = tuple(parts.make(each_plan, way) for each_plan, way in zip(plans, ways, strict=True))
-    return replace(parts.make(PLAIN, None), captures=speculative.graphs, routes=routes, shared=parts.shared)
+    return replace(
+        parts.make(PLAIN, None), captures=speculative.graphs, routes=routes, shared=parts.drafters.shared
+    )
 
 
 class _Parts:
@@ -210,9 +209,8 @@ class _Parts:
     ) -> None:
         """read_layers: of all exits that any of them reads; along: as for make_plan_runtime."""
         self._decoder, self._limits, self._exits, self._draft_model = decoder, limits, exits, draft_model
-        self._counts, self._draft_counts, self._kv, self._draft_kv, self._hidden, self._window = (
+        self._counts, self._kv, self._draft_kv, self._hidden, self._window = (
             counts,
-            draft_counts,
             kv,
             draft_kv,
             hidden,
@@ -222,13 +220,9 @@ class _Parts:
         # One whose KV falls behind has nothing to say meanwhile.
         self._readable = frozenset(read_layers) - {exit_.layer for exit_ in exits} | self._along
         self._rejection: RejectionJudge | None = None
-        self._ngrams: dict[NgramConfig, NgramDrafter] = {}
-        self._model: ModelDrafter | None = None
-
-    @property
-    def shared(self) -> tuple[Drafter, ...]:
-        """Drafters that keep something of requests."""
-        return *self._ngrams.values(), *(() if self._model is None else (self._model,))
+        self.drafters = DrafterFactory(
+            limits.max_num_seqs, limits.max_model_len, draft_model, draft_kv, draft_counts
+        )
 
     def make(self, plan: Plan, speculative: SpeculativeConfig | None) -> PlanRuntime:
         read = {plan.draft_layer, plan.check_layer}
@@ -247,10 +241,9 @@ class _Parts:
         drafter = None
         if not plan.is_plain:
             draft = speculative.draft if speculative else DraftConfig(layer=max(1, plan.draft_layer))
-            drafter = self._drafter(
-                draft, plan, speculative.draft_confidence if speculative else None, stages, judge
-            )
-        has_model = drafter is not None and drafter is self._model
+            confidence = speculative.draft_confidence if speculative else None
+            drafter = self.drafters.make(draft, plan.draft_layer, confidence, stages, judge)
+        has_model = speculative is not None and not plan.is_plain and speculative.draft.traits.has_model
         return PlanRuntime(
             plan,
             self._exits,
@@ -269,8 +262,9 @@ class _Parts:
         )
 
     def _judge(self, plan: Plan, speculative: SpeculativeConfig | None) -> Judge:
-        if speculative is None or speculative.acceptance == "coupled":
-            return CoupledJudge(speculative.check.confidence if speculative and speculative.check else None)
+        acceptance = speculative.acceptance if speculative else "coupled"
+        if acceptance != "rejection":
+            return JUDGES[acceptance](speculative.check if speculative else None)
         if self._rejection is None:
             limits, model = self._limits, self._decoder.config
             self._rejection = RejectionJudge(
@@ -281,33 +275,6 @@ class _Parts:
                 plan.check_layer is not None,
             )
         return self._rejection.of_plan(plan.check_layer is not None)
-
-    def _drafter(
-        self, draft: DraftConfig, plan: Plan, confidence: float | None, stages: Stages, judge: Judge
-    ) -> Drafter:
-        """The drafter of `draft`, for plans of the layers of `plan`."""
-        if draft.kind == "model":
-            assert self._draft_model is not None and self._draft_kv is not None
-            if self._model is None:
-                speaker = ModelSpeaker(
-                    self._draft_model, self._draft_kv, stages.vocab_size, self._draft_counts
-                )
-                self._model = ModelDrafter(speaker, judge, confidence)
-            return self._model
-        exit_speaker = ExitSpeaker(stages, plan.draft_layer)
-        if draft.kind in ("exit", "adapter"):
-            return ComputedDrafter(exit_speaker, judge, confidence)
-        sizes, limits = draft.ngram or NgramConfig(), self._limits
-        if sizes not in self._ngrams:
-            self._ngrams[sizes] = NgramDrafter(
-                sizes, judge, limits.max_num_seqs, limits.max_model_len, stages.device
-            )
-        ngram = self._ngrams[sizes]
-        if draft.kind == "ngram":
-            return ngram
-        return HybridDrafter(
-            ngram, ComputedDrafter(exit_speaker, judge, confidence), exit_speaker, draft.num_exit_tokens
-        )
 
 
 def _make_kv(decoder: DecoderLike, num_layers: int, limits: Limits) -> PagedKV:
@@ -354,7 +321,7 @@ def _check(
         )
     if speculative is not None and not plan.is_plain:
         _check_shape(plan, speculative)
-    wants_model = speculative is not None and speculative.draft.kind == "model"
+    wants_model = speculative is not None and speculative.draft.traits.has_model
     if wants_model != (draft_model is not None):
         raise ConfigError(
             "draft.kind='model' needs `draft_model`"
@@ -368,14 +335,14 @@ def _check(
 def _check_shape(plan: Plan, speculative: SpeculativeConfig) -> None:
     """A plan of the caller's must be one that the drafter can draft for; those that SpeculativeConfig gives
     are."""
-    kind = speculative.draft.kind
-    if plan.draft_layer and kind in ("ngram", "model"):
+    draft = speculative.draft
+    if plan.draft_layer and not draft.traits.in_trunk:
         raise ConfigError(
-            f"{plan} resumes at layer {plan.draft_layer}, but draft.kind={kind!r} leaves nothing there; its"
-            " draft_layer must be 0"
+            f"{plan} resumes at layer {plan.draft_layer}, but draft.kind={draft.kind!r} leaves nothing there;"
+            " its draft_layer must be 0"
         )
     if plan.num_branches > 1 and (
-        kind in ("ngram", "hybrid")
+        not draft.traits.may_branch
         or speculative.acceptance == "rejection"
         or speculative.draft_confidence is not None
     ):

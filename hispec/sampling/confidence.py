@@ -1,4 +1,4 @@
-"""How likely tokens are, by logits as they are: what a drafter's and a check's confidence is measured by."""
+"""Probabilities of tokens by unprocessed logits: the confidence of a drafter or a check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from ee_models.kernels import runs_triton
 
 
-def largest(logits: Tensor) -> Tensor:
+def max_probability(logits: Tensor) -> Tensor:
     """Probability [n] float32 of the likeliest token of logits [n, vocab]."""
     if runs_triton(logits.device):
         from .confidence_triton import log_sum_exp
@@ -16,7 +16,7 @@ def largest(logits: Tensor) -> Tensor:
     return logits.float().softmax(-1).amax(-1)
 
 
-def of(logits: Tensor, token_ids: Tensor) -> Tensor:
+def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     """Probabilities [n, m] float32 of token_ids [n, m] by logits [n, vocab]."""
     if runs_triton(logits.device):
         from .confidence_triton import log_sum_exp

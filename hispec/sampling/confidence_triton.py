@@ -1,5 +1,5 @@
-"""The logarithm of a softmax's denominator on a GPU: logits are read once, as they are, and no tensor of
-their shape is made."""
+"""The logarithm of a softmax's denominator on a GPU: reads logits once, as they are, and makes no tensor of
+their shape."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _log_sum_exp(
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     # Each lane keeps the largest logit that it has seen, and its sum relative to that; the lanes are merged
     # last.
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for block in range(NUM_BLOCKS):
-        token = block * BLOCK + place
+        token = block * BLOCK + lane
         x = tl.load(logits + row * row_stride + token, mask=token < vocab_size, other=-float("inf")).to(
             tl.float32
         )

@@ -1,4 +1,4 @@
-"""What sampling is told: the rows' parameters, and where in a round the logits of a pass belong."""
+"""The sampler's inputs: the parameters of a row, and where in a round the logits of a pass stand."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ class RowSampling:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the logits of a pass belong: rows [tokens]; index [tokens], column of the token that was fed in
-    the round's window; positions [tokens], absolute position of the token to be chosen; window_tokens [rows,
-    window + 1], the round's tokens so far, whose first is the last committed one. In a tree also first
-    [tokens], the column after which it begins, and paths [tokens, depth], the columns on the way to the
-    place."""
+class SamplingInput:
+    """Where the logits of a pass stand, for each of its tokens.
+
+    rows, columns      [tokens]: row, and column in the round's window of the token that was fed
+    positions          [tokens]: absolute position of the token to be chosen
+    window_tokens      [rows, window + 1]: the round's tokens so far, whose first is the last committed one
+    first, paths       in a tree: [tokens], the column after which it begins; [tokens, depth], the columns on
+                       the way to the token that was fed
+    """
 
     rows: Tensor
-    index: Tensor
+    columns: Tensor
     positions: Tensor
     window_tokens: Tensor
     first: Tensor | None = None
@@ -42,7 +45,7 @@ class Places:
         chosen."""
         columns = torch.arange(self.window_tokens.shape[1], device=self.rows.device)
         if self.first is None or self.paths is None:
-            return (columns >= 1) & (columns <= self.index.unsqueeze(-1))
+            return (columns >= 1) & (columns <= self.columns.unsqueeze(-1))
         before = (columns <= self.first.unsqueeze(-1)).scatter(1, self.paths, True)
         before[:, 0].fill_(False)
         return before

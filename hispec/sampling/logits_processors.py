@@ -1,5 +1,5 @@
-"""What is done to logits before they are tempered: logit_bias, penalties, min_tokens; for the rows that ask
-for it."""
+"""Logits processors, which run before the temperature: logit_bias, penalties and min_tokens, for the rows
+that ask for them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .inputs import Places, RowSampling
+from .inputs import RowSampling, SamplingInput
 
 
-class Adjuster(ABC):
-    """What some rows want done to their logits. Each of these has a line in tables [lines, vocab]; line 0 is
-    all others', and does nothing. Tables are made when a row first needs one, and grow by doubling."""
+class LogitsProcessor(ABC):
+    """Changes the logits of the rows that want it. Each of these has a line in tables [lines, vocab]; line 0
+    serves all other rows, and changes nothing. Tables are made when a row first needs one, and grow by
+    doubling."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
@@ -24,7 +25,7 @@ class Adjuster(ABC):
 
     @property
     def mode(self) -> int:
-        """As Sampler.mode: other tables, other code."""
+        """Its part of Sampler.mode: the capacity of its tables, 0 if no row wants it."""
         return self._capacity if self.num_lines else 0
 
     def load(self, rows: Sequence[RowSampling | None]) -> None:
@@ -45,26 +46,26 @@ class Adjuster(ABC):
 
     @abstractmethod
     def wants(self, row: RowSampling) -> bool:
-        """Whether it has a line."""
+        """Whether the row needs a line in the tables."""
 
     @abstractmethod
     def make_tables(self, num_lines: int) -> None:
-        """With nothing in line 0."""
+        """Allocates tables of so many lines; line 0 must change nothing."""
 
     @abstractmethod
     def fill(self, rows: Sequence[RowSampling]) -> None:
-        """Lines from 1 on are these rows'."""
+        """Writes the parameters of `rows` into lines 1, 2, ..."""
 
     def advance(self, tokens: Tensor, counts: Tensor) -> None:
-        """As Sampler.advance; most have nothing to do."""
+        """Takes note of committed tokens, as Sampler.advance has them."""
         return
 
     @abstractmethod
-    def apply(self, logits: Tensor, at: Places) -> None:
+    def apply(self, logits: Tensor, at: SamplingInput) -> None:
         """Changes logits [tokens, vocab] float32 in place."""
 
 
-class Bias(Adjuster):
+class Bias(LogitsProcessor):
     """logit_bias."""
 
     def wants(self, row: RowSampling) -> bool:
@@ -79,13 +80,13 @@ class Bias(Adjuster):
             bias[line, list(row.params.logit_bias)] = torch.tensor(list(row.params.logit_bias.values()))
         self._bias[1 : len(rows) + 1].copy_(bias)
 
-    def apply(self, logits: Tensor, at: Places) -> None:
+    def apply(self, logits: Tensor, at: SamplingInput) -> None:
         logits += self._bias[self._line_of_row[at.rows]]
 
 
-class Penalties(Adjuster):
-    """Repetition, presence and frequency penalties. Tokens of the round before the place count as output
-    already."""
+class Penalties(LogitsProcessor):
+    """Repetition, presence and frequency penalties. Uncommitted tokens of the round before the token to be
+    chosen count as output already."""
 
     def wants(self, row: RowSampling) -> bool:
         return row.params.has_penalties
@@ -128,7 +129,7 @@ class Penalties(Adjuster):
             0, (lines * self._vocab_size + tokens[:, 1:]).view(-1), is_output.float().view(-1)
         )
 
-    def apply(self, logits: Tensor, at: Places) -> None:
+    def apply(self, logits: Tensor, at: SamplingInput) -> None:
         lines = self._line_of_row[at.rows]
         counts = self._counts[lines]
         tokens = at.window_tokens[at.rows]
@@ -141,7 +142,7 @@ class Penalties(Adjuster):
         logits -= frequency * counts + presence * (counts > 0)
 
 
-class MinTokens(Adjuster):
+class MinTokens(LogitsProcessor):
     """No stop token before min_tokens."""
 
     def wants(self, row: RowSampling) -> bool:
@@ -160,7 +161,7 @@ class MinTokens(Adjuster):
             torch.tensor([len(row.prompt_token_ids) + row.params.min_tokens for row in rows])
         )
 
-    def apply(self, logits: Tensor, at: Places) -> None:
+    def apply(self, logits: Tensor, at: SamplingInput) -> None:
         lines = self._line_of_row[at.rows]
         too_early = at.positions < self._first_free[lines]
         logits.masked_fill_(self._forbidden[lines] & too_early.unsqueeze(-1), -torch.inf)

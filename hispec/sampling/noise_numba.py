@@ -16,7 +16,7 @@ _LARGEST_DRAW = 16.7
 
 @njit(cache=True, nogil=True)
 def _draw(token: Any, low: Any, high: Any) -> Any:
-    """As noise.gumbel, for one token."""
+    """The noise of one token: the twin of noise.gumbel."""
     mask = np.uint64(0xFFFFFFFF)
     x = (np.uint64(token) * np.uint64(0x9E3779B1) & mask) ^ low
     for _ in range(2):

@@ -1,5 +1,5 @@
-"""The coupled choice, and the filters' floor, on a GPU: logits are read as they are, and no tensor of their
-shape is made.
+"""The coupled choice, and the smallest logit that filters keep, on a GPU: both read logits as they are, and
+make no tensor of their shape.
 
 The noise is `noise.gumbel`'s, by the same operations. Shapes are static and nothing is copied to the host, so
 that a CUDA graph can hold both.
@@ -12,10 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHOICE_BLOCK, _CHOICE_WARPS = (
-    1024,
-    4,
-)  # tokens of the vocabulary per program: so many programs that one row keeps a whole GPU busy
+# Tokens of the vocabulary per program: so many programs that one row keeps a whole GPU busy.
+_CHOICE_BLOCK, _CHOICE_WARPS = 1024, 4
 _FLOOR_BLOCK, _FLOOR_WARPS = 4096, 16  # tokens at a time of the one program that a row has
 _LARGEST_INT32 = tl.constexpr(2**31 - 1)
 
@@ -88,9 +86,8 @@ def _best_of_row(
     live = block < num_blocks
     score = tl.load(scores + row * num_blocks + block, mask=live, other=-float("inf"))
     _, token = _best(score, tl.load(tokens + row * num_blocks + block, mask=live, other=_LARGEST_INT32))
-    tl.store(
-        out + row, tl.minimum(token, vocab_size - 1).to(tl.int64)
-    )  # NaN would win nowhere: better any token than none
+    # NaN wins nowhere: better any token than none.
+    tl.store(out + row, tl.minimum(token, vocab_size - 1).to(tl.int64))
 
 
 def argmax_with_noise(
@@ -129,11 +126,11 @@ def argmax_with_noise(
 
 
 @triton.jit
-def _float_at(place: tl.tensor, LOW_BITS: tl.constexpr) -> tl.tensor:
-    """The float32 at a place (uint32) of the order of all float32, -inf for those below it; the lowest
-    LOW_BITS bits are not set."""
-    bits = tl.where(place >> 31 != 0, place ^ 0x80000000, place ^ 0xFFFFFFFF) >> LOW_BITS << LOW_BITS
-    return tl.where(place < 0x007FFFFF, -float("inf"), bits.to(tl.float32, bitcast=True))
+def _float_at(rank: tl.tensor, LOW_BITS: tl.constexpr) -> tl.tensor:
+    """The float32 of a rank (uint32) in the order of all float32, the lowest LOW_BITS bits cleared; -inf
+    below the rank of -inf."""
+    bits = tl.where(rank >> 31 != 0, rank ^ 0x80000000, rank ^ 0xFFFFFFFF) >> LOW_BITS << LOW_BITS
+    return tl.where(rank < 0x007FFFFF, -float("inf"), bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -148,27 +145,23 @@ def _smallest_floor(
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The smallest value of logits [vocab] at `row` that less than `limit` lies above: so many tokens, or
-    BY_MASS so much of `_weights`.
+    """The smallest value such that the tokens of logits [vocab] at `row` above it count less than `limit`, by
+    `_weights`: one each, or BY_MASS their probability mass.
 
-    What lies above falls as the value rises. So the last place of the order where too much lies above is
-    found digit by digit (base 4, three values per pass over the vocabulary), and the floor is the next. A
-    value where it falls is a logit. Half the digits do for bfloat16.
+    The count falls as the value rises. So the last rank whose count reaches the limit is found digit by digit
+    (base 4, three values per pass over the vocabulary), and the floor is the rank after it. The count only
+    changes at a logit, so the floor is one. bfloat16 needs half the digits.
     """
     LOW_BITS: tl.constexpr = 16 if row.dtype.element_ty == tl.bfloat16 else 0
-    place = tl.full((), 0, tl.uint32)
+    rank = tl.full((), 0, tl.uint32)
     for step in range((32 - LOW_BITS) // 2):
         unit = tl.full((), 1, tl.uint32) << (30 - 2 * step)
-        first, second, third = (
-            _float_at(place + unit, LOW_BITS),
-            _float_at(place + 2 * unit, LOW_BITS),
-            _float_at(place + 3 * unit, LOW_BITS),
-        )
-        above_first, above_second, above_third = (
-            tl.zeros((BLOCK,), tl.float32),
-            tl.zeros((BLOCK,), tl.float32),
-            tl.zeros((BLOCK,), tl.float32),
-        )
+        first = _float_at(rank + unit, LOW_BITS)
+        second = _float_at(rank + 2 * unit, LOW_BITS)
+        third = _float_at(rank + 3 * unit, LOW_BITS)
+        above_first = tl.zeros((BLOCK,), tl.float32)
+        above_second = tl.zeros((BLOCK,), tl.float32)
+        above_third = tl.zeros((BLOCK,), tl.float32)
         for block in range(NUM_BLOCKS):
             x, weight = _weights(row, block, vocab_size, kept, largest, rate, BY_MASS, BLOCK)
             above_first += tl.where(x > first, weight, 0.0)
@@ -177,8 +170,8 @@ def _smallest_floor(
         digit = (tl.sum(above_first, axis=0) >= limit).to(tl.uint32)
         digit += (tl.sum(above_second, axis=0) >= limit).to(tl.uint32)
         digit += (tl.sum(above_third, axis=0) >= limit).to(tl.uint32)
-        place += digit * unit
-    return _float_at(place + (tl.full((), 1, tl.uint32) << LOW_BITS), LOW_BITS)
+        rank += digit * unit
+    return _float_at(rank + (tl.full((), 1, tl.uint32) << LOW_BITS), LOW_BITS)
 
 
 @triton.jit
@@ -251,9 +244,8 @@ def _filter_floor(
                 for block in range(NUM_BLOCKS):
                     _, weight = _weights(row, block, vocab_size, kept, largest, rate, True, BLOCK)
                     mass += weight
-                limit = tl.maximum(
-                    top_p * tl.sum(mass, axis=0), 1e-30
-                )  # above 0, so that the largest is always left
+                # Above 0, so that the largest is always left.
+                limit = tl.maximum(top_p * tl.sum(mass, axis=0), 1e-30)
                 nucleus = _smallest_floor(
                     row, vocab_size, kept, largest, rate, limit, True, NUM_BLOCKS, BLOCK
                 )

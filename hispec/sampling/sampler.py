@@ -14,8 +14,8 @@ from ee_models.kernels import runs_triton
 
 from ..sampling_params import SamplingParams
 from . import noise
-from .inputs import Places, RowSampling
-from .logits_processors import Adjuster, Bias, MinTokens, Penalties
+from .inputs import RowSampling, SamplingInput
+from .logits_processors import Bias, LogitsProcessor, MinTokens, Penalties
 
 # Tokens that a nucleus is first looked for in; the whole vocabulary is sorted only where they do not hold it.
 _NUCLEUS_FIRST = 512
@@ -39,13 +39,13 @@ class Sampler:
         self._ints = torch.zeros(2, self._num_rows, dtype=torch.int64, device=device)
         self._temperature, self._top_p, self._min_p = self._floats
         self._top_k, self._seeds = self._ints
-        self._adjusters: tuple[Adjuster, ...] = tuple(
+        self._processors: tuple[LogitsProcessor, ...] = tuple(
             kind(self._num_rows, vocab_size, device) for kind in (Bias, Penalties, MinTokens)
         )
         self.load(rows)
 
     def load(self, rows: Sequence[RowSampling | None]) -> None:
-        """Other rows from now on; those past the last are greedy."""
+        """Takes the parameters of other rows from now on; rows past the last of `rows` are greedy."""
         missing: list[RowSampling | None] = [None] * (self._num_rows - len(rows))
         rows = [*rows, *missing]
         params = [row.params if row else SamplingParams(temperature=0.0) for row in rows]
@@ -64,35 +64,33 @@ class Sampler:
         # A power of two, as graphs are captured anew for another number.
         most = max((p.top_k for p in sampled), default=0)
         self._max_top_k = min(self._vocab_size, 1 << (most - 1).bit_length()) if most else 0
-        self._any_top_p, self._any_min_p = (
-            any(p.top_p < 1.0 for p in sampled),
-            any(p.min_p > 0.0 for p in sampled),
-        )
-        for adjuster in self._adjusters:
-            adjuster.load(rows)
-        self._active = [adjuster for adjuster in self._adjusters if adjuster.num_lines]
+        self._any_top_p = any(p.top_p < 1.0 for p in sampled)
+        self._any_min_p = any(p.min_p > 0.0 for p in sampled)
+        for processor in self._processors:
+            processor.load(rows)
+        self._active = [processor for processor in self._processors if processor.num_lines]
 
     @property
     def mode(self) -> tuple[object, ...]:
-        """What the code below depends on besides values of tensors: a graph captured in one mode is no use in
-        another."""
+        """What the operations below depend on besides values of tensors: a graph captured in one mode must
+        not be replayed in another."""
         return (
             self._any_sampled,
             self._max_top_k,
             self._any_top_p,
             self._any_min_p,
-            *(adjuster.mode for adjuster in self._adjusters),
+            *(processor.mode for processor in self._processors),
         )
 
     def advance(self, tokens: Tensor, counts: Tensor) -> None:
-        """tokens[:, 1 : counts + 1] of a round's window, counts [rows], are now output of the rows."""
-        for adjuster in self._active:
-            adjuster.advance(tokens, counts)
+        """Takes note that tokens[:, 1 : counts + 1] of a round's window, counts [rows], were committed."""
+        for processor in self._active:
+            processor.advance(tokens, counts)
 
-    def choose(self, logits: Tensor, at: Places) -> Tensor:
+    def choose(self, logits: Tensor, at: SamplingInput) -> Tensor:
         """The coupled choice [tokens] from logits [tokens, vocab]: argmax, at temperature > 0 with the
         position's noise."""
-        logits = self._adjusted(logits, at)
+        logits = self._processed(logits, at)
         if runs_triton(logits.device):
             return self._choose_on_gpu(logits, at)
         if not self._any_sampled:
@@ -102,7 +100,7 @@ class Sampler:
             sampled, draw(self._filtered(logits, at.rows), self._choice_keys(at)), logits.argmax(-1)
         )
 
-    def _choose_on_gpu(self, logits: Tensor, at: Places) -> Tensor:
+    def _choose_on_gpu(self, logits: Tensor, at: SamplingInput) -> Tensor:
         """As `choose`, without a copy of the logits in float32, and without sorting any. Of equal logits, of
         which bfloat16 has many, the lowest token wins in every pass; torch's argmax on a GPU promises
         none."""
@@ -117,12 +115,12 @@ class Sampler:
             )
         return noise_triton.argmax_with_noise(logits, self._choice_keys(at), temperature, floor)
 
-    def choose_top(self, logits: Tensor, at: Places, num: int) -> Tensor:
+    def choose_top(self, logits: Tensor, at: SamplingInput, num: int) -> Tensor:
         """The `num` likeliest tokens [tokens, num] under the position's noise, the coupled choice first."""
         best = self.choose(logits, at).unsqueeze(-1)
         if num == 1:
             return best
-        logits = self._adjusted(logits, at)
+        logits = self._processed(logits, at)
         if self._any_sampled:
             sampled = (self._temperature[at.rows] > 0).unsqueeze(-1)
             logits = torch.where(
@@ -130,14 +128,13 @@ class Sampler:
                 self._filtered(logits, at.rows) + noise.gumbel(self._choice_keys(at), logits.shape[-1]),
                 logits,
             )
-        # The choice itself is put first by hand: a tie, or another rounding of the noise, must not leave it
-        # out.
+        # The choice itself is put first by hand: a tie, or noise rounded otherwise, must not leave it out.
         others = logits.scatter(1, best, -torch.inf).topk(num - 1, dim=-1).indices
         return torch.cat((best, others), dim=1)
 
-    def probabilities(self, logits: Tensor, at: Places) -> Tensor:
+    def probabilities(self, logits: Tensor, at: SamplingInput) -> Tensor:
         """The distribution [tokens, vocab] that the row samples from; one-hot for greedy rows."""
-        logits = self._adjusted(logits, at)
+        logits = self._processed(logits, at)
         one_hot = torch.nn.functional.one_hot(logits.argmax(-1), self._vocab_size).float()
         if not self._any_sampled:
             return one_hot
@@ -148,16 +145,17 @@ class Sampler:
         """Keys of the draws at `positions`, broadcast against rows' seeds."""
         return noise.keys(self._seeds[rows], positions, stream)
 
-    def _choice_keys(self, at: Places) -> Tensor:
-        """Of the noise by which every tier chooses at these places."""
+    def _choice_keys(self, at: SamplingInput) -> Tensor:
+        """Keys [tokens] of the noise by which every tier chooses at these positions."""
         return noise.keys(self._seeds[at.rows], at.positions, noise.Stream.CHOICE)
 
-    def _adjusted(self, logits: Tensor, at: Places) -> Tensor:
+    def _processed(self, logits: Tensor, at: SamplingInput) -> Tensor:
+        """Logits after all processors: the same tensor if none is active, else a float32 copy."""
         if not self._active:
             return logits
         logits = logits.to(torch.float32, copy=True)
-        for adjuster in self._active:
-            adjuster.apply(logits, at)
+        for processor in self._active:
+            processor.apply(logits, at)
         return logits
 
     def _filtered(self, logits: Tensor, rows: Tensor) -> Tensor:
@@ -185,7 +183,7 @@ def _nucleus_floor(logits: Tensor, top_p: Tensor) -> Tensor:
     """Smallest logit [tokens, 1] in the nucleus: the fewest most likely tokens whose probability reaches
     top_p."""
     probabilities = logits.softmax(-1)  # row by row the same bits, which logsumexp does not give
-    # Elsewhere than on a CPU nobody waits for an answer: the first look takes in everything.
+    # On a GPU a second look would need a sync, so that the first takes in the whole vocabulary.
     size = min(_NUCLEUS_FIRST, logits.shape[-1]) if logits.device.type == "cpu" else logits.shape[-1]
     while True:
         largest, token = logits.topk(size, dim=-1)
@@ -202,9 +200,7 @@ def draw(logits: Tensor, key: Tensor) -> Tensor:
     """One token per row [n] int64, distributed as softmax(logits [n, vocab]), by the Gumbel noise of key
     [n]."""
     if logits.device.type == "cpu":
-        from .noise_numba import (
-            argmax_with_noise,
-        )  # here, so that a machine without numba can still use a GPU
+        from .noise_numba import argmax_with_noise  # here: a machine with a GPU need not have numba
 
         return argmax_with_noise(logits, key)
     return (logits + noise.gumbel(key, logits.shape[-1])).argmax(-1)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..config import DraftKind, GoodputConfig, SchedulingConfig, Settings
+from ..config import TRAITS, DraftKind, GoodputConfig, SchedulingConfig, Settings
 from ..config.base import Tuple
 from ..control.choice import Route
 from .arrivals import ArrivalsConfig
@@ -14,7 +14,6 @@ from .distributions import Distribution, constant
 
 Name = Annotated[str, Field(min_length=1, max_length=80)]
 Cost = Annotated[float, Field(ge=0.0, le=1e9)]
-_LOOKING_UP = ("ngram", "hybrid")
 
 
 class EngineSettings(Settings):
@@ -124,11 +123,11 @@ class RouteSettings(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RouteSettings:
-        is_inside = self.kind in ("exit", "adapter", "hybrid")
-        if is_inside != (self.draft_layer > 0):
+        traits = TRAITS[self.kind]
+        if traits.in_trunk != (self.draft_layer > 0):
             raise ValueError(
                 f"draft_layer={self.draft_layer} of kind={self.kind!r}:"
-                f" {'give the layer, >= 1' if is_inside else 'must be 0, it is outside'}"
+                f" {'give the layer, >= 1' if traits.in_trunk else 'must be 0, it is outside'}"
             )
         if self.check_layer is not None and self.check_layer <= self.draft_layer:
             raise ValueError(f"check_layer={self.check_layer} must lie above draft_layer={self.draft_layer}")
@@ -140,9 +139,9 @@ class RouteSettings(Settings):
                 self.check_layer is not None,
                 "check_layer",
             ),
-            ("exit_acceptance", self.exit_acceptance is not None, self.kind == "hybrid", "kind='hybrid'"),
-            ("num_exit_tokens", self.num_exit_tokens is not None, self.kind == "hybrid", "kind='hybrid'"),
-            ("match", "match" in self.model_fields_set, self.kind in _LOOKING_UP, "kind='ngram' or 'hybrid'"),
+            ("exit_acceptance", self.exit_acceptance is not None, traits.is_mixed, "kind='hybrid'"),
+            ("num_exit_tokens", self.num_exit_tokens is not None, traits.is_mixed, "kind='hybrid'"),
+            ("match", "match" in self.model_fields_set, traits.looks_up, "kind='ngram' or 'hybrid'"),
         ):
             if given and not allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs {why}; leave it out")
@@ -151,7 +150,7 @@ class RouteSettings(Settings):
                 f"check_layer={self.check_layer} needs verify_acceptance: how often verify keeps what the"
                 " check kept"
             )
-        if self.kind == "hybrid" and self.exit_acceptance is None:
+        if traits.is_mixed and self.exit_acceptance is None:
             raise ValueError("kind='hybrid' needs exit_acceptance: how often the exit's drafts are kept")
         return self
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..config import TRAITS
 from ..errors import ConfigError
 from ..latency.model import LatencyModel, Linear
 from ..latency.profile import load
@@ -81,10 +82,11 @@ def make_costs(latency: LatencyModel, routes: Mapping[str, RouteSettings], num_l
 
     for index, route in enumerate(routes.values()):
         layer, check, top = route.draft_layer, route.check_layer, route.check_layer or route.draft_layer
-        table[index, KIND] = {"ngram": LOOKED_UP, "hybrid": HYBRID}.get(route.kind, COMPUTED)
-        if route.kind == "model":
+        traits = TRAITS[route.kind]
+        table[index, KIND] = HYBRID if traits.is_mixed else COMPUTED if traits.computes else LOOKED_UP
+        if traits.has_model:
             table[index, PASS], table[index, FILL] = stage("draft_model"), stage("fill_model")
-        elif route.kind != "ngram":
+        elif traits.computes:
             table[index, PASS], table[index, FILL] = stage(f"draft/{layer}"), stage(f"fill/{layer}")
         table[index, HAS_CHECK] = check is not None
         if check is not None:

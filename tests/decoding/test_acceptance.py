@@ -32,9 +32,9 @@ def coupled_by_hand(own: list[int], proposed: list[int], num_proposed: int) -> i
 @pytest.mark.parametrize(
     ("proposed", "num_proposed", "num_accepted", "token"),
     [
-        ([5, 6, 7], 3, 3, None),  # all of them, and no place is left for a token of its own
+        ([5, 6, 7], 3, 3, None),  # all of them, and no position is left for a token of its own
         ([5, 6, 7], 2, 2, 7),  # all of them, and a bonus
-        ([5, 6, 0], 3, 2, 7),  # corrected at the last place
+        ([5, 6, 0], 3, 2, 7),  # corrected at the last position
         ([5, 0, 7], 3, 1, 6),  # what follows a rejected one does not count
         ([0, 6, 7], 3, 0, 5),
         ([5, 6, 7], 0, 0, 5),  # nothing proposed: the tier's own token
@@ -104,7 +104,7 @@ def judge(p: Tensor, q: Tensor, proposed: Tensor, num_proposed: Tensor, uniform:
 
 
 def accepting_uniforms(p: Tensor, q: Tensor) -> Tensor:
-    """Measure [rows, VOCAB] of the uniforms that accept each token of one place, p and q [rows, VOCAB], by
+    """Measure [rows, VOCAB] of the uniforms that accept each token of one position, p and q [rows, VOCAB], by
     bisection."""
     rows = p.shape[0] * VOCAB
     p, q = (x.repeat_interleave(VOCAB, 0).unsqueeze(1) for x in (p, q))
@@ -149,7 +149,7 @@ def test_rejection_turns_from_accepting_to_rejecting_once_as_the_uniform_grows(d
 
 
 def test_after_a_rejection_the_token_is_from_the_residual_and_after_none_from_p(drawn: Drawn) -> None:
-    """Three places, two proposed, all combinations of which are rejected."""
+    """Three positions, two proposed, all combinations of which are rejected."""
     generator = torch.Generator().manual_seed(7)
     counts_seen = set()
     for case in range(50):
@@ -164,7 +164,7 @@ def test_after_a_rejection_the_token_is_from_the_residual_and_after_none_from_p(
         )
         keys = torch.tensor([[11, 12, 13]])
         num_accepted, _ = acceptance.rejection(p, q, proposed, torch.tensor([2]), uniform, keys)
-        accepted = [bool(uniform[0, place] < ratio[0, place]) for place in range(2)]
+        accepted = [bool(uniform[0, position] < ratio[0, position]) for position in range(2)]
         expected_count = 0 if not accepted[0] else 1 if not accepted[1] else 2
         assert num_accepted.tolist() == [expected_count]
         expected = p[0, expected_count].double()

@@ -11,7 +11,7 @@ import torch
 from hispec.config import Plan
 from hispec.decoding import acceptance
 from hispec.decoding.draft_tree import DraftTree
-from hispec.sampling.inputs import Places, RowSampling
+from hispec.sampling.inputs import RowSampling, SamplingInput
 from hispec.sampling.sampler import Sampler
 from hispec.sampling_params import SamplingParams
 
@@ -98,7 +98,7 @@ def test_a_nodes_history_is_its_path_alone() -> None:
     """Columns 0 to 2 are a chain, then a tree of two branches of two begins at column 2."""
     tree = DraftTree.branches(2, 2).on(torch.device("cpu"))
     nodes, first = torch.arange(5), torch.full((5,), 2)
-    places = Places(
+    given = SamplingInput(
         torch.zeros(5, dtype=torch.int64),
         first + nodes,
         torch.zeros(5),
@@ -106,18 +106,18 @@ def test_a_nodes_history_is_its_path_alone() -> None:
         first,
         2 + tree.paths[:, 1:],
     )
-    assert [row.nonzero().flatten().tolist() for row in places.tentative()] == [
+    assert [row.nonzero().flatten().tolist() for row in given.tentative()] == [
         [1, 2],
         [1, 2, 3],
         [1, 2, 3, 4],
         [1, 2, 5],
         [1, 2, 5, 6],
     ]
-    begins = Places(
-        places.rows,
+    begins = SamplingInput(
+        given.rows,
         nodes,
-        places.positions,
-        places.window_tokens,
+        given.positions,
+        given.window_tokens,
         torch.zeros(5, dtype=torch.int64),
         tree.paths[:, 1:],
     )
@@ -136,7 +136,7 @@ def test_tokens_by_rank_begin_with_the_choice(temperature: float) -> None:
     sampler = Sampler([RowSampling(params, 3, [1], [], frozenset())], 40, torch.device("cpu"))
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(1)) * 3
     logits[:10] = 0.0  # all tied
-    at = Places(
+    at = SamplingInput(
         torch.zeros(50, dtype=torch.int64),
         torch.zeros(50, dtype=torch.int64),
         torch.arange(50),
@@ -155,5 +155,7 @@ def test_tokens_by_rank_begin_with_the_choice(temperature: float) -> None:
     else:
         assert not torch.equal(
             best,
-            sampler.choose_top(logits, Places(at.rows, at.index, at.positions + 50, at.window_tokens), 5),
+            sampler.choose_top(
+                logits, SamplingInput(at.rows, at.columns, at.positions + 50, at.window_tokens), 5
+            ),
         ), "noise is by position"

@@ -1,4 +1,4 @@
-"""Packing of live places says what a walk row by row says, and `spread` puts values back where they came
+"""Packing of live tokens says what a walk row by row says, and `spread` puts values back where they came
 from."""
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def test_packing_agrees_with_a_walk(rows: int, q_len: int, block_size: int, shar
                 walked.append((row, column, row * WINDOW + column, row * q_len + j, position, slot))
         ends.append(len(walked))
     span = Stages.select(batch, DraftTree.chain(q_len), first, nodes, live)
-    found = (span.rows, span.index, span.flat, span.place, span.view.positions, span.view.slots)
+    found = (span.rows, span.columns, span.flat, span.cell, span.view.positions, span.view.slots)
     assert list(zip(*(values.tolist() for values in found), strict=True)) == walked
     assert span.view.cu_q_lens.tolist() == ends
     assert torch.equal(span.spread(torch.ones(span.num_tokens)).bool(), live)
-    assert torch.equal(span.spread(span.index + 1), torch.where(live, index + 1, 0))
+    assert torch.equal(span.spread(span.columns + 1), torch.where(live, index + 1, 0))

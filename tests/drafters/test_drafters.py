@@ -177,11 +177,11 @@ def test_what_a_drafter_sees_is_what_the_request_is(tiny_decoder: Decoder) -> No
         NgramConfig(max_size=2, min_size=1, tokens_per_match=None), CoupledJudge(), 2, 32, torch.device("cpu")
     )
     drafter.follow([(0, [1, 2, 3, 1]), (1, [5, 6, 5])])
-    assert drafter._lookup.length(int(drafter._places[1])) == 3
+    assert drafter._lookup.length(int(drafter._index_rows[1])) == 3
     drafter.follow([(1, [5, 6, 5, 6])])
-    assert drafter._lookup.length(int(drafter._places[0])) == 4
+    assert drafter._lookup.length(int(drafter._index_rows[0])) == 4
     drafter.follow([(2, [7]), (1, [5, 6, 5, 6, 9])])
-    assert [drafter._lookup.length(int(place)) for place in drafter._places] == [1, 5]
+    assert [drafter._lookup.length(int(row)) for row in drafter._index_rows] == [1, 5]
     assert drafter.num_bytes > 0
 
 

@@ -13,12 +13,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hispec.drafters.lookup import Lookup, LookupIndex, make_lookup
+from hispec.drafters.lookup import Lookup
+from hispec.drafters.lookup_numba import LookupIndex
 from hispec.drafters.lookup_torch import TensorLookup
+from hispec.drafters.ngram import make_lookup
 
 CPU = torch.device("cpu")
 NUM_ROWS, MAX_LEN, WINDOW = 3, 24, 7
-UNTOUCHED = 77  # in every place of tokens that is not to be read; never to be proposed
+UNTOUCHED = 77  # in every column of tokens that is not to be read; never to be proposed
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "index": LookupIndex,
@@ -74,14 +76,14 @@ class Naive:
         return WINDOW if self.per_match is None else self.per_match * matched
 
     @staticmethod
-    def follow(source: list[int], place: int, most: int, repeats: bool) -> list[int]:
+    def follow(source: list[int], position: int, most: int, repeats: bool) -> list[int]:
         proposals: list[int] = []
         source = list(source)
-        while len(proposals) < most and place < len(source) and source[place] != -1:
-            proposals.append(source[place])
+        while len(proposals) < most and position < len(source) and source[position] != -1:
+            proposals.append(source[position])
             if repeats:
-                source.append(source[place])
-            place += 1
+                source.append(source[position])
+            position += 1
         return proposals
 
 
@@ -103,9 +105,9 @@ def propose(
     assert counts.dtype == torch.int64 and counts.shape == rows.shape
     proposals = []
     for i, (_, tail, _) in enumerate(queries):
-        place = slice(len(tail) + 1, len(tail) + 1 + int(counts[i]))
-        before[i, place] = tokens[i, place]
-        proposals.append(tokens[i, place].tolist())
+        columns = slice(len(tail) + 1, len(tail) + 1 + int(counts[i]))
+        before[i, columns] = tokens[i, columns]
+        proposals.append(tokens[i, columns].tolist())
     assert torch.equal(tokens, before)
     return proposals
 
@@ -314,7 +316,7 @@ def test_the_store_keeps_the_last_tokens_and_forgets_the_oldest(make: Callable[.
     assert (after(1), after(35)) == ([2, 3], [36, 37, 38, 39])
     lookup.store([35, 4])  # the half before last is dropped, then this one found
     assert (after(1), after(35)) == ([2, 3], [4])
-    lookup.store([5, 6])  # fits, to the last place
+    lookup.store([5, 6])  # fits, to the last token
     assert (after(1), after(35), after(5)) == ([2, 3], [4], [6])
     lookup.store([6, 7, 8, 9])
     assert (after(1), after(35), after(6)) == ([], [4], [7, 8, 9])
@@ -334,7 +336,7 @@ def test_large_token_ids_and_no_room_at_all(make: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("text", ["one token", "a period", "random", "all different"])
 def test_work_does_not_grow_with_the_text(text: str) -> None:
-    """In places of hash tables looked at, which a few clusters of collisions may double."""
+    """In slots of hash tables that are read, which a few clusters of collisions may double."""
     length, draw = 8000, random.Random(0)
     token_at = {
         "one token": lambda i: 7,

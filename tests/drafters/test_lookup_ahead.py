@@ -44,14 +44,14 @@ def test_extending_is_appending_that_the_host_does_not_know_of(make: Any, seed: 
     for row, text in enumerate(texts):
         behind.reset(row, text)
         level.reset(row, text)
-    order = generator.sample(range(ROWS), ROWS)  # places in the lookup, as rows of the batch
+    order = generator.sample(range(ROWS), ROWS)  # rows of the index, by row of the batch
     for _ in range(6):
         new = [[generator.randrange(4) for _ in range(generator.randrange(WINDOW + 1))] for _ in range(ROWS)]
         tokens, counts = window_of(new)
         behind.extend(torch.tensor(order), tokens, counts)
-        for place, ids in zip(order, new, strict=True):
-            level.append(place, ids)
-            texts[place] += ids
+        for index_row, ids in zip(order, new, strict=True):
+            level.append(index_row, ids)
+            texts[index_row] += ids
         assert proposals(behind, [text[-1] for text in texts]) == proposals(
             level, [text[-1] for text in texts]
         )

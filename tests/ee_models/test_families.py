@@ -15,9 +15,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, slots_of
+from ee_models import families
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.config import ModelConfig, UnsupportedModelError
 from ee_models.decoder import Decoder
+from ee_models.families import Family
 from hispec.loading.known_models import resolve_model
 from tests.helpers.tiny import FAMILIES, TINY_VOCAB, tiny_checkpoint, tiny_model
 
@@ -197,6 +199,23 @@ def test_layer_types_of_another_kind_are_refused() -> None:
     config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(UnsupportedModelError, match=r"layer_types is \['linear_attention'\]"):
         ModelConfig.from_transformers(config)
+
+
+def test_one_entry_makes_a_family_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed-OSS is a Llama whose queries, keys and values have biases, and whose outputs have none."""
+    seed_oss: dict[str, Any] = {"class": "SeedOss", "num_layers": 2, "head_dim": 12, **CALM}
+    folder = tiny_checkpoint(tmp_path, **seed_oss)
+    with pytest.raises(
+        UnsupportedModelError, match="architectures is 'SeedOssForCausalLM'; supported: Llama"
+    ):
+        open_checkpoint(folder)
+    family = Family(
+        "SeedOssForCausalLM", "seed_oss", "SeedOssConfig", qkv_bias=True, output_bias=False, mlp_bias=None
+    )
+    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, family))
+    decoder = Decoder.load(open_checkpoint(folder), torch.float32, CPU)
+    expected = reference(tiny_model(**seed_oss))
+    torch.testing.assert_close(prefill(decoder, make_kv(decoder)), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow

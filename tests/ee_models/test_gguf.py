@@ -75,6 +75,15 @@ def test_a_file_without_tokenizer_has_none(tmp_path: Path) -> None:
         ({"architecture": "mamba"}, "general.architecture is 'mamba'; supported: llama, qwen2, qwen3"),
         ({"expert_count": 8}, "llama.expert_count is 8; supported: 0"),
         ({"split__count": 3}, "split.count is 3; supported: 1"),
+        ({"attn_logit_softcapping": 50.0}, "llama.attn_logit_softcapping is 50.0; supported: 0"),
+        ({"final_logit_softcapping": 30.0}, "llama.final_logit_softcapping is 30.0; supported: 0"),
+        ({"attention__scale": 0.5}, "llama.attention.scale is 0.5; supported: 0"),
+        ({"attention__clamp_kqv": 8.0}, "llama.attention.clamp_kqv is 8.0; supported: 0"),
+        ({"attention__max_alibi_bias": 8.0}, "llama.attention.max_alibi_bias is 8.0; supported: 0"),
+        ({"attention__causal": False}, "llama.attention.causal is False; supported: True"),
+        ({"embedding_scale": 12.0}, "llama.embedding_scale is 12.0; supported: 0 or 1"),
+        ({"residual_scale": 0.25}, "llama.residual_scale is 0.25; supported: 0 or 1"),
+        ({"logit_scale": 8.0}, "llama.logit_scale is 8.0; supported: 0 or 1"),
         ({"rope__scaling__type": "yarn"}, "llama.rope.scaling.type is 'yarn'; supported: none, linear"),
         ({"rope__dimension_count": 8}, "llama.rope.dimension_count is 8; supported: the head dimension, 16"),
         ({"attention__head_count_kv": 3}, "num_kv_heads is 3; supported: a divisor of num_heads = 4"),
@@ -111,6 +120,30 @@ def test_rotary_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
 def test_a_file_at_odds_with_itself_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     write_gguf(tmp_path / "tiny.gguf", "llama", **fields)
     with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "name"),
+    [
+        ("blk.1.ffn_gate_exps.weight", "model.layers.1.ffn_gate_exps.weight"),
+        ("blk.0.attn_q_norm.weight", "model.layers.0.attn_q_norm.weight"),
+        ("blk.0.attn_sinks.weight", "model.layers.0.attn_sinks.weight"),
+        ("token_embd_norm.weight", "model.token_embd_norm.weight"),
+        ("output.bias", "model.output.bias"),
+    ],
+)
+def test_a_tensor_without_a_place_in_the_model_is_refused(tmp_path: Path, tensor: str, name: str) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "llama", added=tensor)
+    with pytest.raises(CheckpointError, match=f"{name} has no place in LlamaForCausalLM"):
+        open_checkpoint(tmp_path)
+
+
+def test_more_layers_than_a_file_can_hold_are_refused_at_once(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "llama", block_count=2**32 - 1)
+    with pytest.raises(
+        CheckpointError, match="num_layers is 4294967295 in the config, but the weights hold 2"
+    ):
         open_checkpoint(tmp_path)
 
 

@@ -21,6 +21,7 @@ from ee_models.checkpoint.loader import (
 )
 from ee_models.checkpoint.weights import expected_tensors
 from ee_models.config import ModelConfig, RopeConfig
+from ee_models.families import SUPPORTED_SETTINGS
 from tests.helpers.tiny import (
     BOS_ID,
     EOS_ID,
@@ -211,6 +212,28 @@ UNSUPPORTED: list[tuple[Fields, str]] = [
         "model_type is 'my_llama'; supported: 'llama'",
     ),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
+    (
+        {"hidden_activation": "gelu_pytorch_tanh"},
+        "hidden_activation is 'gelu_pytorch_tanh'; supported: 'silu'",
+    ),
+    ({"num_experts": 64}, "num_experts is 64; supported: 0"),
+    ({"num_local_experts": 8}, "num_local_experts is 8; supported: 0"),
+    ({"n_routed_experts": 256}, "n_routed_experts is 256; supported: 0"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; supported: 0"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; supported: 0"),
+    ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar is 256; supported: unset"),
+    ({"attention_multiplier": 0.0078125}, "attention_multiplier is 0.0078125; supported: unset"),
+    ({"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0; supported: 1"),
+    ({"residual_multiplier": 0.22}, "residual_multiplier is 0.22; supported: 1"),
+    ({"logits_scaling": 8.0}, "logits_scaling is 8.0; supported: 1"),
+    ({"logit_scale": 0.0625}, "logit_scale is 0.0625; supported: 1"),
+    ({"clip_qkv": 8.0}, "clip_qkv is 8.0; supported: unset"),
+    ({"use_qk_norm": True}, "use_qk_norm is True; supported: False"),
+    ({"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; supported: \[\]"),
+    ({"alibi": True}, "alibi is True; supported: False"),
+    ({"use_parallel_residual": True}, "use_parallel_residual is True; supported: False"),
+    ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True; supported: False"),
+    ({"is_causal": False}, "is_causal is False; supported: True"),
     ({"num_key_value_heads": 3}, "num_kv_heads is 3; supported: a divisor of num_heads = 4"),
     ({"head_dim": 3}, "head_dim is 3; supported: an even number"),
     ({"vocab_size": 0}, "vocab_size is 0; supported: an integer of at least 1"),
@@ -238,6 +261,19 @@ UNSUPPORTED: list[tuple[Fields, str]] = [
         "compression_config.quant_method is 'int-quantized'",
     ),
 ]
+
+
+def test_every_setting_that_is_told_apart_is_refused_once() -> None:
+    fields = [field for changes, _ in UNSUPPORTED for field in changes]
+    assert all(fields.count(field) == 1 for field in SUPPORTED_SETTINGS)
+
+
+@pytest.mark.parametrize("field", SUPPORTED_SETTINGS)
+def test_a_setting_that_changes_nothing_is_accepted(folder: Path, field: str) -> None:
+    expected = open_checkpoint(folder).config
+    for value in SUPPORTED_SETTINGS[field]:
+        edit_json(folder / "config.json", **{field: value})
+        assert open_checkpoint(folder).config == expected
 
 
 @pytest.mark.parametrize(("changes", "message"), UNSUPPORTED, ids=[message for _, message in UNSUPPORTED])
@@ -297,6 +333,36 @@ WRONG_WEIGHTS: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] =
         "bias",
         lambda weights: weights.update({"model.layers.1.mlp.up_proj.bias": torch.ones(96)}),
         "up_proj.bias has no place in LlamaForCausalLM",
+    ),
+    (
+        "norm per head",
+        lambda weights: weights.update({"model.layers.1.self_attn.q_norm.weight": torch.ones(12)}),
+        "self_attn.q_norm.weight has no place in LlamaForCausalLM",
+    ),
+    (
+        "sandwich norm",
+        lambda weights: weights.update({"model.layers.0.post_feedforward_layernorm.weight": torch.ones(48)}),
+        "post_feedforward_layernorm.weight has no place in LlamaForCausalLM",
+    ),
+    (
+        "attention sinks",
+        lambda weights: weights.update({"model.layers.0.self_attn.sinks": torch.ones(4)}),
+        "model.layers.0.self_attn.sinks has no place in LlamaForCausalLM",
+    ),
+    (
+        "experts",
+        lambda weights: weights.update({"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(96, 48)}),
+        "mlp.experts.0.up_proj.weight has no place in LlamaForCausalLM",
+    ),
+    (
+        "bias of the head",
+        lambda weights: weights.update({"lm_head.bias": torch.ones(TINY_VOCAB)}),
+        "lm_head.bias has no place in LlamaForCausalLM",
+    ),
+    (
+        "bias of the final norm",
+        lambda weights: weights.update({"model.norm.bias": torch.ones(48)}),
+        "model.norm.bias has no place in LlamaForCausalLM",
     ),
 ]
 

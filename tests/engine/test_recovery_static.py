@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ee_models.decoder import Decoder
 from hispec.config import Plan, SpeculativeConfig
-from hispec.drafters.computed import ExitSpeaker
+from hispec.drafters.computed import ExitHead
 from hispec.engine import Engine
 from hispec.runner.launchers import StaticLauncher
 from hispec.sampling.logits_processors import Penalties
@@ -51,14 +51,14 @@ def test_a_copy_of_block_tables_that_was_interrupted_is_made_again(
 def test_memory_that_a_drafter_lacks_shrinks_the_batch_and_keeps_the_drafter(
     tiny_decoder: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, is_static: bool
 ) -> None:
-    feed = ExitSpeaker.feed
+    feed = ExitHead.feed
 
-    def limited(self: ExitSpeaker, batch: Any, span: Any) -> Tensor:
+    def limited(self: ExitHead, batch: Any, span: Any) -> Tensor:
         if int((batch.limits > 0).sum()) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return feed(self, batch, span)
 
-    monkeypatch.setattr(ExitSpeaker, "feed", limited)
+    monkeypatch.setattr(ExitHead, "feed", limited)
     engine = make_engine(tiny_decoder, Plan(3, 6, 2, 2), is_static=is_static)
     assert run(engine, PROMPTS) == expected
     stats = engine.stats()

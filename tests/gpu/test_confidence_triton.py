@@ -35,9 +35,12 @@ def test_probabilities_are_those_of_a_softmax(monkeypatch: pytest.MonkeyPatch) -
     logits = (4 * torch.randn(6, 300, generator=torch.Generator().manual_seed(1))).to(DEVICE)
     tokens = torch.randint(0, 300, (6, 2), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     monkeypatch.setattr(confidence, "runs_triton", lambda device: False)
-    twins = confidence.largest(logits), confidence.of(logits, tokens)
+    twins = confidence.max_probability(logits), confidence.probability_of(logits, tokens)
     monkeypatch.setattr(confidence, "runs_triton", lambda device: True)
     torch.testing.assert_close(
-        (confidence.largest(logits), confidence.of(logits, tokens)), twins, atol=1e-6, rtol=1e-5
+        (confidence.max_probability(logits), confidence.probability_of(logits, tokens)),
+        twins,
+        atol=1e-6,
+        rtol=1e-5,
     )
     torch.testing.assert_close(twins[0], logits.softmax(-1).amax(-1))

@@ -54,7 +54,7 @@ def test_addresses_are_those_of_torch(
 def test_coupled_acceptance_is_that_of_torch(
     rows: int, num_drafts: int, has_unsure: bool, extra: int
 ) -> None:
-    """extra: places after the last draft; verify has none after a check."""
+    """extra: tokens after the last draft; verify has none after a check."""
     generator = torch.Generator().manual_seed(rows + num_drafts)
     own = torch.randint(0, 2, (rows, num_drafts + extra), generator=generator).to(DEVICE)
     proposed = torch.randint(0, 2, (rows, num_drafts), generator=generator).to(DEVICE)

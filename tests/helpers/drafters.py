@@ -14,7 +14,7 @@ from hispec.config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from hispec.decoding.acceptance import Judge, Proposals
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.draft_tree import DraftTree
-from hispec.decoding.drafter import Draft, Source, Stateless, by
+from hispec.decoding.drafter import Draft, Drafter, Source
 from hispec.engine import Engine
 from hispec.errors import build
 from hispec.runner.cuda_graphs import GraphDevice
@@ -139,7 +139,7 @@ def drafter_engine(
     )
 
 
-class FixedDrafter(Stateless):
+class FixedDrafter(Drafter):
     """Proposes what `tokens` says of (row, column): a list, however long. Looked up, for all that a judge
     knows."""
 
@@ -157,8 +157,8 @@ class FixedDrafter(Stateless):
             batch.tokens[row, column + 1 : column + 1 + len(tokens)] = torch.tensor(
                 tokens[:room], dtype=torch.int64
             )
-        self._judge.propose(batch, Proposals(tree, first, counts.clamp(max=tree.num_drafts)))
-        return Draft(Proposals(tree, first, counts), by(Source.LOOKED_UP, first))
+        self._judge.record_lookups(batch, Proposals(tree, first, counts.clamp(max=tree.num_drafts)))
+        return Draft(Proposals(tree, first, counts), torch.full_like(first, Source.LOOKED_UP))
 
 
 def with_drafter(engine: Engine, make: Callable[[Judge], Any]) -> Engine:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hispec.config import EngineConfig, Plan, SpeculativeConfig
 from hispec.decoding.acceptance import Judge
 from hispec.decoding.stages import DecoderLike, Stages
-from hispec.drafters.computed import ComputedDrafter, ExitSpeaker
+from hispec.drafters.computed import ComputedDrafter, ExitHead
 from hispec.engine import Engine
 from hispec.runner.cuda_graphs import GraphDevice
 from hispec.sampling_params import SamplingParams
@@ -133,4 +133,4 @@ def exit_drafter(
     stages: Stages, plan: Plan, judge: Judge, confidence: float | None = None
 ) -> ComputedDrafter:
     """What an engine makes for a plan that drafts by an early exit; plain plans do not ask it."""
-    return ComputedDrafter(ExitSpeaker(stages, plan.draft_layer), judge, confidence)
+    return ComputedDrafter(ExitHead(stages, plan.draft_layer), judge, confidence)

@@ -98,10 +98,12 @@ def write_gguf(
     family: str = "llama",
     kind: Kind = Kind.F32,
     left_out: str = "",
+    added: str = "",
     tokenizer: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> PreTrainedModel:
-    """Writes a tiny model of the family, and returns it; matrices in `kind`, without the tensor `left_out`.
+    """Writes a tiny model of the family, and returns it; matrices in `kind`, without the tensor `left_out`
+    and with one of 32 ones named `added`.
 
     tokenizer: BYTE_LEVEL, SENTENCEPIECE or alike. `fields` replace metadata, where None leaves it out: of the
     architecture, unless their names say otherwise, with `__` for a dot.
@@ -136,6 +138,8 @@ def write_gguf(
             writer.add_tensor(
                 name, gguf.quantize(np.ascontiguousarray(tensor), stored_as), raw_dtype=stored_as
             )
+    if added:
+        writer.add_tensor(added, np.ones(32, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

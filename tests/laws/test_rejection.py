@@ -24,7 +24,7 @@ from hispec.decoding.acceptance import RejectionJudge
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.round import run_round
 from hispec.decoding.stages import PassCounts, Stages
-from hispec.drafters.computed import ExitSpeaker
+from hispec.drafters.computed import ExitHead
 from hispec.drafters.hybrid import HybridDrafter
 from hispec.drafters.ngram import NgramDrafter
 from hispec.sampling.inputs import RowSampling
@@ -167,7 +167,7 @@ def one_round(
         drafter = FixedDrafter(judge, looked_up) if looked_up is not lookup else ngram_drafter(judge)
         if plan.draft_layer:
             drafter = HybridDrafter(
-                drafter, exit_drafter(stages, plan, judge), ExitSpeaker(stages, plan.draft_layer)
+                drafter, exit_drafter(stages, plan, judge), ExitHead(stages, plan.draft_layer)
             )
     result = run_round(stages, plan, judge, drafter, batch)
     return tuple(result.tokens[0, 1 : 1 + int(result.counts[0])].tolist())

@@ -22,7 +22,7 @@ from transformers import (
 
 from hispec.sampling import noise
 from hispec.sampling import sampler as sampler_module
-from hispec.sampling.inputs import Places, RowSampling
+from hispec.sampling.inputs import RowSampling, SamplingInput
 from hispec.sampling.sampler import Sampler
 from hispec.sampling_params import SamplingParams
 
@@ -45,17 +45,17 @@ def row(
     return RowSampling(SamplingParams(**{"max_tokens": None, **params}), seed, prompt, output, stop_ids)
 
 
-def places(
+def make_input(
     rows: Sequence[int],
     num_rows: int,
     index: Sequence[int] | None = None,
     window_tokens: Tensor | None = None,
-) -> Places:
+) -> SamplingInput:
     """Tokens of these rows, each at column `index` of its row's window (0 if None), after PROMPT and
     OUTPUT."""
     index_ = torch.tensor([0] * len(rows) if index is None else index)
     window = torch.tensor([[OUTPUT[-1], 0]]).expand(num_rows, -1) if window_tokens is None else window_tokens
-    return Places(torch.tensor(rows), index_, len(PROMPT + OUTPUT) + index_, window)
+    return SamplingInput(torch.tensor(rows), index_, len(PROMPT + OUTPUT) + index_, window)
 
 
 def reference(
@@ -140,7 +140,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("params", SETTINGS, ids=str)
 def test_each_setting_gives_the_distribution_that_transformers_gives(params: dict[str, Any]) -> None:
     logits, one = random_logits(20), row(**params)
-    got = Sampler([one], VOCAB, CPU).probabilities(logits, places([0] * 20, 1))
+    got = Sampler([one], VOCAB, CPU).probabilities(logits, make_input([0] * 20, 1))
     for i in range(20):
         equal_distributions(got[i], reference(logits[i], one.params, PROMPT, OUTPUT, list(STOP_IDS)))
 
@@ -150,7 +150,7 @@ def test_min_tokens_counts_tentative_tokens_and_forbids_stop_tokens_only(stop_id
     logits = random_logits(4)
     sampler = Sampler([row(min_tokens=len(OUTPUT) + 2, stop_ids=stop_ids)], VOCAB, CPU)
     got = sampler.probabilities(
-        logits, places([0] * 4, 1, index=[0, 1, 2, 3], window_tokens=torch.full((1, 5), 11))
+        logits, make_input([0] * 4, 1, index=[0, 1, 2, 3], window_tokens=torch.full((1, 5), 11))
     )
     expected = logits.clone()
     expected[:2, list(stop_ids)] = -torch.inf
@@ -175,7 +175,7 @@ def test_penalties_count_the_rounds_tokens_up_to_the_place_and_no_further(params
     logits = random_logits(6)
     logits[:, [40, 41, 50, 99]] = 9.0
     one = row(**params)
-    got = Sampler([one, one], VOCAB, CPU).probabilities(logits, places(rows, 2, index, window))
+    got = Sampler([one, one], VOCAB, CPU).probabilities(logits, make_input(rows, 2, index, window))
     for i in range(6):
         so_far = OUTPUT + window[rows[i], 1 : index[i] + 1].tolist()
         equal_distributions(got[i], reference(logits[i], one.params, PROMPT, so_far, []))
@@ -195,7 +195,7 @@ def test_committed_tokens_count_as_if_the_sampler_were_built_anew() -> None:
         VOCAB,
         CPU,
     )
-    at = places([0, 1, 2], 3)
+    at = make_input([0, 1, 2], 3)
     assert torch.equal(grown.probabilities(logits, at), anew.probabilities(logits, at))
 
 
@@ -217,11 +217,11 @@ def test_rows_of_a_batch_do_not_touch_each_other() -> None:
     )
     index = [i % 3 for i in range(len(order))]
     together = Sampler(seats, VOCAB, CPU)
-    at = places(order.tolist(), len(seats), index, window)
+    at = make_input(order.tolist(), len(seats), index, window)
     chosen, probabilities = together.choose(logits, at), together.probabilities(logits, at)
     for i, seat in enumerate(order.tolist()):
         alone = Sampler([seats[seat]], VOCAB, CPU)
-        own = places([0], 1, index[i : i + 1], window[seat : seat + 1])
+        own = make_input([0], 1, index[i : i + 1], window[seat : seat + 1])
         assert torch.equal(alone.probabilities(logits[i : i + 1], own)[0], probabilities[i]), (
             f"row {seats[seat]}"
         )
@@ -231,13 +231,13 @@ def test_rows_of_a_batch_do_not_touch_each_other() -> None:
 def test_an_empty_seat_is_greedy() -> None:
     logits = random_logits(3)
     sampler = Sampler([None, row(temperature=1.5)], VOCAB, CPU)
-    assert torch.equal(sampler.choose(logits, places([0, 0, 0], 2)), logits.argmax(-1))
+    assert torch.equal(sampler.choose(logits, make_input([0, 0, 0], 2)), logits.argmax(-1))
 
 
 def test_the_choice_is_the_argmax_of_the_distribution_with_the_positions_noise() -> None:
     rows = mixed_rows()
     num = 4 * len(rows)
-    at = places(
+    at = make_input(
         [i % len(rows) for i in range(num)],
         len(rows),
         index=[i // len(rows) for i in range(num)],
@@ -260,14 +260,14 @@ def test_choices_follow_their_distribution_over_positions() -> None:
     num, params = 20_000, {"temperature": 0.8, "top_k": 6, "top_p": 0.97}
     logits = random_logits(1, vocab=30, scale=1.0).expand(num, -1)
     sampler = Sampler([row(seed=3, prompt=[1], output=[], stop_ids=frozenset(), **params)], 30, CPU)
-    at = Places(
+    at = SamplingInput(
         torch.zeros(num, dtype=torch.int64),
         torch.zeros(num, dtype=torch.int64),
         torch.arange(num),
         torch.zeros(1, 2, dtype=torch.int64),
     )
     counts = torch.bincount(sampler.choose(logits, at), minlength=30).double()
-    expected = num * sampler.probabilities(logits[:1], places([0], 1))[0].double()
+    expected = num * sampler.probabilities(logits[:1], make_input([0], 1))[0].double()
     left = expected > 0
     assert counts[~left].sum() == 0
     assert 4 <= left.sum() <= 6
@@ -279,20 +279,20 @@ def test_greedy_batches_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "keys", None)
     logits = random_logits(5)
     sampler = Sampler([row(temperature=0.0), row(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5)], VOCAB, CPU)
-    at = places([0, 1, 0, 1, 1], 2)
+    at = make_input([0, 1, 0, 1, 1], 2)
     assert torch.equal(sampler.choose(logits, at), logits.argmax(-1))
     assert torch.equal(
         sampler.probabilities(logits, at), torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float()
     )
     biased = Sampler([row(temperature=0.0, logit_bias={17: 100.0})], VOCAB, CPU)
-    assert biased.choose(logits, places([0] * 5, 1)).eq(17).all()
+    assert biased.choose(logits, make_input([0] * 5, 1)).eq(17).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_logits_handed_in_are_left_as_they_are(dtype: torch.dtype) -> None:
     rows = mixed_rows()
     logits = random_logits(len(rows)).to(dtype)
-    before, at = logits.clone(), places(range(len(rows)), len(rows))
+    before, at = logits.clone(), make_input(range(len(rows)), len(rows))
     sampler = Sampler(rows, VOCAB, CPU)
     sampler.choose(logits, at)
     sampler.probabilities(logits, at)
@@ -303,7 +303,7 @@ def test_bfloat16_logits_are_processed_in_float32() -> None:
     logits = random_logits(5).bfloat16()
     sampler, at = (
         Sampler([row(temperature=0.7, top_p=0.9, repetition_penalty=1.2)], VOCAB, CPU),
-        places([0] * 5, 1),
+        make_input([0] * 5, 1),
     )
     assert torch.equal(sampler.probabilities(logits, at), sampler.probabilities(logits.float(), at))
     assert torch.equal(sampler.choose(logits, at), sampler.choose(logits.float(), at))
@@ -317,7 +317,7 @@ def test_a_nucleus_found_by_a_partial_sort_is_that_of_a_full_sort(
     """Flat distributions, whose nuclei go beyond the partial sort, in one batch with peaked ones."""
     logits = torch.cat([random_logits(3, 2000, scale=scale, seed=1) for scale in (0.1, 1.0, 6.0)])
     monkeypatch.setattr(sampler_module, "_NUCLEUS_FIRST", first)
-    got = Sampler([row(top_p=top_p)], 2000, CPU).probabilities(logits, places([0] * 9, 1))
+    got = Sampler([row(top_p=top_p)], 2000, CPU).probabilities(logits, make_input([0] * 9, 1))
     kept = (got > 0).sum(-1)
     assert kept.max() > 512
     for i in range(9):
@@ -332,5 +332,7 @@ def test_a_nucleus_found_by_a_partial_sort_is_that_of_a_full_sort(
 def test_filters_always_leave_the_likeliest_token() -> None:
     logits = random_logits(10)
     for params in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
-        got = Sampler([row(temperature=1.3, **params)], VOCAB, CPU).probabilities(logits, places([0] * 10, 1))
+        got = Sampler([row(temperature=1.3, **params)], VOCAB, CPU).probabilities(
+            logits, make_input([0] * 10, 1)
+        )
         assert torch.equal(got, torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float())

@@ -1,0 +1,97 @@
+"""Constructs the drafter that a configuration names; other kinds are registered here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cache.paged_kv import PagedKV
+
+from ..config import KINDS, TRAITS, DraftConfig, DraftKindTraits, NgramConfig
+from ..decoding.acceptance import Judge
+from ..decoding.drafter import Drafter
+from ..decoding.stages import DecoderLike, PassCounts, Stages
+from ..errors import ConfigError
+from .computed import ComputedDrafter, ExitHead
+from .hybrid import HybridDrafter
+from .model import ModelDrafter, ModelHead
+from .ngram import NgramDrafter
+
+# Makes a drafter from (its configuration, the plan's stages, its judge, max_num_seqs, max_model_len).
+DrafterMaker = Callable[[DraftConfig, Stages, Judge, int, int], Drafter]
+_REGISTERED: dict[str, DrafterMaker] = {}
+
+
+def register_drafter(kind: str, make: DrafterMaker, traits: DraftKindTraits | None = None) -> None:
+    """Adds a kind of drafter: from now on `speculative.draft.kind` may name it.
+
+    make     called once for each plan
+    traits   None: it stands outside the model's layers, takes no settings and cannot be chosen by
+             control='goodput'
+
+    Raises ConfigError if there is such a kind already.
+    """
+    if kind in TRAITS:
+        raise ConfigError(f"draft.kind={kind!r} exists already; register the drafter under another name")
+    TRAITS[kind] = traits or DraftKindTraits(frozenset(), looks_up=True, computes=False, has_costs=False)
+    _REGISTERED[kind] = make
+    KINDS.append(kind)
+
+
+class DrafterFactory:
+    """Makes the drafters of plans that share their buffers. Drafters that keep state of each request (prompt
+    lookup, a draft model) are made once and shared between plans."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        draft_model: DecoderLike | None,
+        draft_kv: PagedKV | None,
+        draft_counts: PassCounts,
+    ) -> None:
+        """draft_kv: of the draft model; draft_counts: where its passes are counted."""
+        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+        self._draft_model, self._draft_kv, self._draft_counts = draft_model, draft_kv, draft_counts
+        self._ngrams: dict[NgramConfig, NgramDrafter] = {}
+        self._model: ModelDrafter | None = None
+
+    @property
+    def shared(self) -> tuple[Drafter, ...]:
+        """The drafters made so far that keep state of requests."""
+        return *self._ngrams.values(), *(() if self._model is None else (self._model,))
+
+    def make(
+        self, draft: DraftConfig, draft_layer: int, confidence: float | None, stages: Stages, judge: Judge
+    ) -> Drafter:
+        """The drafter of `draft`, whose exit, if it has one, is at draft_layer; confidence: as
+        SpeculativeConfig.draft_confidence."""
+        match draft.kind:
+            case "ngram":
+                return self._ngram(draft, stages.device, judge)
+            case "exit" | "adapter":
+                return ComputedDrafter(ExitHead(stages, draft_layer), judge, confidence)
+            case "hybrid":
+                head = ExitHead(stages, draft_layer)
+                computed = ComputedDrafter(head, judge, confidence)
+                ngram = self._ngram(draft, stages.device, judge)
+                return HybridDrafter(ngram, computed, head, draft.num_exit_tokens)
+            case "model":
+                if self._model is None:
+                    assert self._draft_model is not None and self._draft_kv is not None
+                    model = ModelHead(
+                        self._draft_model, self._draft_kv, stages.vocab_size, self._draft_counts
+                    )
+                    self._model = ModelDrafter(model, judge, confidence)
+                return self._model
+            case kind:
+                sizes = self._max_num_seqs, self._max_model_len
+                return _REGISTERED[kind](draft, stages, judge, *sizes)
+
+    def _ngram(self, draft: DraftConfig, device: torch.device, judge: Judge) -> NgramDrafter:
+        sizes = draft.lookup
+        assert sizes is not None
+        if sizes not in self._ngrams:
+            self._ngrams[sizes] = NgramDrafter(sizes, judge, self._max_num_seqs, self._max_model_len, device)
+        return self._ngrams[sizes]
