@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from ..config.base import Settings, Tuple
 from ..errors import ConfigError, build
-from ..utils.files import cache_dir, write_atomically
+from ..utils.files import cache_dir, write_json
 from .fit import Point, StageFit
 from .model import LatencyModel, Linear, stage_names
 
@@ -167,9 +167,7 @@ def save(profile: LatencyProfile, path: Path) -> None:
     """Writes it whole or not at all, and the folder with it. Raises ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(
-            path, (json.dumps(profile.model_dump(mode="json"), indent=1, allow_nan=False) + "\n").encode()
-        )
+        write_json(path, profile.model_dump(mode="json"))
     except OSError as error:
         raise ConfigError(
             f"the latency profile cannot be written to {path}: {error.strerror}; choose another place, or set"

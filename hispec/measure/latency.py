@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -143,19 +144,17 @@ def measure_latency(
     context = (words * grid.contexts[1])[
         : max(grid.context(max_num_seqs, True), -(-(grid.contexts[1] + window) // max_num_seqs))
     ]
-    rig = Rig(decoder, exits, context, max_num_seqs, window, graph_device, written=())
-    of_model = (
-        None if draft_model is None else Rig(draft_model, [], context, max_num_seqs, window, graph_device)
-    )
-    try:
+    with ExitStack() as rigs:
+        rig = Rig(decoder, exits, context, max_num_seqs, window, graph_device, written=())
+        rigs.callback(rig.close)
+        of_model = None
+        if draft_model is not None:
+            of_model = Rig(draft_model, [], context, max_num_seqs, window, graph_device)
+            rigs.callback(of_model.close)
         passes = dict(_passes(rig, of_model, layers, exits, grid))
         ms = medians(
             passes, decoder.device, samples=_SAMPLES, what="latency", progress=progress, budget_s=_BUDGET_S
         )
-    finally:
-        for each in (rig, of_model):
-            if each is not None:
-                each.close()
     points = [Point(*key, ms=max(value, 1e-4)) for key, value in ms.items()]
     points += [
         Point("round", rows, rows, 0, ms=max(value, 1e-4))

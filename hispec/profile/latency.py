@@ -3,11 +3,9 @@ is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
-
-from rich.table import Table
 
 from ee_models.checkpoint.exit_files import ExitsError
 from ee_models.exits import AdapterExit
@@ -18,11 +16,22 @@ from ..jobs.schema import Job
 from ..latency.profile import LatencyProfile, StageCost, kept_path, save
 from ..llm import LLM
 from ..measure.latency import measure_latency, subject_of
-from ..utils.console import make_console
-from ..utils.environment import hardware_text, is_busy
+from ..utils.console import make_console, make_table, number, percent, print_if_busy
+from ..utils.environment import hardware_text
 from .options import Targets
 
-_WINDOW = 32  # places of a round, where the job says nothing of them
+_WINDOW = 32  # positions of a row's round, where the job says nothing of them
+_COLUMNS: dict[str, Callable[[StageCost], str]] = {
+    "constant": lambda stage: f"{stage.constant_ms:.3f}",
+    "per token": lambda stage: f"{stage.token_ms:.4f}",
+    "free tokens": lambda stage: f"{stage.free_tokens:g}",
+    "per row": lambda stage: f"{stage.row_ms:.4f}",
+    "per 1k context": lambda stage: f"{1e3 * stage.context_ms:.3f}",
+    "per 1k pairs": lambda stage: f"{1e3 * stage.pair_ms:.4f}",
+    "points": lambda stage: str(stage.num_points),
+    "R²": lambda stage: number(stage.r2, 3),
+    "mean error": lambda stage: percent(stage.mean_error),
+}
 
 
 def profile_latency(
@@ -82,22 +91,9 @@ def print_latency(profile: LatencyProfile, path: Path, file: IO[str] | None = No
         f"{hardware_text(profile.subject.machine | profile.subject.versions)}; up to {profile.max_num_seqs}"
         " rows"
     )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("ms of a stage")
-    for name in (
-        "constant",
-        "per token",
-        "free tokens",
-        "per row",
-        "per 1k context",
-        "per 1k pairs",
-        "points",
-        "R²",
-        "mean error",
-    ):
-        table.add_column(name, justify="right")
+    table = make_table("ms of a stage", *_COLUMNS)
     for name, stage in profile.stages.items():
-        table.add_row(name, *_cells(stage))
+        table.add_row(name, *(text_of(stage) for text_of in _COLUMNS.values()))
     console.print(table)
     console.print(
         "context: positions attended to, of all rows; pairs: of a token and such a position. R² and mean"
@@ -109,20 +105,4 @@ def print_latency(profile: LatencyProfile, path: Path, file: IO[str] | None = No
             f"Costs of these stages are not well foretold: {', '.join(poor)}. Measure again on a quiet"
             " machine."
         )
-    if is_busy({"load": profile.load, "cores": profile.subject.machine["cores"]}):
-        console.print(
-            f"Other programs were running when this began (load {profile.load:.1f}): do not rely on these"
-            " costs."
-        )
-
-
-def _cells(stage: StageCost) -> Iterator[str]:
-    yield f"{stage.constant_ms:.3f}"
-    yield f"{stage.token_ms:.4f}"
-    yield f"{stage.free_tokens:g}"
-    yield f"{stage.row_ms:.4f}"
-    yield f"{1e3 * stage.context_ms:.3f}"
-    yield f"{1e3 * stage.pair_ms:.4f}"
-    yield str(stage.num_points)
-    yield "" if stage.r2 is None else f"{stage.r2:.3f}"
-    yield "" if stage.mean_error is None else f"{stage.mean_error:.1%}"
+    print_if_busy(console, profile.subject.machine | {"load": profile.load}, "costs")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from ..config import Settings
+from ..config.base import Tuple
 from ..errors import ConfigError
+from ..utils.files import check_folder, check_target
+from ..utils.plots import check_matplotlib
 
 Drafters = Literal["exit", "tree", "ngram", "hybrid", "model"]
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 class ProfileOptions(Settings):
@@ -38,7 +36,7 @@ class ProfileOptions(Settings):
     """
 
     exits: Annotated[str, Field(min_length=1)] | None = None
-    drafters: Annotated[tuple[Drafters, ...], BeforeValidator(_as_tuple), Field(min_length=1)] | None = None
+    drafters: Annotated[Tuple[Drafters], Field(min_length=1)] | None = None
     batch_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] = 64
     max_drafts: Annotated[int, Field(ge=1, le=32)] = 8
@@ -76,11 +74,8 @@ class Targets:
             ("--write-preset", self.preset),
             ("--latency", self.latency),
         ):
-            if path is None:
-                continue
-            if path.exists() and not path.is_file():
-                raise ConfigError(f"{flag}: {path} is not a regular file; choose another path")
-            _try_folder(flag, path.parent)
+            if path is not None:
+                check_target(flag, path)
         if self.preset is not None and self.preset.exists() and not self.overwrite:
             raise ConfigError(
                 f"--write-preset: {self.preset} exists; replace it with --overwrite, or choose another path"
@@ -92,28 +87,5 @@ class Targets:
         ):
             raise ConfigError(f"--json and --write-preset both name {self.json}; give each a path of its own")
         if self.plots is not None:
-            _try_folder("--plots", self.plots)
-            check_matplotlib()
-
-
-def check_matplotlib() -> None:
-    """Raises ConfigError, with what to install, if plots cannot be drawn here."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "--plots needs matplotlib, which is not installed: pip install 'hispec[plots]', or leave"
-            " --plots out"
-        ) from None
-
-
-def _try_folder(flag: str, folder: Path) -> None:
-    probe = folder / f".hispec-probe.{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"{flag}: cannot write to {folder}: {error.strerror}; choose another place"
-        ) from None
+            check_folder("--plots", self.plots)
+            check_matplotlib("--plots")

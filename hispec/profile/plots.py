@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..utils.files import write_atomically
-from .options import check_matplotlib
+from ..utils.plots import check_matplotlib, make_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,21 +18,17 @@ _MOST_TASKS = 10  # as many as there are colours
 
 def draw_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """Draws both into `folder`. Raises ConfigError without matplotlib, and OSError if it can't be written."""
-    check_matplotlib()
+    check_matplotlib("--plots")
     drawings = {ACCEPTANCE: _acceptance(result), RATIO: _ratio(result)}
     for name, figure in drawings.items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=150, bbox_inches="tight")
-        write_atomically(folder / name, buffer.getvalue())
+        save_figure(figure, folder / name)
     return [folder / name for name in drawings]
 
 
 def _acceptance(result: Mapping[str, Any]) -> Figure:
     """Share of the full model's tokens that an exit gives, by layer."""
-    from matplotlib.figure import Figure  # not pyplot, which would change the user's settings
-
     agreement = result["agreement"]
-    figure = Figure(figsize=(7, 4.5))
+    figure = make_figure(7, 4.5)
     axes = figure.subplots()
     own, trained = agreement["own_head"], [each for each in agreement["exits"] if each["kind"] == "adapter"]
     layers, places = ([exit_["layer"] for exit_ in exits] for exits in (own, trained))
@@ -63,8 +57,6 @@ def _ratio(result: Mapping[str, Any]) -> Figure:
     """Best predicted speed over plain's, by draft exit (across) and check exit (up); the lowest row has no
     check tier, and in the first column the drafter is outside of the model. In each field: the ratio, and by
     which kind of drafter."""
-    from matplotlib.figure import Figure
-
     best: dict[tuple[int | None, int | None], Mapping[str, Any]] = {}
     for plan in result["predictions"]:
         best.setdefault((plan["draft_layer"], plan["check_layer"]), plan)  # the fastest first
@@ -73,7 +65,7 @@ def _ratio(result: Mapping[str, Any]) -> Figure:
         [best[draft, check]["ratio_to_plain"] if (draft, check) in best else math.nan for draft in layers]
         for check in checks
     ]
-    figure = Figure(figsize=(1.5 + 1.3 * len(layers), 1.5 + 0.8 * len(checks)))
+    figure = make_figure(1.5 + 1.3 * len(layers), 1.5 + 0.8 * len(checks))
     axes = figure.subplots()
     spread = (
         max(abs(plan["ratio_to_plain"] - 1.0) for plan in best.values()) or 1.0

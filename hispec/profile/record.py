@@ -3,13 +3,11 @@ lookup at each of its places."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
@@ -22,6 +20,7 @@ from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
 from ..drafters.ngram import NgramDrafter
 from ..sampling.sampler import Sampler
+from ..utils.console import make_bar
 from .recording import NOTHING, Answer, Ints, LookedUp, Recording, Said
 
 RANKS = 8  # likeliest tokens that are noted of each candidate exit
@@ -56,10 +55,10 @@ def record(
     longest = max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers)
     all_layers = range(1, decoder.config.num_layers + 1)
     reader = _Reader(decoder, exits, longest, own=all_layers, said=layers)
-    for answer in tqdm(
-        answers, desc="agreement", unit="answer", disable=not progress, file=sys.stderr, dynamic_ncols=True
-    ):
-        reader.read(answer)
+    with make_bar(len(answers), "agreement", "answer", progress) as bar:
+        for answer in answers:
+            reader.read(answer)
+            bar.update()
     model = None
     if draft_model is not None:
         last = draft_model.config.num_layers

@@ -8,8 +8,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from ..utils.console import make_console
-from ..utils.environment import hardware_text, is_busy
+from ..utils.console import make_console, make_table, percent, print_if_busy
+from ..utils.environment import hardware_text
 from .results import fastest_of_kinds
 
 _MOST_TASKS = 6  # columns; the JSON has all
@@ -47,11 +47,7 @@ def print_profile(result: Mapping[str, Any], file: IO[str] | None = None) -> Non
             "This platform does not give bit-identical rows whatever else is in a pass: near-ties may fall"
             " differently, and tokens/round with them."
         )
-    if is_busy(result["environment"]):
-        console.print(
-            f"Other programs were running when this began (load {result['environment']['load']:.1f}): do not"
-            " rely on these speeds."
-        )
+    print_if_busy(console, result["environment"])
 
 
 def _print_about_plans(console: Console, result: Mapping[str, Any]) -> None:
@@ -91,7 +87,8 @@ def _agreement(agreement: Mapping[str, Any], draft_model: str | None) -> Table:
     tasks, exits = _tasks(agreement), agreement["exits"]
     num_right = _lengths(exits[0])
     own_title = ["own head"] if exits[0]["kind"] == "adapter" else []
-    table = _table("exit after", "agreement", *own_title, *tasks, *(f"p({j})" for j in num_right))
+    titles = ("exit after", "agreement", *own_title, *tasks, *(f"p({j})" for j in num_right))
+    table = make_table(*titles, num_left=0)
     own = {exit_["layer"]: exit_["agreement"] for exit_ in agreement["own_head"]}
     rows = [(str(exit_["layer"]), own[exit_["layer"]], exit_) for exit_ in exits]
     if agreement["draft_model"] is not None:
@@ -104,19 +101,13 @@ def _agreement(agreement: Mapping[str, Any], draft_model: str | None) -> Table:
 
 def _ngrams(agreement: Mapping[str, Any]) -> Table:
     tasks, num_right = _tasks(agreement), _lengths(agreement["ngrams"][0])
-    table = _table("n-grams of", "tokens per match", "found", *tasks, *(f"p({j})" for j in num_right))
+    titles = ("n-grams of", "tokens per match", "found", *tasks, *(f"p({j})" for j in num_right))
+    table = make_table(*titles, num_left=0)
     for sizes in agreement["ngrams"]:
         store = f" + {sizes['datastore_tokens']} stored" if sizes["datastore_tokens"] else ""
         most = "any" if sizes["tokens_per_match"] is None else str(sizes["tokens_per_match"])
         name = f"{sizes['max_size']} to {sizes['min_size']}{store}"
         table.add_row(name, most, *_shares([sizes["found"]], sizes, tasks, num_right))
-    return table
-
-
-def _table(*titles: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in titles:
-        table.add_column(title, justify="right")
     return table
 
 
@@ -136,15 +127,14 @@ def _shares(
     """Cells: the `first` shares, those of each task, and those of p(j)."""
     right = (found["first_right"][j - 1] for j in num_right)
     values = [*first, *(found["tasks"][task] for task in tasks), *right]
-    return ["" if value is None else f"{value:.1%}" for value in values]
+    return list(map(percent, values))
 
 
 def _plans(result: Mapping[str, Any]) -> Table:
     """Plain decoding, and the fastest plan of each kind: what was measured, and beside it what was
     predicted."""
     pairs_of = ("× plain", "predicted", "tokens\n/round", "predicted", "tokens\n/full pass", "predicted")
-    table = _table("best of each kind", "tokens\n/s", *pairs_of, "same\noutput")
-    table.columns[0].justify, table.columns[0].no_wrap = "left", True
+    table = make_table("best of each kind", "tokens\n/s", *pairs_of, "same\noutput")
     for run in fastest_of_kinds(result["measured"]).values():
         predicted = run["predicted"]
         pairs = [

@@ -4,7 +4,6 @@ plans run for real."""
 from __future__ import annotations
 
 import datetime
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from ..jobs.schema import Job
 from ..measure.latency import measure_latency
 from ..sampling_params import SamplingParams
 from ..utils.environment import environment
-from ..utils.files import write_atomically
+from ..utils.files import write_atomically, write_json
 from .candidates import Candidates, exits_folder, find_candidates
 from .options import ProfileOptions, Targets
 from .plans import all_plans, lookups_of
@@ -46,9 +45,7 @@ def profile_to_files(
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Nothing was written.") from None
     if targets.json is not None:
-        write_atomically(
-            targets.json, (json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-        )
+        write_json(targets.json, result)
     if targets.preset is not None:
         from .preset import preset_text
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-from tqdm import tqdm
 
 from ..config import SpeculativeConfig
 from ..errors import RequestError
 from ..jobs.bench_inputs import TokenIds, generate, of_prompt, token_ids_of, warm_up
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
+from ..utils.console import make_bar
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -113,14 +111,7 @@ def generate_in_steps(
         for request_id, prompt in zip(ids, prompts, strict=True):
             llm.add(prompt, sampling, request_id)
         before = llm.stats()
-        with tqdm(
-            total=len(prompts),
-            desc="answers",
-            unit="prompt",
-            disable=not progress,
-            file=sys.stderr,
-            dynamic_ncols=True,
-        ) as bar:
+        with make_bar(len(prompts), "answers", "prompt", progress) as bar:
             while llm.has_unfinished():
                 started = time.perf_counter()
                 finished = llm.step()
@@ -158,14 +149,7 @@ def time_plans(
     for number, task in enumerate(tasks):
         by_task.setdefault(task, []).append(number)
     runs = [PlanRuns(speculative, by_task) for speculative in plans]
-    with tqdm(
-        total=repeats * len(runs),
-        desc="plans",
-        unit="run",
-        disable=not progress,
-        file=sys.stderr,
-        dynamic_ncols=True,
-    ) as bar:
+    with make_bar(repeats * len(runs), "plans", "run", progress) as bar:
         for repeat in range(repeats):
             turn = repeat % len(runs)
             for run in runs[turn:] + runs[:turn]:

@@ -1,9 +1,10 @@
-"""What a measurement ran on."""
+"""The hardware and software of a measurement."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def hardware_text(values: dict[str, Any]) -> str:
+def hardware_text(values: Mapping[str, Any]) -> str:
     """One line of `environment()` for a summary."""
     gpu = f"{values['gpu']}, " if values["gpu"] else ""
     return (
@@ -38,7 +39,7 @@ def hardware_text(values: dict[str, Any]) -> str:
     )
 
 
-def is_busy(values: dict[str, Any]) -> bool:
+def is_busy(values: Mapping[str, Any]) -> bool:
     """Whether other programs took enough of the machine, just before `environment()`, to spoil a
     measurement."""
     return values["load"] is not None and values["load"] > BUSY_SHARE * values["cores"]

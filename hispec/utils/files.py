@@ -1,10 +1,17 @@
-"""Where HiSpec keeps its files, and how a file is written whole or not at all."""
+"""Where HiSpec keeps its files, and how a file is written whole or not at all; JSON as the standard has
+it."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import ConfigError
 
 
 def cache_dir() -> Path:
@@ -25,3 +32,49 @@ def write_atomically(path: Path, content: bytes) -> None:
     finally:
         with suppress(OSError):
             draft.unlink()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` whole or not at all. Raises OSError."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomically(path, text.encode() + b"\n")
+
+
+def parse_json(content: str | bytes) -> Any:
+    """json.loads that refuses NaN and Infinity, as the standard does. Raises ValueError and
+    RecursionError."""
+
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is no JSON number")
+
+    return json.loads(content, parse_constant=refuse)
+
+
+def finite(value: Any) -> Any:
+    """Nested `value` with None in place of numbers that JSON lacks: infinities and nan."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_target(flag: str, path: Path) -> None:
+    """Creates the folder of a file that is to be written, as an option `flag` says. Raises ConfigError if
+    that cannot be."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{flag}: {path} is not a regular file; choose another path")
+    check_folder(flag, path.parent)
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """Creates a folder. Raises ConfigError if no file can be written there."""
+    probe = folder / f".hispec-probe.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{flag}: cannot write to {folder}: {error.strerror}; choose another place"
+        ) from None

@@ -9,11 +9,10 @@ import torch
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. torch has a class for it on a GPU; on a CPU, and where a library on the
-    GPU was who failed, only words."""
-    if isinstance(error.__cause__, RuntimeError) and is_out_of_memory(
-        error.__cause__
-    ):  # of a drafter, for example
+    """Whether an allocation failed. torch has a class for it on a GPU; on a CPU, and in libraries on a GPU,
+    only the message tells."""
+    cause = error.__cause__  # of a drafter's failure, for example
+    if isinstance(cause, RuntimeError) and is_out_of_memory(cause):
         return True
     words = "can't allocate memory", "out of memory", "ALLOC_FAILED"
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
@@ -33,8 +32,8 @@ def free_memory_bytes() -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """That can still be allocated on a GPU: what the system has, and what torch holds for itself without
-    using it."""
+    """Bytes that can still be allocated on a GPU: free ones, and those that torch reserves but does not
+    use."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
