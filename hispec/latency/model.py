@@ -48,7 +48,7 @@ class Linear:
                 )
 
     def __call__(self, rows: Value, tokens: Value, context_tokens: Value) -> Value:
-        """Numbers, or arrays of one shape."""
+        """Milliseconds; takes numbers, or arrays of one shape."""
         each = context_tokens / np.maximum(rows, _LEAST_ROWS)
         paid = np.maximum(tokens - self.free_tokens, 0.0)
         return (
@@ -131,7 +131,7 @@ class LatencyModel:
         return name in self.stages
 
     def rows(self, num_rows: int) -> int:
-        """Rows that a round of `num_rows` costs."""
+        """Rows that a round of `num_rows` is run with, and costs: in static shapes those of its bucket."""
         return (
             next((bucket for bucket in self.row_buckets if bucket >= num_rows), num_rows)
             if self.is_static

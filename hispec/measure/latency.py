@@ -42,14 +42,11 @@ _PERIOD = 61  # of the context: text that prompt lookup finds something in
 class Grid:
     """Sizes at which passes are measured.
 
-    max_num_seqs  rows at most; is_static: rows are buckets
     rows          of narrow passes, one position each; wide_rows: of those with more
     positions     of a row in a wide pass; most_tokens: of all rows
     contexts      tokens of every row, the shortest and the longest; most_kv: positions of all rows
     """
 
-    max_num_seqs: int
-    is_static: bool
     rows: tuple[int, ...]
     wide_rows: tuple[int, ...]
     positions: tuple[int, ...]
@@ -59,32 +56,21 @@ class Grid:
 
     @staticmethod
     def of(max_num_seqs: int, max_window: int, max_positions: int, *, is_cuda: bool, is_static: bool) -> Grid:
-        """Within what a CPU computes in a third of a second, or a GPU keeps logits of, and within a few GB of
-        KV."""
+        """Sizes whose passes take a CPU at most a third of a second and leave a GPU room for their logits,
+        within a few GB of KV."""
         most_tokens, most_kv, longest = (2048, 2**15, 4096) if is_cuda else (128, 2**13, 512)
         all_rows = sorted(buckets(max_num_seqs)) if is_static else list(range(1, max_num_seqs + 1))
         positions = _powers(2, min(max_window, most_tokens, max_positions - _LEAST_CONTEXT))
         longest = min(longest, max_positions - positions[-1])
         shortest = min(longest, max(_LEAST_CONTEXT, min(64, longest // 8)))
         most_kv = max(most_kv, max_num_seqs * shortest)
-        return Grid(
-            max_num_seqs,
-            is_static,
-            _among(all_rows, 2),
-            _among(all_rows, 4),
-            positions,
-            most_tokens,
-            (shortest, longest),
-            most_kv,
-        )
+        rows, wide_rows = _among(all_rows, 2), _among(all_rows, 4)
+        return Grid(rows, wide_rows, positions, most_tokens, (shortest, longest), most_kv)
 
     def context(self, rows: int, is_long: bool) -> int:
-        """Of so many rows."""
-        return (
-            max(self.contexts[0], min(self.contexts[1], self.most_kv // rows))
-            if is_long
-            else self.contexts[0]
-        )
+        """Context tokens of each of so many rows: the shortest, or the longest that memory allows."""
+        shortest, longest = self.contexts
+        return max(shortest, min(longest, self.most_kv // rows)) if is_long else shortest
 
     def narrow(self) -> Iterator[tuple[int, int]]:
         """(rows, context) of narrow passes."""
@@ -160,12 +146,19 @@ def measure_latency(
         Point("round", rows, rows, 0, ms=max(value, 1e-4))
         for rows, value in overheads(decoder, grid.rows, is_static, graph_device).items()
     ]
-    return _profile(
-        subject_of(decoder, layers, exits, draft_model),
-        points,
-        grid,
-        about["load"],
-        time.monotonic() - started,
+    subject = subject_of(decoder, layers, exits, draft_model)
+    stages = {name: StageCost.of(each) for name, each in fit(points).items()}
+    return LatencyProfile(
+        fingerprint=subject.fingerprint,
+        subject=subject,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seconds=time.monotonic() - started,
+        load=about["load"],
+        max_num_seqs=max_num_seqs,
+        is_static=is_static,
+        row_buckets=tuple(sorted(buckets(max_num_seqs))) if is_static else (),
+        stages={name: stages[name] for name in subject.stage_names},
+        points=tuple(map(TimedPass.of, points)),
     )
 
 
@@ -213,7 +206,7 @@ def latency_for(
 def subject_of(
     decoder: Decoder, layers: Sequence[int], exits: Sequence[AdapterExit], draft_model: Decoder | None
 ) -> Subject:
-    """What a profile measured here and now would be of."""
+    """The subject of a profile of this model that is measured here and now."""
     about = environment()
     of_exits: dict[str, Facts] = {
         str(each.layer): {"num_kv_layers": each.num_kv_layers, "num_bytes": each.num_bytes} for each in exits
@@ -234,7 +227,7 @@ def subject_of(
 
 
 def _facts(decoder: Decoder) -> Facts:
-    """What a pass over the model costs depends on."""
+    """What the cost of a pass over the model depends on."""
     sizes: Facts = {
         name: value for name, value in asdict(decoder.config).items() if isinstance(value, int | str)
     }
@@ -247,24 +240,6 @@ def _facts(decoder: Decoder) -> Facts:
         "kernels": type(decoder.kernels).__name__,
         "device": decoder.device.type,
     }
-
-
-def _profile(
-    subject: Subject, points: Sequence[Point], grid: Grid, load: float | None, seconds: float
-) -> LatencyProfile:
-    stages = {name: StageCost.of(each) for name, each in fit(points).items()}
-    return LatencyProfile(
-        fingerprint=subject.fingerprint,
-        subject=subject,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        seconds=seconds,
-        load=load,
-        max_num_seqs=grid.max_num_seqs,
-        is_static=grid.is_static,
-        row_buckets=tuple(sorted(buckets(grid.max_num_seqs))) if grid.is_static else (),
-        stages={name: stages[name] for name in subject.stage_names},
-        points=tuple(map(TimedPass.of, points)),
-    )
 
 
 def _check_sizes(
@@ -302,7 +277,7 @@ def _powers(base: int, most: int) -> tuple[int, ...]:
 
 
 def _among(sizes: Sequence[int], base: int) -> tuple[int, ...]:
-    """Of rising sizes, those at or next above the powers of `base`."""
+    """Of rising sizes, the ones at or next above the powers of `base`."""
     return tuple(
         dict.fromkeys(next(size for size in sizes if size >= power) for power in _powers(base, sizes[-1]))
     )
@@ -314,8 +289,8 @@ Key = tuple[str, int, int, int]  # stage, rows, tokens, context tokens
 def _passes(
     rig: Rig, of_model: Rig | None, layers: Sequence[int], exits: Sequence[AdapterExit], grid: Grid
 ) -> Iterator[tuple[Key, Callable[[], None]]]:
-    """What was measured, with what runs it once. Every stage that `stage_names` names, but for what a round
-    costs besides."""
+    """Each pass to time, by its point, with what runs it once: of every stage that `stage_names` names except
+    `round`."""
     for rows, context in grid.narrow():
         at = rig.laid_out(context)
         key = rows, rows, rows * context

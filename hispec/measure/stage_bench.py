@@ -165,13 +165,14 @@ class Rig:
         )
 
     def along(self, rows: int, q_len: int, layer: int) -> Callable[[], None]:
-        """The KV of the trained exit at `layer`, at q_len places of each row, from hidden states that are
-        there."""
+        """The KV of the trained exit at `layer`, at q_len positions of each row, from hidden states that
+        are there."""
         _, span, hidden = self._left(rows, q_len)
         return self._stage(lambda: self._stages.fill(hidden, layer, span.view))
 
     def shadow(self, rows: int, q_len: int, layer: int) -> Callable[[], None]:
-        """What the exit at `layer` says at q_len places of each row, from hidden states that are there."""
+        """The logits of the exit at `layer` and its token at q_len positions of each row, from hidden states
+        that are there."""
         batch, span, hidden = self._left(rows, q_len)
         said = torch.zeros_like(batch.tokens)
 
@@ -226,11 +227,11 @@ class Rig:
         return ExitHead(self._stages, self._num_layers if layer is None else layer)
 
     def _drafter(self, plan: Plan) -> ComputedDrafter:
-        """For the tiers above, which only tell it of moves."""
+        """A drafter for check and verify, which only call it when KV moves."""
         return ComputedDrafter(ExitHead(self._stages, plan.draft_layer), self._judge)
 
     def _left(self, rows: int, q_len: int) -> tuple[RoundBatch, Span, Tensor]:
-        """q_len places of each row, and hidden states that a tier has left there."""
+        """q_len positions of each row, and the hidden states that the draft tier has left there."""
         batch, tree = self._batch(rows, q_len), DraftTree.chain(q_len - 1)
         with torch.inference_mode():
             span = self._select(batch, tree, tree.on(self._device).nodes)
@@ -238,7 +239,7 @@ class Rig:
 
     @staticmethod
     def _select(batch: RoundBatch, tree: DraftTree, nodes: Tensor) -> Span:
-        """Places of these nodes, in every row."""
+        """The positions of these nodes, in every row."""
         live = torch.ones(batch.limits.shape[0], nodes.shape[0], dtype=torch.bool, device=nodes.device)
         return Stages.select(batch, tree, torch.zeros_like(batch.limits), nodes, live)
 

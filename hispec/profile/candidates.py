@@ -91,5 +91,5 @@ def find_candidates(
 
 
 def default_layers(num_layers: int) -> list[int]:
-    """Where exits are tried that nobody has trained."""
+    """Layers at which the model's own head is tried as an exit."""
     return sorted({min(max(1, round(share * num_layers)), num_layers - 1) for share in _SHARES})

@@ -85,7 +85,7 @@ def _exits(llm: LLM, speculative: SpeculativeConfig | None) -> list[AdapterExit]
 
 
 def print_latency(profile: LatencyProfile, path: Path, file: IO[str] | None = None) -> None:
-    """The table of a profile, on stdout unless `file` is given."""
+    """Prints a latency profile as a table, on stdout unless `file` is given."""
     console = make_console(file)
     console.print(
         f"{hardware_text(profile.subject.machine | profile.subject.versions)}; up to {profile.max_num_seqs}"

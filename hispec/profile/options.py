@@ -18,7 +18,7 @@ Drafters = Literal["exit", "tree", "ngram", "hybrid", "model"]
 
 
 class ProfileOptions(Settings):
-    """How far to look, and how to measure.
+    """Which plans are predicted, and how they are measured.
 
     exits         folder of trained exits; None = those that the job names, else those that come with HiSpec
                   for the model, else the model's own head at a few layers
@@ -58,8 +58,8 @@ class ProfileOptions(Settings):
 
 @dataclass(frozen=True)
 class Targets:
-    """What `hispec profile` writes; None = not asked for. `overwrite` is about the preset: the others are
-    replaced."""
+    """Files that `hispec profile` writes; None = not asked for. An existing preset is replaced only with
+    `overwrite`, other files always."""
 
     json: Path | None = None
     preset: Path | None = None
@@ -68,7 +68,8 @@ class Targets:
     overwrite: bool = False
 
     def check(self) -> None:
-        """Creates missing folders. Raises ConfigError for what can't be written, or must not be."""
+        """Creates missing folders. Raises ConfigError for files that can't be written, or must not be
+        replaced."""
         for flag, path in (
             ("--json", self.json),
             ("--write-preset", self.preset),

@@ -52,7 +52,7 @@ def all_plans(
 
 
 def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
-    """The plan with every other confidence of its drafts, of its check, and of both."""
+    """The plan with every combination of confidences of its drafts and its check; none of a tree."""
     if plan.num_branches > 1:
         return
     of_draft = _FINE if plan.draft.traits.computes else (None,)
@@ -63,23 +63,23 @@ def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
 
 
 def ngram_sizes(own: SpeculativeConfig | None) -> list[NgramConfig]:
-    """What prompt lookup is tried with; the job's own is among it."""
+    """The n-gram sizes that prompt lookup is tried with, the job's own first."""
     named = None if own is None else own.draft.lookup
     return list(dict.fromkeys([*(() if named is None else (named,)), *_NGRAMS]))
 
 
 def drafter_of(plan: SpeculativeConfig) -> str:
-    """exit, adapter, tree, ngram, hybrid or model."""
+    """The kind of drafter: exit, adapter, tree, ngram, hybrid or model."""
     return "tree" if plan.num_branches > 1 else plan.draft.kind
 
 
 def kind_of(plan: SpeculativeConfig) -> str:
-    """Such as `hybrid_three_tier`: plans of one kind are compared with each other."""
+    """Drafter and number of tiers, such as `hybrid_three_tier`."""
     return f"{drafter_of(plan)}_{'two' if plan.check is None else 'three'}_tier"
 
 
 def short_text(plan: SpeculativeConfig | None) -> str:
-    """A plan for a column of a table: layers first, then sizes."""
+    """The plan in a few words for a column of a table: layers first, then sizes."""
     if plan is None:
         return "plain"
     draft, sizes = plan.draft, plan.draft.lookup
@@ -122,7 +122,7 @@ def _models(own: SpeculativeConfig | None) -> list[DraftConfig]:
 
 
 class _Shape(NamedTuple):
-    """What drafts, K, B, and how large R may be."""
+    """A drafter with its K and B, and the largest R to try."""
 
     draft: DraftConfig
     num_drafts: int
@@ -133,7 +133,7 @@ class _Shape(NamedTuple):
 def _shapes(
     drafter: Drafters, options: ProfileOptions, candidates: Candidates, own: SpeculativeConfig | None
 ) -> Iterator[_Shape]:
-    """Those of one kind of drafter, whether they fit into the window or not."""
+    """All shapes of one kind of drafter, also those that do not fit into the window."""
     layers, tiers, max_checks = candidates.layers, candidates.tiers, options.max_checks
     if drafter == "tree":
         for layer, num_branches in product(layers, _BRANCHES):

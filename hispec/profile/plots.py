@@ -17,7 +17,8 @@ _MOST_TASKS = 10  # as many as there are colours
 
 
 def draw_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draws both into `folder`. Raises ConfigError without matplotlib, and OSError if it can't be written."""
+    """Draws both pictures into `folder`. Raises ConfigError without matplotlib, and OSError if one can't be
+    written."""
     check_matplotlib("--plots")
     drawings = {ACCEPTANCE: _acceptance(result), RATIO: _ratio(result)}
     for name, figure in drawings.items():

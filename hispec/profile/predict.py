@@ -41,7 +41,7 @@ class Calibration:
 
 
 def calibrate(steps: Sequence[Step], times: PassTimes, batch_size: int) -> Calibration:
-    """From the steps of a plain run over all prompts."""
+    """The calibration by the steps of a plain run over all prompts."""
     plain = partial(times.one_each, ["plain"])
     decoding = [step for step in steps if step.rows and not step.prefill_tokens]
     full = [1e3 * step.seconds for step in decoding if step.rows == batch_size]
@@ -86,7 +86,7 @@ class Prediction:
     ratio_to_plain: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Figures, and what the plan is in a few fields."""
+        """The figures in plain types, with the plan's kind, text, layers and sizes."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "plan"}
         if self.plan is None:
             return {"kind": "plain", **values}
@@ -143,13 +143,13 @@ class Predictor:
         )
 
     def predict_all(self, plans: Iterable[SpeculativeConfig]) -> list[Prediction]:
-        """The fastest first."""
+        """Predictions of all plans, the fastest first."""
         return sorted(map(self.predict, plans), key=lambda prediction: -prediction.tokens_per_s)
 
     def _seconds(
         self, plan: SpeculativeConfig | None, steps: Mapping[int, int], costs: Mapping[int, RoundCost]
     ) -> float:
-        """Of all prompts and answers."""
+        """Seconds that all prompts and answers take."""
         share = self._draft_model_share if plan is not None and plan.draft.traits.has_model else 0.0
         decode_ms = sum(count * (self._calibration.host_ms + costs[rows].ms) for rows, count in steps.items())
         return self._calibration.prefill_s * (1.0 + share) + decode_ms / 1e3

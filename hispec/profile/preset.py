@@ -210,7 +210,7 @@ def _settings(values: Mapping[str, Any], where: str, why_plain: str | None) -> I
 
 
 def _scalar(value: Any) -> str:
-    """JSON is YAML; text that needs no quotes goes without."""
+    """The value as YAML: JSON, but for text that needs no quotes."""
     if (
         isinstance(value, str)
         and re.fullmatch(r"[A-Za-z_/][\w./-]*", value)

@@ -43,8 +43,8 @@ def record(
     batch_size: int = 1,
     progress: bool = False,
 ) -> Recording:
-    """Feeds every prompt with its answer through the model, and notes what each drafter and each check would
-    say.
+    """Feeds every prompt with its answer through the model, and notes the tokens that each drafter and each
+    check would say.
 
     layers          of the candidate exits; those that are not among `exits` are read through the model's own
                     head

@@ -42,12 +42,12 @@ class Rounds:
 
     @property
     def verify_positions(self) -> float:
-        """Of a row, in an average round."""
+        """Positions of a row that verify computes in an average round."""
         return (sum_of(self.verifies) + self.unchecked) / self.rounds
 
 
 def sum_of(passes: Ints) -> int:
-    """Positions of `passes` [..., positions]."""
+    """Positions of all passes, which are counted by their positions [..., positions]."""
     return int((passes * np.arange(passes.shape[-1])).sum())
 
 
@@ -169,7 +169,7 @@ class RoundCounter:
         return self._recording.right(self._said(layer).tokens) > 0
 
     def _said(self, layer: int | None) -> Said:
-        """Of the exit at `layer`, or of the draft model for None."""
+        """What the exit at `layer` says, or the draft model for None."""
         said = self._recording.model if layer is None else self._recording.exits[layer]
         assert said is not None, "a plan drafts by a model that was not recorded"
         return said

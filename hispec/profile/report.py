@@ -17,7 +17,7 @@ _ROWS = (1, 2, 4, 8, 16, 32)  # drafts in a row of which the table tells how oft
 
 
 def print_profile(result: Mapping[str, Any], file: IO[str] | None = None) -> None:
-    """The tables of a profile's result, on stdout unless `file` is given."""
+    """Prints the tables of a profile's result, on stdout unless `file` is given."""
     console = make_console(file)
     options, prompts, found = result["options"], result["prompts"], result["agreement"]
     console.print(
@@ -51,7 +51,7 @@ def print_profile(result: Mapping[str, Any], file: IO[str] | None = None) -> Non
 
 
 def _print_about_plans(console: Console, result: Mapping[str, Any]) -> None:
-    """What the table of plans leaves out."""
+    """Prints what the table of plans leaves out: differences to predictions, calibration, the fastest."""
     console.print(
         f"{result['num_predicted']} plans predicted, the best of each kind run in"
         f" {result['options']['repeats']} interleaved repeats."
@@ -117,7 +117,7 @@ def _lengths(found: Mapping[str, Any]) -> list[int]:
 
 
 def _tasks(agreement: Mapping[str, Any]) -> list[str]:
-    """Those that get a column; none if there is one task alone."""
+    """Tasks that get a column; none if there is one task alone."""
     return list(agreement["tasks"])[:_MOST_TASKS] if len(agreement["tasks"]) > 1 else []
 
 

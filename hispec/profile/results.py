@@ -15,8 +15,8 @@ from .timed_runs import PlanRuns
 
 
 def agreement(recording: Recording, candidates: Candidates, max_drafts: int) -> dict[str, Any]:
-    """Of each candidate, and of the model's own head after every layer; of prompt lookup, by its sizes; of
-    the draft model, or None.
+    """How often each candidate says the answer's token, the model's own head after every layer, prompt lookup
+    by its sizes, and the draft model (None without one).
 
     full_model    how much of the answers the pass itself gives
     first_right   [j - 1]: how often the first j drafts are all right, of prompt lookup where it proposes as
@@ -72,7 +72,8 @@ def measured_plans(
 
 
 def _measured(prediction: Prediction, run: PlanRuns, plain: PlanRuns, num_layers: int) -> dict[str, Any]:
-    """`difference`: of what was measured to what was predicted, as a share of the prediction."""
+    """An entry of `measured`; its `difference` is that of measured and predicted figures, as a share of the
+    prediction."""
     per_task, plain_per_task = run.tokens_per_s_of_tasks, plain.tokens_per_s_of_tasks
     ratios = {task: speed / plain_per_task[task] for task, speed in per_task.items()}
     counted = {"tokens_per_round": run.tokens_per_round, "tokens_per_full_pass": run.tokens_per_full_pass}

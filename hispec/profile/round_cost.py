@@ -71,7 +71,7 @@ class PassTimes:
         return self._tables[key][: most + 1]
 
     def one_each(self, stages: Sequence[str], rows: int) -> float:
-        """Of a pass over one position of each row."""
+        """Milliseconds of a pass over one position of each row."""
         return float(self.table(stages, rows, rows)[rows])
 
 
@@ -109,7 +109,7 @@ def round_costs(
 def _passes(
     plan: SpeculativeConfig, slots: dict[int, list[str]], rounds: Rounds, num_layers: int
 ) -> Iterator[_Passes]:
-    """Rounds that are not checked count as if they were, with one position."""
+    """The kinds of passes of a plan's rounds. A check that was left out counts as one over one position."""
     cycles = rounds.cycles, rounds.cycles / rounds.rounds
     low = top = plan.draft.layer or 0
     if FEED_SLOT in slots:

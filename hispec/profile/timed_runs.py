@@ -56,7 +56,7 @@ class PlanRuns:
 
     @property
     def tokens_per_s_of_tasks(self) -> dict[str, float]:
-        """Medians."""
+        """{task: tokens per second}, medians of the runs."""
         return {
             task: statistics.median(
                 sum(len(outputs[number]) for number in numbers) / seconds[task]
@@ -143,8 +143,8 @@ def time_plans(
     batch_size: int,
     progress: bool,
 ) -> list[PlanRuns]:
-    """Runs every plan `repeats` times over all prompts, in turns: nobody is always first, or always after the
-    same one."""
+    """Runs every plan `repeats` times over all prompts, in turns, so that none is always the first, or
+    always follows the same one."""
     by_task: dict[str, list[int]] = {}
     for number, task in enumerate(tasks):
         by_task.setdefault(task, []).append(number)
@@ -165,7 +165,7 @@ def time_plans(
 
 
 def _time(llm: LLM, run: PlanRuns, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
-    """One run: the prompts of each task together."""
+    """Adds one run: the prompts of each task together."""
     seconds: dict[str, float] = {}
     outputs: list[TokenIds] = [[]] * len(prompts)
     for task, numbers in run.tasks.items():
