@@ -32,7 +32,8 @@ LEVELS: list[set[str]] = [
     {"sampling"},
     {"sampling_params"},
     {"config"},
-    {"errors", "outputs", "stats", "detokenizer", "utils", "version"},
+    {"outputs", "stats", "detokenizer", "utils"},
+    {"errors", "version"},
 ]
 
 

@@ -23,6 +23,8 @@ from hispec.control.candidates import trained_paths
 from hispec.errors import ConfigError
 from hispec.jobs.load import load_job, load_preset
 from hispec.jobs.schema import RunConfig
+from hispec.latency.model import LatencyModel
+from hispec.latency.profile import StageCost
 from hispec.measure import latency as measuring
 from hispec.profile import run as profile_run
 from hispec.profile.candidates import Candidates, default_layers, exits_folder
@@ -177,7 +179,9 @@ def test_the_result_has_everything_that_was_measured(
     costs = result["costs"]
     assert 0 < costs["context_len"] < 128 and not costs["is_static"] and costs["row_buckets"] == []
     assert {"plain", "draft/2", "check/0-5", "check/2-5", "verify/5", "lookup"} <= costs["stages"].keys()
-    assert costs["stages"]["plain"]["constant_ms"] > 0
+    model = LatencyModel({name: StageCost(**each).cost for name, each in costs["stages"].items()})
+    plain_ms = model["plain"](2, 2, 2 * costs["context_len"])
+    assert plain_ms == pytest.approx(result["calibration"]["plain_parts_ms"]) and plain_ms > 0
     assert result["options"]["batch_size"] == 2 and {"cpu", "torch", "hispec"} <= result["environment"].keys()
 
 
