@@ -207,7 +207,7 @@ def steady(
     in_a_row = max(1, min(rounds, max_tokens // engine.plan.window - 15) // 3)
     for prompt in prompts:
         engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
-    ids = list(engine._requests)
+    ids = list(engine._loop.requests)
     try:
         for _ in range(6):  # by then all are ready, and their graph is captured
             engine.step()
@@ -224,7 +224,7 @@ def steady(
             for _ in range(in_a_row):
                 done += bool(engine.step())
             walls.append((time.perf_counter() - started) * 1e3 / max(1, done))
-        if len(engine._requests) < len(ids):
+        if len(engine._loop.requests) < len(ids):
             raise RuntimeError(f"requests ended within {max_tokens} tokens: nothing was steady")
     finally:
         engine.abort(ids, notify=False)

@@ -80,15 +80,15 @@ class SyntheticJudge:
 
 def forced(engine: Engine, agreement: Agreement) -> PlanRuntime:
     """The engine's plan with tiers that agree at these rates, whatever they say; for `use`."""
-    now = engine._runtime
-    assert isinstance(now.judge, CoupledJudge)
-    return replace(now, judge=SyntheticJudge(now.judge, agreement, now.stages.device))
+    runtime = engine._runtime
+    assert isinstance(runtime.judge, CoupledJudge)
+    return replace(runtime, judge=SyntheticJudge(runtime.judge, agreement, runtime.stages.device))
 
 
-def use(engine: Engine, speculation: PlanRuntime) -> None:
+def use(engine: Engine, runtime: PlanRuntime) -> None:
     """From now on the engine runs this; graphs are kept by it, so going back and forth costs nothing."""
     assert not engine.has_unfinished()
-    engine._plans.runtime = speculation
+    engine._plans.runtime = runtime
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Output text, token by token, with stop strings."""
+"""Turns output tokens into text one by one, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class IncrementalText:
-    """Detokenises one output as it grows. A character whose bytes are not complete yet is held back, and so
-    is text that may turn out to begin a stop string."""
+    """Detokenises one output as it grows. Characters whose bytes are incomplete are held back, and so is text
+    that may be the beginning of a stop string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
         self._backend = tokenizer.backend_tokenizer
@@ -26,7 +26,8 @@ class IncrementalText:
         self._end: int | None = None
 
     def append(self, token_id: int, may_stop: bool = True) -> str | None:
-        """Takes one token; the stop string that it completed, if any. The earliest one wins."""
+        """Takes one token -> the stop string that it completed, if any; of several, the one that begins
+        first."""
         piece = self._stream.step(self._backend, token_id)
         self._pending.append(token_id)
         if not piece or self._end is not None:
@@ -45,7 +46,8 @@ class IncrementalText:
         return string
 
     def release(self, final: bool) -> str:
-        """Text that is certain and was not handed out yet; with `final`, all up to the stop string."""
+        """Returns text that is certain and was not returned before; with `final`, all text up to the stop
+        string."""
         if final and self._end is None:
             self._text += self._backend.decode(
                 self._pending, skip_special_tokens=True

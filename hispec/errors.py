@@ -1,4 +1,4 @@
-"""Errors that users see, and the one place that words a failed validation."""
+"""Errors that users see, and the messages of failed validation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def build(model: type[Model], values: Any, where: str = "") -> Model:
-    """`model(**values)`, with every problem of `values` worded in one ConfigError.
+    """`model(**values)`. Raises one ConfigError that names every problem of `values`.
 
     `where` is the dotted path of `values` in the user's file, put before each field's name.
     """

@@ -1,4 +1,4 @@
-"""LLM: the batch API, and the only place with a tokenizer."""
+"""LLM: a model with an engine, for prompts as text, token ids or conversations."""
 
 from __future__ import annotations
 
@@ -6,30 +6,27 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tqdm import tqdm
 
-from ee_models.checkpoint.loader import CheckpointError, load_tokenizer, open_checkpoint
-from ee_models.decoder import Decoder
+from ee_models.checkpoint.loader import load_tokenizer, open_checkpoint
 
-from .config import EngineConfig, GoodputConfig, SchedulingConfig, SpeculativeConfig
-from .control.candidates import exit_layers
+from .config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from .detokenizer import IncrementalText
 from .engine import Engine
 from .engine.kv_sizing import max_model_len
 from .errors import ConfigError, RequestError, build
 from .loading.draft_models import DraftModels
 from .loading.fetch import resolve_model
+from .loading.target_model import load_decoder, select_device
 from .loading.trained_exits import TrainedExits
 from .outputs import Delta, GrowingOutput, PendingRequest, RequestOutput
+from .prompts import Message, Prompt, encode_prompt
 from .sampling_params import SamplingParams
 from .scheduling.lengths import LengthPredictor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Prompt = str | list[int] | dict[str, Any]
-Message = dict[str, Any]
 Params = SamplingParams | dict[str, Any] | Sequence[SamplingParams] | None
 
 
@@ -38,9 +35,9 @@ class LLM:
 
     model        a hub id, a folder, a .gguf file, or a name that `hispec fetch` knows
     speculative  a SpeculativeConfig or its fields; None is plain decoding
-    scheduling   a SchedulingConfig or its fields: who is served first; None = who came first
-    length_predictor   how long outputs will be, for scheduling policies that ask; None = learnt from those
-                       that have ended
+    scheduling   a SchedulingConfig or its fields: in which order requests are served; None = first come,
+                 first served
+    length_predictor   of output lengths, for policies that ask; None = learnt from ended requests
     skip_tokenizer_init   take and give token ids only
     engine       fields of EngineConfig: dtype, device, max_num_seqs, max_model_len, block_size,
                  num_kv_blocks, ...
@@ -62,33 +59,19 @@ class LLM:
     ) -> None:
         config = build(EngineConfig, engine, "engine")
         order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
-        device = _device(config.device)
+        device = select_device(config.device)
         checkpoint = open_checkpoint(resolve_model(model), revision)
-        plan_source = _speculative(speculative)
-        if plan_source is not None:
-            plan_source.plan(checkpoint.config.num_layers)  # before minutes of loading
+        plan = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
+        if plan is not None:
+            plan.plan(checkpoint.config.num_layers)  # raises errors before minutes of loading
         self.trained_exits = TrainedExits(checkpoint)
-        self.trained_exits.check(plan_source)
+        self.trained_exits.check(plan)
         self.draft_models = DraftModels(config.attention)
-        self.draft_models.check(plan_source)
+        self.draft_models.check(plan)
         length = max_model_len(
             config, checkpoint.config.max_position_embeddings, checkpoint.config.sliding_window
         )
-        dtype = _dtype(config.dtype, checkpoint.dtype, device)
-        try:
-            self.decoder = Decoder.load(
-                checkpoint,
-                dtype,
-                device,
-                config.attention,
-                max_positions=length,
-                quantization=config.quantization,
-                exact=config.exact_verify,
-            )
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            raise ConfigError(f"engine: {error}") from error
+        self.decoder = load_decoder(checkpoint, config, device, length)
         self.tokenizer: PreTrainedTokenizerBase | None = (
             None if skip_tokenizer_init else load_tokenizer(checkpoint)
         )
@@ -96,8 +79,8 @@ class LLM:
         self.engine = Engine(
             self.decoder,
             config,
-            plan_source,
-            **self._parts(plan_source),
+            plan,
+            **self._load_for_plan(plan),
             scheduling=order,
             length_predictor=length_predictor,
             eos_token_ids=checkpoint.config.eos_token_ids,
@@ -106,20 +89,18 @@ class LLM:
         self._defaults = checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}
         self._of_sequence: dict[str, PendingRequest] = {}
-        self._streams: dict[str, list[Delta]] = {}  # Deltas of live streams that nobody has taken yet
-        self._finished: list[RequestOutput] = []  # of other requests, for step()
+        self._streams: dict[str, list[Delta]] = {}  # Deltas that live streams have not yielded yet
+        self._finished: list[RequestOutput] = []  # outputs of other requests, for step()
         self._numbers = itertools.count()
-
-    # ---- batch ----
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """Completes prompts: text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}. Results in
-        input order.
+        """Completes prompts: text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]} -> outputs in
+        the order of the prompts.
 
-        One SamplingParams for all, or one each; None takes the model's own generation defaults. A prompt that
-        cannot be served comes back with `error` set; the others are served.
+        sampling_params   one for all prompts, or one each; None = the model's own generation defaults
+        A prompt that cannot be served gets an output with `error` set; the others are served.
         """
         is_one = isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int))
         return self._run([prompts] if is_one else list(prompts), sampling_params, use_tqdm, chat=False)
@@ -130,8 +111,8 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or a list of them, through the model's chat template. As `generate`
-        otherwise."""
+        """Answers one conversation, or a list of them, through the model's chat template; otherwise as
+        `generate`."""
         is_one = len(messages) > 0 and isinstance(messages[0], dict)
         return self._run([messages] if is_one else list(messages), sampling_params, use_tqdm, chat=True)
 
@@ -159,8 +140,6 @@ class LLM:
             del self._streams[request_id]
             self.abort([request_id])
 
-    # ---- one request at a time ----
-
     def add(
         self,
         prompt: Any,
@@ -175,7 +154,7 @@ class LLM:
                 f"{request_id}: a request of this id is unfinished; ids must be unique while they live"
             )
         params = self._params(sampling_params)
-        text, token_ids = self._text_and_tokens(prompt, chat)
+        text, token_ids = encode_prompt(self.tokenizer, prompt, chat)
         pending = PendingRequest(request_id, text, token_ids, params.logprobs is not None)
         try:
             for index in range(params.n):
@@ -204,24 +183,20 @@ class LLM:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests at once, without an output; unknown and finished ids are passed over."""
         for request_id in request_ids:
-            pending = self._pending.pop(request_id, None)
-            if pending is not None:
+            if (pending := self._pending.get(request_id)) is not None:
+                self._drop(pending)
                 self.engine.abort(pending.sequences, notify=False)
-                for sequence_id in pending.sequences:
-                    del self._of_sequence[sequence_id]
-
-    # ---- the model ----
 
     def encode(self, prompt: Prompt | Sequence[Message], chat: bool = False) -> list[int]:
         """Token ids of a prompt, or of a conversation through the chat template. Raises RequestError."""
-        return self._text_and_tokens(prompt, chat)[1]
+        return encode_prompt(self.tokenizer, prompt, chat)[1]
 
     def set_speculative(self, speculative: SpeculativeConfig | dict[str, Any] | None) -> None:
         """Changes the plan of the loaded model; plain decoding for None. Raises ConfigError while requests
         are unfinished, ExitsError for trained exits that cannot be used, and CheckpointError for a draft
         model that cannot be read."""
-        config = _speculative(speculative)
-        self.engine.set_speculative(config, **self._parts(config))
+        config = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
+        self.engine.set_speculative(config, **self._load_for_plan(config))
 
     @property
     def row_invariant(self) -> bool:
@@ -236,7 +211,7 @@ class LLM:
         self.engine.reset_stats()
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated, by what they are for."""
+        """Bytes allocated, by purpose."""
         return {
             "weights_bytes": self.decoder.num_bytes,
             "draft_model_bytes": self.draft_models.num_bytes,
@@ -254,42 +229,25 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- inside ----
-
-    def _parts(self, config: SpeculativeConfig | None) -> dict[str, Any]:
-        """What a plan needs, or all those that a controller may choose from: trained exits, a draft model,
-        and what stages cost."""
+    def _load_for_plan(self, config: SpeculativeConfig | None) -> dict[str, Any]:
+        """What the engine needs for a plan, or for all plans that a controller may choose from: trained
+        exits, a draft model, and what stages cost."""
         exits = self.trained_exits.load(config, self.decoder)
         draft_model = self.draft_models.load(config, self.decoder, self.tokenizer, self._max_model_len)
         latency = None
         if config is not None and config.control == "goodput":
-            from .measure.latency import latency_for
+            from .measure.latency import latency_for_control
 
-            goodput = config.goodput or GoodputConfig()
-            latency = latency_for(
-                self.decoder,
-                exit_layers(config, [exit_.layer for exit_ in exits]),
-                exits,
-                max_num_seqs=self._max_num_seqs,
-                max_window=config.num_checks * (config.num_draft_tokens + 1),
-                draft_model=draft_model,
-                path=goodput.latency,
-            ).model()
+            latency = latency_for_control(config, self.decoder, exits, draft_model, self._max_num_seqs)
         return {"exits": exits, "draft_model": draft_model, "latency": latency}
 
-    def _run(
-        self, prompts: list[Any], sampling_params: Params, use_tqdm: bool, chat: bool
-    ) -> list[RequestOutput]:
+    def _run(self, prompts: list[Any], params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
         if self.has_unfinished():
             raise RequestError(
                 f"{len(self._pending)} requests are unfinished; step() until has_unfinished() is False, or"
                 " abort them"
             )
-        each = (
-            list(sampling_params)
-            if isinstance(sampling_params, Sequence)
-            else [sampling_params] * len(prompts)
-        )
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ConfigError(
                 f"{len(each)} sampling_params for {len(prompts)} prompts; give one for all, or one each"
@@ -297,9 +255,9 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         ids = [f"prompt-{next(self._numbers)}" for _ in prompts]
         try:
-            for request_id, prompt, params in zip(ids, prompts, each, strict=True):
+            for request_id, prompt, own_params in zip(ids, prompts, each, strict=True):
                 try:
-                    self.add(prompt, params, request_id, chat=chat)
+                    self.add(prompt, own_params, request_id, chat=chat)
                 except RequestError as error:
                     text = prompt if isinstance(prompt, str) else None
                     done[request_id] = RequestOutput(request_id, text, [], error=str(error))
@@ -319,7 +277,7 @@ class LLM:
         return [done[request_id] for request_id in ids]
 
     def _advance(self) -> None:
-        """One engine step: hands Deltas to streams, and keeps what finished for step()."""
+        """Runs one engine step, hands its Deltas to streams, and keeps finished outputs for step()."""
         for delta in self.engine.step():
             pending = self._of_sequence.get(delta.request_id)
             if pending is None:  # aborted meanwhile
@@ -330,71 +288,13 @@ class LLM:
                 stream.append(delta)
             if all(growing.last and growing.last.finish_reason for growing in pending.sequences.values()):
                 if stream is None:
-                    self._finished.append(pending.output())
-                del self._pending[pending.request_id]
-                for sequence_id in pending.sequences:
-                    del self._of_sequence[sequence_id]
+                    self._finished.append(pending.make_output())
+                self._drop(pending)
+
+    def _drop(self, pending: PendingRequest) -> None:
+        del self._pending[pending.request_id]
+        for sequence_id in pending.sequences:
+            del self._of_sequence[sequence_id]
 
     def _params(self, values: SamplingParams | dict[str, Any] | None) -> SamplingParams:
         return SamplingParams.of({**self._defaults} if values is None else values)
-
-    def _text_and_tokens(self, prompt: Any, chat: bool) -> tuple[str | None, list[int]]:
-        """(text if there is one, token ids) of a prompt as users give it. Raises RequestError."""
-        if not chat and isinstance(prompt, dict):
-            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
-        if not chat and isinstance(prompt, (list, tuple)):
-            return None, list(prompt)
-        if self.tokenizer is None:
-            raise RequestError("the model has no tokenizer; give prompt_token_ids")
-        if not chat:
-            if not isinstance(prompt, str):
-                raise RequestError(
-                    "a prompt is a string, a list of token ids, or a dict with one of them, not"
-                    f" {type(prompt).__name__}"
-                )
-            return prompt, self._encode(prompt, add_special_tokens=True)
-        if not self.tokenizer.chat_template:
-            raise RequestError(
-                "the model's tokenizer has no chat template; give a plain prompt: generate(), or --no-chat on"
-                " the command line"
-            )
-        try:
-            text = str(self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # a template is code of the model's author, and raises what it likes
-            raise RequestError(f"the chat template refuses the messages: {error}") from error
-        return text, self._encode(text, add_special_tokens=False)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        assert self.tokenizer is not None
-        try:
-            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        except Exception as error:  # tokenizers raise what they like, for a lone surrogate for example
-            raise RequestError(f"the tokenizer refuses the prompt: {error}") from error
-
-
-def _speculative(values: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig | None:
-    return None if values is None else build(SpeculativeConfig, values, "speculative")
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"engine.device={name!r} cannot be used here: {str(error).splitlines()[0]}; choose auto or cpu"
-        ) from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"engine.device={name!r}: this runtime runs on cpu and cuda")
-    if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # where Triton launches its kernels
-    return device
-
-
-def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """`auto`: float32 on a CPU, where it is fastest here and exact; as stored on a GPU."""
-    if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-    return torch.float32 if device.type == "cpu" else stored

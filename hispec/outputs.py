@@ -1,5 +1,5 @@
-"""What comes out: one Delta per request and step, one RequestOutput per prompt, and how the first are
-gathered into the second."""
+"""Outputs: one Delta per request and step, one RequestOutput per prompt, and the collection of Deltas into
+RequestOutputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times in seconds on the monotonic clock of the engine; counts are of this request alone."""
+    """Metrics of one request. Times are in seconds on the engine's monotonic clock."""
 
     arrival_s: float
     first_token_s: float | None
@@ -37,7 +37,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one request. `finish_reason` is set on the last one."""
+    """What one step added to one request. `finish_reason` is set on its last Delta."""
 
     request_id: str
     token_ids: list[int]
@@ -64,7 +64,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt with its outputs. `error` says why a request was refused; it then has no outputs."""
+    """A prompt with its outputs. `error` says why the request was refused, or why an output failed."""
 
     request_id: str
     prompt: str | None
@@ -74,13 +74,13 @@ class RequestOutput:
 
     @property
     def metrics(self) -> RequestMetrics | None:
-        """Of the first output."""
+        """Metrics of the first output."""
         return self.outputs[0].metrics if self.outputs else None
 
 
 @dataclass
 class GrowingOutput:
-    """One of a request's outputs while it grows."""
+    """One of a request's outputs, collected from Deltas."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -93,7 +93,7 @@ class GrowingOutput:
         self.logprobs += delta.logprobs or []
         self.last = delta
 
-    def output(self, index: int, wants_logprobs: bool) -> CompletionOutput:
+    def make_output(self, index: int, wants_logprobs: bool) -> CompletionOutput:
         last = self.last
         assert last is not None
         logprobs = self.logprobs if wants_logprobs else None
@@ -110,7 +110,7 @@ class GrowingOutput:
 
 @dataclass
 class PendingRequest:
-    """A request with its `n` outputs; `sequences` maps the engine's request ids to them."""
+    """An unfinished request with its `n` outputs; `sequences` maps the engine's request ids to them."""
 
     request_id: str
     prompt: str | None
@@ -118,12 +118,12 @@ class PendingRequest:
     wants_logprobs: bool
     sequences: dict[str, GrowingOutput] = field(default_factory=dict)
 
-    def output(self) -> RequestOutput:
+    def make_output(self) -> RequestOutput:
         errors = [
             growing.last.error for growing in self.sequences.values() if growing.last and growing.last.error
         ]
         outputs = [
-            growing.output(index, self.wants_logprobs)
+            growing.make_output(index, self.wants_logprobs)
             for index, growing in enumerate(self.sequences.values())
         ]
         return RequestOutput(

@@ -1,4 +1,4 @@
-"""SamplingParams: what a user asks of one request's output. Names and meanings follow vLLM."""
+"""SamplingParams: how one request's output is sampled. Names and meanings follow vLLM."""
 
 from __future__ import annotations
 

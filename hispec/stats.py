@@ -1,4 +1,4 @@
-"""Counts of what the engine did. Rates are derived where they are printed."""
+"""Counts of what the engine has done; rates are computed where they are printed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ def rate(part: float, whole: float) -> float | None:
 
 @dataclass
 class RoundCounts:
-    """What rounds did, for one request or for all.
+    """Counts of rounds, of one request or of all.
 
     rounds                   rows times rounds
-    tokens                   output tokens kept
-    committed                tokens that rounds committed; more than `tokens` by what lay beyond a request's
-                             end
-    drafted, draft_accepted  draft tokens that could be judged; of them, those that the tier above kept
-    looked_up, looked_up_accepted   of these, the ones that prompt lookup proposed
-    tentative, accepted      tokens put before verify; of them, those that it kept
-    accept_length_histogram  index = tokens that one row's round committed
+    tokens                   output tokens
+    committed                tokens that rounds committed, those beyond a request's end included
+    drafted, draft_accepted  draft tokens that could be judged; those of them that the tier above kept
+    looked_up, looked_up_accepted   those of these that prompt lookup proposed
+    tentative, accepted      tokens that verify judged; those of them that it kept
+    accept_length_histogram  rows times rounds, by the number of tokens that they committed
     """
 
     rounds: int = 0
@@ -46,7 +45,7 @@ class RoundCounts:
         tentative: int,
         accepted: int,
     ) -> None:
-        """Counts one row's round; `drafted` and `draft_accepted` by Source (computed, looked up)."""
+        """Adds one row's round; `drafted` and `draft_accepted` by Source (computed, looked up)."""
         self.rounds += 1
         self.committed += committed
         self.tokens += tokens
@@ -65,13 +64,13 @@ class RoundCounts:
 class EngineStats:
     """Totals since the start, or since the last reset.
 
-    steps            engine steps that ran a round
-    prefill_tokens   prompt positions computed
-    prefill_s        seconds spent on them; on a GPU only until they are queued
-    round_s          seconds spent on rounds
-    drafter_failures rounds that a drafter could not take part in, so that their requests went on with plain
-    decoding caught_up_tokens positions whose KV an exit or a draft model made up for, since it had sat out
-    their rounds
+    steps              engine steps that ran a round
+    prefill_tokens     prompt positions computed
+    prefill_s          seconds spent on them; on a GPU only until they are queued
+    round_s            seconds spent on rounds
+    finished           requests that have ended
+    drafter_failures   times that a drafter failed, so that requests went on with plain decoding
+    caught_up_tokens   positions whose missing KV was backfilled for an exit or a draft model
     """
 
     round: RoundCounts = field(default_factory=RoundCounts)
@@ -84,7 +83,7 @@ class EngineStats:
     caught_up_tokens: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Flat, in plain types."""
+        """All counts in one dictionary of plain types."""
         own = {name: value for name, value in vars(self).items() if name != "round"}
         counts = dict(vars(self.round), accept_length_histogram=list(self.round.accept_length_histogram))
         return {**counts, **own}

@@ -34,8 +34,8 @@ FAULTS = (
     Fault(
         "rollback off by one: the round starts a position early",
         "hispec/runner/round_runner.py",
-        "token_ids[-1], len(request.token_ids) - 1, cap,",
-        "token_ids[-1], len(request.token_ids) - 2, cap,",
+        "start, room = len(request.token_ids) - 1,",
+        "start, room = len(request.token_ids) - 2,",
     ),
     Fault(
         "a stale hidden row: the last draft's is not stored",
@@ -242,31 +242,31 @@ FAULTS = (
         STATIC,
     ),
     Fault(
-        "the round in the air begins with a token before the last committed one",
+        "the round in flight begins with a token before the last committed one",
         "hispec/runner/launchers.py",
         "gather(1, counts.unsqueeze(1))",
         "gather(1, (counts - 1).clamp(min=0).unsqueeze(1))",
         STATIC,
     ),
     Fault(
-        "the round in the air may output more than is left",
+        "the round in flight may output more than is left",
         "hispec/runner/launchers.py",
         "            room -= counts\n",
         "",
         STATIC,
     ),
     Fault(
-        "blocks that the round in the air needs are given back",
-        "hispec/engine/engine.py",
-        "release=self._flight is None)",
+        "blocks that the round in flight needs are given back",
+        "hispec/engine/step_loop.py",
+        "release=self.flight is None)",
         "release=True)",
         STATIC,
     ),
     Fault(
         "what ended a round ago is committed once more",
-        "hispec/engine/engine.py",
-        "for row, request in flight.rows.requests if request.finish_reason is None]",
-        "for row, request in flight.rows.requests]",
+        "hispec/engine/step_loop.py",
+        "            if request.finish_reason is None  # else",
+        "            if True  # else",
         STATIC,
     ),
     Fault(
@@ -286,7 +286,7 @@ FAULTS = (
     Fault(
         "tokens of a round that failed count for penalties",
         "hispec/runner/round_runner.py",
-        "        self._seated = None\n\n    def warm_up",
+        "        self._loaded = None\n\n    def warm_up",
         "        pass\n\n    def warm_up",
         ("tests/engine/test_kv_sizing.py",),
     ),
@@ -298,7 +298,7 @@ FAULTS = (
         STATIC,
     ),
     Fault(
-        "exits that sat out are not caught up with",
+        "KV that an exit lacks is not backfilled",
         "hispec/runner/backfill.py",
         "            runtime.stages.backfill(token_ids, view, layers)",
         "            pass",
@@ -321,8 +321,8 @@ FAULTS = (
     Fault(
         "a round that began late is where a gap begins",
         "hispec/runner/backfill.py",
-        "request.gaps.setdefault(owner, request.num_computed)",
-        "request.gaps[owner] = request.num_computed",
+        "request.gaps.setdefault(source, request.num_computed)",
+        "request.gaps[source] = request.num_computed",
         CONTROL,
     ),
     Fault(

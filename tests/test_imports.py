@@ -31,7 +31,7 @@ LEVELS: list[set[str]] = [
     {"decoding", "latency"},
     {"sampling"},
     {"sampling_params"},
-    {"config"},
+    {"config", "prompts"},
     {"outputs", "stats", "detokenizer", "utils"},
     {"errors", "version"},
 ]
@@ -202,8 +202,8 @@ def test_the_checks_find_what_they_look_for() -> None:
     assert upward({"hispec.decoding.round": {"hispec.x"}, "hispec.x": {"hispec.llm"}}) == [
         ("hispec.decoding.round", "hispec.llm")
     ]
-    assert upward({"hispec.scheduling.a": {"hispec.decoding.round", "hispec.scheduling.b"}}) == [
-        ("hispec.scheduling.a", "hispec.decoding.round")
+    assert upward({"hispec.scheduling.a": {"hispec.control.b", "hispec.scheduling.b"}}) == [
+        ("hispec.scheduling.a", "hispec.control.b")
     ]
     assert not upward({"hispec.cli": {"hispec.llm"}, "hispec.llm": {"hispec.engine.engine", "hispec.errors"}})
     for module, expected in (

@@ -1,4 +1,4 @@
-"""The base of all settings, and what fields are made of."""
+"""The base class of all settings, and types of fields."""
 
 from __future__ import annotations
 

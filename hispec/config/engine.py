@@ -1,4 +1,4 @@
-"""How the engine runs."""
+"""Settings of the engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class EngineConfig(Settings):
 
     dtype                   "auto" = float32 on a CPU, the checkpoint's own on a GPU
     device                  "auto" = a GPU if there is one
-    quantization            "int8" or "int4" weights, exits and draft models included: another, smaller model
-                            [torchao]; None = as stored
-    max_num_seqs            rows of a round at most: requests that run together
+    quantization            "int8" or "int4" weights, those of exits and draft models included [torchao]; the
+                            output is that of the quantized model. None = as stored
+    max_num_seqs            requests that run together at most: rows of a round
     max_model_len           prompt + output of one request at most; None = the model's own limit
     block_size              positions per KV block
     num_kv_blocks           None = enough for max_num_seqs requests of max_model_len, within half of the free
@@ -28,12 +28,12 @@ class EngineConfig(Settings):
     seed                    base of the seeds of requests that bring none
     graphs                  on a GPU, whether rounds are captured as CUDA graphs at all, those of plain
                             decoding included
-    exact_verify            on a GPU, kernels that compute a token alike whatever else is in the pass, so that
-                            speculative and plain output agree bit for bit; slower. On a CPU in float32 it is
-                            so anyway
+    exact_verify            on a GPU, use slower kernels whose result for a token does not depend on what else
+                            is in the pass, so that speculative and plain output agree bit for bit; on a CPU
+                            in float32 they always do
     max_graphs              graphs kept, one per plan, number of rows, length of context and way of sampling;
                             the least recently used makes room
-    max_graph_bytes         GPU memory kept free for them
+    max_graph_bytes         GPU memory reserved for graphs
     trace                   file that decisions, rounds and requests are recorded in, one JSON object per
                             line, for `hispec report` and `hispec simulate`
     warm_up                 capture all graphs when the engine starts, the largest first, instead of each when

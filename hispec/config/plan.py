@@ -1,4 +1,4 @@
-"""What one round does."""
+"""The plan of a round."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Plan:
-    """What one round does (design: D, C, K, R). `PLAIN` is plain decoding: the same round with two tiers left
-    out.
+    """What one round does. `PLAIN` is plain decoding: the same round without draft and check tier.
 
     draft_layer        D: the draft tier runs layers [0, D); 0 = the drafter is outside of the trunk, and the
                        next tier begins at the embedding
@@ -48,7 +47,7 @@ class Plan:
 
     @property
     def window(self) -> int:
-        """Places that one round can process: R * (B * K + 1)."""
+        """Places that one round can process in a row: R * (B * K + 1)."""
         return self.num_checks * (self.num_branches * self.num_draft_tokens + 1)
 
     @property

@@ -1,4 +1,4 @@
-"""In which order requests are served."""
+"""Settings of the order in which requests are served."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from .base import Settings
 
 
 class SchedulingConfig(Settings):
-    """Who runs next, and who makes room. Service is counted in passes over the whole model (layers run /
-    layers).
+    """In which order requests run, and which are preempted. Service is counted in passes over the whole model
+    (layers run / layers).
 
     policy               "fcfs": first come, first served; "sjf": shortest predicted output first; "mlfq":
                          least attained service first, in queues; "laps": as mlfq, until a request's
                          acceptance is stable; from then on by its estimated remaining time [LAPS-SD]
     num_queues           of mlfq and laps; the number and the thresholds are our choice, the paper gives none
     first_quantum        service that a request gets in the highest queue
-    quantum_growth       each further queue's quantum is so many times the one before
-    stability_window     of laps: acceptance is stable when the means of the last so many rounds, and of as
-                         many before them, differ by less than
-    stability_tolerance    this
-    max_slowdown         a request that has been here so many times as long as it would take alone goes before
-                         all others, the oldest first; None = never, and long requests may starve
-    expected_tokens      output length that is assumed while nothing has finished yet
-    review_rounds        rounds between two looks at who should run, while somebody waits; of policies that
-                         preempt
-    swap_bytes           host memory for KV of preempted requests whose blocks others need; 0 = it is computed
-                         again
+    quantum_growth       factor between the quanta of a queue and of the one above it
+    stability_window     of laps: acceptance is stable when its means over the last so many rounds, and over
+                         as many rounds before them, differ by less than stability_tolerance
+    stability_tolerance  see stability_window
+    max_slowdown         a request whose time since arrival is so many times the time that it would take alone
+                         goes before all others, the oldest first; None = never, and long requests may starve
+    expected_tokens      output length that is assumed until the first request has finished
+    review_rounds        of policies that preempt: rounds between two decisions on which requests run, while
+                         others wait
+    swap_bytes           host memory for the KV of preempted requests whose blocks others need; 0 = such KV is
+                         computed again
     """
 
     policy: Literal["fcfs", "sjf", "mlfq", "laps"] = "fcfs"

@@ -1,4 +1,4 @@
-"""How to speculate: who drafts, who checks, how much, and who decides."""
+"""Settings of speculation: the drafter, the check tier, their sizes, and the controller."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MOST_DRAFTS = 64  # of a tree, per cycle
 
 
 class NgramConfig(Settings):
-    """Prompt lookup: what followed the last tokens when they last stood in this request's prompt or output is
-    proposed again.
+    """Prompt lookup: the last tokens are searched for in the request's prompt and output, and the tokens that
+    followed their latest occurrence are proposed.
 
     max_size, min_size   tokens that must be the same, the longest match first
-    tokens_per_match     propose at most so many tokens for each token that matched (counted to 16 back),
-                         since a longer match is a surer one; None = always num_draft_tokens
+    tokens_per_match     propose at most so many tokens for each token that matched (up to 16 are counted),
+                         since longer matches are right more often; None = always num_draft_tokens
     datastore_tokens     tokens of earlier requests' outputs that are searched too, at most; 0 = none
     """
 
@@ -47,7 +47,7 @@ class NgramConfig(Settings):
 
 
 class DraftConfig(Settings):
-    """Tier one: what proposes tokens.
+    """The draft tier: how tokens are proposed.
 
     kind              "exit": an early exit of the model, through its own norm and head; "adapter": a trained
                       early exit; "ngram": prompt lookup; "hybrid": prompt lookup where it matches, an early
@@ -136,19 +136,20 @@ class GoodputConfig(Settings):
     """How `control: goodput` decides. A plan's goodput is the tokens that it is expected to commit per second
     [SmartSpec].
 
-    latency            profile of this model on this machine (`hispec profile --latency`); None = the one that
-                       is kept for them, which is measured first if there is none
+    latency            file of a latency profile of this model on this machine (`hispec profile --latency`);
+                       None = the cached profile, which is measured first if there is none
     interval           rounds between two decisions
-    margin             another plan is taken only if it promises so many times the goodput of the present one
-    probe_share        share of rounds, at most, that try plans that were not tried of late
-    shadow_share       share of rounds on which exits that are not in use are read too [DEL]
+    margin             another plan is chosen only if its expected goodput is so many times that of the
+                       present plan
+    probe_share        share of rounds, at most, that try plans that were not tried lately
+    shadow_share       share of rounds that also record what exits not in use predict [DEL]
     window             rounds after which an observation counts half
-    prior_acceptance   share of drafts assumed right before any was seen, by any drafter
-    prior_weight       drafts that the assumption counts for; per request, that what is known of all requests
-                       counts for
+    prior_acceptance   acceptance that is assumed of every drafter before its first draft was judged
+    prior_weight       number of drafts that this assumption counts as; for a single request, the number that
+                       the acceptance of all requests counts as
     per_request        whether K and R of a request follow its own acceptance
-    drafters           kinds of drafters to choose from; None = all that can be had: prompt lookup, exits and
-                       hybrids where there are exits, the draft model that `draft` names
+    drafters           kinds of drafters to choose from; None = all that the settings allow: prompt lookup,
+                       exits and hybrids if there are exits, the draft model that `draft` names
     layers             exits to choose D and C from; None = the ones that `draft` and `check` name, and all
                        trained ones
     """
@@ -265,7 +266,7 @@ class SpeculativeConfig(Settings):
             )
 
     def trained_layers(self) -> dict[str, int]:
-        """The layers whose exits are trained, by the name of the tier."""
+        """The layers of the trained exits, by the name of the tier that reads them."""
         layers = {}
         if self.draft.is_trained and self.draft.layer is not None:
             layers["draft"] = self.draft.layer

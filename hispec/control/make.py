@@ -1,4 +1,4 @@
-"""Who decides what rounds do, as the settings say."""
+"""Makes the controller that the settings name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .controller import GoodputControl
 def make_control(
     plan: Plan,
     routes: Sequence[Route],
-    along: Collection[int],
+    written_layers: Collection[int],
     speculative: SpeculativeConfig | None,
     latency: LatencyModel | None,
     on_decision: Callable[[Mapping[str, Any]], None],
 ) -> Control:
-    """The fixed plan, or for control: goodput a controller that chooses among `routes`, whose exits at layers
-    `along` are kept up by every round.
+    """A controller that always chooses `plan`, or for control: goodput one that chooses among `routes`.
+    written_layers: the exits whose KV every round writes.
 
     Raises ConfigError if control: goodput lacks a latency profile, or the profile a stage."""
     if speculative is not None and speculative.control == "goodput":
@@ -34,7 +34,7 @@ def make_control(
             routes,
             latency,
             speculative.goodput or GoodputConfig(),
-            along=frozenset(along),
+            along=frozenset(written_layers),
             on_decision=on_decision,
         )
     if plan.is_plain:

@@ -13,34 +13,35 @@ from ..scheduling.request import Request, TextStream
 
 @dataclass(frozen=True)
 class Admission:
-    """Makes an engine's requests.
+    """Checks and makes an engine's requests.
 
-    model_len, num_blocks, block_size   what one may take at most; seed: base of the seeds of those that bring
-                                        none
+    max_model_len, num_blocks, block_size   the most tokens and KV blocks of a request
+    seed                                    base of the seeds of requests that bring none
     """
 
     vocab_size: int
-    model_len: int
+    max_model_len: int
     num_blocks: int
     block_size: int
     seed: int
     eos_token_ids: frozenset[int]
 
-    def request(
+    def make_request(
         self,
         number: int,
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         text: TextStream | None,
-        also: Iterable[str],
+        problems: Iterable[str] = (),
     ) -> Request:
-        """Raises RequestError with all reasons why it can never be served, `also` these."""
-        problems = [*self._problems(prompt_token_ids, params, has_text=text is not None), *also]
-        if problems:
-            raise RequestError(f"{request_id}: " + "; ".join(problems))
+        """Raises RequestError with all reasons why the request can never be served: those found here, and
+        `problems`."""
+        found = [*self._problems(prompt_token_ids, params, has_text=text is not None), *problems]
+        if found:
+            raise RequestError(f"{request_id}: " + "; ".join(found))
         prompt = [int(token) for token in prompt_token_ids]
-        room = self.model_len - len(prompt)
+        room = self.max_model_len - len(prompt)
         return Request(
             request_id=request_id,
             number=number,
@@ -59,7 +60,7 @@ class Admission:
     ) -> Iterator[str]:
         vocab_size, model_len, num_blocks, block_size = (
             self.vocab_size,
-            self.model_len,
+            self.max_model_len,
             self.num_blocks,
             self.block_size,
         )

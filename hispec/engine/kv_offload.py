@@ -1,4 +1,4 @@
-"""KV of preempted requests: to host memory, or to be computed again."""
+"""Offloads the KV of preempted requests to host memory where that is cheaper than computing it again."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from ..utils.memory import is_out_of_memory
 class KVOffloader:
     """The scheduler's Keeper.
 
-    host         where it goes
-    kvs          all tensors that a request's blocks lie in now
-    is_cheaper   whether so many positions are cheaper to move out and in than to compute again
+    host         where KV is offloaded to
+    kvs          gives all tensors that a request's blocks lie in now
+    is_cheaper   whether so many positions are cheaper to move out and in than to compute again; may be
+                 replaced
     """
 
     def __init__(
         self, host: HostKV, kvs: Callable[[], Sequence[PagedKV]], is_cheaper: Callable[[int], bool]
     ) -> None:
-        self._host, self._kvs, self._is_cheaper = host, kvs, is_cheaper
+        self._host, self._kvs, self.is_cheaper = host, kvs, is_cheaper
 
     def save(self, request: Request) -> bool:
-        if not self._is_cheaper(request.num_computed):
+        """Copies the request's KV to host memory -> whether it did: not if computing it again is cheaper, or
+        if memory lacks."""
+        if not self.is_cheaper(request.num_computed):
             return False
         try:
             return self._host.save(request.number, self._kvs(), request.table.blocks, request.num_computed)
@@ -36,8 +39,8 @@ class KVOffloader:
             return False
 
     def restore(self, request: Request) -> bool:
-        """False also where the plan has other tensors than when it was saved, and where an interrupt came
-        between."""
+        """Copies the request's KV back into its blocks -> whether it could: not if nothing complete was
+        saved, the plan has other tensors since, or memory lacks."""
         try:
             if request.number in self._host and self._host.restore(
                 request.number, self._kvs(), request.table.blocks
@@ -54,12 +57,12 @@ class KVOffloader:
 
 
 def cheaper_to_move(latency: LatencyModel | None, max_prefill_tokens: int) -> Callable[[int], bool]:
-    """For KVOffloader: whether moving so many positions out and in costs less than prefill of them, in chunks
-    of max_prefill_tokens, by the profile.
+    """For KVOffloader: whether moving so many positions out and in costs less, by the profile, than their
+    prefill in chunks of max_prefill_tokens.
 
-    Without a profile, or without these stages in it: always. Of SmolLM2-135M in float32 a position's KV goes
-    out and in within 0.1 ms on a CPU, and takes 0.9 ms to compute; the larger the model, the more layers'
-    products there are for each byte of KV.
+    Without a profile, or without these stages in it, moving is taken to be cheaper: of SmolLM2-135M in
+    float32 on a CPU a position's KV moves out and in within 0.1 ms and takes 0.9 ms to compute, and larger
+    models compute more per byte of KV.
     """
     if latency is None or "swap" not in latency or "prefill" not in latency:
         return lambda num_positions: True
@@ -68,7 +71,7 @@ def cheaper_to_move(latency: LatencyModel | None, max_prefill_tokens: int) -> Ca
     def is_cheaper(num_positions: int) -> bool:
         ends = [*range(max_prefill_tokens, num_positions, max_prefill_tokens), num_positions]
         starts = [0, *ends[:-1]]
-        again_ms = sum(prefill(1, end - start, end) for start, end in zip(starts, ends, strict=True))
-        return swap(1, num_positions, num_positions) < again_ms
+        prefill_ms = sum(prefill(1, end - start, end) for start, end in zip(starts, ends, strict=True))
+        return swap(1, num_positions, num_positions) < prefill_ms
 
     return is_cheaper

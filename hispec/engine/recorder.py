@@ -1,4 +1,4 @@
-"""What rounds did, told to whoever decides what the next ones do, and to the trace."""
+"""Reports rounds and requests to the controller and to the trace."""
 
 from __future__ import annotations
 
@@ -11,71 +11,73 @@ from ..config import EngineConfig
 from ..control.choice import Choice, Control, FixedControl
 from ..outputs import RequestMetrics
 from ..runner.launchers import Flight, Input
-from ..runner.round_output import RowOutcome, observed
+from ..runner.round_output import RowOutcome, make_observation
 from ..scheduling.request import Request
 from ..trace.writer import TraceWriter
 from ..utils.environment import environment
 
-_MOST_KEPT = 8
+_MOST_KEPT = 8  # controllers
+
+_TracedRound = tuple[int, int, Sequence[int], Sequence[int]]  # as TraceWriter takes them
 
 
 class Recorder:
-    """Of one engine."""
+    """Holds the controller in use, and earlier ones with what they have learnt; writes the trace, if there is
+    one."""
 
     def __init__(self, config: EngineConfig, model: str, policy: str) -> None:
+        """model, policy: names, for the trace."""
         self.control: Control = FixedControl(None)
-        self._controls: dict[
-            Hashable, Control
-        ] = {}  # with what they have learnt, for when their plan comes back
+        self._controls: dict[Hashable, Control] = {}
         self._config, self._model, self._policy = config, model, policy
         self._trace: TraceWriter | None = None
-        self._rounds: dict[
-            int, list[tuple[int, int, Sequence[int], Sequence[int]]]
-        ] = {}  # of unfinished requests, by number
+        self._rounds: dict[int, list[_TracedRound]] = {}  # of unfinished requests, by number
 
-    def known(self, key: Hashable) -> Control | None:
-        """Who decided when this was asked for before."""
+    def cached_controller(self, key: Hashable) -> Control | None:
+        """The controller that was used under this key before."""
         return self._controls.get(key)
 
-    def use(self, control: Control, key: Hashable = None) -> None:
-        """Who decides from now on. Raises ConfigError, the first time, if the trace cannot be written."""
+    def use_controller(self, control: Control, key: Hashable = None) -> None:
+        """Makes `control` the one in use, and keeps it under `key`. Raises ConfigError, the first time, if
+        the trace cannot be written."""
         routes = [str(route) for route in control.routes]
-        path = self._config.trace
-        if (
-            path is not None and self._trace is None
-        ):  # not before all else was found right: an earlier trace is replaced
-            about, rows = environment(), self._config.max_num_seqs
+        if self._trace is not None:
+            self._trace.routes(routes)
+        elif self._config.trace is not None:  # made only now, as it replaces an earlier trace
             self._trace = TraceWriter(
-                Path(path),
+                Path(self._config.trace),
                 model=self._model,
                 policy=self._policy,
-                max_num_seqs=rows,
+                max_num_seqs=self._config.max_num_seqs,
                 routes=routes,
-                environment=about,
+                environment=environment(),
             )
-        elif self._trace is not None:
-            self._trace.routes(routes)
         if key not in self._controls and len(self._controls) >= _MOST_KEPT:
             del self._controls[next(iter(self._controls))]
         self._controls[key] = self.control = control
 
-    def decided(self, record: Mapping[str, Any]) -> None:
+    def report_failure(self, route: int) -> None:
+        """Tells the controller that the drafter of a route has failed."""
+        self.control.failed(route)
+
+    def record_decision(self, record: Mapping[str, Any]) -> None:
+        """Writes a controller's decision to the trace."""
         if self._trace is not None:
             self._trace.decision(record)
 
-    def round(
+    def record_round(
         self, flight: Flight, choice: Choice, rows: Sequence[tuple[Request, int, RowOutcome]], seconds: float
     ) -> None:
-        """A round of these requests, in these rows, before it is committed. seconds: nan if something else
-        was timed too."""
+        """Reports a round before it is committed. rows: requests with their rows and outcomes; seconds: nan
+        if other work was timed too."""
         if self._trace is None and isinstance(self.control, FixedControl):
             return
         if flight.plan != choice.plan:  # the drafter failed, or no row could speculate
             choice = Choice(None, flight.plan)
-        if choice.watches != flight.rows.watches:  # rounds that run ahead of the host are not watched
+        if choice.watches != flight.rows.watches:  # a round launched ahead of the host watches no exits
             choice = replace(choice, watches=flight.rows.watches)
         inputs = flight.rows.inputs
-        seen = observed(
+        observation = make_observation(
             choice,
             [(request.number, outcome) for request, _, outcome in rows],
             limits=[
@@ -87,21 +89,23 @@ class Recorder:
             context_tokens=sum(len(request.token_ids) for request, _, _ in rows),
             seconds=seconds,
         )
-        self.control.observe(seen)
+        self.control.observe(observation)
         if self._trace is not None:
-            self._trace.round(seen)
+            self._trace.round(observation)
             route = -1 if choice.route is None else choice.route
             for request, _, outcome in rows:
                 self._rounds.setdefault(request.number, []).append(
                     (route, len(outcome.token_ids), outcome.drafted, outcome.kept)
                 )
 
-    def finished(self, request: Request, metrics: RequestMetrics | None) -> None:
+    def record_request(self, request: Request, metrics: RequestMetrics | None) -> None:
+        """Reports a request that has ended."""
         self.control.forget(request.number)
         rounds = self._rounds.pop(request.number, [])
         if self._trace is not None and metrics is not None and request.finish_reason is not None:
             self._trace.request(request.number, metrics, request.max_tokens, request.finish_reason, rounds)
 
     def close(self) -> None:
+        """Closes the trace."""
         if self._trace is not None:
             self._trace.close()

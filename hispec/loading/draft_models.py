@@ -1,4 +1,4 @@
-"""Finds and loads separate draft models, each once, and makes sure that they speak the target's tokens."""
+"""Finds and loads separate draft models, each once, and checks that their tokens are the target's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DraftModels:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights of all that are loaded."""
+        """Bytes of the weights of all loaded draft models."""
         return sum(decoder.num_bytes for decoder in self._loaded.values())
 
     @staticmethod
@@ -87,7 +87,8 @@ def _path(speculative: SpeculativeConfig | None) -> str | None:
 def _check_tokens(
     path: str, checkpoint: Checkpoint, target: Decoder, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Every token must mean the same to both. Raises ConfigError that names the first one that does not."""
+    """Raises ConfigError, naming the first token that differs, unless both models have the same
+    vocabulary."""
     own, others = checkpoint.config, target.config
     if tokenizer is None:
         if own.vocab_size != others.vocab_size:

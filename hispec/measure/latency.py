@@ -19,11 +19,14 @@ import torch
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 
+from ..config import GoodputConfig, SpeculativeConfig
+from ..control.candidates import exit_layers
 from ..errors import ConfigError
 from ..latency.fit import Point, fit
+from ..latency.model import LatencyModel
 from ..latency.profile import Facts, LatencyProfile, StageCost, Subject, TimedPass, kept_path, load, save
+from ..runner.buckets import row_buckets
 from ..runner.cuda_graphs import GraphDevice
-from ..runner.launchers import buckets
 from ..utils.environment import environment
 from ..version import __version__
 from .round_overhead import overheads
@@ -59,7 +62,7 @@ class Grid:
         """Sizes whose passes take a CPU at most a third of a second and leave a GPU room for their logits,
         within a few GB of KV."""
         most_tokens, most_kv, longest = (2048, 2**15, 4096) if is_cuda else (128, 2**13, 512)
-        all_rows = sorted(buckets(max_num_seqs)) if is_static else list(range(1, max_num_seqs + 1))
+        all_rows = sorted(row_buckets(max_num_seqs)) if is_static else list(range(1, max_num_seqs + 1))
         positions = _powers(2, min(max_window, most_tokens, max_positions - _LEAST_CONTEXT))
         longest = min(longest, max_positions - positions[-1])
         shortest = min(longest, max(_LEAST_CONTEXT, min(64, longest // 8)))
@@ -156,7 +159,7 @@ def measure_latency(
         load=about["load"],
         max_num_seqs=max_num_seqs,
         is_static=is_static,
-        row_buckets=tuple(sorted(buckets(max_num_seqs))) if is_static else (),
+        row_buckets=tuple(sorted(row_buckets(max_num_seqs))) if is_static else (),
         stages={name: stages[name] for name in subject.stage_names},
         points=tuple(map(TimedPass.of, points)),
     )
@@ -201,6 +204,27 @@ def latency_for(
     except ConfigError as error:
         _log.warning("%s; it will be measured again the next time", error)
     return profile
+
+
+def latency_for_control(
+    speculative: SpeculativeConfig,
+    decoder: Decoder,
+    exits: Sequence[AdapterExit],
+    draft_model: Decoder | None,
+    max_num_seqs: int,
+) -> LatencyModel:
+    """What control="goodput" needs to choose between the plans that `speculative` allows, as
+    `latency_for`."""
+    goodput = speculative.goodput or GoodputConfig()
+    return latency_for(
+        decoder,
+        exit_layers(speculative, [exit_.layer for exit_ in exits]),
+        exits,
+        max_num_seqs=max_num_seqs,
+        max_window=speculative.num_checks * (speculative.num_draft_tokens + 1),
+        draft_model=draft_model,
+        path=goodput.latency,
+    ).model()
 
 
 def subject_of(

@@ -22,8 +22,8 @@ from ..decoding.round import Round, run_round
 from ..decoding.stages import DecoderLike, PassCounts, Stages, Tier
 from ..drafters.computed import ComputedDrafter, ExitHead
 from ..drafters.ngram import NgramDrafter
+from ..runner.buckets import context_bucket
 from ..runner.cuda_graphs import CudaGraphs, GraphDevice
-from ..runner.launchers import context_bucket
 from ..sampling.sampler import Sampler
 
 _BLOCK_SIZE = 16

@@ -1,2 +1,2 @@
-"""Runs rounds: what a plan needs in memory, eager launches and CUDA graphs, prefill, and what rounds
-return."""
+"""Runs rounds: what a plan needs in memory, eager launches and CUDA graphs, prefill, and the results of
+rounds."""

@@ -1,4 +1,4 @@
-"""RowTables: the block tables of all rows as one tensor, of which a step writes only what changed."""
+"""The block tables of all rows as one tensor, of which a step writes only what has changed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 
 
 class RowTables:
-    """`tensor` [rows, max_blocks] int64. Entries past a row's own blocks are leftovers that no position leads
-    to."""
+    """`tensor` [rows, max_blocks] int64: the blocks of each row. Entries beyond a row's blocks are left over
+    from earlier requests and never read.
+
+    has_changed   whether `tensor` was written since the last copy to the device; reset by whoever copies it
+    """
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
         self.tensor = torch.zeros(num_rows, max_blocks, dtype=torch.int64)
         self._written: list[list[int]] = [[] for _ in range(num_rows)]
-        self.has_changed = True  # since whoever copies the tensor said so last
+        self.has_changed = True
 
     def update(self, blocks_of_rows: Sequence[Sequence[int]]) -> None:
         """Brings the first rows up to date with their blocks."""

@@ -1,9 +1,8 @@
-"""Captured graphs: what a round does on a GPU, recorded once and replayed by one launch.
+"""CUDA graphs: the launches of a round on a GPU, recorded once and replayed by one launch.
 
-A pass of a small model is over before Python has launched the next one, so the launches decide how fast it
-is. A graph holds all launches of a round (or of one stage, where the host decides in between), with the
-addresses that they read and write: whatever changes from round to round must be written to where it lay at
-capture.
+A pass of a small model ends before Python has launched the next one, so that launches decide the speed. A
+graph holds all launches of a round (or of one stage, if the host decides between stages) with the addresses
+that they read and write: whatever changes from round to round must be written to the same address.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ _log = logging.getLogger(__name__)
 
 
 class GraphDevice(Protocol):
-    """Where graphs are captured: a GPU; tests have one that records operations on the CPU."""
+    """Captures graphs: on a GPU, or in tests by recording operations on the CPU."""
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Records what `run` does, without doing it -> what does it, and run's result, whose tensors each
-        replay writes anew."""
+        """Records what `run` does without doing it -> a function that does it, and run's result, whose
+        tensors each replay writes anew."""
 
     def renew(self) -> None:
-        """All graphs captured before are gone: later ones take memory of their own."""
+        """Called when all graphs were dropped: later ones take memory of their own."""
 
     def num_bytes(self) -> int:
-        """Memory that graphs captured since hold."""
+        """Memory held by the graphs that were captured since `renew`."""
 
 
 class CudaGraphs:
@@ -65,7 +64,7 @@ class CudaGraphs:
 
 @dataclass
 class _Graph:
-    """inputs: where its run reads them; counts: the passes that a replay stands for, by counter."""
+    """inputs: the tensors that a replay reads; counts: the passes of one replay, by counter."""
 
     replay: Callable[[], None]
     inputs: tuple[Tensor, ...]
@@ -74,18 +73,18 @@ class _Graph:
 
 
 class GraphCache:
-    """Graphs by key, captured on first use. Beyond max_graphs the least recently used makes room; beyond
-    max_bytes all of them do, since a pool of memory is given back as a whole.
+    """Graphs by key, captured on first use. Beyond max_graphs the least recently used one is dropped; beyond
+    max_bytes all are, since a pool of memory is given back as a whole.
 
-    Captures happen once the work was done eagerly: so what a library sets up on its first call is set up, and
-    the round in which a graph is captured has its result. What cannot be captured for want of memory goes on
+    A graph is captured after its work was done eagerly once: then libraries have set up what they set up on
+    their first call, and the round has its result. Work that cannot be captured for lack of memory goes on
     eagerly.
     """
 
     def __init__(
         self, device: GraphDevice, counters: Sequence[PassCounts], max_graphs: int, max_bytes: int
     ) -> None:
-        """counters: what runs count in; a replay adds what its capture did."""
+        """counters: where runs count passes; a replay adds what its capture counted."""
         self._device, self._counters = device, tuple(counters)
         self.max_graphs, self._max_bytes = max_graphs, max_bytes
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
@@ -100,11 +99,11 @@ class GraphCache:
         return self._device.num_bytes()
 
     def run(self, key: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
-        """run(*inputs), by a replay if it was run before under this key. Its result may be overwritten by the
+        """run(*inputs), by a replay if it was run before under this key. The result may be overwritten by the
         next run of any key, since graphs share memory.
 
-        Under one key `run` must do the same operations each time, on tensors that lie in the same places,
-        apart from `inputs`. Doing it twice must be the same as doing it once.
+        Under one key `run` must do the same operations each time, on tensors at the same addresses, apart
+        from `inputs`; and doing it twice must have the same effect as doing it once.
         """
         graph = self._graphs.get(key)
         if graph is None:
@@ -156,8 +155,7 @@ class GraphCache:
         self._graphs[key] = _Graph(replay, held, result, counts)
         self.num_captures += 1
         if (num_bytes := self.num_bytes) > self._max_bytes:
-            # One that is too large by itself stays: to capture it in each round would cost more than it
-            # gains.
+            # A single graph that is too large stays: capturing it in each round would cost more.
             _log.warning(
                 "captured graphs take %d MB, more than engine.max_graph_bytes=%d; raise it",
                 num_bytes >> 20,

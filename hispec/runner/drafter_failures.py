@@ -1,4 +1,4 @@
-"""What becomes of requests whose drafter has failed."""
+"""What the engine does when a drafter fails: the requests concerned go on with plain decoding."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..stats import EngineStats
 _log = logging.getLogger(__name__)
 
 
-def give_up_drafting(requests: Sequence[Request], error: DrafterError, stats: EngineStats) -> None:
-    """These requests go on with plain decoding. Those that opted out are marked too, as a draft model's KV of
-    theirs has a hole."""
+def fall_back_to_plain(requests: Sequence[Request], error: DrafterError, stats: EngineStats) -> None:
+    """Marks these requests for plain decoding. Those that opted out of speculation are marked too, since
+    their blocks may lack the draft model's KV."""
     named = [
         request.request_id
         for request in requests
@@ -27,8 +27,9 @@ def give_up_drafting(requests: Sequence[Request], error: DrafterError, stats: En
         _log.warning("the drafter failed (%s); go on with plain decoding: %s", error, ", ".join(named))
 
 
-def tell_of_end(drafters: Sequence[Drafter], request: Request, stats: EngineStats) -> None:
-    """A request has ended by itself. It is done, and lacks nothing if one of them fails."""
+def finish_drafting(drafters: Sequence[Drafter], request: Request, stats: EngineStats) -> None:
+    """Tells the drafters of a request that has ended. If one fails, the request's output is complete all the
+    same."""
     for drafter in drafters:
         try:
             with guarded(drafter):

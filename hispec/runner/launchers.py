@@ -1,10 +1,10 @@
-"""Launchers: the rows of a round from the host to the device, and what was committed back, in one copy each
-way.
+"""Launchers: they copy the rows of a round to the device, run it there, and begin the copy of its results
+back.
 
-packed   eagerly, over the live places alone; the host may look at values in the middle of a round. For CPUs
+packed   eagerly, over the live places alone; the host may read values in the middle of a round. For CPUs
 static   every round of a plan and a number of rows has the same shapes and addresses, so that it can be one
-         captured graph, and the next may follow on the device before the host has read what this one
-         committed. For GPUs
+         captured graph, and the next round may follow on the device before the host has read the results of
+         this one. For GPUs
 """
 
 from __future__ import annotations
@@ -24,20 +24,17 @@ from ..decoding.batch import STATIC, Execution, RoundBatch, RoundResult, Watch, 
 from ..decoding.drafter import Drafter, guarded
 from ..decoding.round import run_round
 from ..sampling.sampler import Sampler
-from ..scheduling.request import Owner, Request
+from ..scheduling.request import ExtraKV, Request
 from .block_tables import RowTables
+from .buckets import context_bucket, row_bucket
 from .cuda_graphs import GraphCache
 from .plan_runtime import PlanRuntime
-from .round_output import RowOutcome, outcomes_of
-
-_LEAST_CONTEXT = (
-    512  # positions; a static round attends within one of few lengths, each four times the one before
-)
+from .round_output import RowOutcome, copy_to_host, pack, unpack
 
 
 class Input(IntEnum):
-    """What a round needs to know of a row: its last committed token, that one's position, the places that it
-    may take in a round, the tokens that it may still output, and the drafts that a cycle may have."""
+    """What a round is told of a row: its last committed token, the position of that token, the most places
+    that it may process, the tokens that it may still output, and the most drafts of a cycle."""
 
     TOKEN = 0
     START = 1
@@ -48,9 +45,14 @@ class Input(IntEnum):
 
 @dataclass(frozen=True)
 class Rows:
-    """inputs [5, rows] int64 by Input; requests in them that take part, by row; context_len: positions that
-    any may reach; whether logits are asked for after the round; whether exits that are not in use are asked
-    too."""
+    """The rows of a round, on the host.
+
+    inputs         [5, rows] int64 by Input
+    requests       those that take part, with their rows
+    context_len    positions that any row may reach
+    keeps_logits   whether logits are read after the round
+    watches        whether the predictions of exits that are not in use are recorded
+    """
 
     inputs: np.ndarray[Any, np.dtype[np.int64]]
     requests: tuple[tuple[int, Request], ...]
@@ -61,9 +63,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Flight:
-    """A round that was launched; outcomes(): of all its rows, once the device has done it; layers of the
-    model that it runs; when it was launched, by time.perf_counter; the controller's route; whether nothing
-    else was done meanwhile, such as capturing it.
+    """A round that was launched.
+
+    outcomes       waits until the device has done it -> one RowOutcome per row
+    tokens         [rows, window + 1] as RoundBatch.tokens, on the device
+    layer_passes   layers of the model that it ran
+    launched_s     when it was launched, by time.perf_counter
+    route          index of the controller's route
+    is_timed       whether its time is that of a round alone: not so if it was captured too
     """
 
     runtime: PlanRuntime
@@ -78,9 +85,9 @@ class Flight:
     is_timed: bool = True
 
     @property
-    def owners(self) -> frozenset[Owner]:
-        """Exits and models whose own KV the round writes."""
-        return self.runtime.owners - {"model"} if self.plan.is_plain else self.runtime.owners
+    def extra_kv(self) -> frozenset[ExtraKV]:
+        """The exits and the draft model whose KV the round writes."""
+        return self.runtime.extra_kv - {"model"} if self.plan.is_plain else self.runtime.extra_kv
 
     @property
     def drafter(self) -> Drafter | None:
@@ -88,19 +95,21 @@ class Flight:
 
 
 class Launcher(Protocol):
-    """Runs rounds of an engine, on its rows' tables and sampler."""
+    """Runs rounds of an engine, on its block tables and sampler."""
 
-    runs_ahead: bool  # whether `proceed` ever launches one
+    runs_ahead: bool  # whether `launch_next` ever launches a round
 
     def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
-        """A round from what the host knows."""
+        """Launches a round over these rows."""
 
-    def proceed(self, flight: Flight, context_len: int) -> Flight | None:
-        """The round after `flight` for the same rows, from what the device knows. Rows that `flight` brings
-        to their end do nothing in it. None where the host is never behind."""
+    def launch_next(self, flight: Flight, context_len: int) -> Flight | None:
+        """Launches the round after `flight` for the same rows, whose inputs are derived on the device. Rows
+        that reach their end in `flight` do nothing in it. None if the launcher does not run ahead."""
 
 
 class PackedLauncher:
+    """Runs each round eagerly over its live places."""
+
     runs_ahead = False
 
     def __init__(self, tables: RowTables, sampler: Sampler, block_size: int, device: torch.device) -> None:
@@ -131,16 +140,16 @@ class PackedLauncher:
         result = run_round(
             runtime.stages, plan, runtime.judge, None if plan.is_plain else runtime.drafter, batch
         )
-        packed = _packed(result, batch.watch)
-        return Flight(runtime, plan, rows, result, partial(outcomes_of, packed, plan), batch.tokens)
+        packed = pack(result, batch.watch)
+        return Flight(runtime, plan, rows, result, partial(unpack, packed, plan), batch.tokens)
 
-    def proceed(self, flight: Flight, context_len: int) -> Flight | None:
+    def launch_next(self, flight: Flight, context_len: int) -> Flight | None:
         return None
 
 
 class StaticLauncher:
-    """Its tensors are as large as the engine's batch can be, and stay where they are; a round uses the first
-    of their rows."""
+    """Runs rounds of static shapes. Its tensors are as large as the engine's batch can be, and stay where
+    they are; a round uses their first rows."""
 
     runs_ahead = True
 
@@ -162,26 +171,20 @@ class StaticLauncher:
         self._block_tables = torch.zeros_like(tables.tensor, device=device)
         self._windows: dict[int, Tensor] = {}  # tokens [rows, window + 1] by window
         self._graphs = graphs
-        # Copies from the host are read when the device gets to them, so what they read must stay: there are
-        # at most two rounds in the air.
+        # The device reads a copy's source later than the host starts it, so the source must stay unchanged:
+        # at most two rounds are in flight.
         self._upload = [_Upload(device) for _ in range(3)]
         self._num_uploads = 0
 
     def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
-        inputs = np.zeros(
-            (len(Input), self._num_rows), np.int64
-        )  # rows that nobody is in have room for nothing
+        inputs = np.zeros((len(Input), self._num_rows), np.int64)  # empty rows have room for nothing
         inputs[:, : rows.inputs.shape[1]] = rows.inputs
         self._copy(self._inputs, torch.from_numpy(inputs))
         return self._run(runtime, plan, rows)
 
-    def proceed(self, flight: Flight, context_len: int) -> Flight:
-        """As Launcher.proceed."""
-        num_rows, plan, drafter = (
-            bucket(flight.rows.inputs.shape[1], self._num_rows),
-            flight.plan,
-            flight.drafter,
-        )
+    def launch_next(self, flight: Flight, context_len: int) -> Flight:
+        num_rows = row_bucket(flight.rows.inputs.shape[1], self._num_rows)
+        plan, drafter = flight.plan, flight.drafter
 
         def advance(counts: Tensor) -> None:
             token, start, _, room, _ = self._inputs[:, :num_rows]
@@ -193,8 +196,7 @@ class StaticLauncher:
             start += counts
             room -= counts
 
-        # Not to be done twice, as a capture does; it is a handful of operations, and the device is busy with
-        # the round before.
+        # Not captured, since a capture would do it twice; and the device is busy with the round before.
         advance(flight.result.counts)
         return self._run(
             flight.runtime, plan, Rows(flight.rows.inputs, flight.rows.requests, context_len, False)
@@ -204,19 +206,16 @@ class StaticLauncher:
         if self._tables.has_changed:
             self._copy(self._block_tables, self._tables.tensor)
             self._tables.has_changed = False  # last, since a copy may be interrupted
-        num_rows, context_len = (
-            bucket(rows.inputs.shape[1], self._num_rows),
-            context_bucket(rows.context_len, self._max_model_len),
-        )
-        by_stage = (
-            runtime.stops_early and not plan.is_plain
-        )  # the host decides how far drafting goes, so there is a graph per stage
+        num_rows = row_bucket(rows.inputs.shape[1], self._num_rows)
+        context_len = context_bucket(rows.context_len, self._max_model_len)
+        # If the host decides how far drafting goes, each stage is a graph of its own.
+        by_stage = runtime.stops_early and not plan.is_plain
         watches = rows.watches and not by_stage and bool(runtime.watched)
         key = (runtime, plan, num_rows, context_len, self._sampler.mode, rows.keeps_logits, watches)
         graphs = self._graphs if runtime.captures else None
         execution = STATIC
         if by_stage:
-            # Where nobody is in the rows, as when warming up, all stages are gone through.
+            # A round without requests, as in a warm-up, goes through all stages.
             execution = Execution(
                 is_static=True,
                 may_sync=bool(rows.requests),
@@ -230,10 +229,10 @@ class StaticLauncher:
             result = run_round(
                 runtime.stages, plan, runtime.judge, None if plan.is_plain else runtime.drafter, batch
             )
-            return result, _packed(result, watch)
+            return result, pack(result, watch)
 
         result, packed = run() if by_stage or graphs is None else graphs.run(key, run)
-        return Flight(runtime, plan, rows, result, _to_host(packed, plan), self._window(plan)[:num_rows])
+        return Flight(runtime, plan, rows, result, copy_to_host(packed, plan), self._window(plan)[:num_rows])
 
     def _batch(
         self,
@@ -245,7 +244,7 @@ class StaticLauncher:
         watch: Watch | None = None,
     ) -> RoundBatch:
         _, start, cap, room, drafts = self._inputs[:, :num_rows]
-        limits = torch.minimum(cap, room, out=self._limits[:num_rows])  # where every stage's graph reads them
+        limits = torch.minimum(cap, room, out=self._limits[:num_rows])  # every stage's graph reads them there
         return RoundBatch(
             tokens=self._window(plan)[:num_rows],
             starts=start,
@@ -274,7 +273,7 @@ class StaticLauncher:
 
 
 class _Upload:
-    """A copy to the device that need not wait for it: from pinned memory of its own, by target."""
+    """Copies to the device without waiting for it, from pinned memory of its own for each target."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_pinned = device.type == "cuda"
@@ -291,34 +290,6 @@ class _Upload:
         target.copy_(pinned, non_blocking=True)
 
 
-def bucket(num_rows: int, most: int) -> int:
-    """Rows of the static round that `num_rows` rows run in: powers of 2 up to 8, then multiples of 8 up to
-    64, then of 32."""
-    step = 1 << max(0, num_rows - 1).bit_length() if num_rows <= 8 else 8 if num_rows <= 64 else 32
-    return min(-(-num_rows // step) * step, most)
-
-
-def buckets(most: int) -> list[int]:
-    """All of them, the largest first."""
-    return sorted({bucket(num_rows, most) for num_rows in range(1, most + 1)}, reverse=True)
-
-
-def context_bucket(context_len: int, most: int) -> int:
-    """Positions that a static round attends within, at least context_len."""
-    length = _LEAST_CONTEXT
-    while length < context_len:
-        length *= 4
-    return min(length, max(most, context_len))
-
-
-def context_buckets(most: int) -> list[int]:
-    """All of them."""
-    lengths = [context_bucket(1, most)]
-    while lengths[-1] < most:
-        lengths.append(context_bucket(lengths[-1] + 1, most))
-    return lengths
-
-
 def _stage(
     graphs: GraphCache, key: Hashable, name: Hashable, run: Callable[..., Any], *inputs: Tensor
 ) -> Any:
@@ -327,29 +298,3 @@ def _stage(
 
 def _watch(runtime: PlanRuntime, plan: Plan, rows: Rows, num_rows: int, device: torch.device) -> Watch | None:
     return Watch(runtime.watched, num_rows, plan.window, device) if rows.watches and runtime.watched else None
-
-
-def _packed(result: RoundResult, watch: Watch | None) -> Tensor:
-    """All that the host needs to know, as one tensor [rows, ...]; `outcomes_of` knows the columns."""
-    columns = torch.stack((result.counts, result.tentative, result.accepted), dim=1)
-    parts = [columns, result.drafted, result.kept, result.source, result.tokens[:, 1:]]
-    if watch is not None:
-        parts.append(watch.count_agreements(result.tokens, result.counts).flatten(1))
-    return torch.cat(parts, dim=1)
-
-
-def _to_host(packed: Tensor, plan: Plan) -> Callable[[], list[RowOutcome]]:
-    """Begins the copy -> waits for it."""
-    if packed.device.type != "cuda":
-        copy = packed.clone()  # the next round overwrites it
-        return partial(outcomes_of, copy, plan)
-    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-    host.copy_(packed, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-
-    def wait() -> list[RowOutcome]:
-        done.synchronize()
-        return outcomes_of(host, plan)
-
-    return wait

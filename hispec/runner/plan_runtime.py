@@ -1,65 +1,54 @@
-"""What a plan needs besides the model: its exits and drafter, a judge, and buffers. Checked, then made all at
-once."""
+"""What a plan needs to run besides the models: a judge, a drafter, and buffers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
-from ee_models.exits import Exit
 
 from ..config import PLAIN, DraftConfig, Plan, SpeculativeConfig
 from ..control.candidates import candidates, route_of
 from ..control.choice import Route
 from ..decoding.acceptance import JUDGES, Judge, RejectionJudge
 from ..decoding.drafter import Drafter
-from ..decoding.stages import DecoderLike, PassCounts, Stages, Tier
+from ..decoding.stages import Stages, Tier
 from ..drafters.make import DrafterFactory
 from ..errors import ConfigError
-from ..scheduling.request import Owner
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Sizes of an engine that a plan's buffers depend on: rows of a round, tokens of a sequence, KV blocks
-    and their positions."""
-
-    max_num_seqs: int
-    max_model_len: int
-    num_blocks: int
-    block_size: int
+from ..scheduling.request import ExtraKV
+from .plan_checks import check_plan
+from .plan_spec import Counters, EngineSizes, Models, PlanSpec
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PlanRuntime:
-    """A plan, ready to run; and, where a controller decides, all that it may choose from instead. `drafter`
-    is None for plain decoding; `draft_kv` is a draft model's. All of `routes` share buffers, exits and
-    models.
+    """A plan with all that its rounds run on; where a controller decides, plain decoding with all plans to
+    choose from, which share KV, hidden-state buffer and drafters.
 
-    plan          the most that a round of it does: those of fewer drafts or checks run on the same buffers
-    owners        exits (by layer) and models whose own KV its rounds write; that of others falls behind
-                  meanwhile
-    watched       exits that it does not use, and that its rounds could read
+    plan          the most that a round does: those of fewer drafts or checks run on the same buffers
+    drafter       None for plain decoding
+    draft_kv      KV of the draft model
+    extra_kv      the exits and the draft model whose KV its rounds write; that of others falls behind and is
+                  backfilled when a round needs it (backfill.py)
+    watched       exits that it does not use and whose predictions its rounds could record
     stops_early   whether the host decides in the middle of a round how far drafting goes
     captures      whether its rounds may be captured as graphs
-    route         the plan without its sizes, where it is one of several
-    routes        the other ways, in the controller's order; then this one is plain decoding
-    shared        drafters that several of them consist of
+    route         the plan without its sizes, for the controller
+    routes        the plans that a controller chooses from, in its order
+    shared        drafters that several of `routes` use
     """
 
     plan: Plan
-    exits: tuple[Exit, ...]
-    draft_model: DecoderLike | None
+    models: Models
     stages: Stages
     judge: Judge
     drafter: Drafter | None
     kv: PagedKV
     draft_kv: PagedKV | None
     hidden: HiddenBuffer
-    owners: frozenset[Owner]
+    extra_kv: frozenset[ExtraKV]
     watched: tuple[int, ...] = ()
     stops_early: bool = False
     captures: bool = True
@@ -70,23 +59,19 @@ class PlanRuntime:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.plan})"
 
-    def of(self, route: int | None) -> PlanRuntime:
-        """What runs a controller's choice."""
+    def for_route(self, route: int | None) -> PlanRuntime:
+        """What runs a controller's choice; itself for plain decoding, or if nothing is to choose from."""
         return self.routes[route] if self.routes and route is not None else self
 
     @property
     def drafters(self) -> tuple[Drafter, ...]:
-        """Who is to be told of prompts, and of requests that end; each once."""
+        """Each drafter once: they are told of prompts, and of requests that end."""
         return self.shared or (() if self.drafter is None else (self.drafter,))
 
     @property
-    def all_owners(self) -> frozenset[Owner]:
-        return self.owners.union(*(route.owners for route in self.routes))
-
-    @property
-    def kv_owners(self) -> tuple[object, ...]:
-        """Whose KV the blocks hold besides the model's own: what is cached is of no use to others."""
-        return *self.exits, self.draft_model
+    def all_extra_kv(self) -> frozenset[ExtraKV]:
+        """extra_kv of all routes together."""
+        return self.extra_kv.union(*(route.extra_kv for route in self.routes))
 
     @property
     def kvs(self) -> tuple[PagedKV, ...]:
@@ -99,14 +84,14 @@ class PlanRuntime:
             kv.release()
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated, once, by what they are for."""
+        """Bytes allocated by purpose; what routes share counts once."""
         judge = next(
             (each.judge for each in (self, *self.routes) if isinstance(each.judge, RejectionJudge)), None
         )
         return {
             "kv_bytes": self.kv.num_bytes,
             "hidden_bytes": self.hidden.num_bytes,
-            "exit_bytes": sum(exit_.num_bytes for exit_ in self.exits),
+            "exit_bytes": sum(exit_.num_bytes for exit_ in self.models.exits),
             "drafter_bytes": sum(drafter.num_bytes for drafter in self.drafters),
             "probability_bytes": judge.num_bytes if judge is not None else 0,
         }
@@ -115,148 +100,119 @@ class PlanRuntime:
 def total_memory(runtimes: Iterable[PlanRuntime]) -> dict[str, int]:
     """PlanRuntime.memory() of several that share KV."""
     each, total = list(runtimes), Counter[str]()
-    for speculation in each:
-        total.update(speculation.memory())
-    total["kv_bytes"] = max(speculation.kv.num_bytes for speculation in each)
+    for runtime in each:
+        total.update(runtime.memory())
+    total["kv_bytes"] = max(runtime.kv.num_bytes for runtime in each)
     return dict(total)
 
 
 def make_plan_runtime(
-    decoder: DecoderLike,
-    limits: Limits,
-    speculative: SpeculativeConfig | None,
-    plan: Plan | None,
-    exits: Sequence[Exit],
-    draft_model: DecoderLike | None,
-    counts: PassCounts,
-    draft_counts: PassCounts,
-    kv: PagedKV | None,
-    draft_kv: PagedKV | None,
-    along: Callable[[int], bool] | None = None,
+    spec: PlanSpec, sizes: EngineSizes, counters: Counters, kv: PagedKV | None, draft_kv: PagedKV | None
 ) -> PlanRuntime:
     """Raises ConfigError for what does not fit together, before anything is allocated.
 
-    counts, draft_counts   where passes of the model, and of a draft model, are counted
-    kv, draft_kv           what there is already: it is taken over where it serves
-    along                  whether every round writes the KV of the exit at a layer; None = of all. Others
-                           fall behind while they are not used
+    counters       where passes are counted
+    kv, draft_kv   what is allocated already; it is used again if it has enough layers
     """
-    model = decoder.config
-    if speculative is not None and speculative.control == "goodput":
-        if plan is not None:
-            raise ConfigError(
-                "`plan` is given, but speculative.control='goodput' chooses the plan; leave it out, or use"
-                " control='fixed'"
-            )
-        ways = candidates(speculative, [exit_.layer for exit_ in exits])
-    else:
-        ways = [] if speculative is None else [speculative]
-    plans = [way.plan(model.num_layers) for way in ways] if plan is None else [plan]
-    if len(ways) <= 1:
-        _check(plans[0] if plans else PLAIN, speculative, exits, decoder, draft_model, limits)
-    else:
-        for each_plan, way in zip(plans, ways, strict=True):
-            read = [exit_ for exit_ in exits if exit_.layer in way.trained_layers().values()]
-            _check(each_plan, way, read, decoder, draft_model if way.draft.traits.has_model else None, limits)
-    num_kv_layers = model.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
-    kv = kv if kv is not None and kv.num_layers >= num_kv_layers else _make_kv(decoder, num_kv_layers, limits)
-    if draft_model is not None:
-        draft_kv = draft_kv or _make_kv(draft_model, draft_model.config.num_layers, limits)
-    window = max(plan.window for plan in plans or [PLAIN])
-    hidden = HiddenBuffer(
-        len(Tier), limits.max_num_seqs, window, model.hidden_size, decoder.dtype, decoder.device
-    )
-    read_layers = {layer for each in plans or () for layer in (each.draft_layer, each.check_layer) if layer}
-    parts = _Parts(
-        decoder,
-        limits,
-        tuple(exits),
-        draft_model,
-        counts,
-        draft_counts,
-        kv,
-        draft_kv,
-        hidden,
-        window,
-        read_layers,
-        along,
-    )
+    speculative, ways = spec.speculative, _ways(spec)
+    for plan, way in ways or [(PLAIN, speculative)]:
+        models = spec.models.read_by(way) if way is not None and len(ways) > 1 else spec.models
+        check_plan(plan, way, models, sizes)
+    factory = _RuntimeFactory(spec, sizes, counters, [plan for plan, _ in ways], kv, draft_kv)
     if speculative is None or speculative.control == "fixed":
-        return parts.make((plans or [PLAIN])[0], speculative)
-    routes = tuple(parts.make(each_plan, way) for each_plan, way in zip(plans, ways, strict=True))
-    return replace(
-        parts.make(PLAIN, None), captures=speculative.graphs, routes=routes, shared=parts.drafters.shared
-    )
+        return factory.make(*ways[0])
+    routes = tuple(factory.make(plan, way) for plan, way in ways)
+    shared = factory.drafters.shared
+    return replace(factory.make(PLAIN, None), captures=speculative.graphs, routes=routes, shared=shared)
 
 
-class _Parts:
-    """What several ways to speculate share, and makes each of them."""
+def _ways(spec: PlanSpec) -> list[tuple[Plan, SpeculativeConfig | None]]:
+    """The plan of `spec` with its settings, or all those that a controller may choose from."""
+    speculative, num_layers = spec.speculative, spec.models.decoder.config.num_layers
+    if speculative is None:
+        return [(spec.plan or PLAIN, None)]
+    if speculative.control == "fixed":
+        return [(spec.plan or speculative.plan(num_layers), speculative)]
+    if spec.plan is not None:
+        raise ConfigError(
+            "`plan` is given, but speculative.control='goodput' chooses the plan; leave it out, or use"
+            " control='fixed'"
+        )
+    ways = candidates(speculative, [exit_.layer for exit_ in spec.models.exits])
+    return [(way.plan(num_layers), way) for way in ways]
+
+
+class _RuntimeFactory:
+    """Allocates what the plans of one PlanSpec share, and makes the PlanRuntime of each."""
 
     def __init__(
         self,
-        decoder: DecoderLike,
-        limits: Limits,
-        exits: tuple[Exit, ...],
-        draft_model: DecoderLike | None,
-        counts: PassCounts,
-        draft_counts: PassCounts,
-        kv: PagedKV,
+        spec: PlanSpec,
+        sizes: EngineSizes,
+        counters: Counters,
+        plans: Sequence[Plan],
+        kv: PagedKV | None,
         draft_kv: PagedKV | None,
-        hidden: HiddenBuffer,
-        window: int,
-        read_layers: Collection[int],
-        along: Callable[[int], bool] | None,
     ) -> None:
-        """read_layers: of all exits that any of them reads; along: as for make_plan_runtime."""
-        self._decoder, self._limits, self._exits, self._draft_model = decoder, limits, exits, draft_model
-        self._counts, self._kv, self._draft_kv, self._hidden, self._window = (
-            counts,
-            kv,
-            draft_kv,
-            hidden,
-            window,
+        """plans: all that will be made, besides plain decoding."""
+        models = self._models = spec.models
+        decoder, draft_model = models.decoder, models.draft_model
+        self._sizes, self._counts = sizes, counters[0]
+        if kv is None or kv.num_layers < models.num_kv_layers:
+            kv = sizes.make_kv(decoder, models.num_kv_layers)
+        if draft_model is not None and draft_kv is None:
+            draft_kv = sizes.make_kv(draft_model, draft_model.config.num_layers)
+        self._kv, self._draft_kv = kv, draft_kv
+        self._window = max((plan.window for plan in plans), default=PLAIN.window)
+        self._hidden = HiddenBuffer(
+            len(Tier),
+            sizes.max_num_seqs,
+            self._window,
+            decoder.config.hidden_size,
+            decoder.dtype,
+            decoder.device,
         )
-        self._along = frozenset(exit_.layer for exit_ in exits if along is None or along(exit_.layer))
-        # One whose KV falls behind has nothing to say meanwhile.
-        self._readable = frozenset(read_layers) - {exit_.layer for exit_ in exits} | self._along
-        self._rejection: RejectionJudge | None = None
         self.drafters = DrafterFactory(
-            limits.max_num_seqs, limits.max_model_len, draft_model, draft_kv, draft_counts
+            sizes.max_num_seqs, sizes.max_model_len, draft_model, draft_kv, counters[1]
         )
+        self._rejection: RejectionJudge | None = None
+        trained = {exit_.layer for exit_ in models.exits}
+        read = {layer for plan in plans for layer in (plan.draft_layer, plan.check_layer) if layer}
+        self._always_written = frozenset(layer for layer in trained if spec.always_writes(layer))
+        # An exit whose KV falls behind cannot predict meanwhile.
+        self._watchable = read - trained | self._always_written
 
     def make(self, plan: Plan, speculative: SpeculativeConfig | None) -> PlanRuntime:
-        read = {plan.draft_layer, plan.check_layer}
-        own = {exit_.layer for exit_ in self._exits} & read
-        written = self._along | own
+        models, read = self._models, {plan.draft_layer, plan.check_layer}
+        written = self._always_written | {exit_.layer for exit_ in models.exits} & read
         stages = Stages(
-            self._decoder,
-            self._decoder.config.num_layers,
+            models.decoder,
+            models.decoder.config.num_layers,
             self._kv,
             self._hidden,
             self._counts,
-            self._exits,
+            models.exits,
             written,
         )
         judge = self._judge(plan, speculative)
-        drafter = None
+        confidence = None if speculative is None else speculative.draft_confidence
+        drafter, extra_kv = None, set[ExtraKV](written)
         if not plan.is_plain:
             draft = speculative.draft if speculative else DraftConfig(layer=max(1, plan.draft_layer))
-            confidence = speculative.draft_confidence if speculative else None
             drafter = self.drafters.make(draft, plan.draft_layer, confidence, stages, judge)
-        has_model = speculative is not None and not plan.is_plain and speculative.draft.traits.has_model
+            extra_kv |= {"model"} if draft.traits.has_model else set()
         return PlanRuntime(
             plan,
-            self._exits,
-            self._draft_model,
+            models,
             stages,
             judge,
             drafter,
             self._kv,
             self._draft_kv,
             self._hidden,
-            owners=frozenset((*written, *(("model",) if has_model else ()))),
-            watched=() if self._rejection is not None else tuple(sorted(self._readable - read)),
-            stops_early=speculative is not None and speculative.draft_confidence is not None,
+            extra_kv=frozenset(extra_kv),
+            watched=() if self._rejection is not None else tuple(sorted(self._watchable - read)),
+            stops_early=confidence is not None,
             captures=speculative is None or speculative.graphs,
             route=None if speculative is None else route_of(speculative),
         )
@@ -265,118 +221,9 @@ class _Parts:
         acceptance = speculative.acceptance if speculative else "coupled"
         if acceptance != "rejection":
             return JUDGES[acceptance](speculative.check if speculative else None)
+        has_check, decoder = plan.check_layer is not None, self._models.decoder
         if self._rejection is None:
-            limits, model = self._limits, self._decoder.config
             self._rejection = RejectionJudge(
-                limits.max_num_seqs,
-                self._window,
-                model.vocab_size,
-                self._decoder.device,
-                plan.check_layer is not None,
+                self._sizes.max_num_seqs, self._window, decoder.config.vocab_size, decoder.device, has_check
             )
-        return self._rejection.of_plan(plan.check_layer is not None)
-
-
-def _make_kv(decoder: DecoderLike, num_layers: int, limits: Limits) -> PagedKV:
-    model = decoder.config
-    return PagedKV(
-        num_layers,
-        limits.num_blocks,
-        limits.block_size,
-        model.num_kv_heads,
-        model.head_dim,
-        decoder.dtype,
-        decoder.device,
-    )
-
-
-def _check(
-    plan: Plan,
-    speculative: SpeculativeConfig | None,
-    exits: Sequence[Exit],
-    decoder: DecoderLike,
-    draft_model: DecoderLike | None,
-    limits: Limits,
-) -> None:
-    num_layers = decoder.config.num_layers
-    if plan.top_layer > num_layers:
-        raise ConfigError(f"{plan} has an exit at layer {plan.top_layer} of a model of {num_layers}")
-    read = set() if plan.is_plain else {plan.draft_layer, plan.check_layer} - {num_layers}
-    if stray := [exit_.layer for exit_ in exits if exit_.layer not in read]:
-        raise ConfigError(
-            f"{plan} does not read trained exits at layers {stray}; pass only those that it reads, below"
-            f" layer {num_layers}"
-        )
-    trained = {exit_.layer for exit_ in exits}
-    for name, layer in speculative.trained_layers().items() if speculative else ():
-        if layer not in trained:
-            raise ConfigError(
-                f"speculative.{name} is an adapter, but none for layer {layer} was given; pass it in `exits`,"
-                " or use LLM, which loads it"
-            )
-    if plan.window > limits.max_model_len:
-        raise ConfigError(
-            f"a round of {plan} takes {plan.window} places, more than max_model_len={limits.max_model_len};"
-            " lower num_draft_tokens, num_checks or num_branches"
-        )
-    if speculative is not None and not plan.is_plain:
-        _check_shape(plan, speculative)
-    wants_model = speculative is not None and speculative.draft.traits.has_model
-    if wants_model != (draft_model is not None):
-        raise ConfigError(
-            "draft.kind='model' needs `draft_model`"
-            if wants_model
-            else "`draft_model` is given, but draft.kind is not 'model'"
-        )
-    if draft_model is not None:
-        check_draft_model(decoder, draft_model, limits.max_model_len)
-
-
-def _check_shape(plan: Plan, speculative: SpeculativeConfig) -> None:
-    """A plan of the caller's must be one that the drafter can draft for; those that SpeculativeConfig gives
-    are."""
-    draft = speculative.draft
-    if plan.draft_layer and not draft.traits.in_trunk:
-        raise ConfigError(
-            f"{plan} resumes at layer {plan.draft_layer}, but draft.kind={draft.kind!r} leaves nothing there;"
-            " its draft_layer must be 0"
-        )
-    if plan.num_branches > 1 and (
-        not draft.traits.may_branch
-        or speculative.acceptance == "rejection"
-        or speculative.draft_confidence is not None
-    ):
-        raise ConfigError(
-            f"{plan} has branches, which need draft.kind exit, adapter or model, acceptance='coupled' and no"
-            " draft_confidence"
-        )
-
-
-def check_draft_model(target: DecoderLike, draft_model: DecoderLike, max_model_len: int) -> None:
-    """Raises ConfigError if the model cannot draft for the target, or cannot be of use."""
-    if draft_model.max_positions < max_model_len:
-        raise ConfigError(
-            f"speculative.draft.path: the draft model attends to {draft_model.max_positions} positions, but"
-            f" engine.max_model_len is {max_model_len}; lower it to {draft_model.max_positions}"
-        )
-    if draft_model.device != target.device:
-        raise ConfigError(
-            f"speculative.draft.path: the draft model is on {draft_model.device}, the target on"
-            f" {target.device}"
-        )
-    sizes = [_num_parameters(decoder) for decoder in (draft_model, target)]
-    if sizes[0] > sizes[1]:
-        raise ConfigError(
-            f"speculative.draft.path: the draft model is larger than the target ({sizes[0] / 1e6:.0f} M and"
-            f" {sizes[1] / 1e6:.0f} M parameters); choose a smaller one"
-        )
-
-
-def _num_parameters(decoder: DecoderLike) -> int:
-    """Weights that a pass reads, by the sizes of the model; norms and biases are left out."""
-    config = decoder.config
-    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    return (
-        config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
-        + config.vocab_size * config.hidden_size
-    )
+        return self._rejection.of_plan(has_check)

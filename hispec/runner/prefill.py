@@ -1,4 +1,4 @@
-"""Pieces of several prompts as one pass."""
+"""Prefill: chunks of several prompts as one pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cache.view import BatchView, packed_slots_of
 from ..decoding.drafter import DrafterError, guarded
 from ..scheduling.scheduler import Chunk
 from ..stats import EngineStats
-from .drafter_failures import give_up_drafting
+from .drafter_failures import fall_back_to_plain
 from .plan_runtime import PlanRuntime
 
 _log = logging.getLogger(__name__)
@@ -24,9 +24,9 @@ def prefill(
 ) -> None:
     """Computes the KV of prompt positions at every layer, of all exits and of the draft model; several
     requests' chunks in one pass. block_tables [rows, max_blocks] of all rows. If the draft model fails, its
-    requests go on without it; where there are other drafters too, it has to make up for it when it is asked
+    requests go on with plain decoding; if there are other drafters too, its KV is backfilled when it is used
     again. Raises DrafterError if it lacks memory and fewer rows might do."""
-    token_ids, view = prefill_pass(chunks, block_tables, block_size, runtime.kv.data.device)
+    token_ids, view = make_prefill_pass(chunks, block_tables, block_size, runtime.kv.data.device)
     runtime.stages.prefill(token_ids, view)
     for drafter in runtime.drafters:
         try:
@@ -41,14 +41,14 @@ def prefill(
                 for chunk in chunks:
                     chunk.request.gaps.setdefault("model", chunk.start)
             else:
-                give_up_drafting([chunk.request for chunk in chunks], error, stats)
+                fall_back_to_plain([chunk.request for chunk in chunks], error, stats)
 
 
-def prefill_pass(
+def make_prefill_pass(
     chunks: Sequence[Chunk], block_tables: Tensor, block_size: int, device: torch.device
 ) -> tuple[Tensor, BatchView]:
-    """Token ids [tokens] of the chunks, row after row, and where they stand; block_tables [rows, max_blocks]
-    of all rows."""
+    """Token ids [tokens] of the chunks, row after row, and the view of their positions; block_tables [rows,
+    max_blocks] of all rows."""
     chunks = sorted(chunks, key=lambda chunk: chunk.request.row or 0)
     num_rows = block_tables.shape[0]
     token_ids = torch.tensor(

@@ -1,28 +1,31 @@
-"""What rounds said, on the host: row by row for the engine, and as arrays for whoever decides what rounds
-do."""
+"""The results of rounds: packed on the device, read on the host row by row for the engine, and as arrays for
+the controller."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..config import Plan
 from ..control.choice import Choice, Observation, Shadow
+from ..decoding.batch import RoundResult, Watch
 from ..decoding.drafter import Source
 from ..scheduling.policy import Service
 
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """What a round says of one row.
+    """The result of a round for one row.
 
-    drafted, kept, source   of each cycle: drafts that could be judged, those that the tier above kept, and
-                            who made them
-    shadows                 of each exit that was watched: places, right, drafts, agreed (see
-                            control.choice.Shadow)
+    drafted, kept, source   by cycle: drafts that could be judged, drafts that the tier above kept, and the
+                            Source of the drafts
+    shadows                 four counts of each exit that was watched, in the order of control.choice.Shadow:
+                            places, right, drafts, agreed
     """
 
     token_ids: list[int]
@@ -34,22 +37,47 @@ class RowOutcome:
     shadows: list[int] = field(default_factory=list)
 
     def service(self, passes: float, seconds: float) -> Service:
-        """What the round gave the row, for a policy. Of tentative tokens some are the check's own: more may
-        be accepted than were drafted."""
+        """What the round gave the row, for a scheduling policy. Some tentative tokens are the check's own, so
+        that more may be accepted than were drafted."""
         drafted = sum(self.drafted)
         return Service(1, len(self.token_ids), drafted, min(drafted, self.accepted), passes, seconds)
 
     def by_source(self, counts: Sequence[int]) -> list[int]:
-        """Counts of cycles, summed by who drafted."""
+        """Counts of cycles, summed by the Source of the drafts."""
         sums = [0] * len(Source)
         for source, count in zip(self.source, counts, strict=True):
             sums[source] += count
         return sums
 
 
-def outcomes_of(packed: Tensor, plan: Plan) -> list[RowOutcome]:
-    """packed [rows, ...] as a launcher has put it together: counts, tentative, accepted; by cycle drafted,
-    kept, source; tokens; what exits would have said."""
+def pack(result: RoundResult, watch: Watch | None) -> Tensor:
+    """All that the host reads of a round as one tensor [rows, ...], so that one copy brings it there: counts,
+    tentative, accepted; by cycle drafted, kept, source; tokens; counts of watched exits."""
+    columns = torch.stack((result.counts, result.tentative, result.accepted), dim=1)
+    parts = [columns, result.drafted, result.kept, result.source, result.tokens[:, 1:]]
+    if watch is not None:
+        parts.append(watch.count_agreements(result.tokens, result.counts).flatten(1))
+    return torch.cat(parts, dim=1)
+
+
+def copy_to_host(packed: Tensor, plan: Plan) -> Callable[[], list[RowOutcome]]:
+    """Begins the copy to the host -> a function that waits for it."""
+    if packed.device.type != "cuda":
+        return partial(unpack, packed.clone(), plan)  # the next round overwrites `packed`
+    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    host.copy_(packed, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> list[RowOutcome]:
+        done.synchronize()
+        return unpack(host, plan)
+
+    return wait
+
+
+def unpack(packed: Tensor, plan: Plan) -> list[RowOutcome]:
+    """packed [rows, ...] as `pack` has made it -> one RowOutcome per row."""
     return [_outcome(values, plan.num_checks, plan.window) for values in packed.tolist()]
 
 
@@ -62,7 +90,7 @@ def _outcome(values: Sequence[int], num_checks: int, window: int) -> RowOutcome:
     )
 
 
-def observed(
+def make_observation(
     choice: Choice,
     rows: Sequence[tuple[int, RowOutcome]],
     *,
@@ -72,8 +100,13 @@ def observed(
     context_tokens: int,
     seconds: float,
 ) -> Observation:
-    """One round: number and outcome of each request, the places and the drafts per cycle that it might have
-    taken, the exits that were watched."""
+    """What the controller is told of one round.
+
+    rows          number and outcome of each request
+    limits        places of each request in the round at most
+    most_drafts   drafts of each request in a cycle at most
+    watched       layers of the exits that were watched
+    """
     cycles: list[tuple[int, int, int, int, int]] = []
     verified: list[tuple[int, int, int]] = []
     if choice.route is not None:
@@ -81,7 +114,7 @@ def observed(
             first = 0
             for drafted, kept, source in zip(outcome.drafted, outcome.kept, outcome.source, strict=True):
                 cap = min(limit - first - 1, most)
-                if cap <= 0:  # nothing to learn: it could not have drafted
+                if cap <= 0:  # it could not have drafted, so there is nothing to learn
                     break
                 cycles.append((number, cap, drafted, kept, source))
                 first += kept + 1

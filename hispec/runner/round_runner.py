@@ -1,4 +1,4 @@
-"""Rounds of an engine: with which plan, over which rows, and how far ahead of the host."""
+"""Launches the rounds of an engine: over which rows, by which launcher, and one round ahead of the host."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from ..scheduling.request import Request
 from ..scheduling.scheduler import Scheduler
 from ..stats import EngineStats
 from ..utils.memory import is_out_of_memory
-from .backfill import catch_up
+from .backfill import backfill
 from .block_tables import RowTables
+from .buckets import context_buckets, row_buckets
 from .cuda_graphs import CudaGraphs, GraphCache, GraphDevice
-from .drafter_failures import give_up_drafting
-from .launchers import Flight, Input, Launcher, PackedLauncher, Rows, StaticLauncher, buckets
+from .drafter_failures import fall_back_to_plain
+from .launchers import Flight, Input, Launcher, PackedLauncher, Rows, StaticLauncher
 from .plan_runtime import PlanRuntime
 
 _log = logging.getLogger(__name__)
@@ -48,18 +49,23 @@ class RoundRunner:
         graph_device: GraphDevice | None = None,
         on_failure: Callable[[int], None] | None = None,
     ) -> None:
-        """scheduler: None = for `try_out` alone; counters: what passes are counted in; is_static,
-        graph_device: whether rounds have static shapes, and where they are captured: None = as the decoder's
-        device wants it; on_failure: told of the controller's route whose drafter failed."""
+        """
+        scheduler      None = only `try_largest_passes` will be called
+        counters       where passes are counted, those of the model first
+        is_static      whether rounds have static shapes; None = on a GPU
+        graph_device   where rounds are captured; None = on the decoder's device, if it is a GPU
+        on_failure     called with the controller's route whose drafter failed
+        """
         device = decoder.device
         if is_static is None:
             is_static = device.type == "cuda"
         if graph_device is None and device.type == "cuda":
             graph_device = CudaGraphs(device)
         self._scheduled, self._tables, self._counters = scheduler, tables, tuple(counters) or (PassCounts(),)
-        self._block_size, self._on_failure = config.block_size, on_failure
+        self._block_size, self._max_model_len = config.block_size, max_model_len
+        self._on_failure = on_failure
         self._sampler = Sampler([], decoder.config.vocab_size, device, config.max_num_seqs)
-        self._seated: tuple[int, ...] | None = None  # numbers of the requests that the sampler knows
+        self._loaded: tuple[int, ...] | None = None  # numbers of the requests that the sampler has loaded
         self.graphs: GraphCache | None = None
         self._launcher: Launcher = PackedLauncher(tables, self._sampler, config.block_size, device)
         if is_static:
@@ -77,160 +83,141 @@ class RoundRunner:
     def launch(
         self, runtime: PlanRuntime, choice: Choice, limits: Mapping[int, int], stats: EngineStats
     ) -> Flight:
-        """A round as chosen, for the rows of `limits`, which may process so many places each. If the drafter
-        fails, the round is one of plain decoding; and so are all further ones of its requests, if there is no
-        other drafter."""
-        running, route, started_s = (
-            self._scheduler.running,
-            choice.route if runtime.routes else None,
-            time.perf_counter(),
-        )
-        runtime = runtime.of(choice.route)
-        for row in limits:
-            assert running[row].is_ready, (
-                "a round's entry invariant: all but the last committed token are computed"
-            )
-        self._seat(running)
-        rows = self._rows(choice, limits)
-        if (
-            runtime.drafter is not None
-            and np.minimum(rows.inputs[Input.CAP], rows.inputs[Input.ROOM]).max() > 1
-        ):  # else no row may speculate
+        """Launches a round as chosen. limits: the places that each row may process, by row. If the drafter
+        fails, the round is one of plain decoding; and so are all further rounds of its requests, if there is
+        no other drafter."""
+        started_s, running = time.perf_counter(), self._scheduler.running
+        route = choice.route if runtime.routes else None
+        runtime = runtime.for_route(choice.route)
+        requests = [running[row] for row in limits]
+        assert all(request.is_ready for request in requests), "all but the last committed token are computed"
+        self._load_sampler(running)
+        rows = self._make_rows(choice, limits)
+        places = np.minimum(rows.inputs[Input.CAP], rows.inputs[Input.ROOM])
+        if runtime.drafter is not None and places.max() > 1:  # else no row may speculate
             try:
                 with guarded(runtime.drafter):
                     runtime.drafter.follow([(request.number, request.token_ids) for request in running])
-                    tables = self._tables.tensor[: len(running)]
-                    most = self._scheduler.max_prefill_tokens
-                    stats.caught_up_tokens += catch_up(
-                        runtime, [running[row] for row in limits], tables, self._block_size, most
-                    )
+                    tables, most = self._tables.tensor[: len(running)], self._scheduler.max_prefill_tokens
+                    stats.caught_up_tokens += backfill(runtime, requests, tables, self._block_size, most)
                 return self._launch(runtime, choice.plan, rows, route, started_s)
             except DrafterError as error:
                 if error.lacks_memory and len(running) > 1:
                     raise
-                self._give_up(route, [running[row] for row in limits], error, stats)
+                self._handle_failure(route, requests, error, stats)
         if not choice.plan.is_plain:
-            rows = self._rows(Choice(watches=choice.watches), limits)
+            rows = self._make_rows(Choice(watches=choice.watches), limits)
         return self._launch(runtime, PLAIN, rows, None, started_s)
 
-    def proceed(self, flight: Flight, stats: EngineStats) -> Flight | None:
-        """The round after `flight`, which the host has not read yet; None if that has to be read first.
+    def launch_next(self, flight: Flight, stats: EngineStats) -> Flight | None:
+        """Launches the round after `flight`, which the host has not read yet; None if it has to be read
+        first.
 
-        What ends a request is found out when its round is read. By then it may be in the next round too: what
-        that commits for it is dropped, and what it writes lies above the request's end.
+        A request that ends in `flight` may be in the next round too, since the host learns of its end only
+        then: what that round commits for it is dropped, and what it writes lies above the request's end.
         """
         running = self._scheduler.running
         if not self._launcher.runs_ahead or flight.rows.keeps_logits or self._scheduler.may_admit:
             return None
-        if list(flight.rows.requests) != list(enumerate(running)):  # somebody came, left, or is not ready yet
+        if list(flight.rows.requests) != list(enumerate(running)):  # requests came, left, or are not ready
             return None
-        cap, room = (
-            flight.rows.inputs[Input.CAP],
-            [request.max_tokens - request.num_output for request in running],
-        )
-        if max(room) <= 1:  # all end with the round in the air
+        room = [request.max_tokens - request.num_output for request in running]
+        if max(room) <= 1:  # all end with the round in flight
             return None
-        # In both rounds together a row goes no further than this.
+        # The positions that a row can reach in both rounds together.
         ends = [
-            len(request.token_ids) - 1 + min(2 * int(most), left)
-            for request, most, left in zip(running, cap, room, strict=True)
+            len(request.token_ids) - 1 + min(2 * int(cap), left)
+            for request, cap, left in zip(running, flight.rows.inputs[Input.CAP], room, strict=True)
         ]
         if not all(self._scheduler.reserve(request, end) for request, end in zip(running, ends, strict=True)):
             return None
         self._tables.update([request.table.blocks for request in running])
         before, captures = self._counters[0].layer_passes, self._num_captures
         try:
-            ahead = self._launcher.proceed(flight, max(ends))
+            ahead = self._launcher.launch_next(flight, max(ends))
             self._scheduler.ran_ahead()
-            passes, is_timed = self._counters[0].layer_passes - before, captures == self._num_captures
-            return ahead and replace(ahead, layer_passes=passes, route=flight.route, is_timed=is_timed)
+            return ahead and self._describe(ahead, before, captures, flight.route)
         except Exception as error:
             if is_out_of_memory(error):
-                self.forget_graphs()  # the next round shows whether that is enough
+                self.drop_graphs()  # the next round shows whether that is enough
             elif isinstance(error, DrafterError):
-                self._give_up(flight.route, running, error, stats)
+                self._handle_failure(flight.route, running, error, stats)
             else:
                 raise
-        self.forget()
+        self.reset_sampler()
         return None
 
-    def follow_up(self, flight: Flight) -> None:
-        """`flight` was read and committed, and no other is in the air."""
+    def advance_sampler(self, flight: Flight) -> None:
+        """Tells the sampler what `flight`, which was read, has committed; no other round is in flight."""
         try:
             self._sampler.advance(flight.tokens, flight.result.counts)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self.forget()
+            self.reset_sampler()
 
-    def forget(self) -> None:
-        """The sampler may have been told of tokens that were not committed: an interrupt, or an error, came
-        in between."""
-        self._seated = None
+    def reset_sampler(self) -> None:
+        """Has the sampler loaded anew before the next round: after an interrupt or an error it may count
+        tokens that were not committed."""
+        self._loaded = None
 
-    def warm_up(self, runtime: PlanRuntime, context_lens: Sequence[int]) -> None:
-        """Runs, and so captures, the rounds of a plan for every number of rows and these lengths of context,
-        the largest first: without any row in them, so that nothing changes."""
+    def warm_up(self, runtime: PlanRuntime) -> None:
+        """Runs, and so captures, the rounds of a plan for every bucket of rows and context, the largest
+        first, without any request in them."""
         if self.graphs is None:
             return
         self._sampler.load([])
-        self.forget()
+        self.reset_sampler()
         plans = [(each, each.plan) for each in runtime.routes] or [(runtime, runtime.plan)]
         plans += [(runtime, PLAIN)] if runtime.routes or not runtime.plan.is_plain else []
-        kinds = [
-            (rows, length, plan)
-            for rows in buckets(self._tables.tensor.shape[0])
-            for length in sorted(context_lens, reverse=True)
-            for plan in plans
+        rounds = [
+            (num_rows, context_len, each, plan)
+            for num_rows in row_buckets(self._tables.tensor.shape[0])
+            for context_len in reversed(context_buckets(self._max_model_len))
+            for each, plan in plans
         ]
         most = self.graphs.max_graphs
-        if len(kinds) > most:
+        if len(rounds) > most:
             _log.warning(
                 "%d graphs are needed for all numbers of rows and lengths of context, more than"
                 " engine.max_graphs=%d; raise it",
-                len(kinds),
+                len(rounds),
                 most,
             )
         before = [counter.copy() for counter in self._counters]
-        for num_rows, context_len, (each, plan) in kinds[:most]:
-            self._launcher.launch(
-                each, plan, Rows(np.zeros((len(Input), num_rows), np.int64), (), context_len, False)
-            ).outcomes()
+        for num_rows, context_len, each, plan in rounds[:most]:
+            self._launcher.launch(each, plan, _empty_rows(num_rows, context_len)).outcomes()
         for counter, counts in zip(self._counters, before, strict=True):
             counter.set(counts)
 
-    def try_out(self, runtime: PlanRuntime, num_tokens: int, context_len: int) -> None:
-        """The largest passes that there can be, for their memory: prefill of num_tokens, and rounds of all
-        rows. Nobody is in them."""
-        device = runtime.kv.data.device
-        # Rows that ask for all that takes memory.
+    def try_largest_passes(self, runtime: PlanRuntime, num_tokens: int) -> None:
+        """Runs the passes that need most memory: prefill of num_tokens, and rounds of all rows, without any
+        request in them."""
+        device, (num_rows, max_blocks) = runtime.kv.data.device, self._tables.tensor.shape
+        # Each row asks for all that takes memory.
         params = SamplingParams(
             temperature=1.0, top_k=100, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1
         )
-        self._sampler.load([RowSampling(params, 0, [0], [0], frozenset())] * self._tables.tensor.shape[0])
+        self._sampler.load([RowSampling(params, 0, [0], [0], frozenset())] * num_rows)
         nowhere = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
-        tables = torch.zeros(1, self._tables.tensor.shape[1], dtype=torch.int64, device=device)
-        places = torch.tensor([0, num_tokens], device=device)
-        view = BatchView(
-            torch.arange(num_tokens, device=device), nowhere, tables, places, num_tokens, num_tokens
-        )
+        tables = torch.zeros(1, max_blocks, dtype=torch.int64, device=device)
+        cu_q_lens = torch.tensor([0, num_tokens], device=device)
+        positions = torch.arange(num_tokens, device=device)
+        view = BatchView(positions, nowhere, tables, cu_q_lens, num_tokens, num_tokens)
         runtime.stages.prefill(torch.zeros_like(nowhere), view)
         for drafter in runtime.drafters:
             drafter.prefill(torch.zeros_like(nowhere), view)
-        for each, plan in dict.fromkeys(
-            ((runtime, PLAIN), (runtime, runtime.plan), *((route, route.plan) for route in runtime.routes))
-        ):
-            rows = Rows(
-                np.zeros((len(Input), self._tables.tensor.shape[0]), np.int64), (), context_len, False
-            )
-            self._launcher.launch(each, plan, rows).outcomes()
+        rounds = [(runtime, PLAIN), (runtime, runtime.plan), *((each, each.plan) for each in runtime.routes)]
+        for each, plan in dict.fromkeys(rounds):
+            self._launcher.launch(each, plan, _empty_rows(num_rows, self._max_model_len)).outcomes()
 
-    def forget_graphs(self) -> None:
+    def drop_graphs(self) -> None:
+        """Drops all captured graphs."""
         if self.graphs is not None:
             self.graphs.clear()
 
     def stats(self) -> dict[str, int]:
-        """Of captured graphs; nothing where rounds are not captured."""
+        """Counts of captured graphs; empty if rounds are not captured."""
         graphs = self.graphs
         if graphs is None:
             return {}
@@ -246,61 +233,54 @@ class RoundRunner:
     ) -> Flight:
         before, captures = self._counters[0].layer_passes, self._num_captures
         flight = self._launcher.launch(runtime, plan, rows)
-        passes = self._counters[0].layer_passes - before
-        return replace(
-            flight,
-            layer_passes=passes,
-            launched_s=started_s,
-            route=route,
-            is_timed=captures == self._num_captures,
-        )
+        return replace(self._describe(flight, before, captures, route), launched_s=started_s)
+
+    def _describe(self, flight: Flight, layer_passes: int, num_captures: int, route: int | None) -> Flight:
+        """`flight` with its route and counts; layer_passes, num_captures: the counts before it."""
+        passes, is_timed = self._counters[0].layer_passes - layer_passes, num_captures == self._num_captures
+        return replace(flight, layer_passes=passes, route=route, is_timed=is_timed)
 
     @property
     def _num_captures(self) -> int:
         return 0 if self.graphs is None else self.graphs.num_captures
 
-    def _give_up(
+    def _handle_failure(
         self, route: int | None, requests: Sequence[Request], error: DrafterError, stats: EngineStats
     ) -> None:
-        """Of several ways to speculate one has failed, for now; the only one is done without."""
+        """Reports a failed route to the controller; without a controller the requests fall back to plain
+        decoding."""
         if route is None or self._on_failure is None:
-            give_up_drafting(requests, error, stats)
+            fall_back_to_plain(requests, error, stats)
             return
         stats.drafter_failures += 1
         _log.warning("a drafter failed (%s); its round goes on with plain decoding", error)
         self._on_failure(route)
 
-    def _rows(self, choice: Choice, limits: Mapping[int, int]) -> Rows:
+    def _make_rows(self, choice: Choice, limits: Mapping[int, int]) -> Rows:
         running, plan = self._scheduler.running, choice.plan
         inputs = np.zeros((len(Input), len(running)), np.int64)
         for row, request in enumerate(running):
-            drafts = choice.most_drafts.get(request.number, plan.num_draft_tokens)
+            start, room = len(request.token_ids) - 1, request.max_tokens - request.num_output
             cap = min(limits.get(row, 0), request.cap(choice.window(request.number)))
-            inputs[:, row] = (
-                request.token_ids[-1],
-                len(request.token_ids) - 1,
-                cap,
-                request.max_tokens - request.num_output,
-                drafts,
-            )
+            drafts = choice.most_drafts.get(request.number, plan.num_draft_tokens)
+            inputs[:, row] = request.token_ids[-1], start, cap, room, drafts  # in the order of Input
         context_len = int((inputs[Input.START] + np.minimum(inputs[Input.CAP], inputs[Input.ROOM])).max())
-        keeps_logits = any(running[row].params.logprobs is not None for row in limits)
-        return Rows(
-            inputs,
-            tuple((row, running[row]) for row in sorted(limits)),
-            context_len,
-            keeps_logits,
-            choice.watches,
-        )
+        requests = tuple((row, running[row]) for row in sorted(limits))
+        keeps_logits = any(request.params.logprobs is not None for _, request in requests)
+        return Rows(inputs, requests, context_len, keeps_logits, choice.watches)
 
-    def _seat(self, running: Sequence[Request]) -> None:
-        """Tells the sampler whose parameters are in which row, if that has changed."""
+    def _load_sampler(self, running: Sequence[Request]) -> None:
+        """Gives the sampler the parameters and tokens of each row, if other requests are in the rows now."""
         numbers = tuple(request.number for request in running)
-        if self._seated != numbers:
+        if self._loaded != numbers:
             self._sampler.load(
                 [
                     RowSampling(r.params, r.seed, r.prompt_token_ids, r.output_token_ids, r.stop_ids)
                     for r in running
                 ]
             )
-            self._seated = numbers
+            self._loaded = numbers
+
+
+def _empty_rows(num_rows: int, context_len: int) -> Rows:
+    return Rows(np.zeros((len(Input), num_rows), np.int64), (), context_len, keeps_logits=False)

@@ -24,7 +24,7 @@ class TextStream(Protocol):
         """Text that is certain and not handed out yet; with `final`, all of it up to a stop string."""
 
 
-Owner = int | str  # of KV besides the model's own: the exit at a layer, or "model" for a draft model
+ExtraKV = int | str  # of KV besides the model's own: the exit at a layer, or "model" for a draft model
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class Request:
     num_preemptions: int = 0
     num_cached: int = 0
     drafter_failed: bool = False
-    gaps: dict[Owner, int] = field(default_factory=dict)
+    gaps: dict[ExtraKV, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

@@ -329,11 +329,11 @@ def test_llm_loads_a_draft_model_once(tiny_path: Path, draft_path: Path) -> None
             and llm.memory()["drafter_bytes"] > 0
             and llm.memory()["draft_model_bytes"] > 0
         )
-        model = llm.engine._runtime.draft_model
+        model = llm.engine._runtime.models.draft_model
         llm.set_speculative(None)
         assert llm.generate("abcabcabc", params, use_tqdm=False)[0].outputs[0].token_ids == output
         llm.set_speculative({"draft": {"kind": "model", "path": str(draft_path)}, "num_draft_tokens": 4})
-        assert llm.engine._runtime.draft_model is model
+        assert llm.engine._runtime.models.draft_model is model
         assert llm.generate("abcabcabc", params, use_tqdm=False)[0].outputs[0].token_ids == output
 
 

@@ -18,7 +18,7 @@ from hispec.engine import Engine
 from hispec.engine.kv_sizing import num_blocks_beside, try_largest_passes
 from hispec.errors import ConfigError, build
 from hispec.runner import launchers
-from hispec.runner.plan_cache import Wanted
+from hispec.runner.plan_spec import Models, PlanSpec
 from hispec.sampling_params import SamplingParams
 from hispec.utils.memory import is_out_of_memory
 from tests.helpers.drafters import ALL, draft_decoder, drafter_engine
@@ -69,11 +69,13 @@ def test_the_largest_passes_can_be_tried_over_a_single_block(
         draft_decoder(tiny_checkpoint(tmp_path, hidden=32, num_layers=2)) if "model" in name else None
     )
     engine = drafter_engine(tiny_decoder, ALL[name], draft_model, is_static=True)
-    trial = engine._plans.make(1, Wanted(build(SpeculativeConfig, ALL[name]), draft_model=draft_model))
+    trial = engine._plans.make(
+        1, PlanSpec(Models(tiny_decoder, draft_model=draft_model), build(SpeculativeConfig, ALL[name]))
+    )
     before = engine.stats()["layer_passes"]
-    for speculation in (trial, engine._runtime):
+    for runtime in (trial, engine._runtime):
         try_largest_passes(
-            EngineConfig(max_num_seqs=8, block_size=8, max_prefill_tokens=40), tiny_decoder, 256, speculation
+            EngineConfig(max_num_seqs=8, block_size=8, max_prefill_tokens=40), tiny_decoder, 256, runtime
         )
     assert engine.stats()["layer_passes"] > before + 9
     assert run(engine, PROMPTS) == expected
@@ -155,8 +157,8 @@ def test_penalties_count_each_token_once_when_the_round_after_fails(
     def fails_when_ahead(*args: Any) -> Any:
         nonlocal num_ahead
         result = run_round(*args)
-        num_ahead += engine._flight is not None
-        if engine._flight is not None and num_ahead % 3 == 2:
+        num_ahead += engine._loop.flight is not None
+        if engine._loop.flight is not None and num_ahead % 3 == 2:
             raise error
         return result
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ee_models.decoder import Decoder
 from hispec.config import Plan, SpeculativeConfig
 from hispec.drafters.computed import ExitHead
-from hispec.engine import Engine
+from hispec.engine.step_loop import StepLoop
 from hispec.runner.launchers import StaticLauncher
 from hispec.sampling.logits_processors import Penalties
 from hispec.sampling.sampler import Sampler
@@ -111,16 +111,16 @@ def test_prompt_lookup_forgets_what_a_lost_round_told_it(
 ) -> None:
     """A text of one token, so that all drafts are right, up to the longest text that there may be."""
     params = SamplingParams(temperature=0.0, max_tokens=44, logit_bias={7: 100.0})
-    read, calls = Engine._read, 0
+    read, calls = StepLoop.read, 0
 
-    def interrupted(self: Engine, flight: Any) -> None:
+    def interrupted(self: StepLoop, flight: Any) -> None:
         nonlocal calls
         calls += 1
         if calls in (2, 4):
             raise KeyboardInterrupt
         read(self, flight)
 
-    monkeypatch.setattr(Engine, "_read", interrupted)
+    monkeypatch.setattr(StepLoop, "read", interrupted)
     engine = drafter_engine(tiny_decoder, ALL["ngram"], is_static=is_static, max_model_len=64)
     assert run_through_interrupts(engine, [[7] * 20], params) == [[7] * 44]
     stats = engine.stats()

@@ -68,5 +68,5 @@ class Restless:
 def make_restless(engine: Engine, seed: int = 0, **shares: float) -> Restless:
     """Puts one in the place of the engine's controller, which must be of control: goodput."""
     control = Restless(engine._recorder.control.routes, seed, **shares)
-    engine._recorder.use(control)
+    engine._recorder.use_controller(control)
     return control

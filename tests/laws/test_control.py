@@ -208,7 +208,7 @@ def test_exits_that_were_not_in_use_have_no_holes(
         latency=flat_latency(layers, **cost),
         is_static=is_static,
     )
-    assert engine._runtime.owners == (set(layers) if is_along else set())
+    assert engine._runtime.extra_kv == (set(layers) if is_along else set())
     make_restless(engine, seed=3, plain=0.4)
     longer = [prompt + output for prompt, output in zip(PROMPTS, run(engine, PROMPTS), strict=True)]
     assert [text[len(prompt) :] for text, prompt in zip(longer, PROMPTS, strict=True)] == expected

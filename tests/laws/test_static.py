@@ -12,6 +12,7 @@ import torch
 from ee_models.decoder import Decoder
 from hispec.config import Plan, SpeculativeConfig
 from hispec.engine import Engine
+from hispec.engine.step_loop import StepLoop
 from hispec.sampling_params import SamplingParams
 from tests.helpers.drafters import ALL, draft_decoder, drafter_engine
 from tests.helpers.recorded_graphs import RecordedGraphs, recordable
@@ -153,7 +154,7 @@ def test_the_host_is_one_round_behind(tiny_decoder: Decoder, expected: list[list
     engine.add_request(PROMPTS[6], SamplingParams(temperature=0.0, max_tokens=24))
     while not (deltas := engine.step()):
         pass
-    assert engine._flight is not None
+    assert engine._loop.flight is not None
     tokens = [token for delta in deltas for token in delta.token_ids]
     while engine.has_unfinished():
         tokens += [token for delta in engine.step() for token in delta.token_ids]
@@ -167,14 +168,14 @@ def test_an_interrupted_step_loses_nothing(
     params = SamplingParams(temperature=0.0, max_tokens=24)
     ids = [engine.add_request(prompt, params) for prompt in PROMPTS]
     outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
-    read, step = Engine._read, 0
+    read, step = StepLoop.read, 0
 
-    def interrupted(self: Engine, flight: Any) -> None:
+    def interrupted(self: StepLoop, flight: Any) -> None:
         if step % 3 == 1:
             raise KeyboardInterrupt
         read(self, flight)
 
-    monkeypatch.setattr(Engine, "_read", interrupted)
+    monkeypatch.setattr(StepLoop, "read", interrupted)
     while engine.has_unfinished():
         step += 1
         try:

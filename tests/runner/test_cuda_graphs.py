@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hispec.decoding.stages import PassCounts
+from hispec.runner.buckets import context_bucket, context_buckets, row_bucket, row_buckets
 from hispec.runner.cuda_graphs import GraphCache
-from hispec.runner.launchers import bucket, buckets, context_bucket, context_buckets
 from tests.helpers.recorded_graphs import RecordedGraphs
 
 
@@ -149,11 +149,11 @@ def test_an_error_in_the_work_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("most", [1, 3, 8, 20, 33, 128, 200])
 def test_every_number_of_rows_has_a_bucket_that_is_not_much_larger(most: int) -> None:
     for rows in range(1, most + 1):
-        found = bucket(rows, most)
+        found = row_bucket(rows, most)
         assert rows <= found <= min(most, max(2 * rows - 1, rows + 31))
-        assert found in buckets(most)
-    assert buckets(most) == sorted(set(buckets(most)), reverse=True) and buckets(most)[0] == most
-    assert len(buckets(128)) <= 16
+        assert found in row_buckets(most)
+    assert row_buckets(most) == sorted(set(row_buckets(most)), reverse=True) and row_buckets(most)[0] == most
+    assert len(row_buckets(128)) <= 16
 
 
 @pytest.mark.parametrize("most", [100, 512, 2048, 5000, 131072])

@@ -1,0 +1,211 @@
+"""The steps of an engine: prefill, rounds, and what requests gain from them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ..control.choice import Choice
+from ..decoding.batch import RoundResult
+from ..outputs import Delta
+from ..runner.backfill import record_gaps
+from ..runner.block_tables import RowTables
+from ..runner.drafter_failures import finish_drafting
+from ..runner.launchers import Flight
+from ..runner.plan_cache import PlanCache
+from ..runner.prefill import prefill
+from ..runner.round_output import RowOutcome
+from ..runner.round_runner import RoundRunner
+from ..scheduling.policy import Service
+from ..scheduling.request import Request
+from ..scheduling.scheduler import Chunk, Scheduler
+from ..stats import EngineStats
+from ..utils.memory import is_out_of_memory
+from .recorder import Recorder
+
+_log = logging.getLogger(__name__)
+_LEAST_PREFILL = 16  # positions; fewer would not help a prefill that lacks memory
+
+
+class StepLoop:
+    """Runs steps over the requests of an engine. A step launches the next round before it reads the one in
+    flight, if it can; else it starts from what the host knows.
+
+    requests   the unfinished ones, by id
+    deltas     what requests gained since the last step
+    stats      counts since the last reset
+    flight     the round that was launched and not read yet
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tables: RowTables,
+        block_size: int,
+        plans: PlanCache,
+        rounds: RoundRunner,
+        recorder: Recorder,
+    ) -> None:
+        self.requests: dict[str, Request] = {}
+        self.deltas: list[Delta] = []
+        self.stats = EngineStats()
+        self.flight: Flight | None = None
+        self._scheduler, self._tables, self._block_size = scheduler, tables, block_size
+        self._plans, self._rounds, self._recorder = plans, rounds, recorder
+        self._choice = Choice()  # of the round in flight
+        self._read_s = 0.0  # when the last round was read
+        self._is_timed = True  # whether only the round in flight was on the device since then
+
+    def step(self) -> list[Delta]:
+        """Computes one chunk of prefill and one round -> what every request gained."""
+        for request in [request for request in self._scheduler.running if request.has_ended]:
+            self.finish(request)  # an interrupt came between its last token and its end
+        if self.flight is not None and all(
+            request.finish_reason is not None for _, request in self.flight.rows.requests
+        ):
+            self.flight = None  # all its requests were aborted
+        try:
+            if self.flight is None:
+                self._start()
+            if (flight := self.flight) is not None:
+                started = time.perf_counter()
+                is_due = self._recorder.control.is_due
+                self.flight = None if is_due else self._rounds.launch_next(flight, self.stats)
+                self.read(flight)
+                self.stats.round_s += time.perf_counter() - started
+        except BaseException:
+            # The rounds in flight are lost: the next one starts from what the host knows.
+            self.flight = None
+            self._rounds.reset_sampler()
+            self._scheduler.repair(self.requests.values())
+            raise
+        # Deltas wait in `deltas` until here, so that none is lost if a step is interrupted.
+        deltas, self.deltas = self.deltas, []
+        return deltas
+
+    def finish(
+        self, request: Request, token_ids: Sequence[int] = (), text: str = "", error: str | None = None
+    ) -> None:
+        """Ends a request that has its finish_reason; these are its last tokens and text."""
+        if self.requests.pop(request.request_id, None) is not None:  # else an interrupt came after that
+            self.stats.finished += 1
+            delta = request.delta(list(token_ids), text, time.monotonic(), error)
+            self.deltas.append(delta)
+            self._recorder.record_request(request, delta.metrics)
+        self._scheduler.remove(request)
+        if request.finish_reason in ("stop", "length"):
+            finish_drafting(self._plans.runtime.drafters, request, self.stats)
+
+    def read(self, flight: Flight) -> None:
+        """Waits for a round, and commits what it has committed on the device."""
+        outcomes = flight.outcomes()
+        began_s, self._read_s = max(flight.launched_s, self._read_s), time.perf_counter()
+        seconds = self._read_s - began_s
+        self.stats.steps += 1
+        rows = [
+            (request, row, outcomes[row])
+            for row, request in flight.rows.requests
+            if request.finish_reason is None  # else it ended after the round was launched
+        ]
+        is_timed = self._is_timed and flight.is_timed
+        self._recorder.record_round(flight, self._choice, rows, seconds if is_timed else math.nan)
+        self._is_timed = True
+        runtime = self._plans.runtime
+        not_written = runtime.all_extra_kv - flight.extra_kv
+        passes = flight.layer_passes / runtime.models.decoder.config.num_layers
+        for request, row, outcome in rows:
+            record_gaps(request, not_written)
+            self._scheduler.served(request, outcome.service(passes, seconds))
+            self._commit(request, row, outcome, flight.result)
+        if self.flight is None:
+            self._rounds.advance_sampler(flight)
+
+    def _start(self) -> None:
+        """Computes a chunk of waiting prompts, and launches a round for the requests that are ready."""
+        scheduler = self._scheduler
+        step = scheduler.schedule(self._choice.plan.window, time.monotonic())
+        ready = [scheduler.running[row] for row in step.limits]
+        if ready:
+            self._choice = self._recorder.control.choose(
+                [request.number for request in ready], sum(len(request.token_ids) for request in ready)
+            )
+            scheduler.fit(step, self._choice.plan.window)
+        self._tables.update([request.table.blocks for request in scheduler.running])
+        started = time.perf_counter()
+        runtime = self._plans.runtime
+        # On a GPU prefill is only queued, and the round waits for it.
+        self._is_timed = not step.chunks or runtime.models.decoder.device.type == "cpu"
+        what, concerned = "prefill", [chunk.request for chunk in step.chunks]
+        try:
+            if step.chunks:
+                self._prefill(step.chunks)
+            prefilled = time.perf_counter()
+            self.stats.prefill_s += prefilled - started
+            what, concerned = "a round", ready
+            if ready:
+                self.flight = self._rounds.launch(runtime, self._choice, step.limits, self.stats)
+            self.stats.round_s += time.perf_counter() - prefilled
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._rounds.reset_sampler()
+            self._reduce_capacity(concerned, what, error)
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> None:
+        started, tables = time.perf_counter(), self._tables.tensor[: len(self._scheduler.running)]
+        prefill(self._plans.runtime, chunks, tables, self._block_size, self.stats)
+        seconds = time.perf_counter() - started
+        for chunk in chunks:
+            self.stats.prefill_tokens += chunk.end - chunk.start
+            self._scheduler.commit(chunk.request, chunk.end, release=False)
+            self._scheduler.served(
+                chunk.request, Service(rounds=0, tokens=0, drafted=0, accepted=0, passes=1.0, seconds=seconds)
+            )
+
+    def _commit(self, request: Request, row: int, outcome: RowOutcome, result: RoundResult) -> None:
+        """Commits a row's round: its tokens up to the one that ends the request, the KV below the last of
+        them, and its counts."""
+        start = len(request.token_ids)
+        error, text = None, ""
+        try:
+            taken = request.append(outcome.token_ids)
+            text = request.release_text()
+        except Exception as problem:  # a text hook is the caller's code: its request ends, the others go on
+            request.finish_reason, error = "error", f"{type(problem).__name__}: {problem}"
+            taken = len(request.token_ids) - start
+        kept = outcome.token_ids[:taken]
+        if request.params.logprobs is not None:
+            request.logprobs += result.logprobs(row, kept, request.params.logprobs)
+        for counts in (request.counts, self.stats.round):
+            by_source = outcome.by_source(outcome.drafted), outcome.by_source(outcome.kept)
+            counts.add(len(outcome.token_ids), taken, *by_source, outcome.tentative, outcome.accepted)
+        # Blocks that the round in flight may write stay.
+        self._scheduler.commit(request, len(request.token_ids) - 1, release=self.flight is None)
+        if request.finish_reason is not None:
+            self.finish(request, kept, text, error)
+        else:
+            self.deltas.append(request.delta(kept, text, time.monotonic()))
+
+    def _reduce_capacity(self, requests: Sequence[Request], what: str, error: BaseException) -> None:
+        """After memory ran out for these requests at once: smaller chunks of prefill, or fewer rows from now
+        on. A request that fails alone ends."""
+        scheduler = self._scheduler
+        self._rounds.drop_graphs()
+        if self._plans.runtime.models.decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if what == "prefill" and scheduler.max_prefill_tokens > _LEAST_PREFILL:
+            scheduler.max_prefill_tokens = max(_LEAST_PREFILL, scheduler.max_prefill_tokens // 2)
+            tokens = scheduler.max_prefill_tokens
+            _log.warning("out of memory (%s): prefill goes on with max_prefill_tokens=%d", error, tokens)
+        elif (rows := len(scheduler.running) // 2) > 0:
+            scheduler.shrink(rows)
+            _log.warning("out of memory (%s): goes on with max_num_seqs=%d", error, rows)
+        else:
+            what_to_do = "lower engine.num_kv_blocks or max_prefill_tokens"
+            for request in requests:
+                request.finish_reason = "error"
+                self.finish(request, error=f"out of memory, even alone: {error}; {what_to_do}")
