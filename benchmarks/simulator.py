@@ -41,7 +41,7 @@ from hispec.measure.latency import measure_latency
 from hispec.sampling_params import SamplingParams
 from hispec.simulate.config import SimulationConfig
 from hispec.simulate.distributions import Floats
-from hispec.simulate.row_columns import T_ROUND_S, T_ROUNDS
+from hispec.simulate.row_state import T_ROUND_S, T_ROUNDS
 from hispec.simulate.run import Experiment
 from hispec.trace.writer import read_trace
 from hispec.utils.environment import environment, hardware_text, is_busy

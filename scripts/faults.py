@@ -96,8 +96,7 @@ FAULTS = (
     Fault(
         "prefix cache fed uncommitted blocks",
         "hispec/scheduling/scheduler.py",
-        "self._pool.publish(request.table, request.token_ids, min(num_computed, *request.gaps.values()) if"
-        " request.gaps else num_computed)",
+        "self._pool.publish(request.table, request.token_ids, num_complete)",
         "self._pool.publish(request.table, request.token_ids, min(len(request.token_ids),"
         " len(request.table.blocks) * self._pool.block_size))",
     ),
@@ -223,7 +222,7 @@ FAULTS = (
     ),
     Fault(
         "a request that was preempted trusts its old computed length",
-        "hispec/scheduling/scheduler.py",
+        "hispec/scheduling/kv_blocks.py",
         "request.num_computed = num_cached",
         "request.num_computed = max(request.num_computed, num_cached)",
     ),

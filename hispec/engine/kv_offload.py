@@ -13,7 +13,7 @@ from ..utils.memory import is_out_of_memory
 
 
 class KVOffloader:
-    """The scheduler's Keeper.
+    """The engine's KVOffload (scheduling/kv_blocks.py).
 
     host         where KV is offloaded to
     kvs          gives all tensors that a request's blocks lie in now

@@ -1,1 +1,1 @@
-"""Which requests run next. Integers only: no torch here."""
+"""Decides which requests run next, in which rows and with which KV blocks. Imports no torch."""

@@ -1,15 +1,17 @@
-"""Ageing: whatever a policy prefers, nobody waits for ever."""
+"""Aging: bounds how long any policy can delay a request."""
 
 from __future__ import annotations
 
 from .policy import Job, Key, Policy, Service
 from .progress import Progress
 
-_WINDOW = 16  # rounds of a request that count for its own pace
-_DECAY = 0.999  # of all requests' pace, per service: the last thousand or so count
+_WINDOW = 16  # half-life, in rounds, of a request's own tokens per pass
+_DECAY = 0.999  # per service, of the averages over all requests: about the last thousand count
 
 
 class _Age(Progress):
+    """Progress of a request, and whether it is urgent."""
+
     __slots__ = ("is_urgent",)
 
     def __init__(self, job: Job) -> None:
@@ -17,36 +19,36 @@ class _Age(Progress):
         self.is_urgent = False
 
 
-class Ageing:
-    """A policy under which a request that has been here more than max_slowdown times as long as it would take
-    alone is *urgent*, until it ends: urgent requests go before all others, the oldest first, and if the
-    policy preempts they displace whom they go before.
+class Aging:
+    """Wraps a policy: a request that has been here more than max_slowdown times as long as it would take
+    alone becomes *urgent*, until it ends. Urgent requests go before all others, the oldest first, and if the
+    policy preempts they displace requests that they go before.
 
-    It would take alone
+    The estimated time alone is
         (attained passes + (predicted length - generated) / tokens per pass) * seconds per pass,
-    with its own recent tokens per pass (those of all service before its first round) and seconds per pass of
-    all recent service, at its batch sizes. A prediction never exceeds max_tokens, so whoever is waiting is
-    urgent at the latest when it has been here for
+    with the request's own recent tokens per pass (before its first round, that of all requests) and seconds
+    per pass of all recent service, at its batch sizes. A prediction never exceeds max_tokens, so a waiting
+    request is urgent at the latest when it has been here for
         max_slowdown * (attained + (max_tokens - generated) / tokens per pass) * seconds per pass.
-    From then on it waits only
-        for urgent requests that arrived before it: while it waits, each review leaves only those in rows, and
-        new arrivals never delay it. In rounds: at most review_rounds + the rounds that older requests still
-        need, divided by the rows; if the policy does not preempt, also for those that were running, whose
-        rounds then count as those of older requests do; and for blocks until the requests that it displaces,
-        or all others that wait, have given up theirs.
-    Among more than a few hundred waiting requests the scheduler may notice some looks late (WaitingOrder).
-    Before the first service seconds per pass are unknown, and nobody is urgent. An unserved request's prefill
-    is not predicted, so a long prompt ages somewhat early. Under overload most requests become urgent, and
-    the order tends to that of arrival.
+    From then on it waits only for urgent requests that arrived before it: while it waits, each review leaves
+    only those in rows, and new arrivals never delay it. That is at most review_rounds rounds, plus the rounds
+    that older requests still need divided by the number of rows. If the policy does not preempt, it also
+    waits for requests that were running then, whose rounds count like those of older requests. And it waits
+    for KV blocks until the requests that it displaces, or all other waiting ones, have lost theirs.
+
+    Among more than a few hundred waiting requests the scheduler may notice urgency some steps late (see
+    WaitingOrder). Before the first service seconds per pass are unknown and no request is urgent. The prefill
+    of an unserved request is not part of its time alone, so long prompts become urgent somewhat early. Under
+    overload most requests become urgent, and the order tends to that of arrival.
     """
 
     def __init__(self, policy: Policy, max_slowdown: float) -> None:
         self.preempts, self.review_rounds = policy.preempts, policy.review_rounds
-        self.num_urgent = 0  # that there have been
+        self.num_urgent = 0  # requests that became urgent so far
         self._policy, self._max_slowdown = policy, max_slowdown
         self._ages: dict[int, _Age] = {}
-        self._tokens = self._round_passes = 0.0  # of rounds
-        self._passes = self._seconds = 0.0  # of all service
+        self._tokens = self._round_passes = 0.0  # decayed sums over rounds
+        self._passes = self._seconds = 0.0  # decayed sums over all service
 
     def add(self, job: Job) -> None:
         self._policy.add(job)
@@ -58,7 +60,7 @@ class Ageing:
         if service.rounds:
             self._tokens = _DECAY * self._tokens + service.tokens
             self._round_passes = _DECAY * self._round_passes + service.passes
-        if service.seconds >= 0.0:  # false for nan
+        if service.seconds >= 0.0:  # nan: not timed
             self._passes = _DECAY * self._passes + service.passes
             self._seconds = _DECAY * self._seconds + service.seconds
 
@@ -81,6 +83,7 @@ class Ageing:
         return waiting < running if waiting[0] == 0.0 else self._policy.displaces(waiting[1:], running[1:])
 
     def _alone_s(self, age: _Age) -> float:
+        """Estimated seconds that a request would take alone; inf while seconds per pass are unknown."""
         if self._passes <= 0.0 or self._seconds <= 0.0:
             return float("inf")
         tokens_per_pass = (

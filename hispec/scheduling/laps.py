@@ -1,5 +1,5 @@
-"""LAPS-SD: least attained service while a request's acceptance is unknown, shortest remaining time once it is
-stable [arXiv 2505.17074]."""
+"""LAPS-SD [Li, Chen and Li, IJCAI 2025, arXiv 2505.17074]: least attained service first while a request's
+acceptance rate is unknown, shortest remaining time first once it is stable."""
 
 from __future__ import annotations
 
@@ -9,39 +9,37 @@ from collections import deque
 from .policy import Job, Key, Service
 from .progress import Progress
 
-# a perceptible request sinks to a lower queue only if it is this much beyond the bound, since estimates
-# jitter
-_SLACK = 1.25
+_SLACK = 1.25  # hysteresis: a perceptible request is demoted only this far beyond a queue's bound
 
 
 class _Request:
-    """`recent`, `before`: acceptance of the last `window` rounds, and of as many before them; None once it is
-    perceptible."""
+    """recent, before: acceptance in the last `window` rounds, and in the `window` rounds before them; empty
+    once the request is perceptible."""
 
     __slots__ = ("before", "before_sum", "progress", "queue", "recent", "recent_sum", "remaining")
 
     def __init__(self, job: Job, window: int) -> None:
         self.progress = Progress(job, window)
         self.queue = 0
-        self.remaining: float | None = None  # predicted passes; None while it is not perceptible
+        self.remaining: float | None = None  # predicted passes; None: not perceptible
         self.recent: deque[float] = deque()
         self.before: deque[float] = deque()
         self.recent_sum = self.before_sum = 0.0
 
 
 class Laps:
-    """Requests are *non-perceptible* at first: they sink through queues as they consume service, and the
-    least served goes first within a queue. One becomes *perceptible*, for good, when the mean acceptance
-    (accepted / drafted, 0 in a round without drafts) of its last `window` rounds and of as many before them
-    differ by less than `tolerance`. From then on it stands in the queue into whose bounds its remaining
-    passes fall, (predicted length - generated) / own recent tokens per pass, and is ordered by them. Attained
-    and remaining passes of one queue compare as they are. A higher queue displaces a lower one; within a
-    queue nobody displaces anybody.
+    """A request is *non-perceptible* at first: it is demoted through the queues as it consumes service, and
+    within a queue the least served goes first. It becomes *perceptible*, for good, when its mean acceptance
+    (accepted / drafted, 0 in a round without drafts) over the last `window` rounds and over the `window`
+    rounds before them differ by less than `tolerance`. From then on its queue is the one into whose bounds
+    its remaining passes fall, (predicted length - generated) / own recent tokens per pass, and it is ordered
+    by them. Within a queue attained and remaining passes are compared as they are. A higher queue preempts a
+    lower one; requests of one queue do not preempt each other.
 
-    The paper gives neither queues, nor the rule of stability, nor what the two kinds are to each other in a
-    queue: these are our choice.
+    The paper specifies neither the number and bounds of queues, nor the rule of stability, nor how the two
+    kinds of requests compare within a queue: these are our choice.
 
-    bounds   passes over the whole model at which each queue but the last ends, growing; of attained and of
+    bounds   passes over the whole model at which each queue but the last ends, ascending; of attained and of
              remaining service alike
     """
 
@@ -59,7 +57,7 @@ class Laps:
         request = self._requests[number]
         request.progress.served(service)
         if service.rounds and request.remaining is None and self._becomes_stable(request, service):
-            request.queue = len(self._bounds)  # it may rise to any, and sinks to none
+            request.queue = len(self._bounds)  # the last: no estimate can demote it
             request.recent.clear()
             request.before.clear()
             request.remaining = 0.0
@@ -90,7 +88,8 @@ class Laps:
         return self._requests[number].remaining is not None
 
     def _becomes_stable(self, request: _Request, service: Service) -> bool:
-        """Takes the acceptance of these rounds, all alike if they are several."""
+        """Records the acceptance of these rounds -> whether it is stable now. Several rounds count as rounds
+        of the same acceptance."""
         acceptance = service.accepted / service.drafted if service.drafted else 0.0
         for _ in range(min(service.rounds, 2 * self._window)):
             request.recent.append(acceptance)

@@ -1,4 +1,4 @@
-"""How long outputs will be, predicted while they grow."""
+"""Predicts output lengths, on arrival and again while outputs grow."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from typing import Protocol
 from ..errors import ConfigError
 
 _log = logging.getLogger(__name__)
-_WINDOW = 256  # recent lengths kept of a class
-_TEMPLATES = 256  # templates kept, the least recently seen makes room
-_TEMPLATE_TOKENS = 16  # first tokens that tell templates apart
-_PARENT_WEIGHT = 4.0  # lengths that the wider class counts for in a narrower one
+_WINDOW = 256  # recent lengths kept per class
+_TEMPLATES = 256  # templates kept; the least recently used is dropped
+_TEMPLATE_TOKENS = 16  # first prompt tokens, which identify a template
+_PARENT_WEIGHT = 4.0  # weight of the wider class's mean in a narrower class, in lengths
 
 
 class LengthPredictor(Protocol):
-    """What users may put in place of the default."""
+    """The interface of length predictors; users may supply their own."""
 
     def predictor(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Callable[[int], float]:
-        """Of a request that has come: tokens that there are already -> expected length of its output. It is
-        asked again as the output grows; what it says is cut to [generated + 1, max_tokens]."""
+        """Returns, for a new request, a function from the number of tokens generated so far to the expected
+        length of its output. It is called again as the output grows; results are clipped to
+        [generated + 1, max_tokens]."""
 
     def finished(self, prompt_token_ids: Sequence[int], num_output: int) -> None:
-        """A request has ended by itself, or at its max_tokens, with so many tokens."""
+        """Learns from a request that ended, by itself or at its max_tokens, with so many tokens."""
 
 
 class _Lengths:
-    """Recent lengths of one class, in the order of arrival and sorted."""
+    """Recent output lengths of one class of requests, in the order they came and sorted."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
-        self._sums: list[int] | None = None  # of the first 0, 1, .. sorted lengths; None = out of date
+        self._sums: list[int] | None = None  # cumulative sums of the sorted lengths; None = out of date
 
     def add(self, length: int) -> None:
-        """O(window), once per finished request."""
+        """Adds a length and drops the oldest beyond the window. O(window)."""
         if len(self._recent) == _WINDOW:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
         self._recent.append(length)
@@ -47,7 +48,7 @@ class _Lengths:
         self._sums = None
 
     def beyond(self, generated: int) -> tuple[int, float]:
-        """How many were longer, and by how much in all. O(log window)."""
+        """Number of lengths > generated, and their total excess over it. O(log window)."""
         if self._sums is None:
             self._sums = [0, *itertools.accumulate(self._sorted)]
         first = bisect_right(self._sorted, generated)
@@ -56,13 +57,14 @@ class _Lengths:
 
 
 class OnlineLengths:
-    """Learns from what finished: by prompts that begin alike (a template) and are of about the same length,
-    among prompts of about the same length, among all.
+    """Learns from finished requests, in three nested classes: prompts of the same template (first tokens) and
+    about the same length; prompts of about the same length; all.
 
-    Expected residual = mean of (L - generated) over the recent lengths L > generated, the wider class's
-    counting for `_PARENT_WEIGHT` of them. Where nobody was as long, lengths are taken as memoryless: as much
-    again as is expected of a new request; `expected_tokens` while nothing has finished. Memory is bounded:
-    `_WINDOW` lengths of `_TEMPLATES` templates, of each power of two of prompt lengths, and of all.
+    Expected residual = mean of (L - generated) over the recent lengths L > generated of a class, in which the
+    wider class's mean counts for `_PARENT_WEIGHT` lengths. Where no length was that long, lengths are taken
+    as memoryless: the residual is that of a new request. While nothing has finished, `expected_tokens` is
+    assumed. Memory is bounded: `_WINDOW` lengths for each of `_TEMPLATES` templates, for each power of two of
+    prompt lengths, and for all.
     """
 
     def __init__(self, expected_tokens: int = 256) -> None:
@@ -86,7 +88,7 @@ class OnlineLengths:
             if generated:
                 for lengths in classes:
                     residual = _blend(lengths, generated, residual)
-            return _cut(generated + residual, generated, max_tokens)
+            return _clip(generated + residual, generated, max_tokens)
 
         return predict
 
@@ -97,7 +99,7 @@ class OnlineLengths:
             lengths.add(num_output)
 
     def _classes(self, prompt_token_ids: Sequence[int]) -> tuple[_Lengths, ...]:
-        """From the widest to the narrowest."""
+        """The request's classes, from the widest to the narrowest."""
         size = len(prompt_token_ids).bit_length()
         by_size = self._by_size.setdefault(size, _Lengths())
         key = (size, *prompt_token_ids[:_TEMPLATE_TOKENS])
@@ -111,9 +113,9 @@ class OnlineLengths:
 
 
 class GuardedLengths:
-    """A user's predictor, behind which the default stands: whatever it raises or says, requests go on.
+    """A user's predictor; wherever it fails, the default answers in its place.
 
-    num_failures   calls that raised an error, or gave what is no number; logged once
+    num_failures   calls that raised an error or did not return a number; the first is logged
     """
 
     def __init__(self, hook: LengthPredictor, default: LengthPredictor) -> None:
@@ -123,20 +125,20 @@ class GuardedLengths:
     def predictor(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Callable[[int], float]:
         default = self._default.predictor(prompt_token_ids, max_tokens)
         try:
-            of_hook = self._hook.predictor(prompt_token_ids, max_tokens)
-        except Exception as error:  # the caller's code, like all of a hook's
+            predict_by_hook = self._hook.predictor(prompt_token_ids, max_tokens)
+        except Exception as error:  # a hook is the caller's code
             self._failed(error)
             return default
 
         def predict(generated: int) -> float:
             try:
-                total = float(of_hook(generated))
+                total = float(predict_by_hook(generated))
                 if math.isnan(total):
                     raise ValueError("it predicts nan tokens")
             except Exception as error:
                 self._failed(error)
                 return default(generated)
-            return _cut(total, generated, max_tokens)
+            return _clip(total, generated, max_tokens)
 
         return predict
 
@@ -158,16 +160,16 @@ class GuardedLengths:
 
 
 def make_lengths(expected_tokens: int, hook: LengthPredictor | None = None) -> LengthPredictor:
-    """The default predictor, or the user's with the default behind it."""
+    """Makes the default predictor, or the user's with the default as fallback."""
     default = OnlineLengths(expected_tokens)
     return default if hook is None else GuardedLengths(hook, default)
 
 
 def _blend(lengths: _Lengths, generated: int, wider: float) -> float:
-    """Mean residual in a class, given that of the wider one."""
+    """Mean residual in a class, shrunk towards that of the wider class."""
     count, total = lengths.beyond(generated)
     return (total + _PARENT_WEIGHT * wider) / (count + _PARENT_WEIGHT)
 
 
-def _cut(total: float, generated: int, max_tokens: int) -> float:
+def _clip(total: float, generated: int, max_tokens: int) -> float:
     return min(max(total, generated + 1.0), float(max_tokens))

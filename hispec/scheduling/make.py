@@ -1,18 +1,18 @@
-"""From settings to a policy."""
+"""Makes the scheduler and its policy from settings."""
 
 from __future__ import annotations
 
 from cache.blocks import BlockPool
 
 from ..config import EngineConfig, SchedulingConfig
-from .aging import Ageing
+from .aging import Aging
+from .kv_blocks import KVOffload
 from .laps import Laps
 from .lengths import LengthPredictor, make_lengths
 from .mlfq import MultiLevelFeedback, queue_bounds
 from .policy import FirstComeFirstServed, Policy
 from .scheduler import Scheduler
 from .sjf import ShortestJobFirst
-from .waiting import Keeper
 
 
 def make_scheduler(
@@ -20,16 +20,17 @@ def make_scheduler(
     engine: EngineConfig,
     pool: BlockPool,
     length_predictor: LengthPredictor | None,
-    keeper: Keeper | None,
+    offload: KVOffload | None,
 ) -> Scheduler:
-    """length_predictor: the user's; None = the default. keeper: of KV whose blocks others need."""
+    """length_predictor: the user's; None = the default. offload: None = KV that loses its blocks is computed
+    again."""
     sizes = engine.max_num_seqs, engine.max_prefill_tokens, engine.enable_prefix_caching
     predictor = make_lengths(config.expected_tokens, length_predictor)
-    return Scheduler(pool, make_policy(config), *sizes, predictor=predictor, keeper=keeper)
+    return Scheduler(pool, make_policy(config), *sizes, predictor=predictor, offload=offload)
 
 
 def make_policy(config: SchedulingConfig) -> Policy:
-    """First come, first served needs no ageing: nobody is overtaken."""
+    """First come, first served needs no aging, since no request overtakes another."""
     if config.policy == "fcfs":
         return FirstComeFirstServed()
     policy: Policy
@@ -41,4 +42,4 @@ def make_policy(config: SchedulingConfig) -> Policy:
             policy = MultiLevelFeedback(bounds, config.review_rounds)
         else:
             policy = Laps(bounds, config.stability_window, config.stability_tolerance, config.review_rounds)
-    return policy if config.max_slowdown is None else Ageing(policy, config.max_slowdown)
+    return policy if config.max_slowdown is None else Aging(policy, config.max_slowdown)

@@ -1,4 +1,4 @@
-"""Queues by attained service."""
+"""Multi-level feedback queues: least attained service first, approximately."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from .policy import Job, Key, Service
 
 
 def queue_bounds(num_queues: int, first_quantum: float, growth: float) -> tuple[float, ...]:
-    """Service at which each queue but the last ends: the sums of geometric quanta. The last has no end."""
+    """Attained service at which each queue but the last ends: cumulative sums of geometric quanta."""
     return tuple(itertools.accumulate(first_quantum * growth**queue for queue in range(num_queues - 1)))
 
 
 class MultiLevelFeedback:
-    """Least attained service first, as far as queues tell it: a request sinks to the next queue when it has
-    had that one's quantum. Within a queue in order of arrival; a higher queue displaces a lower one.
+    """Requests start in the highest queue and are demoted to the next when they have used up a queue's
+    quantum. Within a queue they run in order of arrival; a higher queue preempts a lower one.
 
-    bounds   attained passes over the whole model at which each queue but the last ends, growing
+    bounds   attained passes over the whole model at which each queue but the last ends, ascending
     """
 
     preempts = True

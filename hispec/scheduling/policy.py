@@ -1,4 +1,4 @@
-"""The order of service, as a small interface that engine and simulator share."""
+"""The interface of scheduling policies, which engine and simulator share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Key = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Job:
-    """What a policy knows of a request when it comes.
+    """What a policy knows of a request on arrival.
 
     number             order of arrival
-    arrival_s          on the clock that all times are on
-    num_prompt_tokens
-    max_tokens         that it may output
-    predict            predicted length of its output, given how many tokens there are already
+    arrival_s          time of arrival, on the clock of `Policy.key`
+    num_prompt_tokens  length of the prompt
+    max_tokens         most tokens that it may output
+    predict            maps the number of tokens generated so far to the predicted length of the output
     """
 
     number: int
@@ -40,12 +40,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Service:
-    """What rounds gave a request: rounds, committed tokens, drafts and those that were accepted in the end,
-    and its attained service in passes over the whole model (layers run / layers), prefill included; seconds
-    that these rounds and passes took, others' share in them included.
+    """Service that a request received: `rounds` rounds, in which `tokens` were committed and `accepted` of
+    `drafted` drafts were accepted; or, with rounds = 0, prefill.
 
-    Prefill comes by itself, as a service of no rounds. seconds = nan: not to be learnt from (something else
-    was timed too).
+    passes    attained service in passes over the whole model (layers run / layers)
+    seconds   what these rounds took for the whole batch; nan = not to be learned from, because something else
+              was timed too
     """
 
     rounds: int
@@ -56,7 +56,7 @@ class Service:
     seconds: float
 
     def __post_init__(self) -> None:
-        # All at once, since this is made for every row and round: false for nan, too, but in `seconds`.
+        # One condition, since this runs for every row and round. Comparisons with nan are false.
         if not (
             self.rounds >= 0
             and self.tokens >= 0
@@ -70,36 +70,36 @@ class Service:
 
 
 class Policy(Protocol):
-    """Orders requests by what it was told of them; the scheduler moves them and their blocks. Pure: no clock,
-    no chance.
+    """Orders requests; the scheduler moves them and their blocks accordingly. A policy reads no clock and
+    draws no random numbers.
 
     preempts        whether a waiting request may take the row of a running one between rounds
-    review_rounds   rounds between two looks at that
+    review_rounds   rounds between two checks for that
     """
 
     preempts: bool
     review_rounds: int
 
     def add(self, job: Job) -> None:
-        """A request has come."""
+        """Registers a request on arrival."""
 
     def served(self, number: int, service: Service) -> None:
-        """Rounds, or prefill, were run for it."""
+        """Records service that the request received."""
 
     def remove(self, number: int) -> None:
-        """It has ended. Unknown numbers are passed over."""
+        """Forgets a request that has ended. Unknown numbers are ignored."""
 
     def key(self, number: int, now_s: float) -> Key:
-        """Who has the least goes first; no two requests have the same. When blocks run out, who has the most
-        makes room."""
+        """Sort key: the least goes first, the greatest is preempted first when blocks run out. No two
+        requests have the same."""
 
     def displaces(self, waiting: Key, running: Key) -> bool:
-        """Whether a waiting request of this key takes the row of a running one of that key; if so, waiting <
-        running. Asked of policies that preempt."""
+        """Whether a waiting request with the one key takes the row of a running one with the other; implies
+        waiting < running. Called only if the policy preempts."""
 
 
-class Forgetful:
-    """The parts of a policy that keeps nothing of requests."""
+class Stateless:
+    """Base of policies that keep no state of requests."""
 
     def add(self, job: Job) -> None:
         pass
@@ -111,8 +111,9 @@ class Forgetful:
         pass
 
 
-class FirstComeFirstServed(Forgetful):
-    """Admits in order of arrival, preempts the latest to arrive: so the oldest always gets through."""
+class FirstComeFirstServed(Stateless):
+    """Admits in order of arrival and, when blocks run out, preempts the latest arrival: the oldest request
+    always progresses."""
 
     preempts = False
     review_rounds = 1

@@ -1,4 +1,4 @@
-"""What a request has had, and how much it still needs."""
+"""A request's attained service, and a prediction of its remaining service."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from .policy import Job, Service
 
 
 class Progress:
-    """Of one request: generated tokens, attained passes, and its recent tokens per pass.
+    """Generated tokens, attained passes and recent tokens per pass of one request.
 
-    window   rounds over which half of what counts as recent is forgotten
+    window   half-life, in rounds, of the averages behind tokens per pass
     """
 
     __slots__ = ("_decay", "_job", "_passes", "_remaining", "_tokens", "arrival_s", "attained", "generated")
@@ -20,7 +20,7 @@ class Progress:
         self._job = job
         self._decay = 0.5 ** (1.0 / window)
         self._tokens = self._passes = 0.0
-        self._remaining: float | None = None  # not asked for since it was served
+        self._remaining: float | None = None  # None = out of date
 
     def served(self, service: Service) -> None:
         self.attained += service.passes
@@ -32,13 +32,14 @@ class Progress:
             self._remaining = None
 
     def remaining_tokens(self) -> float:
-        """Predicted. 0 once it has all that it may output."""
+        """Predicted tokens still to be generated; 0 once the request has all that it may output."""
         if self._remaining is None:
             self._remaining = max(0.0, self._job.predict(self.generated) - self.generated)
         return self._remaining
 
     def remaining_passes(self, tokens_per_pass: float) -> float:
-        """Predicted, by its own recent tokens per pass; by those given while it has none."""
+        """Predicted passes still needed, by the request's own recent tokens per pass; by `tokens_per_pass`
+        before its first round."""
         if self._tokens > 0.0 and self._passes > 0.0:
             return self.remaining_tokens() * self._passes / self._tokens
         return self.remaining_tokens() / tokens_per_pass

@@ -1,4 +1,4 @@
-"""A request: its tokens, how far they are computed, and when it ends."""
+"""A request: its tokens, how many of them are computed, and when it ends."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class TextStream(Protocol):
     """Turns output tokens into text as they come, and looks for stop strings in it."""
 
     def append(self, token_id: int, may_stop: bool) -> str | None:
-        """Takes one token; the stop string that it completed, if any. Before `may_stop` stop strings are
+        """Takes one token -> the stop string that it completed, if any. Unless `may_stop`, stop strings are
         plain text."""
 
     def release(self, final: bool) -> str:
-        """Text that is certain and not handed out yet; with `final`, all of it up to a stop string."""
+        """Returns text that is certain and was not returned before; with `final`, all text up to a stop
+        string."""
 
 
 ExtraKV = int | str  # of KV besides the model's own: the exit at a layer, or "model" for a draft model
@@ -29,18 +30,18 @@ ExtraKV = int | str  # of KV besides the model's own: the exit at a layer, or "m
 
 @dataclass(eq=False)
 class Request:
-    """One sequence that the engine works on.
+    """One sequence that the engine generates.
 
     number         order of arrival
     token_ids      prompt and committed output
-    num_computed   positions whose KV is valid at every layer, while it has blocks; len(token_ids) - 1 when
-                   ready for a round
+    num_computed   positions whose KV is valid at every layer while the request has blocks;
+                   len(token_ids) - 1 when it is ready for a round
     stop_ids       tokens that end it; params.ignore_eos has been applied
     num_cached     prompt positions found in the prefix cache at its last admission
-    row            its place in the batch, None while it waits
-    drafter_failed whether it goes on with plain decoding because the drafter could not serve it
-    gaps           the first position that lacks KV of an exit or a draft model, whose rounds it was not in
-                   since; it is made up for before the next
+    row            its row of the batch; None while it waits
+    drafter_failed whether it continues with plain decoding because the drafter failed
+    gaps           by owner, the first position without KV of an exit or a draft model, because the request
+                   was in no round of it since; backfilled before the next one
     """
 
     request_id: str
@@ -84,7 +85,7 @@ class Request:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it needs no more rounds; sets the reason, if an interrupt came before that was done."""
+        """Whether it needs no more rounds; sets the finish reason if an interrupt came before that."""
         if self.finish_reason is None and self.num_output >= self.max_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None
@@ -93,15 +94,18 @@ class Request:
         """Positions that a round may process for this request: never more than it may still output."""
         return min(self.cap(window), self.max_tokens - self.num_output)
 
+    def round_end(self, window: int) -> int:
+        """Positions from the first that the request may need KV blocks for in a round."""
+        return len(self.token_ids) - 1 + self.round_limit(window)
+
     def cap(self, window: int) -> int:
-        """The same, however much it may still output."""
+        """As `round_limit`, however much it may still output."""
         return window if self.params.speculative and not self.drafter_failed else 1
 
     def append(self, token_ids: Sequence[int]) -> int:
-        """Takes committed tokens in order up to the one that ends the request -> how many were taken.
+        """Appends committed tokens in order up to the one that ends the request -> how many were appended.
 
-        A stop token or stop string is looked for before the cap, so that a token which is both ends it as a
-        stop.
+        Stop tokens and stop strings are checked before max_tokens: a token that is both ends it as a stop.
         """
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
@@ -119,12 +123,11 @@ class Request:
         return len(token_ids)
 
     def release_text(self) -> str:
-        """Text that became certain with the tokens appended so far; all of it once the request is
-        finished."""
+        """Returns text that became certain since the last call; all of it once the request is finished."""
         return self.text.release(final=self.finish_reason is not None) if self.text is not None else ""
 
     def release_text_or_nothing(self) -> str:
-        """The text that an aborted request still owes; nothing if its hook fails, since it ends in any
+        """As `release_text`, for an aborted request: nothing if its text hook fails, since it ends in any
         case."""
         try:
             return self.release_text()
@@ -132,7 +135,7 @@ class Request:
             return ""
 
     def delta(self, token_ids: list[int], text: str, now_s: float, error: str | None = None) -> Delta:
-        """What the engine says of this step's `token_ids` and `text`."""
+        """Makes the engine's report of this step's `token_ids` and `text`."""
         finished = self.finish_reason is not None
         if token_ids and self.first_token_s is None:
             self.first_token_s = now_s

@@ -1,14 +1,14 @@
-"""Shortest first: by predicted length, or by remaining service that somebody knows."""
+"""Shortest job first by predicted length, and shortest remaining service first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from .policy import Forgetful, Job, Key, Service
+from .policy import Job, Key, Service, Stateless
 
 
 class ShortestJobFirst:
-    """By the output length that was predicted when a request came; who runs, runs to its end."""
+    """Orders by the output length predicted on arrival, without preemption."""
 
     preempts = False
     review_rounds = 1
@@ -32,11 +32,12 @@ class ShortestJobFirst:
         return False
 
 
-class ShortestRemaining(Forgetful):
-    """By remaining service, preempting: with the true one, the oracle that others are measured against.
+class ShortestRemaining(Stateless):
+    """Orders by remaining service, with preemption (SRPT). With the true remaining service it is the oracle
+    that bounds other policies.
 
-    remaining   of a request, by its number, in any unit. It should fall while the request runs and stay while
-                it waits: then only arrivals make anybody preempt
+    remaining   maps a request's number to its remaining service, in any unit. It should fall while the
+                request runs and stay constant while it waits: then only arrivals cause preemptions
     """
 
     preempts = True

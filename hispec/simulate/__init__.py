@@ -1,2 +1,2 @@
-"""A discrete-event simulator of engines: the same policies and controllers, over a cost model and an
+"""A discrete-event simulator of engines: their own policies and controllers over a latency model and an
 acceptance model."""

@@ -1,4 +1,4 @@
-"""When requests come."""
+"""Arrival times of requests."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ _TAKES: dict[str, frozenset[str]] = {
 
 
 class ArrivalsConfig(Settings):
-    """When requests come, and the loads that are tried: one list of `rates`, `utilisations`, `speeds` or
-    `clients`.
+    """The arrival process, and the loads to run: one list of `rates`, `utilisations`, `speeds` or `clients`.
 
     kind          "poisson"; "gamma": intervals with standard deviation / mean = cv; "bursty": Poisson whose
-                  rate jumps between two values; "recorded": as `times`, or the trace, say; "closed": a
+                  rate jumps between two values; "recorded": `times`, or those of the trace; "closed": a
                   constant number of clients
     rates         requests per second, of all replicas together
-    utilisations  the same as shares of what the system `reference` (None = the first) gets done when it
-                  always has work
-    speeds        of recorded: so many times as fast
-    clients       of closed: each asks again think_s after its answer
-    cv            of gamma
+    utilisations  the same, as shares of the capacity of the system `reference` (None = the first)
+    speeds        of recorded: factors by which the times are sped up
+    clients       of closed: clients, each of which sends its next request think_s after an answer
+    cv            of gamma: standard deviation / mean of the intervals
     burst_factor, burst_share, burst_s   of bursty: rate in a burst over that outside; share of time in
                                          bursts; mean seconds of one
-    times         of recorded: seconds, ascending; run through again as often as needed
+    times         of recorded: seconds, ascending; repeated as often as needed
     """
 
     kind: Literal["poisson", "gamma", "bursty", "recorded", "closed"] = "poisson"
@@ -72,7 +70,7 @@ class ArrivalsConfig(Settings):
 
     @property
     def what(self) -> str:
-        """What loads are counted in."""
+        """The field that lists the loads."""
         return next(
             (name for name in ("rates", "utilisations", "clients") if getattr(self, name) is not None),
             "speeds",
@@ -83,7 +81,7 @@ class ArrivalsConfig(Settings):
         return tuple(self.rates or self.utilisations or self.clients or self.speeds or (1.0,))
 
     def sample(self, num: int, rate: float, chance: np.random.Generator) -> Floats:
-        """[num] seconds, ascending, of an open kind, at so many a second in the long run."""
+        """Draws [num] arrival times in seconds, ascending, of an open kind at this mean rate."""
         if self.kind == "poisson":
             return np.cumsum(chance.exponential(1.0, num)) / rate
         if self.kind == "gamma":
@@ -108,8 +106,8 @@ class ArrivalsConfig(Settings):
 _LOADS = frozenset({"rates", "utilisations", "speeds", "clients"})
 
 
-def repeated(times: Floats, num: int, speed: float) -> Floats:
-    """[num] recorded times from 0, run through again as often as needed, a mean interval between."""
+def repeat_times(times: Floats, num: int, speed: float) -> Floats:
+    """[num] recorded times from 0, repeated as often as needed with a mean interval in between."""
     times = times - times[0]
     period = times[-1] + (times[-1] / (len(times) - 1) if len(times) > 1 else 1.0)
     at = np.arange(num)

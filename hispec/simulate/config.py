@@ -1,4 +1,4 @@
-"""What `hispec simulate` may be told (docs/simulation.md)."""
+"""Settings of `hispec simulate` (docs/simulation.md)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Cost = Annotated[float, Field(ge=0.0, le=1e9)]
 
 
 class EngineSettings(Settings):
-    """Each replica's engine, in the words of EngineConfig.
+    """Each replica's engine; fields as in EngineConfig.
 
-    num_kv_tokens       positions that KV blocks hold; None = enough for all rows
-    kv_bytes_per_token  of one position, for scheduling.swap_bytes
-    num_layers          L, for attained service, which is counted in passes
+    num_kv_tokens       positions that all KV blocks hold; None = enough for all rows
+    kv_bytes_per_token  bytes of KV per position, for scheduling.swap_bytes
+    num_layers          layers of the model, for attained service, which is counted in passes
     """
 
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 32
@@ -33,7 +33,7 @@ class EngineSettings(Settings):
 
 
 class StageSettings(Settings):
-    """What a stage costs, as `Linear` says."""
+    """Cost of a stage; fields as in `Linear`."""
 
     constant_ms: Cost = 0.0
     row_ms: Cost = 0.0
@@ -44,11 +44,10 @@ class StageSettings(Settings):
 
 
 class LatencySettings(Settings):
-    """What stages cost: either each by name (`LatencyModel` lists them), or a profile that `hispec profile
+    """Costs of stages: either each by name (`LatencyModel` lists them), or a profile that `hispec profile
     --latency` wrote.
 
-    is_static, row_buckets  whether passes take their whole rectangle, and to which numbers of rows they are
-                            rounded up
+    is_static, row_buckets  whether rounds have static shapes, and the row counts to which they are padded
     """
 
     stages: dict[str, StageSettings] | None = None
@@ -70,11 +69,11 @@ class LatencySettings(Settings):
 
 
 class AcceptanceSettings(Settings):
-    """Chance that a draft is kept, those before it in its cycle having been: share * by_position * drift, cut
-    to 0 to 1.
+    """Probability that a draft is kept, given that those before it in its cycle were: share * by_position *
+    drift, clipped to [0, 1].
 
     share        drawn once per request
-    by_position  factor of the first, second, ... draft of a cycle; the last goes on
+    by_position  factors of the first, second, ... draft of a cycle; the last is that of all further ones
     drift        points [seconds, factor] over time, linear in between; none = 1
     """
 
@@ -95,19 +94,18 @@ class AcceptanceSettings(Settings):
 
 
 class RouteSettings(Settings):
-    """Tiers to choose from, and how right they are.
+    """The tiers of a route, and their acceptance rates.
 
-    kind               who drafts
+    kind               kind of drafter
     draft_layer        D; 0 = ngram, model
     check_layer        C; None = two tiers
-    most_drafts        K at most
-    most_checks        R at most
-    num_exit_tokens    of hybrid: drafts of the exit at most, where nothing matches
-    acceptance         of drafts, by the tier above; of hybrid: of those that were looked up
-    exit_acceptance    of hybrid: of the exit's drafts
-    verify_acceptance  of three tiers: of tentative tokens, by verify
-    match              of ngram and hybrid: share of cycles in which something is looked up, drawn once per
-                       request
+    most_drafts        largest K
+    most_checks        largest R
+    num_exit_tokens    hybrid: most drafts of the exit in a cycle in which lookup finds no match
+    acceptance         of drafts, by the tier above; hybrid: of drafts that were looked up
+    exit_acceptance    hybrid: of the exit's drafts
+    verify_acceptance  three tiers: of tentative tokens, by verify
+    match              ngram and hybrid: share of cycles in which lookup finds a match, drawn once per request
     """
 
     kind: DraftKind
@@ -167,11 +165,11 @@ class RouteSettings(Settings):
 
 
 class ClassSettings(Settings):
-    """Requests of one kind: how many of all (weight over the sum of weights), and what differs from
+    """A class of requests: its share of all (weight over the sum of weights), and what differs from
     `requests`.
 
-    has_template  whether their prompts begin alike, so that a length predictor can tell the class
-    acceptance    share by route, in place of the route's acceptance.share
+    has_template  whether its prompts begin alike, so that a length predictor can recognise the class
+    acceptance    by route, what replaces the route's acceptance.share
     """
 
     weight: Annotated[float, Field(gt=0.0, le=1e9)] = 1.0
@@ -182,15 +180,15 @@ class ClassSettings(Settings):
 
 
 class RequestsSettings(Settings):
-    """What is asked for.
+    """The requests.
 
     num            requests per run
-    warm_up        share of them, the first, that no figure counts
-    prompt_tokens, output_tokens   lengths; where an output ends is not known before
-    max_tokens     that a request may output at most, as its policy is told
-    classes        by name; none = all alike
-    trace          a file that the engine recorded (engine.trace): lengths, drafts and what was kept of them;
-                   arrivals too if these are `recorded`. It is run through again as often as `num` needs
+    warm_up        share of them, the first ones, that figures leave out
+    prompt_tokens, output_tokens   lengths; policies do not know those of outputs
+    max_tokens     most tokens that a request may output, which policies know
+    classes        by name; none = one class
+    trace          a file that the engine recorded (engine.trace): lengths, drafts and how many were kept;
+                   also arrivals if these are `recorded`. Repeated as often as `num` needs
     """
 
     num: Annotated[int, Field(ge=1, le=100_000_000)] = 10_000
@@ -214,11 +212,11 @@ class RequestsSettings(Settings):
 
 
 class ControlSettings(Settings):
-    """Who decides what a round does.
+    """What decides the plan of a round.
 
     kind        "plain"; "fixed": always num_drafts of `route`, with num_checks; "goodput": the controller,
                 with settings `goodput`
-    routes      that goodput chooses from; None = all
+    routes      goodput: the routes it chooses from; None = all
     """
 
     kind: Literal["plain", "fixed", "goodput"] = "plain"
@@ -248,7 +246,7 @@ class PredictorSettings(Settings):
     """How policies predict output lengths.
 
     kind   "online": the engine's own; "noisy": the truth times a lognormal error; "exact": the truth
-    sigma  of noisy: standard deviation of the error's logarithm
+    sigma  noisy: standard deviation of the logarithm of the error
     """
 
     kind: Literal["online", "noisy", "exact"] = "online"
@@ -266,10 +264,9 @@ class PredictorSettings(Settings):
 class SystemSettings(Settings):
     """One of the systems that are compared.
 
-    scheduling  as an engine takes it
-    srtf        in place of scheduling.policy: shortest remaining first, preempting, by the true "service"
-                (rounds; the oracle that others are measured against), the true "tokens", or the tokens that
-                are "predicted" to be left; to find out what knowledge is worth
+    scheduling  the engine's scheduling settings
+    srtf        in place of scheduling.policy: preemptive shortest remaining first, by the true "service"
+                (rounds; the oracle that bounds all policies), the true "tokens", or the "predicted" tokens
     """
 
     scheduling: SchedulingConfig = SchedulingConfig()
@@ -293,17 +290,17 @@ class SystemSettings(Settings):
 
     @property
     def is_oracle(self) -> bool:
-        """Whether it knows what nobody can."""
+        """Whether it uses knowledge that no real system has."""
         return self.srtf in ("service", "tokens") or self.predictor.kind == "exact"
 
 
 class SimulationConfig(Settings):
-    """One experiment: every system at every load.
+    """An experiment: every system at every load.
 
     replicas  engines behind one router
     router    "round_robin", or "least_work": fewest predicted tokens outstanding
     seed      of arrivals, lengths and acceptance, which are the same for every system
-    repeats   runs with seeds of their own, for confidence
+    repeats   runs with different seeds, for confidence intervals
     """
 
     engine: EngineSettings = EngineSettings()

@@ -1,4 +1,4 @@
-"""Random numbers as settings say: lengths in tokens, shares of drafts that are right."""
+"""Distributions given in settings: of lengths in tokens, of acceptance rates."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Distribution(Settings):
     exponential  mean; of tokens, rounded up: geometric
     lognormal    mean, and cv: standard deviation / mean
     beta         mean, and concentration: how little it spreads (a + b of Beta(a, b))
-    empirical    values, each as likely
-    least, most  what lies beyond is moved to them
+    empirical    values, all equally likely
+    least, most  bounds to which samples are clipped
     """
 
     kind: Literal["constant", "uniform", "exponential", "lognormal", "beta", "empirical"] = "constant"
@@ -70,7 +70,7 @@ class Distribution(Settings):
         return self
 
     def sample(self, num: int, chance: np.random.Generator) -> Floats:
-        """[num]"""
+        """Draws [num] samples."""
         mean, cv = self.mean or 0.0, self.cv or 0.0
         if self.kind == "constant":
             drawn = np.full(num, self.value, np.float64)
@@ -93,12 +93,12 @@ class Distribution(Settings):
         )
 
     def tokens(self, num: int, chance: np.random.Generator) -> Ints:
-        """[num] whole numbers, at least 1."""
+        """Draws [num] integers >= 1."""
         return np.maximum(1, np.ceil(self.sample(num, chance))).astype(np.int64)
 
     def shares(self, ranks: Ints, chance: np.random.Generator) -> Floats:
-        """[num] of 0 to 1, dealt out by the rank of each request: who is drafted well by one drafter is
-        drafted well by all."""
+        """Draws [num] shares in [0, 1] and assigns them by the rank of each request: one that is drafted well
+        by one drafter is drafted well by all."""
         return np.sort(np.clip(self.sample(len(ranks), chance), 0.0, 1.0))[ranks]
 
 

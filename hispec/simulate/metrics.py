@@ -1,4 +1,4 @@
-"""What came out of a run, in numbers."""
+"""Figures of runs: latencies, throughput, slowdowns, plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .batch_state import Counts
 from .cluster import Outcomes
 from .config import SimulationConfig, SystemSettings
 from .distributions import Floats
-from .row_columns import T_ACCEPTED, T_DRAFTED, T_ROUNDS, T_ROWS, T_STEP_S, T_TOKENS
+from .row_state import T_ACCEPTED, T_DRAFTED, T_ROUNDS, T_ROWS, T_STEP_S, T_TOKENS
 
 # Student's t at 97.5 % by degrees of freedom, from 1; beyond, the normal distribution's is close enough.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -21,8 +21,8 @@ _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2
 
 @dataclass(frozen=True)
 class Run:
-    """One system at one load with one seed. alone_s [requests]: what each would take with an engine for
-    itself; num_urgent: None = unknown."""
+    """One system at one load with one seed. alone_s [requests]: seconds that each takes on an engine of its
+    own; num_urgent: requests that aging made urgent, None = no aging."""
 
     outcomes: Outcomes
     counts: Sequence[Counts]
@@ -40,14 +40,12 @@ class Run:
 
 
 def figures(config: SimulationConfig, system: SystemSettings, runs: Sequence[Run]) -> dict[str, Any]:
-    """What a report says of a system at a load; runs: one per seed. Latencies are of requests after the
+    """The figures of a system at a load over `runs`, one per seed. Latencies are of requests after the
     warm-up, in seconds."""
     first = int(config.requests.num * config.requests.warm_up)
     latencies = [run.outcomes.finished_s[first:] - run.outcomes.arrival_s[first:] for run in runs]
-    latency, slowdown = (
-        np.concatenate(latencies),
-        np.concatenate([each / run.alone_s[first:] for each, run in zip(latencies, runs, strict=True)]),
-    )
+    latency = np.concatenate(latencies)
+    slowdown = latency / np.concatenate([run.alone_s[first:] for run in runs])
     to_first = np.concatenate(
         [run.outcomes.first_token_s[first:] - run.outcomes.arrival_s[first:] for run in runs]
     )
@@ -85,7 +83,7 @@ def figures(config: SimulationConfig, system: SystemSettings, runs: Sequence[Run
 
 
 def plan_shares(config: SimulationConfig, counts: Sequence[Counts]) -> dict[str, float]:
-    """Share of rounds by plan, the most frequent first."""
+    """Shares of rounds by plan, the most frequent first."""
     names = list(config.routes)
     shares: dict[str, float] = {}
     for each in counts:
@@ -113,7 +111,7 @@ def compare(config: SimulationConfig, policies: Mapping[str, dict[str, Any]]) ->
 
 
 def _half_width(means: Sequence[float]) -> float | None:
-    """Of the 95 % confidence interval of their mean; None for a single one."""
+    """Half-width of the 95 % confidence interval of the mean of `means`; None for a single one."""
     if len(means) < 2:
         return None
     degrees = len(means) - 1

@@ -1,4 +1,4 @@
-"""Pictures of a simulation: mean and p99 latency by load."""
+"""Plots of a simulation: mean and p99 latency and tokens/s by load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLOURS = 10
 
 def draw_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """mean_s.png, p99_s.png and goodput_tokens_per_s.png in `folder`. Raises ConfigError without matplotlib,
-    and OSError if they can't be written."""
+    and OSError if they cannot be written."""
     check_matplotlib()
     paths = []
     for name, label in _PLOTS.items():
@@ -42,9 +42,8 @@ def check_matplotlib() -> None:
 
 
 def _by_load(result: Mapping[str, Any], name: str, label: str) -> Figure:
-    from matplotlib.figure import (
-        Figure,
-    )  # not pyplot: nothing of the user's is changed, and no window is opened
+    # Not pyplot, which would change the user's global state and may open a window.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5))
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Length predictors of simulated engines: the engine's own, or one that knows the truth, more or less."""
+"""Length predictors of simulated engines: the engine's own, or the truth with or without an error."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .config import PredictorSettings
 from .distributions import Floats, Ints
 from .workload import Workload
 
-_APART = 1 << 20  # tokens between the prompts of two requests, so that they begin differently
-_GROWTH = 1.25  # an output that is longer than was predicted is taken to grow by a quarter
+_APART = 1 << 20  # token ids between the prompts of two requests, so that they begin differently
+_GROWTH = 1.25  # factor by which an output that is already longer than predicted is assumed to grow
 
 
 class KnownLengths:
-    """The true length of each request times its error [requests]; who comes next is told by `expect`."""
+    """Predicts totals [requests], the true lengths times an error. `expect` announces the next request."""
 
     def __init__(self, totals: Floats) -> None:
         self._totals = totals
@@ -41,7 +41,7 @@ class KnownLengths:
 
 
 def predicted_lengths(settings: PredictorSettings, output_tokens: Ints, seed: int) -> Floats | None:
-    """[requests] what is predicted of each; None: the engine's own predictor does."""
+    """Predicted lengths [requests]; None = the engine's own predictor is used."""
     if settings.kind == "online":
         return None
     errors: Floats = np.random.default_rng([seed, 3]).normal(0.0, settings.sigma or 0.0, len(output_tokens))
@@ -53,7 +53,7 @@ def make_predictor(totals: Floats | None, expected_tokens: int) -> LengthPredict
 
 
 def prompt_of(workload: Workload, request: int) -> range:
-    """Token ids that stand for its prompt: those of a class with a template begin alike."""
+    """Token ids that stand for a request's prompt: those of a class with a template begin alike."""
     kind = int(workload.classes[request])
     first = kind if workload.has_template[kind] else (request + len(workload.class_names)) * _APART
     return range(first, first + int(workload.prompt_tokens[request]))

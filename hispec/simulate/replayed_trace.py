@@ -1,4 +1,4 @@
-"""Requests as an engine's trace recorded them."""
+"""Reads requests that an engine recorded in a trace."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .config import SimulationConfig
 from .distributions import Floats, Ints
 from .workload import Recorded, Workload, shares_of
 
-_UNKNOWN = -2  # a route that the experiment has not: its rounds are drawn anew
+_UNKNOWN = -2  # a route that is not in the experiment; its rounds are simulated, not repeated
 
 
 def read_recording(config: SimulationConfig) -> Workload | None:
-    """The requests of requests.trace that got any output, in order of arrival; None without a trace. Raises
-    ConfigError."""
+    """Reads the requests of requests.trace that have any output, in order of arrival; None without a trace.
+    Raises ConfigError for a file that cannot be read or has none."""
     if config.requests.trace is None:
         return None
     path = Path(config.requests.trace)

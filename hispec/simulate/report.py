@@ -1,4 +1,4 @@
-"""What `hispec simulate` prints when it is done."""
+"""Prints the result of `hispec simulate`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.table import Table
 from ..utils.console import make_console
 from ..utils.environment import hardware_text
 
-_MOST_PLANS = 4  # that are named per system; the JSON has all
+_MOST_PLANS = 4  # named per system; the JSON has all
 
 
 def print_simulation(result: Mapping[str, Any], file: IO[str] | None = None) -> None:
-    """A table per load, on stdout unless `file` is given."""
+    """Prints a table per load, on stdout unless `file` is given."""
     console = make_console(file)
     for load in result["loads"]:
         console.print(_table(result["what"], load))

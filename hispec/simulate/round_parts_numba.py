@@ -1,4 +1,4 @@
-"""Compiled parts of a simulated round: costs of passes, draws of what is right, limits of rows."""
+"""Compiled parts of a simulated round: costs of passes, acceptance, limits of rows, prefill."""
 
 from __future__ import annotations
 
@@ -7,37 +7,22 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from .costs import COMPUTED, EXIT_TOKENS, KIND, LOOKED_UP, PREFILL_STAGE
-from .row_columns import (
-    CHECKS,
-    DRAFTS,
-    FIRST,
-    LAST,
-    LEFT,
-    LENGTH,
-    MOST,
-    OUTPUT,
-    ROUND,
-    S_PREFILL_PASSES,
-    S_PREFILL_SECONDS,
-)
-from .workload import DRAFT, EXIT, MATCH
-from .workload import VERIFY as AT_VERIFY
-
-_OPTIONS: dict[str, Any] = {"cache": True, "nogil": True}
-
+from .row_state import RoundPlan, Rows
+from .tables import Tables
+from .workload import DRAFT, EXIT, MATCH, VERIFY
 
 kernel = njit(cache=True, nogil=True)
+inlined = njit(cache=True, nogil=True, inline="always")
 
 
 @kernel
-def chance(seed: Any, stream: Any, place: Any) -> Any:
-    """A number in [0, 1) that depends on these alone: so a draft at a place is right or wrong under every
-    policy and plan."""
+def uniform(seed: Any, stream: int, position: int) -> Any:
+    """A hash in [0, 1) of its arguments alone: a draft at a position is right or wrong under every policy and
+    plan."""
     x = (
         seed
         ^ (np.uint64(stream + 1) * np.uint64(0x9E3779B97F4A7C15))
-        ^ (np.uint64(place) * np.uint64(0xD1B54A32D192ED03))
+        ^ (np.uint64(position) * np.uint64(0xD1B54A32D192ED03))
     )
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -45,34 +30,36 @@ def chance(seed: Any, stream: Any, place: Any) -> Any:
 
 
 @kernel
-def cost(tables: Any, stage: Any, rows: Any, tokens: Any, context: Any) -> Any:
-    each = tables.stages[stage]
-    paid = max(tokens - each[5], 0.0)
+def cost(stage: Any, rows: int, tokens: int, context: int) -> Any:
+    """Seconds of a pass, as hispec.latency.model.Linear; stage [6]."""
     return (
-        each[0]
-        + each[1] * rows
-        + each[2] * paid
-        + each[3] * context
-        + each[4] * tokens * context / max(rows, 1)
+        stage[0]
+        + stage[1] * rows
+        + stage[2] * max(tokens - stage[5], 0.0)
+        + stage[3] * context
+        + stage[4] * tokens * context / max(rows, 1)
     )
 
 
 @kernel
-def factor(points: Any, now: Any) -> Any:
-    """Of a drift [2, points] at this time."""
+def drift_factor(points: Any, now: float) -> Any:
+    """The factor at this time of a drift [2, points], linear between points."""
     seconds, factors = points[0], points[1]
+    if now >= seconds[-1]:
+        return factors[-1]
     if now <= seconds[0]:
         return factors[0]
-    for i in range(1, len(seconds)):
-        if now < seconds[i]:
-            return factors[i - 1] + (factors[i] - factors[i - 1]) * (now - seconds[i - 1]) / (
-                seconds[i] - seconds[i - 1]
-            )
-    return factors[-1]
+    i = 1
+    while now >= seconds[i]:
+        i += 1
+    return factors[i - 1] + (factors[i] - factors[i - 1]) * (now - seconds[i - 1]) / (
+        seconds[i] - seconds[i - 1]
+    )
 
 
-@kernel
-def rows_paid(tables: Any, rows: Any) -> Any:
+@inlined
+def padded_rows(tables: Tables, rows: int) -> int:
+    """Rows that passes over so many rows cost: those of the bucket, where shapes are static."""
     if tables.is_static:
         for bucket in tables.buckets:
             if bucket >= rows:
@@ -81,111 +68,115 @@ def rows_paid(tables: Any, rows: Any) -> Any:
 
 
 @kernel
-def own(value: Any, most: Any) -> Any:
-    """K or R of a row: the plan's, unless it has less of its own."""
+def own(value: int, most: int) -> int:
+    """K or R of a row: the plan's, unless the row has a smaller one of its own."""
     return most if value < 0 else min(most, value)
 
 
 @kernel
-def limit(row: Any, num_drafts: Any, num_checks: Any) -> Any:
-    """Places that a round may process for a row, never more than it may still output."""
-    drafts = own(row[DRAFTS], num_drafts)
-    return min(own(row[CHECKS], num_checks) * (drafts + 1) if drafts > 0 else 1, row[MOST] - row[OUTPUT])
+def limit(row: Any, plan: RoundPlan) -> int:
+    """Positions that a round may process for a row, never more than it may still output."""
+    drafts = own(row.num_drafts, plan.num_drafts)
+    window = own(row.num_checks, plan.num_checks) * (drafts + 1) if drafts > 0 else 1
+    return min(window, row.max_tokens - row.output)
 
 
 @kernel
-def blocks_needed(whole: Any, num_rows: Any, num_drafts: Any, num_checks: Any, block_size: Any) -> Any:
-    """KV blocks that the next round may need, of all rows."""
+def blocks_needed(rows: Rows, plan: RoundPlan, block_size: int) -> int:
+    """KV blocks that all rows together may need in the next round."""
     needed = 0
-    for r in range(num_rows):
-        needed += -(-(whole[r, LENGTH] - 1 + limit(whole[r], num_drafts, num_checks)) // block_size)
+    for row in rows:
+        needed += -(-(row.length - 1 + limit(row, plan)) // block_size)
     return needed
 
 
-@kernel
-def rounds_left(
-    seed: Any, shares: Any, positions: Any, route: Any, num_drafts: Any, output: Any, target: Any
-) -> Any:
-    """Rounds until the output is complete, by a plan of two tiers (num_drafts 0 = plain), drift aside; for
-    oracles. shares [4]"""
-    rounds = 0
-    while output < target:
-        drafts, which = num_drafts, DRAFT
-        if route[KIND] != COMPUTED and chance(seed, MATCH, output) >= shares[MATCH]:
-            drafts, which = 0 if route[KIND] == LOOKED_UP else min(drafts, route[EXIT_TOKENS]), EXIT
-        kept = 0
-        while (
-            kept < drafts and chance(seed, DRAFT, output + kept + 1) < shares[which] * positions[which, kept]
-        ):
-            kept += 1
-        output += kept + 1
-        rounds += 1
-    return rounds
-
-
-@kernel
-def prefill(rows: Any, num_rows: Any, order: Any, tables: Any, max_tokens: Any) -> Any:
-    """One pass over pieces of prompts, in this order of rows -> seconds."""
-    whole, budget, num, context, fed = rows.whole, max_tokens, 0, 0, np.empty(num_rows, np.int64)
-    for i in range(num_rows):
-        r = order[i]
-        if whole[r, LEFT] > 0 and budget > 0:
-            take = min(budget, whole[r, LEFT])
+@inlined
+def prefill(tables: Tables, rows: Rows, order: Any) -> Any:
+    """One pass over chunks of prompts, in this order of rows -> seconds."""
+    budget, num, context = tables.max_prefill_tokens, 0, 0
+    fed = np.empty(len(rows), np.int64)
+    for r in order:
+        row = rows[r]
+        if row.prefill_left > 0 and budget > 0:
+            take = min(budget, row.prefill_left)
             budget -= take
-            whole[r, LEFT] -= take
+            row.prefill_left -= take
+            row.prefill_passes += 1.0
             fed[num] = r
             num += 1
-            context += whole[r, LENGTH] - 1 - whole[r, LEFT]
-            rows.real[r, S_PREFILL_PASSES] += 1.0
-    seconds = cost(tables, PREFILL_STAGE, num, max_tokens - budget, context) if num > 0 else 0.0
-    for i in range(num):
-        rows.real[fed[i], S_PREFILL_SECONDS] += seconds
+            context += row.length - 1 - row.prefill_left
+    if num == 0:
+        return 0.0
+    seconds = cost(tables.prefill, num, tables.max_prefill_tokens - budget, context)
+    for r in fed[:num]:
+        rows[r].prefill_s += seconds
     return seconds
 
 
-@kernel
-def is_recorded(row: Any, route_index: Any, tables: Any) -> Any:
-    """The recorded round that this one repeats; -1 = none of this route is left."""
-    at = row[FIRST] + row[ROUND]
-    return at if row[FIRST] >= 0 and at < row[LAST] and tables.recorded_rounds[at, 0] == route_index else -1
-
-
-@kernel
-def cycle(
-    r: Any, cycle: Any, offset: Any, room: Any, rows: Any, route_index: Any, tables: Any, factors: Any
-) -> Any:
-    """A row's drafts in a cycle, of which there may be `room` -> (drafted, kept by the tier above, whether
-    they were looked up)."""
-    recorded = is_recorded(rows.whole[r], route_index, tables)
-    if recorded >= 0:
-        at = tables.recorded_rounds[recorded, 2] + cycle
-        drafted = min(room, tables.recorded_cycles[at, 0]) if at < tables.recorded_rounds[recorded, 3] else 0
-        return drafted, min(drafted, tables.recorded_cycles[at, 1]) if drafted > 0 else 0, 0
-    seed, shares, route = rows.seeds[r], rows.shares[r, route_index], tables.routes[route_index]
-    start, which, looked_up = rows.whole[r, OUTPUT] + offset, DRAFT, 0
-    if route[KIND] != COMPUTED:
-        looked_up = 1 if room > 0 and chance(seed, MATCH, start) < shares[MATCH] else 0
+@inlined
+def draft(tables: Tables, request: int, route: int, start: int, room: int, factors: Any) -> Any:
+    """A cycle of at most `room` drafts after `start` output tokens -> (drafted, kept by the tier above,
+    whether they were looked up). factors: as `_round`."""
+    seed, shares, which, looked_up = tables.seeds[request], tables.shares[route, request], DRAFT, 0
+    if tables.looks_up[route]:
+        looked_up = 1 if room > 0 and uniform(seed, MATCH, start) < shares[MATCH] else 0
         if looked_up == 0:
-            which, room = EXIT, 0 if route[KIND] == LOOKED_UP else min(room, route[EXIT_TOKENS])
-    kept, positions = 0, tables.positions[route_index, which]
+            which, room = EXIT, min(room, tables.exit_tokens[route])
+    kept, positions = 0, tables.positions[route, which]
     while (
         kept < room
-        and chance(seed, DRAFT, start + kept + 1) < shares[which] * positions[kept] * factors[which]
+        and uniform(seed, DRAFT, start + kept + 1) < shares[which] * positions[kept] * factors[which]
     ):
         kept += 1
     return room, kept, looked_up
 
 
-@kernel
-def accepted(r: Any, offset: Any, rows: Any, route_index: Any, tables: Any, factor: Any) -> Any:
-    """Leading tentative tokens that verify keeps, of `offset`."""
-    recorded = is_recorded(rows.whole[r], route_index, tables)
+@inlined
+def recorded_round(tables: Tables, row: Any, route: int) -> int:
+    """The recorded round of this route that a row repeats now; -1 = none."""
+    at = row.first_recorded + row.round_index
+    is_left = row.first_recorded >= 0 and at < row.end_recorded
+    return at if is_left and tables.recorded_rounds[at, 0] == route else -1
+
+
+@inlined
+def draft_or_repeat(
+    tables: Tables, row: Any, route: int, cycle: int, tentative: int, room: int, factors: Any
+) -> Any:
+    """As `draft`, for a row's cycle after so many tentative tokens; a recorded one if there is any."""
+    recorded = recorded_round(tables, row, route)
+    if recorded < 0:
+        return draft(tables, row.request, route, row.output + tentative, room, factors)
+    at = tables.recorded_rounds[recorded, 2] + cycle
+    if at >= tables.recorded_rounds[recorded, 3]:
+        return 0, 0, 0
+    drafted = min(room, tables.recorded_cycles[at, 0])
+    return drafted, min(drafted, tables.recorded_cycles[at, 1]), 0
+
+
+@inlined
+def accept(tables: Tables, row: Any, route: int, tentative: int, factor: float) -> int:
+    """How many leading ones of a row's tentative tokens verify accepts."""
+    recorded = recorded_round(tables, row, route)
     if recorded >= 0:
-        return min(offset, tables.recorded_rounds[recorded, 1] - 1)
-    accepted, positions, share = 0, tables.positions[route_index, 2], rows.shares[r, route_index, AT_VERIFY]
-    while accepted < offset:
-        wanted = share * positions[min(accepted, len(positions) - 1)] * factor
-        if chance(rows.seeds[r], AT_VERIFY, rows.whole[r, OUTPUT] + accepted + 1) >= wanted:
+        return min(tentative, tables.recorded_rounds[recorded, 1] - 1)
+    accepted, positions = 0, tables.positions[route, 2]
+    seed, share = tables.seeds[row.request], tables.shares[route, row.request, VERIFY]
+    while accepted < tentative:
+        rate = share * positions[min(accepted, len(positions) - 1)] * factor
+        if uniform(seed, VERIFY, row.output + accepted + 1) >= rate:
             break
         accepted += 1
     return accepted
+
+
+@kernel
+def rounds_left(tables: Tables, request: int, route: int, num_drafts: int, output: int, target: int) -> int:
+    """Rounds until the output is complete, by a plan of two tiers (num_drafts 0 = plain) without drift; for
+    oracles."""
+    rounds = 0
+    while output < target:
+        _, kept, _ = draft(tables, request, route, output, num_drafts, (1.0, 1.0, 1.0))
+        output += kept + 1
+        rounds += 1
+    return rounds

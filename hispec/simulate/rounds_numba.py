@@ -1,5 +1,5 @@
-"""Rounds, compiled: runs of them over the same rows and by the same choice, as hispec/decoding/round.py and
-hispec/drafters run them."""
+"""Compiled runs of rounds over the same rows and by the same plan: what hispec/decoding/round.py and
+hispec/drafters would run, and what it costs."""
 
 from __future__ import annotations
 
@@ -8,44 +8,31 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from .costs import (
-    CHECK,
-    COMPUTED,
-    EXIT_TOKENS,
-    FILL,
-    HAS_CHECK,
-    HYBRID,
-    KIND,
-    LOOKED_UP,
-    LOOKUP_STAGE,
-    PASS,
-    PLAIN_STAGE,
-    PLAIN_VERIFY,
-    ROUND_STAGE,
-    VERIFY,
+from ..control.route_costs import (
+    BARE_SLOT,
+    CHECK_SLOT,
+    DRAFT_SLOT,
+    FEED_SLOT,
+    FILL_SLOT,
+    LOOKUP_SLOT,
+    VERIFY_SLOT,
 )
-from .round_parts_numba import accepted as accepted_by_verify
-from .round_parts_numba import blocks_needed, cost, factor, limit, own, prefill, rows_paid
-from .round_parts_numba import cycle as draft_cycle
-from .row_columns import (
-    CHECKS,
-    DRAFTS,
+from .round_parts_numba import (
+    accept,
+    blocks_needed,
+    cost,
+    draft_or_repeat,
+    drift_factor,
+    limit,
+    own,
+    padded_rows,
+    prefill,
+)
+from .row_state import (
     FINISHED,
-    FIRST_TOKEN,
     JOINED,
-    LEFT,
-    LENGTH,
     NO_ROOM,
-    OUTPUT,
-    REQUEST,
-    ROUND,
     ROUNDS,
-    S_ACCEPTED,
-    S_DRAFTED,
-    S_PASSES,
-    S_ROUNDS,
-    S_SECONDS,
-    S_TOKENS,
     T_ACCEPTED,
     T_CONTEXT,
     T_DRAFTED,
@@ -54,307 +41,222 @@ from .row_columns import (
     T_ROUNDS,
     T_ROWS,
     T_STEP_S,
-    T_TENTATIVE,
     T_TOKENS,
-    TARGET,
     TIME,
+    RoundLog,
+    RoundPlan,
+    Rows,
 )
+from .tables import Tables
 
 kernel = njit(cache=True, nogil=True)
+inlined = njit(cache=True, nogil=True, inline="always")
+# What a row does in a round: tentative tokens so far (0 = not in it), drafts, tokens accepted by the last
+# tier; and in the cycle under way: whether it is in it, drafts, whether they were looked up, context tokens.
+STATE = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("tentative", "all_drafted", "accepted", "is_live", "drafted", "looked_up", "context")
+    ]
+)
 
 
-@kernel
-def _draft_seconds(
-    num: Any, drafted: Any, looked_up: Any, contexts: Any, num_drafts: Any, route: Any, tables: Any, paid: Any
+@inlined
+def _draft_cycle(
+    tables: Tables, rows: Rows, states: Rows, plan: RoundPlan, cycle: int, factors: Any, log: RoundLog
 ) -> Any:
-    """Of one cycle's drafting, for rows with these drafts [num]; `paid`: rows of a static shape -> seconds,
-    passes over the draft tier."""
-    context, seconds, passes = contexts[:num].sum(), 0.0, 0
-    if route[KIND] != COMPUTED:
-        seconds += cost(tables, LOOKUP_STAGE, paid, paid, context)
-        if route[KIND] == LOOKED_UP:
-            return seconds, passes
-        fed = looked_up[:num].sum()
-        tokens, fed_context = (
-            (looked_up[:num] * (drafted[:num] + 1)).sum(),
-            (looked_up[:num] * contexts[:num]).sum(),
+    """Drafts of one cycle, and what the tier above keeps of them -> (rows in it, positions, context
+    tokens)."""
+    num_live = tokens = context = 0
+    for r in range(len(rows)):
+        row, state = rows[r], states[r]
+        most = limit(row, plan)
+        state.is_live = (
+            row.prefill_left == 0 and state.tentative < most and cycle < own(row.num_checks, plan.num_checks)
         )
+        if state.is_live == 0:
+            continue
+        room = min(own(row.num_drafts, plan.num_drafts), most - state.tentative - 1)
+        drafted, kept, looked_up = draft_or_repeat(
+            tables, row, plan.route, cycle, state.tentative, room, factors
+        )
+        if log.is_kept and room > 0:  # else there is nothing to learn
+            entry = log.cycles[log.num[0]]
+            entry[0], entry[1], entry[2], entry[3], entry[4] = row.request, room, drafted, kept, looked_up
+            log.num[0] += 1
+        state.drafted, state.looked_up, state.context = drafted, looked_up, row.length + state.tentative
+        state.all_drafted += drafted
+        state.accepted = kept
+        state.tentative += kept + 1
+        log.totals[T_KEPT] += kept
+        num_live, tokens, context = num_live + 1, tokens + drafted + 1, context + state.context
+    return num_live, tokens, context
+
+
+@inlined
+def _draft_cost(tables: Tables, states: Rows, plan: RoundPlan, paid: int, context: int) -> Any:
+    """Seconds of drafting in one cycle, and passes over the draft tier. paid: rows that each pass costs where
+    shapes are static, and that prompt lookup costs."""
+    stages, exit_tokens = tables.stages[plan.route], tables.exit_tokens[plan.route]
+    seconds, passes = 0.0, 0
+    if tables.looks_up[plan.route]:
+        seconds += cost(stages[LOOKUP_SLOT], paid, paid, context)
+        if exit_tokens == 0:
+            return seconds, passes
+        num = tokens = fed_context = 0  # what was looked up is fed to the draft tier
+        for state in states:
+            if state.is_live != 0 and state.looked_up != 0:
+                num, tokens, fed_context = num + 1, tokens + state.drafted + 1, fed_context + state.context
         if tables.is_static:
-            fed, tokens, fed_context = paid, paid * (num_drafts + 1), context
-        if fed > 0:
-            seconds, passes = seconds + cost(tables, route[FILL], fed, tokens, fed_context), 1
-    depth = min(num_drafts, route[EXIT_TOKENS]) if route[KIND] == HYBRID else num_drafts
+            num, tokens, fed_context = paid, paid * (plan.num_drafts + 1), context
+        if num > 0:
+            seconds, passes = seconds + cost(stages[FEED_SLOT], num, tokens, fed_context), 1
+    depth = min(plan.num_drafts, exit_tokens)
     for step in range(depth + 1):
-        rows = pass_context = 0
-        for i in range(num):
-            if looked_up[i] == 0 and drafted[i] >= step:
-                rows, pass_context = rows + 1, pass_context + contexts[i]
+        num = pass_context = 0
+        for state in states:
+            if state.is_live != 0 and state.looked_up == 0 and state.drafted >= step:
+                num, pass_context = num + 1, pass_context + state.context
         if tables.is_static:
-            rows, pass_context = paid, context
-        elif rows == 0:
+            num, pass_context = paid, context
+        elif num == 0:
             break
-        seconds += cost(tables, route[PASS] if step < depth else route[FILL], rows, rows, pass_context)
+        seconds += cost(stages[DRAFT_SLOT if step < depth else FILL_SLOT], num, num, pass_context)
         passes += 1
     return seconds, passes
 
 
 @kernel
-def _plain_round(rows: Any, num_rows: Any, ready: Any, tables: Any, totals: Any) -> Any:
-    """One round of plain decoding -> seconds."""
-    whole, context = rows.whole, 0
-    for r in range(num_rows):
-        if whole[r, LEFT] == 0:
-            context += whole[r, LENGTH]
-            whole[r, OUTPUT] += 1
-            whole[r, LENGTH] += 1
-            whole[r, S_TOKENS] += 1
-            rows.real[r, S_PASSES] += 1.0
-    paid = rows_paid(tables, ready)
-    totals[T_TOKENS] += ready
-    totals[T_CONTEXT] += context
-    return cost(tables, PLAIN_STAGE, paid, paid, context) + cost(tables, ROUND_STAGE, ready, ready, context)
-
-
-@kernel
-def _round(
-    now: Any,
-    rows: Any,
-    num_rows: Any,
-    ready: Any,
-    route_index: Any,
-    num_drafts: Any,
-    num_checks: Any,
-    tables: Any,
-    kept: Any,
-    totals: Any,
-) -> Any:
+def _round(tables: Tables, rows: Rows, plan: RoundPlan, num_ready: int, now: float, log: RoundLog) -> Any:
     """One speculative round -> seconds."""
-    whole, route, passes, drift = (
-        rows.whole,
-        tables.routes[route_index],
-        tables.passes[route_index],
-        tables.drift[route_index],
-    )
-    factors = (factor(drift[0], now), factor(drift[1], now), factor(drift[2], now))
-    state = np.zeros((6, num_rows), np.int64)
-    offset, all_drafted, accepted, drafted, looked_up, contexts = (
-        state[0],
-        state[1],
-        state[2],
-        state[3],
-        state[4],
-        state[5],
-    )
-    paid, has_check, skipped = rows_paid(tables, ready), route[HAS_CHECK] == 1, False
+    stages, passes, drift = tables.stages[plan.route], tables.passes[plan.route], tables.drift[plan.route]
+    factors = (drift_factor(drift[0], now), drift_factor(drift[1], now), drift_factor(drift[2], now))
+    states = np.zeros(len(rows), STATE)
+    paid, has_check, skipped = padded_rows(tables, num_ready), tables.has_check[plan.route], False
     seconds = num_passes = 0.0
-    for cycle in range(num_checks):
-        live = tokens = proposed = 0
-        for r in range(num_rows):
-            most = limit(whole[r], num_drafts, num_checks)
-            if whole[r, LEFT] > 0 or offset[r] >= most or cycle >= own(whole[r, CHECKS], num_checks):
-                continue
-            room = min(own(whole[r, DRAFTS], num_drafts), most - offset[r] - 1)
-            d, m, was_looked_up = draft_cycle(r, cycle, offset[r], room, rows, route_index, tables, factors)
-            if kept.is_kept and room > 0:  # else there is nothing to learn
-                entry = kept.cycles[kept.num[0]]
-                entry[0], entry[1], entry[2], entry[3], entry[4] = (
-                    whole[r, REQUEST],
-                    room,
-                    d,
-                    m,
-                    was_looked_up,
-                )
-                kept.num[0] += 1
-            drafted[live], looked_up[live], contexts[live] = d, was_looked_up, whole[r, LENGTH] + offset[r]
-            live, tokens, proposed = live + 1, tokens + d + 1, proposed + d
-            all_drafted[r] += d
-            accepted[r] = m
-            totals[T_KEPT] += m
-            offset[r] += m + 1
-        if live == 0:
+    for cycle in range(plan.num_checks):
+        num, tokens, context = _draft_cycle(tables, rows, states, plan, cycle, factors, log)
+        if num == 0:
             break
-        context = contexts[:live].sum()
-        draft_s, draft_passes = _draft_seconds(
-            live, drafted, looked_up, contexts, num_drafts, route, tables, paid if tables.is_static else live
-        )
-        seconds, num_passes = seconds + draft_s, num_passes + draft_passes * passes[0]
-        tokens, live = (paid * (num_drafts + 1), paid) if tables.is_static else (tokens, live)
         # Without any draft a single check has nothing to filter: verify resumes where drafting stopped.
-        skipped = has_check and num_checks == 1 and proposed == 0 and not tables.is_static
-        if not has_check or skipped:
-            seconds, num_passes = (
-                seconds + cost(tables, route[PLAIN_VERIFY], live, tokens, context),
-                num_passes + passes[3],
-            )
-        else:
-            seconds, num_passes = (
-                seconds + cost(tables, route[CHECK], live, tokens, context),
-                num_passes + passes[1],
-            )
-    if kept.is_kept and not has_check:
-        for r in range(num_rows):
-            if offset[r] > 0 and all_drafted[r] > 0:
-                entry = kept.verified[kept.num[1]]
-                entry[0], entry[1], entry[2] = whole[r, REQUEST], all_drafted[r], accepted[r]
-                kept.num[1] += 1
+        skipped = has_check and plan.num_checks == 1 and tokens == num and not tables.is_static
+        if tables.is_static:
+            num, tokens = paid, paid * (plan.num_drafts + 1)
+        draft_s, draft_passes = _draft_cost(tables, states, plan, num, context)
+        slot = VERIFY_SLOT if not has_check else BARE_SLOT if skipped else CHECK_SLOT
+        seconds = seconds + draft_s + cost(stages[slot], num, tokens, context)
+        num_passes = num_passes + draft_passes * passes[DRAFT_SLOT] + passes[slot]
     if has_check and not skipped:
-        seconds += _verify_seconds(
-            rows,
-            num_rows,
-            ready,
-            offset,
-            route_index,
-            num_drafts,
-            num_checks,
-            tables,
-            accepted,
-            kept,
-            factors[2],
-            totals,
-        )
-        num_passes += passes[2]
-    return seconds + _commit(rows, num_rows, offset, all_drafted, accepted, num_passes, tables, ready, totals)
+        context = tokens = 0
+        for r in range(len(rows)):
+            row, state = rows[r], states[r]
+            if state.tentative > 0:
+                state.accepted = accept(tables, row, plan.route, state.tentative, factors[2])
+                context += row.length
+                tokens += state.tentative
+        if tables.is_static:
+            tokens = paid * plan.num_checks * (plan.num_drafts + 1)
+        seconds += cost(stages[VERIFY_SLOT], paid, tokens, context)
+        num_passes += passes[VERIFY_SLOT]
+    _commit(rows, states, num_passes, has_check and not skipped, log)
+    return seconds
 
 
-@kernel
-def _verify_seconds(
-    rows: Any,
-    num_rows: Any,
-    ready: Any,
-    offset: Any,
-    route_index: Any,
-    num_drafts: Any,
-    num_checks: Any,
-    tables: Any,
-    accepted: Any,
-    kept: Any,
-    trust: Any,
-    totals: Any,
-) -> Any:
-    """Verify after checks: what it accepts [rows] of `offset` tentative tokens [rows] -> seconds."""
-    context = tentative = 0
-    for r in range(num_rows):
-        if offset[r] > 0:
-            accepted[r] = accepted_by_verify(r, offset[r], rows, route_index, tables, trust)
-            context += rows.whole[r, LENGTH]
-            tentative += offset[r]
-            if kept.is_kept:
-                entry = kept.verified[kept.num[1]]
-                entry[0], entry[1], entry[2] = rows.whole[r, REQUEST], offset[r], accepted[r]
-                kept.num[1] += 1
-    totals[T_TENTATIVE] += tentative
-    paid = rows_paid(tables, ready)
-    tokens = paid * num_checks * (num_drafts + 1) if tables.is_static else tentative
-    return cost(tables, tables.routes[route_index, VERIFY], paid, tokens, context)
+@inlined
+def _commit(rows: Rows, states: Rows, num_passes: float, is_checked: bool, log: RoundLog) -> None:
+    """Commits what a round accepted, up to the ends of outputs."""
+    for r in range(len(rows)):
+        row, state = rows[r], states[r]
+        if state.tentative > 0:
+            judged = state.tentative if is_checked else state.all_drafted
+            if log.is_kept and judged > 0:
+                entry = log.verified[log.num[1]]
+                entry[0], entry[1], entry[2] = row.request, judged, state.accepted
+                log.num[1] += 1
+            num = min(state.accepted + 1, state.tentative, row.target - row.output)
+            accepted = min(state.all_drafted, state.accepted)
+            row.output += num
+            row.length += num
+            row.tokens += num
+            row.drafted += state.all_drafted
+            row.accepted += accepted
+            row.passes += num_passes
+            log.totals[T_TOKENS] += num
+            log.totals[T_DRAFTED] += state.all_drafted
+            log.totals[T_ACCEPTED] += accepted
 
 
-@kernel
-def _commit(
-    rows: Any,
-    num_rows: Any,
-    offset: Any,
-    drafted: Any,
-    accepted: Any,
-    num_passes: Any,
-    tables: Any,
-    ready: Any,
-    totals: Any,
-) -> Any:
-    """Commits what a round accepted, up to the end of outputs -> seconds of what a round costs besides its
-    passes."""
-    whole, context = rows.whole, 0
-    for r in range(num_rows):
-        if offset[r] > 0:
-            context += whole[r, LENGTH]
-            num = min(accepted[r] + 1, offset[r], whole[r, TARGET] - whole[r, OUTPUT])
-            right = min(drafted[r], accepted[r])
-            whole[r, OUTPUT] += num
-            whole[r, LENGTH] += num
-            whole[r, S_TOKENS] += num
-            whole[r, S_DRAFTED] += drafted[r]
-            whole[r, S_ACCEPTED] += right
-            rows.real[r, S_PASSES] += num_passes
-            totals[T_TOKENS] += num
-            totals[T_DRAFTED] += drafted[r]
-            totals[T_ACCEPTED] += right
-    totals[T_CONTEXT] += context
-    return cost(tables, ROUND_STAGE, ready, ready, context)
+@inlined
+def _plain_round(tables: Tables, rows: Rows, num_ready: int, context: int, log: RoundLog) -> Any:
+    """One round of plain decoding -> seconds."""
+    for row in rows:
+        if row.prefill_left == 0:
+            row.output += 1
+            row.length += 1
+            row.tokens += 1
+            row.passes += 1.0
+    log.totals[T_TOKENS] += num_ready
+    paid = padded_rows(tables, num_ready)
+    return cost(tables.plain, paid, paid, context)
 
 
 @kernel
 def run_rounds(
-    rows: Any,
-    num_rows: Any,
+    tables: Tables,
+    rows: Rows,
     order: Any,
-    route_index: Any,
-    num_drafts: Any,
-    num_checks: Any,
-    tables: Any,
-    max_prefill_tokens: Any,
-    block_size: Any,
-    num_blocks: Any,
-    now: Any,
-    until: Any,
-    max_rounds: Any,
-    kept: Any,
-    totals: Any,
+    plan: RoundPlan,
+    num_blocks: int,
+    now: float,
+    until: float,
+    max_rounds: int,
+    log: RoundLog,
 ) -> Any:
-    """Steps over the first num_rows rows until one of the reasons in rows.py -> (time, reason).
+    """Steps over the rows until one of the reasons in row_state.py -> (time, reason).
 
-    order       rows, whose prompt goes first
-    num_blocks  that these rows may have; -1 = enough
-    kept        if it is written, a run ends when a prompt is through: rounds of one run are over the same
-                rows
-    totals      [NUM_TOTALS], added to
+    order       rows in the order of their prefill
+    num_blocks  KV blocks that they may have; -1 = enough
+    log         added to; if it keeps entries, a run ends when a prompt is computed: rounds of one run are
+                over the same rows
     """
-    whole, real, rounds = rows.whole, rows.real, 0
+    rounds = 0
     while True:
-        if (
-            num_blocks >= 0
-            and blocks_needed(whole, num_rows, num_drafts, num_checks, block_size) > num_blocks
-        ):
+        if num_blocks >= 0 and blocks_needed(rows, plan, tables.block_size) > num_blocks:
             return now, NO_ROOM
-        step_s, ready, finished = prefill(rows, num_rows, order, tables, max_prefill_tokens), 0, False
-        has_prefill, round_s, most = step_s > 0.0, 0.0, 0
-        for r in range(num_rows):
-            if whole[r, LEFT] == 0:
-                ready, most = ready + 1, max(most, limit(whole[r], num_drafts, num_checks))
-        if ready > 0:
-            if most <= 1:  # nobody may speculate
-                round_s = _plain_round(rows, num_rows, ready, tables, totals)
+        step_s, round_s, finished = prefill(tables, rows, order), 0.0, False
+        has_prefill = step_s > 0.0
+        num_ready = most = context = 0
+        for row in rows:
+            if row.prefill_left == 0:
+                num_ready, context = num_ready + 1, context + row.length
+                most = max(most, limit(row, plan))
+        if num_ready > 0:
+            if most <= 1:  # no row may speculate
+                round_s = _plain_round(tables, rows, num_ready, context, log)
             else:
-                round_s = _round(
-                    now + step_s,
-                    rows,
-                    num_rows,
-                    ready,
-                    route_index,
-                    num_drafts,
-                    num_checks,
-                    tables,
-                    kept,
-                    totals,
-                )
+                round_s = _round(tables, rows, plan, num_ready, now + step_s, log)
+            round_s += cost(tables.round_cost, num_ready, num_ready, context)
             rounds += 1
             step_s += round_s
-            totals[T_ROUNDS] += 1
-            totals[T_ROUND_S] += round_s
-            totals[T_ROWS] += ready
+            log.totals[T_ROUNDS] += 1
+            log.totals[T_ROUND_S] += round_s
+            log.totals[T_ROWS] += num_ready
+            log.totals[T_CONTEXT] += context
         now += step_s
-        totals[T_STEP_S] += step_s
-        for r in range(num_rows):
-            if whole[r, LEFT] == 0:
-                real[r, S_SECONDS] += round_s
-                whole[r, ROUND] += 1
-                whole[r, S_ROUNDS] += 1
-                if np.isnan(real[r, FIRST_TOKEN]):
-                    real[r, FIRST_TOKEN] = now
-                finished |= whole[r, OUTPUT] >= whole[r, TARGET]
+        log.totals[T_STEP_S] += step_s
+        for row in rows:
+            if row.prefill_left == 0:
+                row.seconds += round_s
+                row.round_index += 1
+                row.rounds += 1
+                if np.isnan(row.first_token_s):
+                    row.first_token_s = now
+                finished |= row.output >= row.target
         if finished:
             return now, FINISHED
         if now >= until:
             return now, TIME
         if rounds >= max_rounds:
             return now, ROUNDS
-        if has_prefill and kept.is_kept:
+        if has_prefill and log.is_kept:
             return now, JOINED

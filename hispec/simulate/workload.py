@@ -1,9 +1,9 @@
-"""The requests of a run: the same for every system, so that only systems make a difference."""
+"""The requests of a run, the same for every system."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,11 @@ DRAFT, EXIT, VERIFY, MATCH = range(4)  # of the last axis of Workload.shares
 
 @dataclass(frozen=True)
 class Recorded:
-    """Rounds of recorded requests, one after the other.
+    """Rounds of recorded requests, concatenated.
 
-    starts   [recorded + 1] first round of each
+    starts   [requests + 1] first round of each
     rounds   [rounds, 4] route (-1 = plain decoding), tokens committed, first and last + 1 of its cycles
-    cycles   [cycles, 2] drafted, kept
+    cycles   [cycles, 2] drafted, kept by the tier above
     """
 
     starts: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -32,15 +32,15 @@ class Recorded:
 class Workload:
     """Arrays over requests, in order of arrival.
 
-    prompt_tokens   and those of them whose KV was found in a prefix cache: cached_tokens
-    output_tokens   that it will output, which nobody but an oracle knows
-    max_tokens      that it may output
-    classes         index among `class_names`
-    seeds           of what is drawn for it: the draft at a place of its output is right or wrong whoever
-                    asks, and whenever
-    shares          [routes, requests, 4] chances: of a draft, of a hybrid's exit's draft, at verify, of a
-                    match
-    recorded        which of `recorded` it repeats; -1 = none
+    prompt_tokens   lengths of prompts
+    cached_tokens   prompt tokens whose KV is in a prefix cache
+    output_tokens   true lengths of outputs, known only to oracles
+    max_tokens      most tokens that each may output
+    classes         indices among `class_names`
+    seeds           of the hashes that decide whether the draft at a position is right, under every plan
+    shares          [routes, requests, 4] acceptance rates of drafts, of a hybrid's exit's drafts, and at
+                    verify; share of cycles in which prompt lookup finds a match
+    replays         index of the recorded request that it repeats; -1 = none
     """
 
     prompt_tokens: Ints
@@ -63,25 +63,14 @@ class Workload:
 def make_workload(
     config: SimulationConfig, num: int, seed: int, recording: Workload | None = None
 ) -> Workload:
-    """`num` requests; of a recording, its own, over and over."""
+    """Draws `num` requests, or repeats those of a recording."""
     chance = np.random.default_rng([seed, 1])
     seeds = np.random.default_rng([seed, 2]).integers(0, 2**63, num, dtype=np.uint64)
     if recording is not None:
         at = np.arange(num) % len(recording)
-        return Workload(
-            recording.prompt_tokens[at],
-            recording.cached_tokens[at],
-            recording.output_tokens[at],
-            recording.max_tokens[at],
-            recording.classes[at],
-            recording.class_names,
-            recording.has_template,
-            seeds,
-            np.ascontiguousarray(recording.shares[:, at]),
-            recording.replays[at],
-            recording.recorded,
-            recording.recorded_times,
-        )
+        names = "prompt_tokens", "cached_tokens", "output_tokens", "max_tokens", "classes", "replays"
+        arrays = {name: getattr(recording, name)[at] for name in names}
+        return replace(recording, seeds=seeds, shares=np.ascontiguousarray(recording.shares[:, at]), **arrays)
     requests = config.requests
     classes, members = _classes(requests, num, chance)
     prompts, outputs = np.zeros(num, np.int64), np.zeros(num, np.int64)
@@ -117,7 +106,8 @@ def shares_of(
     num: int,
     chance: np.random.Generator,
 ) -> Floats:
-    """[routes, requests, 4] chances; routes 1 at least. own: of each class of `members`."""
+    """Draws Workload.shares, for at least one route. own: by class of `members`, what replaces a route's
+    acceptance.share."""
     shares = np.ones((max(1, len(routes)), num, 4))
     for who, acceptance in zip(members, own, strict=True):
         ranks = np.argsort(np.argsort(chance.random(len(who))))

@@ -181,21 +181,24 @@ def test_an_engine_that_is_refused_leaves_an_earlier_trace(tiny_decoder: Decoder
 # ---- interrupts ----
 
 
+INTERRUPTED = (
+    "scheduling/scheduler.py",
+    "scheduling/waiting.py",
+    "scheduling/kv_blocks.py",
+    "host_kv.py",
+    "kv_offload.py",
+)
+
+
 @contextmanager
 def interrupted(chance: random.Random, share: float) -> Iterator[None]:
     """KeyboardInterrupt before a line of the scheduler or of host memory, now and then."""
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
-        if not name.endswith(
-            ("scheduling/scheduler.py", "scheduling/waiting.py", "host_kv.py", "keeping.py")
-        ):
+        if not name.endswith(INTERRUPTED):
             return None if event == "call" and "hispec" not in name else trace
-        if (
-            event == "line"
-            and name.endswith(("waiting.py", "host_kv.py", "keeping.py", "scheduler.py"))
-            and chance.random() < share
-        ):
+        if event == "line" and chance.random() < share:
             raise KeyboardInterrupt
         return trace
 

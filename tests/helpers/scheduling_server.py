@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from cache.blocks import BlockPool
 from hispec.sampling_params import SamplingParams
+from hispec.scheduling.kv_blocks import KVOffload
 from hispec.scheduling.lengths import LengthPredictor
 from hispec.scheduling.policy import Policy, Service
 from hispec.scheduling.request import Request
 from hispec.scheduling.scheduler import Scheduler
-from hispec.scheduling.waiting import Keeper
 
 DRAFTS = 4
 AMPLE = 500  # blocks of four positions, for up to 20 requests of 60 tokens
@@ -55,7 +55,7 @@ class Server:
         block_size: int = 4,
         caches: bool = False,
         predictor: LengthPredictor | None = None,
-        keeper: Callable[[BlockPool], Keeper] | None = None,
+        offload: Callable[[BlockPool], KVOffload] | None = None,
         seed: int = 0,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
@@ -67,7 +67,7 @@ class Server:
             1000,
             caches,
             predictor=predictor,
-            keeper=keeper(self.pool) if keeper else None,
+            offload=offload(self.pool) if offload else None,
         )
         self.requests = [
             make_request(i, task.num_prompt, task.max_tokens, float(task.arrival))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hispec.config import SchedulingConfig
 from hispec.errors import ConfigError, build
-from hispec.scheduling.aging import Ageing
+from hispec.scheduling.aging import Aging
 from hispec.scheduling.laps import Laps
 from hispec.scheduling.make import make_policy
 from hispec.scheduling.mlfq import MultiLevelFeedback, queue_bounds
@@ -85,13 +85,13 @@ def test_nobody_is_lost_or_served_twice_and_no_row_is_free_while_somebody_waits(
 def test_nobody_is_starved_beyond_the_bound(
     config: SchedulingConfig, tasks: list[Task], rows: int, max_slowdown: float
 ) -> None:
-    """As Ageing's docstring states it: when a request is urgent at the latest, for whom it waits from then
+    """As Aging's docstring states it: when a request is urgent at the latest, for whom it waits from then
     on, and for how many rounds."""
     config = config.model_copy(
         update={"policy": "laps" if config.policy == "fcfs" else config.policy, "max_slowdown": max_slowdown}
     )
     policy = make_policy(config)
-    assert isinstance(policy, Ageing)
+    assert isinstance(policy, Aging)
     urgent_since: dict[int, int] = {}
     ran: dict[int, list[int]] = {
         i: [] for i in range(len(tasks))
@@ -310,11 +310,11 @@ def test_laps_beats_fcfs_sjf_and_mlfq_where_lengths_and_acceptance_differ() -> N
     assert mean["laps"] < 0.8 * min(mean["fcfs"], mean["sjf"], mean["mlfq"]), mean
 
 
-# ---- ageing ----
+# ---- aging ----
 
 
 def test_urgency_is_decided_by_time_here_against_time_alone() -> None:
-    policy = Ageing(FirstComeFirstServed(), 3.0)
+    policy = Aging(FirstComeFirstServed(), 3.0)
     policy.add(job(0, 10.0))
     policy.add(job(1, 100.0))
     assert policy.key(0, 1e9) == (1.0, 0), "nothing was served yet, so nothing is known of time"
@@ -331,14 +331,14 @@ def test_urgency_is_decided_by_time_here_against_time_alone() -> None:
 
 
 def test_the_urgent_displace_whom_they_go_before() -> None:
-    policy = Ageing(MultiLevelFeedback((4.0,), 2), 3.0)
+    policy = Aging(MultiLevelFeedback((4.0,), 2), 3.0)
     assert policy.preempts and policy.review_rounds == 2
     assert policy.displaces((0.0, 5), (1.0, 0, 1)) and not policy.displaces((1.0, 0, 1), (0.0, 5))
     assert policy.displaces((0.0, 4), (0.0, 5)) and not policy.displaces((0.0, 5), (0.0, 4))
     assert policy.displaces((1.0, 0, 9), (1.0, 1, 1)) and not policy.displaces((1.0, 0, 1), (1.0, 0, 9))
 
 
-def test_without_ageing_long_requests_may_starve_and_with_it_they_do_not() -> None:
+def test_without_aging_long_requests_may_starve_and_with_it_they_do_not() -> None:
     stream = [Task(0, 60, 0.0)] + [Task(4 * i, 4, 0.0) for i in range(300)]
     ends = {}
     for max_slowdown in (None, 4.0):
@@ -359,7 +359,7 @@ def test_without_ageing_long_requests_may_starve_and_with_it_they_do_not() -> No
 def test_settings_make_their_policy(name: str, kind: type) -> None:
     assert isinstance(make_policy(SchedulingConfig(policy=name, max_slowdown=None)), kind)
     aged: Policy = make_policy(SchedulingConfig(policy=name, review_rounds=7))
-    assert isinstance(aged, kind if name == "fcfs" else Ageing)
+    assert isinstance(aged, kind if name == "fcfs" else Aging)
     assert aged.preempts == (name in ("mlfq", "laps")) and (not aged.preempts or aged.review_rounds == 7)
 
 

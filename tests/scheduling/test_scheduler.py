@@ -46,7 +46,7 @@ class Ranks:
         return waiting[0] < running[0]
 
 
-class FakeKeeper:
+class FakeOffload:
     """Keeps which tokens were in a request's KV, as `Memory` has them; `takes`: whether it accepts more;
     `loses`: whether what it had is gone."""
 
@@ -333,18 +333,18 @@ def test_a_paused_request_does_not_give_up_its_own_blocks_to_get_in() -> None:
 
 
 @pytest.mark.parametrize(("takes", "loses"), [(True, False), (False, False), (True, True)])
-def test_kv_goes_to_the_keeper_and_comes_back_or_is_computed_again(takes: bool, loses: bool) -> None:
+def test_kv_goes_to_host_memory_and_comes_back_or_is_computed_again(takes: bool, loses: bool) -> None:
     pool = BlockPool(4, SIZE)
     memory = Memory(pool)
-    keeper = FakeKeeper(memory)
-    keeper.takes, keeper.loses = takes, loses
-    scheduler = Scheduler(pool, Ranks({0: 5.0, 1: 1.0}), 1, 100, False, keeper=keeper)
+    offload = FakeOffload(memory)
+    offload.takes, offload.loses = takes, loses
+    scheduler = Scheduler(pool, Ranks({0: 5.0, 1: 1.0}), 1, 100, False, offload=offload)
     long, short = add(scheduler, 0, num_prompt=9), make_request(1, 9)
     step(scheduler)
     memory.compute(long, 0, long.num_computed)
     scheduler.add(short)
     assert step(scheduler) == [1]
-    assert long.table.blocks == [] and (0 in keeper.kept) == takes and scheduler.kv.num_kept == takes
+    assert long.table.blocks == [] and (0 in offload.kept) == takes and scheduler.kv.num_kept == takes
     short.finish_reason = "length"
     scheduler.remove(short)
     planned = scheduler.schedule(1)
@@ -355,21 +355,21 @@ def test_kv_goes_to_the_keeper_and_comes_back_or_is_computed_again(takes: bool, 
         assert [(chunk.start, chunk.end) for chunk in planned.chunks] == [
             (0, 9)
         ] and scheduler.kv.num_restored == 0
-    assert keeper.kept == {}
+    assert offload.kept == {}
 
 
 def test_what_is_kept_of_a_request_that_ends_is_dropped() -> None:
     pool = BlockPool(4, SIZE)
-    keeper = FakeKeeper(memory := Memory(pool))
-    scheduler = Scheduler(pool, Ranks({0: 5.0, 1: 1.0}), 1, 100, False, keeper=keeper)
+    offload = FakeOffload(memory := Memory(pool))
+    scheduler = Scheduler(pool, Ranks({0: 5.0, 1: 1.0}), 1, 100, False, offload=offload)
     long = add(scheduler, 0, num_prompt=9)
     step(scheduler)
     memory.compute(long, 0, long.num_computed)
     add(scheduler, 1, num_prompt=9)
     step(scheduler)
-    assert keeper.kept
+    assert offload.kept
     scheduler.remove(long)
-    assert not keeper.kept and long not in scheduler.waiting
+    assert not offload.kept and long not in scheduler.waiting
 
 
 def test_fewer_rows_pause_those_who_go_last() -> None:

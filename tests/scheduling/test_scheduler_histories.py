@@ -16,7 +16,7 @@ from hispec.scheduling.policy import Service
 from hispec.scheduling.request import Request
 from hispec.scheduling.scheduler import Scheduler
 from tests.helpers.scheduling_server import Server, Task, make_request
-from tests.scheduling.test_scheduler import SIZE, FakeKeeper, Memory, Ranks
+from tests.scheduling.test_scheduler import SIZE, FakeOffload, Memory, Ranks
 
 
 @settings(max_examples=40, deadline=None)
@@ -44,11 +44,11 @@ def test_with_few_blocks_all_finish_under_every_policy(
     config = SchedulingConfig(
         policy=name, first_quantum=2.0, stability_window=2, review_rounds=generator.randrange(1, 4)
     )
-    keeper = (lambda pool: BlindKeeper()) if keeps else None
-    Server(make_policy(config), tasks, rows, num_blocks=11, caches=caches, keeper=keeper, seed=seed).run()
+    offload = (lambda pool: BlindOffload()) if keeps else None
+    Server(make_policy(config), tasks, rows, num_blocks=11, caches=caches, offload=offload, seed=seed).run()
 
 
-class BlindKeeper:
+class BlindOffload:
     """Says that it keeps what it is given, and does."""
 
     def save(self, request: Request) -> bool:
@@ -75,10 +75,10 @@ class History(RuleBasedStateMachine):
         self.random = random.Random(seed)
         self.pool = BlockPool(12, SIZE)
         self.memory = Memory(self.pool)
-        self.keeper = FakeKeeper(self.memory)
+        self.offload = FakeOffload(self.memory)
         self.policy = Ranks({number: self.random.random() for number in range(200)}, review_rounds)
         self.rows = rows
-        self.scheduler = Scheduler(self.pool, self.policy, rows, 6, caches, keeper=self.keeper)
+        self.scheduler = Scheduler(self.pool, self.policy, rows, 6, caches, offload=self.offload)
         self.requests: list[Request] = []
         self.count = 0
 
@@ -120,8 +120,8 @@ class History(RuleBasedStateMachine):
         self.requests.remove(request)
 
     @rule(takes=st.booleans(), loses=st.booleans())
-    def change_keeper(self, takes: bool, loses: bool) -> None:
-        self.keeper.takes, self.keeper.loses = takes, loses
+    def change_offload(self, takes: bool, loses: bool) -> None:
+        self.offload.takes, self.offload.loses = takes, loses
 
     @rule()
     @precondition(lambda self: self.rows > 1)
@@ -142,7 +142,7 @@ class History(RuleBasedStateMachine):
         assert self.scheduler.kv._paused.keys() == {
             request.number for request in waiting if request.table.blocks
         }
-        assert self.policy.live == {request.number for request in self.requests} >= self.keeper.kept.keys()
+        assert self.policy.live == {request.number for request in self.requests} >= self.offload.kept.keys()
         for request in self.requests:
             if request.table.blocks:
                 self.memory.check(request)
@@ -151,7 +151,7 @@ class History(RuleBasedStateMachine):
         assert all(
             request.row is None and not request.table.blocks
             for request in self.requests
-            if request.number in self.keeper.kept
+            if request.number in self.offload.kept
         )
         assert self.pool.num_held == len(
             {block for table in self.scheduler.tables() for block in table.blocks}

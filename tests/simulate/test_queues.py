@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hispec.simulate.config import SimulationConfig
-from hispec.simulate.row_columns import T_ROWS, T_STEP_S, T_TOKENS
+from hispec.simulate.row_state import T_ROWS, T_STEP_S, T_TOKENS
 from tests.helpers.simulations import experiment, latencies, run, share
 
 NUM = 12_000

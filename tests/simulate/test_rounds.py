@@ -13,11 +13,11 @@ from hispec.control.goodput import PlanGrid
 from hispec.scheduling.policy import FirstComeFirstServed
 from hispec.simulate.batch_state import Setup
 from hispec.simulate.config import SimulationConfig
-from hispec.simulate.costs import latency_of, make_costs
 from hispec.simulate.predictors import make_predictor
 from hispec.simulate.replica import Replica
-from hispec.simulate.row_columns import T_DRAFTED, T_KEPT, T_ROUND_S, T_ROUNDS, T_TOKENS
-from hispec.simulate.system import route_numbers, tables_of
+from hispec.simulate.row_state import T_DRAFTED, T_KEPT, T_ROUND_S, T_ROUNDS, T_TOKENS
+from hispec.simulate.system import latency_of, route_numbers
+from hispec.simulate.tables import make_tables
 from hispec.simulate.workload import make_workload
 from tests.helpers.simulations import STAGES, experiment, run, share
 
@@ -131,12 +131,10 @@ def told(config: SimulationConfig) -> list[Observation]:
     assert settings.route is not None and settings.num_drafts is not None
     route = config.routes[settings.route].route
     plan = route.plan(settings.num_drafts, settings.num_checks)
-    costs = make_costs(latency_of(config.latency), config.routes, config.engine.num_layers)
-    workload = make_workload(config, config.requests.num, 0)
-    setup = Setup(
-        config.engine, costs, workload, tables_of(costs, workload), 0, route_numbers(config, settings)
-    )
-    replica = Replica(0, setup, FirstComeFirstServed(), Control(), make_predictor(None, 256))
+    latency, workload = latency_of(config.latency), make_workload(config, config.requests.num, 0)
+    tables = make_tables(config, latency, workload)
+    setup = Setup(config.engine, latency, workload, tables, 0, route_numbers(config, settings))
+    replica = Replica(setup, FirstComeFirstServed(), Control(), make_predictor(None, 256))
     for request in range(len(workload)):
         replica.arrive(request, 0.0)
     while replica.end_s < np.inf:

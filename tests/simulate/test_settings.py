@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hispec.errors import ConfigError, build
-from hispec.simulate.arrivals import ArrivalsConfig, repeated
+from hispec.simulate.arrivals import ArrivalsConfig, repeat_times
 from hispec.simulate.config import PredictorSettings, SimulationConfig
 from hispec.simulate.distributions import Distribution
 from hispec.simulate.predictors import KnownLengths, predicted_lengths
@@ -180,7 +180,7 @@ def test_arrivals_come_at_their_rate(values: dict[str, Any], cv: float | None) -
 
 
 def test_recorded_times_are_run_through_again() -> None:
-    times = repeated(np.array([5.0, 6.0, 8.0]), 7, 2.0)
+    times = repeat_times(np.array([5.0, 6.0, 8.0]), 7, 2.0)
     assert times.tolist() == [0.0, 0.5, 1.5, 2.25, 2.75, 3.75, 4.5]
 
 

@@ -1,0 +1,133 @@
+"""KV blocks of requests without a row: kept, offloaded to host memory, or freed and computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from cache.blocks import BlockPool
+
+from .policy import Key
+from .request import Request
+
+
+class KVOffload(Protocol):
+    """Moves the KV of waiting requests to host memory and back; the engine's is engine/kv_offload.py."""
+
+    def save(self, request: Request) -> bool:
+        """Copies the KV of the request's computed positions out of its blocks, which are freed next. False,
+        and nothing saved, if there is no room or it is cheaper to compute it again."""
+
+    def restore(self, request: Request) -> bool:
+        """Copies it into the request's blocks, which cover the same positions again, and forgets it. False:
+        it is lost and must be computed again."""
+
+    def drop(self, request: Request) -> None:
+        """Forgets it. Does nothing for requests of which nothing is saved."""
+
+
+class KVBlocks:
+    """Gives requests their KV blocks, if need be those of *paused* requests: ones without a row that still
+    hold blocks. A paused request that loses its blocks is *offloaded*, or its KV is computed again.
+
+    num_kept, num_restored   requests whose KV was offloaded, and was restored
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        offload: KVOffload | None,
+        key: Callable[[Request], Key],
+        enable_prefix_caching: bool,
+    ) -> None:
+        self.num_kept = self.num_restored = 0
+        self._pool, self._offload, self._key = pool, offload, key
+        self._enable_prefix_caching = enable_prefix_caching
+        self._paused: dict[int, Request] = {}
+        self._offloaded: dict[int, int] = {}  # positions in host memory, by the request's number
+
+    @property
+    def num_paused_blocks(self) -> int:
+        """Blocks that paused requests hold."""
+        return sum(len(request.table.blocks) for request in self._paused.values())
+
+    def pause(self, request: Request) -> None:
+        """Keeps the blocks of what is computed for a request that has lost its row."""
+        self._pool.truncate(request.table, request.num_computed)
+        if request.table.blocks:
+            self._paused[request.number] = request
+
+    def evict(self, request: Request) -> None:
+        """Takes the blocks of a paused request and offloads its KV if it can; does nothing for others."""
+        if request.number not in self._paused:
+            return
+        # In this order an interrupt anywhere leaves a state from which all of it can be done again.
+        if self._offload is not None and self._offload.save(request):
+            self._offloaded[request.number] = request.num_computed
+            self.num_kept += 1
+        self._pool.free(request.table)
+        del self._paused[request.number]
+
+    def extend(self, request: Request, num_positions: int) -> bool:
+        """Extends a request's blocks to so many positions, evicting paused requests as needed, the last in
+        the policy's order first. False if all of theirs do not suffice."""
+        while not self._pool.extend(request.table, num_positions):
+            others = [other for other in self._paused.values() if other is not request]
+            if not others:
+                return False
+            self.evict(max(others, key=self._key))
+        return True
+
+    def admit(self, request: Request, num_positions: int) -> int | None:
+        """Gives a waiting request blocks for so many positions and the KV that there is of it: its own, or
+        that of the prefix cache -> positions found in the cache. None, and the request unchanged, if there
+        are not enough blocks."""
+        if request.number in self._paused or request.number in self._offloaded:
+            return 0 if self._resume(request, num_positions) else None
+        num_cached = 0
+        self._pool.free(request.table)  # holds blocks only after an interrupt
+        if self._enable_prefix_caching:
+            # The last token is never taken from the cache: a round begins by processing it.
+            request.table, num_cached = self._pool.allocate(request.token_ids[:-1])
+        if not self.extend(request, num_positions):
+            self._pool.free(request.table)
+            return None
+        request.num_computed = num_cached
+        request.gaps.clear()  # prefill writes all KV, and published blocks have no gaps
+        request.num_cached = num_cached
+        return num_cached
+
+    def repair(self, waiting: Iterable[Request]) -> None:
+        """After an interrupt, for the requests without a row: frees blocks that do not hold all that is
+        computed, and those of offloaded requests."""
+        self._paused.clear()
+        for request in waiting:
+            is_offloaded = request.number in self._offloaded
+            if is_offloaded or self._pool.blocks_for(request.num_computed) > len(request.table.blocks):
+                self._pool.free(request.table)
+            elif request.table.blocks:
+                self.pause(request)
+
+    def drop(self, request: Request) -> None:
+        """Forgets a request that has ended."""
+        self._paused.pop(request.number, None)
+        if self._offloaded.pop(request.number, None) is not None and self._offload is not None:
+            self._offload.drop(request)
+
+    def _resume(self, request: Request, num_positions: int) -> bool:
+        """Extends the blocks of a paused or offloaded request and restores its KV. False, and the request
+        unchanged, if there are not enough blocks."""
+        if not self.extend(request, num_positions):
+            return False
+        if request.number not in self._paused:
+            assert self._offload is not None
+            request.num_computed = 0
+            is_restored = self._offload.restore(request)
+            self.num_restored += is_restored
+            if is_restored:
+                request.num_computed = self._offloaded[request.number]
+            else:
+                request.gaps.clear()  # prefill writes all KV
+            del self._offloaded[request.number]
+        self._paused.pop(request.number, None)
+        return True

@@ -1,0 +1,128 @@
+"""Costs, acceptance and requests of an experiment as the arrays that compiled rounds read."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..control.route_costs import (
+    BARE_SLOT,
+    CHECK_SLOT,
+    DRAFT_SLOT,
+    FEED_SLOT,
+    FILL_SLOT,
+    LOOKUP_SLOT,
+    SLOTS,
+    VERIFY_SLOT,
+    slots_of,
+)
+from ..errors import ConfigError
+from ..latency.model import LatencyModel
+from .config import AcceptanceSettings, SimulationConfig
+from .distributions import Floats, Ints
+from .workload import Workload
+
+MOST_POINTS = 64  # of a drift
+_MS = np.array(
+    [1e3, 1e3, 1e3, 1e3, 1e3, 1.0]
+)  # what the fields of a Linear are divided by; the last counts tokens
+
+
+class Tables(NamedTuple):
+    """Costs of stages are [6] arrays of a Linear's fields, in seconds.
+
+    stages        [routes, slots, 6] of the passes of a round (see control/route_costs.py)
+    plain, prefill, round_cost   [6]
+    passes        [routes, slots] attained service: a pass's layers over all layers
+    buckets       row counts that rounds of static shapes are padded to
+    looks_up      [routes] whether drafts are looked up
+    exit_tokens   [routes] most drafts in a cycle in which nothing is found; 0 = of prompt lookup alone
+    has_check     [routes]
+    positions     [routes, 3, 32] factors of an acceptance rate by position in the cycle: of drafts, of the
+                  drafts of a hybrid's exit, of tentative tokens
+    drift         [routes, 3, 2, points] of the same: seconds and factors
+    shares        [routes, requests, 4], seeds [requests]: as Workload
+    recorded_rounds, recorded_cycles: as Recorded
+    max_prefill_tokens, block_size: as EngineSettings
+    """
+
+    stages: Floats
+    plain: Floats
+    prefill: Floats
+    round_cost: Floats
+    passes: Floats
+    is_static: bool
+    buckets: Ints
+    looks_up: NDArray[np.bool_]
+    exit_tokens: Ints
+    has_check: NDArray[np.bool_]
+    positions: Floats
+    drift: Floats
+    shares: Floats
+    seeds: NDArray[np.uint64]
+    recorded_rounds: Ints
+    recorded_cycles: Ints
+    max_prefill_tokens: int
+    block_size: int
+
+
+def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workload) -> Tables:
+    """Raises ConfigError if the latency model lacks a stage that a route runs."""
+    routes, num_layers = list(config.routes.values()), config.engine.num_layers
+    num = max(1, len(routes))
+    stages, passes = np.zeros((num, len(SLOTS), 6)), np.zeros((num, len(SLOTS)))
+    looks_up, has_check = np.zeros(num, np.bool_), np.zeros(num, np.bool_)
+    exit_tokens, positions = np.zeros(num, np.int64), np.ones((num, 3, 32))
+    drift = np.zeros((num, 3, 2, MOST_POINTS))
+    drift[:, :, 1] = 1.0
+    for index, route in enumerate(routes):
+        slots, low, high = (
+            slots_of(route.route, ()),
+            route.draft_layer,
+            route.check_layer or route.draft_layer,
+        )
+        for slot, (name,) in slots.items():
+            stages[index, slot] = _seconds(latency, name)
+        looks_up[index], has_check[index] = LOOKUP_SLOT in slots, CHECK_SLOT in slots
+        exit_tokens[index] = (route.num_exit_tokens or 32) if DRAFT_SLOT in slots else 0
+        passes[index, [DRAFT_SLOT, FILL_SLOT, FEED_SLOT]] = low / num_layers
+        passes[index, CHECK_SLOT] = (high - low) / num_layers
+        passes[index, BARE_SLOT], passes[index, VERIFY_SLOT] = 1.0 - low / num_layers, 1.0 - high / num_layers
+        for which, settings in enumerate((route.acceptance, route.exit_acceptance, route.verify_acceptance)):
+            if settings is not None:
+                _put_acceptance(settings, positions[index, which], drift[index, which])
+    return Tables(
+        stages,
+        *(_seconds(latency, name) for name in ("plain", "prefill", "round")),
+        passes,
+        latency.is_static,
+        np.array(latency.row_buckets, np.int64),
+        looks_up,
+        exit_tokens,
+        has_check,
+        positions,
+        drift,
+        workload.shares,
+        workload.seeds,
+        workload.recorded.rounds,
+        workload.recorded.cycles,
+        config.engine.max_prefill_tokens,
+        config.engine.block_size,
+    )
+
+
+def _put_acceptance(settings: AcceptanceSettings, positions: Floats, drift: Floats) -> None:
+    factors = settings.by_position
+    positions[: len(factors)], positions[len(factors) :] = factors, factors[-1]
+    if len(settings.drift) > MOST_POINTS:
+        raise ConfigError(f"drift has {len(settings.drift)} points; {MOST_POINTS} at most")
+    if settings.drift:
+        points = np.array(settings.drift).T
+        drift[:, : points.shape[1]], drift[:, points.shape[1] :] = points, points[:, -1:]
+
+
+def _seconds(latency: LatencyModel, name: str) -> Floats:
+    return np.array(astuple(latency[name])) / _MS
