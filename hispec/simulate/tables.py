@@ -96,7 +96,9 @@ def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workl
                 _put_acceptance(settings, positions[index, which], drift[index, which])
     return Tables(
         stages,
-        *(_seconds(latency, name) for name in ("plain", "prefill", "round")),
+        _seconds(latency, "plain"),
+        _seconds(latency, "prefill"),
+        _seconds(latency, "round"),
         passes,
         latency.is_static,
         np.array(latency.row_buckets, np.int64),
