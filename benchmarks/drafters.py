@@ -30,65 +30,45 @@ from ee_models.exits import AdapterExit
 from hispec.config import NgramConfig, SpeculativeConfig
 from hispec.jobs.bench_inputs import generate, good_rows, task_of
 from hispec.jobs.load import load_job
+from hispec.latency.model import LatencyModel, Linear
+from hispec.latency.profile import StageCost
 from hispec.llm import LLM
 from hispec.profile.candidates import find_candidates
-from hispec.profile.costs import Curve, StageCosts
 from hispec.profile.options import ProfileOptions
-from hispec.profile.plans import Reach, all_plans, drafter_of, kind_of, short_text
-from hispec.profile.predict import Calibration, Prediction, Predictor
+from hispec.profile.plans import all_plans, drafter_of, kind_of, lookups_of, short_text
+from hispec.profile.predict import Calibration, Prediction, Predictor, best_of_each_kind, search
 from hispec.profile.record import record
 from hispec.profile.recording import NOTHING, Answer, Recording, Said
-from hispec.profile.search import best_of_each_kind, search
+from hispec.profile.round_cost import PassTimes
 from hispec.sampling_params import SamplingParams
 
-WIDEST = 64
 LOOKUP = NgramConfig(max_size=3, min_size=1, tokens_per_match=None)
 WANTED = 1.05  # three tiers over two
 SHARES = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the wrong places of a check exit that are made right
 
 
-def memory_bound(decoder: Decoder, exits: Sequence[AdapterExit]) -> StageCosts:
+def memory_bound(decoder: Decoder, exits: Sequence[AdapterExit]) -> LatencyModel:
     """Shares of a plain step: a pass reads its layers, and a head where logits are asked for."""
     num_layers = decoder.config.num_layers
     head = decoder.head.num_bytes / decoder.num_bytes
     layer = (1.0 - head) / num_layers
     heads = {exit_.layer: exit_.num_bytes / decoder.num_bytes for exit_ in exits}
-
-    def flat(cost: float) -> Curve:
-        return Curve((1, WIDEST), (cost, cost))
-
-    layers = [0, *heads]
-    return StageCosts(
-        context_len=0,
-        draft={at: flat(at * layer + heads[at]) for at in heads},
-        fill={at: flat(at * layer) for at in heads},
-        check={(lo, hi): flat((hi - lo) * layer + heads[hi]) for lo in layers for hi in heads if hi > lo},
-        verify={lo: flat((num_layers - lo) * layer + head) for lo in layers},
-        plain=flat(1.0),
-    )
+    costs = {"plain": 1.0}
+    for lo in (0, *heads):
+        costs[f"verify/{lo}"] = (num_layers - lo) * layer + head
+        costs |= {f"check/{lo}-{hi}": (hi - lo) * layer + heads[hi] for hi in heads if hi > lo}
+    for at, of_exit in heads.items():
+        costs |= {f"draft/{at}": at * layer + of_exit, f"fill/{at}": at * layer, f"shadow/{at}": of_exit}
+    return LatencyModel({name: Linear(constant_ms=cost) for name, cost in costs.items()})
 
 
-def measured(result: Mapping[str, Any]) -> tuple[StageCosts, Calibration]:
-    """Costs and host time of a profile's result."""
-
-    def curves(name: str, key: Callable[[Mapping[str, Any]], Any]) -> dict[Any, Curve]:
-        return {key(item): Curve(tuple(item["widths"]), tuple(item["ms"])) for item in result["costs"][name]}
-
-    def one(name: str) -> Curve | None:
-        return next(iter(curves(name, lambda item: 0).values()), None)
-
-    plain = one("plain")
-    assert plain is not None
-    costs = StageCosts(
-        context_len=result["costs"]["context_len"],
-        draft=curves("draft", lambda item: item["to_layer"]),
-        fill=curves("fill", lambda item: item["to_layer"]),
-        check=curves("check", lambda item: (item["from_layer"], item["to_layer"])),
-        verify=curves("verify", lambda item: item["from_layer"]),
-        plain=plain,
-        **{name: one(name) for name in ("ranks", "probability", "lookup")},
-    )
-    return costs, Calibration(1, None, costs.plain(1), result["calibration"]["host_ms"], 0.0)
+def measured(result: Mapping[str, Any]) -> tuple[PassTimes, Calibration]:
+    """Costs of passes and host time of a profile's result."""
+    costs = result["costs"]
+    stages = {name: StageCost(**each).cost for name, each in costs["stages"].items()}
+    latency = LatencyModel(stages, costs["is_static"], tuple(costs["row_buckets"]))
+    times, host_ms = PassTimes(latency, costs["context_len"]), result["calibration"]["host_ms"]
+    return times, Calibration(1, None, times.one_each(["plain"], 1), host_ms, 0.0)
 
 
 def improved(recording: Recording, layer: int, share: float) -> Recording:
@@ -135,29 +115,26 @@ def main() -> int:
             Answer(prompt, output, arguments.max_tokens, task_of(row))
             for prompt, output, row in zip(prompts, outputs, rows, strict=True)
         ]
-        sizes = list(
-            dict.fromkeys(
-                plan.draft.ngram or NgramConfig() for plan in plans if plan.draft.kind in ("ngram", "hybrid")
-            )
-        )
+        sizes, most_looked_up = lookups_of(plans)
         recording = record(
             llm.decoder,
             candidates.layers,
             candidates.exits,
             answers,
             ngrams=sizes,
-            most_looked_up=Reach.of(plans).lookup,
+            most_looked_up=most_looked_up,
             draft_model=None,
             batch_size=1,
             progress=True,
         )
-        costs, calibration = memory_bound(llm.decoder, candidates.exits), Calibration(1, None, 1.0, 0.0, 0.0)
+        times = PassTimes(memory_bound(llm.decoder, candidates.exits), context_len=0)
+        calibration = Calibration(1, None, 1.0, 0.0, 0.0)
         num_layers = llm.decoder.config.num_layers
     if arguments.profile is not None:
-        costs, calibration = measured(json.loads(arguments.profile.read_text()))
+        times, calibration = measured(json.loads(arguments.profile.read_text()))
 
     def predictor(of: Recording) -> Predictor:
-        return Predictor(of, costs, calibration, 1, num_layers)
+        return Predictor(of, times, calibration, 1, num_layers)
 
     found, num_plans = search(predictor(recording), plans)
     kinds = dict.fromkeys(kind_of(prediction.plan) for prediction in found if prediction.plan is not None)

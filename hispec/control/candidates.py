@@ -1,9 +1,10 @@
-"""What a controller may choose from: every way to speculate that the exits and models at hand allow."""
+"""The ways to speculate that a controller may choose from: all that the exits and models at hand allow."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ..config import (
     TRAITS,
@@ -18,6 +19,35 @@ from ..errors import ConfigError
 from .choice import Route
 
 _CAUTIOUS = NgramConfig(max_size=4, min_size=2, tokens_per_match=1)
+
+
+@dataclass(frozen=True)
+class ExitTiers:
+    """Makes draft and check tiers of one kind of exits.
+
+    kind   adapter: trained ones, in the folder `path` (None = those that come with HiSpec); exit: the model's
+           own head
+    """
+
+    kind: Literal["exit", "adapter"]
+    path: str | None = None
+
+    def draft(self, layer: int) -> DraftConfig:
+        return DraftConfig(kind=self.kind, path=self.path, layer=layer)
+
+    def hybrid(self, layer: int, ngram: NgramConfig | None, num_exit_tokens: int | None) -> DraftConfig:
+        """Prompt lookup, and the exit at `layer` where that finds nothing."""
+        return DraftConfig(
+            kind="hybrid",
+            exit=self.kind,
+            path=self.path,
+            layer=layer,
+            ngram=ngram,
+            num_exit_tokens=num_exit_tokens,
+        )
+
+    def check(self, layer: int, confidence: float | None = None) -> CheckConfig:
+        return CheckConfig(kind=self.kind, path=self.path, layer=layer, confidence=confidence)
 
 
 def candidates(speculative: SpeculativeConfig, trained: Collection[int]) -> list[SpeculativeConfig]:
@@ -47,7 +77,7 @@ def candidates(speculative: SpeculativeConfig, trained: Collection[int]) -> list
 
 
 def exit_layers(speculative: SpeculativeConfig, trained: Collection[int]) -> list[int]:
-    """The exits to choose from."""
+    """Layers of the exits to choose from."""
     goodput, named = speculative.goodput or GoodputConfig(), _named_layers(speculative)
     if goodput.layers is not None:
         missing = sorted(set(goodput.layers) - set(trained)) if uses_trained(speculative) else []
@@ -72,18 +102,24 @@ def uses_trained(speculative: SpeculativeConfig) -> bool:
 def trained_path(speculative: SpeculativeConfig) -> str | None:
     """The folder of trained exits; None = those that come with HiSpec. Raises ConfigError if two are
     named."""
-    draft, check = speculative.draft, speculative.check
-    paths = {tier.path for tier in (draft, check) if tier is not None and tier.is_trained}
+    paths = trained_paths(speculative)
     if len(paths) > 1:
+        draft, check = speculative.draft, speculative.check
         both = f"draft.path={draft.path!r} and check.path={check.path if check else None!r}"
         raise ConfigError(
             f"speculative: {both} differ, and control='goodput' takes exits of one folder; put them into one"
         )
-    return paths.pop() if paths else None
+    return paths[0] if paths else None
+
+
+def trained_paths(speculative: SpeculativeConfig | None) -> list[str | None]:
+    """The folders of trained exits that the tiers name, each once; None = those that come with HiSpec."""
+    tiers = () if speculative is None else (speculative.draft, speculative.check)
+    return list(dict.fromkeys(tier.path for tier in tiers if tier is not None and tier.is_trained))
 
 
 def route_of(way: SpeculativeConfig) -> Route:
-    """A candidate as the controller knows it."""
+    """The route of a candidate."""
     return Route(
         kind=way.draft.kind,
         draft_layer=way.draft.layer or 0,
@@ -131,17 +167,13 @@ def _ways(
     speculative: SpeculativeConfig, draft: DraftConfig, layers: Sequence[int]
 ) -> Iterator[SpeculativeConfig]:
     two_tier = _two_tier(speculative, draft)
+    tiers = ExitTiers("adapter" if uses_trained(speculative) else "exit", trained_path(speculative))
     yield two_tier
-    is_trained, sure = uses_trained(speculative), speculative.check.confidence if speculative.check else None
+    confidence = speculative.check.confidence if speculative.check else None
     for layer in layers:
         if layer > max(draft.layer or 0, 1):
-            check = CheckConfig(
-                kind="adapter" if is_trained else "exit",
-                layer=layer,
-                path=trained_path(speculative),
-                confidence=sure,
-            )
-            yield two_tier.model_copy(update={"check": check, "num_checks": speculative.num_checks})
+            update = {"check": tiers.check(layer, confidence), "num_checks": speculative.num_checks}
+            yield two_tier.model_copy(update=update)
 
 
 def _two_tier(speculative: SpeculativeConfig, draft: DraftConfig) -> SpeculativeConfig:

@@ -16,7 +16,6 @@ from .hazards import Floats
 SLOTS = ("lookup", "feed", "draft", "fill", "check", "bare", "verify")
 LOOKUP_SLOT, FEED_SLOT, DRAFT_SLOT, FILL_SLOT, CHECK_SLOT, BARE_SLOT, VERIFY_SLOT = range(len(SLOTS))
 Passes = NDArray[np.float64]  # [3, slots, plans]
-_FREE = frozenset({"lookup", "round"})  # if nothing is said of them
 
 
 def slots_of(route: Route | None, along: Collection[int]) -> dict[int, list[str]]:
@@ -86,14 +85,11 @@ class StageCosts:
         """slots: of each route; route [plans]"""
         depth = max(len(names) for of_route in slots for names in of_route.values())
         layers = [
-            [
-                {slot: stage_cost(latency, names[at]) for slot, names in each.items() if at < len(names)}
-                for each in slots
-            ]
+            [{slot: latency[names[at]] for slot, names in each.items() if at < len(names)} for each in slots]
             for at in range(depth)
         ]
         self._layers = [_Layer(stages, route) for stages in layers]
-        self._round = stage_cost(latency, "round")
+        self._round = latency["round"]
 
     def milliseconds(self, passes: Passes, rows: int, context_tokens: float) -> Floats:
         """[plans]: of rounds; passes [3, slots, plans]: how many, and the rows and positions of all of them
@@ -102,7 +98,3 @@ class StageCosts:
         for layer in self._layers:
             total += layer.milliseconds(passes, context_tokens / rows)
         return total
-
-
-def stage_cost(latency: LatencyModel, name: str) -> Linear:
-    return NOTHING if name in _FREE and name not in latency else latency[name]

@@ -1,5 +1,5 @@
-"""Fits the costs of stages to what was measured, and says how well that foretells what it was not fitted
-to."""
+"""Fits the costs of stages to measured points, and says how well the fit predicts points that were held
+out."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class StageFit:
     """The cost of a stage, of `num_points` points.
 
     r2, mean_error   of points that were held out, each third in turn: the share of their variance that is
-                     explained, and the mean of |foretold - measured| / measured; None where there are too few
-                     points to hold any out
+                     explained, and the mean of |predicted - measured| / measured; None where there are too
+                     few points to hold any out
     """
 
     cost: Linear
@@ -88,19 +88,19 @@ def fit_stage(points: Sequence[Point]) -> StageFit:
     if len(points) < _LEAST_POINTS:
         return StageFit(_linear(points, 0.0), len(points), None, None)
     ms = np.array([point.ms for point in points])
-    foretold = _held_out(points, _best)
+    predicted = _held_out(points, _best)
     variance = float(((ms - ms.mean()) ** 2).sum())
-    r2 = 1.0 - float(((foretold - ms) ** 2).sum()) / variance if variance > 0 else None
-    return StageFit(_best(points), len(points), r2, float((np.abs(foretold - ms) / ms).mean()))
+    r2 = 1.0 - float(((predicted - ms) ** 2).sum()) / variance if variance > 0 else None
+    return StageFit(_best(points), len(points), r2, float((np.abs(predicted - ms) / ms).mean()))
 
 
 def _best(points: Sequence[Point]) -> Linear:
-    """With as many free tokens as pay."""
+    """The fit with the number of free tokens that lowers the error of held-out points most, if by enough."""
     ms = np.array([point.ms for point in points])
 
     def error(free_tokens: float) -> float:
-        foretold = _held_out(points, lambda taken: _linear(taken, free_tokens))
-        return float((((foretold - ms) / ms) ** 2).sum())
+        predicted = _held_out(points, lambda taken: _linear(taken, free_tokens))
+        return float((((predicted - ms) / ms) ** 2).sum())
 
     errors = {free_tokens: error(free_tokens) for free_tokens in (0.0, *_knees(points))}
     best = min(errors, key=lambda free_tokens: errors[free_tokens])
@@ -117,7 +117,7 @@ def _knees(points: Sequence[Point]) -> Iterator[float]:
 
 
 def _held_out(points: Sequence[Point], fitted: Callable[[Sequence[Point]], Linear]) -> Floats:
-    """[points]: what is foretold of each by a fit to two thirds of the points, of which it is none."""
+    """[points]: the prediction of each by a fit to two thirds of the points, without itself."""
     order = np.random.default_rng(0).permutation(len(points))
     found = np.empty(len(points))
     for fold in range(_FOLDS):

@@ -48,7 +48,7 @@ class Linear:
                 )
 
     def __call__(self, rows: Value, tokens: Value, context_tokens: Value) -> Value:
-        """Numbers, or arrays of one shape."""
+        """Milliseconds; takes numbers, or arrays of one shape."""
         each = context_tokens / np.maximum(rows, _LEAST_ROWS)
         paid = np.maximum(tokens - self.free_tokens, 0.0)
         return (
@@ -61,6 +61,7 @@ class Linear:
 
 
 NOTHING = Linear()
+_FREE = frozenset({"lookup", "round"})  # cost nothing if nothing is said of them
 
 
 def stage_names(layers: Collection[int], trained: Collection[int], has_draft_model: bool) -> list[str]:
@@ -113,10 +114,13 @@ class LatencyModel:
     row_buckets: tuple[int, ...] = field(default=())
 
     def __getitem__(self, name: str) -> Linear:
-        """Raises ConfigError for a stage that was not measured."""
+        """Raises ConfigError for a stage that was not measured, unless it is one of those that may be left
+        out, `lookup` and `round`: these cost nothing then."""
         try:
             return self.stages[name]
         except KeyError:
+            if name in _FREE:
+                return NOTHING
             there = ", ".join(sorted(self.stages))
             raise ConfigError(
                 f"the latency profile has no stage {name!r}, only {there}; measure again: hispec profile"
@@ -127,7 +131,7 @@ class LatencyModel:
         return name in self.stages
 
     def rows(self, num_rows: int) -> int:
-        """Rows that a round of `num_rows` costs."""
+        """Rows that a round of `num_rows` is run with, and costs: in static shapes those of its bucket."""
         return (
             next((bucket for bucket in self.row_buckets if bucket >= num_rows), num_rows)
             if self.is_static

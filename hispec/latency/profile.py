@@ -53,7 +53,7 @@ class Subject(Settings):
 
     @property
     def fingerprint(self) -> str:
-        """Of the model with its exits."""
+        """A hash of the model's facts and of its exits'."""
         return _hash(self.model_dump(include={"model", "layers", "exits", "draft_model"}))
 
     @property
@@ -62,7 +62,7 @@ class Subject(Settings):
 
 
 class StageCost(Settings):
-    """A stage: its coefficients (see Linear), how many points they are of, and how well they foretell
+    """A stage: its coefficients (see Linear), how many points they were fitted to, and how well they predict
     held-out ones (see StageFit)."""
 
     constant_ms: NotNegative
@@ -89,7 +89,7 @@ class StageCost(Settings):
 
 
 class TimedPass(Settings):
-    """A Point."""
+    """A Point in the file."""
 
     stage: str
     rows: Annotated[int, Field(ge=1)]
@@ -103,7 +103,7 @@ class TimedPass(Settings):
 
 
 class LatencyProfile(Settings):
-    """A whole profile.
+    """A latency profile as it stands in its file.
 
     fingerprint   of the subject: a file whose subject was edited is refused
     date          on which it was measured; seconds that it took; load of the machine just before, None = not
@@ -145,7 +145,7 @@ class LatencyProfile(Settings):
         )
 
     def poor_stages(self) -> list[str]:
-        """Those whose held-out points are foretold badly, but for those that cost next to nothing beside a
+        """Stages whose held-out points are predicted badly, without those that cost next to nothing beside a
         round."""
         longest = {
             stage: max(point.ms for point in self.points if point.stage == stage)
@@ -164,7 +164,7 @@ def kept_path(subject: Subject) -> Path:
 
 
 def save(profile: LatencyProfile, path: Path) -> None:
-    """Writes it whole or not at all, and the folder with it. Raises ConfigError."""
+    """Writes the profile whole or not at all, and makes its folder. Raises ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, profile.model_dump(mode="json"))

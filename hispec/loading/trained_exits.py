@@ -38,19 +38,25 @@ class TrainedExits:
     def load(self, speculative: SpeculativeConfig | None, decoder: Decoder) -> list[AdapterExit]:
         """The trained exits of `speculative`; those used before are not read again. Raises ExitsError."""
         self.check(speculative)
-        exits = []
-        for path, layer in dict.fromkeys((path, layer) for _, path, layer in self._named(speculative)):
-            file = self._file(path)
-            key = file.about.tensors_sha256, layer  # exits trained anew in the same folder are others
-            if key not in self._loaded:
-                (self._loaded[key],) = load_exits(file, [layer], decoder, self._checkpoint)
-            exits.append(self._loaded[key])
-        return exits
+        named = dict.fromkeys((path, layer) for _, path, layer in self._named(speculative))
+        return [self._load(path, layer, decoder) for path, layer in named]
+
+    def load_layers(self, path: str | None, layers: Iterable[int], decoder: Decoder) -> list[AdapterExit]:
+        """The exits at `layers` in the folder at `path`, or with None of those that come with HiSpec. Raises
+        ExitsError."""
+        return [self._load(path, layer, decoder) for layer in layers]
 
     def layers(self, path: str | None) -> list[int]:
         """Where the folder at `path`, or with None what comes with HiSpec, has exits for this model. Raises
         ExitsError."""
         return sorted(self._file(path).layers)
+
+    def _load(self, path: str | None, layer: int, decoder: Decoder) -> AdapterExit:
+        file = self._file(path)
+        key = file.about.tensors_sha256, layer  # exits trained anew in the same folder are others
+        if key not in self._loaded:
+            (self._loaded[key],) = load_exits(file, [layer], decoder, self._checkpoint)
+        return self._loaded[key]
 
     def _named(self, speculative: SpeculativeConfig | None) -> Iterable[tuple[str, str | None, int]]:
         """(what names it, folder, layer): those of the tiers, and those that a controller may choose from."""

@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from .timing import medians
 _log = logging.getLogger(__name__)
 _SAMPLES = 9
 _BUDGET_S = 60.0  # that timing may take, as far as a first look at each pass leaves any
-_LEAST_CONTEXT, _LEAST_ROOM = 8, 32  # positions
+_LEAST_CONTEXT, _LEAST_ROOM = 8, 16  # positions
 _MOST_LOOKED_UP = 8  # drafts of a proposal: a proposal costs next to nothing, whatever their number
 _PERIOD = 61  # of the context: text that prompt lookup finds something in
 
@@ -44,14 +45,11 @@ _PERIOD = 61  # of the context: text that prompt lookup finds something in
 class Grid:
     """Sizes at which passes are measured.
 
-    max_num_seqs  rows at most; is_static: rows are buckets
     rows          of narrow passes, one position each; wide_rows: of those with more
     positions     of a row in a wide pass; most_tokens: of all rows
     contexts      tokens of every row, the shortest and the longest; most_kv: positions of all rows
     """
 
-    max_num_seqs: int
-    is_static: bool
     rows: tuple[int, ...]
     wide_rows: tuple[int, ...]
     positions: tuple[int, ...]
@@ -61,32 +59,21 @@ class Grid:
 
     @staticmethod
     def of(max_num_seqs: int, max_window: int, max_positions: int, *, is_cuda: bool, is_static: bool) -> Grid:
-        """Within what a CPU computes in a third of a second, or a GPU keeps logits of, and within a few GB of
-        KV."""
+        """Sizes whose passes take a CPU at most a third of a second and leave a GPU room for their logits,
+        within a few GB of KV."""
         most_tokens, most_kv, longest = (2048, 2**15, 4096) if is_cuda else (128, 2**13, 512)
         all_rows = sorted(row_buckets(max_num_seqs)) if is_static else list(range(1, max_num_seqs + 1))
         positions = _powers(2, min(max_window, most_tokens, max_positions - _LEAST_CONTEXT))
         longest = min(longest, max_positions - positions[-1])
         shortest = min(longest, max(_LEAST_CONTEXT, min(64, longest // 8)))
         most_kv = max(most_kv, max_num_seqs * shortest)
-        return Grid(
-            max_num_seqs,
-            is_static,
-            _among(all_rows, 2),
-            _among(all_rows, 4),
-            positions,
-            most_tokens,
-            (shortest, longest),
-            most_kv,
-        )
+        rows, wide_rows = _among(all_rows, 2), _among(all_rows, 4)
+        return Grid(rows, wide_rows, positions, most_tokens, (shortest, longest), most_kv)
 
     def context(self, rows: int, is_long: bool) -> int:
-        """Of so many rows."""
-        return (
-            max(self.contexts[0], min(self.contexts[1], self.most_kv // rows))
-            if is_long
-            else self.contexts[0]
-        )
+        """Context tokens of each of so many rows: the shortest, or the longest that memory allows."""
+        shortest, longest = self.contexts
+        return max(shortest, min(longest, self.most_kv // rows)) if is_long else shortest
 
     def narrow(self) -> Iterator[tuple[int, int]]:
         """(rows, context) of narrow passes."""
@@ -118,6 +105,7 @@ def measure_latency(
     *,
     max_num_seqs: int,
     max_window: int,
+    max_context: int | None = None,
     draft_model: Decoder | None = None,
     progress: bool = False,
     graph_device: GraphDevice | None = None,
@@ -126,6 +114,7 @@ def measure_latency(
 
     exits         the trained ones among them; the others are read through the model's own head
     max_num_seqs  rows of a round at most; max_window: places of a row in a round
+    max_context   positions that a row attends to at most; None = as many as there is room for
     graph_device  where rounds of static shapes are captured; None = on a GPU there, on a CPU rounds are
                   packed
     Raises ConfigError for sizes below 1. Memory is taken for max_num_seqs rows of a short context, and given
@@ -135,39 +124,44 @@ def measure_latency(
     started, about = time.monotonic(), environment()
     is_cuda = decoder.device.type == "cuda"
     is_static = is_cuda or graph_device is not None
-    room = min(
-        decoder.max_positions, draft_model.max_positions if draft_model is not None else decoder.max_positions
-    )
+    room = min(model.max_positions for model in (decoder, draft_model) if model is not None)
+    if max_context is not None:
+        room = max(_LEAST_ROOM, min(room, max_context + max_window))
     grid = Grid.of(max_num_seqs, max_window, room, is_cuda=is_cuda, is_static=is_static)
     rng, window = random.Random(0), max(grid.positions[-1], _MOST_LOOKED_UP + 1)
     words = [rng.randrange(decoder.config.vocab_size) for _ in range(_PERIOD)]
     context = (words * grid.contexts[1])[
         : max(grid.context(max_num_seqs, True), -(-(grid.contexts[1] + window) // max_num_seqs))
     ]
-    rig = Rig(decoder, exits, context, max_num_seqs, window, graph_device, written=())
-    of_model = (
-        None if draft_model is None else Rig(draft_model, [], context, max_num_seqs, window, graph_device)
-    )
-    try:
+    with ExitStack() as rigs:
+        rig = Rig(decoder, exits, context, max_num_seqs, window, graph_device, written=())
+        rigs.callback(rig.close)
+        of_model = None
+        if draft_model is not None:
+            of_model = Rig(draft_model, [], context, max_num_seqs, window, graph_device)
+            rigs.callback(of_model.close)
         passes = dict(_passes(rig, of_model, layers, exits, grid))
         ms = medians(
             passes, decoder.device, samples=_SAMPLES, what="latency", progress=progress, budget_s=_BUDGET_S
         )
-    finally:
-        for each in (rig, of_model):
-            if each is not None:
-                each.close()
     points = [Point(*key, ms=max(value, 1e-4)) for key, value in ms.items()]
     points += [
         Point("round", rows, rows, 0, ms=max(value, 1e-4))
         for rows, value in overheads(decoder, grid.rows, is_static, graph_device).items()
     ]
-    return _profile(
-        subject_of(decoder, layers, exits, draft_model),
-        points,
-        grid,
-        about["load"],
-        time.monotonic() - started,
+    subject = subject_of(decoder, layers, exits, draft_model)
+    stages = {name: StageCost.of(each) for name, each in fit(points).items()}
+    return LatencyProfile(
+        fingerprint=subject.fingerprint,
+        subject=subject,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seconds=time.monotonic() - started,
+        load=about["load"],
+        max_num_seqs=max_num_seqs,
+        is_static=is_static,
+        row_buckets=tuple(sorted(row_buckets(max_num_seqs))) if is_static else (),
+        stages={name: stages[name] for name in subject.stage_names},
+        points=tuple(map(TimedPass.of, points)),
     )
 
 
@@ -236,7 +230,7 @@ def latency_for_control(
 def subject_of(
     decoder: Decoder, layers: Sequence[int], exits: Sequence[AdapterExit], draft_model: Decoder | None
 ) -> Subject:
-    """What a profile measured here and now would be of."""
+    """The subject of a profile of this model that is measured here and now."""
     about = environment()
     of_exits: dict[str, Facts] = {
         str(each.layer): {"num_kv_layers": each.num_kv_layers, "num_bytes": each.num_bytes} for each in exits
@@ -257,7 +251,7 @@ def subject_of(
 
 
 def _facts(decoder: Decoder) -> Facts:
-    """What a pass over the model costs depends on."""
+    """What the cost of a pass over the model depends on."""
     sizes: Facts = {
         name: value for name, value in asdict(decoder.config).items() if isinstance(value, int | str)
     }
@@ -270,24 +264,6 @@ def _facts(decoder: Decoder) -> Facts:
         "kernels": type(decoder.kernels).__name__,
         "device": decoder.device.type,
     }
-
-
-def _profile(
-    subject: Subject, points: Sequence[Point], grid: Grid, load: float | None, seconds: float
-) -> LatencyProfile:
-    stages = {name: StageCost.of(each) for name, each in fit(points).items()}
-    return LatencyProfile(
-        fingerprint=subject.fingerprint,
-        subject=subject,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        seconds=seconds,
-        load=load,
-        max_num_seqs=grid.max_num_seqs,
-        is_static=grid.is_static,
-        row_buckets=tuple(sorted(row_buckets(grid.max_num_seqs))) if grid.is_static else (),
-        stages={name: stages[name] for name in subject.stage_names},
-        points=tuple(map(TimedPass.of, points)),
-    )
 
 
 def _check_sizes(
@@ -325,7 +301,7 @@ def _powers(base: int, most: int) -> tuple[int, ...]:
 
 
 def _among(sizes: Sequence[int], base: int) -> tuple[int, ...]:
-    """Of rising sizes, those at or next above the powers of `base`."""
+    """Of rising sizes, the ones at or next above the powers of `base`."""
     return tuple(
         dict.fromkeys(next(size for size in sizes if size >= power) for power in _powers(base, sizes[-1]))
     )
@@ -337,8 +313,8 @@ Key = tuple[str, int, int, int]  # stage, rows, tokens, context tokens
 def _passes(
     rig: Rig, of_model: Rig | None, layers: Sequence[int], exits: Sequence[AdapterExit], grid: Grid
 ) -> Iterator[tuple[Key, Callable[[], None]]]:
-    """What was measured, with what runs it once. Every stage that `stage_names` names, but for what a round
-    costs besides."""
+    """Each pass to time, by its point, with what runs it once: of every stage that `stage_names` names except
+    `round`."""
     for rows, context in grid.narrow():
         at = rig.laid_out(context)
         key = rows, rows, rows * context

@@ -28,7 +28,6 @@ from ..sampling.sampler import Sampler
 
 _BLOCK_SIZE = 16
 _TOKENS_PER_PASS = 512
-_LOGITS = 64  # positions whose logits are kept at a time
 
 
 class Rig:
@@ -82,7 +81,6 @@ class Rig:
             config.vocab_size,
             decoder.device,
         )
-        self._logits = torch.randn(_LOGITS, config.vocab_size, dtype=decoder.dtype, device=decoder.device)
         self._tokens = torch.tensor(
             [context[-1], *(context[at % len(context)] for at in range(window))], device=decoder.device
         ).expand(rows, -1)
@@ -157,16 +155,6 @@ class Rig:
         one = Round(self._stages, plan, self._judge, self._drafter(plan), batch)
         return self._stage(lambda: one.verify(self._proposals(batch, q_len), batch.limits))
 
-    def choose(self, rows: int, num: int) -> Callable[[], None]:
-        """The `num` likeliest tokens of each row, from logits."""
-        batch, chain = self._batch(1, 1), DraftTree.chain(0)
-        at = make_sampling_input(batch, self._select(batch, chain, chain.on(self._device).nodes))
-        return self._piecewise(rows, lambda logits: batch.sampler.choose_top(logits, at, num))
-
-    def probability(self, num_positions: int) -> Callable[[], None]:
-        """How likely the likeliest token of each position is, from logits."""
-        return self._piecewise(num_positions, lambda logits: logits.float().softmax(-1).amax(-1))
-
     def lookup(self, rows: int, most: int) -> Callable[[], None]:
         """One proposal of prompt lookup in each row."""
         batch = self._batch(rows, most + 1)
@@ -177,13 +165,14 @@ class Rig:
         )
 
     def along(self, rows: int, q_len: int, layer: int) -> Callable[[], None]:
-        """The KV of the trained exit at `layer`, at q_len places of each row, from hidden states that are
-        there."""
+        """The KV of the trained exit at `layer`, at q_len positions of each row, from hidden states that
+        are there."""
         _, span, hidden = self._left(rows, q_len)
         return self._stage(lambda: self._stages.fill(hidden, layer, span.view))
 
     def shadow(self, rows: int, q_len: int, layer: int) -> Callable[[], None]:
-        """What the exit at `layer` says at q_len places of each row, from hidden states that are there."""
+        """The logits of the exit at `layer` and its token at q_len positions of each row, from hidden states
+        that are there."""
         batch, span, hidden = self._left(rows, q_len)
         said = torch.zeros_like(batch.tokens)
 
@@ -234,23 +223,15 @@ class Rig:
             return quiet
         return torch.inference_mode()(_captured(quiet, self._graphs))
 
-    def _piecewise(self, num_positions: int, run: Callable[[Tensor], object]) -> Callable[[], None]:
-        """`run` over logits of so many positions; in pieces, since those of the widest passes would take more
-        memory than the rest."""
-        pieces = [
-            self._logits[: min(_LOGITS, num_positions - start)] for start in range(0, num_positions, _LOGITS)
-        ]
-        return self._stage(lambda: [run(piece) for piece in pieces])
-
     def _head(self, layer: int | None) -> ExitHead:
         return ExitHead(self._stages, self._num_layers if layer is None else layer)
 
     def _drafter(self, plan: Plan) -> ComputedDrafter:
-        """For the tiers above, which only tell it of moves."""
+        """A drafter for check and verify, which only call it when KV moves."""
         return ComputedDrafter(ExitHead(self._stages, plan.draft_layer), self._judge)
 
     def _left(self, rows: int, q_len: int) -> tuple[RoundBatch, Span, Tensor]:
-        """q_len places of each row, and hidden states that a tier has left there."""
+        """q_len positions of each row, and the hidden states that the draft tier has left there."""
         batch, tree = self._batch(rows, q_len), DraftTree.chain(q_len - 1)
         with torch.inference_mode():
             span = self._select(batch, tree, tree.on(self._device).nodes)
@@ -258,7 +239,7 @@ class Rig:
 
     @staticmethod
     def _select(batch: RoundBatch, tree: DraftTree, nodes: Tensor) -> Span:
-        """Places of these nodes, in every row."""
+        """The positions of these nodes, in every row."""
         live = torch.ones(batch.limits.shape[0], nodes.shape[0], dtype=torch.bool, device=nodes.device)
         return Stages.select(batch, tree, torch.zeros_like(batch.limits), nodes, live)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
-from tqdm import tqdm
+
+from ..utils.console import make_bar
 
 Key = TypeVar("Key")
 
@@ -37,14 +37,7 @@ def medians(
     order, shuffled = list(passes), random.Random(0)
     sync = sync_of(device)
     began = time.monotonic()
-    with tqdm(
-        total=(samples + 1) * len(passes),
-        desc=what,
-        unit="pass",
-        disable=not progress,
-        file=sys.stderr,
-        dynamic_ncols=True,
-    ) as bar:
+    with make_bar((samples + 1) * len(passes), what, "pass", progress) as bar:
         for turn in range(samples + 1):
             if turn > 1 and time.monotonic() - began > budget_s:
                 break

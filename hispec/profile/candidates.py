@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ee_models.checkpoint.exit_files import ExitsError, ExitsFile
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 
-from ..config import CheckConfig, DraftConfig, NgramConfig, SpeculativeConfig
+from ..config import SpeculativeConfig
+from ..control.candidates import ExitTiers, trained_paths
 from ..errors import ConfigError
 from ..loading.trained_exits import TrainedExits
 
@@ -34,37 +35,20 @@ class Candidates:
     note: str | None = None
 
     @property
-    def kind(self) -> Literal["exit", "adapter"]:
-        return "adapter" if self.exits else "exit"
-
-    def draft(self, layer: int) -> DraftConfig:
-        return DraftConfig(kind=self.kind, path=self.path, layer=layer)
-
-    def hybrid(self, layer: int, ngram: NgramConfig, num_exit_tokens: int) -> DraftConfig:
-        """Prompt lookup, and the exit at `layer` where that finds nothing."""
-        return DraftConfig(
-            kind="hybrid",
-            exit=self.kind,
-            path=self.path,
-            layer=layer,
-            ngram=ngram,
-            num_exit_tokens=num_exit_tokens,
-        )
-
-    def check(self, layer: int, confidence: float | None = None) -> CheckConfig:
-        return CheckConfig(kind=self.kind, path=self.path, layer=layer, confidence=confidence)
+    def tiers(self) -> ExitTiers:
+        return ExitTiers("adapter" if self.exits else "exit", self.path)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "layers": self.layers, "path": self.path, "note": self.note}
+        return {"kind": self.tiers.kind, "layers": self.layers, "path": self.path, "note": self.note}
 
 
 def exits_folder(option: str | None, speculative: SpeculativeConfig | None) -> str | None:
-    """The folder of trained exits that is meant, absolute; None if none is named.
+    """The absolute path of the folder of trained exits to profile; None if none is named.
 
     Raises ConfigError if the job names two, and ExitsError if there are no exits in it. Needs no model.
     """
-    named = [tier.path for tier in _trained_tiers(speculative) if tier.path is not None]
-    if option is None and len(set(named)) > 1:
+    named = [path for path in trained_paths(speculative) if path is not None]
+    if option is None and len(named) > 1:
         raise ConfigError(
             f"speculative names trained exits in two folders, {named[0]} and {named[1]}; say with --exits"
             " which to profile"
@@ -101,27 +85,11 @@ def find_candidates(
         if folder is not None or must_be_trained:
             raise
         return Candidates(default_layers(num_layers), [], note=str(error))
-    return Candidates(layers, [_load(trained, decoder, folder, layer) for layer in layers], path=folder)
+    for layer in layers:  # raises ConfigError for one that the model has no room for
+        SpeculativeConfig(draft=ExitTiers("adapter", folder).draft(layer)).plan(num_layers)
+    return Candidates(layers, trained.load_layers(folder, layers, decoder), path=folder)
 
 
 def default_layers(num_layers: int) -> list[int]:
-    """Where exits are tried that nobody has trained."""
+    """Layers at which the model's own head is tried as an exit."""
     return sorted({min(max(1, round(share * num_layers)), num_layers - 1) for share in _SHARES})
-
-
-def _load(trained: TrainedExits, decoder: Decoder, folder: str | None, layer: int) -> AdapterExit:
-    one = SpeculativeConfig(draft=DraftConfig(kind="adapter", path=folder, layer=layer))
-    one.plan(decoder.config.num_layers)
-    (exit_,) = trained.load(one, decoder)
-    return exit_
-
-
-def wants_shipped(speculative: SpeculativeConfig | None) -> bool:
-    """Whether a job asks for trained exits without saying where they are."""
-    return any(tier.path is None for tier in _trained_tiers(speculative))
-
-
-def _trained_tiers(speculative: SpeculativeConfig | None) -> list[DraftConfig | CheckConfig]:
-    """Those that read a trained exit."""
-    tiers = (speculative.draft, speculative.check) if speculative else ()
-    return [tier for tier in tiers if tier is not None and tier.is_trained]

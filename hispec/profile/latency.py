@@ -3,14 +3,14 @@ is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from ee_models.checkpoint.exit_files import ExitsError
 from ee_models.exits import AdapterExit
 
-from ..config import DraftConfig, SpeculativeConfig
+from ..config import SpeculativeConfig
 from ..control.candidates import exit_layers, trained_path, uses_trained
 from ..jobs.schema import Job
 from ..latency.profile import LatencyProfile, StageCost, kept_path, save
@@ -20,7 +20,18 @@ from ..utils.console import make_console, make_table, number, percent, print_if_
 from ..utils.environment import hardware_text
 from .options import Targets
 
-_WINDOW = 32  # places of a round, where the job says nothing of them
+_WINDOW = 32  # positions of a row's round, where the job says nothing of them
+_COLUMNS: dict[str, Callable[[StageCost], str]] = {
+    "constant": lambda stage: f"{stage.constant_ms:.3f}",
+    "per token": lambda stage: f"{stage.token_ms:.4f}",
+    "free tokens": lambda stage: f"{stage.free_tokens:g}",
+    "per row": lambda stage: f"{stage.row_ms:.4f}",
+    "per 1k context": lambda stage: f"{1e3 * stage.context_ms:.3f}",
+    "per 1k pairs": lambda stage: f"{1e3 * stage.pair_ms:.4f}",
+    "points": lambda stage: str(stage.num_points),
+    "R²": lambda stage: number(stage.r2, 3),
+    "mean error": lambda stage: percent(stage.mean_error),
+}
 
 
 def profile_latency(
@@ -70,31 +81,19 @@ def _exits(llm: LLM, speculative: SpeculativeConfig | None) -> list[AdapterExit]
             raise
         return []
     layers = trained if speculative is None else exit_layers(speculative, trained)
-    ways = [SpeculativeConfig(draft=DraftConfig(kind="adapter", path=path, layer=layer)) for layer in layers]
-    return [exit_ for way in ways for exit_ in llm.trained_exits.load(way, llm.decoder)]
+    return llm.trained_exits.load_layers(path, layers, llm.decoder)
 
 
 def print_latency(profile: LatencyProfile, path: Path, file: IO[str] | None = None) -> None:
-    """The table of a profile, on stdout unless `file` is given."""
+    """Prints a latency profile as a table, on stdout unless `file` is given."""
     console = make_console(file)
     console.print(
         f"{hardware_text(profile.subject.machine | profile.subject.versions)}; up to {profile.max_num_seqs}"
         " rows"
     )
-    table = make_table(
-        "ms of a stage",
-        "constant",
-        "per token",
-        "free tokens",
-        "per row",
-        "per 1k context",
-        "per 1k pairs",
-        "points",
-        "R²",
-        "mean error",
-    )
+    table = make_table("ms of a stage", *_COLUMNS)
     for name, stage in profile.stages.items():
-        table.add_row(name, *_cells(stage))
+        table.add_row(name, *(text_of(stage) for text_of in _COLUMNS.values()))
     console.print(table)
     console.print(
         "context: positions attended to, of all rows; pairs: of a token and such a position. R² and mean"
@@ -107,15 +106,3 @@ def print_latency(profile: LatencyProfile, path: Path, file: IO[str] | None = No
             " machine."
         )
     print_if_busy(console, profile.subject.machine | {"load": profile.load}, "costs")
-
-
-def _cells(stage: StageCost) -> Iterator[str]:
-    yield f"{stage.constant_ms:.3f}"
-    yield f"{stage.token_ms:.4f}"
-    yield f"{stage.free_tokens:g}"
-    yield f"{stage.row_ms:.4f}"
-    yield f"{1e3 * stage.context_ms:.3f}"
-    yield f"{1e3 * stage.pair_ms:.4f}"
-    yield str(stage.num_points)
-    yield number(stage.r2, 3)
-    yield percent(stage.mean_error)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from ..config import Settings
+from ..config.base import Tuple
 from ..errors import ConfigError
 from ..utils.files import check_folder, check_target
 from ..utils.plots import check_matplotlib
@@ -16,12 +17,8 @@ from ..utils.plots import check_matplotlib
 Drafters = Literal["exit", "tree", "ngram", "hybrid", "model"]
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 class ProfileOptions(Settings):
-    """How far to look, and how to measure.
+    """Which plans are predicted, and how they are measured.
 
     exits         folder of trained exits; None = those that the job names, else those that come with HiSpec
                   for the model, else the model's own head at a few layers
@@ -39,7 +36,7 @@ class ProfileOptions(Settings):
     """
 
     exits: Annotated[str, Field(min_length=1)] | None = None
-    drafters: Annotated[tuple[Drafters, ...], BeforeValidator(_as_tuple), Field(min_length=1)] | None = None
+    drafters: Annotated[Tuple[Drafters], Field(min_length=1)] | None = None
     batch_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] = 64
     max_drafts: Annotated[int, Field(ge=1, le=32)] = 8
@@ -61,8 +58,8 @@ class ProfileOptions(Settings):
 
 @dataclass(frozen=True)
 class Targets:
-    """What `hispec profile` writes; None = not asked for. `overwrite` is about the preset: the others are
-    replaced."""
+    """Files that `hispec profile` writes; None = not asked for. An existing preset is replaced only with
+    `overwrite`, other files always."""
 
     json: Path | None = None
     preset: Path | None = None
@@ -71,7 +68,8 @@ class Targets:
     overwrite: bool = False
 
     def check(self) -> None:
-        """Creates missing folders. Raises ConfigError for what can't be written, or must not be."""
+        """Creates missing folders. Raises ConfigError for files that can't be written, or must not be
+        replaced."""
         for flag, path in (
             ("--json", self.json),
             ("--write-preset", self.preset),

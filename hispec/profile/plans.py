@@ -1,16 +1,15 @@
-"""Every plan that a profile looks at: what drafts, in how many tiers, and how much of it in a round."""
+"""Every plan that a profile predicts: its drafter, its tiers, and its sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any, NamedTuple, get_args
 
-from ..config import CheckConfig, DraftConfig, NgramConfig, SpeculativeConfig
+from ..config import DraftConfig, NgramConfig, SpeculativeConfig
 from ..errors import ConfigError
 from .candidates import Candidates
-from .options import ProfileOptions
+from .options import Drafters, ProfileOptions
 
 # Tried with every plan, and then with the best ones of each kind (`refined`).
 _COARSE_DRAFT, _COARSE_CHECK = (None, 0.6), (None, 0.5)
@@ -30,72 +29,57 @@ _MOST_CHECKS_OF_NGRAM, _MOST_CHECKS_OF_HYBRID = 4, 3
 def all_plans(
     options: ProfileOptions, candidates: Candidates, own: SpeculativeConfig | None
 ) -> list[SpeculativeConfig]:
-    """Each once. `own`: the job's plan, whose n-gram sizes and draft model are looked at too.
+    """Every plan to predict, each once. `own`: the job's plan, whose n-gram sizes and draft model are tried
+    too.
 
     Raises ConfigError if `options` asks for a draft model and the job names none, or if nothing at all is
     left.
     """
-    space = _Space(options, candidates)
-    ngrams = ngram_sizes(own)
-    model = own.draft if own is not None and own.draft.traits.has_model else None
-    makers: dict[str, Callable[[], Iterator[SpeculativeConfig]]] = {
-        "exit": space.exits,
-        "tree": space.trees,
-        "ngram": partial(space.ngrams, ngrams),
-        "hybrid": partial(space.hybrids, ngrams),
-        "model": partial(space.models, model),
-    }
-    if model is None and options.drafters is not None and "model" in options.drafters:
+    if options.drafters is not None and "model" in options.drafters and not _models(own):
         raise ConfigError(
             "drafters: 'model' needs a draft model; name it in the job: speculative.draft.kind=model,"
             " speculative.draft.path=..."
         )
-    found = [
-        plan
-        for name, make in makers.items()
-        if options.drafters is None or name in options.drafters
-        for plan in make()
-    ]
+    drafters = options.drafters or get_args(Drafters)
+    shapes = (shape for drafter in drafters for shape in _shapes(drafter, options, candidates, own))
+    found = [plan for shape in shapes for plan in _plans_of(shape, options.max_window, candidates)]
     if not found:
         raise ConfigError(
-            f"drafters: no plan of {', '.join(options.drafters or makers)} fits into"
+            f"drafters: no plan of {', '.join(drafters)} fits into"
             f" max_window={options.max_window}; raise it, or add drafters"
         )
     return list(dict.fromkeys(found))
 
 
 def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
-    """The plan with every other confidence of its drafts, of its check, and of both."""
+    """The plan with every combination of confidences of its drafts and its check; none of a tree."""
     if plan.num_branches > 1:
         return
     of_draft = _FINE if plan.draft.traits.computes else (None,)
     of_check = (None,) if plan.check is None else _FINE
-    for confidence in of_draft:
-        for check_confidence in of_check:
-            check = (
-                None if plan.check is None else plan.check.model_copy(update={"confidence": check_confidence})
-            )
-            yield plan.model_copy(update={"draft_confidence": confidence, "check": check})
+    for confidence, check_confidence in product(of_draft, of_check):
+        check = plan.check and plan.check.model_copy(update={"confidence": check_confidence})
+        yield plan.model_copy(update={"draft_confidence": confidence, "check": check})
 
 
 def ngram_sizes(own: SpeculativeConfig | None) -> list[NgramConfig]:
-    """What prompt lookup is tried with; the job's own is among it."""
+    """The n-gram sizes that prompt lookup is tried with, the job's own first."""
     named = None if own is None else own.draft.lookup
     return list(dict.fromkeys([*(() if named is None else (named,)), *_NGRAMS]))
 
 
 def drafter_of(plan: SpeculativeConfig) -> str:
-    """exit, adapter, tree, ngram, hybrid or model."""
+    """The kind of drafter: exit, adapter, tree, ngram, hybrid or model."""
     return "tree" if plan.num_branches > 1 else plan.draft.kind
 
 
 def kind_of(plan: SpeculativeConfig) -> str:
-    """Such as `hybrid_three_tier`: plans of one kind are compared with each other."""
+    """Drafter and number of tiers, such as `hybrid_three_tier`."""
     return f"{drafter_of(plan)}_{'two' if plan.check is None else 'three'}_tier"
 
 
 def short_text(plan: SpeculativeConfig | None) -> str:
-    """A plan for a column of a table: layers first, then sizes."""
+    """The plan in a few words for a column of a table: layers first, then sizes."""
     if plan is None:
         return "plain"
     draft, sizes = plan.draft, plan.draft.lookup
@@ -123,110 +107,71 @@ def short_text(plan: SpeculativeConfig | None) -> str:
     return " ".join(parts)
 
 
-@dataclass(frozen=True)
-class Reach:
-    """Positions of a row that one pass computes at most, over a set of plans; 0 = there is no such pass.
-
-    level      of one level of a tree of drafts
-    fill       of a draft pass whose logits nobody asks for
-    check      of a check that resumes from a draft exit; `check_all` of one that begins at the embedding
-    verify     likewise, and `verify_all`
-    lookup     proposals of prompt lookup
-    """
-
-    level: int = 0
-    fill: int = 0
-    check: int = 0
-    check_all: int = 0
-    verify: int = 0
-    verify_all: int = 0
-    lookup: int = 0
-
-    @classmethod
-    def of(cls, plans: Iterable[SpeculativeConfig]) -> Reach:
-        most = dict.fromkeys(cls.__dataclass_fields__, 0)
-        for plan in plans:
-            nodes = plan.num_branches * plan.num_draft_tokens + 1
-            suffix = "" if plan.draft.layer is not None else "_all"
-            reached = {f"verify{suffix}": nodes * (plan.num_checks if plan.check else 1)}
-            if plan.check is not None:
-                reached[f"check{suffix}"] = nodes
-            if plan.draft.layer is not None:
-                reached["level"] = plan.num_branches
-                reached["fill"] = nodes if plan.draft.traits.is_mixed else plan.num_branches
-            if plan.draft.traits.looks_up:
-                reached["lookup"] = plan.num_draft_tokens
-            for name, size in reached.items():
-                most[name] = max(most[name], size)
-        return cls(**most)
+def lookups_of(plans: Iterable[SpeculativeConfig]) -> tuple[list[NgramConfig], int]:
+    """Sizes of prompt lookup that the plans use, and how many tokens one of them proposes at most."""
+    most: dict[NgramConfig, int] = {}
+    for plan in plans:
+        if (sizes := plan.draft.lookup) is not None:
+            most[sizes] = max(most.get(sizes, 0), plan.num_draft_tokens)
+    return list(most), max(most.values(), default=0)
 
 
-class _Space:
-    """The plans of each kind of drafter."""
+def _models(own: SpeculativeConfig | None) -> list[DraftConfig]:
+    """The draft model that the job names, if it does."""
+    return [own.draft] if own is not None and own.draft.traits.has_model else []
 
-    def __init__(self, options: ProfileOptions, candidates: Candidates) -> None:
-        self._options, self._candidates = options, candidates
 
-    def exits(self) -> Iterator[SpeculativeConfig]:
-        for layer in self._candidates.layers:
-            draft = self._candidates.draft(layer)
-            for num_drafts in range(1, self._options.max_drafts + 1):
-                yield from self._tiers(draft, num_drafts, self._options.max_checks)
+class _Shape(NamedTuple):
+    """A drafter with its K and B, and the largest R to try."""
 
-    def trees(self) -> Iterator[SpeculativeConfig]:
-        for layer in self._candidates.layers:
-            draft = self._candidates.draft(layer)
-            for num_branches in _BRANCHES:
-                for num_drafts in range(1, _MOST_BRANCH_DRAFTS + 1):
-                    yield from self._tiers(draft, num_drafts, 1, num_branches)
+    draft: DraftConfig
+    num_drafts: int
+    num_branches: int
+    max_checks: int
 
-    def ngrams(self, sizes: Iterable[NgramConfig]) -> Iterator[SpeculativeConfig]:
-        for ngram in sizes:
+
+def _shapes(
+    drafter: Drafters, options: ProfileOptions, candidates: Candidates, own: SpeculativeConfig | None
+) -> Iterator[_Shape]:
+    """All shapes of one kind of drafter, also those that do not fit into the window."""
+    layers, tiers, max_checks = candidates.layers, candidates.tiers, options.max_checks
+    if drafter == "tree":
+        for layer, num_branches in product(layers, _BRANCHES):
+            for num_drafts in range(1, _MOST_BRANCH_DRAFTS + 1):
+                yield _Shape(tiers.draft(layer), num_drafts, num_branches, 1)
+    elif drafter == "ngram":
+        for ngram, num_drafts in product(ngram_sizes(own), _LOOKED_UP):
+            draft = DraftConfig(kind="ngram", ngram=ngram)
+            yield _Shape(draft, num_drafts, 1, min(max_checks, _MOST_CHECKS_OF_NGRAM))
+    elif drafter == "hybrid":
+        exit_tokens = range(1, _MOST_EXIT_TOKENS + 1)
+        for ngram, layer, num_exit_tokens in product(ngram_sizes(own), layers, exit_tokens):
+            draft = tiers.hybrid(layer, ngram, num_exit_tokens)
             for num_drafts in _LOOKED_UP:
-                yield from self._tiers(
-                    DraftConfig(kind="ngram", ngram=ngram),
-                    num_drafts,
-                    min(self._options.max_checks, _MOST_CHECKS_OF_NGRAM),
-                )
+                if num_drafts >= num_exit_tokens:
+                    yield _Shape(draft, num_drafts, 1, min(max_checks, _MOST_CHECKS_OF_HYBRID))
+    else:
+        drafts = _models(own) if drafter == "model" else [tiers.draft(layer) for layer in layers]
+        for draft, num_drafts in product(drafts, range(1, options.max_drafts + 1)):
+            yield _Shape(draft, num_drafts, 1, max_checks)
 
-    def hybrids(self, sizes: Iterable[NgramConfig]) -> Iterator[SpeculativeConfig]:
-        for ngram in sizes:
-            for layer in self._candidates.layers:
-                for num_exit_tokens in range(1, _MOST_EXIT_TOKENS + 1):
-                    draft = self._candidates.hybrid(layer, ngram, num_exit_tokens)
-                    for num_drafts in _LOOKED_UP:
-                        if num_drafts >= num_exit_tokens:
-                            yield from self._tiers(
-                                draft, num_drafts, min(self._options.max_checks, _MOST_CHECKS_OF_HYBRID)
-                            )
 
-    def models(self, draft: DraftConfig | None) -> Iterator[SpeculativeConfig]:
-        for num_drafts in range(1, self._options.max_drafts + 1) if draft is not None else ():
-            assert draft is not None
-            yield from self._tiers(draft, num_drafts, self._options.max_checks)
-
-    def _tiers(
-        self, draft: DraftConfig, num_drafts: int, max_checks: int, num_branches: int = 1
-    ) -> Iterator[SpeculativeConfig]:
-        """The two-tier plans of these drafts, and the three-tier ones; none if a cycle alone exceeds the
-        window."""
-        num_nodes = num_branches * num_drafts + 1
-        if num_nodes > self._options.max_window:
-            return
-        confidences = _COARSE_DRAFT if draft.traits.computes and num_branches == 1 else (None,)
-        for confidence in confidences:
-            shape: dict[str, Any] = {
-                "draft": draft,
-                "num_draft_tokens": num_drafts,
-                "num_branches": num_branches,
-                "draft_confidence": confidence,
-            }
-            yield SpeculativeConfig(**shape, num_checks=1)
-            for check in self._checks(draft.layer or 1, (None,) if num_branches > 1 else _COARSE_CHECK):
-                for num_checks in range(1, min(max_checks, self._options.max_window // num_nodes) + 1):
-                    yield SpeculativeConfig(**shape, check=check, num_checks=num_checks)
-
-    def _checks(self, above: int, confidences: Iterable[float | None]) -> Iterator[CheckConfig]:
-        for layer in self._candidates.layers:
-            if layer > above:
-                yield from (self._candidates.check(layer, confidence) for confidence in confidences)
+def _plans_of(shape: _Shape, max_window: int, candidates: Candidates) -> Iterator[SpeculativeConfig]:
+    """The two-tier plans of this shape, and the three-tier ones; none if a cycle alone exceeds the window."""
+    draft, num_drafts, num_branches, max_checks = shape
+    num_nodes = num_branches * num_drafts + 1
+    if num_nodes > max_window:
+        return
+    of_check = (None,) if num_branches > 1 else _COARSE_CHECK
+    above = [layer for layer in candidates.layers if layer > (draft.layer or 1)]
+    checks = [candidates.tiers.check(*each) for each in product(above, of_check)]
+    for confidence in _COARSE_DRAFT if draft.traits.computes and num_branches == 1 else (None,):
+        fields: dict[str, Any] = {
+            "draft": draft,
+            "num_draft_tokens": num_drafts,
+            "num_branches": num_branches,
+            "draft_confidence": confidence,
+        }
+        yield SpeculativeConfig(**fields, num_checks=1)
+        for check, num_checks in product(checks, range(1, min(max_checks, max_window // num_nodes) + 1)):
+            yield SpeculativeConfig(**fields, check=check, num_checks=num_checks)

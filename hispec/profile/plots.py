@@ -17,7 +17,8 @@ _MOST_TASKS = 10  # as many as there are colours
 
 
 def draw_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draws both into `folder`. Raises ConfigError without matplotlib, and OSError if it can't be written."""
+    """Draws both pictures into `folder`. Raises ConfigError without matplotlib, and OSError if one can't be
+    written."""
     check_matplotlib("--plots")
     drawings = {ACCEPTANCE: _acceptance(result), RATIO: _ratio(result)}
     for name, figure in drawings.items():
@@ -30,43 +31,17 @@ def _acceptance(result: Mapping[str, Any]) -> Figure:
     agreement = result["agreement"]
     figure = make_figure(7, 4.5)
     axes = figure.subplots()
-    layers = [exit_["layer"] for exit_ in agreement["own_head"]]
-    tasks = list(agreement["tasks"])[:_MOST_TASKS]
-    colors = {task: f"C{at}" for at, task in enumerate(tasks)}
-    if len(tasks) > 1:
-        for task in tasks:
-            axes.plot(
-                layers,
-                [exit_["tasks"][task] for exit_ in agreement["own_head"]],
-                color=colors[task],
-                linewidth=0.7,
-                alpha=0.8,
-                label=task,
-            )
-    axes.plot(
-        layers,
-        [exit_["agreement"] for exit_ in agreement["own_head"]],
-        color="black",
-        linewidth=2,
-        label="the model's own head",
-    )
-    trained = [exit_ for exit_ in agreement["exits"] if exit_["kind"] == "adapter"]
+    own, trained = agreement["own_head"], [each for each in agreement["exits"] if each["kind"] == "adapter"]
+    layers, places = ([exit_["layer"] for exit_ in exits] for exits in (own, trained))
+    tasks = list(agreement["tasks"])[:_MOST_TASKS] if len(agreement["tasks"]) > 1 else []
+    for at, task in enumerate(tasks):
+        of_own, of_trained = ([exit_["tasks"][task] for exit_ in exits] for exits in (own, trained))
+        axes.plot(layers, of_own, color=f"C{at}", linewidth=0.7, alpha=0.8, label=task)
+        axes.scatter(places, of_trained, color=f"C{at}", s=12, marker="_")
+    shares, of_trained = ([exit_["agreement"] for exit_ in exits] for exits in (own, trained))
+    axes.plot(layers, shares, color="black", linewidth=2, label="the model's own head")
     if trained:
-        places = [exit_["layer"] for exit_ in trained]
-        if len(tasks) > 1:
-            for task in tasks:
-                axes.scatter(
-                    places, [exit_["tasks"][task] for exit_ in trained], color=colors[task], s=12, marker="_"
-                )
-        axes.scatter(
-            places,
-            [exit_["agreement"] for exit_ in trained],
-            color="black",
-            marker="D",
-            s=40,
-            zorder=3,
-            label="trained exits",
-        )
+        axes.scatter(places, of_trained, color="black", marker="D", s=40, zorder=3, label="trained exits")
     axes.set(
         xlabel="layer of the exit",
         ylabel="share of the full model's tokens",
@@ -83,7 +58,6 @@ def _ratio(result: Mapping[str, Any]) -> Figure:
     """Best predicted speed over plain's, by draft exit (across) and check exit (up); the lowest row has no
     check tier, and in the first column the drafter is outside of the model. In each field: the ratio, and by
     which kind of drafter."""
-
     best: dict[tuple[int | None, int | None], Mapping[str, Any]] = {}
     for plan in result["predictions"]:
         best.setdefault((plan["draft_layer"], plan["check_layer"]), plan)  # the fastest first

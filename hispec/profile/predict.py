@@ -1,23 +1,25 @@
-"""What every plan would give: rounds counted over the recorded tokens, times what each of their passes was
-measured to cost."""
+"""What every plan would give, and which promise most: rounds counted over the recorded tokens, times what
+their passes cost by the latency model."""
 
 from __future__ import annotations
 
 import heapq
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..config import SpeculativeConfig
-from .costs import StageCosts
-from .plans import kind_of, short_text
+from .plans import kind_of, refined, short_text
 from .recording import Ints, Recording
 from .replay import RoundCounter, Rounds
-from .round_cost import RoundCost, round_costs
+from .round_cost import PassTimes, RoundCost, round_costs
 from .timed_runs import Step
+
+_REFINED = 20  # plans of each kind whose confidences are tried more finely
 
 
 @dataclass(frozen=True)
@@ -38,24 +40,25 @@ class Calibration:
     prefill_s: float
 
 
-def calibrate(steps: Sequence[Step], costs: StageCosts, batch_size: int) -> Calibration:
-    """From the steps of a plain run over all prompts."""
+def calibrate(steps: Sequence[Step], times: PassTimes, batch_size: int) -> Calibration:
+    """The calibration by the steps of a plain run over all prompts."""
+    plain = partial(times.one_each, ["plain"])
     decoding = [step for step in steps if step.rows and not step.prefill_tokens]
     full = [1e3 * step.seconds for step in decoding if step.rows == batch_size]
     host_ms = (
-        max(0.0, statistics.median(1e3 * step.seconds - costs.plain(step.rows) for step in decoding))
+        max(0.0, statistics.median(1e3 * step.seconds - plain(step.rows) for step in decoding))
         if decoding
         else 0.0
     )
     prefill_ms = sum(
-        1e3 * step.seconds - (costs.plain(step.rows) + host_ms if step.rows else 0.0)
+        1e3 * step.seconds - (plain(step.rows) + host_ms if step.rows else 0.0)
         for step in steps
         if step.prefill_tokens
     )
     return Calibration(
         batch_size,
         statistics.median(full) if full else None,
-        costs.plain(batch_size),
+        plain(batch_size),
         host_ms,
         max(0.0, prefill_ms / 1e3),
     )
@@ -83,7 +86,7 @@ class Prediction:
     ratio_to_plain: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Figures, and what the plan is in a few fields."""
+        """The figures in plain types, with the plan's kind, text, layers and sizes."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "plan"}
         if self.plan is None:
             return {"kind": "plain", **values}
@@ -108,34 +111,25 @@ class Predictor:
     def __init__(
         self,
         recording: Recording,
-        costs: StageCosts,
+        times: PassTimes,
         calibration: Calibration,
         batch_size: int,
         num_layers: int,
         draft_model_share: float = 0.0,
     ) -> None:
         self._counter, self._groups = RoundCounter(recording), recording.groups()
-        self._costs, self._calibration = costs, calibration
-        self._batch_size, self._num_layers, self._draft_model_share = (
-            batch_size,
-            num_layers,
-            draft_model_share,
-        )
-        plain = self.rounds(None)
-        steps = self._steps(plain)
-        self.plain_tokens_per_s = plain.tokens / self._seconds(
-            None, steps, self.round_costs(None, plain, steps)
-        )
-
-    def rounds(self, plan: SpeculativeConfig | None) -> Rounds:
-        """Counts the rounds of `plan`, row by row."""
-        return self._counter.count(plan)
+        self._times, self._calibration = times, calibration
+        self._batch_size, self._num_layers = batch_size, num_layers
+        self._draft_model_share = draft_model_share
+        self._plain_tokens_per_s: float | None = None
 
     def predict(self, plan: SpeculativeConfig | None) -> Prediction:
-        rounds = self.rounds(plan)
+        rounds = self._counter.count(plan)
         steps = self._steps(rounds)
-        costs = self.round_costs(plan, rounds, {*steps, self._batch_size})
+        costs = round_costs(plan, rounds, {*steps, self._batch_size}, self._times, self._num_layers)
         tokens_per_s = rounds.tokens / self._seconds(plan, steps, costs)
+        if self._plain_tokens_per_s is None:
+            self._plain_tokens_per_s = tokens_per_s if plan is None else self.predict(None).tokens_per_s
         return Prediction(
             plan=plan,
             tokens_per_round=rounds.tokens_per_round,
@@ -145,23 +139,17 @@ class Predictor:
             verify_positions=rounds.verify_positions,
             round_ms=self._calibration.host_ms + costs[self._batch_size].ms,
             tokens_per_s=tokens_per_s,
-            ratio_to_plain=tokens_per_s / self.plain_tokens_per_s,
+            ratio_to_plain=tokens_per_s / self._plain_tokens_per_s,
         )
 
     def predict_all(self, plans: Iterable[SpeculativeConfig]) -> list[Prediction]:
-        """The fastest first."""
+        """Predictions of all plans, the fastest first."""
         return sorted(map(self.predict, plans), key=lambda prediction: -prediction.tokens_per_s)
-
-    def round_costs(
-        self, plan: SpeculativeConfig | None, rounds: Rounds, rows: Iterable[int]
-    ) -> dict[int, RoundCost]:
-        """{rows: of a round of so many}; without the engine's own work."""
-        return round_costs(plan, rounds, rows, self._costs, self._num_layers)
 
     def _seconds(
         self, plan: SpeculativeConfig | None, steps: Mapping[int, int], costs: Mapping[int, RoundCost]
     ) -> float:
-        """Of all prompts and answers."""
+        """Seconds that all prompts and answers take."""
         share = self._draft_model_share if plan is not None and plan.draft.traits.has_model else 0.0
         decode_ms = sum(count * (self._calibration.host_ms + costs[rows].ms) for rows, count in steps.items())
         return self._calibration.prefill_s * (1.0 + share) + decode_ms / 1e3
@@ -185,3 +173,49 @@ def _occupancy(rounds: Ints, batch_size: int) -> Ints:
         changes[start + count] -= 1
         heapq.heappush(free_at, start + count)
     return np.cumsum(changes)[: max(free_at)]
+
+
+def search(predictor: Predictor, plans: Sequence[SpeculativeConfig]) -> tuple[list[Prediction], int]:
+    """Predictions of all `plans`, and then of finer ones around the best of each kind, the fastest first; and
+    how many these are."""
+    found = predictor.predict_all(plans)
+    near = [
+        plan
+        for prediction in best_of_each_kind(found, _REFINED)
+        if prediction.plan is not None
+        for plan in refined(prediction.plan)
+    ]
+    finer = predictor.predict_all(dict.fromkeys(near).keys() - set(plans))
+    found = sorted(found + finer, key=lambda prediction: -prediction.tokens_per_s)
+    return found, len(found)
+
+
+def best_of_each_kind(predictions: Iterable[Prediction], top: int) -> list[Prediction]:
+    """The first `top` of each kind, kind by kind in the order of their best; `predictions` has the fastest
+    first."""
+    kinds = _first_of_each(predictions, kind_of, top)
+    return [prediction for of_kind in kinds.values() for prediction in of_kind]
+
+
+def best_by_layers(predictions: Iterable[Prediction], top: int = 5) -> list[Prediction]:
+    """The first `top` of each kind at each pair of layers, the fastest first: the whole search would make a
+    file of many megabytes."""
+
+    def kind_and_layers(plan: SpeculativeConfig) -> Hashable:
+        return kind_of(plan), plan.draft.layer, plan.check.layer if plan.check else None
+
+    groups = _first_of_each(predictions, kind_and_layers, top).values()
+    return sorted((each for group in groups for each in group), key=lambda each: -each.tokens_per_s)
+
+
+def _first_of_each(
+    predictions: Iterable[Prediction], group_of: Callable[[SpeculativeConfig], Hashable], top: int
+) -> dict[Hashable, list[Prediction]]:
+    """{group: the first `top` of its predictions}, without plain decoding."""
+    groups: dict[Hashable, list[Prediction]] = {}
+    for prediction in predictions:
+        if prediction.plan is not None:
+            group = groups.setdefault(group_of(prediction.plan), [])
+            if len(group) < top:
+                group.append(prediction)
+    return groups

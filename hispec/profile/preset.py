@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..jobs.schema import Job, RunConfig
 from ..utils.environment import hardware_text, is_busy
+from .results import fastest_of_kinds
 
 _COLUMN = 32  # of the comments
 _WIDTH = 118  # of the header
@@ -163,7 +164,10 @@ def _header(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> Iterator[st
         f" {options['batch_size']}, greedy, medians of {options['repeats']} interleaved runs."
     )
     yield from textwrap.wrap(text, _WIDTH, break_long_words=False)
-    for run in _best_of_each_kind(result["measured"], chosen):
+    fastest = fastest_of_kinds(result["measured"])
+    for run in result["measured"]:
+        if run is not chosen and run is not fastest[run["kind"]]:
+            continue
         mark = " <- this plan" if run is chosen else ""
         yield (
             f"  {run['tokens_per_s']:9.1f} tokens/s, {run['ratio_to_plain']:.2f} x plain,"
@@ -175,17 +179,6 @@ def _header(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> Iterator[st
             f"Other programs were running when this began (load {measured_on['load']:.1f}): do not rely on"
             " these speeds."
         )
-
-
-def _best_of_each_kind(
-    measured: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]
-) -> list[Mapping[str, Any]]:
-    """Plain decoding, the fastest of each kind, and what was chosen, in the order in which they were run."""
-    fastest: dict[str, Mapping[str, Any]] = {}
-    for run in measured:
-        if run["kind"] not in fastest or run["tokens_per_s"] > fastest[run["kind"]]["tokens_per_s"]:
-            fastest[run["kind"]] = run
-    return [run for run in measured if run is chosen or run is fastest[run["kind"]]]
 
 
 def _reason(result: Mapping[str, Any]) -> str:
@@ -217,7 +210,7 @@ def _settings(values: Mapping[str, Any], where: str, why_plain: str | None) -> I
 
 
 def _scalar(value: Any) -> str:
-    """JSON is YAML; text that needs no quotes goes without."""
+    """The value as YAML: JSON, but for text that needs no quotes."""
     if (
         isinstance(value, str)
         and re.fullmatch(r"[A-Za-z_/][\w./-]*", value)

@@ -3,15 +3,11 @@ lookup at each of its places."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
@@ -24,6 +20,7 @@ from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
 from ..drafters.ngram import NgramDrafter
 from ..sampling.sampler import Sampler
+from ..utils.console import make_bar
 from .recording import NOTHING, Answer, Ints, LookedUp, Recording, Said
 
 RANKS = 8  # likeliest tokens that are noted of each candidate exit
@@ -46,8 +43,8 @@ def record(
     batch_size: int = 1,
     progress: bool = False,
 ) -> Recording:
-    """Feeds every prompt with its answer through the model, and notes what each drafter and each check would
-    say.
+    """Feeds every prompt with its answer through the model, and notes the tokens that each drafter and each
+    check would say.
 
     layers          of the candidate exits; those that are not among `exits` are read through the model's own
                     head
@@ -56,46 +53,24 @@ def record(
                     it
     """
     longest = max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers)
-    num_layers = decoder.config.num_layers
-    reader = _Reader(decoder, exits, longest, own=range(1, num_layers + 1), said=layers)
-    bar = tqdm(
-        answers, desc="agreement", unit="answer", disable=not progress, file=sys.stderr, dynamic_ncols=True
-    )
-    own, said = _joined([reader.read(answer) for answer in bar])
+    all_layers = range(1, decoder.config.num_layers + 1)
+    reader = _Reader(decoder, exits, longest, own=all_layers, said=layers)
+    with make_bar(len(answers), "agreement", "answer", progress) as bar:
+        for answer in answers:
+            reader.read(answer)
+            bar.update()
     model = None
     if draft_model is not None:
         last = draft_model.config.num_layers
         drafts = _Reader(draft_model, [], longest, own=[], said=[last], most=decoder.config.vocab_size)
-        model = _joined([drafts.read(answer) for answer in answers])[1][last]
+        for answer in answers:
+            drafts.read(answer)
+        model = drafts.said(last)
     looked_up = {
         sizes: look_up(sizes, answers, most_looked_up, batch_size, decoder.device) for sizes in ngrams
     }
-    return Recording(answers, {layer: said[layer] for layer in layers}, own, looked_up, model)
-
-
-@dataclass(frozen=True)
-class _Read:
-    """What a pass said at places of an answer: {layer: tokens [places]}, and {layer: (ranked [places, RANKS],
-    probability [places])}."""
-
-    own: dict[int, Tensor]
-    said: dict[int, tuple[Tensor, Tensor]]
-
-
-def _joined(reads: Sequence[_Read]) -> tuple[dict[int, Ints], dict[int, Said]]:
-    """In the layout of a Recording; one _Read for each answer."""
-
-    def join(values: Sequence[Tensor]) -> Any:
-        return torch.cat(
-            [torch.cat((one, one.new_full((1, *one.shape[1:]), NOTHING))) for one in values]
-        ).numpy()
-
-    own = {layer: join([read.own[layer] for read in reads]) for layer in reads[0].own}
-    said = {
-        layer: Said(*(join([read.said[layer][part] for read in reads]) for part in (0, 1)))
-        for layer in reads[0].said
-    }
-    return own, said
+    said = {layer: reader.said(layer) for layer in layers}
+    return Recording(answers, said, {layer: reader.own(layer) for layer in all_layers}, looked_up, model)
 
 
 class _Reader:
@@ -117,7 +92,11 @@ class _Reader:
         said: Sequence[int],
         most: int | None = None,
     ) -> None:
-        self._decoder, self._own, self._said, self._most = decoder, set(own), set(said), most
+        self._decoder, self._most = decoder, most
+        # Parts of what is read, in the order of a Recording: tokens, likeliest tokens and their probability.
+        self._own: dict[int, list[Tensor]] = {layer: [] for layer in own}
+        self._ranked: dict[int, list[Tensor]] = {layer: [] for layer in said}
+        self._probability: dict[int, list[Tensor]] = {layer: [] for layer in said}
         self._exit_at: dict[int, tuple[Exit, int]] = {}
         num_kv_layers = decoder.config.num_layers
         for exit_ in sorted(exits, key=lambda exit_: exit_.layer):
@@ -135,8 +114,17 @@ class _Reader:
             decoder.device,
         )
 
-    def read(self, answer: Answer) -> _Read:
-        """What is said at each place of the answer, of the true context."""
+    def own(self, layer: int) -> Ints:
+        """[places]: the likeliest token by the model's own norm and head after `layer`."""
+        return np.asarray(torch.cat(self._own[layer]))
+
+    def said(self, layer: int) -> Said:
+        return Said(
+            np.asarray(torch.cat(self._ranked[layer])), np.asarray(torch.cat(self._probability[layer]))
+        )
+
+    def read(self, answer: Answer) -> None:
+        """Notes what is said at each place of the answer, of the true context; NOTHING after its last."""
         last = self._decoder.config.vocab_size - 1
         token_ids = [
             min(token, last) for token in (*answer.prompt_token_ids, *answer.token_ids[:-1])
@@ -144,24 +132,14 @@ class _Reader:
         first = len(answer.prompt_token_ids) - 1  # the place that says the answer's first token
         for start in range(0, first, _PROMPT_TOKENS_PER_PASS):
             self._pass(token_ids, start, min(start + _PROMPT_TOKENS_PER_PASS, first), says=False)
-        stops = range(first, len(token_ids), _ANSWER_TOKENS_PER_PASS)
-        parts = [
+        for start in range(first, len(token_ids), _ANSWER_TOKENS_PER_PASS):
             self._pass(token_ids, start, min(start + _ANSWER_TOKENS_PER_PASS, len(token_ids)), says=True)
-            for start in stops
-        ]
-        own = {layer: torch.cat([part.own[layer] for part in parts]) for layer in parts[0].own}
-        said = {
-            layer: (
-                torch.cat([part.said[layer][0] for part in parts]),
-                torch.cat([part.said[layer][1] for part in parts]),
-            )
-            for layer in parts[0].said
-        }
-        return _Read(own, said)
+        for noted in (self._own, self._ranked, self._probability):
+            for parts in noted.values():
+                parts.append(parts[-1].new_full((1, *parts[-1].shape[1:]), NOTHING))
 
-    def _pass(self, token_ids: list[int], start: int, stop: int, *, says: bool) -> _Read:
-        """Computes positions start..stop-1, one layer at a time; with `says` what is said there, else
-        nothing."""
+    def _pass(self, token_ids: list[int], start: int, stop: int, *, says: bool) -> None:
+        """Computes positions start..stop-1, one layer at a time; with `says`, notes what is said there."""
         decoder, device = self._decoder, self._decoder.device
         positions = torch.arange(start, stop, device=device)
         slots = packed_slots_of(self._table, torch.zeros_like(positions), positions, _BLOCK_SIZE)
@@ -169,23 +147,22 @@ class _Reader:
             positions, slots, self._table, torch.tensor([0, stop - start], device=device), stop - start, stop
         )
         hidden = decoder.embed(torch.tensor(token_ids[start:stop], device=device))
-        read = _Read({}, {})
         for layer in range(1, decoder.config.num_layers + 1):
             hidden = decoder.run_layers(hidden, layer - 1, layer, self._kv, view)
             logits = None
-            if says and (layer in self._own or layer in self._said):
+            if says and (layer in self._own or layer in self._ranked):
                 logits = decoder.logits(hidden, layer)[:, : self._most]
             if logits is not None and layer in self._own:
-                read.own[layer] = logits.argmax(-1).cpu()
+                self._own[layer].append(logits.argmax(-1).cpu())
             if layer in self._exit_at:
                 exit_, kv_layer = self._exit_at[layer]
                 if says:
                     logits = exit_.logits(hidden, self._kv, kv_layer, view)
                 else:
                     exit_.fill(hidden, self._kv, kv_layer, view)
-            if logits is not None and layer in self._said:
-                read.said[layer] = _likeliest(logits).cpu(), logits.float().softmax(-1).amax(-1).cpu()
-        return read
+            if logits is not None and layer in self._ranked:
+                self._ranked[layer].append(_likeliest(logits).cpu())
+                self._probability[layer].append(logits.float().softmax(-1).amax(-1).cpu())
 
 
 def _likeliest(logits: Tensor) -> Tensor:
@@ -210,12 +187,8 @@ def look_up(
     drafter = NgramDrafter(sizes, CoupledJudge(), num_rows, longest, device)
     counts = [np.zeros(len(answer.token_ids) + 1, np.int64) for answer in answers]
     tokens = [np.full((len(answer.token_ids) + 1, most), NOTHING, np.int64) for answer in answers]
-    by_task = [
-        number
-        for task in dict.fromkeys(answer.task for answer in answers)
-        for number, answer in enumerate(answers)
-        if answer.task == task
-    ]
+    tasks = list(dict.fromkeys(answer.task for answer in answers))
+    by_task = sorted(range(len(answers)), key=lambda number: tasks.index(answers[number].task))
     for start in range(0, len(by_task), num_rows):
         live, place = by_task[start : start + num_rows], 0
         while live:

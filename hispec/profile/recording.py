@@ -44,7 +44,7 @@ class Said:
 
     @property
     def tokens(self) -> Ints:
-        """[places]"""
+        """[places]: the likeliest token."""
         return self.ranked[:, 0]
 
 
@@ -131,7 +131,7 @@ class Recording:
         return (self.truth != NOTHING) & np.repeat(wanted, self.lengths + 1)
 
     def tasks(self) -> list[str]:
-        """In the order in which they first appear."""
+        """Names of the tasks, in the order in which they first appear."""
         return list(dict.fromkeys(answer.task for answer in self.answers))
 
     def groups(self) -> list[Ints]:
@@ -189,10 +189,10 @@ class Recording:
 
 
 def said_of(tokens: Ints, probability: float = 1.0) -> Said:
-    """One that says these tokens [places], always with this probability."""
+    """An exit that says these tokens [places], always with this probability."""
     return Said(tokens[:, None], np.full(len(tokens), probability, np.float32))
 
 
 def flat(rows: Sequence[Sequence[int]]) -> Ints:
-    """Rows of tokens as a Recording has them."""
+    """Rows of tokens one after the other, each followed by NOTHING: the layout of a Recording."""
     return np.concatenate([np.array([*row, NOTHING], np.int64) for row in rows])

@@ -42,12 +42,12 @@ class Rounds:
 
     @property
     def verify_positions(self) -> float:
-        """Of a row, in an average round."""
+        """Positions of a row that verify computes in an average round."""
         return (sum_of(self.verifies) + self.unchecked) / self.rounds
 
 
 def sum_of(passes: Ints) -> int:
-    """Positions of `passes` [..., positions]."""
+    """Positions of all passes, which are counted by their positions [..., positions]."""
     return int((passes * np.arange(passes.shape[-1])).sum())
 
 
@@ -99,44 +99,30 @@ class RoundCounter:
 
         check = (plan.check.layer, plan.check.confidence) if plan.check is not None else None
         draft, drafted = plan.draft, plan.num_draft_tokens
-        looked_up, computed = (
-            _LookedUp(self._none, self._none, self._none),
-            _Computed(self._none, self._none, self._none, self._always),
-        )
-        sizes = draft.lookup
-        if sizes is not None:
+        looked_up = _LookedUp(self._none, self._none, self._none)
+        computed = _Computed(self._none, self._none, self._none, self._always)
+        if (sizes := draft.lookup) is not None:
             looked_up = self._once(("looked up", sizes, check), lambda: self._looked_up(sizes, check))
             drafted = 0 if not draft.traits.computes else min(draft.num_exit_tokens or drafted, drafted)
         if drafted:
             shape = draft.layer, plan.num_branches, check
             computed = self._once(("computed", *shape), lambda: self._computed(*shape))
             if (confidence := plan.draft_confidence) is not None:
-                said = self._said(draft.layer)
-                computed = computed._replace(
-                    sure=self._once(
-                        ("sure", draft.layer, confidence), lambda: self._recording.sure(said, confidence)
-                    )
-                )
-        own_right = (
-            self._never if check is None else self._once(("own", check[0]), lambda: self._own_right(check[0]))
-        )
-        num_checks, has_check = plan.num_checks if check else 1, check is not None
+                key, said = ("sure", draft.layer, confidence), self._said(draft.layer)
+                sure = self._once(key, lambda: self._recording.sure(said, confidence))
+                computed = computed._replace(sure=sure)
+        own_right = self._never
+        if check is not None:
+            own_right = self._once(("own", check[0]), lambda: self._own_right(check[0]))
+        num_checks = plan.num_checks if check else 1
         most_found = plan.num_draft_tokens if sizes is not None else 0
         window = num_checks * (max(most_found, plan.num_branches * drafted) + 1)
         per_answer, totals = np.zeros(len(lengths), np.int64), np.zeros(replay_numba.NUM_TOTALS, np.int64)
         widths = np.zeros((replay_numba.LEVELS + drafted + 1, window + 1), np.int64)
-        answers, shape_of_round = (
-            (self._recording.starts, lengths, self._recording.caps),
-            (
-                most_found,
-                drafted,
-                plan.num_branches,
-                num_checks,
-                has_check,
-            ),
-        )
+        answers = self._recording.starts, lengths, self._recording.caps
+        sizes_of_round = most_found, drafted, plan.num_branches, num_checks, check is not None
         replay_numba.walk(
-            *answers, *looked_up, *computed, own_right, *shape_of_round, per_answer, totals, widths
+            *answers, *looked_up, *computed, own_right, *sizes_of_round, per_answer, totals, widths
         )
         return Rounds(
             per_answer=per_answer,
@@ -157,9 +143,9 @@ class RoundCounter:
 
     def _looked_up(self, sizes: NgramConfig, check: _Check | None) -> _LookedUp:
         recording, found = self._recording, self._recording.looked_up[sizes]
-        kept = (
-            self._none if check is None else recording.kept_looked_up(found, self._said(check[0]), check[1])
-        )
+        kept = self._none
+        if check is not None:
+            kept = recording.kept_looked_up(found, self._said(check[0]), check[1])
         return _LookedUp(found.counts, recording.right_looked_up(found), kept)
 
     def _computed(self, layer: int | None, num_branches: int, check: _Check | None) -> _Computed:
@@ -183,7 +169,7 @@ class RoundCounter:
         return self._recording.right(self._said(layer).tokens) > 0
 
     def _said(self, layer: int | None) -> Said:
-        """Of the exit at `layer`, or of the draft model for None."""
+        """What the exit at `layer` says, or the draft model for None."""
         said = self._recording.model if layer is None else self._recording.exits[layer]
         assert said is not None, "a plan drafts by a model that was not recorded"
         return said

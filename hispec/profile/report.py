@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from rich.console import Console
@@ -10,13 +10,14 @@ from rich.table import Table
 
 from ..utils.console import make_console, make_table, percent, print_if_busy
 from ..utils.environment import hardware_text
+from .results import fastest_of_kinds
 
 _MOST_TASKS = 6  # columns; the JSON has all
 _ROWS = (1, 2, 4, 8, 16, 32)  # drafts in a row of which the table tells how often all are right
 
 
 def print_profile(result: Mapping[str, Any], file: IO[str] | None = None) -> None:
-    """The tables of a profile's result, on stdout unless `file` is given."""
+    """Prints the tables of a profile's result, on stdout unless `file` is given."""
     console = make_console(file)
     options, prompts, found = result["options"], result["prompts"], result["agreement"]
     console.print(
@@ -50,7 +51,7 @@ def print_profile(result: Mapping[str, Any], file: IO[str] | None = None) -> Non
 
 
 def _print_about_plans(console: Console, result: Mapping[str, Any]) -> None:
-    """What the table of plans leaves out."""
+    """Prints what the table of plans leaves out: differences to predictions, calibration, the fastest."""
     console.print(
         f"{result['num_predicted']} plans predicted, the best of each kind run in"
         f" {result['options']['repeats']} interleaved repeats."
@@ -83,66 +84,58 @@ def _exits_text(exits: Mapping[str, Any]) -> str:
 
 
 def _agreement(agreement: Mapping[str, Any], draft_model: str | None) -> Table:
-    tasks = _tasks(agreement)
-    num_rows = [j for j in _ROWS if j <= len(agreement["exits"][0]["first_right"])]
-    is_trained = agreement["exits"][0]["kind"] == "adapter"
-    titles = ["exit after", "agreement", *(["own head"] if is_trained else []), *tasks]
-    table = make_table(*titles, *(f"p({j})" for j in num_rows), num_left=0)
+    tasks, exits = _tasks(agreement), agreement["exits"]
+    num_right = _lengths(exits[0])
+    own_title = ["own head"] if exits[0]["kind"] == "adapter" else []
+    titles = ("exit after", "agreement", *own_title, *tasks, *(f"p({j})" for j in num_right))
+    table = make_table(*titles, num_left=0)
     own = {exit_["layer"]: exit_["agreement"] for exit_ in agreement["own_head"]}
-    rows = [(str(exit_["layer"]), own[exit_["layer"]], exit_) for exit_ in agreement["exits"]]
+    rows = [(str(exit_["layer"]), own[exit_["layer"]], exit_) for exit_ in exits]
     if agreement["draft_model"] is not None:
         rows.append((str(draft_model), None, agreement["draft_model"]))
     for name, of_own_head, said in rows:
-        values = [
-            said["agreement"],
-            *([of_own_head] if is_trained else []),
-            *(said["tasks"][task] for task in tasks),
-        ]
-        table.add_row(name, *map(percent, [*values, *(said["first_right"][j - 1] for j in num_rows)]))
+        first = [said["agreement"], of_own_head] if own_title else [said["agreement"]]
+        table.add_row(name, *_shares(first, said, tasks, num_right))
     return table
 
 
 def _ngrams(agreement: Mapping[str, Any]) -> Table:
-    tasks = _tasks(agreement)
-    num_rows = [j for j in _ROWS if j <= len(agreement["ngrams"][0]["first_right"])]
-    titles = ["n-grams of", "tokens per match", "found", *tasks, *(f"p({j})" for j in num_rows)]
+    tasks, num_right = _tasks(agreement), _lengths(agreement["ngrams"][0])
+    titles = ("n-grams of", "tokens per match", "found", *tasks, *(f"p({j})" for j in num_right))
     table = make_table(*titles, num_left=0)
     for sizes in agreement["ngrams"]:
         store = f" + {sizes['datastore_tokens']} stored" if sizes["datastore_tokens"] else ""
-        values = [
-            sizes["found"],
-            *(sizes["tasks"][task] for task in tasks),
-            *(sizes["first_right"][j - 1] for j in num_rows),
-        ]
         most = "any" if sizes["tokens_per_match"] is None else str(sizes["tokens_per_match"])
-        table.add_row(f"{sizes['max_size']} to {sizes['min_size']}{store}", most, *map(percent, values))
+        name = f"{sizes['max_size']} to {sizes['min_size']}{store}"
+        table.add_row(name, most, *_shares([sizes["found"]], sizes, tasks, num_right))
     return table
 
 
+def _lengths(found: Mapping[str, Any]) -> list[int]:
+    """The j of columns p(j): how often the first j drafts are all right."""
+    return [j for j in _ROWS if j <= len(found["first_right"])]
+
+
 def _tasks(agreement: Mapping[str, Any]) -> list[str]:
-    """Those that get a column; none if there is one task alone."""
+    """Tasks that get a column; none if there is one task alone."""
     return list(agreement["tasks"])[:_MOST_TASKS] if len(agreement["tasks"]) > 1 else []
+
+
+def _shares(
+    first: Sequence[float | None], found: Mapping[str, Any], tasks: Sequence[str], num_right: Sequence[int]
+) -> list[str]:
+    """Cells: the `first` shares, those of each task, and those of p(j)."""
+    right = (found["first_right"][j - 1] for j in num_right)
+    values = [*first, *(found["tasks"][task] for task in tasks), *right]
+    return list(map(percent, values))
 
 
 def _plans(result: Mapping[str, Any]) -> Table:
     """Plain decoding, and the fastest plan of each kind: what was measured, and beside it what was
     predicted."""
-    table = make_table(
-        "best of each kind",
-        "tokens\n/s",
-        "× plain",
-        "predicted",
-        "tokens\n/round",
-        "predicted",
-        "tokens\n/full pass",
-        "predicted",
-        "same\noutput",
-    )
-    fastest: dict[str, Mapping[str, Any]] = {}
-    for run in result["measured"]:
-        if run["kind"] not in fastest or run["tokens_per_s"] > fastest[run["kind"]]["tokens_per_s"]:
-            fastest[run["kind"]] = run
-    for run in fastest.values():
+    pairs_of = ("× plain", "predicted", "tokens\n/round", "predicted", "tokens\n/full pass", "predicted")
+    table = make_table("best of each kind", "tokens\n/s", *pairs_of, "same\noutput")
+    for run in fastest_of_kinds(result["measured"]).values():
         predicted = run["predicted"]
         pairs = [
             (f"{run[name]:.2f}", f"{predicted[name]:.2f}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..jobs.rates import plan_text
@@ -15,8 +15,8 @@ from .timed_runs import PlanRuns
 
 
 def agreement(recording: Recording, candidates: Candidates, max_drafts: int) -> dict[str, Any]:
-    """Of each candidate, and of the model's own head after every layer; of prompt lookup, by its sizes; of
-    the draft model, or None.
+    """How often each candidate says the answer's token, the model's own head after every layer, prompt lookup
+    by its sizes, and the draft model (None without one).
 
     full_model    how much of the answers the pass itself gives
     first_right   [j - 1]: how often the first j drafts are all right, of prompt lookup where it proposes as
@@ -51,7 +51,7 @@ def agreement(recording: Recording, candidates: Candidates, max_drafts: int) -> 
         "positions": int(recording.lengths.sum()),
         "tasks": {task: int(recording.places(task).sum()) for task in tasks},
         "exits": [
-            {"kind": candidates.kind, "layer": layer, **drafts(said)}
+            {"kind": candidates.tiers.kind, "layer": layer, **drafts(said)}
             for layer, said in recording.exits.items()
         ],
         "own_head": [{"layer": layer, **shares(tokens)} for layer, tokens in own],
@@ -72,7 +72,8 @@ def measured_plans(
 
 
 def _measured(prediction: Prediction, run: PlanRuns, plain: PlanRuns, num_layers: int) -> dict[str, Any]:
-    """`difference`: of what was measured to what was predicted, as a share of the prediction."""
+    """An entry of `measured`; its `difference` is that of measured and predicted figures, as a share of the
+    prediction."""
     per_task, plain_per_task = run.tokens_per_s_of_tasks, plain.tokens_per_s_of_tasks
     ratios = {task: speed / plain_per_task[task] for task, speed in per_task.items()}
     counted = {"tokens_per_round": run.tokens_per_round, "tokens_per_full_pass": run.tokens_per_full_pass}
@@ -93,14 +94,20 @@ def _measured(prediction: Prediction, run: PlanRuns, plain: PlanRuns, num_layers
     }
 
 
-def best_of_kind(measured: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """{kind: the fastest of its plans that were run}; plain decoding is none."""
-    best: dict[str, Mapping[str, Any]] = {}
+def fastest_of_kinds(measured: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """{kind: the fastest of its plans that were run}, plain decoding included, in the order of `measured`."""
+    fastest: dict[str, Mapping[str, Any]] = {}
     for run in measured:
-        if (
-            run["speculative"] is not None
-            and run["tokens_per_s"] > best.get(run["kind"], {"tokens_per_s": 0.0})["tokens_per_s"]
-        ):
-            best[run["kind"]] = run
+        if run["kind"] not in fastest or run["tokens_per_s"] > fastest[run["kind"]]["tokens_per_s"]:
+            fastest[run["kind"]] = run
+    return fastest
+
+
+def best_of_kind(measured: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """{kind: what `hispec bench --profile` needs of its fastest plan}, without plain decoding."""
     names = ("plan_text", "speculative", "tokens_per_s", "ratio_to_plain", "ratio_by_task")
-    return {kind: {name: run[name] for name in names} for kind, run in best.items()}
+    return {
+        kind: {name: run[name] for name in names}
+        for kind, run in fastest_of_kinds(measured).items()
+        if run["speculative"] is not None
+    }

@@ -1,135 +1,134 @@
-"""What a plan's round costs, of any number of rows, from what was counted row by row."""
+"""What a round costs by the latency model, with any number of rows, from what was counted row by row."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..config import SpeculativeConfig
-from .costs import StageCosts
+from ..control.candidates import route_of
+from ..control.route_costs import (
+    BARE_SLOT,
+    CHECK_SLOT,
+    DRAFT_SLOT,
+    FEED_SLOT,
+    FILL_SLOT,
+    LOOKUP_SLOT,
+    VERIFY_SLOT,
+    slots_of,
+)
+from ..latency.model import LatencyModel
 from .recording import Ints
 from .replay import Rounds
 
 Floats = NDArray[np.float64]
-_EXACT_ROWS = (
-    8  # up to which the widths of a batch are worked out as a distribution; beyond, the mean tells as much
-)
+_EXACT_ROWS = 8  # batches up to this size have the distribution of their widths; larger ones only the mean
 
 
 class RoundCost(NamedTuple):
-    """Of an average round: milliseconds, and layers of the model that are run (a draft model's own are none
-    of them)."""
+    """Milliseconds of an average round, and the model's layers that it runs (without a draft model's own)."""
 
     ms: float
     layers: float
 
 
-class _Kind(NamedTuple):
+class _Passes(NamedTuple):
     """Passes of one kind.
 
-    passes   [positions]: how many there are, row by row; out of how many chances (cycles or rounds) of a row
-    times    chances in a round
-    ms       [positions]: of one pass
+    stages   names of the stages that each of them runs
+    counts   [positions]: passes that were counted, row by row
+    chances  cycles or rounds of a row in which there might have been one
+    times    of these, in a round
+    layers   of the model, in a pass
     """
 
-    passes: Ints
+    stages: Sequence[str]
+    counts: Ints
     chances: int
     times: float
-    ms: Floats
     layers: int
 
 
+class PassTimes:
+    """Milliseconds of passes by the latency model, with rows that attend to context_len positions each."""
+
+    def __init__(self, latency: LatencyModel, context_len: int) -> None:
+        self._latency, self._context_len = latency, context_len
+        self._tables: dict[tuple[tuple[str, ...], int], Floats] = {}
+
+    def table(self, stages: Sequence[str], rows: int, most: int) -> Floats:
+        """[most + 1]: of passes that run these stages over 0 to `most` positions of at most `rows` rows; none
+        is run over 0. Raises ConfigError if the latency model lacks a stage."""
+        key = tuple(stages), rows
+        if key not in self._tables or len(self._tables[key]) <= most:
+            widths = np.arange(most + 1.0)
+            live = np.minimum(widths, float(rows))
+            ms = sum(self._latency[name](live, widths, live * self._context_len) for name in stages)
+            self._tables[key] = np.where(widths > 0, ms, 0.0)
+        return self._tables[key][: most + 1]
+
+    def one_each(self, stages: Sequence[str], rows: int) -> float:
+        """Milliseconds of a pass over one position of each row."""
+        return float(self.table(stages, rows, rows)[rows])
+
+
 def round_costs(
-    plan: SpeculativeConfig | None, rounds: Rounds, rows: Iterable[int], costs: StageCosts, num_layers: int
+    plan: SpeculativeConfig | None, rounds: Rounds, rows: Iterable[int], times: PassTimes, num_layers: int
 ) -> dict[int, RoundCost]:
-    """{rows: cost of a round of so many rows}. Of one row it is the sum over the passes that were counted,
-    exactly.
+    """{rows: cost of a round of so many rows}.
 
     Rows differ within a round: a pass is run if any row needs it, over the positions of all that do. What
-    each of them needs is taken as an independent draw from what was counted. Raises ValueError for passes
-    wider than what was measured.
+    each of them needs is taken as an independent draw from what was counted; the cost of one row is the sum
+    over the passes that were counted, exactly.
     """
     if plan is None:
-        return {num: RoundCost(costs.plain(num), num_layers) for num in rows}
-    kinds = list(_kinds(plan, rounds, costs, num_layers))
-    lookup = costs.lookup if plan.draft.traits.looks_up else None
+        return {num: RoundCost(times.one_each(["plain"], num), num_layers) for num in rows}
+    slots = slots_of(route_of(plan), ())
+    passes = list(_passes(plan, slots, rounds, num_layers))
     found = {}
     for num in rows:
         ms = layers = 0.0
-        for kind in kinds:
-            shares = _shares_of_batch(kind.passes / kind.chances, num)
-            if len(shares) > len(kind.ms):
-                raise ValueError(
-                    f"a pass over {len(shares) - 1} positions was not measured; measured were up to"
-                    f" {len(kind.ms) - 1}"
-                )
-            ms += kind.times * float(shares[1:] @ kind.ms[1 : len(shares)])
-            layers += kind.times * float(shares[1:].sum()) * kind.layers
-        if rounds.unchecked:
-            ms, layers = _without_check(plan, rounds, num, costs, RoundCost(ms, layers))
-        if lookup is not None:
-            ms += lookup(num) * rounds.cycles / rounds.rounds
+        for each in passes:
+            shares = _shares_of_batch(each.counts / each.chances, num)
+            ms += each.times * float(shares @ times.table(each.stages, num, len(shares) - 1))
+            layers += each.times * float(shares[1:].sum()) * each.layers
+        if rounds.unchecked:  # verify from the draft's layer on, where no row has drafts, replaces two passes
+            bare, check, verify = (
+                times.one_each(slots[slot], num) for slot in (BARE_SLOT, CHECK_SLOT, VERIFY_SLOT)
+            )
+            ms += (rounds.unchecked / rounds.rounds) ** num * (bare - check - verify)
+        if LOOKUP_SLOT in slots:
+            ms += times.one_each(slots[LOOKUP_SLOT], num) * rounds.cycles / rounds.rounds
         found[num] = RoundCost(ms, layers)
     return found
 
 
-def _kinds(plan: SpeculativeConfig, rounds: Rounds, costs: StageCosts, num_layers: int) -> Iterator[_Kind]:
-    """Rounds that are not checked count as if they were, with one position."""
+def _passes(
+    plan: SpeculativeConfig, slots: dict[int, list[str]], rounds: Rounds, num_layers: int
+) -> Iterator[_Passes]:
+    """The kinds of passes of a plan's rounds. A check that was left out counts as one over one position."""
     cycles = rounds.cycles, rounds.cycles / rounds.rounds
-    layer, drafts = plan.draft.layer or 0, len(rounds.levels) - 1
-    if rounds.looked_up.any() and layer:
-        yield _Kind(rounds.looked_up, *cycles, costs.fill[layer].table, layer)
-    if rounds.levels.any():
-        draft, fill = (
-            (costs.draft_model, costs.fill_model)
-            if plan.draft.layer is None
-            else (costs.draft[layer], costs.fill[layer])
-        )
-        assert draft is not None and fill is not None
-        extra = (
-            _padded(costs.probability.table, draft.table)
-            if costs.probability is not None and plan.draft_confidence is not None
-            else 0.0
-        )
-        for level, passes in enumerate(rounds.levels):
-            ms = fill.table if level == drafts else draft.table + extra
-            if level == 0 and plan.num_branches > 1 and costs.ranks is not None:
-                ms = ms + _padded(costs.ranks.table, ms)
-            yield _Kind(passes, *cycles, ms, layer)
+    low = top = plan.draft.layer or 0
+    if FEED_SLOT in slots:
+        yield _Passes(slots[FEED_SLOT], rounds.looked_up, *cycles, low)
+    if DRAFT_SLOT in slots:
+        *drafts, last = rounds.levels
+        for level, counts in enumerate(drafts):
+            # Draft passes are measured with one position of each row. Those over a level of a tree cost what
+            # their parts do: the layers, then the exit's logits.
+            is_wide = level > 0 and plan.num_branches > 1
+            stages = [f"fill/{low}", f"shadow/{low}"] if is_wide else slots[DRAFT_SLOT]
+            yield _Passes(stages, counts, *cycles, low)
+        yield _Passes(slots[FILL_SLOT], last, *cycles, low)
     unchecked = np.zeros_like(rounds.verifies)
     unchecked[1] = rounds.unchecked
-    top = layer
     if plan.check is not None:
         top = plan.check.layer
-        ms = costs.check[layer, top].table
-        if plan.check.confidence is not None and costs.probability is not None:
-            ms = ms + _padded(costs.probability.table, ms)
-        yield _Kind(rounds.checks + unchecked, *cycles, ms, top - layer)
-    yield _Kind(rounds.verifies + unchecked, rounds.rounds, 1.0, costs.verify[top].table, num_layers - top)
-
-
-def _padded(values: Floats, like: Floats) -> Floats:
-    """`values`, of the length of `like`; what is added at its end is wider than any pass that needs it."""
-    return np.pad(values, (0, max(0, len(like) - len(values))), mode="edge")[: len(like)]
-
-
-def _without_check(
-    plan: SpeculativeConfig, rounds: Rounds, rows: int, costs: StageCosts, checked: RoundCost
-) -> RoundCost:
-    """Where no row has drafts, check and verify over one position of each are replaced by verify from the
-    draft's layer on."""
-    assert plan.check is not None
-    share = (rounds.unchecked / rounds.rounds) ** rows
-    layer, top = plan.draft.layer or 0, plan.check.layer
-    check = costs.check[layer, top](rows)
-    if plan.check.confidence is not None and costs.probability is not None:
-        check += costs.probability(rows)
-    return RoundCost(
-        checked.ms + share * (costs.verify[layer](rows) - check - costs.verify[top](rows)), checked.layers
-    )
+        yield _Passes(slots[CHECK_SLOT], rounds.checks + unchecked, *cycles, top - low)
+    yield _Passes(slots[VERIFY_SLOT], rounds.verifies + unchecked, rounds.rounds, 1.0, num_layers - top)
 
 
 def _shares_of_batch(of_row: Floats, rows: int) -> Floats:

@@ -1,5 +1,5 @@
-"""`hispec profile` from a job to its result: answers, agreement, costs, predictions, and the best plans run
-for real."""
+"""`hispec profile` from a job to its result: answers, agreement, latency profile, predictions, and the best
+plans run for real."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING, Any
 from ee_models.decoder import Decoder
 
 from ..config import SpeculativeConfig
+from ..control.candidates import trained_paths
 from ..errors import ConfigError
 from ..jobs.bench_inputs import TokenIds, good_rows, task_of, warm_up
 from ..jobs.rows import count_rows
 from ..jobs.schema import Job
+from ..measure.latency import measure_latency
 from ..sampling_params import SamplingParams
 from ..utils.environment import environment
 from ..utils.files import write_atomically, write_json
-from .candidates import Candidates, exits_folder, find_candidates, wants_shipped
-from .costs import StageCosts, measure_costs
+from .candidates import Candidates, exits_folder, find_candidates
 from .options import ProfileOptions, Targets
-from .plans import Reach, all_plans
-from .predict import Predictor, calibrate
+from .plans import all_plans, lookups_of
+from .predict import Predictor, best_by_layers, best_of_each_kind, calibrate, search
 from .record import record
-from .recording import Answer, Recording
+from .recording import Answer
 from .results import agreement, best_of_kind, measured_plans
-from .search import best_by_layers, best_of_each_kind, search
+from .round_cost import PassTimes
 from .timed_runs import check_served, generate_in_steps, time_plans
 
 if TYPE_CHECKING:
@@ -71,8 +72,10 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
     measured_on = environment()  # now, so that its load is that of others
     from ..llm import LLM
 
-    assert options.batch_size is not None
-    settings = job.engine.model_dump() | {"max_num_seqs": options.batch_size, "enable_prefix_caching": False}
+    settings = job.engine.model_dump() | {
+        "max_num_seqs": options.batch_size,
+        "enable_prefix_caching": False,
+    }
     own = job.speculative
     # A draft model is loaded with the target, or refused; of trained exits others may be profiled than the
     # job's.
@@ -82,79 +85,99 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
         draft_model = llm.draft_models.load(own, llm.decoder, llm.tokenizer, llm.engine.max_model_len)
         llm.set_speculative(None)
         candidates = find_candidates(
-            llm.trained_exits, llm.decoder, folder, must_be_trained=wants_shipped(own)
+            llm.trained_exits, llm.decoder, folder, must_be_trained=None in trained_paths(own)
         )
         plans = all_plans(options, candidates, own)
         prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in rows]
-        session = Session(
-            llm, llm.decoder, draft_model, candidates, plans, options, options.batch_size, progress
-        )
+        session = Session(llm, draft_model, candidates, plans, options, progress)
         result = session.profile(prompts, [task_of(row) for row in rows], ignore_eos=job.sampling.ignore_eos)
-    about = {
+    return {
         "model": job.model,
         "date": datetime.date.today().isoformat(),
         "environment": measured_on,
         "options": options.model_dump(),
+        "exits": candidates.as_dict(),
+        "draft_model": own.draft.path if draft_model is not None and own is not None else None,
+        **result,
     }
-    return (
-        about
-        | {
-            "exits": candidates.as_dict(),
-            "draft_model": own.draft.path if draft_model is not None and own is not None else None,
-        }
-        | result
-    )
 
 
 @dataclass(frozen=True)
 class Session:
-    """One profile of a loaded model."""
+    """The profile of one loaded model: what is measured, and with which plans."""
 
     llm: LLM
-    decoder: Decoder
     draft_model: Decoder | None
     candidates: Candidates
     plans: Sequence[SpeculativeConfig]
     options: ProfileOptions
-    batch_size: int
     progress: bool
 
     def profile(self, prompts: list[TokenIds], tasks: list[str], *, ignore_eos: bool) -> dict[str, Any]:
-        """Everything of the result that has to do with the model."""
-        options = self.options
+        """The part of the result that is measured or predicted with the model."""
+        llm, decoder, options, progress = self.llm, self.llm.decoder, self.options, self.progress
+        batch_size, room = options.batch_size or 1, llm.engine.max_model_len
         self._check_window()
         sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=ignore_eos)
-        check_served(self.llm, prompts, sampling)
-        warm_up(self.llm, prompts[: self.batch_size], sampling)
-        outputs, steps = generate_in_steps(self.llm, prompts, sampling, progress=self.progress)
-        room = self.llm.engine.max_model_len
+        check_served(llm, prompts, sampling)
+        warm_up(llm, prompts[:batch_size], sampling)
+        outputs, steps = generate_in_steps(llm, prompts, sampling, progress=progress)
         answers = [
             Answer(prompt, output, min(options.max_tokens, room - len(prompt)), task)
             for prompt, output, task in zip(prompts, outputs, tasks, strict=True)
         ]
-        recording, costs = self._record(answers), self._costs(answers)
-        calibration = calibrate(steps, costs, self.batch_size)
-        share = self.draft_model.num_bytes / self.decoder.num_bytes if self.draft_model is not None else 0.0
+        ngrams, most_looked_up = lookups_of(self.plans)
+        recording = record(
+            decoder,
+            self.candidates.layers,
+            self.candidates.exits,
+            answers,
+            ngrams=ngrams,
+            most_looked_up=most_looked_up,
+            draft_model=self.draft_model,
+            batch_size=batch_size,
+            progress=progress,
+        )
+        latency = measure_latency(
+            decoder,
+            self.candidates.layers,
+            self.candidates.exits,
+            max_num_seqs=batch_size,
+            max_window=options.max_window,
+            max_context=max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers),
+            draft_model=self.draft_model,
+            progress=progress,
+        )
+        # Of rows in the middle of an average answer to an average prompt.
+        context_len = round(
+            statistics.fmean(len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in answers)
+        )
+        times, num_layers = PassTimes(latency.model(), context_len), decoder.config.num_layers
+        calibration = calibrate(steps, times, batch_size)
         predictor = Predictor(
-            recording, costs, calibration, self.batch_size, self.decoder.config.num_layers, share
+            recording,
+            times,
+            calibration,
+            batch_size,
+            num_layers,
+            draft_model_share=self.draft_model.num_bytes / decoder.num_bytes if self.draft_model else 0.0,
         )
         predictions, num_predicted = search(predictor, self.plans)
         chosen = [predictor.predict(None), *best_of_each_kind(predictions, options.top)]
-        plans = [prediction.plan for prediction in chosen]
         runs = time_plans(
-            self.llm,
-            plans,
+            llm,
+            [prediction.plan for prediction in chosen],
             prompts,
             tasks,
             sampling,
             options.repeats,
-            batch_size=self.batch_size,
-            progress=self.progress,
+            batch_size=batch_size,
+            progress=progress,
         )
-        measured = measured_plans(chosen, runs, self.decoder.config.num_layers)
+        measured = measured_plans(chosen, runs, num_layers)
         lengths = list(map(len, prompts))
         return {
-            "num_layers": self.decoder.config.num_layers,
+            "num_layers": num_layers,
             "prompts": {
                 "num": len(prompts),
                 "tokens_min": min(lengths),
@@ -162,48 +185,18 @@ class Session:
                 "tokens_max": max(lengths),
             },
             "agreement": agreement(recording, self.candidates, options.max_drafts),
-            "costs": costs.as_dict(),
+            "costs": {
+                "context_len": context_len,
+                **latency.model_dump(mode="json", include={"stages", "is_static", "row_buckets"}),
+            },
             "calibration": asdict(calibration),
             "num_predicted": num_predicted,
             "predictions": [prediction.as_dict() for prediction in best_by_layers(predictions)],
             "measured": measured,
             "best": max(measured, key=lambda run: run["tokens_per_s"])["plan_text"],
             "best_of_kind": best_of_kind(measured),
-            "row_invariant": self.llm.row_invariant,
+            "row_invariant": llm.row_invariant,
         }
-
-    def _record(self, answers: Sequence[Answer]) -> Recording:
-        sizes = dict.fromkeys(sizes for plan in self.plans if (sizes := plan.draft.lookup) is not None)
-        return record(
-            self.decoder,
-            self.candidates.layers,
-            self.candidates.exits,
-            answers,
-            ngrams=list(sizes),
-            most_looked_up=Reach.of(self.plans).lookup,
-            draft_model=self.draft_model,
-            batch_size=self.batch_size,
-            progress=self.progress,
-        )
-
-    def _costs(self, answers: Sequence[Answer]) -> StageCosts:
-        """Of rows in the middle of an average answer to an average prompt."""
-        length = statistics.fmean(
-            len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in answers
-        )
-        length = max(1, min(round(length), self.llm.engine.max_model_len - self.options.max_window))
-        longest = max((answer.prompt_token_ids + answer.token_ids for answer in answers), key=len)
-        context = (longest * -(-length // len(longest)))[:length]
-        return measure_costs(
-            self.decoder,
-            self.candidates.layers,
-            self.candidates.exits,
-            context,
-            batch_size=self.batch_size,
-            reach=Reach.of(self.plans),
-            draft_model=self.draft_model,
-            progress=self.progress,
-        )
 
     def _check_window(self) -> None:
         room, window = self.llm.engine.max_model_len, self.options.max_window

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-from tqdm import tqdm
 
 from ..config import SpeculativeConfig
 from ..errors import RequestError
 from ..jobs.bench_inputs import TokenIds, generate, of_prompt, token_ids_of, warm_up
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
+from ..utils.console import make_bar
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -58,7 +56,7 @@ class PlanRuns:
 
     @property
     def tokens_per_s_of_tasks(self) -> dict[str, float]:
-        """Medians."""
+        """{task: tokens per second}, medians of the runs."""
         return {
             task: statistics.median(
                 sum(len(outputs[number]) for number in numbers) / seconds[task]
@@ -113,14 +111,7 @@ def generate_in_steps(
         for request_id, prompt in zip(ids, prompts, strict=True):
             llm.add(prompt, sampling, request_id)
         before = llm.stats()
-        with tqdm(
-            total=len(prompts),
-            desc="answers",
-            unit="prompt",
-            disable=not progress,
-            file=sys.stderr,
-            dynamic_ncols=True,
-        ) as bar:
+        with make_bar(len(prompts), "answers", "prompt", progress) as bar:
             while llm.has_unfinished():
                 started = time.perf_counter()
                 finished = llm.step()
@@ -152,20 +143,13 @@ def time_plans(
     batch_size: int,
     progress: bool,
 ) -> list[PlanRuns]:
-    """Runs every plan `repeats` times over all prompts, in turns: nobody is always first, or always after the
-    same one."""
+    """Runs every plan `repeats` times over all prompts, in turns, so that none is always the first, or
+    always follows the same one."""
     by_task: dict[str, list[int]] = {}
     for number, task in enumerate(tasks):
         by_task.setdefault(task, []).append(number)
     runs = [PlanRuns(speculative, by_task) for speculative in plans]
-    with tqdm(
-        total=repeats * len(runs),
-        desc="plans",
-        unit="run",
-        disable=not progress,
-        file=sys.stderr,
-        dynamic_ncols=True,
-    ) as bar:
+    with make_bar(repeats * len(runs), "plans", "run", progress) as bar:
         for repeat in range(repeats):
             turn = repeat % len(runs)
             for run in runs[turn:] + runs[:turn]:
@@ -181,7 +165,7 @@ def time_plans(
 
 
 def _time(llm: LLM, run: PlanRuns, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
-    """One run: the prompts of each task together."""
+    """Adds one run: the prompts of each task together."""
     seconds: dict[str, float] = {}
     outputs: list[TokenIds] = [[]] * len(prompts)
     for task, numbers in run.tasks.items():

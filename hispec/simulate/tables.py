@@ -18,7 +18,6 @@ from ..control.route_costs import (
     SLOTS,
     VERIFY_SLOT,
     slots_of,
-    stage_cost,
 )
 from ..errors import ConfigError
 from ..latency.model import LatencyModel
@@ -128,4 +127,4 @@ def _put_acceptance(settings: AcceptanceSettings, positions: Floats, drift: Floa
 
 
 def _seconds(latency: LatencyModel, name: str) -> Floats:
-    return np.array(astuple(stage_cost(latency, name))) / _MS
+    return np.array(astuple(latency[name])) / _MS

@@ -14,7 +14,7 @@ from hispec.config import DraftConfig, NgramConfig, SpeculativeConfig
 from hispec.errors import ConfigError, build
 from hispec.profile.candidates import Candidates
 from hispec.profile.options import ProfileOptions
-from hispec.profile.plans import Reach, all_plans, kind_of, ngram_sizes, refined, short_text
+from hispec.profile.plans import all_plans, kind_of, lookups_of, ngram_sizes, refined, short_text
 
 BY_MODEL = SpeculativeConfig(draft=DraftConfig(kind="model", path="small"))
 SMALL = {"max_drafts": 3, "max_checks": 4, "max_window": 8}
@@ -135,15 +135,13 @@ def test_refined_plans_differ_in_confidence_alone() -> None:
     assert len(set(refined(checked))) == 81
 
 
-def test_reach_is_the_widest_pass_of_any_plan() -> None:
+def test_what_is_looked_up_is_what_any_plan_looks_up() -> None:
     plans = plans_of()
-    most = Reach.of(plans)
-    assert most == Reach(level=4, fill=7, check=7, check_all=7, verify=8, verify_all=8, lookup=6)
-    assert Reach.of(plan for plan in plans if plan.draft.kind == "ngram") == Reach(
-        check_all=7, verify_all=8, lookup=6
-    )
-    exits = Reach.of(plan for plan in plans if kind_of(plan).startswith("exit"))
-    assert exits == Reach(level=1, fill=1, check=4, verify=8)
+    assert lookups_of(plans) == (ngram_sizes(None), 6)
+    own = NgramConfig(max_size=7, min_size=5)
+    more = SpeculativeConfig(draft=DraftConfig(kind="ngram", ngram=own), num_draft_tokens=9)
+    assert lookups_of([*plans, more]) == ([*ngram_sizes(None), own], 9)
+    assert lookups_of(plan for plan in plans if kind_of(plan).startswith("exit")) == ([], 0)
 
 
 def test_a_plan_in_a_column() -> None:

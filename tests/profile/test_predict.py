@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from ee_models.checkpoint.exit_files import ExitInfo
+from ee_models.checkpoint.loader import open_checkpoint
+from ee_models.decoder import Decoder
 from hispec.config import CheckConfig, DraftConfig, NgramConfig, SpeculativeConfig
-from hispec.profile.costs import Curve, StageCosts
-from hispec.profile.predict import Calibration, Predictor, _occupancy, calibrate
+from hispec.errors import ConfigError
+from hispec.latency.model import LatencyModel, Linear
+from hispec.measure.latency import measure_latency
+from hispec.profile.candidates import Candidates
+from hispec.profile.options import ProfileOptions
+from hispec.profile.plans import all_plans, lookups_of, ngram_sizes
+from hispec.profile.predict import (
+    Calibration,
+    Predictor,
+    _occupancy,
+    best_by_layers,
+    best_of_each_kind,
+    calibrate,
+    search,
+)
+from hispec.profile.record import look_up
 from hispec.profile.recording import Answer, LookedUp, Recording, flat, said_of
 from hispec.profile.replay import RoundCounter, sum_of
-from hispec.profile.round_cost import _shares_of_batch, round_costs
-from hispec.profile.search import best_by_layers, best_of_each_kind, search
+from hispec.profile.round_cost import PassTimes, _shares_of_batch, round_costs
 from hispec.profile.timed_runs import Step
+from tests.helpers.adapters import loaded, make_exits
 
 LAYERS = (2, 5)
+STAGES = {"draft": 2.0, "fill": 1.0, "shadow": 3.0, "verify": 8.0}
 SIZES = NgramConfig()
 
 
-def flat_curve(ms: float) -> Curve:
-    return Curve((1, 10_000), (ms, ms))
-
-
-def constant_costs() -> StageCosts:
+def constant_costs() -> LatencyModel:
     """A draft pass takes 2 ms, a fill 1, a check 4, verify 8, a plain step 10, whatever the width; a lookup
-    0.25, probabilities 0.125."""
-    pairs = {(lo, hi): flat_curve(4.0) for lo in (0, *LAYERS) for hi in LAYERS if hi > lo}
-    draft, fill = ({layer: flat_curve(ms) for layer in LAYERS} for ms in (2.0, 1.0))
-    verify = {lo: flat_curve(8.0) for lo in (0, *LAYERS)}
-    return StageCosts(
-        30,
-        draft,
-        fill,
-        pairs,
-        verify,
-        flat_curve(10.0),
-        probability=flat_curve(0.125),
-        lookup=flat_curve(0.25),
-    )
+    0.25, the logits of a wide pass 3."""
+    ms = {"plain": 10.0, "lookup": 0.25}
+    ms |= {f"check/{lo}-{hi}": 4.0 for lo in (0, *LAYERS) for hi in LAYERS if hi > lo}
+    ms |= {f"{stage}/{lo}": cost for stage, cost in STAGES.items() for lo in LAYERS}
+    ms |= {"verify/0": 8.0}
+    return LatencyModel({name: Linear(constant_ms=cost) for name, cost in ms.items()})
 
 
 def hand_recording() -> Recording:
@@ -60,7 +68,7 @@ def predictor_of(
 ) -> Predictor:
     return Predictor(
         recording,
-        constant_costs(),
+        PassTimes(constant_costs(), 30),
         Calibration(batch_size, 10.0, 9.5, host_ms, prefill_s),
         batch_size,
         num_layers=9,
@@ -135,7 +143,7 @@ def test_looked_up_rounds_by_hand() -> None:
         [0, 0, 1, 0, 1],
         [0, 1, 0, 1, 0],
     )
-    cost = round_costs(checked, rounds, [1], constant_costs(), 9)[1]
+    cost = round_costs(checked, rounds, [1], PassTimes(constant_costs(), 30), 9)[1]
     assert cost.ms == pytest.approx(0.25 + (4 * 8 + 2 * (4 + 8)) / 6) and cost.layers == pytest.approx(9)
 
 
@@ -155,9 +163,14 @@ def test_speed_is_tokens_over_prompts_and_rounds() -> None:
         1e3 * (seconds - 0.1) / 3
     ) and three.verify_positions == pytest.approx(10 / 3)
     sure = predictor.predict(exit_plan(3, draft_confidence=0.5))
-    assert sure.round_ms == pytest.approx(0.5 + (8 * 2.125 + 2 * 1) / 3 + 8), (
-        "8 draft passes, each followed by probabilities, and 2 fills"
-    )
+    assert sure.round_ms == pytest.approx(0.5 + (8 * 2 + 2 * 1) / 3 + 8), "8 draft passes, and 2 fills"
+    tree = predictor.predict(exit_plan(2, num_branches=2))
+    levels = RoundCounter(hand_recording()).count(exit_plan(2, num_branches=2)).levels
+    first, second, last = (int(level.sum()) for level in levels)
+    rounds = 8 / tree.tokens_per_round
+    assert first == rounds and tree.round_ms == pytest.approx(
+        0.5 + (first * 2 + second * (1 + 3) + last * 1) / rounds + 8
+    ), "a level of several branches takes the layers of a fill and the logits of a wide pass"
 
 
 def test_a_batch_runs_what_any_of_its_rows_needs() -> None:
@@ -183,19 +196,37 @@ def test_a_check_is_left_out_only_where_no_row_has_drafts() -> None:
         num_checks=1,
     )
     rounds = RoundCounter(hand_recording()).count(plan)
-    cost = round_costs(plan, rounds, [2], constant_costs(), 9)[2]
+    cost = round_costs(plan, rounds, [2], PassTimes(constant_costs(), 30), 9)[2]
     none = (4 / 6) ** 2
     assert cost.ms == pytest.approx(0.25 + none * 8 + (1 - none) * (4 + 8)) and cost.layers == pytest.approx(
         9
     )
 
 
-def test_a_pass_that_was_not_measured_is_refused() -> None:
-    costs = constant_costs()
-    costs.verify[2] = Curve((1, 3), (8.0, 8.0))
+def test_the_positions_of_a_pass_and_its_context_cost_what_the_latency_model_says() -> None:
+    """Of one row by each width as often as it was counted, of two by the sums of both; free tokens are free
+    of each pass, not on average."""
+    stages = dict(constant_costs().stages)
+    stages["verify/2"] = cost = Linear(constant_ms=8.0, token_ms=1.0, context_ms=0.5, free_tokens=3.0)
     plan = exit_plan(3)
-    with pytest.raises(ValueError, match=r"a pass over 4 positions was not measured; measured were up to 3"):
-        round_costs(plan, RoundCounter(hand_recording()).count(plan), [1], costs, 9)
+    rounds = RoundCounter(hand_recording()).count(plan)
+    assert rounds.verifies.tolist() == [0, 0, 1, 0, 2]
+    found = round_costs(plan, rounds, [1, 2], PassTimes(LatencyModel(stages), 30), 9)
+    drafts = (8 * 2 + 2 * 1) / 3
+    assert found[1].ms == pytest.approx(drafts + (cost(1, 2, 30) + 2 * cost(1, 4, 30)) / 3)
+    of_two = (cost(2, 4, 60) + 4 * cost(2, 6, 60) + 4 * cost(2, 8, 60)) / 9
+    of_drafts = 2 * (2 + (1 - (1 / 3) ** 2)) + 1 * (1 - (1 / 3) ** 2)
+    assert found[2].ms == pytest.approx(of_drafts + of_two)
+
+
+def test_a_stage_that_was_not_measured_is_refused() -> None:
+    stages = dict(constant_costs().stages)
+    del stages["verify/2"]
+    plan = exit_plan(3)
+    with pytest.raises(ConfigError, match=r"no stage 'verify/2', only check/0-2, .*; measure again"):
+        round_costs(
+            plan, RoundCounter(hand_recording()).count(plan), [1], PassTimes(LatencyModel(stages), 30), 9
+        )
 
 
 def test_rows_take_answers_in_order_as_they_become_free() -> None:
@@ -208,7 +239,9 @@ def test_rows_take_answers_in_order_as_they_become_free() -> None:
 def test_tasks_are_run_one_after_the_other() -> None:
     answers = [Answer([0], [1] * length, length, task) for length, task in ((2, "a"), (3, "b"), (1, "a"))]
     recording = Recording(answers, {}, {})
-    predictor = Predictor(recording, constant_costs(), Calibration(4, None, 10.0, 0.0, 0.0), 4, num_layers=9)
+    predictor = Predictor(
+        recording, PassTimes(constant_costs(), 30), Calibration(4, None, 10.0, 0.0, 0.0), 4, 9
+    )
     assert predictor.predict(None).tokens_per_full_pass == pytest.approx(6 / (2 + 3))
 
 
@@ -220,14 +253,16 @@ def test_what_a_step_takes_beside_its_pass_is_told_from_plain_steps() -> None:
         Step(0.099, 0, 2),
         Step(0.011, 0, 1),
     ]
-    found = calibrate(steps, constant_costs(), 2)
+    found = calibrate(steps, PassTimes(constant_costs(), 30), 2)
     assert (
         found.plain_step_ms == pytest.approx(12.0)
         and found.plain_parts_ms == 10.0
         and found.host_ms == pytest.approx(2.0)
     )
     assert found.prefill_s == pytest.approx(0.050 + 0.030 - 0.012)
-    assert calibrate(steps[:2], constant_costs(), 2) == Calibration(2, None, 10.0, 0.0, pytest.approx(0.070))
+    assert calibrate(steps[:2], PassTimes(constant_costs(), 30), 2) == Calibration(
+        2, None, 10.0, 0.0, pytest.approx(0.070)
+    )
 
 
 def test_the_best_of_each_kind_are_run() -> None:
@@ -251,3 +286,38 @@ def test_the_best_of_each_kind_are_run() -> None:
             :top
         ]
     assert len(best_by_layers(found, 3)) == 6
+
+
+def test_every_plan_within_the_limits_has_its_cost(
+    tiny_path: Path, tiny_decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hispec.measure.latency._SAMPLES", 1)
+    checkpoint = open_checkpoint(tiny_path)
+    infos = [ExitInfo(layer=2), ExitInfo(layer=5, num_blocks=0)]
+    exits = loaded(make_exits(tmp_path, checkpoint, infos), tiny_decoder, checkpoint)
+    options = ProfileOptions(max_drafts=3, max_checks=4, max_window=8)
+    by_model = SpeculativeConfig(draft={"kind": "model", "path": "itself"})
+    plans = all_plans(options, Candidates([2, 5], exits), by_model)
+    latency = measure_latency(
+        tiny_decoder,
+        [2, 5],
+        exits,
+        max_num_seqs=3,
+        max_window=8,
+        max_context=40,
+        draft_model=tiny_decoder,
+    )
+    assert max(point.context_tokens / point.rows for point in latency.points) <= 40
+    # Of the widest rounds that there can be: nothing is ever rejected.
+    answers = [Answer([0], [1] * 40, 40, "all") for _ in range(4)]
+    said = said_of(flat([[1] * 40] * 4))
+    sizes, most = lookups_of(plans)
+    assert (sizes, most) == (ngram_sizes(None), 6)
+    looked_up = {each: look_up(each, answers, most, 3, tiny_decoder.device) for each in sizes}
+    recording = Recording(answers, {2: said, 5: said}, {}, looked_up, said)
+    calibration = Calibration(3, None, 1.0, 0.0, 0.0)
+    predictions = Predictor(recording, PassTimes(latency.model(), 21), calibration, 3, 9).predict_all(plans)
+    assert (
+        len(predictions) == len(plans) and max(prediction.verify_positions for prediction in predictions) > 6
+    )
+    assert all(prediction.round_ms > 0 for prediction in predictions)

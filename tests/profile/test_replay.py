@@ -15,12 +15,12 @@ from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 from hispec.config import CheckConfig, DraftConfig, EngineConfig, NgramConfig, SpeculativeConfig
 from hispec.engine import Engine
-from hispec.profile.costs import Curve, StageCosts
+from hispec.latency.model import NOTHING, LatencyModel, stage_names
 from hispec.profile.plans import short_text
 from hispec.profile.record import record
 from hispec.profile.recording import Answer
 from hispec.profile.replay import RoundCounter, Rounds
-from hispec.profile.round_cost import round_costs
+from hispec.profile.round_cost import PassTimes, round_costs
 from hispec.sampling_params import SamplingParams
 from tests.helpers.adapters import TINY_MLP, loaded, make_exits, whole_trunk
 from tests.helpers.support import random_prompts, run
@@ -165,19 +165,10 @@ def repeating_prompts(decoder: Decoder) -> list[list[int]]:
     ]
 
 
-def flat_costs(layers: Sequence[int]) -> StageCosts:
-    """Any: layers are counted whatever they cost."""
-    curve, froms = Curve((1, 1000), (1.0, 1.0)), [0, *layers]
-    pairs = {(lo, hi): curve for lo in froms for hi in layers if hi > lo}
-    each = dict.fromkeys(layers, curve)
-    return StageCosts(
-        30, each, each, pairs, dict.fromkeys(froms, curve), curve, curve, curve, curve, curve, curve
-    )
-
-
 def layers_run(counted: Rounds, plan: SpeculativeConfig, layers: Sequence[int]) -> float:
-    """By one row alone."""
-    return counted.rounds * round_costs(plan, counted, [1], flat_costs(layers), NUM_LAYERS)[1].layers
+    """By one row alone; layers are counted whatever they cost."""
+    latency = LatencyModel(dict.fromkeys(stage_names(layers, (), has_draft_model=True), NOTHING))
+    return counted.rounds * round_costs(plan, counted, [1], PassTimes(latency, 30), NUM_LAYERS)[1].layers
 
 
 def check_against_engine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 from hispec.cli import main
 from hispec.config import NgramConfig
+from hispec.control.candidates import trained_paths
 from hispec.errors import ConfigError
 from hispec.jobs.load import load_job, load_preset
 from hispec.jobs.schema import RunConfig
+from hispec.latency.model import LatencyModel
+from hispec.latency.profile import StageCost
+from hispec.measure import latency as measuring
 from hispec.profile import run as profile_run
-from hispec.profile.candidates import Candidates, default_layers, exits_folder, wants_shipped
+from hispec.profile.candidates import Candidates, default_layers, exits_folder
 from hispec.profile.plots import ACCEPTANCE, RATIO, draw_plots
 from hispec.profile.preset import COMMENTS, preset_text
 from hispec.profile.report import print_profile
@@ -70,6 +75,14 @@ def write_job(folder: Path, model: Path, rows: list[dict[str, Any]] | None = Non
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(values | fields))
     return folder / "job.yaml"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_samples() -> Iterator[None]:
+    """What passes take here is of no interest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "_SAMPLES", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +176,12 @@ def test_the_result_has_everything_that_was_measured(
             for name in ("plan_text", "speculative", "tokens_per_s", "ratio_to_plain", "ratio_by_task")
         }
         assert set(best["ratio_by_task"]) == {"chat", "maths", "mean"}
+    costs = result["costs"]
+    assert 0 < costs["context_len"] < 128 and not costs["is_static"] and costs["row_buckets"] == []
+    assert {"plain", "draft/2", "check/0-5", "check/2-5", "verify/5", "lookup"} <= costs["stages"].keys()
+    model = LatencyModel({name: StageCost(**each).cost for name, each in costs["stages"].items()})
+    plain_ms = model["plain"](2, 2, 2 * costs["context_len"])
+    assert plain_ms == pytest.approx(result["calibration"]["plain_parts_ms"]) and plain_ms > 0
     assert result["options"]["batch_size"] == 2 and {"cpu", "torch", "hispec"} <= result["environment"].keys()
 
 
@@ -382,16 +401,12 @@ def test_exits_are_those_of_the_option_then_of_the_job(tiny_path: Path, exits: P
         exits_folder(None, named) == str(exits) == exits_folder(str(exits), job(draft={"layer": 2}))
         and exits_folder(None, None) is None
     )
-    assert (
-        not wants_shipped(named)
-        and not wants_shipped(None)
-        and wants_shipped(job(draft={"kind": "adapter", "layer": 2}))
-    )
-    assert wants_shipped(job(draft={"kind": "hybrid", "layer": 2})) and not wants_shipped(
-        job(draft={"kind": "hybrid", "exit": "exit", "layer": 2})
-    )
+    assert trained_paths(named) == [str(exits)] and trained_paths(None) == []
+    assert trained_paths(job(draft={"kind": "adapter", "layer": 2})) == [None], "those that come with HiSpec"
+    assert trained_paths(job(draft={"kind": "hybrid", "layer": 2})) == [None]
+    assert trained_paths(job(draft={"kind": "hybrid", "exit": "exit", "layer": 2})) == []
     by_model = job(draft={"kind": "model", "path": "small"})
-    assert exits_folder(None, by_model) is None and not wants_shipped(by_model)
+    assert exits_folder(None, by_model) is None and trained_paths(by_model) == []
     two = job(
         draft={"kind": "adapter", "path": "a", "layer": 2}, check={"kind": "adapter", "path": "b", "layer": 5}
     )
@@ -402,8 +417,8 @@ def test_exits_are_those_of_the_option_then_of_the_job(tiny_path: Path, exits: P
 
 def test_shipped_exits_have_no_path(tiny_decoder: Decoder) -> None:
     trained = [AdapterExit(tiny_decoder, layer, [], torch.ones(48), None, None) for layer in (2, 5)]
-    candidates = Candidates([2, 5], trained)
-    draft, check, hybrid = candidates.draft(2), candidates.check(5), candidates.hybrid(2, NgramConfig(), 1)
+    tiers = Candidates([2, 5], trained).tiers
+    draft, check, hybrid = tiers.draft(2), tiers.check(5), tiers.hybrid(2, NgramConfig(), 1)
     assert (
         draft.kind == check.kind == hybrid.exit == "adapter"
         and draft.path is None is check.path is hybrid.path

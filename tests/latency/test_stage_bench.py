@@ -1,0 +1,106 @@
+"""What is run when a stage is timed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cache.paged_kv import PagedKV
+from cache.view import BatchView
+from ee_models.decoder import Decoder
+from hispec.decoding.draft_tree import DraftTree
+from hispec.measure.stage_bench import Rig
+
+Pass = tuple[int, int, int]
+
+
+@pytest.fixture
+def passes(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
+    """(first layer, last + 1, positions) of every pass from now on."""
+    seen: list[Pass] = []
+    run_layers = Decoder.run_layers
+
+    def watched(
+        self: Decoder, hidden: torch.Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView
+    ) -> torch.Tensor:
+        assert int(view.positions.min()) >= 29 and view.max_context_len <= 46, (
+            "a stage runs right after the context"
+        )
+        seen.append((lo, hi, view.num_tokens))
+        return run_layers(self, hidden, lo, hi, kv, view)
+
+    monkeypatch.setattr(Decoder, "run_layers", lambda *args: run_layers(*args))
+    rig_prefill = Rig._prefill
+
+    def prefill(self: Rig, context: list[int]) -> None:
+        rig_prefill(self, context)
+        monkeypatch.setattr(Decoder, "run_layers", watched)
+
+    monkeypatch.setattr(Rig, "_prefill", prefill)
+    return seen
+
+
+def test_a_stage_is_timed_over_its_own_layers_and_positions(
+    tiny_decoder: Decoder, passes: list[Pass]
+) -> None:
+    rig = Rig(tiny_decoder, [], list(range(30)), 3, 17)
+    for run, expected in (
+        (rig.plain(2), (0, 9, 2)),
+        (rig.draft(3, 1, 4), (0, 4, 3)),
+        (rig.draft(2, 8, 4), (0, 4, 16)),
+        (rig.draft(2, 1, None), (0, 9, 2)),
+        (rig.fill(1, 1, 4), (0, 4, 1)),
+        (rig.fill(3, 5, 4), (0, 4, 15)),
+        (rig.check(3, 5, 2, 6), (2, 6, 15)),
+        (rig.check(2, 1, 2, 6), (2, 6, 2)),
+        (rig.check(2, 4, 0, 6), (0, 6, 8)),
+        (rig.verify(3, 16, 6), (6, 9, 48)),
+        (rig.verify(1, 1, 6), (6, 9, 1)),
+        (rig.verify(2, 3, 0), (0, 9, 6)),
+    ):
+        passes.clear()
+        run()
+        run()
+        assert passes == [expected] * 2
+    passes.clear()
+    for run in (rig.lookup(2, 6), rig.shadow(3, 4, 2)):
+        run()
+    assert not passes, "no layers are run to look up, or to read hidden states that are there"
+
+
+def test_every_row_of_a_rig_has_the_context(tiny_decoder: Decoder) -> None:
+    """So that a draft pass of any row says what the model's exit says after this very context."""
+    context = [7, 3, 200, 41, 5, 99, 12, 64] * 4
+    rig = Rig(tiny_decoder, [], context, 3, 4)
+    batch, chain = rig._batch(3, 4), DraftTree.chain(0)
+    said = []
+    with torch.inference_mode():
+        for row in range(3):
+            span = rig._stages.select(
+                batch,
+                chain,
+                torch.zeros(3, dtype=torch.int64),
+                torch.zeros(1, dtype=torch.int64),
+                torch.arange(3).unsqueeze(-1) == row,
+            )
+            said.append(
+                rig._stages.logits(
+                    rig._stages.run(rig._stages.embed(batch, span), 0, 9, batch, span), 9, span
+                )
+            )
+    kv = PagedKV(
+        9,
+        4,
+        8,
+        tiny_decoder.config.num_kv_heads,
+        tiny_decoder.config.head_dim,
+        tiny_decoder.dtype,
+        tiny_decoder.device,
+    )
+    table, positions = torch.arange(4).unsqueeze(0), torch.arange(32)
+    view = BatchView(positions, positions, table, torch.tensor([0, 32]), 32, 32)
+    with torch.inference_mode():
+        expected = tiny_decoder.logits(
+            tiny_decoder.run_layers(tiny_decoder.embed(torch.tensor(context)), 0, 9, kv, view)[-1:], 9
+        )
+    assert all(torch.equal(logits, expected) for logits in said)
