@@ -31,13 +31,13 @@ from hispec.config import NgramConfig, SpeculativeConfig
 from hispec.jobs.bench_inputs import generate, good_rows, task_of
 from hispec.jobs.load import load_job
 from hispec.latency.model import LatencyModel, Linear
-from hispec.latency.profile import StageCost
+from hispec.latency.profile_file import StageCost
 from hispec.llm import LLM
 from hispec.profile.candidates import find_candidates
 from hispec.profile.options import ProfileOptions
 from hispec.profile.plans import all_plans, drafter_of, kind_of, lookups_of, short_text
 from hispec.profile.predict import Calibration, Prediction, Predictor, best_of_each_kind, search
-from hispec.profile.record import record
+from hispec.profile.record_answers import record
 from hispec.profile.recording import NOTHING, Answer, Recording, Said
 from hispec.profile.round_cost import PassTimes
 from hispec.sampling_params import SamplingParams

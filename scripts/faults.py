@@ -69,14 +69,14 @@ FAULTS = (
     ),
     Fault(
         "a stale hidden row: the last draft's is not stored",
-        "hispec/drafters/computed.py",
+        "hispec/drafters/autoregressive.py",
         "        hidden = self._head.feed(batch, span)\n        if depth == tree.depth:\n",
         "        if depth == tree.depth:\n            return drafting, num_sure\n"
         "        hidden = self._head.feed(batch, span)\n        if depth == tree.depth:\n",
     ),
     Fault(
         "adapter KV of the last draft is not written (what Kangaroo has to catch up)",
-        "hispec/drafters/computed.py",
+        "hispec/drafters/autoregressive.py",
         "            self._head.fill(hidden, span)\n            return drafting",
         "            return drafting",
         ("tests/laws/test_adapters.py", "tests/runner/test_adapter_plans.py"),

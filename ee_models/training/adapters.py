@@ -19,9 +19,9 @@ from ..checkpoint.exit_files import ExitInfo
 from ..checkpoint.loader import Checkpoint
 from ..config import ModelConfig
 from .examples import Example, step_indices
+from .hidden_states import FINAL, StateStore
 from .loop import Metrics
 from .soft_labels import soft_label_loss
-from .states import FINAL, StateStore
 
 _INIT_STD = 0.02
 _EVAL_EXAMPLES = 16  # held-out examples per pass

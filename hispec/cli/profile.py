@@ -84,7 +84,7 @@ def _latency(options: argparse.Namespace) -> int:
         names = ", ".join(f"--{flag}" for flag in flags)
         raise ConfigError(f"{names}: means nothing with --latency, which only measures stages; leave it out")
     job = load_job(options.job, options.set)
-    from ..profile.latency import print_latency, profile_latency
+    from ..profile.stage_latency import print_latency, profile_latency
 
     path = Path(options.latency).expanduser() if options.latency else None
     progress = not options.no_progress

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from ..trace.picture import draw_trace
+    from ..trace.plots import draw_trace
     from ..trace.report import print_report
     from ..trace.summary import summarize
     from ..trace.writer import read_trace

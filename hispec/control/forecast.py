@@ -16,7 +16,7 @@ from .choice import Choice, Observation, Route
 from .corrections import Corrections
 from .goodput import PlanGrid, Sizes, Widths
 from .hazards import Floats
-from .per_request import Shifts, size_requests
+from .request_sizes import Shifts, size_requests
 
 PlanKey = tuple[int | None, Plan, int]  # route, plan, number of rows
 _NO_SHIFTS = (np.zeros(0), np.zeros(0))

@@ -12,7 +12,7 @@ from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
 from ..decoding.drafter import Draft, Drafter, Source
 from ..decoding.stages import Stages
-from .computed import ComputedDrafter, DraftHead
+from .autoregressive import ComputedDrafter, DraftHead
 from .ngram import NgramDrafter
 
 

@@ -13,7 +13,7 @@ from ..decoding.acceptance import Judge
 from ..decoding.drafter import Drafter
 from ..decoding.stages import DecoderLike, PassCounts, Stages
 from ..errors import ConfigError
-from .computed import ComputedDrafter, ExitHead
+from .autoregressive import ComputedDrafter, ExitHead
 from .hybrid import HybridDrafter
 from .model import ModelDrafter, ModelHead
 from .ngram import NgramDrafter

@@ -13,7 +13,7 @@ from cache.view import BatchView
 from ..decoding.acceptance import Judge
 from ..decoding.batch import RoundBatch, Span
 from ..decoding.stages import DecoderLike, PassCounts, Stages
-from .computed import ComputedDrafter
+from .autoregressive import ComputedDrafter
 
 
 class ModelHead:

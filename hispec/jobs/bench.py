@@ -17,7 +17,7 @@ from ..sampling_params import SamplingParams
 from ..utils.console import make_bar
 from ..utils.environment import environment, peak_memory_bytes
 from .bench_inputs import TokenIds, generate, good_rows, task_of, warm_up
-from .bootstrap import Paired, ratio_interval
+from .confidence_interval import Paired, ratio_interval
 from .rates import Rates, add_counts, plan_text
 from .rows import Row, count_rows
 from .schema import Job

@@ -24,7 +24,7 @@ from ..control.candidates import exit_layers
 from ..errors import ConfigError
 from ..latency.fit import Point, fit
 from ..latency.model import LatencyModel
-from ..latency.profile import Facts, LatencyProfile, StageCost, Subject, TimedPass, kept_path, load, save
+from ..latency.profile_file import Facts, LatencyProfile, StageCost, Subject, TimedPass, kept_path, load, save
 from ..runner.buckets import row_buckets
 from ..runner.cuda_graphs import GraphDevice
 from ..utils.environment import environment

@@ -20,7 +20,7 @@ from ..decoding.batch import PACKED, STATIC, RoundBatch, Span, make_sampling_inp
 from ..decoding.draft_tree import DraftTree
 from ..decoding.round import Round, run_round
 from ..decoding.stages import DecoderLike, PassCounts, Stages, Tier
-from ..drafters.computed import ComputedDrafter, ExitHead
+from ..drafters.autoregressive import ComputedDrafter, ExitHead
 from ..drafters.ngram import NgramDrafter
 from ..runner.buckets import context_bucket
 from ..runner.cuda_graphs import CudaGraphs, GraphDevice

@@ -25,7 +25,7 @@ from .candidates import Candidates, exits_folder, find_candidates
 from .options import ProfileOptions, Targets
 from .plans import all_plans, lookups_of
 from .predict import Predictor, best_by_layers, best_of_each_kind, calibrate, search
-from .record import record
+from .record_answers import record
 from .recording import Answer
 from .results import agreement, best_of_kind, measured_plans
 from .round_cost import PassTimes

@@ -10,7 +10,7 @@ from ..control.choice import Control, FixedControl
 from ..control.controller import GoodputControl
 from ..errors import ConfigError
 from ..latency.model import LatencyModel, Linear
-from ..latency.profile import load
+from ..latency.profile_file import load
 from ..scheduling.make import make_policy
 from ..scheduling.sjf import ShortestRemaining
 from .batch_state import Setup

@@ -19,8 +19,8 @@ from ee_models.errors import TrainingError
 from ee_models.exits import head_name
 from ee_models.training.adapters import AdapterModule, AdaptersTask, Exits, frequent_tokens, init_from_trunk
 from ee_models.training.examples import Example, split
+from ee_models.training.hidden_states import StateStore, num_bytes
 from ee_models.training.loop import CHECKPOINT, LOG, LoopSettings, Metrics, Outcome, Task, train
-from ee_models.training.states import StateStore, num_bytes
 
 from ..errors import ConfigError
 from ..loading.fetch import resolve_model

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ee_models.decoder import Decoder
 from hispec.config import Plan, SpeculativeConfig
-from hispec.drafters.computed import ExitHead
+from hispec.drafters.autoregressive import ExitHead
 from hispec.engine.step_loop import StepLoop
 from hispec.runner.launchers import StaticLauncher
 from hispec.sampling.logits_processors import Penalties

@@ -15,7 +15,7 @@ from ee_models.linear import can_pack
 from hispec.config import EngineConfig, Plan, SpeculativeConfig
 from hispec.decoding.acceptance import Judge
 from hispec.decoding.stages import DecoderLike, Stages
-from hispec.drafters.computed import ComputedDrafter, ExitHead
+from hispec.drafters.autoregressive import ComputedDrafter, ExitHead
 from hispec.engine import Engine
 from hispec.runner.cuda_graphs import GraphDevice
 from hispec.sampling_params import SamplingParams

@@ -17,7 +17,7 @@ from ee_models.decoder import Decoder
 from ee_models.exits import head_name
 from ee_models.training.adapters import AdapterModule, Exits, StatesBatch
 from ee_models.training.examples import Example
-from ee_models.training.states import StateStore
+from ee_models.training.hidden_states import StateStore
 from tests.helpers.adapters import make_module
 from tests.helpers.tiny import TINY_VOCAB, tiny_checkpoint
 

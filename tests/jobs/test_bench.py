@@ -16,7 +16,7 @@ from hispec.config import SpeculativeConfig
 from hispec.errors import ConfigError, build
 from hispec.jobs import bench
 from hispec.jobs.bench import BenchOptions, plans_of, run_bench
-from hispec.jobs.bootstrap import Paired, ratio_interval
+from hispec.jobs.confidence_interval import Paired, ratio_interval
 from hispec.jobs.hf_baseline import TransformersBaseline
 from hispec.jobs.rates import Rates, add_counts, plan_text
 from hispec.jobs.report import print_bench

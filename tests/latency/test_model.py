@@ -15,7 +15,16 @@ import pytest
 from hispec.errors import ConfigError
 from hispec.latency.fit import Point, StageFit, fit, fit_stage
 from hispec.latency.model import LatencyModel, Linear, stage_names
-from hispec.latency.profile import LatencyProfile, StageCost, Subject, TimedPass, check, kept_path, load, save
+from hispec.latency.profile_file import (
+    LatencyProfile,
+    StageCost,
+    Subject,
+    TimedPass,
+    check,
+    kept_path,
+    load,
+    save,
+)
 
 SHAPES = [
     (rows, q_len, context)

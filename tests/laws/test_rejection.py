@@ -24,7 +24,7 @@ from hispec.decoding.acceptance import RejectionJudge
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.round import run_round
 from hispec.decoding.stages import PassCounts, Stages
-from hispec.drafters.computed import ExitHead
+from hispec.drafters.autoregressive import ExitHead
 from hispec.drafters.hybrid import HybridDrafter
 from hispec.drafters.ngram import NgramDrafter
 from hispec.sampling.inputs import RowSampling

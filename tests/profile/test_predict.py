@@ -26,7 +26,7 @@ from hispec.profile.predict import (
     calibrate,
     search,
 )
-from hispec.profile.record import look_up
+from hispec.profile.record_answers import look_up
 from hispec.profile.recording import Answer, LookedUp, Recording, flat, said_of
 from hispec.profile.replay import RoundCounter, sum_of
 from hispec.profile.round_cost import PassTimes, _shares_of_batch, round_costs

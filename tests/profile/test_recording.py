@@ -13,7 +13,7 @@ from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from hispec.config import NgramConfig
-from hispec.profile.record import RANKS, look_up, record
+from hispec.profile.record_answers import RANKS, look_up, record
 from hispec.profile.recording import NOTHING, Answer, LookedUp, Recording, Said, flat, said_of
 from hispec.sampling_params import SamplingParams
 from tests.helpers.adapters import TINY_MLP, loaded, make_exits, whole_trunk
@@ -115,8 +115,8 @@ def answers_of(decoder: Decoder, lengths: list[int], num_tokens: int = 20) -> li
 
 
 def test_the_full_model_says_its_own_answers(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hispec.profile.record._PROMPT_TOKENS_PER_PASS", 7)
-    monkeypatch.setattr("hispec.profile.record._ANSWER_TOKENS_PER_PASS", 6)
+    monkeypatch.setattr("hispec.profile.record_answers._PROMPT_TOKENS_PER_PASS", 7)
+    monkeypatch.setattr("hispec.profile.record_answers._ANSWER_TOKENS_PER_PASS", 6)
     answers = answers_of(tiny_decoder, [1, 2, 8, 17, 40])
     recording = record(tiny_decoder, [3, 8], [], answers, draft_model=tiny_decoder)
     assert np.array_equal(recording.own[9], recording.truth)

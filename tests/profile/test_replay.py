@@ -17,7 +17,7 @@ from hispec.config import CheckConfig, DraftConfig, EngineConfig, NgramConfig, S
 from hispec.engine import Engine
 from hispec.latency.model import NOTHING, LatencyModel, stage_names
 from hispec.profile.plans import short_text
-from hispec.profile.record import record
+from hispec.profile.record_answers import record
 from hispec.profile.recording import Answer
 from hispec.profile.replay import RoundCounter, Rounds
 from hispec.profile.round_cost import PassTimes, round_costs

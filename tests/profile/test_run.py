@@ -24,7 +24,7 @@ from hispec.errors import ConfigError
 from hispec.jobs.load import load_job, load_preset
 from hispec.jobs.schema import RunConfig
 from hispec.latency.model import LatencyModel
-from hispec.latency.profile import StageCost
+from hispec.latency.profile_file import StageCost
 from hispec.measure import latency as measuring
 from hispec.profile import run as profile_run
 from hispec.profile.candidates import Candidates, default_layers, exits_folder

@@ -17,7 +17,7 @@ from hispec.config import GoodputConfig
 from hispec.control.choice import Observation, Route
 from hispec.control.controller import GoodputControl
 from hispec.latency.model import LatencyModel, Linear
-from hispec.trace.picture import draw_trace, spans
+from hispec.trace.plots import draw_trace, spans
 from hispec.trace.summary import summarize
 from hispec.trace.writer import read_trace
 from tests.helpers.traces import NGRAM, ROUTES, Clock, decision, fixed_trace, goodput_trace, writer

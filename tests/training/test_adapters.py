@@ -30,9 +30,9 @@ from ee_models.training.adapters import (
     init_from_trunk,
 )
 from ee_models.training.examples import Example
+from ee_models.training.hidden_states import FINAL, trunk_states
 from ee_models.training.loop import LoopSettings, train
 from ee_models.training.soft_labels import soft_label_loss
-from ee_models.training.states import FINAL, trunk_states
 from tests.helpers import training_adapters
 from tests.helpers.adapters import TINY_MLP, make_module
 from tests.helpers.scripted import tiny_config

@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import ee_models.training.states as states_module
+import ee_models.training.hidden_states as states_module
 import hispec.training.run as run_module
 from ee_models.checkpoint.exit_files import INFO, TENSORS, ExitsFile
 from ee_models.training.adapters import AdaptersTask
@@ -429,7 +429,7 @@ def test_a_full_disk_ends_the_run_with_a_line_and_the_next_one_goes_on(
     place: str,
 ) -> None:
     modules = {
-        "states": "ee_models.training.states",
+        "states": "ee_models.training.hidden_states",
         "checkpoint": "ee_models.training.loop",
         "exits": "ee_models.checkpoint.exit_files",
     }

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import ee_models.training.states as states_module
+import ee_models.training.hidden_states as states_module
 from ee_models.decoder import Decoder
 from ee_models.errors import TrainingError
 from ee_models.training.examples import Example
-from ee_models.training.states import FINAL, num_bytes, trunk_states
+from ee_models.training.hidden_states import FINAL, num_bytes, trunk_states
 from tests.helpers import training_adapters
 from tests.helpers.training_adapters import LAYERS, make_examples, make_store
 from tests.laws.test_layers import CountingDecoder, make_kv, whole_view

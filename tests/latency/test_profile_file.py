@@ -21,7 +21,7 @@ from ee_models.exits import AdapterExit
 from hispec.cli import main
 from hispec.drafters.lookup_torch import TensorLookup
 from hispec.errors import ConfigError
-from hispec.latency.profile import LatencyProfile, kept_path, load, save
+from hispec.latency.profile_file import LatencyProfile, kept_path, load, save
 from hispec.measure import latency as measuring
 from hispec.measure.latency import Grid, latency_for, measure_latency, subject_of
 from hispec.measure.round_overhead import NoModel, overheads
@@ -404,7 +404,7 @@ def test_the_command_measures_writes_and_prints(
 def test_the_command_keeps_it_where_it_is_looked_for(
     tiny_path: Path, tmp_path: Path, cache: Path, num_measured: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hispec.profile.latency.measure_latency", measuring.measure_latency)
+    monkeypatch.setattr("hispec.profile.stage_latency.measure_latency", measuring.measure_latency)
     job = write_job(tmp_path, tiny_path, speculative=None)
     assert main(["profile", str(job), "--latency", "--max-window", "7", "--no-progress"]) == 0
     (kept,) = (cache / "latency").iterdir()

@@ -13,7 +13,7 @@ from ee_models.exits import AdapterExit
 from ..config import SpeculativeConfig
 from ..control.candidates import exit_layers, trained_path, uses_trained
 from ..jobs.schema import Job
-from ..latency.profile import LatencyProfile, StageCost, kept_path, save
+from ..latency.profile_file import LatencyProfile, StageCost, kept_path, save
 from ..llm import LLM
 from ..measure.latency import measure_latency, subject_of
 from ..utils.console import make_console, make_table, number, percent, print_if_busy
