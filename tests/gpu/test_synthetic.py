@@ -112,8 +112,6 @@ def test_a_rigs_stages_do_from_graphs_what_they_do_eagerly(
         "fill": rig.fill(3, 1, 4),
         "check": rig.check(3, 3, 2, 6),
         "verify": rig.verify(3, 6, 5),
-        "choose": rig.choose(3, 2),
-        "probability": rig.probability(70),
         "lookup": rig.lookup(2, 3),
     }
     for name, run in stages.items():
