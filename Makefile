@@ -38,7 +38,7 @@ test: $(INSTALLED_TEST)
 
 test-slow: $(INSTALLED_TEST)
 	$(VENV)/bin/hispec fetch smollm2
-	$(VENV_PYTHON) -m pytest -q -m slow
+	PYTHON="$(CURDIR)/$(VENV_PYTHON)" scripts/check.sh -m slow
 
 faults: $(INSTALLED_TEST)
 	$(VENV_PYTHON) scripts/planted_faults.py
