@@ -163,7 +163,7 @@ def _looked_up(acceptance: dict[str, Any]) -> str:
 
 
 def _interval(bounds: list[float] | None) -> str:
-    return "" if bounds is None else f"{bounds[0]:.2f} to {bounds[1]:.2f}"
+    return "" if bounds is None else f"{bounds[0]:.2f}–{bounds[1]:.2f}"
 
 
 def _histogram(counts: list[int]) -> str:
