@@ -141,7 +141,7 @@ def timed(decoder: Decoder, seconds: dict[str, float]) -> Any:
         setattr(owner, name, timing)
         return owner, name, original
 
-    linear = type(decoder._head)
+    linear = type(decoder.head)
     wrapped = [
         wrap(linear, "__call__", "matrix products"),
         wrap(type(decoder.attention), "attend", "attention"),

@@ -19,6 +19,7 @@ from hispec.config import ACCEPTANCES, KINDS, TRAITS, SpeculativeConfig
 from hispec.control.candidates import candidates
 from hispec.decoding import acceptance
 from hispec.decoding.acceptance import CoupledJudge, register_judge
+from hispec.decoding.stages import PassCounts
 from hispec.drafters import make
 from hispec.errors import ConfigError, build
 from tests.helpers import tiny
@@ -150,3 +151,19 @@ def test_the_page_names_each_example_and_what_is_there() -> None:
     assert all(str(path.relative_to(ROOT)) in page for path in (ROOT / "examples").glob("extend_*.py"))
     files = set(re.findall(r"`((?:hispec|ee_models|examples|tests|cache)/[\w/.]+\.py)`", page))
     assert len(files) > 8 and not [name for name in files if not (ROOT / name).is_file()]
+
+
+def test_a_registered_drafter_is_told_of_requests_beside_others() -> None:
+    """Under control: goodput, where routes share drafters, those that are shared hear of prompts and ends."""
+    stages: Any = None
+    made: list[Any] = []
+
+    def make_drafter(*arguments: Any) -> Any:
+        made.append(object())
+        return made[-1]
+
+    make.register_drafter("told", make_drafter)
+    factory = make.DrafterFactory(2, 64, None, None, PassCounts())
+    draft = build(SpeculativeConfig, {"draft": {"kind": "told"}, "num_draft_tokens": 2}).draft
+    drafter = factory.make(draft, 0, None, stages, CoupledJudge())
+    assert factory.shared == (drafter,) and made == [drafter]

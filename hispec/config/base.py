@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
 Item = TypeVar("Item")
@@ -17,16 +17,16 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def one_of(names: Collection[str]) -> AfterValidator:
+def one_of(names: Collection[str]) -> BeforeValidator:
     """A string that is one of `names`, which may grow later: a Literal of what is registered."""
 
-    def check(value: str) -> str:
+    def check(value: Any) -> Any:
         if value not in names:
             *others, last = map(repr, names)
             raise PydanticCustomError("literal_error", f"Input should be {', '.join(others)} or {last}")
         return value
 
-    return AfterValidator(check)
+    return BeforeValidator(check)
 
 
 def _as_tuple(value: Any) -> Any:

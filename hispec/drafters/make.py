@@ -56,11 +56,13 @@ class DrafterFactory:
         self._draft_model, self._draft_kv, self._draft_counts = draft_model, draft_kv, draft_counts
         self._ngrams: dict[NgramConfig, NgramDrafter] = {}
         self._model: ModelDrafter | None = None
+        self._registered: list[Drafter] = []
 
     @property
     def shared(self) -> tuple[Drafter, ...]:
         """The drafters made so far that keep state of requests."""
-        return *self._ngrams.values(), *(() if self._model is None else (self._model,))
+        models = () if self._model is None else (self._model,)
+        return *self._ngrams.values(), *models, *self._registered
 
     def make(
         self, draft: DraftConfig, draft_layer: int, confidence: float | None, stages: Stages, judge: Judge
@@ -87,7 +89,8 @@ class DrafterFactory:
                 return self._model
             case kind:
                 sizes = self._max_num_seqs, self._max_model_len
-                return _REGISTERED[kind](draft, stages, judge, *sizes)
+                self._registered.append(_REGISTERED[kind](draft, stages, judge, *sizes))
+                return self._registered[-1]
 
     def _ngram(self, draft: DraftConfig, device: torch.device, judge: Judge) -> NgramDrafter:
         sizes = draft.lookup

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from ..config import Settings, SpeculativeConfig
 from ..errors import ConfigError
+from ..runner.plan_cache import MOST_KEPT
 from ..sampling_params import SamplingParams
 from ..utils.console import make_bar
 from ..utils.environment import environment, peak_memory_bytes
-from .bench_inputs import TokenIds, generate, good_rows, task_of, warm_up
-from .confidence_interval import Paired, ratio_interval
+from .bench_inputs import TokenIds, generate, good_rows, warm_up
+from .bench_runs import Runs, make_groups, num_matches, ratio_intervals, ratios_by_task
 from .rates import Rates, add_counts, plan_text
 from .rows import Row, count_rows
 from .schema import Job
@@ -34,9 +35,8 @@ class BenchOptions(Settings):
     """How to measure.
 
     repeats       timed runs of each engine; the median counts
-    batch_size    prompts that run together, in every engine; at 1 each prompt is timed by itself, one engine
-                  after the other, which cancels the machine's drift and gives confidence intervals over
-                  prompts
+    batch_size    prompts that run together, in every engine; at 1 each prompt is timed by itself, which gives
+                  confidence intervals over prompts
     max_tokens    new tokens per prompt
     context       prompt tokens are repeated or cut to this length; None = as they are
     temperature   0 = greedy; above it, each prompt has a seed of its own, and transformers is left out
@@ -51,59 +51,6 @@ class BenchOptions(Settings):
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
     transformers: bool = True
     plans: dict[str, SpeculativeConfig | None] = Field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Group:
-    """Prompts that are timed together, by number; all of one task."""
-
-    task: str
-    prompts: list[int]
-
-
-@dataclass
-class Runs:
-    """The timed runs of one engine over groups of prompts.
-
-    seconds, decode_seconds   by run and group; those of rounds alone (without prompts)
-    outputs                   token ids by run and prompt
-    stats                     counts of all runs
-    """
-
-    groups: Sequence[Group]
-    seconds: list[list[float]] = field(default_factory=list)
-    decode_seconds: list[list[float]] = field(default_factory=list)
-    outputs: list[list[TokenIds]] = field(default_factory=list)
-    stats: dict[str, Any] = field(default_factory=dict)
-
-    def begin_run(self) -> None:
-        self.seconds.append([0.0] * len(self.groups))
-        self.decode_seconds.append([0.0] * len(self.groups))
-        self.outputs.append([[] for group in self.groups for _ in group.prompts])
-
-    def median_tokens_per_s(self, task: str | None = None, *, decode: bool = False) -> float:
-        return statistics.median(self.tokens_per_s(task, decode=decode))
-
-    def tokens_per_s(self, task: str | None = None, *, decode: bool = False) -> list[float]:
-        """By run, over all groups or those of one task. `decode`: by the time of rounds alone."""
-        taken = [number for number, group in enumerate(self.groups) if task in (None, group.task)]
-        times = self.decode_seconds if decode else self.seconds
-        return [
-            sum(self._num_tokens(number, outputs) for number in taken)
-            / sum(seconds[number] for number in taken)
-            for outputs, seconds in zip(self.outputs, times, strict=True)
-        ]
-
-    def by_group(self, task: str) -> tuple[list[float], list[float]]:
-        """Mean tokens and median seconds over runs of each group of the task."""
-        taken = [number for number, group in enumerate(self.groups) if group.task == task]
-        return [
-            statistics.fmean(self._num_tokens(number, outputs) for outputs in self.outputs)
-            for number in taken
-        ], [statistics.median(seconds[number] for seconds in self.seconds) for number in taken]
-
-    def _num_tokens(self, group: int, outputs: Sequence[TokenIds]) -> int:
-        return sum(len(outputs[prompt]) for prompt in self.groups[group].prompts)
 
 
 def plans_of(
@@ -147,7 +94,7 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
             llm, taken, [sampling.model_copy(update={"seed": seeds[tuple(prompt)]}) for prompt in taken]
         )
 
-    groups = _groups(rows, options.batch_size)
+    groups = make_groups(rows, options.batch_size)
     plans = plans_of(job.speculative, options.plans)
     runs = {name: Runs(groups) for name in (["transformers"] if with_transformers else []) + list(plans)}
     for speculative in plans.values():
@@ -157,39 +104,43 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
     memory = {"peak_resident_bytes": peak_memory_bytes(), **llm.memory()}
     baseline = _baseline(job, options, prompts) if with_transformers else None
     order = list(runs)
-    turn = 0  # rotates the order: no engine is always first, or always after the same one
-    with make_bar(options.repeats * len(groups) * len(order), None, "run", progress) as bar:
-        for _ in range(options.repeats):
+    # Groups that an engine decodes before it is another one's turn.
+    numbers = list(range(len(groups)))
+    turns = [[number] for number in numbers] if _takes_turns(llm, options, plans) else [numbers]
+    with make_bar(options.repeats * len(turns) * len(order), None, "run", progress) as bar:
+        for repeat in range(options.repeats):
             for run in runs.values():
                 run.begin_run()
-            for number in range(len(groups)):
-                for name in order[turn:] + order[:turn]:
+            for turn, numbers in enumerate(turns):
+                first = (repeat + turn) % len(order)  # none is always first, or always after the same one
+                for name in order[first:] + order[:first]:
                     bar.set_description_str(name)
-                    if name == "transformers":
-                        assert baseline is not None
-                        _time(runs[name], number, prompts, baseline.generate)
-                    else:
+                    if name != "transformers":
                         llm.set_speculative(plans[name])
                         llm.reset_stats()
-                        _time(runs[name], number, prompts, decode, lambda: llm.stats()["round_s"])
+                    for number in numbers:
+                        if name == "transformers":
+                            assert baseline is not None
+                            _time(runs[name], number, prompts, baseline.generate)
+                        else:
+                            _time(runs[name], number, prompts, decode, lambda: llm.stats()["round_s"])
+                    if name != "transformers":
                         runs[name].stats = add_counts(runs[name].stats, llm.stats())
                     bar.update()
-                turn = (turn + 1) % len(order)
     return _result(job, options, prompts, plans, runs) | {
         "memory": memory,
         "row_invariant": llm.row_invariant,
     }
 
 
-def _groups(rows: list[Row], batch_size: int) -> list[Group]:
-    """Each prompt by itself at batch size 1; else all prompts of a task, since a batch has no time of single
-    prompts."""
-    if batch_size == 1:
-        return [Group(task_of(row), [number]) for number, row in enumerate(rows)]
-    tasks: dict[str, Group] = {}
-    for number, row in enumerate(rows):
-        tasks.setdefault(task_of(row), Group(task_of(row), [])).prompts.append(number)
-    return list(tasks.values())
+def _takes_turns(llm: LLM, options: BenchOptions, plans: dict[str, SpeculativeConfig | None]) -> bool:
+    """Whether engines take turns prompt by prompt, which cancels the machine's drift. Not where a change of
+    plan loses what later prompts would find: a store of earlier outputs, or graphs of more plans than are
+    kept."""
+    ngrams = [plan.draft.lookup for plan in plans.values() if plan is not None]
+    has_store = any(ngram is not None and ngram.datastore_tokens for ngram in ngrams)
+    keeps_graphs = "graph_bytes" not in llm.memory() or len(plans) <= MOST_KEPT
+    return options.batch_size == 1 and not has_store and keeps_graphs
 
 
 def _time(
@@ -251,49 +202,14 @@ def _result(
         "engines": engines,
         "ratio_to_plain": over_plain("tokens_per_s", engines),
         "decode_ratio_to_plain": over_plain("decode_tokens_per_s", plans),
-        "ratio_by_task": _ratios_by_task(runs),
-        "ratio_interval": _intervals(runs) if options.batch_size == 1 else {},
-        "decode_ratio_by_task": _ratios_by_task({name: runs[name] for name in plans}, decode=True),
-        "exact_match": {name: _matches(run, runs["plain"]) for name, run in runs.items() if name != "plain"},
+        "ratio_by_task": ratios_by_task(runs),
+        "ratio_interval": ratio_intervals(runs) if options.batch_size == 1 else {},
+        "decode_ratio_by_task": ratios_by_task({name: runs[name] for name in plans}, decode=True),
+        "exact_match": {
+            name: num_matches(run, runs["plain"]) for name, run in runs.items() if name != "plain"
+        },
         "acceptance": acceptance,
     }
-
-
-def _ratios_by_task(runs: dict[str, Runs], *, decode: bool = False) -> dict[str, dict[str, float]]:
-    """By engine: tokens/s over plain's for each task, and their mean; empty for a single task."""
-    tasks = _tasks(runs)
-    if len(tasks) < 2:
-        return {}
-    found = {}
-    for name, run in runs.items():
-        ratios = {
-            task: run.median_tokens_per_s(task, decode=decode)
-            / runs["plain"].median_tokens_per_s(task, decode=decode)
-            for task in tasks
-        }
-        found[name] = {**ratios, "mean": statistics.fmean(ratios.values())}
-    return found
-
-
-def _intervals(runs: dict[str, Runs]) -> dict[str, list[float]]:
-    """By engine: the 95 % interval over prompts of its mean ratio to plain; empty if a task has a single
-    prompt."""
-    found, plain = {}, runs["plain"]
-    for name, run in runs.items():
-        tasks = [Paired(*run.by_group(task), *plain.by_group(task)) for task in _tasks(runs)]
-        if name != "plain" and (interval := ratio_interval(tasks)) is not None:
-            found[name] = list(interval)
-    return found
-
-
-def _tasks(runs: dict[str, Runs]) -> list[str]:
-    return list(dict.fromkeys(group.task for group in runs["plain"].groups))
-
-
-def _matches(run: Runs, plain: Runs) -> list[int]:
-    """[n, total]: prompts whose tokens are plain decoding's in every run, of all prompts."""
-    by_prompt = zip(*run.outputs, *plain.outputs, strict=True)
-    return [sum(all(each == outputs[0] for each in outputs) for outputs in by_prompt), len(plain.outputs[0])]
 
 
 def _engine_settings(job: Job, options: BenchOptions) -> dict[str, Any]:

@@ -266,17 +266,22 @@ def _facts(decoder: Decoder) -> Facts:
     }
 
 
+def check_room(max_model_len: int) -> None:
+    """Raises ConfigError if sequences of max_model_len tokens are too short to measure stages in."""
+    if max_model_len < _LEAST_ROOM:
+        raise ConfigError(
+            f"max_model_len={max_model_len} leaves no room to measure in; a latency profile needs"
+            f" {_LEAST_ROOM} positions"
+        )
+
+
 def _check_sizes(
     max_num_seqs: int, max_window: int, layers: Sequence[int], exits: Sequence[AdapterExit], decoder: Decoder
 ) -> None:
     for name, value in (("max_num_seqs", max_num_seqs), ("max_window", max_window)):
         if value < 1:
             raise ConfigError(f"{name}={value} of a latency profile must be at least 1")
-    if decoder.max_positions < _LEAST_ROOM:
-        raise ConfigError(
-            f"max_model_len={decoder.max_positions} leaves no room to measure in; a latency profile needs"
-            f" {_LEAST_ROOM} positions"
-        )
+    check_room(decoder.max_positions)
     num_layers = decoder.config.num_layers
     if bad := [layer for layer in layers if not 0 < layer < num_layers]:
         raise ConfigError(

@@ -2,7 +2,7 @@
 drafts and checks.
 
 Under greedy decoding a draft's context is the true one for as long as all drafts before it were right, so
-what a round commits can be read off these tokens, exactly (`walk`).
+what a round commits can be read off these tokens, exactly (`replay_numba.walk`).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _Check = tuple[int, float | None]  # layer, confidence
 
 
 class _LookedUp(NamedTuple):
-    """[places] each, as in `walk`."""
+    """[places] each, as in `replay_numba.walk`."""
 
     found: Ints
     right: Ints
@@ -63,7 +63,7 @@ class _LookedUp(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """[places] each, as in `walk`."""
+    """[places] each, as in `replay_numba.walk`."""
 
     rank: Ints
     right: Ints

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..jobs.bench_inputs import TokenIds, good_rows, task_of, warm_up
 from ..jobs.rows import count_rows
 from ..jobs.schema import Job
-from ..measure.latency import measure_latency
+from ..measure.latency import check_room, measure_latency
 from ..sampling_params import SamplingParams
 from ..utils.environment import environment
 from ..utils.files import write_atomically, write_json
@@ -200,6 +200,7 @@ class Session:
 
     def _check_window(self) -> None:
         room, window = self.llm.engine.max_model_len, self.options.max_window
+        check_room(room)
         if window >= room:
             raise ConfigError(
                 f"max_window={window} leaves no room for a prompt in max_model_len={room}; lower max_window"

@@ -8,7 +8,7 @@ from ..config import EngineConfig
 from .plan_runtime import PlanRuntime, make_plan_runtime
 from .plan_spec import Counters, EngineSizes, PlanSpec
 
-_MOST_KEPT = 8
+MOST_KEPT = 8
 
 
 class PlanCache:
@@ -43,7 +43,7 @@ class PlanCache:
             before is None
             or new.kv is not before.kv
             or not keeps_graphs
-            or (spec not in self._kept and len(self._kept) >= _MOST_KEPT)
+            or (spec not in self._kept and len(self._kept) >= MOST_KEPT)
         )
         kept = {} if drops_graphs else self._kept  # plans are kept for their graphs alone
         self._kept, self.runtime = {**kept, spec: new}, new

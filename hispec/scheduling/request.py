@@ -40,7 +40,7 @@ class Request:
     num_cached     prompt positions found in the prefix cache at its last admission
     row            its row of the batch; None while it waits
     drafter_failed whether it continues with plain decoding because the drafter failed
-    gaps           by owner, the first position without KV of an exit or a draft model, because the request
+    gaps           by ExtraKV, the first position without KV of an exit or a draft model, because the request
                    was in no round of it since; backfilled before the next one
     """
 

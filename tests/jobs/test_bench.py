@@ -189,7 +189,11 @@ def test_at_batch_1_each_prompt_is_timed_by_every_engine_in_turn_and_gives_inter
     )
     timed = served[-24:]  # after the warm-up: 6 prompts, two engines, two repeats
     assert [prompt for _, prompt in timed] == [row["prompt"] for row in rows for _ in range(2)] * 2
-    assert [speculative for speculative, _ in timed] == [False, True, True, False] * 6
+    # Who is first changes from prompt to prompt, and for each prompt from repeat to repeat.
+    first_then_second = [False, True, True, False] * 3
+    assert [speculative for speculative, _ in timed] == first_then_second + [
+        not each for each in first_then_second
+    ]
     low, high = result["ratio_interval"]["two_tier"]
     assert low <= result["ratio_by_task"]["two_tier"]["mean"] <= high and list(result["ratio_interval"]) == [
         "two_tier"
@@ -203,6 +207,26 @@ def test_at_batch_1_each_prompt_is_timed_by_every_engine_in_turn_and_gives_inter
         run_bench(make_job(tmp_path, rows), options(transformers=False), progress=False)["ratio_interval"]
         == {}
     )
+
+
+def test_a_store_of_earlier_outputs_is_not_lost_between_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change of plan empties it, so an engine then decodes all prompts before it is another one's turn."""
+    changes: list[bool] = []
+    set_speculative = FakeLLM.set_speculative
+
+    def watched(self: FakeLLM, speculative: SpeculativeConfig | None) -> None:
+        changes.append(speculative is not None)
+        set_speculative(self, speculative)
+
+    monkeypatch.setattr(FakeLLM, "set_speculative", watched)
+    store = {"draft": {"kind": "ngram", "ngram": {"datastore_tokens": 1024}}, "num_draft_tokens": 4}
+    rows = [{"prompt": f"{number}", "metadata": {"task": "maths"}} for number in range(5)]
+    job = make_job(tmp_path, rows, speculative=store)
+    result = run_bench(job, options(transformers=False, batch_size=1, repeats=2), progress=False)
+    assert changes == [False, True, *[False, True], *[True, False]], "warm-up, then one change a run"
+    assert list(result["ratio_interval"]) == ["two_tier"], "prompts are timed one by one all the same"
 
 
 def test_an_interval_holds_the_ratio_of_all_prompts_and_shrinks_with_their_number() -> None:

@@ -1,0 +1,113 @@
+"""The timed runs of a benchmark, and what is derived from them: speeds, ratios, intervals, equal outputs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .bench_inputs import TokenIds, task_of
+from .confidence_interval import Paired, ratio_interval
+from .rows import Row
+
+
+@dataclass(frozen=True)
+class Group:
+    """Prompts that are timed together, by number; all of one task."""
+
+    task: str
+    prompts: list[int]
+
+
+@dataclass
+class Runs:
+    """The timed runs of one engine over groups of prompts.
+
+    seconds, decode_seconds   by run and group; those of rounds alone (without prompts)
+    outputs                   token ids by run and prompt
+    stats                     counts of all runs
+    """
+
+    groups: Sequence[Group]
+    seconds: list[list[float]] = field(default_factory=list)
+    decode_seconds: list[list[float]] = field(default_factory=list)
+    outputs: list[list[TokenIds]] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    def begin_run(self) -> None:
+        self.seconds.append([0.0] * len(self.groups))
+        self.decode_seconds.append([0.0] * len(self.groups))
+        self.outputs.append([[] for group in self.groups for _ in group.prompts])
+
+    def median_tokens_per_s(self, task: str | None = None, *, decode: bool = False) -> float:
+        return statistics.median(self.tokens_per_s(task, decode=decode))
+
+    def tokens_per_s(self, task: str | None = None, *, decode: bool = False) -> list[float]:
+        """By run, over all groups or those of one task. `decode`: by the time of rounds alone."""
+        taken = [number for number, group in enumerate(self.groups) if task in (None, group.task)]
+        times = self.decode_seconds if decode else self.seconds
+        return [
+            sum(self._num_tokens(number, outputs) for number in taken)
+            / sum(seconds[number] for number in taken)
+            for outputs, seconds in zip(self.outputs, times, strict=True)
+        ]
+
+    def by_group(self, task: str) -> tuple[list[float], list[float]]:
+        """Mean tokens and median seconds over runs of each group of the task."""
+        taken = [number for number, group in enumerate(self.groups) if group.task == task]
+        return [
+            statistics.fmean(self._num_tokens(number, outputs) for outputs in self.outputs)
+            for number in taken
+        ], [statistics.median(seconds[number] for seconds in self.seconds) for number in taken]
+
+    def _num_tokens(self, group: int, outputs: Sequence[TokenIds]) -> int:
+        return sum(len(outputs[prompt]) for prompt in self.groups[group].prompts)
+
+
+def make_groups(rows: list[Row], batch_size: int) -> list[Group]:
+    """Each prompt by itself at batch size 1; else all prompts of a task, since a batch has no time of single
+    prompts."""
+    if batch_size == 1:
+        return [Group(task_of(row), [number]) for number, row in enumerate(rows)]
+    tasks: dict[str, Group] = {}
+    for number, row in enumerate(rows):
+        tasks.setdefault(task_of(row), Group(task_of(row), [])).prompts.append(number)
+    return list(tasks.values())
+
+
+def ratios_by_task(runs: dict[str, Runs], *, decode: bool = False) -> dict[str, dict[str, float]]:
+    """By engine: tokens/s over plain's for each task, and their mean; empty for a single task."""
+    tasks = _tasks(runs)
+    if len(tasks) < 2:
+        return {}
+    found = {}
+    for name, run in runs.items():
+        ratios = {
+            task: run.median_tokens_per_s(task, decode=decode)
+            / runs["plain"].median_tokens_per_s(task, decode=decode)
+            for task in tasks
+        }
+        found[name] = {**ratios, "mean": statistics.fmean(ratios.values())}
+    return found
+
+
+def ratio_intervals(runs: dict[str, Runs]) -> dict[str, list[float]]:
+    """By engine: the 95 % interval over prompts of its mean ratio to plain; empty if a task has a single
+    prompt."""
+    found, plain = {}, runs["plain"]
+    for name, run in runs.items():
+        tasks = [Paired(*run.by_group(task), *plain.by_group(task)) for task in _tasks(runs)]
+        if name != "plain" and (interval := ratio_interval(tasks)) is not None:
+            found[name] = list(interval)
+    return found
+
+
+def _tasks(runs: dict[str, Runs]) -> list[str]:
+    return list(dict.fromkeys(group.task for group in runs["plain"].groups))
+
+
+def num_matches(run: Runs, plain: Runs) -> list[int]:
+    """[n, total]: prompts whose tokens are plain decoding's in every run, of all prompts."""
+    by_prompt = zip(*run.outputs, *plain.outputs, strict=True)
+    return [sum(all(each == outputs[0] for each in outputs) for outputs in by_prompt), len(plain.outputs[0])]
