@@ -155,8 +155,8 @@ class Scheduler:
         """Sets a request's computed length, which grows nowhere else, and publishes its full blocks to the
         prefix cache. release: after a round, whether to free the blocks reserved beyond that length."""
         request.num_computed = num_computed
-        # After a failure of the drafter blocks may lack a draft model's KV.
-        if self._enable_prefix_caching and not request.drafter_failed:
+        if self._enable_prefix_caching:
+            # Only blocks that lack nobody's KV: of a drafter that failed, for example.
             num_complete = min(num_computed, *request.gaps.values()) if request.gaps else num_computed
             self._pool.publish(request.table, request.token_ids, num_complete)
         if release:

@@ -144,22 +144,23 @@ def test_a_drafter_may_fail_anywhere(
     assert len(set(caplog.messages)) == len(caplog.messages), "a request failed twice"
 
 
+@pytest.mark.parametrize("where", ["propose", "prefill"])
 def test_blocks_of_requests_whose_drafter_failed_are_not_reused(
-    tiny_decoder: Decoder, expected: list[list[int]]
+    tiny_decoder: Decoder, expected: list[list[int]], where: str
 ) -> None:
     """They lack the draft model's KV: what reuses a prefix must still be drafted for rightly."""
     engine = drafter_engine(tiny_decoder, ALL["model"], tiny_decoder)
     drafter = engine._runtime.drafter
     assert drafter is not None
-    propose, calls = drafter.propose, []
+    right, calls = getattr(drafter, where), []
 
-    def fail_first(batch: RoundBatch, first: torch.Tensor, tree: DraftTree) -> Draft:
+    def fail_first(*arguments: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
             raise RuntimeError("once")
-        return propose(batch, first, tree)
+        return right(*arguments)
 
-    setattr(drafter, "propose", fail_first)  # noqa: B010 - a method of this one object
+    setattr(drafter, where, fail_first)
     assert run(engine, PROMPTS) == expected
     engine.reset_stats()
     longer = [prompt + output for prompt, output in zip(PROMPTS, expected, strict=True)]
