@@ -8,6 +8,7 @@ where they do.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -46,7 +47,7 @@ class PlainLinear:
         return F.linear(x, self._weight, self._bias)
 
 
-class ProbedLinear:
+class ProbedLinear(ABC):
     """Base of linears whose products, by `_run`, keep a row's bits from `_min_rows` rows on."""
 
     _min_rows = 1
@@ -57,8 +58,9 @@ class ProbedLinear:
             return self._run(torch.cat((x, x)))[:1]
         return self._run(x)
 
+    @abstractmethod
     def _run(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The product, of at least `_min_rows` rows."""
 
 
 class PackedLinear(ProbedLinear):
