@@ -127,7 +127,10 @@ class LLM:
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one output")
         request_id = f"stream-{next(self._numbers)}"
-        self.add(prompt, params, request_id, chat=chat)
+        try:
+            self.add(prompt, params, request_id, chat=chat)
+        except RequestError as error:  # the id is ours: it would tell the user nothing
+            raise RequestError(str(error).removeprefix(f"{request_id}: ")) from None
         queue = self._streams[request_id] = []
         try:
             while True:

@@ -45,6 +45,7 @@ def encode_prompt(
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:
     try:
-        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        # verbose=False: whether a prompt is too long is for the engine to say, by max_model_len.
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
     except Exception as error:  # tokenizers raise what they like, for a lone surrogate for example
         raise RequestError(f"the tokenizer refuses the prompt: {error}") from error

@@ -8,6 +8,7 @@ import pytest
 
 import hispec
 from hispec import LLM, SamplingParams, SpeculativeConfig
+from hispec.errors import RequestError
 
 SPECULATIVE = {
     "draft": {"kind": "exit", "layer": 3},
@@ -50,6 +51,20 @@ def test_one_prompt_of_each_kind_is_taken(llm: LLM) -> None:
     token_ids = llm.encode("hello")
     for prompt in ("hello", token_ids, {"prompt": "hello"}, {"prompt_token_ids": token_ids}):
         assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].prompt_token_ids == token_ids
+
+
+def test_a_prompt_that_is_too_long_for_a_stream_is_one_message_without_an_internal_id(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert llm.tokenizer is not None
+    llm.tokenizer.model_max_length, before = 50, llm.tokenizer.model_max_length
+    llm.tokenizer.deprecation_warnings.clear()  # transformers warns once
+    try:
+        with pytest.raises(RequestError, match=r"^the prompt has 300 tokens"):
+            next(llm.stream("x" * 300, GREEDY))
+    finally:
+        llm.tokenizer.model_max_length = before
+    assert not caplog.records
 
 
 def test_chat_goes_through_the_template(llm: LLM) -> None:
