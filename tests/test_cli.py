@@ -283,8 +283,23 @@ def test_bench_prints_a_table_and_writes_json(
 def test_bench_finds_an_unwritable_json_file_before_the_work(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", str(job), "--json", str(tmp_path / "no" / "folder.json")]) == 2
+    (tmp_path / "file").touch()
+    assert main(["bench", str(job), "--json", str(tmp_path / "file" / "bench.json")]) == 2
     assert "--json: cannot write" in capsys.readouterr().err and not FakeLLM.instances
+
+
+def test_a_bench_that_is_interrupted_leaves_the_json_file_as_it_was(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(number: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeLLM, "on_step", interrupt)
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("{}")
+    for path in (new, old):
+        assert main(["bench", str(job), "--limit", "5", "--json", str(path)]) == 130
+    assert not new.exists() and old.read_text() == "{}"
 
 
 def test_fetch_prints_the_folder(

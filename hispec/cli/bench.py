@@ -50,12 +50,11 @@ def add(commands: Any) -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    import json
-
     from ..errors import ConfigError, build
     from ..jobs.bench import BenchOptions, run_bench
     from ..jobs.load import best_plans, load_preset
     from ..jobs.report import print_bench
+    from ..utils.files import check_target, write_json
 
     job = load_limited_job(options, options.preset)
     plans = {path.stem: load_preset(path).speculative for path in options.plan}
@@ -69,12 +68,9 @@ def _bench(options: argparse.Namespace) -> int:
         plans |= found
     bench_options = build(BenchOptions, given_fields(options, BenchOptions) | {"plans": plans})
     if options.json is not None:
-        try:
-            options.json.open("a", encoding="utf-8").close()
-        except OSError as error:
-            raise ConfigError(f"--json: cannot write {options.json}: {error.strerror}") from None
+        check_target("--json", options.json)
     result = run_bench(job, bench_options)
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(options.json, result)
     print_bench(result)
     return OK
