@@ -129,7 +129,7 @@ def _int8_product(piece: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 def _config(bits: Literal[8, 4], group_size: int | None, device: torch.device) -> AOBaseConfig:
     """torchao's description of the format. Raises ImportError where torchao lacks it."""
-    with _without_warnings():
+    with without_warnings():
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
     # Without set_inductor_config=False torchao would change the compiler's settings of the whole process.
     if bits == 8:
@@ -144,7 +144,7 @@ def _config(bits: Literal[8, 4], group_size: int | None, device: torch.device) -
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Silences logging: torchao's import warns of kernels for other GPUs, which are not used here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

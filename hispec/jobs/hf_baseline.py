@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
+
+from ee_models.quantized import without_warnings
 
 from ..errors import ConfigError
 
 TokenIds = list[int]
+IMPORTS_TORCHAO = "transformers.quantizers.auto"  # where torchao is installed; from_pretrained imports it
 
 
 class TransformersBaseline:
@@ -63,6 +68,8 @@ def _load(path: str, dtype: str) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # it would break the benchmark's own
+    with without_warnings(), suppress(ImportError):
+        import_module(IMPORTS_TORCHAO)
     try:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, ImportError) as error:

@@ -6,7 +6,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from ..utils.console import make_console, make_table, number, percent, print_if_busy
+from ..utils.console import count, make_console, make_table, number, percent, print_if_busy
 from ..utils.environment import hardware_text
 from .rates import FLOOR, Rates, plan_text, shares_text
 from .runner import JobReport
@@ -96,9 +96,9 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
     options, prompts = result["options"], result["prompts"]
     sampling = f"temperature {options['temperature']:g}" if options["temperature"] else "greedy"
     console.print(
-        f"{result['model']}: {prompts['num']} prompts of {prompts['tokens_median']:.0f} tokens (median),"
-        f" {options['max_tokens']} new tokens, batch {options['batch_size']}, {sampling},"
-        f" {options['repeats']} interleaved repeats"
+        f"{result['model']}: {count(prompts['num'], 'prompt')} of {prompts['tokens_median']:.0f} tokens"
+        f" (median), {count(options['max_tokens'], 'new token')}, batch {options['batch_size']}, {sampling},"
+        f" {count(options['repeats'], 'interleaved repeat')}"
     )
     console.print(hardware_text(result["environment"]))
     _print_engines(console, result)
@@ -120,8 +120,9 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
 
 def _print_engines(console: Console, result: dict[str, Any]) -> None:
     """A row per engine, and its plan below."""
-    titles = ["", "tokens/s", "× plain", "95 %", "× decoding", "same output", "draft kept", "looked up"]
-    table = make_table(*titles, "tentative kept", "tokens/round", "passes/token")
+    intervals = {} if result["ratio_by_task"] else result["ratio_interval"]
+    titles = ["", "tokens/s", "× plain", *(["95 %"] if intervals else []), "× decoding", "same output"]
+    table = make_table(*titles, "draft kept", "looked up", "tentative kept", "tokens/round", "passes/token")
     plans = []
     for key, engine in result["engines"].items():
         name, acceptance = ENGINE_NAMES.get(key, key), result["acceptance"].get(key, {})
@@ -129,7 +130,7 @@ def _print_engines(console: Console, result: dict[str, Any]) -> None:
             name,
             f"{engine['tokens_per_s']:.1f}",
             f"{result['ratio_to_plain'][key]:.2f}",
-            "" if result["ratio_by_task"] else _interval(result["ratio_interval"].get(key)),
+            *([_interval(intervals.get(key))] if intervals else []),
             number(result["decode_ratio_to_plain"].get(key)),
             "/".join(map(str, result["exact_match"].get(key, ()))),
             percent(acceptance.get("draft_accepted")),

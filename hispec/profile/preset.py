@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..jobs.schema import Job, RunConfig
+from ..utils.console import count
 from ..utils.environment import hardware_text, is_busy
 from .results import fastest_of_kinds
 
@@ -159,9 +160,10 @@ def _header(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> Iterator[st
         " machine and these prompts."
     )
     text = (
-        f"Measured on {hardware_text(measured_on)}, hispec {measured_on['hispec']}: {prompts['num']} prompts"
-        f" of {prompts['tokens_mean']:.0f} tokens (mean), {options['max_tokens']} new tokens at most, batch"
-        f" {options['batch_size']}, greedy, medians of {options['repeats']} interleaved runs."
+        f"Measured on {hardware_text(measured_on)}, hispec {measured_on['hispec']}:"
+        f" {count(prompts['num'], 'prompt')} of {prompts['tokens_mean']:.0f} tokens (mean),"
+        f" {count(options['max_tokens'], 'new token')} at most, batch {options['batch_size']}, greedy,"
+        f" medians of {count(options['repeats'], 'interleaved repeat')}."
     )
     yield from textwrap.wrap(text, _WIDTH, break_long_words=False)
     fastest = fastest_of_kinds(result["measured"])

@@ -8,7 +8,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from ..utils.console import make_console, make_table, percent, print_if_busy
+from ..utils.console import count, make_console, make_table, percent, print_if_busy
 from ..utils.environment import hardware_text
 from .results import fastest_of_kinds
 
@@ -21,8 +21,8 @@ def print_profile(result: Mapping[str, Any], file: IO[str] | None = None) -> Non
     console = make_console(file)
     options, prompts, found = result["options"], result["prompts"], result["agreement"]
     console.print(
-        f"{result['model']}: {prompts['num']} prompts of {prompts['tokens_mean']:.0f} tokens (mean),"
-        f" {options['max_tokens']} new tokens at most, batch {options['batch_size']}, greedy"
+        f"{result['model']}: {count(prompts['num'], 'prompt')} of {prompts['tokens_mean']:.0f} tokens (mean),"
+        f" {count(options['max_tokens'], 'new token')} at most, batch {options['batch_size']}, greedy"
     )
     console.print(hardware_text(result["environment"]))
     console.print(_exits_text(result["exits"]))
@@ -54,7 +54,7 @@ def _print_about_plans(console: Console, result: Mapping[str, Any]) -> None:
     """Prints what the table of plans leaves out: differences to predictions, calibration, the fastest."""
     console.print(
         f"{result['num_predicted']} plans predicted, the best of each kind run in"
-        f" {result['options']['repeats']} interleaved repeats."
+        f" {count(result['options']['repeats'], 'interleaved repeat')}."
     )
     measured = result["measured"]
     largest = {

@@ -47,6 +47,11 @@ def make_bar(total: int, description: str | None, unit: str, shown: bool, **opti
     )
 
 
+def count(amount: int, noun: str) -> str:
+    """1, "prompt" -> "1 prompt"; 2 -> "2 prompts"."""
+    return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
+
+
 def percent(share: float | None, digits: int = 1) -> str:
     """0.1234 -> "12.3%"; nothing for None."""
     return "" if share is None else f"{share:.{digits}%}"

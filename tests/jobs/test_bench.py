@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hispec.config import SpeculativeConfig
 from hispec.errors import ConfigError, build
-from hispec.jobs import bench
+from hispec.jobs import bench, hf_baseline
 from hispec.jobs.bench import BenchOptions, plans_of, run_bench
 from hispec.jobs.confidence_interval import Paired, ratio_interval
 from hispec.jobs.hf_baseline import TransformersBaseline
@@ -293,6 +297,23 @@ def test_options_out_of_range_are_errors(values: dict[str, Any]) -> None:
         build(BenchOptions, values)
 
 
+def test_the_table_has_no_column_of_intervals_that_are_not_there_and_counts_in_english(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(**fields: Any) -> str:
+        job = make_job(tmp_path, [{"prompt": "a b"}, {"prompt": "c"}][: fields.pop("rows", 2)])
+        print_bench(run_bench(job, options(transformers=False, **fields), progress=False))
+        return capsys.readouterr().out
+
+    assert "95 %" not in printed() and "95 %" in printed(batch_size=1)
+    one = printed(rows=1, repeats=1, batch_size=1)
+    assert (
+        "95 %" not in one
+        and "1 prompt of 3 tokens" in one
+        and one.splitlines()[0].endswith(" 1 interleaved repeat")
+    )
+
+
 def test_the_table_has_a_line_per_engine_and_says_when_acceptance_is_at_its_floor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,6 +375,23 @@ def test_the_baseline_is_greedy_for_each_prompt_alone_and_ends_with_eos(tiny_lla
     for output, cut in zip(full, baseline(ignore_eos=False).generate(prompts), strict=True):
         end = next((at for at, token in enumerate(output, start=1) if token in (3, 5)), 20)
         assert cut == output[:end]
+
+
+def test_what_torchao_logs_when_transformers_imports_it_is_not_shown_and_other_warnings_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import_module(hf_baseline.IMPORTS_TORCHAO)
+    assert find_spec("torchao") is None or "torchao" in sys.modules
+    log = logging.getLogger("torchao").warning
+    monkeypatch.setattr(hf_baseline, "import_module", lambda name: log("imported %s", name))
+
+    def from_pretrained(path: str, dtype: str) -> str:
+        log("used")
+        return path
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    assert hf_baseline._load("a", "float32") == "a"
+    assert [record.getMessage() for record in caplog.records] == ["used"]
 
 
 def test_a_model_that_transformers_cannot_load_is_a_clear_error(tmp_path: Path) -> None:
