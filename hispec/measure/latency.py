@@ -189,7 +189,13 @@ def latency_for(
         except ConfigError as error:
             _log.info("%s", error)
     if progress:
-        print(f"measuring what stages cost here, once: it is kept in {kept}", file=sys.stderr)
+        print(
+            "Measuring what each stage of a round costs on this machine, about a minute, before anything is"
+            f" decoded; kept for later starts in {kept} (`hispec profile JOB.yaml --latency FILE` and"
+            " speculative.goodput.latency choose another file).",
+            file=sys.stderr,
+            flush=True,
+        )
     profile = measure_latency(
         decoder,
         layers,

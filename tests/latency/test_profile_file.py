@@ -317,6 +317,29 @@ def test_a_profile_is_measured_once_and_kept(
     assert len(num_measured) == 4, "and so is a damaged one"
 
 
+def test_before_a_measurement_it_is_said_what_how_long_and_where_it_is_kept(
+    tiny_decoder: Decoder,
+    measured: LatencyProfile,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = []
+
+    def measure(*args: Any, **sizes: Any) -> LatencyProfile:
+        said.append(capsys.readouterr().err)
+        return measured
+
+    monkeypatch.setattr(measuring, "measure_latency", measure)
+    latency_for(tiny_decoder, [], **SIZES)
+    (line,) = said[0].splitlines()
+    kept = kept_path(subject_of(tiny_decoder, [], [], None))
+    for part in ("each stage of a round costs", "about a minute", str(kept), "speculative.goodput.latency"):
+        assert part in line
+    latency_for(tiny_decoder, [], **SIZES | {"max_num_seqs": 64}, progress=False)
+    assert said[1] == "", "nothing where no progress is to be shown"
+
+
 def test_a_profile_that_is_named_must_fit(
     tiny_decoder: Decoder,
     exits: list[AdapterExit],
