@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         ("--plots", Path, "DIR", "draw acceptance by layer and predicted speed by exits as PNG files"),
         ("--exits", str, "FOLDER", exits),
         ("--batch-size", int, "B", "prompts that run together (default: the job's engine.max_num_seqs)"),
-        ("--max-tokens", int, "M", "new tokens per prompt (default: 64)"),
+        ("--max-tokens", int, "M", "new tokens per prompt (default: the job's sampling.max_tokens)"),
         ("--limit", int, "N", "use the first N prompts"),
         ("--max-drafts", int, "K", "largest num_draft_tokens of exits and draft models (default: 8)"),
         ("--max-checks", int, "R", "largest num_checks of a plan (default: 8)"),

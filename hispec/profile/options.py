@@ -26,7 +26,7 @@ class ProfileOptions(Settings):
                   drafts), ngram, hybrid, model (the one that the job's speculative.draft.path names); None =
                   all that apply
     batch_size    prompts that run together; None = the job's engine.max_num_seqs
-    max_tokens    new tokens per prompt
+    max_tokens    new tokens per prompt; None = the job's sampling.max_tokens
     max_drafts    largest K (num_draft_tokens) of exits and of a draft model; prompt lookup and trees go by
                   max_window alone
     max_checks    largest R (num_checks)
@@ -38,7 +38,7 @@ class ProfileOptions(Settings):
     exits: Annotated[str, Field(min_length=1)] | None = None
     drafters: Annotated[Tuple[Drafters], Field(min_length=1)] | None = None
     batch_size: Annotated[int, Field(ge=1, le=4096)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] = 64
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_drafts: Annotated[int, Field(ge=1, le=32)] = 8
     max_checks: Annotated[int, Field(ge=1, le=16)] = 8
     max_window: Annotated[int, Field(ge=2, le=512)] = 32

@@ -84,6 +84,8 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
     ) as llm:
         draft_model = llm.draft_models.load(own, llm.decoder, llm.tokenizer, llm.engine.max_model_len)
         llm.set_speculative(None)
+        max_tokens = options.max_tokens or job.sampling.max_tokens or llm.engine.max_model_len
+        options = options.model_copy(update={"max_tokens": max_tokens})
         candidates = find_candidates(
             llm.trained_exits, llm.decoder, folder, must_be_trained=None in trained_paths(own)
         )
@@ -117,13 +119,14 @@ class Session:
         """The part of the result that is measured or predicted with the model."""
         llm, decoder, options, progress = self.llm, self.llm.decoder, self.options, self.progress
         batch_size, room = options.batch_size or 1, llm.engine.max_model_len
+        max_tokens = options.max_tokens or room
         self._check_window()
-        sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=ignore_eos)
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
         check_served(llm, prompts, sampling)
         warm_up(llm, prompts[:batch_size], sampling)
         outputs, steps = generate_in_steps(llm, prompts, sampling, progress=progress)
         answers = [
-            Answer(prompt, output, min(options.max_tokens, room - len(prompt)), task)
+            Answer(prompt, output, min(max_tokens, room - len(prompt)), task)
             for prompt, output, task in zip(prompts, outputs, tasks, strict=True)
         ]
         ngrams, most_looked_up = lookups_of(self.plans)

@@ -28,9 +28,11 @@ from hispec.latency.profile_file import StageCost
 from hispec.measure import latency as measuring
 from hispec.profile import run as profile_run
 from hispec.profile.candidates import Candidates, default_layers, exits_folder
+from hispec.profile.options import ProfileOptions
 from hispec.profile.plots import ACCEPTANCE, RATIO, draw_plots
 from hispec.profile.preset import COMMENTS, preset_text
 from hispec.profile.report import print_profile
+from hispec.profile.run import run_profile
 from hispec.utils.files import write_atomically
 from tests.helpers.adapters import TINY_MLP, make_exits
 
@@ -382,6 +384,21 @@ def test_the_jobs_draft_model_is_profiled(
         <= 3
     )
     assert "A draft model's own layers are left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("given", "of_job", "taken"), [(None, 24, 24), (5, 24, 5), (None, None, 128)])
+def test_answers_are_as_long_as_the_jobs_unless_told_otherwise(
+    tiny_path: Path,
+    tmp_path: Path,
+    given: int | None,
+    of_job: int | None,
+    taken: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(profile_run.Session, "profile", lambda self, *args, **fields: {})
+    job = load_job(write_job(tmp_path, tiny_path, sampling={"max_tokens": of_job}))
+    result = run_profile(job, ProfileOptions(max_tokens=given), progress=False)
+    assert result["options"]["max_tokens"] == taken
 
 
 def test_default_layers_lie_inside_of_any_model() -> None:
