@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
         _profile,
         "find the plan that is fastest here",
         "Measure exits and stages on a job's prompts, greedy; predict every plan, run the best for real, and"
-        " keep the fastest as a preset.",
+        " keep the simplest of the fastest as a preset.",
         config="JOB.yaml",
         has_bar=True,
     )
@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
         dest="preset",
         type=Path,
         metavar="FILE.yaml",
-        help="write the fastest plan as the settings of a job",
+        help="write the best plan as the settings of a job",
     )
     profile.add_argument("--overwrite", action="store_true", help="replace an existing preset")
     profile.add_argument("--drafters", nargs="+", metavar="KIND", help=drafters)

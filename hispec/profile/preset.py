@@ -12,7 +12,8 @@ from typing import Any
 from ..jobs.schema import Job, RunConfig
 from ..utils.console import count
 from ..utils.environment import hardware_text, is_busy
-from .results import fastest_of_kinds
+from .report import ratio_text
+from .results import choose, fastest_of_kinds
 
 _COLUMN = 32  # of the comments
 _WIDTH = 118  # of the header
@@ -138,9 +139,9 @@ COMMENTS = {
 
 
 def preset_text(job: Job, result: Mapping[str, Any], chosen: Mapping[str, Any] | None = None) -> str:
-    """A measured plan of a profile's `result`, the fastest unless one is `chosen`, as YAML that a RunConfig
+    """A measured plan of a profile's `result`, the best unless one is `chosen`, as YAML that a RunConfig
     accepts, with the figures in its header."""
-    chosen = chosen or max(result["measured"], key=lambda run: run["tokens_per_s"])
+    chosen = chosen or choose(result["measured"])[0]
     config = RunConfig(
         model=job.model,
         engine=job.engine.model_copy(update={"max_num_seqs": result["options"]["batch_size"]}),
@@ -155,15 +156,15 @@ def preset_text(job: Job, result: Mapping[str, Any], chosen: Mapping[str, Any] |
 
 def _header(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> Iterator[str]:
     options, prompts, measured_on = result["options"], result["prompts"], result["environment"]
-    yield (
-        f"Made by `hispec profile` on {result['date']}: the fastest of the plans that were run, on this"
-        " machine and these prompts."
-    )
+    best, reason = choose(result["measured"])
+    yield f"Made by `hispec profile` on {result['date']}: a plan for this machine and these prompts."
     text = (
+        f"{f'It is {reason}. ' if chosen is best else ''}"
         f"Measured on {hardware_text(measured_on)}, hispec {measured_on['hispec']}:"
         f" {count(prompts['num'], 'prompt')} of {prompts['tokens_mean']:.0f} tokens (mean),"
         f" {count(options['max_tokens'], 'new token')} at most, batch {options['batch_size']}, greedy,"
-        f" medians of {count(options['repeats'], 'interleaved repeat')}."
+        f" medians of {count(options['repeats'], 'interleaved repeat')}. In brackets: 95 % intervals by the"
+        " noise of the repeats; other prompts give other figures."
     )
     yield from textwrap.wrap(text, _WIDTH, break_long_words=False)
     fastest = fastest_of_kinds(result["measured"])
@@ -172,7 +173,7 @@ def _header(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> Iterator[st
             continue
         mark = " <- this plan" if run is chosen else ""
         yield (
-            f"  {run['tokens_per_s']:9.1f} tokens/s, {run['ratio_to_plain']:.2f} x plain,"
+            f"  {run['tokens_per_s']:9.1f} tokens/s, {ratio_text(run)},"
             f" {run['tokens_per_round']:.2f} tokens/round, output as plain's"
             f" {run['exact_match'][0]}/{run['exact_match'][1]}: {run['plan_text']}{mark}"
         )
@@ -189,8 +190,8 @@ def _reason(result: Mapping[str, Any]) -> str:
         return "plain decoding was the only one to run"
     fastest = max(others, key=lambda run: run["tokens_per_s"])
     return (
-        f"plain decoding was the fastest: the best other plan ({fastest['plan_text']}) gave"
-        f" {fastest['ratio_to_plain']:.2f} x its speed"
+        f"plain decoding is as good: the fastest other plan ({fastest['plan_text']}) gave"
+        f" {ratio_text(fastest)}"
     )
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..utils.console import count, make_console, make_table, percent, print_if_busy
 from ..utils.environment import hardware_text
-from .results import fastest_of_kinds
+from .results import choose, fastest_of_kinds
 
 _MOST_TASKS = 6  # columns; the JSON has all
 _ROWS = (1, 2, 4, 8, 16, 32)  # drafts in a row of which the table tells how often all are right
@@ -74,7 +74,15 @@ def _print_about_plans(console: Console, result: Mapping[str, Any]) -> None:
             f"A plain step takes {calibration['plain_step_ms']:.2f} ms, its pass alone {parts}; {added} are"
             " added to every round."
         )
-    console.print(f"fastest: {result['best']}")
+    best, reason = choose(measured)
+    console.print(f"best: {best['plan_text']}, {ratio_text(best)}\n  {reason}")
+
+
+def ratio_text(run: Mapping[str, Any]) -> str:
+    """A plan's speed over plain decoding, with its interval where there is one."""
+    interval = run["ratio_interval"]
+    between = "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})"
+    return f"{run['ratio_to_plain']:.2f} x plain{between}"
 
 
 def _exits_text(exits: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..jobs.confidence_interval import noise_of_repeats
 from ..jobs.rates import plan_text
 from .candidates import Candidates
 from .plans import kind_of, short_text
@@ -65,17 +66,25 @@ def measured_plans(
     chosen: Sequence[Prediction], runs: Sequence[PlanRuns], num_layers: int
 ) -> list[dict[str, Any]]:
     """What was predicted of each plan that was run, and what came out; the first is plain decoding."""
-    plain = runs[0]
+    plain, noise = runs[0], noise_of_repeats([run.tokens_per_s_runs for run in runs])
     return [
-        _measured(prediction, run, plain, num_layers) for prediction, run in zip(chosen, runs, strict=True)
+        _measured(prediction, run, plain, noise, num_layers)
+        for prediction, run in zip(chosen, runs, strict=True)
     ]
 
 
-def _measured(prediction: Prediction, run: PlanRuns, plain: PlanRuns, num_layers: int) -> dict[str, Any]:
-    """An entry of `measured`; its `difference` is that of measured and predicted figures, as a share of the
-    prediction."""
+def _measured(
+    prediction: Prediction, run: PlanRuns, plain: PlanRuns, noise: float | None, num_layers: int
+) -> dict[str, Any]:
+    """An entry of `measured`.
+
+    ratio_interval   [low, high] of its speed over plain decoding's, 95 % by the noise of the repeats: what
+                     other prompts would give is not in it; None for plain decoding, or a single repeat
+    difference       of measured and predicted figures, as a share of the prediction
+    """
     per_task, plain_per_task = run.tokens_per_s_of_tasks, plain.tokens_per_s_of_tasks
     ratios = {task: speed / plain_per_task[task] for task, speed in per_task.items()}
+    ratio = _mean_speed(run.tokens_per_s_runs) / _mean_speed(plain.tokens_per_s_runs)
     counted = {"tokens_per_round": run.tokens_per_round, "tokens_per_full_pass": run.tokens_per_full_pass}
     return {
         "kind": "plain" if run.speculative is None else kind_of(run.speculative),
@@ -87,11 +96,55 @@ def _measured(prediction: Prediction, run: PlanRuns, plain: PlanRuns, num_layers
         "seconds_runs": [sum(seconds.values()) for seconds in run.seconds],
         **counted,
         "ratio_to_plain": run.tokens_per_s / plain.tokens_per_s,
+        "ratio_interval": None if run is plain or noise is None else [ratio / noise, ratio * noise],
         "ratio_by_task": {**ratios, "mean": statistics.fmean(ratios.values())} if len(ratios) > 1 else {},
         "exact_match": [run.num_identical(plain.outputs[0]), len(plain.outputs[0])],
         "predicted": prediction.as_dict(),
         "difference": {name: value / getattr(prediction, name) - 1.0 for name, value in counted.items()},
     }
+
+
+def choose(measured: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], str]:
+    """The plan to take of those that were run, the first of them plain decoding; and why.
+
+    It is the simplest that the repeats don't tell apart from the fastest: plain decoding before all others,
+    then fewer tiers, then a smaller window. A plan whose rounds commit one token each is plain decoding with
+    more work, and not looked at.
+    """
+    plain, *others = measured
+    gaining = [run for run in others if run["tokens_per_round"] > 1.0]
+    if not gaining:
+        return plain, "plain decoding, since no other plan that was run gained a token"
+    noise = noise_of_repeats([run["tokens_per_s_runs"] for run in measured])
+    speeds = [_mean_speed(run["tokens_per_s_runs"]) for run in (plain, *gaining)]
+    near = [
+        (_size(run), -speed, run)
+        for run, speed in zip((plain, *gaining), speeds, strict=True)
+        if max(speeds) / speed <= (noise or 1.0)
+    ]
+    chosen = min(near, key=lambda each: each[:2])[2]
+    fastest = min(near, key=lambda each: each[1])[2]
+    if noise is None:
+        return chosen, "the fastest of a single run each, which does not tell noise: give --repeats 3 or more"
+    text = f"the noise of the repeats ({noise - 1:.1%})"
+    if len(near) == 1:
+        return chosen, f"the fastest by more than {text}"
+    reason = f"the simplest of {len(near)} that are within {text} of the fastest"
+    return chosen, reason if chosen is fastest else f"{reason}, {fastest['plan_text']}"
+
+
+def _size(run: Mapping[str, Any]) -> tuple[int, int]:
+    """Tiers and window of a plan that was run: what makes it less simple than another."""
+    plan = run["speculative"]
+    if plan is None:
+        return 1, 1
+    num_checks = 1 if plan["check"] is None else plan["num_checks"]
+    window = num_checks * (plan["num_branches"] * plan["num_draft_tokens"] + 1)
+    return (2 if plan["check"] is None else 3), window
+
+
+def _mean_speed(runs: Sequence[float]) -> float:
+    return statistics.geometric_mean(runs)
 
 
 def fastest_of_kinds(measured: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

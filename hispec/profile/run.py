@@ -27,7 +27,7 @@ from .plans import all_plans, lookups_of
 from .predict import Predictor, best_by_layers, best_of_each_kind, calibrate, search
 from .record_answers import record
 from .recording import Answer
-from .results import agreement, best_of_kind, measured_plans
+from .results import agreement, best_of_kind, choose, measured_plans
 from .round_cost import PassTimes
 from .timed_runs import check_served, generate_in_steps, time_plans
 
@@ -178,6 +178,7 @@ class Session:
             progress=progress,
         )
         measured = measured_plans(chosen, runs, num_layers)
+        best, best_reason = choose(measured)
         lengths = list(map(len, prompts))
         return {
             "num_layers": num_layers,
@@ -196,7 +197,8 @@ class Session:
             "num_predicted": num_predicted,
             "predictions": [prediction.as_dict() for prediction in best_by_layers(predictions)],
             "measured": measured,
-            "best": max(measured, key=lambda run: run["tokens_per_s"])["plan_text"],
+            "best": best["plan_text"],
+            "best_reason": best_reason,
             "best_of_kind": best_of_kind(measured),
             "row_invariant": llm.row_invariant,
         }

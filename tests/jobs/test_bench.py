@@ -20,7 +20,7 @@ from hispec.config import SpeculativeConfig
 from hispec.errors import ConfigError, build
 from hispec.jobs import bench, hf_baseline
 from hispec.jobs.bench import BenchOptions, plans_of, run_bench
-from hispec.jobs.confidence_interval import Paired, ratio_interval
+from hispec.jobs.confidence_interval import Paired, noise_of_repeats, ratio_interval
 from hispec.jobs.hf_baseline import TransformersBaseline
 from hispec.jobs.rates import Rates, add_counts, plan_text
 from hispec.jobs.report import print_bench
@@ -253,6 +253,19 @@ def test_an_interval_holds_the_ratio_of_all_prompts_and_shrinks_with_their_numbe
     constant = Paired([2, 4, 6], [1, 2, 3], [2, 4, 6], [2, 4, 6])
     assert ratio_interval([constant]) == pytest.approx((2.0, 2.0))
     assert ratio_interval([Paired([1], [1], [1], [1])]) is None and ratio_interval([]) is None
+
+
+def test_the_noise_of_repeats_is_what_equal_programs_differ_by_in_19_of_20_comparisons() -> None:
+    random, beyond = np.random.default_rng(0), []
+    for _ in range(2000):
+        drift = random.normal(0, 0.3, 3)  # of all programs alike: of no account
+        logs = drift + random.normal(0, 0.02, (4, 3))
+        noise = noise_of_repeats(np.exp(logs).tolist())
+        assert noise is not None
+        beyond.append(abs(logs[1].mean() - logs[0].mean()) > np.log(noise))
+    assert 0.035 < np.mean(beyond) < 0.065
+    assert noise_of_repeats([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]]) == pytest.approx(1.0)
+    assert noise_of_repeats([[1.0, 2.0]]) is None and noise_of_repeats([[1.0], [2.0]]) is None
 
 
 def test_counts_of_a_run_in_parts_are_summed() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +20,9 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 from hispec.cli import main
-from hispec.config import NgramConfig
+from hispec.config import NgramConfig, SpeculativeConfig
 from hispec.control.candidates import trained_paths
-from hispec.errors import ConfigError
+from hispec.errors import ConfigError, build
 from hispec.jobs.load import load_job, load_preset
 from hispec.jobs.schema import RunConfig
 from hispec.latency.model import LatencyModel
@@ -32,6 +34,7 @@ from hispec.profile.options import ProfileOptions
 from hispec.profile.plots import ACCEPTANCE, RATIO, draw_plots
 from hispec.profile.preset import COMMENTS, preset_text
 from hispec.profile.report import print_profile
+from hispec.profile.results import choose
 from hispec.profile.run import run_profile
 from hispec.utils.files import write_atomically
 from tests.helpers.adapters import TINY_MLP, make_exits
@@ -213,9 +216,92 @@ def test_the_preset_is_a_run_config_with_every_field_explained(profiled: tuple[P
     job = load_job(folder / "job.yaml")
     assert (config.model, config.sampling) == (job.model, job.sampling)
     assert config.engine == job.engine.model_copy(update={"max_num_seqs": 2})
-    fastest = max(result["measured"], key=lambda run: run["tokens_per_s"])
-    assert (config.speculative.model_dump() if config.speculative else None) == fastest["speculative"]
-    assert result["date"] in text and f"{fastest['tokens_per_s']:.1f} tokens/s" in text and "3/3" in text
+    best, reason = choose(result["measured"])
+    assert (best["plan_text"], reason) == (result["best"], result["best_reason"])
+    assert (config.speculative.model_dump() if config.speculative else None) == best["speculative"]
+    assert result["date"] in text and f"{best['tokens_per_s']:.1f} tokens/s" in text and "3/3" in text
+
+
+def test_the_preset_of_a_plan_that_gains_nothing_is_plain_and_tells_the_interval(
+    profiled: tuple[Path, dict[str, Any]],
+) -> None:
+    folder, result = profiled
+    job = load_job(folder / "job.yaml")
+    plain, two, three = (
+        next({**run} for run in result["measured"] if run["kind"] == kind)
+        for kind in ("plain", "ngram_two_tier", "ngram_three_tier")
+    )
+    two["tokens_per_round"], three["tokens_per_round"] = 1.5, 1.0
+    text = preset_text(
+        job,
+        result
+        | {
+            "measured": [
+                plain | speeds(50.0, 51.0),
+                three | speeds(52.0, 53.0),
+                two | speeds(50.8, 50.3) | {"ratio_interval": [0.961, 1.042], "ratio_to_plain": 1.001},
+            ]
+        },
+    )
+    assert yaml.safe_load(text)["speculative"] is None
+    assert "the simplest of 2 that are within" in text and "1.00 x plain (0.96 to 1.04)" in text
+    fast = two | speeds(70.0, 71.4) | {"ratio_interval": [1.385, 1.424], "ratio_to_plain": 1.4}
+    text = preset_text(job, result | {"measured": [plain | speeds(50.0, 51.0), fast]})
+    assert yaml.safe_load(text)["speculative"] == fast["speculative"]
+    assert re.search(r"1\.40 x plain \(1\.39 to 1\.42\).* <- this plan", text)
+
+
+def speeds(*runs: float) -> dict[str, Any]:
+    return {"tokens_per_s": statistics.median(runs), "tokens_per_s_runs": list(runs)}
+
+
+def made_up(plan: dict[str, Any] | None, gains: float, *runs: float) -> dict[str, Any]:
+    full = (
+        None if plan is None else build(SpeculativeConfig, {"draft": {"kind": "ngram"}, **plan}).model_dump()
+    )
+    return {"speculative": full, "plan_text": str(plan), "tokens_per_round": gains, **speeds(*runs)}
+
+
+PLAIN = made_up(None, 1.0, 10.0, 9.0, 11.0)
+NARROW, WIDE = {"num_draft_tokens": 2}, {"num_draft_tokens": 8}
+THREE = NARROW | {"check": {"layer": 5}, "num_checks": 1}
+
+
+@pytest.mark.parametrize(
+    ("others", "taken", "words"),
+    [
+        ([made_up(THREE, 1.0, 10.2, 9.2, 11.2)], None, "no other plan that was run gained"),
+        ([made_up(THREE, 1.1, 10.4, 9.0, 11.1)], None, "simplest of 2 .* of the fastest, "),
+        ([made_up(THREE, 1.6, 14.0, 12.6, 15.3)], THREE, "fastest by more than the noise"),
+        (
+            [made_up(THREE, 1.6, 14.2, 12.6, 15.3), made_up(NARROW, 1.6, 13.9, 12.7, 15.2)],
+            NARROW,
+            "simplest of 2 ",
+        ),
+        (
+            [made_up(WIDE, 1.6, 14.2, 12.6, 15.3), made_up(NARROW, 1.6, 13.9, 12.7, 15.2)],
+            NARROW,
+            "simplest of 2 ",
+        ),
+        (
+            [made_up(NARROW, 1.6, 12.0, 10.8, 13.2), made_up(WIDE, 1.6, 14.0, 12.6, 15.4)],
+            WIDE,
+            "fastest by more than the noise",
+        ),
+    ],
+)
+def test_of_plans_that_the_repeats_do_not_tell_apart_the_simplest_is_taken(
+    others: list[dict[str, Any]], taken: dict[str, Any] | None, words: str
+) -> None:
+    for measured in ([PLAIN, *others], [PLAIN, *reversed(others)]):
+        chosen, reason = choose(measured)
+        assert chosen["plan_text"] == str(taken) and re.search(words, reason), reason
+
+
+def test_a_single_repeat_gives_the_fastest_that_gains_and_says_what_it_lacks() -> None:
+    runs = [made_up(None, 1.0, 10.0), made_up(NARROW, 1.0, 10.3), made_up(WIDE, 1.2, 10.1)]
+    chosen, reason = choose(runs)
+    assert chosen is runs[2] and "--repeats 3" in reason
 
 
 @pytest.mark.parametrize(
@@ -320,7 +406,7 @@ def test_the_tables_say_what_was_found(
     )
     assert all(run["plan"] in printed for run in result["measured"]), "one plan of each kind was run"
     assert max(map(len, printed.splitlines())) <= 140 and "…" not in printed
-    assert f"fastest: {result['best']}" in printed
+    assert f"best: {result['best']}, " in printed and result["best_reason"] in printed
 
 
 def test_a_model_without_trained_exits_is_profiled_with_its_own_head(
