@@ -33,7 +33,7 @@ from hispec.jobs.bench_inputs import TokenIds, good_rows
 from hispec.jobs.load import load_job, load_preset
 from hispec.llm import LLM
 from hispec.sampling_params import SamplingParams
-from hispec.utils.environment import environment, hardware_text, is_busy
+from hispec.utils.environment import busy_text, environment, hardware_text
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GOODPUT = "goodput"
@@ -262,11 +262,8 @@ def main() -> int:
     print(hardware_text(measured_on))
     for batch_size, result in results.items():
         print_summary(batch_size, result)
-    if is_busy(measured_on):
-        print(
-            f"Other programs were running when this began (load {measured_on['load']:.1f}): do not rely on"
-            " these speeds."
-        )
+    if (busy := busy_text(measured_on)) is not None:
+        print(f"{busy}: do not rely on these speeds.")
     if arguments.json is not None:
         options = {
             name: value for name, value in vars(arguments).items() if name not in ("json", "prompts")

@@ -44,7 +44,7 @@ from hispec.simulate.distributions import Floats
 from hispec.simulate.row_state import T_ROUND_S, T_ROUNDS
 from hispec.simulate.run import Experiment
 from hispec.trace.writer import read_trace
-from hispec.utils.environment import environment, hardware_text, is_busy
+from hispec.utils.environment import busy_text, environment, hardware_text
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 NUM_DRAFTS = 4
@@ -78,7 +78,7 @@ def main() -> None:
         )
     print(
         hardware_text(about)
-        + (f"; other programs were running (load {about['load']})" if is_busy(about) else "")
+        + (f"; other programs were running (load {about['load']})" if busy_text(about) else "")
     )
     if arguments.json is not None:
         arguments.json.write_text(

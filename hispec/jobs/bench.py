@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..runner.plan_cache import MOST_KEPT
 from ..sampling_params import SamplingParams
 from ..utils.console import make_bar
-from ..utils.environment import environment, peak_memory_bytes
+from ..utils.environment import environment, peak_memory_bytes, watch_others
 from .bench_inputs import TokenIds, generate, good_rows, warm_up
 from .bench_runs import Runs, make_groups, num_matches, ratio_intervals, ratios_by_task
 from .rates import Rates, add_counts, plan_text
@@ -76,9 +76,10 @@ def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict
     """
     count_rows(job.input)
     rows = good_rows(job)
-    measured_on = environment()  # now, so that its load is that of others
+    measured_on, others = environment(), watch_others()  # now, so that its load is that of others
     with closing(job.make_llm(**_engine_settings(job, options))) as llm:
-        return _measure(llm, job, options, rows, progress) | {"environment": measured_on}
+        result = _measure(llm, job, options, rows, progress)
+    return result | {"environment": measured_on | {"others": others()}}
 
 
 def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progress: bool) -> dict[str, Any]:

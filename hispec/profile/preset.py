@@ -11,7 +11,7 @@ from typing import Any
 
 from ..jobs.schema import Job, RunConfig
 from ..utils.console import count
-from ..utils.environment import hardware_text, is_busy
+from ..utils.environment import busy_text, hardware_text
 from .report import ratio_text
 from .results import choose, fastest_of_kinds
 
@@ -177,11 +177,8 @@ def _header(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> Iterator[st
             f" {run['tokens_per_round']:.2f} tokens/round, output as plain's"
             f" {run['exact_match'][0]}/{run['exact_match'][1]}: {run['plan_text']}{mark}"
         )
-    if is_busy(measured_on):
-        yield (
-            f"Other programs were running when this began (load {measured_on['load']:.1f}): do not rely on"
-            " these speeds."
-        )
+    if (busy := busy_text(measured_on)) is not None:
+        yield f"{busy}: do not rely on these speeds."
 
 
 def _reason(result: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from ..jobs.rows import count_rows
 from ..jobs.schema import Job
 from ..measure.latency import check_room, measure_latency
 from ..sampling_params import SamplingParams
-from ..utils.environment import environment
+from ..utils.environment import environment, watch_others
 from ..utils.files import write_atomically, write_json
 from .candidates import Candidates, exits_folder, find_candidates
 from .options import ProfileOptions, Targets
@@ -69,7 +69,7 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
     options = options.model_copy(
         update={"batch_size": min(options.batch_size or job.engine.max_num_seqs, len(rows))}
     )
-    measured_on = environment()  # now, so that its load is that of others
+    measured_on, others = environment(), watch_others()  # now, so that its load is that of others
     from ..llm import LLM
 
     settings = job.engine.model_dump() | {
@@ -96,7 +96,7 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
     return {
         "model": job.model,
         "date": datetime.date.today().isoformat(),
-        "environment": measured_on,
+        "environment": measured_on | {"others": others()},
         "options": options.model_dump(),
         "exits": candidates.as_dict(),
         "draft_model": own.draft.path if draft_model is not None and own is not None else None,

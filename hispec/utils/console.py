@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from .environment import is_busy
+from .environment import busy_text
 
 NOT_A_TERMINAL_WIDTH = 140  # columns: rich would take 80 and break paths
 
@@ -63,9 +63,6 @@ def number(value: float | None, digits: int = 2, kind: str = "f") -> str:
 
 
 def print_if_busy(console: Console, values: Mapping[str, Any], what: str = "speeds") -> None:
-    """A warning if other programs took so much of the machine, by `environment()`, that figures are void."""
-    if is_busy(values):
-        console.print(
-            f"Other programs were running when this began (load {values['load']:.1f}): do not rely on these"
-            f" {what}."
-        )
+    """A warning if other programs took so much of the machine, by `busy_text`, that figures are void."""
+    if (text := busy_text(values)) is not None:
+        console.print(f"{text}: do not rely on these {what}.")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-BUSY_SHARE = 0.5  # of the cores
+BUSY_SHARE = 0.5  # load before a measurement, as a share of the cores
+OTHERS_SHARE = 0.2  # of the cores, that others take during one
 
 
 def environment() -> dict[str, Any]:
@@ -39,10 +41,34 @@ def hardware_text(values: Mapping[str, Any]) -> str:
     )
 
 
-def is_busy(values: Mapping[str, Any]) -> bool:
-    """Whether other programs took enough of the machine, just before `environment()`, to spoil a
-    measurement."""
-    return values["load"] is not None and values["load"] > BUSY_SHARE * values["cores"]
+def watch_others() -> Callable[[], float | None]:
+    """To be called before a measurement, and what it returns after it: how many of this process's cores other
+    programs (and other virtual machines) kept busy meanwhile, on average. None where the system doesn't tell;
+    Linux does."""
+
+    def others_s() -> float | None:
+        busy = _busy_s()
+        return None if busy is None else busy - time.process_time()
+
+    began, before = time.monotonic(), others_s()
+
+    def others() -> float | None:
+        after, seconds = others_s(), time.monotonic() - began
+        if before is None or after is None or seconds <= 0.0:
+            return None
+        return round(max(0.0, (after - before) / seconds), 2)
+
+    return others
+
+
+def busy_text(values: Mapping[str, Any]) -> str | None:
+    """That other programs took enough of the machine to spoil a measurement, in words: just before
+    `environment()` by its load, or during it by `others`, as `watch_others` has it. None if they didn't."""
+    load, others, cores = values["load"], values.get("others"), values["cores"]
+    parts = [f"when this began (load {load:.1f})"] if load is not None and load > BUSY_SHARE * cores else []
+    if others is not None and others > OTHERS_SHARE * cores:
+        parts.append(f"meanwhile ({others:.1f} of {cores} cores)")
+    return f"Other programs were running {' and '.join(parts)}" if parts else None
 
 
 def peak_memory_bytes() -> int | None:
@@ -53,6 +79,22 @@ def peak_memory_bytes() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def _busy_s() -> float | None:
+    """Seconds that the cores of this process have worked since the machine started, for whomever."""
+    try:
+        lines = Path("/proc/stat").read_text(encoding="utf-8").splitlines()
+        return _work_of(lines, os.sched_getaffinity(0)) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError):  # not on Linux
+        return None
+
+
+def _work_of(lines: Sequence[str], cores: Collection[int]) -> int:
+    """Ticks in which `cores` worked: user, nice, system, irq, softirq and steal of /proc/stat."""
+    names = {f"cpu{core}" for core in cores}
+    each = [[int(value) for value in line.split()[1:]] for line in lines if line.split(" ")[0] in names]
+    return sum(sum(ticks[:3]) + sum(ticks[5:8]) for ticks in each)
 
 
 def _cpu_model() -> str:

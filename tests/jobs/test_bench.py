@@ -25,6 +25,7 @@ from hispec.jobs.hf_baseline import TransformersBaseline
 from hispec.jobs.rates import Rates, add_counts, plan_text
 from hispec.jobs.report import print_bench
 from hispec.jobs.schema import Job
+from hispec.utils.environment import environment
 from tests.helpers.fake_llm import FakeLLM
 from tests.helpers.job_support import THREE_TIER, install_fake_llm
 
@@ -325,6 +326,18 @@ def test_the_table_has_no_column_of_intervals_that_are_not_there_and_counts_in_e
         and "1 prompt of 3 tokens" in one
         and one.splitlines()[0].endswith(" 1 interleaved repeat")
     )
+
+
+def test_what_others_took_while_it_ran_is_in_the_result_and_said_if_it_is_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "watch_others", lambda: lambda: 1.2)
+    monkeypatch.setattr(bench, "environment", lambda: environment() | {"cores": 2, "load": 0.1})
+    result = run_bench(make_job(tmp_path), options(transformers=False), progress=False)
+    assert result["environment"]["others"] == 1.2
+    print_bench(result)
+    said = "Other programs were running meanwhile (1.2 of 2 cores): do not rely on these speeds."
+    assert said in capsys.readouterr().out
 
 
 def test_the_table_has_a_line_per_engine_and_says_when_acceptance_is_at_its_floor(
