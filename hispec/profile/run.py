@@ -82,6 +82,8 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
     with LLM(
         job.model, speculative=own if own is not None and own.draft.traits.has_model else None, **settings
     ) as llm:
+        if own is not None:  # raises ConfigError for layers that the model lacks, which are not run here
+            own.plan(llm.decoder.config.num_layers)
         draft_model = llm.draft_models.load(own, llm.decoder, llm.tokenizer, llm.engine.max_model_len)
         llm.set_speculative(None)
         max_tokens = options.max_tokens or job.sampling.max_tokens or llm.engine.max_model_len

@@ -550,6 +550,15 @@ def test_shipped_exits_have_no_path(tiny_decoder: Decoder) -> None:
             ["speculative.draft.path", "none"],
         ),
         (["--limit", "0"], ["input.limit", "got 0"]),
+        (["--repeats", "0"], ["repeats", "greater than or equal to 1", "got 0"]),
+        (["--max-tokens", "0"], ["max_tokens", "greater than or equal to 1", "got 0"]),
+        (["--set", "input.path={folder}/empty.jsonl"], ["empty.jsonl has no rows"]),
+        (["--max-window", "2", "--max-drafts", "1", "--drafters", "tree"], ["no plan of tree fits", "=2"]),
+        (["--set", "speculative.draft.layer=99"], ["draft.layer=99", "9"]),
+        (
+            ["--set", "speculative.draft.layer=2", "speculative.check.layer=99"],
+            ["check.layer=99", "9"],
+        ),
         (["--max-window", "128"], ["max_window=128", "max_model_len=128", "engine.max_model_len"]),
         (["--set", "speculative.draft.kind=adapter", "speculative.draft.layer=2"], ["hispec train", "path"]),
         (
@@ -574,6 +583,7 @@ def test_bad_input_is_one_message_before_anything_is_measured(
     monkeypatch.setattr(profile_run, "warm_up", lambda *args: pytest.fail("the model was run"))
     job = write_job(tmp_path, tiny_path)
     (tmp_path / "taken.yaml").write_text("mine")
+    (tmp_path / "empty.jsonl").touch()
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{\n{}\n')
     (tmp_path / "long.jsonl").write_text(
         "\n".join(json.dumps({"prompt": "a" * length}) for length in (3, 200, 0))
