@@ -20,14 +20,14 @@ from .loading.fetch import resolve_model
 from .loading.target_model import load_decoder, select_device
 from .loading.trained_exits import TrainedExits
 from .outputs import Delta, GrowingOutput, PendingRequest, RequestOutput
-from .prompts import Message, Prompt, encode_prompt
+from .prompts import Message, Prompt, encode_prompt, split_prompts
 from .sampling_params import SamplingParams
 from .scheduling.lengths import LengthPredictor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Params = SamplingParams | dict[str, Any] | Sequence[SamplingParams] | None
+Params = SamplingParams | dict[str, Any] | Sequence[SamplingParams | dict[str, Any] | None] | None
 
 
 class LLM:
@@ -100,10 +100,11 @@ class LLM:
         the order of the prompts.
 
         sampling_params   one for all prompts, or one each; None = the model's own generation defaults
-        A prompt that cannot be served gets an output with `error` set; the others are served.
+        A prompt that cannot be served gets an output with `error` set; the others are served. Raises
+        RequestError for what is no prompt, and ConfigError for wrong sampling_params, before anything runs.
+        An output's request_id is its prompt's place in the call, such as "prompts[3]".
         """
-        is_one = isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        return self._run([prompts] if is_one else list(prompts), sampling_params, use_tqdm, chat=False)
+        return self._run(prompts, sampling_params, use_tqdm, chat=False)
 
     def chat(
         self,
@@ -113,8 +114,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation, or a list of them, through the model's chat template; otherwise as
         `generate`."""
-        is_one = len(messages) > 0 and isinstance(messages[0], dict)
-        return self._run([messages] if is_one else list(messages), sampling_params, use_tqdm, chat=True)
+        return self._run(messages, sampling_params, use_tqdm, chat=True)
 
     def stream(
         self,
@@ -127,7 +127,7 @@ class LLM:
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one output")
         request_id = f"stream-{next(self._numbers)}"
-        self.add(prompt, params, request_id, chat=chat)
+        self._queue(prompt, params, request_id, chat)
         queue = self._streams[request_id] = []
         try:
             while True:
@@ -149,27 +149,10 @@ class LLM:
     ) -> None:
         """Queues one request of `n` outputs. Raises RequestError, with nothing queued, if it can never be
         served."""
-        if request_id in self._pending:
-            raise RequestError(
-                f"{request_id}: a request of this id is unfinished; ids must be unique while they live"
-            )
-        params = self._params(sampling_params)
-        text, token_ids = encode_prompt(self.tokenizer, prompt, chat)
-        pending = PendingRequest(request_id, text, token_ids, params.logprobs is not None)
         try:
-            for index in range(params.n):
-                seed = None if params.seed is None else (params.seed + index) % 2**63
-                one = params.model_copy(update={"n": 1, "seed": seed})
-                stream = IncrementalText(self.tokenizer, params.stop) if self.tokenizer is not None else None
-                sequence_id = request_id if params.n == 1 else f"{request_id}/{index}"
-                pending.sequences[self.engine.add_request(token_ids, one, sequence_id, stream)] = (
-                    GrowingOutput()
-                )
-        except RequestError:
-            self.engine.abort(pending.sequences, notify=False)
-            raise
-        self._pending[request_id] = pending
-        self._of_sequence.update(dict.fromkeys(pending.sequences, pending))
+            self._queue(prompt, self._params(sampling_params), request_id, chat)
+        except RequestError as error:
+            raise RequestError(f"{request_id}: {error}") from error.__cause__
 
     def step(self) -> list[RequestOutput]:
         """One engine step -> the requests that it finished, all their outputs included."""
@@ -241,28 +224,44 @@ class LLM:
             latency = latency_for_control(config, self.decoder, exits, draft_model, self._max_num_seqs)
         return {"exits": exits, "draft_model": draft_model, "latency": latency}
 
-    def _run(self, prompts: list[Any], params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
+    def _queue(self, prompt: Any, params: SamplingParams, request_id: str, chat: bool) -> None:
+        """As `add`; the RequestError does not name the request."""
+        if request_id in self._pending:
+            raise RequestError("a request of this id is unfinished; ids must be unique while they live")
+        text, token_ids = encode_prompt(self.tokenizer, prompt, chat)
+        pending = PendingRequest(request_id, text, token_ids, params.logprobs is not None)
+        for index in range(params.n):
+            seed = None if params.seed is None else (params.seed + index) % 2**63
+            one = params.model_copy(update={"n": 1, "seed": seed})
+            stream = IncrementalText(self.tokenizer, params.stop) if self.tokenizer is not None else None
+            sequence_id = request_id if params.n == 1 else f"{request_id}/{index}"
+            try:
+                self.engine.add_request(token_ids, one, sequence_id, stream)
+            except RequestError as error:
+                self.engine.abort(pending.sequences, notify=False)
+                raise RequestError(str(error).removeprefix(f"{sequence_id}: ")) from None
+            pending.sequences[sequence_id] = GrowingOutput()
+        self._pending[request_id] = pending
+        self._of_sequence.update(dict.fromkeys(pending.sequences, pending))
+
+    def _run(self, prompts: Any, params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
         if self.has_unfinished():
             raise RequestError(
                 f"{len(self._pending)} requests are unfinished; step() until has_unfinished() is False, or"
                 " abort them"
             )
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ConfigError(
-                f"{len(each)} sampling_params for {len(prompts)} prompts; give one for all, or one each"
-            )
+        named = split_prompts(prompts, chat)
+        each = self._params_of_each(params, len(named))
         done: dict[str, RequestOutput] = {}
-        ids = [f"prompt-{next(self._numbers)}" for _ in prompts]
         try:
-            for request_id, prompt, own_params in zip(ids, prompts, each, strict=True):
+            for (request_id, prompt), own_params in zip(named.items(), each, strict=True):
                 try:
                     self.add(prompt, own_params, request_id, chat=chat)
                 except RequestError as error:
                     text = prompt if isinstance(prompt, str) else None
                     done[request_id] = RequestOutput(request_id, text, [], error=str(error))
             with tqdm(
-                total=len(prompts),
+                total=len(named),
                 initial=len(done),
                 desc="requests",
                 disable=not use_tqdm,
@@ -273,8 +272,8 @@ class LLM:
                         done[output.request_id] = output
                         bar.update()
         finally:
-            self.abort(ids)
-        return [done[request_id] for request_id in ids]
+            self.abort(named)
+        return [done[request_id] for request_id in named]
 
     def _advance(self) -> None:
         """Runs one engine step, hands its Deltas to streams, and keeps finished outputs for step()."""
@@ -296,5 +295,19 @@ class LLM:
         for sequence_id in pending.sequences:
             del self._of_sequence[sequence_id]
 
-    def _params(self, values: SamplingParams | dict[str, Any] | None) -> SamplingParams:
-        return SamplingParams.of({**self._defaults} if values is None else values)
+    def _params_of_each(self, params: Params, num_prompts: int) -> list[SamplingParams]:
+        """One for each prompt. Raises ConfigError."""
+        if not isinstance(params, Sequence) or isinstance(params, str):
+            return [self._params(params)] * num_prompts
+        if len(params) != num_prompts:
+            raise ConfigError(
+                f"{len(params)} sampling_params for {num_prompts} prompts; give one for all, or one each"
+            )
+        return [self._params(own, f"sampling_params[{at}]") for at, own in enumerate(params)]
+
+    def _params(
+        self, values: SamplingParams | dict[str, Any] | None, where: str = "sampling_params"
+    ) -> SamplingParams:
+        if values is None:
+            values, where = self._defaults, "generation_config.json"
+        return SamplingParams.of(values, where)
