@@ -104,6 +104,13 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
 
         return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers, tokenizers and sentencepiece share no base class
+        if "trust_remote_code" in str(error):  # what transformers advises, and we do not
+            raise CheckpointError(
+                f"the tokenizer of {checkpoint.path} is code of the checkpoint (auto_map in"
+                " tokenizer_config.json), and HiSpec never runs that; give it a standard one (a"
+                " tokenizer.json, and no auto_map), choose another model, or do without (skip_tokenizer_init)"
+                " and pass token ids"
+            ) from None
         raise CheckpointError(
             f"cannot load the tokenizer of {checkpoint.path}: {type(error).__name__}: {error}; mend its"
             " files, or do without (skip_tokenizer_init) and pass token ids"

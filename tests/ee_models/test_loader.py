@@ -187,6 +187,19 @@ def test_tokenizer_reads_text_and_chats(folder: Path) -> None:
     assert tokenizer.encode(chat).count(EOS_ID) == 1
 
 
+def test_a_tokenizer_that_is_code_is_refused_for_our_own_reason(folder: Path) -> None:
+    tiny_tokenizer(folder)
+    standard = (folder / "tokenizer_config.json").read_text()
+    code = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(code))
+    (folder / "own.py").write_text("raise SystemExit('this code ran')")
+    with pytest.raises(CheckpointError, match=r"auto_map .* HiSpec never runs that; give it a") as caught:
+        load_tokenizer(open_checkpoint(folder))
+    assert "trust_remote_code" not in str(caught.value)
+    (folder / "tokenizer_config.json").write_text(standard)
+    assert load_tokenizer(open_checkpoint(folder)) is not None
+
+
 def test_a_damaged_tokenizer_is_refused(folder: Path) -> None:
     tiny_tokenizer(folder)
     (folder / "tokenizer.json").write_text("{")
