@@ -33,7 +33,7 @@ def llm(tiny_path: Path) -> LLM:
         (list(range(64)), {}, "64 tokens.*max_model_len=64"),
         ([1, 2], {"logit_bias": {260: 1.0}}, "logit_bias names token 260.*259"),
         ([1, 2], {"stop_token_ids": [300]}, "stop_token_ids names token 300"),
-        ([1, 2], {"stop": ["x"]}, "tokenizer"),
+        ([1, 2], {"stop": ["x"]}, r"stop=\['x'\]: .*pass text=IncrementalText\(tokenizer, stop\) to Engine"),
         ([1, 2], {"n": 2}, "n=2"),
     ],
 )
