@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from ee_models.checkpoint.loader import load_tokenizer, open_checkpoint
+from ee_models.checkpoint.loader import load_tokenizer
 
 from .config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from .detokenizer import IncrementalText
@@ -16,8 +17,7 @@ from .engine import Engine
 from .engine.kv_sizing import max_model_len
 from .errors import ConfigError, RequestError, build
 from .loading.draft_models import DraftModels
-from .loading.fetch import resolve_model
-from .loading.target_model import load_decoder, select_device
+from .loading.target_model import load_decoder, open_model, select_device
 from .loading.trained_exits import TrainedExits
 from .outputs import Delta, GrowingOutput, PendingRequest, RequestOutput
 from .prompts import Message, Prompt, encode_prompt, split_prompts
@@ -48,7 +48,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         speculative: SpeculativeConfig | dict[str, Any] | None = None,
         scheduling: SchedulingConfig | dict[str, Any] | None = None,
@@ -60,7 +60,7 @@ class LLM:
         config = build(EngineConfig, engine, "engine")
         order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
         device = select_device(config.device)
-        checkpoint = open_checkpoint(resolve_model(model), revision)
+        checkpoint = open_model(model, revision)
         plan = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
         if plan is not None:
             plan.plan(checkpoint.config.num_layers)  # raises errors before minutes of loading
@@ -84,7 +84,7 @@ class LLM:
             scheduling=order,
             length_predictor=length_predictor,
             eos_token_ids=checkpoint.config.eos_token_ids,
-            name=model,
+            name=str(model),
         )
         self._defaults = checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}

@@ -125,6 +125,12 @@ def test_plans_switch_on_one_set_of_weights_and_agree(llm: LLM) -> None:
         assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in wanted]
 
 
+def test_a_folder_may_be_a_path_and_is_traced_by_name(tiny_path: Path, tmp_path: Path) -> None:
+    with LLM(tiny_path, max_model_len=64, num_kv_blocks=16, trace=str(tmp_path / "trace.jsonl")) as llm:
+        assert llm.generate("ab", {"max_tokens": 1}, use_tqdm=False)[0].error is None
+    assert str(tiny_path) in (tmp_path / "trace.jsonl").read_text()
+
+
 def test_stats_and_memory_are_counts(llm: LLM) -> None:
     llm.reset_stats()
     outputs = llm.generate(["one", "two", "three"], GREEDY, use_tqdm=False)

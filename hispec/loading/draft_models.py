@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ee_models.checkpoint.loader import Checkpoint, CheckpointError, load_tokenizer, open_checkpoint
+from ee_models.checkpoint.loader import Checkpoint, CheckpointError, load_tokenizer
 from ee_models.decoder import Decoder
 
 from ..config import SpeculativeConfig
 from ..errors import ConfigError
-from .fetch import resolve_model
+from .target_model import open_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +73,7 @@ class DraftModels:
     @staticmethod
     def _open(path: str) -> Checkpoint:
         try:
-            return open_checkpoint(resolve_model(path))
+            return open_model(path)
         except CheckpointError as error:
             raise CheckpointError(f"{_WHERE}: {error}") from error
         except ConfigError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ee_models.checkpoint.exit_files import BaseModelInfo, ExitInfo, ExitsFile, fingerprint, save_exits
-from ee_models.checkpoint.loader import Checkpoint, load_tokenizer, open_checkpoint
+from ee_models.checkpoint.loader import Checkpoint, load_tokenizer
 from ee_models.decoder import Decoder
 from ee_models.errors import TrainingError
 from ee_models.exits import head_name
@@ -23,7 +23,7 @@ from ee_models.training.hidden_states import StateStore, num_bytes
 from ee_models.training.loop import CHECKPOINT, LOG, LoopSettings, Metrics, Outcome, Task, train
 
 from ..errors import ConfigError
-from ..loading.fetch import resolve_model
+from ..loading.target_model import open_model
 from .data import make_examples
 from .schema import AdaptersConfig, ExitTraining, TrainConfig
 
@@ -48,7 +48,7 @@ def run_training(
     """
     if not only_data and find_spec("accelerate") is None:
         raise ConfigError("training needs the package accelerate: pip install 'hispec[train]'")
-    checkpoint = open_checkpoint(resolve_model(config.model))
+    checkpoint = open_model(config.model)
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(
