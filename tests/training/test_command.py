@@ -219,6 +219,21 @@ def test_a_run_that_is_killed_in_any_stage_ends_with_the_same_exits(
     assert (tmp_path / "out" / INFO).read_text() == (trained / INFO).read_text()
 
 
+def test_an_interrupt_says_how_to_go_on(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "make_examples", interrupt)
+    config = write_config(tmp_path, model)
+    assert train(config) == 130
+    way_on = "the same command with --set output.resume=true goes on from there"
+    assert capsys.readouterr().err == f"\nInterrupted. What is done is in {tmp_path / 'out'}; {way_on}\n"
+    assert train(config, "--set", "output.resume=true") == 130
+    assert "the same command goes on from there" in capsys.readouterr().err
+
+
 def test_data_alone_and_then_the_rest(tmp_path: Path, model: Path, trained: Path) -> None:
     config = write_config(tmp_path, model)
     assert train(config, "--only-data") == 0
