@@ -15,7 +15,7 @@ from .config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from .detokenizer import IncrementalText
 from .engine import Engine
 from .engine.kv_sizing import max_model_len
-from .errors import ConfigError, RequestError, build
+from .errors import ConfigError, RequestError, build, shown
 from .loading.draft_models import DraftModels
 from .loading.target_model import load_decoder, open_model, select_device
 from .loading.trained_exits import TrainedExits
@@ -59,6 +59,11 @@ class LLM:
     ) -> None:
         config = build(EngineConfig, engine, "engine")
         order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
+        if length_predictor is not None and not hasattr(length_predictor, "predictor"):
+            raise ConfigError(
+                f"length_predictor={shown(length_predictor)} is no LengthPredictor"
+                " (hispec/scheduling/lengths.py); leave it out to learn lengths from ended requests"
+            )
         device = select_device(config.device)
         checkpoint = open_model(model, revision)
         plan = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
@@ -163,9 +168,9 @@ class LLM:
     def has_unfinished(self) -> bool:
         return bool(self._pending or self._finished)
 
-    def abort(self, request_ids: Iterable[str]) -> None:
+    def abort(self, request_ids: str | Iterable[str]) -> None:
         """Ends requests at once, without an output; unknown and finished ids are passed over."""
-        for request_id in request_ids:
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if (pending := self._pending.get(request_id)) is not None:
                 self._drop(pending)
                 self.engine.abort(pending.sequences, notify=False)

@@ -64,7 +64,9 @@ def _content(prompt: Any) -> str | list[int]:
     if isinstance(prompt, dict):
         given = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
         if not given:
-            raise RequestError(f"a dict needs 'prompt' or 'prompt_token_ids', got {shown(prompt)}")
+            raise RequestError(
+                f"a dict needs 'prompt' or 'prompt_token_ids', got {shown(prompt)}{_hint(prompt)}"
+            )
         content = prompt[given[0]]
     if isinstance(content, str):
         return content
@@ -77,8 +79,14 @@ def _content(prompt: Any) -> str | list[int]:
         if not isinstance(token, int):
             raise RequestError(
                 f"token ids are integers, got {type(token).__name__} {shown(token)} at position {at}"
+                f"{_hint(token)}"
             )
     return list(content)
+
+
+def _hint(value: Any) -> str:
+    is_message = isinstance(value, dict) and "role" in value
+    return "; a conversation goes to LLM.chat, or to LLM.stream with chat=True" if is_message else ""
 
 
 def _check_conversation(messages: Any) -> None:

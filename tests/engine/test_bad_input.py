@@ -76,6 +76,9 @@ def test_one_bad_prompt_does_not_take_the_others_down(llm: LLM) -> None:
     assert not llm.has_unfinished() and llm.stats()["kv_blocks_used"] == 0
 
 
+TURN = {"role": "user", "content": "hi"}
+
+
 def test_an_error_names_the_prompts_place_in_the_call_or_the_users_id(llm: LLM) -> None:
     for n in (1, 2):
         one = SamplingParams(max_tokens=2, n=n)
@@ -90,9 +93,8 @@ def test_an_error_names_the_prompts_place_in_the_call_or_the_users_id(llm: LLM) 
         llm.add(5, None, "mine")
     with pytest.raises(RequestError, match=r"^the prompt is empty"):
         next(llm.stream(""))
-
-
-TURN = {"role": "user", "content": "hi"}
+    with pytest.raises(RequestError, match=r"^token ids are .* LLM.stream with chat=True"):
+        next(llm.stream([TURN]))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,7 @@ TURN = {"role": "user", "content": "hi"}
         (False, [5, "a"], r"prompts: token ids are integers, got str 'a' at position 1"),
         (False, ["a", [5, 1.5]], r"prompts\[1\]: token ids are integers, got float 1.5 at position 1"),
         (False, ["a", {"promt": "b"}], r"prompts\[1\]: .*'prompt' or 'prompt_token_ids', got {'promt': 'b'}"),
+        (False, [TURN], r"prompts\[0\]: a dict needs .* a conversation goes to LLM.chat"),
         (False, {"prompt": 5}, r"prompts: .* got int 5;"),
         (True, None, r"messages: a conversation is a list of messages such as {.*}, got NoneType None"),
         (True, "hi", r"messages: .* got str 'hi'"),
@@ -170,6 +173,8 @@ def test_duplicate_ids_are_refused_while_they_live(tiny_decoder: Decoder) -> Non
             r"max_model_len=100000 is above the model's max_position_embeddings of 512",
         ),
         ({"block_size": 0}, "block_size.*0"),
+        ({"num_kv_blocks": 10**12}, r"num_kv_blocks=10{12} take .* of memory are free; choose at most \d+,"),
+        ({"length_predictor": 5}, r"length_predictor=5 is no LengthPredictor"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"blok_size": 4}, "did you mean 'block_size'"),
         ({"dtype": "bfloat16", "attention": "numba"}, "numba.*float32"),
@@ -217,6 +222,10 @@ def test_speculation_cannot_change_under_live_requests(tiny_path: Path) -> None:
         llm.set_speculative({"draft": {"layer": 2}})
     with pytest.raises(RequestError, match="unfinished"):
         llm.generate("x")
+    llm.abort("ab")  # one id, not two
+    assert llm.has_unfinished()
+    llm.abort("a")
+    assert not llm.has_unfinished()
     llm.abort(["a", "a", "b"])
     llm.set_speculative({"draft": {"layer": 2}})
     assert llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)[0].error is None
