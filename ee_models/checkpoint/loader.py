@@ -189,7 +189,10 @@ def _read_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {name: generation[name] for name in fields if generation.get(name) is not None}
     for name, value in defaults.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"generation_config.json sets {name} to {value!r}; it must be a number")
+            raise CheckpointError(
+                f"generation_config.json sets {name} to {value!r}; it must be a number; mend it, or"
+                " take it out"
+            )
     return defaults
 
 
@@ -226,10 +229,13 @@ def _fetch(model: str | Path, revision: str | None) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(
-            "there is no such local path, and the hub has no such repository open to you"
+            "there is no such local path, and the hub has no such repository open to you; mind the"
+            " spelling, or `hf auth login` if it is private"
         ) from error
     except RevisionNotFoundError as error:
-        raise CheckpointError(f"the hub repository has no revision {revision!r}") from error
+        raise CheckpointError(
+            f"the hub repository has no revision {revision!r}; name one of its branches, tags or commits"
+        ) from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
             "there is no such local path, it is not in the download cache, and the hub cannot be reached; go"

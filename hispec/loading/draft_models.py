@@ -94,7 +94,8 @@ def _check_tokens(
         if own.vocab_size != others.vocab_size:
             raise ConfigError(
                 f"{_WHERE}={path!r}: the draft model has {own.vocab_size} tokens, the target"
-                f" {others.vocab_size}; without tokenizers to compare they must be equal"
+                f" {others.vocab_size}; without tokenizers to compare they must be equal;"
+                " choose another draft model"
             )
         return
     draft_tokenizer = load_tokenizer(checkpoint)
@@ -124,5 +125,5 @@ def _check_tokens(
     if own.vocab_size < len(ours):
         raise ConfigError(
             f"{_WHERE}={path!r}: the draft model embeds {own.vocab_size} tokens, but its tokenizer has"
-            f" {len(ours)}"
+            f" {len(ours)}; choose another draft model"
         )

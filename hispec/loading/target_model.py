@@ -48,7 +48,9 @@ def select_device(name: str) -> torch.device:
             f"engine.device={name!r} cannot be used here: {str(error).splitlines()[0]}; choose auto or cpu"
         ) from None
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"engine.device={name!r}: this runtime runs on cpu and cuda")
+        raise ConfigError(
+            f"engine.device={name!r}: this runtime runs on cpu and cuda; choose one of them, or auto"
+        )
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # where Triton launches its kernels
     return device

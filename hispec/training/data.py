@@ -154,7 +154,7 @@ def _written(
             prompt = opening + (text.lstrip() if not opening or opening[-1].isspace() else text)
             if len(text.strip()) >= _MIN_CHARS and prompt not in seen:
                 seen.add(prompt)
-                where = f"written prompt {row['id'] + 1} ({_excerpt(prompt)})"
+                where = f"written prompt {row['id'] + 1} ({shown(prompt, 40)})"
                 yield Prompt([{"role": "user", "content": prompt}], where)
 
 
@@ -264,7 +264,3 @@ def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]
     except Exception as error:  # a template is code of the model's author, and raises what it likes
         raise RequestError(f"the chat template refuses it: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _excerpt(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:40] + "…")

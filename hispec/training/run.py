@@ -52,7 +52,8 @@ def run_training(
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(
-            f"model: {config.model} has no tokenizer with a chat template, which prompts are put into"
+            f"model: {config.model} has no tokenizer with a chat template, which prompts are put into; choose"
+            " a model that has one"
         )
     longest = checkpoint.config.max_position_embeddings
     if config.data.max_length > longest:
@@ -100,7 +101,9 @@ def _prepare(config: TrainConfig, work: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"output.path: cannot write to {folder}: {error.strerror}") from None
+        raise ConfigError(
+            f"output.path: cannot write to {folder}: {error.strerror}; choose another"
+        ) from None
 
 
 def _check_exits(adapters: AdaptersConfig, checkpoint: Checkpoint) -> None:
@@ -114,7 +117,7 @@ def _check_exits(adapters: AdaptersConfig, checkpoint: Checkpoint) -> None:
         if exit_.vocabulary_size is not None and exit_.vocabulary_size > checkpoint.config.vocab_size:
             raise ConfigError(
                 f"adapters.exits: vocabulary_size={exit_.vocabulary_size} is over the model's"
-                f" {checkpoint.config.vocab_size} tokens"
+                f" {checkpoint.config.vocab_size} tokens; choose at most that, or leave it out for all"
             )
 
 

@@ -413,7 +413,11 @@ def test_a_file_damaged_after_opening_is_reported(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "as JSON"), ("[]", "holds a list; it must hold an object"), ("\xff", "as JSON")],
+    [
+        ("{", "as JSON: .*; fetch it again"),
+        ("[]", "holds a list; it must hold an object"),
+        ("\xff", "as JSON"),
+    ],
 )
 def test_malformed_json_is_refused(folder: Path, name: str, content: str, message: str) -> None:
     (folder / name).write_text(content, encoding="latin-1")
@@ -423,5 +427,7 @@ def test_malformed_json_is_refused(folder: Path, name: str, content: str, messag
 
 def test_a_sampling_default_that_is_no_number_is_refused(folder: Path) -> None:
     edit_json(folder / "generation_config.json", temperature="hot")
-    with pytest.raises(CheckpointError, match="sets temperature to 'hot'; it must be a number"):
+    with pytest.raises(
+        CheckpointError, match="sets temperature to 'hot'; it must be a number; mend it, or take it out"
+    ):
         open_checkpoint(folder)

@@ -166,7 +166,7 @@ def test_duplicate_ids_are_refused_while_they_live(tiny_decoder: Decoder) -> Non
     ("fields", "words"),
     [
         ({"device": "tpu"}, "device='tpu'"),
-        ({"device": "meta"}, "cpu and cuda"),
+        ({"device": "meta"}, "cpu and cuda; choose one of them, or auto"),
         ({"dtype": "int8"}, "dtype.*int8"),
         (
             {"max_model_len": 100000},

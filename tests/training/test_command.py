@@ -338,7 +338,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "more tokens than there are": (
         {"adapters": {"exits": [{"layer": 2, "vocabulary_size": 261}]}},
-        "adapters.exits: vocabulary_size=261 is over the model's 260 tokens",
+        "adapters.exits: vocabulary_size=261 is over the model's 260 tokens; choose at most that",
     ),
     "no exits": ({"adapters": {"exits": []}}, "adapters.exits: list should have at least 1 item"),
     "no settings": ({"adapters": "left out"}, "recipe: adapters needs `adapters` with the exits to train"),
@@ -420,7 +420,9 @@ def test_a_model_without_a_chat_template_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(write_config(tmp_path, tiny_checkpoint(tmp_path / "bare", num_layers=6))) == 2
-    assert "has no tokenizer with a chat template, which prompts are put into" in capsys.readouterr().err
+    assert (
+        "a chat template, which prompts are put into; choose a model that has one" in capsys.readouterr().err
+    )
 
 
 def test_hidden_states_that_take_too_much_room_are_refused_with_the_sizes(
