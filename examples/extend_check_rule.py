@@ -6,7 +6,7 @@ Run: python examples/extend_check_rule.py [MODEL]
 
 from __future__ import annotations
 
-import sys
+import argparse
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,7 @@ class MarginJudge(CoupledJudge):
         return best < 2 * second
 
 
-def main(model: str = "smollm2", **settings: Any) -> tuple[list[int], list[int], dict[str, Any]]:
+def main(model: str, **settings: Any) -> tuple[list[int], list[int], dict[str, Any]]:
     """Tokens without and with the check rule, and what was counted with it."""
     register_judge("margin", lambda check: MarginJudge())
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=48)
@@ -42,5 +42,7 @@ def main(model: str = "smollm2", **settings: Any) -> tuple[list[int], list[int],
 
 
 if __name__ == "__main__":
-    plain, checked, stats = main(*sys.argv[1:2])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="smollm2")
+    plain, checked, stats = main(parser.parse_args().model)
     print(f"same output: {plain == checked}; verify kept {stats['accepted']} of {stats['tentative']} tokens")

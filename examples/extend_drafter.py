@@ -5,7 +5,7 @@ Run: python examples/extend_drafter.py [MODEL]
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +47,7 @@ def make(draft: DraftConfig, stages: Stages, judge: Judge, max_num_seqs: int, ma
     return BigramDrafter(judge, stages.vocab_size, stages.device)
 
 
-def main(model: str = "smollm2", **settings: Any) -> tuple[list[int], list[int], dict[str, Any]]:
+def main(model: str, **settings: Any) -> tuple[list[int], list[int], dict[str, Any]]:
     """Tokens without and with the drafter, and what was counted with it."""
     register_drafter("bigram", make)
     params = SamplingParams(temperature=0.0, max_tokens=48)
@@ -60,5 +60,7 @@ def main(model: str = "smollm2", **settings: Any) -> tuple[list[int], list[int],
 
 
 if __name__ == "__main__":
-    plain, drafted, stats = main(*sys.argv[1:2])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="smollm2")
+    plain, drafted, stats = main(parser.parse_args().model)
     print(f"same output: {plain == drafted}; {stats['draft_accepted']} of {stats['drafted']} drafts accepted")

@@ -54,6 +54,10 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def _check_neighbours() -> None:
     """`cache` and `ee_models` are generic names: refuses to run with another package's."""
     import importlib.util

@@ -23,6 +23,12 @@ class RequestError(HiSpecError, ValueError):
     """A request cannot be served; the engine and all other requests go on."""
 
 
+def shown(value: object, most: int = 100) -> str:
+    """The repr of a value that a message quotes, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the known name closest to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
@@ -39,12 +45,17 @@ def build(model: type[Model], values: Any, where: str = "") -> Model:
     if not isinstance(values, dict):
         raise ConfigError(
             f"{where or model.__name__}: expected a mapping of settings, got {type(values).__name__}"
-            f" {values!r}"
+            f" {shown(values)}"
         )
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_lines(model, error, where))) from None
+        raise settings_error(model, error, where) from None
+
+
+def settings_error(model: type[BaseModel], error: ValidationError, where: str) -> ConfigError:
+    """What pydantic found wrong with values of `model`, in our words."""
+    return ConfigError("\n".join(_lines(model, error, where)))
 
 
 def _lines(model: type[BaseModel], error: ValidationError, where: str) -> Iterator[str]:
@@ -61,7 +72,7 @@ def _lines(model: type[BaseModel], error: ValidationError, where: str) -> Iterat
         elif problem["type"] == "value_error":
             yield f"{path + ': ' if path else ''}{problem['msg'].removeprefix('Value error, ')}"
         else:
-            yield f"{path}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, got {problem['input']!r}"
+            yield f"{path}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, got {shown(problem['input'])}"
 
 
 def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

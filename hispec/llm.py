@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from ee_models.checkpoint.loader import load_tokenizer, open_checkpoint
+from ee_models.checkpoint.loader import load_tokenizer
 
 from .config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from .detokenizer import IncrementalText
 from .engine import Engine
 from .engine.kv_sizing import max_model_len
-from .errors import ConfigError, RequestError, build
+from .errors import ConfigError, RequestError, build, shown
 from .loading.draft_models import DraftModels
-from .loading.fetch import resolve_model
-from .loading.target_model import load_decoder, select_device
+from .loading.target_model import load_decoder, open_model, select_device
 from .loading.trained_exits import TrainedExits
 from .outputs import Delta, GrowingOutput, PendingRequest, RequestOutput
-from .prompts import Message, Prompt, encode_prompt
+from .prompts import Message, Prompt, encode_prompt, split_prompts
 from .sampling_params import SamplingParams
 from .scheduling.lengths import LengthPredictor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Params = SamplingParams | dict[str, Any] | Sequence[SamplingParams] | None
+Params = SamplingParams | dict[str, Any] | Sequence[SamplingParams | dict[str, Any] | None] | None
 
 
 class LLM:
@@ -48,7 +48,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         speculative: SpeculativeConfig | dict[str, Any] | None = None,
         scheduling: SchedulingConfig | dict[str, Any] | None = None,
@@ -59,8 +59,13 @@ class LLM:
     ) -> None:
         config = build(EngineConfig, engine, "engine")
         order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
+        if length_predictor is not None and not hasattr(length_predictor, "predictor"):
+            raise ConfigError(
+                f"length_predictor={shown(length_predictor)} is no LengthPredictor"
+                " (hispec/scheduling/lengths.py); leave it out to learn lengths from ended requests"
+            )
         device = select_device(config.device)
-        checkpoint = open_checkpoint(resolve_model(model), revision)
+        checkpoint = open_model(model, revision)
         plan = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
         if plan is not None:
             plan.plan(checkpoint.config.num_layers)  # raises errors before minutes of loading
@@ -84,7 +89,7 @@ class LLM:
             scheduling=order,
             length_predictor=length_predictor,
             eos_token_ids=checkpoint.config.eos_token_ids,
-            name=model,
+            name=str(model),
         )
         self._defaults = checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}
@@ -100,10 +105,11 @@ class LLM:
         the order of the prompts.
 
         sampling_params   one for all prompts, or one each; None = the model's own generation defaults
-        A prompt that cannot be served gets an output with `error` set; the others are served.
+        A prompt that cannot be served gets an output with `error` set; the others are served. Raises
+        RequestError for what is no prompt, and ConfigError for wrong sampling_params, before anything runs.
+        An output's request_id is its prompt's place in the call, such as "prompts[3]".
         """
-        is_one = isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        return self._run([prompts] if is_one else list(prompts), sampling_params, use_tqdm, chat=False)
+        return self._run(prompts, sampling_params, use_tqdm, chat=False)
 
     def chat(
         self,
@@ -113,8 +119,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation, or a list of them, through the model's chat template; otherwise as
         `generate`."""
-        is_one = len(messages) > 0 and isinstance(messages[0], dict)
-        return self._run([messages] if is_one else list(messages), sampling_params, use_tqdm, chat=True)
+        return self._run(messages, sampling_params, use_tqdm, chat=True)
 
     def stream(
         self,
@@ -127,10 +132,7 @@ class LLM:
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one output")
         request_id = f"stream-{next(self._numbers)}"
-        try:
-            self.add(prompt, params, request_id, chat=chat)
-        except RequestError as error:  # the id is ours: it would tell the user nothing
-            raise RequestError(str(error).removeprefix(f"{request_id}: ")) from None
+        self._queue(prompt, params, request_id, chat)
         queue = self._streams[request_id] = []
         try:
             while True:
@@ -152,27 +154,10 @@ class LLM:
     ) -> None:
         """Queues one request of `n` outputs. Raises RequestError, with nothing queued, if it can never be
         served."""
-        if request_id in self._pending:
-            raise RequestError(
-                f"{request_id}: a request of this id is unfinished; ids must be unique while they live"
-            )
-        params = self._params(sampling_params)
-        text, token_ids = encode_prompt(self.tokenizer, prompt, chat)
-        pending = PendingRequest(request_id, text, token_ids, params.logprobs is not None)
         try:
-            for index in range(params.n):
-                seed = None if params.seed is None else (params.seed + index) % 2**63
-                one = params.model_copy(update={"n": 1, "seed": seed})
-                stream = IncrementalText(self.tokenizer, params.stop) if self.tokenizer is not None else None
-                sequence_id = request_id if params.n == 1 else f"{request_id}/{index}"
-                pending.sequences[self.engine.add_request(token_ids, one, sequence_id, stream)] = (
-                    GrowingOutput()
-                )
-        except RequestError:
-            self.engine.abort(pending.sequences, notify=False)
-            raise
-        self._pending[request_id] = pending
-        self._of_sequence.update(dict.fromkeys(pending.sequences, pending))
+            self._queue(prompt, self._params(sampling_params), request_id, chat)
+        except RequestError as error:
+            raise RequestError(f"{request_id}: {error}") from error.__cause__
 
     def step(self) -> list[RequestOutput]:
         """One engine step -> the requests that it finished, all their outputs included."""
@@ -183,9 +168,9 @@ class LLM:
     def has_unfinished(self) -> bool:
         return bool(self._pending or self._finished)
 
-    def abort(self, request_ids: Iterable[str]) -> None:
+    def abort(self, request_ids: str | Iterable[str]) -> None:
         """Ends requests at once, without an output; unknown and finished ids are passed over."""
-        for request_id in request_ids:
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if (pending := self._pending.get(request_id)) is not None:
                 self._drop(pending)
                 self.engine.abort(pending.sequences, notify=False)
@@ -244,28 +229,44 @@ class LLM:
             latency = latency_for_control(config, self.decoder, exits, draft_model, self._max_num_seqs)
         return {"exits": exits, "draft_model": draft_model, "latency": latency}
 
-    def _run(self, prompts: list[Any], params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
+    def _queue(self, prompt: Any, params: SamplingParams, request_id: str, chat: bool) -> None:
+        """As `add`; the RequestError does not name the request."""
+        if request_id in self._pending:
+            raise RequestError("a request of this id is unfinished; ids must be unique while they live")
+        text, token_ids = encode_prompt(self.tokenizer, prompt, chat)
+        pending = PendingRequest(request_id, text, token_ids, params.logprobs is not None)
+        for index in range(params.n):
+            seed = None if params.seed is None else (params.seed + index) % 2**63
+            one = params.model_copy(update={"n": 1, "seed": seed})
+            stream = IncrementalText(self.tokenizer, params.stop) if self.tokenizer is not None else None
+            sequence_id = request_id if params.n == 1 else f"{request_id}/{index}"
+            try:
+                self.engine.add_request(token_ids, one, sequence_id, stream)
+            except RequestError as error:
+                self.engine.abort(pending.sequences, notify=False)
+                raise RequestError(str(error).removeprefix(f"{sequence_id}: ")) from None
+            pending.sequences[sequence_id] = GrowingOutput()
+        self._pending[request_id] = pending
+        self._of_sequence.update(dict.fromkeys(pending.sequences, pending))
+
+    def _run(self, prompts: Any, params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
         if self.has_unfinished():
             raise RequestError(
                 f"{len(self._pending)} requests are unfinished; step() until has_unfinished() is False, or"
                 " abort them"
             )
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ConfigError(
-                f"{len(each)} sampling_params for {len(prompts)} prompts; give one for all, or one each"
-            )
+        named = split_prompts(prompts, chat)
+        each = self._params_of_each(params, len(named))
         done: dict[str, RequestOutput] = {}
-        ids = [f"prompt-{next(self._numbers)}" for _ in prompts]
         try:
-            for request_id, prompt, own_params in zip(ids, prompts, each, strict=True):
+            for (request_id, prompt), own_params in zip(named.items(), each, strict=True):
                 try:
                     self.add(prompt, own_params, request_id, chat=chat)
                 except RequestError as error:
                     text = prompt if isinstance(prompt, str) else None
                     done[request_id] = RequestOutput(request_id, text, [], error=str(error))
             with tqdm(
-                total=len(prompts),
+                total=len(named),
                 initial=len(done),
                 desc="requests",
                 disable=not use_tqdm,
@@ -276,8 +277,8 @@ class LLM:
                         done[output.request_id] = output
                         bar.update()
         finally:
-            self.abort(ids)
-        return [done[request_id] for request_id in ids]
+            self.abort(named)
+        return [done[request_id] for request_id in named]
 
     def _advance(self) -> None:
         """Runs one engine step, hands its Deltas to streams, and keeps finished outputs for step()."""
@@ -299,5 +300,19 @@ class LLM:
         for sequence_id in pending.sequences:
             del self._of_sequence[sequence_id]
 
-    def _params(self, values: SamplingParams | dict[str, Any] | None) -> SamplingParams:
-        return SamplingParams.of({**self._defaults} if values is None else values)
+    def _params_of_each(self, params: Params, num_prompts: int) -> list[SamplingParams]:
+        """One for each prompt. Raises ConfigError."""
+        if not isinstance(params, Sequence) or isinstance(params, str):
+            return [self._params(params)] * num_prompts
+        if len(params) != num_prompts:
+            raise ConfigError(
+                f"{len(params)} sampling_params for {num_prompts} prompts; give one for all, or one each"
+            )
+        return [self._params(own, f"sampling_params[{at}]") for at, own in enumerate(params)]
+
+    def _params(
+        self, values: SamplingParams | dict[str, Any] | None, where: str = "sampling_params"
+    ) -> SamplingParams:
+        if values is None:
+            values, where = self._defaults, "generation_config.json"
+        return SamplingParams.of(values, where)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .errors import RequestError
+from .errors import RequestError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -13,24 +14,38 @@ Prompt = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
 
 
+def split_prompts(prompts: Any, chat: bool) -> dict[str, Any]:
+    """The prompts of a call, or with `chat` its conversations, by what errors call them: "prompts" for a
+    single one, "prompts[3]" in a list. Raises RequestError for the first that is none."""
+    name, item = ("messages", dict) if chat else ("prompts", int)
+    if not _is_list(prompts) or (len(prompts) > 0 and isinstance(prompts[0], item)):
+        named = {name: prompts}
+    else:
+        named = {f"{name}[{at}]": prompt for at, prompt in enumerate(prompts)}
+    for own_name, prompt in named.items():
+        try:
+            if chat:
+                _check_conversation(prompt)
+            else:
+                _content(prompt)
+        except RequestError as error:
+            raise RequestError(f"{own_name}: {error}") from None
+    return named
+
+
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase | None, prompt: Any, chat: bool
 ) -> tuple[str | None, list[int]]:
     """(text if there is one, token ids) of a prompt, or of a conversation through the chat template. Raises
     RequestError."""
-    if not chat and isinstance(prompt, dict):
-        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
-    if not chat and isinstance(prompt, (list, tuple)):
-        return None, list(prompt)
+    content = None if chat else _content(prompt)
+    if isinstance(content, list):
+        return None, content
     if tokenizer is None:
         raise RequestError("the model has no tokenizer; give prompt_token_ids")
-    if not chat:
-        if not isinstance(prompt, str):
-            raise RequestError(
-                "a prompt is a string, a list of token ids, or a dict with one of them, not"
-                f" {type(prompt).__name__}"
-            )
-        return prompt, _encode(tokenizer, prompt, add_special_tokens=True)
+    if content is not None:
+        return content, _encode(tokenizer, content, add_special_tokens=True)
+    _check_conversation(prompt)
     if not tokenizer.chat_template:
         raise RequestError(
             "the model's tokenizer has no chat template; give a plain prompt: generate(), or --no-chat on"
@@ -41,6 +56,55 @@ def encode_prompt(
     except Exception as error:  # a template is code of the model's author, and raises what it likes
         raise RequestError(f"the chat template refuses the messages: {error}") from error
     return text, _encode(tokenizer, text, add_special_tokens=False)
+
+
+def _content(prompt: Any) -> str | list[int]:
+    """The text or the token ids of a prompt. Raises RequestError for what is no prompt."""
+    content = prompt
+    if isinstance(prompt, dict):
+        given = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
+        if not given:
+            raise RequestError(
+                f"a dict needs 'prompt' or 'prompt_token_ids', got {shown(prompt)}{_hint(prompt)}"
+            )
+        content = prompt[given[0]]
+    if isinstance(content, str):
+        return content
+    if not _is_list(content):
+        raise RequestError(
+            "a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids', got"
+            f" {type(content).__name__} {shown(content)}; give one, or a list of them"
+        )
+    for at, token in enumerate(content):
+        if not isinstance(token, int):
+            raise RequestError(
+                f"token ids are integers, got {type(token).__name__} {shown(token)} at position {at}"
+                f"{_hint(token)}"
+            )
+    return list(content)
+
+
+def _hint(value: Any) -> str:
+    is_message = isinstance(value, dict) and "role" in value
+    return "; a conversation goes to LLM.chat, or to LLM.stream with chat=True" if is_message else ""
+
+
+def _check_conversation(messages: Any) -> None:
+    """Raises RequestError for what is no list of messages."""
+    what = "a conversation is a list of messages such as {'role': 'user', 'content': 'Hello'}"
+    if not _is_list(messages) or len(messages) == 0:
+        raise RequestError(f"{what}, got {type(messages).__name__} {shown(messages)}")
+    for at, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise RequestError(f"{what}, got {type(message).__name__} {shown(message)} at position {at}")
+        # An assistant's message may consist of calls of tools alone.
+        if "role" not in message or not message.keys() & {"content", "tool_calls"}:
+            missing = "content" if "role" in message else "role"
+            raise RequestError(f"message {at} has no {missing!r}: {shown(message)}")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:

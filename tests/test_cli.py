@@ -19,7 +19,7 @@ from ee_models.errors import CheckpointError
 from hispec import __version__
 from hispec.cli import main
 from tests.helpers.fake_llm import FakeLLM
-from tests.helpers.job_support import install_fake_llm
+from tests.helpers.job_support import install_fake_llm, interrupt_at
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -330,7 +330,37 @@ def test_ctrl_c_anywhere_is_a_message_and_exit_code_130(
     assert main(["run", str(job)]) == 130
     assert main(["bench", str(job)]) == 2  # the bad row comes first
     assert main(["bench", str(job), "--limit", "5"]) == 130
-    assert capsys.readouterr().err.count("Interrupted") == 3
+    monkeypatch.setattr("hispec.loading.fetch.fetch", interrupt)
+    assert main(["fetch", "smollm2"]) == 130
+    error = capsys.readouterr().err
+    assert error.count("Interrupted") == 4
+    assert "Interrupted. No row was run; give the same command again" in error
+    assert "Interrupted. Nothing of it is kept; the same command starts again" in error
+
+
+@pytest.mark.parametrize(
+    ("first", "way_on"),
+    [
+        ([], "output.resume=true"),
+        (["output.overwrite=true"], "output.resume=true output.overwrite=false"),
+        (["output.resume=true"], ""),
+    ],
+)
+def test_an_interrupted_job_says_how_to_go_on_and_that_works(
+    job: Path,
+    first: list[str],
+    way_on: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_at(5, patch)
+        assert main(["run", str(job), "--set", *first, "output.token_ids=true"]) == 130
+    flags = f" with --set {way_on}" if way_on else ""
+    assert f"; the same command{flags} goes on from there" in capsys.readouterr().err
+    assert main(["run", str(job), "--set", *first, "output.token_ids=true", *way_on.split()]) == 0
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 6
 
 
 SLOW_RUN = """

@@ -246,8 +246,48 @@ def test_all_problems_are_named_in_one_error() -> None:
 def test_an_error_is_a_value_error_and_ours() -> None:
     assert issubclass(ConfigError, HiSpecError)
     assert issubclass(ConfigError, ValueError)
-    with pytest.raises(ValidationError):  # the class itself is pydantic's, and raises as that does
-        SamplingParams(temperature=NAN)
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "message"),
+    [
+        (
+            SamplingParams,
+            {"temperature": "hot"},
+            "SamplingParams.temperature: input should be a valid number, got 'hot'",
+        ),
+        (
+            SamplingParams,
+            {"top_p": 2},
+            "SamplingParams.top_p: input should be less than or equal to 1, got 2",
+        ),
+        (
+            SamplingParams,
+            {"min_tokens": 9, "max_tokens": 8},
+            "SamplingParams: min_tokens=9 is above max_tokens=8",
+        ),
+        (
+            SpeculativeConfig,
+            {"draft": {"layer": 0}, "acceptance": 5},
+            "SpeculativeConfig.draft.layer: input should be greater than or equal to 1, got 0\n"
+            "SpeculativeConfig.acceptance: input should be 'coupled' or 'rejection', got 5",
+        ),
+    ],
+)
+def test_a_class_called_with_bad_values_raises_our_error(
+    model: type[Settings], values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model(**values)
+    assert str(caught.value) == message and caught.value.__suppress_context__
+    with pytest.raises(ConfigError, match=r"unknown setting \(did you mean"):
+        model(**{name + "s": 1 for name in list(model.model_fields)[:1]})
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    message = refusal(SamplingParams, {"temperature": "x" * 5000})
+    assert "got 'xxx" in message and message.endswith("…") and len(message) < 300
+    assert len(refusal(SamplingParams, ["x" * 5000])) < 300
 
 
 def test_what_fits_is_taken_as_it_is() -> None:

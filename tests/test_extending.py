@@ -129,6 +129,25 @@ def test_a_model_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert stats["drafted"] > 0 and len(plain) > 12
 
 
+def test_the_family_is_shown_without_a_model_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = str(ROOT / "examples" / "extend_model_family.py")
+    monkeypatch.setattr("sys.argv", [script])
+    runpy.run_path(script, run_name="__main__")
+    assert capsys.readouterr().out.startswith("same output: True; ")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_says_how_it_is_used(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [str(path), "--help"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(path), run_name="__main__")
+    assert caught.value.code == 0 and f"usage: {path.name} [-h] [MODEL]" in capsys.readouterr().out
+
+
 def test_a_name_is_taken_once() -> None:
     def nothing(*_: Any) -> Any:
         raise AssertionError

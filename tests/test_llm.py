@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,6 +140,12 @@ def test_plans_switch_on_one_set_of_weights_and_agree(llm: LLM) -> None:
         assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in wanted]
 
 
+def test_a_folder_may_be_a_path_and_is_traced_by_name(tiny_path: Path, tmp_path: Path) -> None:
+    with LLM(tiny_path, max_model_len=64, num_kv_blocks=16, trace=str(tmp_path / "trace.jsonl")) as llm:
+        assert llm.generate("ab", {"max_tokens": 1}, use_tqdm=False)[0].error is None
+    assert str(tiny_path) in (tmp_path / "trace.jsonl").read_text()
+
+
 def test_stats_and_memory_are_counts(llm: LLM) -> None:
     llm.reset_stats()
     outputs = llm.generate(["one", "two", "three"], GREEDY, use_tqdm=False)
@@ -158,3 +167,21 @@ def test_public_names_are_importable_from_the_top() -> None:
         assert getattr(hispec, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'LLLM'"):
         hispec.LLLM  # noqa: B018
+    everything: dict[str, object] = {}
+    exec("from hispec import *", everything)
+    assert {name: everything[name] for name in hispec.__all__} == {
+        name: getattr(hispec, name) for name in hispec.__all__
+    }
+
+
+def test_public_names_are_listed_before_their_first_use() -> None:
+    code = "import hispec; assert set(hispec.__all__) <= set(dir(hispec)); assert 'LLM' not in vars(hispec)"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(hispec.__file__).parents[1], check=True)
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    """What is imported under TYPE_CHECKING is what is exported."""
+    tree = ast.parse(Path(hispec.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    names = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert ast.unparse(block.test) == "TYPE_CHECKING" and names == {*hispec.__all__} - {"__version__"}

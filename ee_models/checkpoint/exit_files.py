@@ -124,12 +124,16 @@ class ExitsFile:
         try:
             self.about = ExitsInfo.model_validate_json((folder / INFO).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ExitsError(f"{folder} holds no exits: cannot read {INFO}: {error}") from error
+            raise ExitsError(
+                f"{folder} holds no exits: cannot read {INFO}: {error}; give the folder that `hispec train`"
+                " wrote"
+            ) from error
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
             raise ExitsError(
-                f"{folder / INFO} is not a description of exits: {where}: {first['msg']}"
+                f"{folder / INFO} is not a description of exits: {where}: {first['msg']}; copy it"
+                " again, or train the exits again"
             ) from error
         if not (folder / TENSORS).is_file():
             raise ExitsError(
@@ -147,7 +151,7 @@ class ExitsFile:
                 return info
         raise ExitsError(
             f"{self.folder} has no exit at layer {layer}; it has exits at"
-            f" {', '.join(map(str, sorted(self.layers)))}"
+            f" {', '.join(map(str, sorted(self.layers)))}; choose one of these, or train one"
         )
 
     def check_model(self, checkpoint: Checkpoint) -> None:
@@ -158,7 +162,7 @@ class ExitsFile:
             if ours != theirs:
                 raise ExitsError(
                     f"the exits in {self.folder} belong to {base.name} ({name} {ours}), not to"
-                    f" {checkpoint.path} ({name} {theirs})"
+                    f" {checkpoint.path} ({name} {theirs}); train exits for it"
                 )
         if base.fingerprint != fingerprint(checkpoint):
             raise ExitsError(
@@ -172,7 +176,7 @@ class ExitsFile:
         try:
             checksum = _sha256(path)
         except OSError as error:
-            raise ExitsError(f"{path} cannot be read: {error}") from error
+            raise ExitsError(f"{path} cannot be read: {error}; copy it again") from error
         if checksum != self.about.tensors_sha256:
             raise ExitsError(
                 f"{path} is damaged: its checksum is not the one in {INFO}; copy it again, or train the exits"
@@ -189,18 +193,19 @@ class ExitsFile:
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(prefix + name) for name in info.shapes(model)}
         except (OSError, SafetensorError) as error:
-            raise ExitsError(f"{path} cannot be read: {error}") from error
+            raise ExitsError(f"{path} cannot be read: {error}; copy it again") from error
         for name, shape in info.shapes(model).items():
             if tuple(tensors[name].shape) != shape:
                 raise ExitsError(
                     f"{path}: {prefix}{name} has shape {list(tensors[name].shape)}; the exit needs"
-                    f" {list(shape)}"
+                    f" {list(shape)}; train the exits again"
                 )
         if (ids := tensors.get("vocabulary")) is not None and (
             int(ids.min()) < 0 or int(ids.max()) >= model.vocab_size or ids.unique().numel() != ids.numel()
         ):
             raise ExitsError(
-                f"{path}: {prefix}vocabulary must hold distinct tokens of 0 to {model.vocab_size - 1}"
+                f"{path}: {prefix}vocabulary must hold distinct tokens of 0 to {model.vocab_size - 1}; train"
+                " the exits again"
             )
         return tensors
 

@@ -104,6 +104,13 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
 
         return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers, tokenizers and sentencepiece share no base class
+        if "trust_remote_code" in str(error):  # what transformers advises, and we do not
+            raise CheckpointError(
+                f"the tokenizer of {checkpoint.path} is code of the checkpoint (auto_map in"
+                " tokenizer_config.json), and HiSpec never runs that; give it a standard one (a"
+                " tokenizer.json, and no auto_map), choose another model, or do without (skip_tokenizer_init)"
+                " and pass token ids"
+            ) from None
         raise CheckpointError(
             f"cannot load the tokenizer of {checkpoint.path}: {type(error).__name__}: {error}; mend its"
             " files, or do without (skip_tokenizer_init) and pass token ids"
@@ -182,7 +189,10 @@ def _read_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {name: generation[name] for name in fields if generation.get(name) is not None}
     for name, value in defaults.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"generation_config.json sets {name} to {value!r}; it must be a number")
+            raise CheckpointError(
+                f"generation_config.json sets {name} to {value!r}; it must be a number; mend it, or"
+                " take it out"
+            )
     return defaults
 
 
@@ -219,10 +229,13 @@ def _fetch(model: str | Path, revision: str | None) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(
-            "there is no such local path, and the hub has no such repository open to you"
+            "there is no such local path, and the hub has no such repository open to you; mind the"
+            " spelling, or `hf auth login` if it is private"
         ) from error
     except RevisionNotFoundError as error:
-        raise CheckpointError(f"the hub repository has no revision {revision!r}") from error
+        raise CheckpointError(
+            f"the hub repository has no revision {revision!r}; name one of its branches, tags or commits"
+        ) from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
             "there is no such local path, it is not in the download cache, and the hub cannot be reached; go"

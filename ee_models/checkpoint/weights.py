@@ -113,7 +113,9 @@ def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[
     if problems:
         more = len(problems) - _LISTED_PROBLEMS
         listed = "; ".join(problems[:_LISTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
-        raise CheckpointError(f"weights and config disagree in {len(problems)} tensor(s): {listed}")
+        raise CheckpointError(
+            f"weights and config disagree in {len(problems)} tensor(s): {listed}; take both from one place"
+        )
     return {name: index[name] for name in expected}
 
 
@@ -166,7 +168,7 @@ class SafetensorsSource:
                 # What get_tensor returns is a view that would keep the whole file mapped.
                 return file.get_tensor(name).clone()
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"cannot read {name} from {path}: {error}") from error
+            raise CheckpointError(f"cannot read {name} from {path}: {error}; fetch it again") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -174,7 +176,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path.name} as JSON: {error}") from error
+        raise CheckpointError(f"cannot read {path.name} as JSON: {error}; fetch it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.name} holds a {type(content).__name__}; it must hold an object")
     return content

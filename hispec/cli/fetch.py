@@ -18,5 +18,8 @@ def add(commands: Any) -> None:
 def _fetch(options: argparse.Namespace) -> int:
     from ..loading.fetch import fetch
 
-    print(fetch(options.name, force=options.force))
+    try:
+        print(fetch(options.name, force=options.force))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("Nothing of it is kept; the same command starts again") from None
     return OK

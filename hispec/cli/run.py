@@ -23,6 +23,9 @@ def _run(options: argparse.Namespace) -> int:
     from ..jobs.report import print_job
     from ..jobs.runner import run_job
 
-    report = run_job(job, progress=not options.no_progress)
+    try:
+        report = run_job(job, progress=not options.no_progress)
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(str(interrupt) or "No row was run; give the same command again") from None
     print_job(report)
     return ALL_FAILED if report.all_failed else OK

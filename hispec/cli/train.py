@@ -24,7 +24,10 @@ def _train(options: argparse.Namespace) -> int:
     config = load_training(options.config, options.set)
     from ..training.run import run_training
 
-    report = run_training(config, only_data=options.only_data, progress=not options.no_progress)
+    try:
+        report = run_training(config, only_data=options.only_data, progress=not options.no_progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"What is done is in {config.output.path}; {config.output.way_on}") from None
     if report is not None:
         for name, value in report.outcome.metrics.items():
             print(f"{name}: {value:.4f}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
+
+from ..errors import settings_error
 
 Item = TypeVar("Item")
 
@@ -15,6 +17,18 @@ class Settings(BaseModel):
     """Base of every settings class: frozen, no unknown keys, no silent conversions between types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    if not TYPE_CHECKING:  # type checkers make a signature of the fields
+
+        def __init__(self, **values: Any) -> None:
+            """Raises ConfigError with every problem of `values`, as `hispec.errors.build` does."""
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise settings_error(type(self), error, type(self).__name__) from None
+
+        # Or pydantic would call it for nested settings too, and their problems would lose their place.
+        __init__.__pydantic_base_init__ = True
 
 
 def one_of(names: Collection[str]) -> BeforeValidator:

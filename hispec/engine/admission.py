@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..errors import RequestError
+from ..errors import RequestError, shown
 from ..sampling_params import SamplingParams
 from ..scheduling.request import Request, TextStream
 
@@ -82,7 +82,11 @@ class Admission:
         if params.logprobs is not None and params.logprobs > vocab_size:
             yield f"logprobs={params.logprobs} is more than the vocabulary of {vocab_size} tokens"
         if params.stop and not has_text:
-            yield "stop strings need a tokenizer, and the model has none; use stop_token_ids"
+            yield (
+                f"stop={shown(params.stop)}: stop strings are looked for in text, and this request has none;"
+                " pass text=IncrementalText(tokenizer, stop) to Engine.add_request, load the LLM with its"
+                " tokenizer, or use stop_token_ids"
+            )
         length = len(prompt_token_ids)
         if length >= model_len:
             yield (

@@ -31,7 +31,7 @@ from ..scheduling.request import TextStream
 from ..stats import EngineStats
 from .admission import Admission
 from .kv_offload import KVOffloader, cheaper_to_move
-from .kv_sizing import default_num_blocks, max_model_len
+from .kv_sizing import check_num_blocks, default_num_blocks, max_model_len
 from .recorder import Recorder
 from .step_loop import StepLoop
 
@@ -78,6 +78,7 @@ class Engine:
         self._counters = PassCounts(), PassCounts()  # of the model, and of a draft model
         self._plans = PlanCache(config, self.max_model_len, self._counters)
         spec = PlanSpec(Models(decoder, tuple(exits), draft_model), speculative, plan, latency)
+        check_num_blocks(config, spec.models)
         num_blocks = config.num_kv_blocks or default_num_blocks(
             config, spec.models, self.max_model_len, lambda: self._plans.make(1, spec)
         )

@@ -32,6 +32,18 @@ def default_num_blocks(
     return num_blocks_beside(config, free_bytes(device), peak, bytes_per_block, max_model_len)
 
 
+def check_num_blocks(config: EngineConfig, models: Models) -> None:
+    """Raises ConfigError if num_kv_blocks are more than there is memory for."""
+    per_block, device = models.kv_bytes_per_block(config.block_size), models.decoder.device
+    free = free_bytes(device) if device.type == "cuda" else free_memory_bytes()
+    num_blocks = config.num_kv_blocks or 0
+    if num_blocks * per_block > free:
+        raise ConfigError(
+            f"engine.num_kv_blocks={num_blocks} take {_mb(num_blocks * per_block)}, but {_mb(free)} of memory"
+            f" are free; choose at most {free // per_block}, or leave it out"
+        )
+
+
 @torch.inference_mode()
 def try_largest_passes(
     config: EngineConfig, decoder: DecoderLike, max_model_len: int, trial: PlanRuntime

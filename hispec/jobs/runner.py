@@ -123,7 +123,7 @@ def _run(llm: LLM, job: Job, report: JobReport, num_bytes: int, progress: bool) 
         except KeyboardInterrupt:
             raise JobInterrupted(
                 f"{writer.next_index} of {report.num_rows} rows are done, whole lines of {job.output.path};"
-                " set output.resume=true to go on from there"
+                f" {job.output.way_on}"
             ) from None
     report.stats = llm.stats()
     report.rates = Rates.of(report.stats, job.speculative)

@@ -49,6 +49,14 @@ class Destination(Settings):
             raise ValueError("overwrite=true and resume=true contradict each other; keep one of them")
         return self
 
+    @property
+    def way_on(self) -> str:
+        """How an interrupted command goes on, for its last words."""
+        if self.resume:
+            return "the same command goes on from there"
+        unset = " output.overwrite=false" if self.overwrite else ""
+        return f"the same command with --set output.resume=true{unset} goes on from there"
+
 
 class OutputConfig(Destination):
     """Where the results go: one JSON object per input row, in input order.

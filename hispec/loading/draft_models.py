@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ee_models.checkpoint.loader import Checkpoint, CheckpointError, load_tokenizer, open_checkpoint
+from ee_models.checkpoint.loader import Checkpoint, CheckpointError, load_tokenizer
 from ee_models.decoder import Decoder
 
 from ..config import SpeculativeConfig
 from ..errors import ConfigError
-from .fetch import resolve_model
+from .target_model import open_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +73,7 @@ class DraftModels:
     @staticmethod
     def _open(path: str) -> Checkpoint:
         try:
-            return open_checkpoint(resolve_model(path))
+            return open_model(path)
         except CheckpointError as error:
             raise CheckpointError(f"{_WHERE}: {error}") from error
         except ConfigError as error:
@@ -94,7 +94,8 @@ def _check_tokens(
         if own.vocab_size != others.vocab_size:
             raise ConfigError(
                 f"{_WHERE}={path!r}: the draft model has {own.vocab_size} tokens, the target"
-                f" {others.vocab_size}; without tokenizers to compare they must be equal"
+                f" {others.vocab_size}; without tokenizers to compare they must be equal;"
+                " choose another draft model"
             )
         return
     draft_tokenizer = load_tokenizer(checkpoint)
@@ -124,5 +125,5 @@ def _check_tokens(
     if own.vocab_size < len(ours):
         raise ConfigError(
             f"{_WHERE}={path!r}: the draft model embeds {own.vocab_size} tokens, but its tokenizer has"
-            f" {len(ours)}"
+            f" {len(ours)}; choose another draft model"
         )

@@ -28,7 +28,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from ..errors import nearest
 from ..version import __version__
 from .gguf_to_hf import ConversionError, convert_gguf
 from .known_models import (
@@ -38,6 +37,7 @@ from .known_models import (
     KnownModel,
     is_complete,
     model_dir,
+    nearest_known,
     resolve_model,
 )
 
@@ -61,9 +61,7 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
     """
     model = KNOWN_MODELS.get(name)
     if model is None:
-        raise FetchError(
-            f"unknown model {name!r}{nearest(name, KNOWN_MODELS)}; known: {', '.join(KNOWN_MODELS)}"
-        )
+        raise FetchError(f"unknown model {name!r}{nearest_known(name)}; known: {', '.join(KNOWN_MODELS)}")
     final = model_dir(model)
     try:
         if not force and is_complete(final, model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,18 @@ def resolve_model(name_or_path: str) -> str:
             " download it"
         )
     return str(final)
+
+
+def nearest_known(name: str) -> str:
+    """` (did you mean 'x'?)` for the known model whose name, here or on the hub, is closest to `name`, or an
+    empty string."""
+    names = {
+        alias.lower(): model.name
+        for model in KNOWN_MODELS.values()
+        for alias in (model.name, model.origin, model.origin.rpartition("/")[2])
+    }
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
+    return f" (did you mean {names[close[0]]!r}?)" if close else ""
 
 
 def model_dir(model: KnownModel) -> Path:

@@ -1,14 +1,39 @@
-"""Loads the target model: on which device, and in which dtype."""
+"""Finds and loads the target model: on which device, and in which dtype."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from ee_models.checkpoint.loader import Checkpoint, CheckpointError
+from ee_models.checkpoint.loader import Checkpoint, CheckpointError, UnsupportedModelError, open_checkpoint
 from ee_models.decoder import Decoder
 
 from ..config import EngineConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
+from .known_models import KNOWN_MODELS, nearest_known, resolve_model
+
+
+def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
+    """The checkpoint of a known model, a hub id, a folder or a .gguf file.
+
+    Raises ConfigError for what is no name or path, ModelNotFetchedError for a known model that is not there
+    yet, and CheckpointError, with the known names where nothing of this one is there.
+    """
+    if not isinstance(model, str | Path) or not str(model):
+        raise ConfigError(
+            f"model={shown(model)}: give a name that `hispec fetch` knows ({', '.join(KNOWN_MODELS)}), a hub"
+            " id, a folder, or a .gguf file"
+        )
+    try:
+        return open_checkpoint(resolve_model(model) if isinstance(model, str) else model, revision)
+    except UnsupportedModelError:
+        raise
+    except CheckpointError as error:
+        if model in KNOWN_MODELS or Path(model).expanduser().exists():
+            raise
+        known = f"{', '.join(KNOWN_MODELS)}{nearest_known(str(model))}"
+        raise CheckpointError(f"{error}. By name `hispec fetch` knows: {known}") from error
 
 
 def select_device(name: str) -> torch.device:
@@ -23,7 +48,9 @@ def select_device(name: str) -> torch.device:
             f"engine.device={name!r} cannot be used here: {str(error).splitlines()[0]}; choose auto or cpu"
         ) from None
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"engine.device={name!r}: this runtime runs on cpu and cuda")
+        raise ConfigError(
+            f"engine.device={name!r}: this runtime runs on cpu and cuda; choose one of them, or auto"
+        )
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # where Triton launches its kernels
     return device

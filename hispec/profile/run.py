@@ -43,7 +43,7 @@ def profile_to_files(
     try:
         result = run_profile(job, options, progress=progress)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("Nothing was written.") from None
+        raise KeyboardInterrupt("Nothing was written; the same command starts again") from None
     if targets.json is not None:
         write_json(targets.json, result)
     if targets.preset is not None:

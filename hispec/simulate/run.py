@@ -52,7 +52,7 @@ def simulate_to_files(
     try:
         result = simulate(config, progress=progress)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("Nothing was written.") from None
+        raise KeyboardInterrupt("Nothing was written; the same command starts again") from None
     if json_path is not None:
         write_json(json_path, result)
     if plots is not None:

@@ -22,7 +22,7 @@ from ee_models.training.examples import Example
 from ee_models.training.loop import write_atomically
 
 from ..config import EngineConfig
-from ..errors import ConfigError, RequestError, build
+from ..errors import ConfigError, RequestError, build, shown
 from ..jobs.rows import Message
 from ..jobs.runner import run_job
 from ..jobs.schema import InputConfig, Job, OutputConfig
@@ -154,7 +154,7 @@ def _written(
             prompt = opening + (text.lstrip() if not opening or opening[-1].isspace() else text)
             if len(text.strip()) >= _MIN_CHARS and prompt not in seen:
                 seen.add(prompt)
-                where = f"written prompt {row['id'] + 1} ({_excerpt(prompt)})"
+                where = f"written prompt {row['id'] + 1} ({shown(prompt, 40)})"
                 yield Prompt([{"role": "user", "content": prompt}], where)
 
 
@@ -167,6 +167,11 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt]:
         raise ConfigError(
             f"data.prompts: cannot read {path}: {error.strerror}; mend the path, or leave this source out"
         ) from None
+    if not any(map(bytes.strip, lines)):
+        raise ConfigError(
+            f"data.prompts: {path} has no rows; it needs one JSON object per line, such as"
+            f' {{"{source.field}": "Hello"}}'
+        )
     for number, raw in enumerate(lines[: source.limit], start=1):
         if not raw.strip():
             continue
@@ -185,13 +190,17 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt]:
                 continue
             if messages and messages[-1]["content"].strip():
                 yield Prompt(messages, where)
+            elif not messages:
+                bad.add(where, "messages: there is none")
             else:
-                is_answer = messages and messages[-1]["role"] == "assistant"
+                is_answer = messages[-1]["role"] == "assistant"
                 bad.add(where, f"the {'response' if is_answer else 'last message'} is empty")
             continue
         text = row.get(source.field) if isinstance(row, dict) else None
         if isinstance(text, str) and text.strip():
             yield Prompt([{"role": "user", "content": text.strip()}], where)
+        elif text is not None:
+            bad.add(where, f"field {source.field!r} must be a non-empty string, got {shown(text)}")
         else:
             has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             bad.add(
@@ -255,7 +264,3 @@ def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]
     except Exception as error:  # a template is code of the model's author, and raises what it likes
         raise RequestError(f"the chat template refuses it: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _excerpt(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:40] + "…")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ee_models.checkpoint.exit_files import BaseModelInfo, ExitInfo, ExitsFile, fingerprint, save_exits
-from ee_models.checkpoint.loader import Checkpoint, load_tokenizer, open_checkpoint
+from ee_models.checkpoint.loader import Checkpoint, load_tokenizer
 from ee_models.decoder import Decoder
 from ee_models.errors import TrainingError
 from ee_models.exits import head_name
@@ -23,7 +23,7 @@ from ee_models.training.hidden_states import StateStore, num_bytes
 from ee_models.training.loop import CHECKPOINT, LOG, LoopSettings, Metrics, Outcome, Task, train
 
 from ..errors import ConfigError
-from ..loading.fetch import resolve_model
+from ..loading.target_model import open_model
 from .data import make_examples
 from .schema import AdaptersConfig, ExitTraining, TrainConfig
 
@@ -48,11 +48,12 @@ def run_training(
     """
     if not only_data and find_spec("accelerate") is None:
         raise ConfigError("training needs the package accelerate: pip install 'hispec[train]'")
-    checkpoint = open_checkpoint(resolve_model(config.model))
+    checkpoint = open_model(config.model)
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(
-            f"model: {config.model} has no tokenizer with a chat template, which prompts are put into"
+            f"model: {config.model} has no tokenizer with a chat template, which prompts are put into; choose"
+            " a model that has one"
         )
     longest = checkpoint.config.max_position_embeddings
     if config.data.max_length > longest:
@@ -100,7 +101,9 @@ def _prepare(config: TrainConfig, work: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"output.path: cannot write to {folder}: {error.strerror}") from None
+        raise ConfigError(
+            f"output.path: cannot write to {folder}: {error.strerror}; choose another"
+        ) from None
 
 
 def _check_exits(adapters: AdaptersConfig, checkpoint: Checkpoint) -> None:
@@ -114,7 +117,7 @@ def _check_exits(adapters: AdaptersConfig, checkpoint: Checkpoint) -> None:
         if exit_.vocabulary_size is not None and exit_.vocabulary_size > checkpoint.config.vocab_size:
             raise ConfigError(
                 f"adapters.exits: vocabulary_size={exit_.vocabulary_size} is over the model's"
-                f" {checkpoint.config.vocab_size} tokens"
+                f" {checkpoint.config.vocab_size} tokens; choose at most that, or leave it out for all"
             )
 
 

@@ -162,7 +162,10 @@ def pickled(folder: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no folder": (shutil.rmtree, "holds no exits: cannot read exits.json"),
+    "no folder": (
+        shutil.rmtree,
+        "holds no exits: cannot read exits.json: .*; give the folder that `hispec train` wrote",
+    ),
     "no description": (lambda folder: (folder / INFO).unlink(), "holds no exits: cannot read exits.json"),
     "no tensors": (
         lambda folder: (folder / TENSORS).unlink(),
@@ -170,7 +173,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "broken JSON": (
         lambda folder: (folder / INFO).write_text("{"),
-        "exits.json is not a description of exits: the file: Invalid JSON",
+        "exits.json is not a description of exits: the file: Invalid JSON.*; copy it again, or train",
     ),
     "not UTF-8": (
         lambda folder: (folder / INFO).write_bytes(b"\xff\xfe{}"),
@@ -213,7 +216,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: change_tensors(
             folder, lambda tensors: tensors.update({"layer3.blocks.0.o_proj": torch.zeros(48, 47)})
         ),
-        r"layer3\.blocks\.0\.o_proj has shape \[48, 47\]; the exit needs \[48, 48\]",
+        r"layer3\.blocks\.0\.o_proj has shape \[48, 47\]; the exit needs \[48, 48\]; train the exits again",
     ),
     "another norm": (
         lambda folder: change_tensors(
@@ -223,17 +226,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "vocabulary too high": (
         lambda folder: change_tensors(folder, lambda tensors: tensors["layer3.vocabulary"][7].fill_(260)),
-        r"layer3\.vocabulary must hold distinct tokens of 0 to 259",
+        r"layer3\.vocabulary must hold distinct tokens of 0 to 259; train the exits again",
     ),
     "vocabulary negative": (
         lambda folder: change_tensors(folder, lambda tensors: tensors["layer3.vocabulary"][7].fill_(-1)),
-        r"layer3\.vocabulary must hold distinct tokens of 0 to 259",
+        r"layer3\.vocabulary must hold distinct tokens of 0 to 259; train the exits again",
     ),
     "vocabulary repeated": (
         lambda folder: change_tensors(
             folder, lambda tensors: tensors["layer3.vocabulary"][7].copy_(tensors["layer3.vocabulary"][8])
         ),
-        r"layer3\.vocabulary must hold distinct tokens of 0 to 259",
+        r"layer3\.vocabulary must hold distinct tokens of 0 to 259; train the exits again",
     ),
     "vocabulary of another size": (
         lambda folder: change_tensors(
@@ -259,7 +262,9 @@ def test_what_is_damaged_is_refused_with_the_reason(
 def test_an_exit_that_is_not_there_is_named_with_those_that_are(
     good: Path, checkpoint: Checkpoint, tiny_decoder: Decoder
 ) -> None:
-    with pytest.raises(ExitsError, match="has no exit at layer 4; it has exits at 3, 6"):
+    with pytest.raises(
+        ExitsError, match="has no exit at layer 4; it has exits at 3, 6; choose one of these, or train one"
+    ):
         use(good, checkpoint, tiny_decoder, (3, 4))
 
 
@@ -282,7 +287,7 @@ def add_low_rank(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"num_layers": 8}, r"belong to tiny \(layers 9\), not to .*other \(layers 8\)"),
+        ({"num_layers": 8}, r"belong to tiny \(layers 9\), not to .*other \(layers 8\); train exits for it"),
         ({"hidden": 64}, r"belong to tiny \(hidden size 48\), not to .*other \(hidden size 64\)"),
         ({"vocab": 300}, r"belong to tiny \(vocabulary 260\), not to .*other \(vocabulary 300\)"),
         ({"seed": 1}, "belong to tiny; .*other has the same sizes, but other weights; train exits for it"),

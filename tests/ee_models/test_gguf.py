@@ -113,7 +113,7 @@ def test_rotary_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
         ),
         (
             {"left_out": "blk.1.ffn_up.weight"},
-            r"disagree in 1 tensor\(s\): model.layers.1.mlp.up_proj.weight is missing",
+            r"disagree in 1 tensor\(s\): model.layers.1.mlp.up_proj.weight is missing; take both",
         ),
     ],
 )

@@ -187,6 +187,19 @@ def test_tokenizer_reads_text_and_chats(folder: Path) -> None:
     assert tokenizer.encode(chat).count(EOS_ID) == 1
 
 
+def test_a_tokenizer_that_is_code_is_refused_for_our_own_reason(folder: Path) -> None:
+    tiny_tokenizer(folder)
+    standard = (folder / "tokenizer_config.json").read_text()
+    code = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(code))
+    (folder / "own.py").write_text("raise SystemExit('this code ran')")
+    with pytest.raises(CheckpointError, match=r"auto_map .* HiSpec never runs that; give it a") as caught:
+        load_tokenizer(open_checkpoint(folder))
+    assert "trust_remote_code" not in str(caught.value)
+    (folder / "tokenizer_config.json").write_text(standard)
+    assert load_tokenizer(open_checkpoint(folder)) is not None
+
+
 def test_a_damaged_tokenizer_is_refused(folder: Path) -> None:
     tiny_tokenizer(folder)
     (folder / "tokenizer.json").write_text("{")
@@ -400,7 +413,11 @@ def test_a_file_damaged_after_opening_is_reported(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "as JSON"), ("[]", "holds a list; it must hold an object"), ("\xff", "as JSON")],
+    [
+        ("{", "as JSON: .*; fetch it again"),
+        ("[]", "holds a list; it must hold an object"),
+        ("\xff", "as JSON"),
+    ],
 )
 def test_malformed_json_is_refused(folder: Path, name: str, content: str, message: str) -> None:
     (folder / name).write_text(content, encoding="latin-1")
@@ -410,5 +427,7 @@ def test_malformed_json_is_refused(folder: Path, name: str, content: str, messag
 
 def test_a_sampling_default_that_is_no_number_is_refused(folder: Path) -> None:
     edit_json(folder / "generation_config.json", temperature="hot")
-    with pytest.raises(CheckpointError, match="sets temperature to 'hot'; it must be a number"):
+    with pytest.raises(
+        CheckpointError, match="sets temperature to 'hot'; it must be a number; mend it, or take it out"
+    ):
         open_checkpoint(folder)

@@ -198,9 +198,9 @@ RESPONSE: Any = SimpleNamespace(headers={}, request=None)
         (GatedRepoError("gated", response=RESPONSE), "its licence to be accepted"),
         (
             RepositoryNotFoundError("none", response=RESPONSE),
-            "no such local path, and the hub has no such repository",
+            "no such local path, and the hub has no such repository open to you; mind the spelling",
         ),
-        (RevisionNotFoundError("none", response=RESPONSE), "has no revision 'v1'"),
+        (RevisionNotFoundError("none", response=RESPONSE), "has no revision 'v1'; name one of its branches"),
         (LocalEntryNotFoundError("offline"), "not in the download cache, and the hub cannot be reached"),
         (OSError("disk full"), "download from the hub failed: OSError: disk full"),
     ],

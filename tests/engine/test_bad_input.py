@@ -33,7 +33,7 @@ def llm(tiny_path: Path) -> LLM:
         (list(range(64)), {}, "64 tokens.*max_model_len=64"),
         ([1, 2], {"logit_bias": {260: 1.0}}, "logit_bias names token 260.*259"),
         ([1, 2], {"stop_token_ids": [300]}, "stop_token_ids names token 300"),
-        ([1, 2], {"stop": ["x"]}, "tokenizer"),
+        ([1, 2], {"stop": ["x"]}, r"stop=\['x'\]: .*pass text=IncrementalText\(tokenizer, stop\) to Engine"),
         ([1, 2], {"n": 2}, "n=2"),
     ],
 )
@@ -67,13 +67,92 @@ def test_all_that_is_wrong_is_said_in_one_error(tiny_decoder: Decoder) -> None:
 
 def test_one_bad_prompt_does_not_take_the_others_down(llm: LLM) -> None:
     outputs = llm.generate(
-        ["ab", "", [5, 6], [999], {"prompt_token_ids": [7]}, {"nothing": 1}],
+        ["ab", "", [5, 6], [999], {"prompt_token_ids": [7]}, {"prompt": ""}],
         SamplingParams(temperature=0.0, max_tokens=4),
         use_tqdm=False,
     )
     assert [output.error is None for output in outputs] == [True, False, True, False, True, False]
     assert all(len(output.outputs[0].token_ids) == 4 for output in outputs if output.error is None)
     assert not llm.has_unfinished() and llm.stats()["kv_blocks_used"] == 0
+
+
+TURN = {"role": "user", "content": "hi"}
+
+
+def test_an_error_names_the_prompts_place_in_the_call_or_the_users_id(llm: LLM) -> None:
+    for n in (1, 2):
+        one = SamplingParams(max_tokens=2, n=n)
+        outputs = llm.generate(["ab", "cd", [999]], one, use_tqdm=False)
+        assert outputs[2].error is not None
+        assert outputs[2].error.startswith("prompts[2]: prompt token ids must be integers from 0 to 259; ")
+        assert [output.request_id for output in outputs] == ["prompts[0]", "prompts[1]", "prompts[2]"]
+    assert str(llm.generate("", use_tqdm=False)[0].error).startswith("prompts: the prompt is empty")
+    with pytest.raises(RequestError, match=r"^mine: the prompt is empty"):
+        llm.add("", None, "mine")
+    with pytest.raises(RequestError, match=r"^mine: a prompt is a string, .* got int 5;"):
+        llm.add(5, None, "mine")
+    with pytest.raises(RequestError, match=r"^the prompt is empty"):
+        next(llm.stream(""))
+    with pytest.raises(RequestError, match=r"^token ids are .* LLM.stream with chat=True"):
+        next(llm.stream([TURN]))
+
+
+@pytest.mark.parametrize(
+    ("chat", "given", "message"),
+    [
+        (False, None, r"prompts: a prompt is a string, .*, got NoneType None; give one, or a list of them"),
+        (False, 5, r"prompts: .* got int 5;"),
+        (False, (letter for letter in "ab"), r"prompts: .* got generator "),
+        (False, b"text", r"prompts: .* got bytes b'text';"),
+        (False, ["a", 5], r"prompts\[1\]: .* got int 5;"),
+        (False, ["a", None], r"prompts\[1\]: .* got NoneType None;"),
+        (False, [5, "a"], r"prompts: token ids are integers, got str 'a' at position 1"),
+        (False, ["a", [5, 1.5]], r"prompts\[1\]: token ids are integers, got float 1.5 at position 1"),
+        (False, ["a", {"promt": "b"}], r"prompts\[1\]: .*'prompt' or 'prompt_token_ids', got {'promt': 'b'}"),
+        (False, [TURN], r"prompts\[0\]: a dict needs .* a conversation goes to LLM.chat"),
+        (False, {"prompt": 5}, r"prompts: .* got int 5;"),
+        (True, None, r"messages: a conversation is a list of messages such as {.*}, got NoneType None"),
+        (True, "hi", r"messages: .* got str 'hi'"),
+        (True, {}, r"messages: .* got dict {}"),
+        (True, TURN, r"messages: .* got dict {'role': "),
+        (True, [{"rol": "user", "content": "hi"}], r"messages: message 0 has no 'role': {'rol'"),
+        (True, [TURN, {"role": "user", "text": "hi"}], r"messages: message 1 has no 'content': {'role'"),
+        (True, ["hi"], r"messages\[0\]: .* got str 'hi'"),
+        (True, [[TURN], TURN], r"messages\[1\]: .* got dict {'role'"),
+        (True, [[TURN], ["hi"]], r"messages\[1\]: .* got str 'hi' at position 0"),
+        (True, [[TURN], []], r"messages\[1\]: .* got list \[\]"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_before_anything_runs(
+    llm: LLM, chat: bool, given: Any, message: str
+) -> None:
+    llm.reset_stats()
+    with pytest.raises(RequestError, match=f"^{message}"):
+        (llm.chat if chat else llm.generate)(given, use_tqdm=False)
+    assert not llm.has_unfinished() and llm.stats()["prefill_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([{}, {"top_p": 2}], r"sampling_params\[1\]\.top_p: .* less than or equal to 1, got 2"),
+        ([{}, 5], r"sampling_params\[1\]: expected a mapping of settings, got int 5"),
+        ([{}], r"1 sampling_params for 2 prompts; give one for all, or one each"),
+        (5, r"sampling_params: expected a mapping of settings, got int 5"),
+        ("hot", r"sampling_params: expected a mapping of settings, got str 'hot'"),
+        ({"temprature": 0}, r"sampling_params\.temprature: unknown setting \(did you mean 'temperature'"),
+    ],
+)
+def test_wrong_sampling_params_are_refused_before_anything_runs(llm: LLM, params: Any, message: str) -> None:
+    llm.reset_stats()
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        llm.generate(["a", "b"], params, use_tqdm=False)
+    assert not llm.has_unfinished() and llm.stats()["prefill_tokens"] == 0
+
+
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([], use_tqdm=False) == llm.chat([], use_tqdm=False) == []
+    assert len(llm.generate(("a", "b"), {"max_tokens": 1}, use_tqdm=False)) == 2
 
 
 def test_duplicate_ids_are_refused_while_they_live(tiny_decoder: Decoder) -> None:
@@ -87,13 +166,15 @@ def test_duplicate_ids_are_refused_while_they_live(tiny_decoder: Decoder) -> Non
     ("fields", "words"),
     [
         ({"device": "tpu"}, "device='tpu'"),
-        ({"device": "meta"}, "cpu and cuda"),
+        ({"device": "meta"}, "cpu and cuda; choose one of them, or auto"),
         ({"dtype": "int8"}, "dtype.*int8"),
         (
             {"max_model_len": 100000},
             r"max_model_len=100000 is above the model's max_position_embeddings of 512",
         ),
         ({"block_size": 0}, "block_size.*0"),
+        ({"num_kv_blocks": 10**12}, r"num_kv_blocks=10{12} take .* of memory are free; choose at most \d+,"),
+        ({"length_predictor": 5}, r"length_predictor=5 is no LengthPredictor"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"blok_size": 4}, "did you mean 'block_size'"),
         ({"dtype": "bfloat16", "attention": "numba"}, "numba.*float32"),
@@ -141,6 +222,10 @@ def test_speculation_cannot_change_under_live_requests(tiny_path: Path) -> None:
         llm.set_speculative({"draft": {"layer": 2}})
     with pytest.raises(RequestError, match="unfinished"):
         llm.generate("x")
+    llm.abort("ab")  # one id, not two
+    assert llm.has_unfinished()
+    llm.abort("a")
+    assert not llm.has_unfinished()
     llm.abort(["a", "a", "b"])
     llm.set_speculative({"draft": {"layer": 2}})
     assert llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)[0].error is None

@@ -97,7 +97,7 @@ class FakeLLM:
     def stream(self, prompt: Any, sampling_params: SamplingParams, chat: bool = False) -> Iterator[Delta]:
         ids = self.encode(prompt, chat)
         if not ids:
-            raise RequestError("stream-0: the prompt is empty: give at least one token")
+            raise RequestError("the prompt is empty: give at least one token")
         for token in answer(ids, sampling_params):
             self._count(1)
             yield Delta("0", [token], chr(token), None, None, None)

@@ -630,7 +630,10 @@ def test_an_interrupt_leaves_no_file(
         )
         == 130
     )
-    assert "Nothing was written" in capsys.readouterr().err and sorted(tmp_path.iterdir()) == before
+    assert (
+        "Nothing was written; the same command starts again" in capsys.readouterr().err
+        and sorted(tmp_path.iterdir()) == before
+    )
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

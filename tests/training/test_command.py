@@ -219,6 +219,21 @@ def test_a_run_that_is_killed_in_any_stage_ends_with_the_same_exits(
     assert (tmp_path / "out" / INFO).read_text() == (trained / INFO).read_text()
 
 
+def test_an_interrupt_says_how_to_go_on(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "make_examples", interrupt)
+    config = write_config(tmp_path, model)
+    assert train(config) == 130
+    way_on = "the same command with --set output.resume=true goes on from there"
+    assert capsys.readouterr().err == f"\nInterrupted. What is done is in {tmp_path / 'out'}; {way_on}\n"
+    assert train(config, "--set", "output.resume=true") == 130
+    assert "the same command goes on from there" in capsys.readouterr().err
+
+
 def test_data_alone_and_then_the_rest(tmp_path: Path, model: Path, trained: Path) -> None:
     config = write_config(tmp_path, model)
     assert train(config, "--only-data") == 0
@@ -323,7 +338,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "more tokens than there are": (
         {"adapters": {"exits": [{"layer": 2, "vocabulary_size": 261}]}},
-        "adapters.exits: vocabulary_size=261 is over the model's 260 tokens",
+        "adapters.exits: vocabulary_size=261 is over the model's 260 tokens; choose at most that",
     ),
     "no exits": ({"adapters": {"exits": []}}, "adapters.exits: list should have at least 1 item"),
     "no settings": ({"adapters": "left out"}, "recipe: adapters needs `adapters` with the exits to train"),
@@ -405,7 +420,9 @@ def test_a_model_without_a_chat_template_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(write_config(tmp_path, tiny_checkpoint(tmp_path / "bare", num_layers=6))) == 2
-    assert "has no tokenizer with a chat template, which prompts are put into" in capsys.readouterr().err
+    assert (
+        "a chat template, which prompts are put into; choose a model that has one" in capsys.readouterr().err
+    )
 
 
 def test_hidden_states_that_take_too_much_room_are_refused_with_the_sizes(

@@ -110,11 +110,12 @@ BAD: dict[str, tuple[Any, str]] = {
         {"promt": "x", "id": 3},
         "needs a non-empty string in field 'prompt' (or `messages`); it has: promt, id",
     ),
-    "no string": ({"prompt": 5}, "needs a non-empty string in field 'prompt'"),
-    "empty": ({"prompt": " \n"}, "needs a non-empty string in field 'prompt'"),
+    "no string": ({"prompt": 5}, "field 'prompt' must be a non-empty string, got 5"),
+    "empty": ({"prompt": ""}, "field 'prompt' must be a non-empty string, got ''"),
+    "blank": ({"prompt": " \n"}, "field 'prompt' must be a non-empty string, got ' \\n'"),
     "messages are text": ({"messages": "hello"}, "messages: "),
     "messages are nothing": ({"messages": None}, "messages: "),
-    "no messages": ({"messages": []}, "the last message is empty"),
+    "no messages": ({"messages": []}, "messages: there is none"),
     "a message without content": (
         {"messages": [{"role": "user"}]},
         "messages: messages.content: required, but not given",
@@ -232,6 +233,11 @@ def test_too_few_usable_rows_are_an_error(
         match=r"data: 2 usable examples, of which data.held_out=2 are held out; give more prompts",
     ):
         examples_of(make_config(model, tmp_path, [*GOOD, b"{"], held_out=2), tmp_path, tokenizer)
+    empty = make_config(model, tmp_path, [b"", b"  "])
+    with pytest.raises(
+        ConfigError, match=r'has no rows; it needs one JSON object per line, such as {"prompt"'
+    ):
+        examples_of(empty, tmp_path, tokenizer)
     with pytest.raises(
         ConfigError,
         match=(
