@@ -173,7 +173,7 @@ class Engine:
             problems.append("the engine is closed")
         elif self._is_draining:
             problems.append("the engine is draining and takes no more requests")
-        if request_id in requests or any(delta.request_id == request_id for delta in self._loop.deltas):
+        if request_id in requests or request_id in self._loop.gained:
             problems.append("a request of this id is unfinished; ids must be unique while they live")
         request = self._admission.make_request(number, request_id, prompt_token_ids, params, text, problems)
         with self._scheduler.repaired(requests):
@@ -181,43 +181,58 @@ class Engine:
             requests[request_id] = request
         return request_id
 
-    @torch.inference_mode()
     def step(self) -> list[Delta]:
         """Computes one chunk of prefill and one round -> what every request gained; [] only if none is ready
-        yet."""
-        return self._loop.step()
+        yet.
+
+        After an exception, an interrupt included, the engine goes on: no request or KV block is lost, and
+        tokens that were committed come with the next step, each once. An interrupted round is run again.
+        """
+        self._compute()
+        gained = self._loop.gained
+        deltas = [gain.make_delta() for gain in gained.values()]
+        try:
+            self._loop.gained = {}
+            return deltas
+        except BaseException:  # they did not reach the caller
+            self._loop.gained = gained
+            raise
 
     def abort(self, request_ids: Iterable[str], *, notify: bool = True) -> None:
         """Ends requests at once; unknown and finished ids are passed over. With `notify` each gets a last
         Delta with the next step, and its id is free again after that; without, no further Delta."""
-        request_ids = dict.fromkeys(request_ids)
+        request_ids = list(request_ids)
         with self._scheduler.repaired(self._loop.requests):
             for request_id in request_ids:
                 request = self._loop.requests.get(request_id)
                 if request is not None:
-                    request.finish_reason = "abort"
-                    self._loop.finish(request, text=request.release_text_or_nothing())
-        if not notify:
-            self._loop.deltas = [delta for delta in self._loop.deltas if delta.request_id not in request_ids]
+                    self._loop.abort(request)
+                if not notify:
+                    self._loop.gained.pop(request_id, None)
 
     def has_unfinished(self) -> bool:
         """Whether a step has anything to compute or to return."""
-        return bool(self._loop.requests or self._loop.deltas)
+        return bool(self._loop.requests or self._loop.gained)
 
     def drain(self) -> Iterator[Delta]:
-        """Takes no more requests and yields Deltas until all are finished; afterwards the engine takes
-        requests again."""
+        """Takes no more requests and yields Deltas until all are finished; afterwards, or once left, the
+        engine takes requests again. What it has not yielded then comes with the next step."""
         self._is_draining = True
         try:
             while self.has_unfinished():
-                yield from self.step()
+                self._compute()
+                while gained := self._loop.gained:
+                    request_id = next(iter(gained))
+                    delta = gained[request_id].make_delta()
+                    del gained[request_id]
+                    yield delta
         finally:
             self._is_draining = False
 
     def close(self) -> None:
         """Aborts what is unfinished and releases the KV memory. Idempotent."""
         self.abort(list(self._loop.requests), notify=False)
-        self._loop.deltas.clear()
+        self._loop.gained.clear()
         self._is_closed = True
         self._loop.flight = None
         self._rounds.drop_graphs()
@@ -269,6 +284,10 @@ class Engine:
         for request in running:
             assert request.num_computed < len(request.token_ids)
             assert len(request.table.blocks) >= self._pool.blocks_for(request.num_computed)
+
+    @torch.inference_mode()
+    def _compute(self) -> None:
+        self._loop.step()
 
     def _check_idle(self, what: str) -> None:
         if self._loop.requests:
