@@ -14,7 +14,7 @@ from .config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from .detokenizer import IncrementalText
 from .engine import Engine
 from .engine.kv_sizing import max_model_len
-from .errors import ConfigError, RequestError, build
+from .errors import ConfigError, RequestError, build, closed
 from .loading.draft_models import DraftModels
 from .loading.fetch import resolve_model
 from .loading.target_model import load_decoder, select_device
@@ -89,8 +89,9 @@ class LLM:
         self._defaults = checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}
         self._of_sequence: dict[str, PendingRequest] = {}
-        self._streams: dict[str, list[Delta]] = {}  # Deltas that live streams have not yielded yet
-        self._finished: list[RequestOutput] = []  # outputs of other requests, for step()
+        self._arrived: list[Delta] = []  # from the engine, not handed on yet
+        self._streams: set[str] = set()  # ids of the requests of live streams
+        self._finished: dict[str, RequestOutput] = {}  # outputs of other requests, for step()
         self._numbers = itertools.count()
 
     def generate(
@@ -123,22 +124,33 @@ class LLM:
         chat: bool = False,
     ) -> Iterator[Delta]:
         """Yields one request's Deltas as they come. Leaving the loop early aborts it. Raises RequestError."""
+        self._check_open("stream")
+        return self._stream(prompt, sampling_params, chat)
+
+    def _stream(
+        self, prompt: Any, sampling_params: SamplingParams | dict[str, Any] | None, chat: bool
+    ) -> Iterator[Delta]:
+        self._check_open("stream")
         params = self._params(sampling_params)
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one output")
         request_id = f"stream-{next(self._numbers)}"
         self.add(prompt, params, request_id, chat=chat)
-        queue = self._streams[request_id] = []
+        deltas = self._pending[request_id].sequences[request_id].deltas
+        self._streams.add(request_id)
         try:
-            while True:
-                while queue:
-                    yield queue.pop(0)
-                if request_id not in self._pending:
+            for given in itertools.count():
+                self._check_open("stream")
+                while given == len(deltas):
+                    if request_id not in self._pending:  # it was aborted
+                        return
+                    self._advance()
+                yield deltas[given]
+                if deltas[given].finish_reason is not None:
                     return
-                self._advance()
         finally:
-            del self._streams[request_id]
-            self.abort([request_id])
+            self._streams.discard(request_id)
+            self._abort([request_id])
 
     def add(
         self,
@@ -149,7 +161,8 @@ class LLM:
     ) -> None:
         """Queues one request of `n` outputs. Raises RequestError, with nothing queued, if it can never be
         served."""
-        if request_id in self._pending:
+        self._check_open("add")
+        if request_id in self._pending or request_id in self._finished:
             raise RequestError(
                 f"{request_id}: a request of this id is unfinished; ids must be unique while they live"
             )
@@ -172,20 +185,20 @@ class LLM:
         self._of_sequence.update(dict.fromkeys(pending.sequences, pending))
 
     def step(self) -> list[RequestOutput]:
-        """One engine step -> the requests that it finished, all their outputs included."""
+        """One engine step -> the requests that it finished, all their outputs included. After an interrupt
+        the next step goes on, and nothing is lost."""
+        self._check_open("step")
         self._advance()
-        finished, self._finished = self._finished, []
-        return finished
+        finished, self._finished = self._finished, {}
+        return list(finished.values())
 
     def has_unfinished(self) -> bool:
         return bool(self._pending or self._finished)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests at once, without an output; unknown and finished ids are passed over."""
-        for request_id in request_ids:
-            if (pending := self._pending.get(request_id)) is not None:
-                self._drop(pending)
-                self.engine.abort(pending.sequences, notify=False)
+        self._check_open("abort")
+        self._abort(request_ids)
 
     def encode(self, prompt: Prompt | Sequence[Message], chat: bool = False) -> list[int]:
         """Token ids of a prompt, or of a conversation through the chat template. Raises RequestError."""
@@ -195,6 +208,7 @@ class LLM:
         """Changes the plan of the loaded model; plain decoding for None. Raises ConfigError while requests
         are unfinished, ExitsError for trained exits that cannot be used, and CheckpointError for a draft
         model that cannot be read."""
+        self._check_open("set_speculative")
         config = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
         self.engine.set_speculative(config, **self._load_for_plan(config))
 
@@ -219,11 +233,14 @@ class LLM:
         }
 
     def close(self) -> None:
-        """Ends all requests and releases the KV memory. Idempotent."""
-        self.abort(list(self._pending))
+        """Ends all requests and releases the KV memory. Idempotent. What computes raises ClosedError after
+        that; stats() and memory() can still be read."""
         self.engine.close()
+        for waiting in (self._pending, self._of_sequence, self._finished, self._arrived):
+            waiting.clear()
 
     def __enter__(self) -> LLM:
+        self._check_open("__enter__")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -242,6 +259,7 @@ class LLM:
         return {"exits": exits, "draft_model": draft_model, "latency": latency}
 
     def _run(self, prompts: list[Any], params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
+        self._check_open("chat" if chat else "generate")
         if self.has_unfinished():
             raise RequestError(
                 f"{len(self._pending)} requests are unfinished; step() until has_unfinished() is False, or"
@@ -273,28 +291,45 @@ class LLM:
                         done[output.request_id] = output
                         bar.update()
         finally:
-            self.abort(ids)
+            self._abort(ids)
         return [done[request_id] for request_id in ids]
 
     def _advance(self) -> None:
-        """Runs one engine step, hands its Deltas to streams, and keeps finished outputs for step()."""
-        for delta in self.engine.step():
-            pending = self._of_sequence.get(delta.request_id)
-            if pending is None:  # aborted meanwhile
-                continue
-            pending.sequences[delta.request_id].add(delta)
-            stream = self._streams.get(pending.request_id)
-            if stream is not None:
-                stream.append(delta)
-            if all(growing.last and growing.last.finish_reason for growing in pending.sequences.values()):
-                if stream is None:
-                    self._finished.append(pending.make_output())
+        """Runs one engine step and hands its Deltas on; or those that an interrupt has left."""
+        if not self._arrived:
+            self._arrived = self.engine.step()
+        while self._arrived:
+            self._take(self._arrived[0])
+            del self._arrived[0]
+
+    def _take(self, delta: Delta) -> None:
+        """Adds a Delta to its output, and makes the request's outputs with the last one. Can be interrupted
+        and called again."""
+        pending = self._of_sequence.get(delta.request_id)
+        if pending is None:  # aborted meanwhile
+            return
+        pending.sequences[delta.request_id].add(delta)
+        if all(growing.last and growing.last.finish_reason for growing in pending.sequences.values()):
+            if pending.request_id not in self._streams:
+                self._finished[pending.request_id] = pending.make_output()
+            self._drop(pending)
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if (pending := self._pending.get(request_id)) is not None:
+                self._arrived = [one for one in self._arrived if one.request_id not in pending.sequences]
                 self._drop(pending)
+                if not self.engine.is_closed:
+                    self.engine.abort(pending.sequences, notify=False)
 
     def _drop(self, pending: PendingRequest) -> None:
-        del self._pending[pending.request_id]
+        self._pending.pop(pending.request_id, None)
         for sequence_id in pending.sequences:
-            del self._of_sequence[sequence_id]
+            self._of_sequence.pop(sequence_id, None)
+
+    def _check_open(self, method: str) -> None:
+        if self.engine.is_closed:
+            raise closed(f"LLM.{method}")
 
     def _params(self, values: SamplingParams | dict[str, Any] | None) -> SamplingParams:
         return SamplingParams.of({**self._defaults} if values is None else values)

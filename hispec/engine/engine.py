@@ -15,7 +15,7 @@ from ee_models.exits import Exit
 from ..config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
 from ..control.make import make_control
 from ..decoding.stages import DecoderLike, PassCounts
-from ..errors import ConfigError
+from ..errors import ConfigError, closed
 from ..latency.model import LatencyModel
 from ..outputs import Delta
 from ..runner.block_tables import RowTables
@@ -96,7 +96,7 @@ class Engine:
             frozenset(eos_token_ids),
         )
         self._numbers = itertools.count()
-        self._is_closed = self._is_draining = False
+        self.is_closed = self._is_draining = False
         self._recorder = Recorder(config, name, scheduling.policy)
         self._rounds = RoundRunner(
             config,
@@ -135,6 +135,7 @@ class Engine:
         plan         overrides the one that `speculative` gives
         latency      what stages cost, which control="goodput" needs (`hispec.measure`)
         """
+        self._check_open("set_speculative")
         self._check_idle("the plan cannot change")
         self._use(PlanSpec(Models(self._decoder, tuple(exits), draft_model), speculative, plan, latency))
 
@@ -143,6 +144,7 @@ class Engine:
         """Captures the graphs of the plan's greedy rounds now, the largest first and at most max_graphs,
         instead of each on first use; does nothing if rounds are not captured. Raises ConfigError while
         requests are unfinished."""
+        self._check_open("warm_up")
         self._check_idle("warm_up() cannot run")
         self._rounds.warm_up(self._runtime)
 
@@ -166,12 +168,11 @@ class Engine:
 
         `params.n` must be 1: a sequence is one request. `text` follows the output for stop strings and text.
         """
+        self._check_open("add_request")
         number, requests = next(self._numbers), self._loop.requests
         request_id = request_id if request_id is not None else f"request-{number}"
         problems = []
-        if self._is_closed:
-            problems.append("the engine is closed")
-        elif self._is_draining:
+        if self._is_draining:
             problems.append("the engine is draining and takes no more requests")
         if request_id in requests or request_id in self._loop.gained:
             problems.append("a request of this id is unfinished; ids must be unique while they live")
@@ -188,6 +189,7 @@ class Engine:
         After an exception, an interrupt included, the engine goes on: no request or KV block is lost, and
         tokens that were committed come with the next step, each once. An interrupted round is run again.
         """
+        self._check_open("step")
         self._compute()
         gained = self._loop.gained
         deltas = [gain.make_delta() for gain in gained.values()]
@@ -201,7 +203,10 @@ class Engine:
     def abort(self, request_ids: Iterable[str], *, notify: bool = True) -> None:
         """Ends requests at once; unknown and finished ids are passed over. With `notify` each gets a last
         Delta with the next step, and its id is free again after that; without, no further Delta."""
-        request_ids = list(request_ids)
+        self._check_open("abort")
+        self._abort(list(request_ids), notify)
+
+    def _abort(self, request_ids: Sequence[str], notify: bool) -> None:
         with self._scheduler.repaired(self._loop.requests):
             for request_id in request_ids:
                 request = self._loop.requests.get(request_id)
@@ -217,6 +222,7 @@ class Engine:
     def drain(self) -> Iterator[Delta]:
         """Takes no more requests and yields Deltas until all are finished; afterwards, or once left, the
         engine takes requests again. What it has not yielded then comes with the next step."""
+        self._check_open("drain")
         self._is_draining = True
         try:
             while self.has_unfinished():
@@ -225,15 +231,19 @@ class Engine:
                     request_id = next(iter(gained))
                     delta = gained[request_id].make_delta()
                     del gained[request_id]
+                    is_last = not self.has_unfinished()
                     yield delta
+                    if not is_last:
+                        self._check_open("drain")
         finally:
             self._is_draining = False
 
     def close(self) -> None:
-        """Aborts what is unfinished and releases the KV memory. Idempotent."""
-        self.abort(list(self._loop.requests), notify=False)
+        """Aborts what is unfinished and releases the KV memory. Idempotent. What computes or takes requests
+        raises ClosedError after that; counts and sizes can still be read."""
+        self.is_closed = True
+        self._abort(list(self._loop.requests), notify=False)
         self._loop.gained.clear()
-        self._is_closed = True
         self._loop.flight = None
         self._rounds.drop_graphs()
         self._plans.release()
@@ -284,6 +294,17 @@ class Engine:
         for request in running:
             assert request.num_computed < len(request.token_ids)
             assert len(request.table.blocks) >= self._pool.blocks_for(request.num_computed)
+
+    def __enter__(self) -> Engine:
+        self._check_open("__enter__")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self, method: str) -> None:
+        if self.is_closed:
+            raise closed(f"Engine.{method}")
 
     @torch.inference_mode()
     def _compute(self) -> None:

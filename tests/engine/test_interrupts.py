@@ -4,14 +4,16 @@ token comes once."""
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hispec import LLM
 from hispec.config import Plan
 from hispec.engine import Engine
 from hispec.errors import RequestError
-from hispec.outputs import Delta
+from hispec.outputs import Delta, RequestOutput
 from hispec.sampling_params import SamplingParams
 from hispec.scheduling.request import Request
 from tests.helpers.interrupts import Interrupts
@@ -180,3 +182,31 @@ def test_what_drain_has_not_yielded_comes_with_the_next_step() -> None:
         collect(engine.step() if turn % 2 else [], got)
         engine.check()
     assert {number: joined(got[str(number)]) for number in range(4)} == wanted
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupt_at_any_line_of_an_llms_step_loses_nothing(tiny_path: Path, at: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=0, n=2)
+    with LLM(str(tiny_path), max_model_len=64, num_kv_blocks=32) as llm:
+        wanted = llm.generate(["one", "two", "three"], params, use_tqdm=False)
+        interrupts = Interrupts("hispec/llm.py", "hispec/outputs.py", at=at)
+        done: dict[str, RequestOutput] = {}
+        for name, prompt in (("0", "one"), ("1", "two"), ("2", "three")):
+            llm.add(prompt, params, name)
+        while llm.has_unfinished():
+            try:
+                with interrupts.armed():
+                    llm._advance()
+            except KeyboardInterrupt:
+                continue
+            for output in llm.step():
+                assert output.request_id not in done
+                done[output.request_id] = output
+        assert len(interrupts.lines) > 12 and sorted(done) == ["0", "1", "2"]
+        for name, output in done.items():
+            for got, expected in zip(output.outputs, wanted[int(name)].outputs, strict=True):
+                assert (got.text, got.token_ids, got.logprobs) == (
+                    expected.text,
+                    expected.token_ids,
+                    expected.logprobs,
+                )
