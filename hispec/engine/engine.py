@@ -95,7 +95,7 @@ class Engine:
             config.seed,
             frozenset(eos_token_ids),
         )
-        self._numbers = itertools.count()
+        self._names, self._numbers = itertools.count(), itertools.count()
         self.is_closed = self._is_draining = False
         self._recorder = Recorder(config, name, scheduling.policy)
         self._rounds = RoundRunner(
@@ -169,14 +169,18 @@ class Engine:
         `params.n` must be 1: a sequence is one request. `text` follows the output for stop strings and text.
         """
         self._check_open("add_request")
-        number, requests = next(self._numbers), self._loop.requests
-        request_id = request_id if request_id is not None else f"request-{number}"
-        problems = []
+        requests, gained, problems = self._loop.requests, self._loop.gained, []
+        if request_id is None:
+            names = (f"request-{number}" for number in self._names)
+            request_id = next(name for name in names if name not in requests and name not in gained)
+        elif isinstance(request_id, str) and (request_id in requests or request_id in gained):
+            problems.append("a request of this id is unfinished; ids must be unique while they live")
         if self._is_draining:
             problems.append("the engine is draining and takes no more requests")
-        if request_id in requests or request_id in self._loop.gained:
-            problems.append("a request of this id is unfinished; ids must be unique while they live")
-        request = self._admission.make_request(number, request_id, prompt_token_ids, params, text, problems)
+        admission = self._admission
+        admission.check(request_id, prompt_token_ids, params, text, problems)
+        # Only now: a request that is refused must not change the seeds of those after it.
+        request = admission.make_request(next(self._numbers), request_id, prompt_token_ids, params, text)
         with self._scheduler.repaired(requests):
             self._scheduler.add(request)
             requests[request_id] = request
