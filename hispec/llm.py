@@ -8,24 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from ee_models.checkpoint.loader import load_tokenizer, open_checkpoint
-
-from .config import EngineConfig, SchedulingConfig, SpeculativeConfig
+from .config import SchedulingConfig, SpeculativeConfig
 from .detokenizer import IncrementalText
 from .engine import Engine
-from .engine.kv_sizing import max_model_len
-from .errors import ConfigError, RequestError, build, closed
-from .loading.draft_models import DraftModels
-from .loading.fetch import resolve_model
-from .loading.target_model import load_decoder, select_device
-from .loading.trained_exits import TrainedExits
+from .errors import ConfigError, RequestError, closed
 from .outputs import Delta, GrowingOutput, PendingRequest, RequestOutput
 from .prompts import Message, Prompt, encode_prompt
 from .sampling_params import SamplingParams
 from .scheduling.lengths import LengthPredictor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from .latency.model import LatencyModel
 
 Params = SamplingParams | dict[str, Any] | Sequence[SamplingParams] | None
 
@@ -57,36 +50,20 @@ class LLM:
         revision: str | None = None,
         **engine: Any,
     ) -> None:
-        config = build(EngineConfig, engine, "engine")
-        order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
-        device = select_device(config.device)
-        checkpoint = open_checkpoint(resolve_model(model), revision)
-        plan = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
-        if plan is not None:
-            plan.plan(checkpoint.config.num_layers)  # raises errors before minutes of loading
-        self.trained_exits = TrainedExits(checkpoint)
-        self.trained_exits.check(plan)
-        self.draft_models = DraftModels(config.attention)
-        self.draft_models.check(plan)
-        length = max_model_len(
-            config, checkpoint.config.max_position_embeddings, checkpoint.config.sliding_window
-        )
-        self.decoder = load_decoder(checkpoint, config, device, length)
-        self.tokenizer: PreTrainedTokenizerBase | None = (
-            None if skip_tokenizer_init else load_tokenizer(checkpoint)
-        )
-        self._max_num_seqs, self._max_model_len = config.max_num_seqs, length
-        self.engine = Engine(
-            self.decoder,
-            config,
-            plan,
-            **self._load_for_plan(plan),
-            scheduling=order,
+        self.engine = Engine.from_pretrained(
+            model,
+            speculative=speculative,
+            scheduling=scheduling,
             length_predictor=length_predictor,
-            eos_token_ids=checkpoint.config.eos_token_ids,
-            name=model,
+            skip_tokenizer_init=skip_tokenizer_init,
+            revision=revision,
+            measure_latency=_measure_latency,
+            **engine,
         )
-        self._defaults = checkpoint.generation_defaults
+        loaded = self.engine.pretrained
+        self.decoder, self.tokenizer = loaded.decoder, loaded.tokenizer
+        self.trained_exits, self.draft_models = loaded.trained_exits, loaded.draft_models
+        self._defaults = loaded.checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}
         self._of_sequence: dict[str, PendingRequest] = {}
         self._arrived: list[Delta] = []  # from the engine, not handed on yet
@@ -209,8 +186,7 @@ class LLM:
         are unfinished, ExitsError for trained exits that cannot be used, and CheckpointError for a draft
         model that cannot be read."""
         self._check_open("set_speculative")
-        config = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
-        self.engine.set_speculative(config, **self._load_for_plan(config))
+        self.engine.set_speculative(speculative)
 
     @property
     def row_invariant(self) -> bool:
@@ -245,18 +221,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _load_for_plan(self, config: SpeculativeConfig | None) -> dict[str, Any]:
-        """What the engine needs for a plan, or for all plans that a controller may choose from: trained
-        exits, a draft model, and what stages cost."""
-        exits = self.trained_exits.load(config, self.decoder)
-        draft_model = self.draft_models.load(config, self.decoder, self.tokenizer, self._max_model_len)
-        latency = None
-        if config is not None and config.control == "goodput":
-            from .measure.latency import latency_for_control
-
-            latency = latency_for_control(config, self.decoder, exits, draft_model, self._max_num_seqs)
-        return {"exits": exits, "draft_model": draft_model, "latency": latency}
 
     def _run(self, prompts: list[Any], params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
         self._check_open("chat" if chat else "generate")
@@ -333,3 +297,9 @@ class LLM:
 
     def _params(self, values: SamplingParams | dict[str, Any] | None) -> SamplingParams:
         return SamplingParams.of({**self._defaults} if values is None else values)
+
+
+def _measure_latency(*arguments: Any) -> LatencyModel:
+    from .measure.latency import latency_for_control
+
+    return latency_for_control(*arguments)

@@ -15,7 +15,7 @@ from ee_models.exits import Exit
 from ..config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
 from ..control.make import make_control
 from ..decoding.stages import DecoderLike, PassCounts
-from ..errors import ConfigError, closed
+from ..errors import ConfigError, build, closed
 from ..latency.model import LatencyModel
 from ..outputs import Delta
 from ..runner.block_tables import RowTables
@@ -32,6 +32,7 @@ from ..stats import EngineStats
 from .admission import Admission
 from .kv_offload import KVOffloader, cheaper_to_move
 from .kv_sizing import default_num_blocks, max_model_len
+from .pretrained import MeasureLatency, Pretrained
 from .recorder import Recorder
 from .step_loop import StepLoop
 
@@ -60,7 +61,9 @@ class Engine:
         is_static: bool | None = None,
         graph_device: GraphDevice | None = None,
     ) -> None:
-        """As `set_speculative` for `speculative`, `exits`, `draft_model`, `plan` and `latency`. Raises
+        """An engine of a decoder at hand; `from_pretrained` loads one.
+
+        As `set_speculative` for `speculative`, `exits`, `draft_model`, `plan` and `latency`. Raises
         ConfigError for what does not fit the model or memory.
 
         scheduling                in which order requests are served; None = first come, first served
@@ -69,6 +72,7 @@ class Engine:
         is_static, graph_device   whether rounds have static shapes, and where they are captured; None = as
                                   suits the decoder's device
         """
+        self._pretrained: Pretrained | None = None
         model = decoder.config
         scheduling = scheduling or SchedulingConfig()
         self._decoder, self._config = decoder, config
@@ -117,9 +121,45 @@ class Engine:
             self.warm_up()
         self.reset_stats()
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        speculative: SpeculativeConfig | dict[str, Any] | None = None,
+        scheduling: SchedulingConfig | dict[str, Any] | None = None,
+        length_predictor: LengthPredictor | None = None,
+        skip_tokenizer_init: bool = False,
+        revision: str | None = None,
+        measure_latency: MeasureLatency | None = None,
+        **engine: Any,
+    ) -> Engine:
+        """Loads a model, and what its plan needs, and makes their engine; `pretrained` has the tokenizer.
+
+        Arguments as those of LLM, which is made by this. measure_latency: says what stages cost, for
+        control="goodput" (`hispec.measure.latency.latency_for_control`). Raises ConfigError or
+        CheckpointError.
+        """
+        config = build(EngineConfig, engine, "engine")
+        order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
+        plan = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
+        loaded = Pretrained(model, config, plan, revision, skip_tokenizer_init, measure_latency)
+        made = cls(
+            loaded.decoder,
+            config,
+            plan,
+            **loaded.for_plan(plan),
+            scheduling=order,
+            length_predictor=length_predictor,
+            eos_token_ids=loaded.checkpoint.config.eos_token_ids,
+            name=model,
+        )
+        made._pretrained = loaded
+        return made
+
     def set_speculative(
         self,
-        speculative: SpeculativeConfig | None,
+        speculative: SpeculativeConfig | dict[str, Any] | None,
         *,
         exits: Sequence[Exit] = (),
         draft_model: DecoderLike | None = None,
@@ -127,7 +167,9 @@ class Engine:
         latency: LatencyModel | None = None,
     ) -> None:
         """Changes the plan between requests: plain decoding for None. Raises ConfigError while requests are
-        unfinished.
+        unfinished. An engine of `from_pretrained` loads exits, draft model and latency by itself, unless one
+        of them is given: ExitsError for exits that cannot be used, CheckpointError for a draft model that
+        cannot be read.
 
         exits        the trained exits of this plan, or of the plans to choose from
                      (`ee_models.exits.load_exits`); others are read through the model's head
@@ -136,8 +178,12 @@ class Engine:
         latency      what stages cost, which control="goodput" needs (`hispec.measure`)
         """
         self._check_open("set_speculative")
+        config = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
         self._check_idle("the plan cannot change")
-        self._use(PlanSpec(Models(self._decoder, tuple(exits), draft_model), speculative, plan, latency))
+        if self._pretrained is not None and not (exits or draft_model or latency):
+            needs = self._pretrained.for_plan(config)
+            exits, draft_model, latency = needs["exits"], needs["draft_model"], needs["latency"]
+        self._use(PlanSpec(Models(self._decoder, tuple(exits), draft_model), config, plan, latency))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -147,6 +193,14 @@ class Engine:
         self._check_open("warm_up")
         self._check_idle("warm_up() cannot run")
         self._rounds.warm_up(self._runtime)
+
+    @property
+    def pretrained(self) -> Pretrained:
+        """What `from_pretrained` has loaded: tokenizer, decoder, checkpoint. Raises ConfigError for an engine
+        of a decoder at hand."""
+        if self._pretrained is None:
+            raise ConfigError("this Engine was made of a decoder at hand; Engine.from_pretrained loads more")
+        return self._pretrained
 
     @property
     def plan(self) -> Plan:
