@@ -28,6 +28,9 @@ class BlockPool:
     A block is *held* (one or more tables refer to it), *cached* (nobody refers to it, but its content is
     published and may be found again; evicted least recently used first) or *free*. Published content is found
     by (identity of everything before, the block's tokens), compared exactly: two prefixes are never confused.
+
+    An interrupt (KeyboardInterrupt) anywhere in a method leaves tables that hold what they say, and nothing
+    wrong to be found; but the pool may have lost count of blocks, until `repair` counts them anew.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -102,36 +105,59 @@ class BlockPool:
             found = self._published.get(key)
             if found is None:
                 block = table.blocks[table.num_published]
-                found = self._published[key] = (block, self._next_prefix_id)
+                found = (block, self._next_prefix_id)
+                self._next_prefix_id += 1  # before it is used: two prefixes never get the same
                 self._key[block] = key
-                self._next_prefix_id += 1
-            table.prefix_id = found[1]
-            table.num_published += 1
+                self._published[key] = found
+            table.prefix_id, table.num_published = found[1], table.num_published + 1
 
     def free(self, table: BlockTable) -> None:
         """Gives back all blocks of `table`; the deepest first, so that a prefix outlives its continuations in
         the cache."""
-        while table.blocks:
-            self._release(table.blocks.pop())
-        table.num_published = 0
-        table.prefix_id = _ROOT
+        blocks = table.blocks
+        table.blocks, table.num_published, table.prefix_id = [], 0, _ROOT
+        while blocks:
+            self._release(blocks.pop())
 
     def forget(self) -> None:
         """Empties the prefix cache, whose blocks no longer hold what they are published for. Raises
         ValueError while a table holds blocks."""
         if self.num_held:
             raise ValueError(f"{self.num_held} blocks are held; free their tables first")
-        self._free += self._cached
-        self._key = [None] * self.num_blocks
-        self._cached.clear()
-        self._published.clear()
+        free = list(range(self.num_blocks - 1, -1, -1))
+        self._key, self._published, self._cached, self._free = (
+            [None] * self.num_blocks,
+            {},
+            OrderedDict(),
+            free,
+        )
+
+    def repair(self, tables: Iterable[BlockTable], keeps_published: bool = True) -> None:
+        """Counts anew what `tables`, which are all that live, hold, after a method was interrupted. Other
+        blocks are cached if they are found by their content, else free. Can itself be interrupted and called
+        again."""
+        num_refs = self._count_refs(tables)
+        key: list[tuple[int, tuple[int, ...]] | None] = [None] * self.num_blocks
+        published = {}
+        for content, found in self._published.items() if keeps_published else ():
+            if self._key[found[0]] == content:  # else interrupted while it was published or evicted
+                key[found[0]], published[content] = content, found
+        idle = [block for block, count in enumerate(num_refs) if count == 0]
+        free = [block for block in reversed(idle) if key[block] is None]
+        by_use = [block for block in self._cached if num_refs[block] == 0 and key[block] is not None]
+        cached = OrderedDict.fromkeys(by_use + [block for block in idle if key[block] is not None])
+        state = {
+            "_num_refs": num_refs,
+            "_key": key,
+            "_published": published,
+            "_free": free,
+            "_cached": cached,
+        }
+        self.__dict__ |= state  # at once
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Asserts that held, cached and free blocks add up, and that no table but `tables` holds any."""
-        num_refs = [0] * self.num_blocks
-        for table in tables:
-            for block in table.blocks:
-                num_refs[block] += 1
+        num_refs = self._count_refs(tables)
         assert num_refs == self._num_refs, "reference counts differ from the tables that hold blocks"
         idle = [*self._free, *self._cached]
         assert len(set(idle)) == len(idle), "a block is free twice"
@@ -143,6 +169,13 @@ class BlockPool:
         assert all(self._key[block] is not None for block in self._cached) and all(
             self._key[block] is None for block in self._free
         )
+
+    def _count_refs(self, tables: Iterable[BlockTable]) -> list[int]:
+        num_refs = [0] * self.num_blocks
+        for table in tables:
+            for block in table.blocks:
+                num_refs[block] += 1
+        return num_refs
 
     def _acquire(self, block: int) -> None:
         if self._num_refs[block] == 0:

@@ -10,7 +10,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .config import EngineConfig, SpeculativeConfig
     from .engine import Engine
-    from .errors import ConfigError, HiSpecError, RequestError
+    from .errors import ClosedError, ConfigError, HiSpecError, RequestError
     from .llm import LLM
     from .outputs import CompletionOutput, Delta, RequestOutput
     from .sampling_params import SamplingParams
@@ -27,11 +27,13 @@ _MODULE_OF = {
     "CompletionOutput": "outputs",
     "Delta": "outputs",
     "HiSpecError": "errors",
+    "ClosedError": "errors",
     "ConfigError": "errors",
     "RequestError": "errors",
 }
 __all__ = [
     "LLM",
+    "ClosedError",
     "CompletionOutput",
     "ConfigError",
     "Delta",

@@ -29,6 +29,16 @@ def shown(value: object, most: int = 100) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
+class ClosedError(HiSpecError, RuntimeError):
+    """An LLM or Engine was to compute something after its close()."""
+
+
+def closed(call: str) -> ClosedError:
+    """call: the class and the method."""
+    name = call.partition(".")[0]
+    return ClosedError(f"{call}(): this {name} was closed and its KV memory released; make a new {name}")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the known name closest to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -9,23 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from ee_models.checkpoint.loader import load_tokenizer
-
-from .config import EngineConfig, SchedulingConfig, SpeculativeConfig
+from .config import SchedulingConfig, SpeculativeConfig
 from .detokenizer import IncrementalText
 from .engine import Engine
-from .engine.kv_sizing import max_model_len
-from .errors import ConfigError, RequestError, build, shown
-from .loading.draft_models import DraftModels
-from .loading.target_model import load_decoder, open_model, select_device
-from .loading.trained_exits import TrainedExits
+from .errors import ConfigError, RequestError, closed
 from .outputs import Delta, GrowingOutput, PendingRequest, RequestOutput
 from .prompts import Message, Prompt, encode_prompt, split_prompts
 from .sampling_params import SamplingParams
 from .scheduling.lengths import LengthPredictor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from .latency.model import LatencyModel
 
 Params = SamplingParams | dict[str, Any] | Sequence[SamplingParams | dict[str, Any] | None] | None
 
@@ -57,45 +51,25 @@ class LLM:
         revision: str | None = None,
         **engine: Any,
     ) -> None:
-        config = build(EngineConfig, engine, "engine")
-        order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
-        if length_predictor is not None and not hasattr(length_predictor, "predictor"):
-            raise ConfigError(
-                f"length_predictor={shown(length_predictor)} is no LengthPredictor"
-                " (hispec/scheduling/lengths.py); leave it out to learn lengths from ended requests"
-            )
-        device = select_device(config.device)
-        checkpoint = open_model(model, revision)
-        plan = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
-        if plan is not None:
-            plan.plan(checkpoint.config.num_layers)  # raises errors before minutes of loading
-        self.trained_exits = TrainedExits(checkpoint)
-        self.trained_exits.check(plan)
-        self.draft_models = DraftModels(config.attention)
-        self.draft_models.check(plan)
-        length = max_model_len(
-            config, checkpoint.config.max_position_embeddings, checkpoint.config.sliding_window
-        )
-        self.decoder = load_decoder(checkpoint, config, device, length)
-        self.tokenizer: PreTrainedTokenizerBase | None = (
-            None if skip_tokenizer_init else load_tokenizer(checkpoint)
-        )
-        self._max_num_seqs, self._max_model_len = config.max_num_seqs, length
-        self.engine = Engine(
-            self.decoder,
-            config,
-            plan,
-            **self._load_for_plan(plan),
-            scheduling=order,
+        self.engine = Engine.from_pretrained(
+            model,
+            speculative=speculative,
+            scheduling=scheduling,
             length_predictor=length_predictor,
-            eos_token_ids=checkpoint.config.eos_token_ids,
-            name=str(model),
+            skip_tokenizer_init=skip_tokenizer_init,
+            revision=revision,
+            measure_latency=_measure_latency,
+            **engine,
         )
-        self._defaults = checkpoint.generation_defaults
+        loaded = self.engine.pretrained
+        self.decoder, self.tokenizer = loaded.decoder, loaded.tokenizer
+        self.trained_exits, self.draft_models = loaded.trained_exits, loaded.draft_models
+        self._defaults = loaded.checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}
         self._of_sequence: dict[str, PendingRequest] = {}
-        self._streams: dict[str, list[Delta]] = {}  # Deltas that live streams have not yielded yet
-        self._finished: list[RequestOutput] = []  # outputs of other requests, for step()
+        self._arrived: list[Delta] = []  # from the engine, not handed on yet
+        self._streams: set[str] = set()  # ids of the requests of live streams
+        self._finished: dict[str, RequestOutput] = {}  # outputs of other requests, for step()
         self._numbers = itertools.count()
 
     def generate(
@@ -128,22 +102,33 @@ class LLM:
         chat: bool = False,
     ) -> Iterator[Delta]:
         """Yields one request's Deltas as they come. Leaving the loop early aborts it. Raises RequestError."""
+        self._check_open("stream")
+        return self._stream(prompt, sampling_params, chat)
+
+    def _stream(
+        self, prompt: Any, sampling_params: SamplingParams | dict[str, Any] | None, chat: bool
+    ) -> Iterator[Delta]:
+        self._check_open("stream")
         params = self._params(sampling_params)
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one output")
         request_id = f"stream-{next(self._numbers)}"
         self._queue(prompt, params, request_id, chat)
-        queue = self._streams[request_id] = []
+        deltas = self._pending[request_id].sequences[request_id].deltas
+        self._streams.add(request_id)
         try:
-            while True:
-                while queue:
-                    yield queue.pop(0)
-                if request_id not in self._pending:
+            for given in itertools.count():
+                self._check_open("stream")
+                while given == len(deltas):
+                    if request_id not in self._pending:  # it was aborted
+                        return
+                    self._advance()
+                yield deltas[given]
+                if deltas[given].finish_reason is not None:
                     return
-                self._advance()
         finally:
-            del self._streams[request_id]
-            self.abort([request_id])
+            self._streams.discard(request_id)
+            self._abort([request_id])
 
     def add(
         self,
@@ -154,26 +139,27 @@ class LLM:
     ) -> None:
         """Queues one request of `n` outputs. Raises RequestError, with nothing queued, if it can never be
         served."""
+        self._check_open("add")
         try:
             self._queue(prompt, self._params(sampling_params), request_id, chat)
         except RequestError as error:
             raise RequestError(f"{request_id}: {error}") from error.__cause__
 
     def step(self) -> list[RequestOutput]:
-        """One engine step -> the requests that it finished, all their outputs included."""
+        """One engine step -> the requests that it finished, all their outputs included. After an interrupt
+        the next step goes on, and nothing is lost."""
+        self._check_open("step")
         self._advance()
-        finished, self._finished = self._finished, []
-        return finished
+        finished, self._finished = self._finished, {}
+        return list(finished.values())
 
     def has_unfinished(self) -> bool:
         return bool(self._pending or self._finished)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """Ends requests at once, without an output; unknown and finished ids are passed over."""
-        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
-            if (pending := self._pending.get(request_id)) is not None:
-                self._drop(pending)
-                self.engine.abort(pending.sequences, notify=False)
+        self._check_open("abort")
+        self._abort(request_ids)
 
     def encode(self, prompt: Prompt | Sequence[Message], chat: bool = False) -> list[int]:
         """Token ids of a prompt, or of a conversation through the chat template. Raises RequestError."""
@@ -183,8 +169,8 @@ class LLM:
         """Changes the plan of the loaded model; plain decoding for None. Raises ConfigError while requests
         are unfinished, ExitsError for trained exits that cannot be used, and CheckpointError for a draft
         model that cannot be read."""
-        config = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
-        self.engine.set_speculative(config, **self._load_for_plan(config))
+        self._check_open("set_speculative")
+        self.engine.set_speculative(speculative)
 
     @property
     def row_invariant(self) -> bool:
@@ -207,31 +193,22 @@ class LLM:
         }
 
     def close(self) -> None:
-        """Ends all requests and releases the KV memory. Idempotent."""
-        self.abort(list(self._pending))
+        """Ends all requests and releases the KV memory. Idempotent. What computes raises ClosedError after
+        that; stats() and memory() can still be read."""
         self.engine.close()
+        for waiting in (self._pending, self._of_sequence, self._finished, self._arrived):
+            waiting.clear()
 
     def __enter__(self) -> LLM:
+        self._check_open("__enter__")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _load_for_plan(self, config: SpeculativeConfig | None) -> dict[str, Any]:
-        """What the engine needs for a plan, or for all plans that a controller may choose from: trained
-        exits, a draft model, and what stages cost."""
-        exits = self.trained_exits.load(config, self.decoder)
-        draft_model = self.draft_models.load(config, self.decoder, self.tokenizer, self._max_model_len)
-        latency = None
-        if config is not None and config.control == "goodput":
-            from .measure.latency import latency_for_control
-
-            latency = latency_for_control(config, self.decoder, exits, draft_model, self._max_num_seqs)
-        return {"exits": exits, "draft_model": draft_model, "latency": latency}
-
     def _queue(self, prompt: Any, params: SamplingParams, request_id: str, chat: bool) -> None:
         """As `add`; the RequestError does not name the request."""
-        if request_id in self._pending:
+        if request_id in self._pending or request_id in self._finished:
             raise RequestError("a request of this id is unfinished; ids must be unique while they live")
         text, token_ids = encode_prompt(self.tokenizer, prompt, chat)
         pending = PendingRequest(request_id, text, token_ids, params.logprobs is not None)
@@ -250,6 +227,7 @@ class LLM:
         self._of_sequence.update(dict.fromkeys(pending.sequences, pending))
 
     def _run(self, prompts: Any, params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
+        self._check_open("chat" if chat else "generate")
         if self.has_unfinished():
             raise RequestError(
                 f"{len(self._pending)} requests are unfinished; step() until has_unfinished() is False, or"
@@ -277,28 +255,45 @@ class LLM:
                         done[output.request_id] = output
                         bar.update()
         finally:
-            self.abort(named)
+            self._abort(named)
         return [done[request_id] for request_id in named]
 
     def _advance(self) -> None:
-        """Runs one engine step, hands its Deltas to streams, and keeps finished outputs for step()."""
-        for delta in self.engine.step():
-            pending = self._of_sequence.get(delta.request_id)
-            if pending is None:  # aborted meanwhile
-                continue
-            pending.sequences[delta.request_id].add(delta)
-            stream = self._streams.get(pending.request_id)
-            if stream is not None:
-                stream.append(delta)
-            if all(growing.last and growing.last.finish_reason for growing in pending.sequences.values()):
-                if stream is None:
-                    self._finished.append(pending.make_output())
+        """Runs one engine step and hands its Deltas on; or those that an interrupt has left."""
+        if not self._arrived:
+            self._arrived = self.engine.step()
+        while self._arrived:
+            self._take(self._arrived[0])
+            del self._arrived[0]
+
+    def _take(self, delta: Delta) -> None:
+        """Adds a Delta to its output, and makes the request's outputs with the last one. Can be interrupted
+        and called again."""
+        pending = self._of_sequence.get(delta.request_id)
+        if pending is None:  # aborted meanwhile
+            return
+        pending.sequences[delta.request_id].add(delta)
+        if all(growing.last and growing.last.finish_reason for growing in pending.sequences.values()):
+            if pending.request_id not in self._streams:
+                self._finished[pending.request_id] = pending.make_output()
+            self._drop(pending)
+
+    def _abort(self, request_ids: str | Iterable[str]) -> None:
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            if (pending := self._pending.get(request_id)) is not None:
+                self._arrived = [one for one in self._arrived if one.request_id not in pending.sequences]
                 self._drop(pending)
+                if not self.engine.is_closed:
+                    self.engine.abort(pending.sequences, notify=False)
 
     def _drop(self, pending: PendingRequest) -> None:
-        del self._pending[pending.request_id]
+        self._pending.pop(pending.request_id, None)
         for sequence_id in pending.sequences:
-            del self._of_sequence[sequence_id]
+            self._of_sequence.pop(sequence_id, None)
+
+    def _check_open(self, method: str) -> None:
+        if self.engine.is_closed:
+            raise closed(f"LLM.{method}")
 
     def _params_of_each(self, params: Params, num_prompts: int) -> list[SamplingParams]:
         """One for each prompt. Raises ConfigError."""
@@ -316,3 +311,9 @@ class LLM:
         if values is None:
             values, where = self._defaults, "generation_config.json"
         return SamplingParams.of(values, where)
+
+
+def _measure_latency(*arguments: Any) -> LatencyModel:
+    from .measure.latency import latency_for_control
+
+    return latency_for_control(*arguments)

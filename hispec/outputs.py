@@ -82,26 +82,25 @@ class RequestOutput:
 class GrowingOutput:
     """One of a request's outputs, collected from Deltas."""
 
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    last: Delta | None = None
+    deltas: list[Delta] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
-        self.text.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or []
-        self.last = delta
+        """Takes a Delta; once, even if it comes again because an interrupt came in between."""
+        if not self.deltas or self.deltas[-1] is not delta:
+            self.deltas.append(delta)
+
+    @property
+    def last(self) -> Delta | None:
+        return self.deltas[-1] if self.deltas else None
 
     def make_output(self, index: int, wants_logprobs: bool) -> CompletionOutput:
-        last = self.last
-        assert last is not None
-        logprobs = self.logprobs if wants_logprobs else None
+        deltas, last = self.deltas, self.deltas[-1]
+        logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
         return CompletionOutput(
             index,
-            "".join(self.text),
-            self.token_ids,
-            logprobs,
+            "".join([delta.text for delta in deltas]),
+            [token for delta in deltas for token in delta.token_ids],
+            logprobs if wants_logprobs else None,
             last.finish_reason,
             last.stop_reason,
             last.metrics,

@@ -229,13 +229,13 @@ FAULTS = (
         "stop handled after the cap",
         "hispec/scheduling/request.py",
         "            if may_stop:",
-        "            if may_stop and self.num_output < self.max_tokens:",
+        "            if may_stop and num_output < self.max_tokens:",
     ),
     Fault(
         "tokens after EOS are kept",
         "hispec/scheduling/request.py",
-        "                return taken\n        return len(token_ids)",
-        "                pass\n        return len(token_ids)",
+        "            if self.has_ended():\n                return taken",
+        "            self.has_ended()",
     ),
     Fault(
         "noise keyed by row instead of seed",
@@ -260,8 +260,8 @@ FAULTS = (
     Fault(
         "a request that was preempted trusts its old computed length",
         "hispec/scheduling/kv_blocks.py",
-        "request.num_computed = num_cached",
-        "request.num_computed = max(request.num_computed, num_cached)",
+        "request.table, request.num_computed = table, num_cached",
+        "request.table, request.num_computed = table, max(request.num_computed, num_cached)",
         ("tests/laws/test_drafters.py",),
     ),
     Fault(

@@ -28,7 +28,8 @@ def make_control(
         if latency is None:
             raise ConfigError(
                 "speculative.control='goodput' needs `latency`, what stages cost here: LLM measures it; an"
-                " Engine is given it, by hispec.measure.latency.latency_for(...).model()"
+                " Engine is given it, by hispec.measure.latency.latency_for(...).model(), or by"
+                " from_pretrained(measure_latency=hispec.measure.latency.latency_for_control)"
             )
         return GoodputControl(
             routes,

@@ -26,6 +26,22 @@ class Admission:
     seed: int
     eos_token_ids: frozenset[int]
 
+    def check(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        text: TextStream | None,
+        problems: Iterable[str] = (),
+    ) -> None:
+        """Raises RequestError with all reasons why the request can never be served: those found here, and
+        `problems`."""
+        found = [*_wrong_types(request_id, prompt_token_ids, params, text)]
+        if not found:
+            found = [*self._problems(prompt_token_ids, params, has_text=text is not None), *problems]
+        if found:
+            raise RequestError(f"{request_id}: " + "; ".join(found))
+
     def make_request(
         self,
         number: int,
@@ -33,14 +49,9 @@ class Admission:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         text: TextStream | None,
-        problems: Iterable[str] = (),
     ) -> Request:
-        """Raises RequestError with all reasons why the request can never be served: those found here, and
-        `problems`."""
-        found = [*self._problems(prompt_token_ids, params, has_text=text is not None), *problems]
-        if found:
-            raise RequestError(f"{request_id}: " + "; ".join(found))
-        prompt = [int(token) for token in prompt_token_ids]
+        """The request, of arguments that were checked."""
+        prompt = list(prompt_token_ids)
         room = self.max_model_len - len(prompt)
         return Request(
             request_id=request_id,
@@ -72,8 +83,8 @@ class Admission:
         ]
         if wrong:
             yield (
-                f"prompt token ids must be integers from 0 to {vocab_size - 1}; {len(wrong)} are not, the"
-                f" first is {wrong[0]!r}"
+                f"prompt_token_ids must be integers from 0 to {vocab_size - 1}; {len(wrong)} are not, the"
+                f" first is {_kind(wrong[0])}"
             )
         for field in ("logit_bias", "stop_token_ids"):
             outside = [token for token in getattr(params, field) if not 0 <= token < vocab_size]
@@ -107,3 +118,22 @@ class Admission:
                     f" but there are {num_blocks}; raise num_kv_blocks"
                 )
             )
+
+
+def _wrong_types(request_id: object, prompt: object, params: object, text: object) -> Iterator[str]:
+    if not isinstance(request_id, str):
+        yield f"request_id must be a string, not {_kind(request_id)}"
+    if not isinstance(prompt, list | tuple):
+        way = "; make a list of it: .tolist()" if hasattr(prompt, "tolist") else ""
+        yield f"prompt_token_ids must be a list of token ids, not {_kind(prompt)}{way}"
+    if not isinstance(params, SamplingParams):
+        way = "; make one of it: SamplingParams.of(...)" if isinstance(params, dict) else ""
+        yield f"params must be SamplingParams, not {_kind(params)}{way}"
+    if text is not None and not all(callable(getattr(text, name, None)) for name in ("append", "release")):
+        yield f"text must have the methods append and release of TextStream; {_kind(text)} has not"
+
+
+def _kind(value: object) -> str:
+    """Type and value, cut if long, for messages."""
+    said = " ".join(repr(value).split())
+    return f"{type(value).__name__} {said if len(said) <= 60 else said[:60] + '...'}"

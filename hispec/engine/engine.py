@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ee_models.exits import Exit
 from ..config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
 from ..control.make import make_control
 from ..decoding.stages import DecoderLike, PassCounts
-from ..errors import ConfigError
+from ..errors import ConfigError, build, closed, shown
 from ..latency.model import LatencyModel
 from ..outputs import Delta
 from ..runner.block_tables import RowTables
@@ -32,6 +33,7 @@ from ..stats import EngineStats
 from .admission import Admission
 from .kv_offload import KVOffloader, cheaper_to_move
 from .kv_sizing import check_num_blocks, default_num_blocks, max_model_len
+from .pretrained import MeasureLatency, Pretrained
 from .recorder import Recorder
 from .step_loop import StepLoop
 
@@ -60,7 +62,9 @@ class Engine:
         is_static: bool | None = None,
         graph_device: GraphDevice | None = None,
     ) -> None:
-        """As `set_speculative` for `speculative`, `exits`, `draft_model`, `plan` and `latency`. Raises
+        """An engine of a decoder at hand; `from_pretrained` loads one.
+
+        As `set_speculative` for `speculative`, `exits`, `draft_model`, `plan` and `latency`. Raises
         ConfigError for what does not fit the model or memory.
 
         scheduling                in which order requests are served; None = first come, first served
@@ -69,6 +73,7 @@ class Engine:
         is_static, graph_device   whether rounds have static shapes, and where they are captured; None = as
                                   suits the decoder's device
         """
+        self._pretrained: Pretrained | None = None
         model = decoder.config
         scheduling = scheduling or SchedulingConfig()
         self._decoder, self._config = decoder, config
@@ -96,8 +101,8 @@ class Engine:
             config.seed,
             frozenset(eos_token_ids),
         )
-        self._numbers = itertools.count()
-        self._is_closed = self._is_draining = False
+        self._names, self._numbers = itertools.count(), itertools.count()
+        self.is_closed = self._is_draining = False
         self._recorder = Recorder(config, name, scheduling.policy)
         self._rounds = RoundRunner(
             config,
@@ -118,9 +123,50 @@ class Engine:
             self.warm_up()
         self.reset_stats()
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        speculative: SpeculativeConfig | dict[str, Any] | None = None,
+        scheduling: SchedulingConfig | dict[str, Any] | None = None,
+        length_predictor: LengthPredictor | None = None,
+        skip_tokenizer_init: bool = False,
+        revision: str | None = None,
+        measure_latency: MeasureLatency | None = None,
+        **engine: Any,
+    ) -> Engine:
+        """Loads a model, and what its plan needs, and makes their engine; `pretrained` has the tokenizer.
+
+        Arguments as those of LLM, which is made by this. measure_latency: says what stages cost, for
+        control="goodput" (`hispec.measure.latency.latency_for_control`). Raises ConfigError or
+        CheckpointError.
+        """
+        config = build(EngineConfig, engine, "engine")
+        order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
+        plan = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
+        if length_predictor is not None and not hasattr(length_predictor, "predictor"):
+            raise ConfigError(
+                f"length_predictor={shown(length_predictor)} is no LengthPredictor"
+                " (hispec/scheduling/lengths.py); leave it out to learn lengths from ended requests"
+            )
+        loaded = Pretrained(model, config, plan, revision, skip_tokenizer_init, measure_latency)
+        made = cls(
+            loaded.decoder,
+            config,
+            plan,
+            **loaded.for_plan(plan),
+            scheduling=order,
+            length_predictor=length_predictor,
+            eos_token_ids=loaded.checkpoint.config.eos_token_ids,
+            name=str(model),
+        )
+        made._pretrained = loaded
+        return made
+
     def set_speculative(
         self,
-        speculative: SpeculativeConfig | None,
+        speculative: SpeculativeConfig | dict[str, Any] | None,
         *,
         exits: Sequence[Exit] = (),
         draft_model: DecoderLike | None = None,
@@ -128,7 +174,9 @@ class Engine:
         latency: LatencyModel | None = None,
     ) -> None:
         """Changes the plan between requests: plain decoding for None. Raises ConfigError while requests are
-        unfinished.
+        unfinished. An engine of `from_pretrained` loads exits, draft model and latency by itself, unless one
+        of them is given: ExitsError for exits that cannot be used, CheckpointError for a draft model that
+        cannot be read.
 
         exits        the trained exits of this plan, or of the plans to choose from
                      (`ee_models.exits.load_exits`); others are read through the model's head
@@ -136,16 +184,30 @@ class Engine:
         plan         overrides the one that `speculative` gives
         latency      what stages cost, which control="goodput" needs (`hispec.measure`)
         """
+        self._check_open("set_speculative")
+        config = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
         self._check_idle("the plan cannot change")
-        self._use(PlanSpec(Models(self._decoder, tuple(exits), draft_model), speculative, plan, latency))
+        if self._pretrained is not None and not (exits or draft_model or latency):
+            needs = self._pretrained.for_plan(config)
+            exits, draft_model, latency = needs["exits"], needs["draft_model"], needs["latency"]
+        self._use(PlanSpec(Models(self._decoder, tuple(exits), draft_model), config, plan, latency))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Captures the graphs of the plan's greedy rounds now, the largest first and at most max_graphs,
         instead of each on first use; does nothing if rounds are not captured. Raises ConfigError while
         requests are unfinished."""
+        self._check_open("warm_up")
         self._check_idle("warm_up() cannot run")
         self._rounds.warm_up(self._runtime)
+
+    @property
+    def pretrained(self) -> Pretrained:
+        """What `from_pretrained` has loaded: tokenizer, decoder, checkpoint. Raises ConfigError for an engine
+        of a decoder at hand."""
+        if self._pretrained is None:
+            raise ConfigError("this Engine was made of a decoder at hand; Engine.from_pretrained loads more")
+        return self._pretrained
 
     @property
     def plan(self) -> Plan:
@@ -167,59 +229,86 @@ class Engine:
 
         `params.n` must be 1: a sequence is one request. `text` follows the output for stop strings and text.
         """
-        number, requests = next(self._numbers), self._loop.requests
-        request_id = request_id if request_id is not None else f"request-{number}"
-        problems = []
-        if self._is_closed:
-            problems.append("the engine is closed")
-        elif self._is_draining:
-            problems.append("the engine is draining and takes no more requests")
-        if request_id in requests or any(delta.request_id == request_id for delta in self._loop.deltas):
+        self._check_open("add_request")
+        requests, gained, problems = self._loop.requests, self._loop.gained, []
+        if request_id is None:
+            names = (f"request-{number}" for number in self._names)
+            request_id = next(name for name in names if name not in requests and name not in gained)
+        elif isinstance(request_id, str) and (request_id in requests or request_id in gained):
             problems.append("a request of this id is unfinished; ids must be unique while they live")
-        request = self._admission.make_request(number, request_id, prompt_token_ids, params, text, problems)
+        if self._is_draining:
+            problems.append("the engine is draining and takes no more requests")
+        admission = self._admission
+        admission.check(request_id, prompt_token_ids, params, text, problems)
+        # Only now: a request that is refused must not change the seeds of those after it.
+        request = admission.make_request(next(self._numbers), request_id, prompt_token_ids, params, text)
         with self._scheduler.repaired(requests):
             self._scheduler.add(request)
             requests[request_id] = request
         return request_id
 
-    @torch.inference_mode()
     def step(self) -> list[Delta]:
         """Computes one chunk of prefill and one round -> what every request gained; [] only if none is ready
-        yet."""
-        return self._loop.step()
+        yet.
+
+        After an exception, an interrupt included, the engine goes on: no request or KV block is lost, and
+        tokens that were committed come with the next step, each once. An interrupted round is run again.
+        """
+        self._check_open("step")
+        self._compute()
+        gained = self._loop.gained
+        deltas = [gain.make_delta() for gain in gained.values()]
+        try:
+            self._loop.gained = {}
+            return deltas
+        except BaseException:  # they did not reach the caller
+            self._loop.gained = gained
+            raise
 
     def abort(self, request_ids: Iterable[str], *, notify: bool = True) -> None:
         """Ends requests at once; unknown and finished ids are passed over. With `notify` each gets a last
         Delta with the next step, and its id is free again after that; without, no further Delta."""
-        request_ids = dict.fromkeys(request_ids)
+        self._check_open("abort")
+        self._abort(list(request_ids), notify)
+
+    def _abort(self, request_ids: Sequence[str], notify: bool) -> None:
         with self._scheduler.repaired(self._loop.requests):
             for request_id in request_ids:
                 request = self._loop.requests.get(request_id)
                 if request is not None:
-                    request.finish_reason = "abort"
-                    self._loop.finish(request, text=request.release_text_or_nothing())
-        if not notify:
-            self._loop.deltas = [delta for delta in self._loop.deltas if delta.request_id not in request_ids]
+                    self._loop.abort(request)
+                if not notify:
+                    self._loop.gained.pop(request_id, None)
 
     def has_unfinished(self) -> bool:
         """Whether a step has anything to compute or to return."""
-        return bool(self._loop.requests or self._loop.deltas)
+        return bool(self._loop.requests or self._loop.gained)
 
     def drain(self) -> Iterator[Delta]:
-        """Takes no more requests and yields Deltas until all are finished; afterwards the engine takes
-        requests again."""
+        """Takes no more requests and yields Deltas until all are finished; afterwards, or once left, the
+        engine takes requests again. What it has not yielded then comes with the next step."""
+        self._check_open("drain")
         self._is_draining = True
         try:
             while self.has_unfinished():
-                yield from self.step()
+                self._compute()
+                while gained := self._loop.gained:
+                    request_id = next(iter(gained))
+                    delta = gained[request_id].make_delta()
+                    del gained[request_id]
+                    is_last = not self.has_unfinished()
+                    yield delta
+                    if not is_last:
+                        self._check_open("drain")
         finally:
             self._is_draining = False
 
     def close(self) -> None:
-        """Aborts what is unfinished and releases the KV memory. Idempotent."""
-        self.abort(list(self._loop.requests), notify=False)
-        self._loop.deltas.clear()
-        self._is_closed = True
+        """Aborts what is unfinished and releases the KV memory. Idempotent. What computes or takes requests
+        raises ClosedError after that; counts and sizes can still be read."""
+        self.is_closed = True
+        self._abort(list(self._loop.requests), notify=False)
+        self._loop.gained.clear()
         self._loop.flight = None
         self._rounds.drop_graphs()
         self._plans.release()
@@ -270,6 +359,21 @@ class Engine:
         for request in running:
             assert request.num_computed < len(request.token_ids)
             assert len(request.table.blocks) >= self._pool.blocks_for(request.num_computed)
+
+    def __enter__(self) -> Engine:
+        self._check_open("__enter__")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self, method: str) -> None:
+        if self.is_closed:
+            raise closed(f"Engine.{method}")
+
+    @torch.inference_mode()
+    def _compute(self) -> None:
+        self._loop.step()
 
     def _check_idle(self, what: str) -> None:
         if self._loop.requests:

@@ -11,7 +11,6 @@ import torch
 
 from ..control.choice import Choice
 from ..decoding.batch import RoundResult
-from ..outputs import Delta
 from ..runner.backfill import record_gaps
 from ..runner.block_tables import RowTables
 from ..runner.drafter_failures import finish_drafting
@@ -21,7 +20,7 @@ from ..runner.prefill import prefill
 from ..runner.round_output import RowOutcome
 from ..runner.round_runner import RoundRunner
 from ..scheduling.policy import Service
-from ..scheduling.request import Request
+from ..scheduling.request import Gain, Request
 from ..scheduling.scheduler import Chunk, Scheduler
 from ..stats import EngineStats
 from ..utils.memory import is_out_of_memory
@@ -36,7 +35,7 @@ class StepLoop:
     flight, if it can; else it starts from what the host knows.
 
     requests   the unfinished ones, by id
-    deltas     what requests gained since the last step
+    gained     by id, what requests have gained that no step has returned yet
     stats      counts since the last reset
     flight     the round that was launched and not read yet
     """
@@ -51,7 +50,7 @@ class StepLoop:
         recorder: Recorder,
     ) -> None:
         self.requests: dict[str, Request] = {}
-        self.deltas: list[Delta] = []
+        self.gained: dict[str, Gain] = {}
         self.stats = EngineStats()
         self.flight: Flight | None = None
         self._scheduler, self._tables, self._block_size = scheduler, tables, block_size
@@ -60,15 +59,22 @@ class StepLoop:
         self._read_s = 0.0  # when the last round was read
         self._is_timed = True  # whether only the round in flight was on the device since then
 
-    def step(self) -> list[Delta]:
-        """Computes one chunk of prefill and one round -> what every request gained."""
-        for request in [request for request in self._scheduler.running if request.has_ended]:
-            self.finish(request)  # an interrupt came between its last token and its end
-        if self.flight is not None and all(
-            request.finish_reason is not None for _, request in self.flight.rows.requests
-        ):
-            self.flight = None  # all its requests were aborted
+    def step(self) -> None:
+        """Computes one chunk of prefill and one round; what requests have gained is in `gained`.
+
+        An interrupt anywhere in here loses rounds in flight, and nothing that was committed: `gained` holds
+        it for the next step, which goes on from there.
+        """
         try:
+            for gain in list(self.gained.values()):
+                if gain.request.request_id in self.requests:  # the last step was interrupted
+                    self._take(gain)
+                    if gain.request.finish_reason is not None:
+                        self.finish(gain.request)
+            if self.flight is not None and all(
+                request.finish_reason is not None for _, request in self.flight.rows.requests
+            ):
+                self.flight = None  # all its requests were aborted
             if self.flight is None:
                 self._start()
             if (flight := self.flight) is not None:
@@ -83,19 +89,21 @@ class StepLoop:
             self._rounds.reset_sampler()
             self._scheduler.repair(self.requests.values())
             raise
-        # Deltas wait in `deltas` until here, so that none is lost if a step is interrupted.
-        deltas, self.deltas = self.deltas, []
-        return deltas
 
-    def finish(
-        self, request: Request, token_ids: Sequence[int] = (), text: str = "", error: str | None = None
-    ) -> None:
-        """Ends a request that has its finish_reason; these are its last tokens and text."""
-        if self.requests.pop(request.request_id, None) is not None:  # else an interrupt came after that
+    def abort(self, request: Request) -> None:
+        """Ends a request at once."""
+        gain = self._gain(request)
+        request.finish_reason = "abort"
+        self._take(gain)
+        self.finish(request)
+
+    def finish(self, request: Request) -> None:
+        """Removes a request that has its finish_reason."""
+        self._gain(request)  # its last Delta is due, from here on
+        request.note_times(time.monotonic())
+        if self.requests.pop(request.request_id, None) is not None:
             self.stats.finished += 1
-            delta = request.delta(list(token_ids), text, time.monotonic(), error)
-            self.deltas.append(delta)
-            self._recorder.record_request(request, delta.metrics)
+            self._recorder.record_request(request, request.metrics())
         self._scheduler.remove(request)
         if request.finish_reason in ("stop", "length"):
             finish_drafting(self._plans.runtime.drafters, request, self.stats)
@@ -169,26 +177,43 @@ class StepLoop:
     def _commit(self, request: Request, row: int, outcome: RowOutcome, result: RoundResult) -> None:
         """Commits a row's round: its tokens up to the one that ends the request, the KV below the last of
         them, and its counts."""
-        start = len(request.token_ids)
-        error, text = None, ""
-        try:
-            taken = request.append(outcome.token_ids)
-            text = request.release_text()
-        except Exception as problem:  # a text hook is the caller's code: its request ends, the others go on
-            request.finish_reason, error = "error", f"{type(problem).__name__}: {problem}"
-            taken = len(request.token_ids) - start
-        kept = outcome.token_ids[:taken]
-        if request.params.logprobs is not None:
-            request.logprobs += result.logprobs(row, kept, request.params.logprobs)
+        gain, before = self._gain(request), request.num_output
+        if request.params.logprobs is not None:  # before the tokens, so that no interrupt leaves one without
+            found = result.logprobs(row, outcome.token_ids, request.params.logprobs)
+            gain.logprobs[before - gain.start :] = found
+        self._take(gain, outcome.token_ids)
+        request.note_times(time.monotonic())
+        taken = request.num_output - before
         by_source = outcome.sum_by_source(outcome.drafted), outcome.sum_by_source(outcome.kept)
         for counts in (request.counts, self.stats.round):
             counts.add(len(outcome.token_ids), taken, *by_source, outcome.tentative, outcome.accepted)
         # Blocks that the round in flight may write stay.
         self._scheduler.commit(request, len(request.token_ids) - 1, release=self.flight is None)
         if request.finish_reason is not None:
-            self.finish(request, kept, text, error)
-        else:
-            self.deltas.append(request.delta(kept, text, time.monotonic()))
+            self.finish(request)
+
+    def _gain(self, request: Request) -> Gain:
+        """What the request has gained since its last Delta; it is there before the request gains anything."""
+        gain = self.gained.get(request.request_id)
+        if gain is None:
+            gain = self.gained[request.request_id] = Gain(request, request.num_output)
+        return gain
+
+    @staticmethod
+    def _take(gain: Gain, token_ids: Sequence[int] = ()) -> None:
+        """Appends committed tokens to the request, and their text to `gain`; without any, finishes what an
+        interrupt left of the last ones."""
+        request = gain.request
+        try:
+            if token_ids:
+                request.append(token_ids)
+            else:
+                request.has_ended()
+            # In one statement: an interrupt between two would lose the text that was released.
+            gain.text += request.release_text()
+        except Exception as problem:  # a text hook is the caller's code: its request ends, the others go on
+            if request.finish_reason != "abort":
+                request.finish_reason, gain.error = "error", f"{type(problem).__name__}: {problem}"
 
     def _reduce_capacity(self, requests: Sequence[Request], what: str, error: BaseException) -> None:
         """After memory ran out for these requests at once: smaller chunks of prefill, or fewer rows from now
@@ -207,5 +232,6 @@ class StepLoop:
         else:
             what_to_do = "lower engine.num_kv_blocks or max_prefill_tokens"
             for request in requests:
+                self._gain(request).error = f"out of memory, even alone: {error}; {what_to_do}"
                 request.finish_reason = "error"
-                self.finish(request, error=f"out of memory, even alone: {error}; {what_to_do}")
+                self.finish(request)

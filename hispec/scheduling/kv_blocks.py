@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from cache.blocks import BlockPool
+from cache.blocks import BlockPool, BlockTable
 
 from .policy import Key
 from .request import Request
@@ -80,19 +80,20 @@ class KVBlocks:
 
     def admit(self, request: Request, num_positions: int) -> int | None:
         """Gives a waiting request blocks for so many positions and the KV that there is of it: its own, or
-        that of the prefix cache -> positions found in the cache. None, and the request unchanged, if there
-        are not enough blocks."""
+        that of the prefix cache -> positions found in the cache. None, and the request holds what it held, if
+        there are not enough blocks."""
         if request.number in self._paused or request.number in self._offloaded:
             return 0 if self._resume(request, num_positions) else None
-        num_cached = 0
         self._pool.free(request.table)  # holds blocks only after an interrupt
+        table, num_cached = BlockTable(), 0
         if self._enable_prefix_caching:
             # The last token is never taken from the cache: a round begins by processing it.
-            request.table, num_cached = self._pool.allocate(request.token_ids[:-1])
+            table, num_cached = self._pool.allocate(request.token_ids[:-1])
+        # Both at once: after an interrupt, blocks beside another length would pass for computed.
+        request.table, request.num_computed = table, num_cached
         if not self.extend(request, num_positions):
             self._pool.free(request.table)
             return None
-        request.num_computed = num_cached
         request.gaps.clear()  # prefill writes all KV, and published blocks have no gaps
         request.num_cached = num_cached
         return num_cached

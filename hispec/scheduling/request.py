@@ -37,6 +37,8 @@ class Request:
     num_computed   positions whose KV is valid at every layer while the request has blocks;
                    len(token_ids) - 1 when it is ready for a round
     stop_ids       tokens that end it; params.ignore_eos has been applied
+    num_read       output tokens that `text` has taken
+    stop_string    completed by the last of them
     num_cached     prompt positions found in the prefix cache at its last admission
     row            its row of the batch; None while it waits
     drafter_failed whether it continues with plain decoding because the drafter failed
@@ -59,8 +61,10 @@ class Request:
     row: int | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    num_read: int = 0
+    stop_string: str | None = None
     first_token_s: float | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finished_s: float | None = None
     counts: RoundCounts = field(default_factory=RoundCounts)
     num_preemptions: int = 0
     num_cached: int = 0
@@ -83,13 +87,6 @@ class Request:
         """Whether the round's entry invariant holds: all but the last token computed."""
         return self.num_computed == len(self.token_ids) - 1
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it needs no more rounds; sets the finish reason if an interrupt came before that."""
-        if self.finish_reason is None and self.num_output >= self.max_tokens:
-            self.finish_reason = "length"
-        return self.finish_reason is not None
-
     def round_limit(self, window: int) -> int:
         """Positions that a round may process for this request: never more than it may still output."""
         return min(self.cap(window), self.max_tokens - self.num_output)
@@ -109,56 +106,45 @@ class Request:
         """
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
-            may_stop = self.num_output >= self.params.min_tokens
-            stop_string = self.text.append(token, may_stop) if self.text is not None else None
-            if may_stop:
-                if token in self.stop_ids:
-                    self.finish_reason, self.stop_reason = "stop", token
-                elif stop_string is not None:
-                    self.finish_reason, self.stop_reason = "stop", stop_string
-            if self.finish_reason is None and self.num_output >= self.max_tokens:
-                self.finish_reason = "length"
-            if self.finish_reason is not None:
+            if self.has_ended():
                 return taken
         return len(token_ids)
+
+    def has_ended(self) -> bool:
+        """Gives `text` the last token, unless it has it, and sets the finish reason if that token ends the
+        request. So it does what is left to do after an interrupt within `append`."""
+        num_output, token = self.num_output, self.token_ids[-1]
+        may_stop = num_output >= self.params.min_tokens
+        if self.text is not None and self.num_read < num_output:
+            # In one statement: an interrupt between two would have `text` take the token twice, or never.
+            self.num_read, self.stop_string = num_output, self.text.append(token, may_stop)
+        if self.finish_reason is None and num_output:
+            if may_stop:
+                if token in self.stop_ids:
+                    self.stop_reason, self.finish_reason = token, "stop"
+                elif self.stop_string is not None:
+                    self.stop_reason, self.finish_reason = self.stop_string, "stop"
+            if self.finish_reason is None and num_output >= self.max_tokens:
+                self.finish_reason = "length"
+        return self.finish_reason is not None
 
     def release_text(self) -> str:
         """Returns text that became certain since the last call; all of it once the request is finished."""
         return self.text.release(final=self.finish_reason is not None) if self.text is not None else ""
 
-    def release_text_or_nothing(self) -> str:
-        """As `release_text`, for an aborted request: nothing if its text hook fails, since it ends in any
-        case."""
-        try:
-            return self.release_text()
-        except Exception:  # a text hook is the caller's code
-            return ""
-
-    def delta(self, token_ids: list[int], text: str, now_s: float, error: str | None = None) -> Delta:
-        """Makes the engine's report of this step's `token_ids` and `text`."""
-        finished = self.finish_reason is not None
-        if token_ids and self.first_token_s is None:
+    def note_times(self, now_s: float) -> None:
+        """Notes when it had its first token, and when it ended."""
+        if self.first_token_s is None and self.num_output:
             self.first_token_s = now_s
-        logprobs = None
-        if self.params.logprobs is not None:
-            logprobs, self.logprobs = self.logprobs, []
-        return Delta(
-            request_id=self.request_id,
-            token_ids=token_ids,
-            text=text,
-            logprobs=logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            metrics=self._metrics(now_s) if finished else None,
-            error=error,
-        )
+        if self.finished_s is None and self.finish_reason is not None:
+            self.finished_s = now_s
 
-    def _metrics(self, now_s: float) -> RequestMetrics:
+    def metrics(self) -> RequestMetrics:
         counts = self.counts
         return RequestMetrics(
             arrival_s=self.arrival_s,
             first_token_s=self.first_token_s,
-            finished_s=now_s,
+            finished_s=self.finished_s,
             num_prompt_tokens=len(self.prompt_token_ids),
             num_cached_tokens=self.num_cached,
             num_output_tokens=self.num_output,
@@ -167,4 +153,35 @@ class Request:
             tentative=counts.tentative,
             accepted=counts.accepted,
             preemptions=self.num_preemptions,
+        )
+
+
+@dataclass(eq=False)
+class Gain:
+    """What a request has gained since its last Delta: whatever its tokens say, so that a step which is
+    interrupted after a commit has lost nothing.
+
+    start      output tokens that earlier Deltas had
+    logprobs   of the tokens from there on, and perhaps of more
+    """
+
+    request: Request
+    start: int
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: str | None = None
+
+    def make_delta(self) -> Delta:
+        """Changes nothing."""
+        request = self.request
+        token_ids = request.token_ids[len(request.prompt_token_ids) + self.start :]
+        return Delta(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            text=self.text,
+            logprobs=self.logprobs[: len(token_ids)] if request.params.logprobs is not None else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            metrics=request.metrics() if request.finish_reason is not None else None,
+            error=self.error,
         )

@@ -86,7 +86,6 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Removes a finished or aborted request and frees its blocks."""
-        # Its row comes last: an interrupt before that leaves it where a step looks for ended requests.
         self._pool.free(request.table)
         self._new.discard(request.number)
         self.kv.drop(request)
@@ -192,10 +191,11 @@ class Scheduler:
 
     def repair(self, live: Iterable[Request]) -> None:
         """Restores the invariants after an interrupt anywhere in here: exactly the live requests have a row
-        or wait, and each has blocks or is offloaded, not both."""
+        or wait, and each has blocks or is offloaded, not both. May be interrupted and called again."""
         wanted = {request.number: request for request in live}
+        self._pool.repair(request.table for request in wanted.values())
         for request in {*self.running, *self.waiting} - set(wanted.values()):
-            self._pool.free(request.table)
+            request.table = BlockTable()  # whose blocks the pool has back
             self.kv.drop(request)
             self._policy.remove(request.number)
         rows = dict.fromkeys(self.running)
@@ -203,10 +203,11 @@ class Scheduler:
         for row, request in enumerate(self.running):
             request.row = row
         waiting = [request for request in wanted.values() if request not in self.running]
-        self._waiting = WaitingOrder(self._key)
+        order = WaitingOrder(self._key)
         for request in waiting:
             request.row = None
-            self._waiting.add(request)
+            order.add(request)
+        self._waiting = order
         self.kv.repair(waiting)
         self._new &= set(wanted)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from cache.blocks import BlockPool, BlockTable
+from tests.helpers.interrupts import Interrupts
 
 NUM_BLOCKS = 8
 
@@ -291,3 +292,56 @@ def test_a_pool_without_room_is_refused(num_blocks: int, block_size: int) -> Non
 def test_blocks_for_rounds_up() -> None:
     pool = BlockPool(4, 16)
     assert [pool.blocks_for(n) for n in (0, 1, 15, 16, 17, 32, 33)] == [0, 1, 1, 1, 2, 2, 3]
+
+
+def prefixes(pool: BlockPool) -> dict[tuple[int, ...], int]:
+    """The block that each published prefix finds, all of them walked from the root."""
+    found: dict[tuple[int, ...], int] = {}
+    todo: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+    for prefix_id, prefix in todo:
+        for (parent, tokens), (block, own_id) in pool._published.items():
+            if parent == prefix_id:
+                found[(*prefix, *tokens)] = block
+                todo.append((own_id, (*prefix, *tokens)))
+    ids = [own_id for _, own_id in pool._published.values()]
+    assert len(set(ids)) == len(ids), "two prefixes have one id"
+    return found
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_after_an_interrupt_at_any_line_blocks_add_up_and_prefixes_find_their_own(at: int) -> None:
+    pool, interrupts = BlockPool(7, 2), Interrupts("cache/blocks.py", at=at)
+    texts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9, 9], [8, 8, 8, 8, 8]]
+    content: dict[int, tuple[int, ...]] = {}  # what is written in a block, and all before it
+    count, quiet = 0, 0
+    while quiet < 3:
+        count, tables = len(interrupts.lines), [BlockTable() for _ in texts]
+        for step in range(20):
+            which = step % 3
+            table, text = tables[which], texts[which]
+            try:
+                with interrupts.armed():
+                    if step < 3:
+                        tables[which], _ = pool.allocate(text)
+                    elif step < 9 and pool.extend(table, len(text)):
+                        for at_block, block in enumerate(table.blocks):
+                            content[block] = tuple(text[: 2 * at_block + 2])
+                        pool.publish(table, text, len(text))
+                    elif step < 12:
+                        pool.truncate(table, table.num_published * 2)
+                    elif step < 15 + which:
+                        pool.free(table)
+                    elif step == 19 and quiet == 1:
+                        pool.forget()
+            except KeyboardInterrupt:
+                pool.repair(tables)
+            pool.check(tables)
+            for prefix, block in prefixes(pool).items():
+                assert content[block] == prefix, "a prefix finds what another has written"
+        for table in tables:
+            pool.free(table)
+        pool.check([])
+        quiet = quiet + 1 if len(interrupts.lines) == count else 0
+    assert count > 50
+    pool.forget()
+    assert not prefixes(pool) and pool.num_available == 7

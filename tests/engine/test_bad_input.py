@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from ee_models.decoder import Decoder
 from ee_models.errors import CheckpointError
@@ -47,6 +49,63 @@ def test_engine_refuses_and_goes_on(
     assert len(run(engine, [[1, 2, 3]], GREEDY)[0]) == 24
 
 
+ARRAY = np.array([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt_token_ids": ARRAY}, r"prompt_token_ids must be a list .* ndarray array\(.*\.tolist\(\)"),
+        ({"prompt_token_ids": torch.tensor([1])}, r"prompt_token_ids must be .* Tensor .*\.tolist\(\)"),
+        ({"prompt_token_ids": "ab"}, "prompt_token_ids must be a list of token ids, not str 'ab'"),
+        ({"prompt_token_ids": b"ab"}, "prompt_token_ids must be a list .* bytes"),
+        ({"prompt_token_ids": None}, "prompt_token_ids must be a list .* None"),
+        ({"prompt_token_ids": 5}, "prompt_token_ids must be a list .* int 5"),
+        ({"prompt_token_ids": {1, 2}}, "prompt_token_ids must be a list .* set"),
+        ({"prompt_token_ids": list(ARRAY)}, "prompt_token_ids must be integers from 0 to 259; 2 .* int64"),
+        ({"prompt_token_ids": [1, 2.0]}, "prompt_token_ids must be integers .* 1 .* float 2.0"),
+        ({"prompt_token_ids": [1, True]}, "prompt_token_ids must be integers .* bool True"),
+        ({"prompt_token_ids": [[1, 2]]}, r"prompt_token_ids must be integers .* list \[1, 2\]"),
+        (
+            {"params": {"temperatur": 1}},
+            r"params must be SamplingParams, not dict .*SamplingParams.of\(",
+        ),
+        ({"params": None}, "params must be SamplingParams, not NoneType None"),
+        ({"request_id": 7}, "request_id must be a string, not int 7"),
+        ({"request_id": ["a"]}, "request_id must be a string, not list"),
+        ({"request_id": "live"}, "live: a request of this id is unfinished"),
+        ({"text": "a"}, "text must have the methods append and release of TextStream; str 'a' has not"),
+        ({"prompt_token_ids": None, "params": None}, "prompt_token_ids .*; params must be"),
+    ],
+)
+def test_arguments_of_wrong_types_are_named_and_change_nothing(
+    tiny_decoder: Decoder, changes: dict[str, Any], words: str
+) -> None:
+    """The others' tokens included, whose seeds come from the order of the requests that were taken."""
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    outputs = []
+    for is_disturbed in (False, True):
+        engine = make_engine(tiny_decoder, Plan(3, 8, 2, 2), **SMALL)
+        engine.add_request([1, 2], params, "live")
+        engine.step()
+        if is_disturbed:
+            arguments: dict[str, Any] = {"prompt_token_ids": [1], "params": params, **changes}
+            with pytest.raises(RequestError, match=words):
+                engine.add_request(**arguments)
+            with pytest.raises(TypeError, match="max_tokens"):
+                engine.add_request([1], params, max_tokens=3)  # type: ignore[call-arg]
+        engine.check()
+        engine.add_request([3], params)
+        outputs.append([delta.token_ids for delta in engine.drain()])
+    assert outputs[0] == outputs[1] and sum(map(len, outputs[0])) > 6
+
+
+def test_a_name_that_a_user_has_taken_is_passed_over(tiny_decoder: Decoder) -> None:
+    engine = make_engine(tiny_decoder)
+    engine.add_request([1], GREEDY, "request-0")
+    assert [engine.add_request([1], GREEDY) for _ in range(2)] == ["request-1", "request-2"]
+
+
 def test_a_request_that_never_fits_is_refused_with_the_numbers(tiny_decoder: Decoder) -> None:
     engine = make_engine(tiny_decoder, num_kv_blocks=4, block_size=8)
     with pytest.raises(
@@ -61,7 +120,7 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers(tiny_decoder: Dec
 def test_all_that_is_wrong_is_said_in_one_error(tiny_decoder: Decoder) -> None:
     with pytest.raises(RequestError) as caught:
         make_engine(tiny_decoder).add_request([999], SamplingParams(stop=["x"], logit_bias={999: 1.0}))
-    for words in ("prompt token ids", "stop strings", "logit_bias"):
+    for words in ("prompt_token_ids", "stop strings", "logit_bias"):
         assert words in str(caught.value)
 
 
@@ -84,7 +143,7 @@ def test_an_error_names_the_prompts_place_in_the_call_or_the_users_id(llm: LLM) 
         one = SamplingParams(max_tokens=2, n=n)
         outputs = llm.generate(["ab", "cd", [999]], one, use_tqdm=False)
         assert outputs[2].error is not None
-        assert outputs[2].error.startswith("prompts[2]: prompt token ids must be integers from 0 to 259; ")
+        assert outputs[2].error.startswith("prompts[2]: prompt_token_ids must be integers from 0 to 259; ")
         assert [output.request_id for output in outputs] == ["prompts[0]", "prompts[1]", "prompts[2]"]
     assert str(llm.generate("", use_tqdm=False)[0].error).startswith("prompts: the prompt is empty")
     with pytest.raises(RequestError, match=r"^mine: the prompt is empty"):

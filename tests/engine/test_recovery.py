@@ -58,8 +58,7 @@ def test_an_interrupt_within_a_commit_leaves_every_output_right(
             outputs[delta.request_id] += delta.token_ids
         engine.check()
     assert interrupts == 1
-    assert outputs[ids[0]] == wanted[0] and outputs[ids[2]] == wanted[2]
-    assert set(outputs[ids[1]]) <= set(wanted[1])
+    assert [outputs[request_id] for request_id in ids] == wanted
     # Nothing wrong was published either: longer prompts that find the cached blocks go on as they would
     # anywhere.
     longer = [prompt + output for prompt, output in zip(PROMPTS, wanted, strict=True)]

@@ -53,7 +53,7 @@ class FakeLLM:
             raise RequestError(f"{request_id}: the prompt is empty: give at least one token")
         if any(token < 0 for token in ids):
             raise RequestError(
-                f"{request_id}: prompt token ids must be 0 or more; the first that is not is {min(ids)}"
+                f"{request_id}: prompt_token_ids must be 0 or more; the first that is not is {min(ids)}"
             )
         tokens = [answer(ids, sampling_params, at) for at in range(sampling_params.n)]
         if self.wrong_when_speculative and self.speculative is not None:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hispec.config import Plan
-from hispec.errors import RequestError
+from hispec.errors import ClosedError, RequestError
 from hispec.sampling_params import SamplingParams
 from hispec.scheduling.request import Request
 from tests.helpers.scripted import ScriptedDecoder, one_hot_script, true_next
@@ -168,5 +168,5 @@ def test_close_is_idempotent_and_refuses_more(after: int) -> None:
     engine.close()
     engine.close()
     assert not engine.has_unfinished() and engine.memory()["kv_bytes"] == 0
-    with pytest.raises(RequestError, match="closed"):
+    with pytest.raises(ClosedError, match=r"Engine.add_request\(\): this Engine was closed"):
         engine.add_request([1], SamplingParams())

@@ -1,0 +1,70 @@
+"""A model loaded by its name, with all that its plans need besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ee_models.checkpoint.loader import load_tokenizer
+from ee_models.decoder import Decoder
+from ee_models.exits import AdapterExit
+
+from ..config import EngineConfig, SpeculativeConfig
+from ..latency.model import LatencyModel
+from ..loading.draft_models import DraftModels
+from ..loading.target_model import load_decoder, open_model, select_device
+from ..loading.trained_exits import TrainedExits
+from .kv_sizing import max_model_len
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MeasureLatency = Callable[
+    [SpeculativeConfig, Decoder, Sequence[AdapterExit], Decoder | None, int], LatencyModel
+]
+
+
+class Pretrained:
+    """What `Engine.from_pretrained` has loaded: the decoder, the tokenizer if there is one, and for each plan
+    its trained exits and draft model, each once."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        config: EngineConfig,
+        speculative: SpeculativeConfig | None,
+        revision: str | None,
+        skip_tokenizer_init: bool,
+        measure_latency: MeasureLatency | None,
+    ) -> None:
+        """Arguments as those of `Engine.from_pretrained`. Raises ConfigError or CheckpointError, before
+        anything large is read wherever that is possible."""
+        device = select_device(config.device)
+        self.checkpoint = open_model(model, revision)
+        model_config = self.checkpoint.config
+        if speculative is not None:
+            speculative.plan(model_config.num_layers)  # raises errors before minutes of loading
+        self.trained_exits = TrainedExits(self.checkpoint)
+        self.trained_exits.check(speculative)
+        self.draft_models = DraftModels(config.attention)
+        self.draft_models.check(speculative)
+        self._max_num_seqs, self._measure_latency = config.max_num_seqs, measure_latency
+        self._max_model_len = max_model_len(
+            config, model_config.max_position_embeddings, model_config.sliding_window
+        )
+        self.decoder = load_decoder(self.checkpoint, config, device, self._max_model_len)
+        self.tokenizer: PreTrainedTokenizerBase | None = (
+            None if skip_tokenizer_init else load_tokenizer(self.checkpoint)
+        )
+
+    def for_plan(self, speculative: SpeculativeConfig | None) -> dict[str, Any]:
+        """What an engine needs for a plan, or for all plans that a controller may choose from, as arguments
+        of `Engine`: trained exits, a draft model, and what stages cost. Raises ConfigError, ExitsError or
+        CheckpointError."""
+        exits = self.trained_exits.load(speculative, self.decoder)
+        draft_model = self.draft_models.load(speculative, self.decoder, self.tokenizer, self._max_model_len)
+        latency = None
+        if speculative is not None and speculative.control == "goodput" and self._measure_latency:
+            latency = self._measure_latency(speculative, self.decoder, exits, draft_model, self._max_num_seqs)
+        return {"exits": exits, "draft_model": draft_model, "latency": latency}

@@ -1,0 +1,212 @@
+"""Interrupts at every line between a round and the Deltas that a caller gets: no block is lost, and each
+token comes once."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hispec import LLM
+from hispec.config import Plan
+from hispec.engine import Engine
+from hispec.errors import RequestError
+from hispec.outputs import Delta, RequestOutput
+from hispec.sampling_params import SamplingParams
+from hispec.scheduling.request import Request
+from tests.helpers.interrupts import Interrupts
+from tests.helpers.scripted import ScriptedDecoder, one_hot_script, true_next
+from tests.helpers.support import make_engine
+
+FILES = (
+    "hispec/engine/engine.py",
+    "hispec/engine/step_loop.py",
+    "hispec/scheduling/request.py",
+    "hispec/scheduling/scheduler.py",
+    "hispec/scheduling/kv_blocks.py",
+    "cache/blocks.py",
+)
+STEM = [7, 3, 9, 1, 4, 4, 2, 8]
+PROMPTS = [[*STEM, 5], [*STEM, 6, 2], [1, 2], [*STEM, 5, 5, 5]]
+
+
+class Letters:
+    """A text hook: each token is one letter."""
+
+    def __init__(self) -> None:
+        self._new = ""
+
+    def append(self, token_id: int, may_stop: bool) -> str | None:
+        self._new += chr(65 + token_id)
+        return None
+
+    def release(self, final: bool) -> str:
+        new, self._new = self._new, ""
+        return new
+
+
+def small_engine(is_static: bool) -> Engine:
+    """So few blocks that requests are preempted, and cached blocks evicted."""
+
+    def next_token(exit_layer: int, position: int, token: int) -> int:
+        wrong = exit_layer < 9 and position % 3 == 0
+        return (true_next(position, token) + wrong) % 50
+
+    return make_engine(
+        ScriptedDecoder(one_hot_script(next_token)),
+        Plan(2, 5, 2, 2),
+        max_num_seqs=3,
+        max_model_len=40,
+        block_size=2,
+        num_kv_blocks=16,
+        max_prefill_tokens=7,
+        is_static=is_static,
+    )
+
+
+def params_of(number: int) -> SamplingParams:
+    tokens = list(PROMPTS[number])
+    while len(tokens) < len(PROMPTS[number]) + 7:
+        tokens.append(true_next(len(tokens) - 1, tokens[-1]))
+    stop = tokens[-1:] if number == 1 else []
+    return SamplingParams(
+        temperature=0.0, max_tokens=11, logprobs=1 if number == 2 else None, stop_token_ids=stop
+    )
+
+
+def add(engine: Engine, name: str, number: int) -> None:
+    engine.add_request(PROMPTS[number % 4], params_of(number % 4), name, text=Letters())
+
+
+def collect(deltas: list[Delta], into: dict[str, list[Delta]]) -> None:
+    for delta in deltas:
+        into.setdefault(delta.request_id, []).append(delta)
+
+
+def joined(deltas: list[Delta]) -> tuple[list[int], str, int, Any, Any]:
+    """Tokens, text, number of logprobs, and how it ended, which the last Delta alone says."""
+    assert [delta.finish_reason is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    last = deltas[-1]
+    assert last.metrics is not None
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    assert last.metrics.num_output_tokens == len(tokens)
+    logprobs = [entry.token_id for delta in deltas for entry in delta.logprobs or []]
+    assert logprobs in ([], tokens)
+    return (
+        tokens,
+        "".join(delta.text for delta in deltas),
+        len(logprobs),
+        last.finish_reason,
+        last.stop_reason,
+    )
+
+
+def undisturbed(is_static: bool) -> dict[int, Any]:
+    engine, got = small_engine(is_static), {}
+    for number in range(4):
+        add(engine, str(number), number)
+    while engine.has_unfinished():
+        collect(engine.step(), got)
+    assert engine.stats()["preemptions"] > 0
+    return {number: joined(got[str(number)]) for number in range(4)}
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("is_static", [False, True], ids=["packed", "static"])
+def test_an_interrupt_at_any_line_of_a_step_loses_no_block_and_no_token(is_static: bool, at: int) -> None:
+    wanted = undisturbed(is_static)
+    assert wanted[2][2] == 11 and wanted[1][3] == "stop"
+    engine, interrupts = small_engine(is_static), Interrupts(*FILES, at=at)
+    got: dict[str, list[Delta]] = {}
+    for history in range(3):
+        for number in range(4):
+            add(engine, f"{history}/{number}", number)
+        while engine.has_unfinished():
+            deltas: list[Delta] = []
+            try:
+                with interrupts.armed():
+                    deltas = engine.step()
+            except KeyboardInterrupt:
+                pass
+            collect(deltas, got)
+            engine.check()
+    for name, deltas in got.items():
+        assert joined(deltas) == wanted[int(name[-1])], name
+    assert len(got) == 12 and engine.stats()["kv_blocks_used"] == 0
+    functions = {Engine.step, Request.append, Request.has_ended, type(engine._pool).publish}
+    for function in functions:  # the lines that matter were among them
+        code = function.__code__
+        lines = {(code.co_filename, line) for *_, line in code.co_lines() if line is not None}
+        assert len(lines & interrupts.lines) >= 3, function
+
+
+def test_an_interrupted_add_or_abort_has_been_done_or_can_be_done_again() -> None:
+    engine, interrupts, number = small_engine(False), Interrupts(*FILES), 0
+    ended: dict[str, list[Delta]] = {}
+    count = -1
+    while count < len(interrupts.lines):
+        count, number, name = len(interrupts.lines), number + 1, f"request {number}"
+        try:
+            with interrupts.armed():
+                add(engine, name, number)
+        except KeyboardInterrupt:
+            engine.check()
+            with suppress(RequestError):  # it is there
+                add(engine, name, number)
+        collect(engine.step(), ended)
+        try:
+            with interrupts.armed():
+                engine.abort([name])
+        except KeyboardInterrupt:
+            engine.check()
+            engine.abort([name])
+        collect(engine.step(), ended)
+        engine.check()
+        assert joined(ended[name])[3] == "abort" and not engine.has_unfinished()
+    assert count > 40
+
+
+def test_what_drain_has_not_yielded_comes_with_the_next_step() -> None:
+    wanted, engine, got = undisturbed(False), small_engine(False), {}
+    for number in range(4):
+        add(engine, str(number), number)
+    for turn in range(1000):
+        if not engine.has_unfinished():
+            break
+        for delta in engine.drain():
+            collect([delta], got)
+            if turn % 3:
+                break
+        collect(engine.step() if turn % 2 else [], got)
+        engine.check()
+    assert {number: joined(got[str(number)]) for number in range(4)} == wanted
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupt_at_any_line_of_an_llms_step_loses_nothing(tiny_path: Path, at: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=0, n=2)
+    with LLM(str(tiny_path), max_model_len=64, num_kv_blocks=32) as llm:
+        wanted = llm.generate(["one", "two", "three"], params, use_tqdm=False)
+        interrupts = Interrupts("hispec/llm.py", "hispec/outputs.py", at=at)
+        done: dict[str, RequestOutput] = {}
+        for name, prompt in (("0", "one"), ("1", "two"), ("2", "three")):
+            llm.add(prompt, params, name)
+        while llm.has_unfinished():
+            try:
+                with interrupts.armed():
+                    llm._advance()
+            except KeyboardInterrupt:
+                continue
+            for output in llm.step():
+                assert output.request_id not in done
+                done[output.request_id] = output
+        assert len(interrupts.lines) > 12 and sorted(done) == ["0", "1", "2"]
+        for name, output in done.items():
+            for got, expected in zip(output.outputs, wanted[int(name)].outputs, strict=True):
+                assert (got.text, got.token_ids, got.logprobs) == (
+                    expected.text,
+                    expected.token_ids,
+                    expected.logprobs,
+                )
