@@ -38,6 +38,8 @@ class FakeLLM:
         self.requests: list[list[Any]] = []
         self.num_steps = self.num_added = self.most_unfinished = 0
         self.added: list[str] = []
+        self.traced: list[int] = []  # places in `added` of those that a trace would have
+        self.is_tracing = True
         self.closed = False
         self.reset_stats()
         FakeLLM.instances.append(self)
@@ -59,6 +61,7 @@ class FakeLLM:
         if self.wrong_when_speculative and self.speculative is not None:
             tokens = [[*output[:-1], 48] for output in tokens]
         self.requests.append([request_id, ids, tokens, 0])
+        self.traced += [len(self.added)] * self.is_tracing
         self.added.append(request_id)
         self.most_unfinished = max(self.most_unfinished, len(self.requests))
 
@@ -133,6 +136,10 @@ class FakeLLM:
     def set_speculative(self, speculative: Any) -> None:
         assert not self.requests, "set_speculative() with unfinished requests"
         self.speculative = speculative
+
+    def set_tracing(self, on: bool) -> None:
+        assert not self.requests, "set_tracing() with unfinished requests"
+        self.is_tracing = on
 
     def memory(self) -> dict[str, int]:
         return {"weights_bytes": 1000, "kv_bytes": 100, "hidden_bytes": 10}

@@ -20,7 +20,17 @@ from hispec.latency.model import LatencyModel, Linear
 from hispec.trace.plots import draw_trace, spans
 from hispec.trace.summary import summarize
 from hispec.trace.writer import read_trace
-from tests.helpers.traces import NGRAM, ROUTES, Clock, decision, fixed_trace, goodput_trace, writer
+from tests.helpers.traces import (
+    HYBRID,
+    NGRAM,
+    ROUTES,
+    Clock,
+    decision,
+    fixed_trace,
+    goodput_trace,
+    observation,
+    writer,
+)
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -59,6 +69,16 @@ def test_the_summary_counts_rounds_and_seconds_by_plan(tmp_path: Path) -> None:
         ROUTES[1],
     )
     assert (plain["draft_accepted"], plain["route"]) == (None, None)
+
+
+def test_what_came_before_the_first_round_is_no_part_of_the_span(tmp_path: Path) -> None:
+    """Such as a warm-up, which is not recorded."""
+    clock = Clock()
+    trace = writer(tmp_path / "t", clock)
+    for clock.now, choice in ((130.0, NGRAM), (132.0, HYBRID)):
+        trace.write_rounds(observation(choice, seconds=0.5))
+    trace.close()
+    assert summarize(read_trace(tmp_path / "t"))["span_s"] == pytest.approx(2.5)
 
 
 def test_the_summary_counts_switches_probes_and_errors_of_prediction(tmp_path: Path) -> None:
