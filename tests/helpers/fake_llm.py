@@ -118,14 +118,13 @@ class FakeLLM:
             "tentative",
             "accepted",
             "committed",
-            "layer_passes",
+            "row_layer_passes",
             "preemptions",
         )
         names += (
-            "prefill_layer_passes",
             "looked_up",
             "looked_up_accepted",
-            "draft_model_layer_passes",
+            "row_draft_model_layer_passes",
             "round_s",
         )
         self._stats: dict[str, Any] = dict.fromkeys(names, 0) | {
@@ -155,7 +154,7 @@ class FakeLLM:
             "committed": num_tokens,
             "rounds": num_tokens,
         }
-        counts["layer_passes"] = NUM_LAYERS * num_tokens
+        counts["row_layer_passes"] = NUM_LAYERS * num_tokens
         counts |= {
             "drafted": drafted * 4,
             "draft_accepted": drafted * 2,
