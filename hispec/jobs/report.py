@@ -84,8 +84,8 @@ def _rate_lines(rates: Rates, num_layers: int) -> dict[str, str]:
         )
     if rates.layer_passes_per_token is not None:
         lines["service"] = (
-            f"{number(rates.full_passes_per_token)} passes over the model's {num_layers} layers per token of a"
-            " row (1 in plain decoding)"
+            f"{number(rates.full_passes_per_token)} passes over the model's {num_layers} layers per token"
+            " of a row (1 in plain decoding)"
         )
     return lines
 

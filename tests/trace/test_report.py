@@ -196,7 +196,7 @@ def test_without_matplotlib_it_says_what_to_install(
     captured = capsys.readouterr()
     assert (
         "101 rounds" in captured.out
-        and "pip install 'hispec[plots]'" in captured.err
+        and "pip install '.[plots]' in a checkout" in captured.err
         and not (tmp_path / "t.png").exists()
     )
     assert main(["report", str(trace), "-o", str(tmp_path / "a.png")]) == 2
