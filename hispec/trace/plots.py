@@ -22,10 +22,10 @@ _LEAST_SHARE = 0.06  # of the span, for a stretch of one plan to be named
 _PLAIN_HEIGHT = 0.5  # of K = 0
 _GREY = "0.6"
 _STYLES: dict[str, dict[str, Any]] = {
-    "draft, measured": {"linestyle": "none", "marker": "o"},
-    "draft, estimated": {"linestyle": "-"},
-    "check, measured": {"linestyle": "none", "marker": "o", "fillstyle": "none"},
-    "check, estimated": {"linestyle": "--"},
+    "draft kept: measured": {"linestyle": "none", "marker": "o"},
+    "draft kept: estimated": {"linestyle": "-"},
+    "tentative kept: measured": {"linestyle": "none", "marker": "o", "fillstyle": "none"},
+    "tentative kept: estimated": {"linestyle": "--"},
 }
 
 
@@ -146,8 +146,8 @@ def _draw_acceptance(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> Non
                 look: dict[str, Any] = {"facecolor": face, "edgecolor": colors[name], "linewidth": 0.7}
                 times, values = zip(*points, strict=True)
                 axes.scatter(times, values, s=8, alpha=0.6, **look)
-        for tier, style in (("draft", "-"), ("check", "--")):
-            estimates = [(one.t, one.acceptance.get(name, {}).get(tier)) for one in trace.decisions]
+        for key, style in (("draft_accepted", "-"), ("tentative_accepted", "--")):
+            estimates = [(one.t, one.acceptance.get(name, {}).get(key)) for one in trace.decisions]
             if points := _known(estimates):
                 look = {"linestyle": style, "linewidth": 0.8, "color": colors[name]}
                 axes.plot(*zip(*points, strict=True), alpha=0.7, **look)
@@ -155,7 +155,7 @@ def _draw_acceptance(axes: Axes, trace: Trace, colors: Mapping[str, str]) -> Non
         axes.plot([], [], color=_GREY, markersize=3, linewidth=0.8, label=label, **look)
     axes.legend(fontsize="xx-small", loc="lower left", ncols=4)
     axes.set_ylim(0, 1.03)
-    axes.set_ylabel("share kept, by tier")
+    axes.set_ylabel("share of tokens kept")
 
 
 def _known(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:

@@ -18,7 +18,7 @@ from hispec.control.choice import Observation, Route
 from hispec.control.controller import GoodputControl
 from hispec.latency.model import LatencyModel, Linear
 from hispec.trace.plots import draw_trace, spans
-from hispec.trace.summary import summarize
+from hispec.trace.summary import acceptance, summarize
 from hispec.trace.writer import read_trace
 from tests.helpers.traces import (
     HYBRID,
@@ -273,6 +273,11 @@ def test_what_the_controller_decides_can_be_read(tmp_path: Path) -> None:
     )
     assert {line.plan for line in read.rounds} == {decision.plan for decision in read.decisions}, (
         "both are worded alike"
+    )
+    (plan,) = {line.name for line in read.rounds} - {"plain"}
+    measured = acceptance([line for line in read.rounds if line.name == plan])["draft_accepted"]
+    assert read.decisions[-1].acceptance[plan]["draft_accepted"] == pytest.approx(measured, abs=0.05), (
+        "estimates are of what is measured"
     )
     settled = summary["control"]["predicted_to_measured"]["p50"]
     assert 0.8 < settled < 1.25
