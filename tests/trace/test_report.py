@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import math
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from hispec.config import GoodputConfig
 from hispec.control.choice import Observation, Route
 from hispec.control.controller import GoodputControl
 from hispec.latency.model import LatencyModel, Linear
-from hispec.trace.plots import draw_trace, spans
+from hispec.trace.plots import draw_trace, find_stretches, make_looks, make_picture, spans, trace_speed
 from hispec.trace.summary import acceptance, summarize
 from hispec.trace.writer import read_trace
 from tests.helpers.traces import (
@@ -159,6 +160,47 @@ def test_the_picture_shows_each_plan_that_ran(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("".join(without))
     draw_trace(read_trace(tmp_path / "b"), tmp_path / "b.png")
     assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
+
+
+@pytest.mark.parametrize("num", [1, 8, 10, 70])
+def test_each_route_looks_its_own_way_and_none_like_plain_decoding(num: int) -> None:
+    from matplotlib.colors import to_rgb
+
+    looks = make_looks([f"adapter D={number}" for number in range(num)])
+    assert len(looks) == len(set(looks.values())) == num + 1
+    plain = looks.pop("plain")
+    assert all(max(to_rgb(look.color)) - min(to_rgb(look.color)) > 0.2 for look in looks.values()), "no grey"
+    assert to_rgb(plain.color) == pytest.approx((0.6, 0.6, 0.6))
+    assert len({look.color for look in looks.values()}) == min(num, 9)
+
+
+def test_legends_cover_no_pane(tmp_path: Path) -> None:
+    figure = make_picture(read_trace(goodput_trace(tmp_path / "t")))
+    figure.canvas.draw()
+    panes = [axes.get_window_extent() for axes in figure.axes]
+    legends = [legend.get_window_extent() for axes in figure.axes if (legend := axes.get_legend())]
+    assert len(legends) == 3 and not any(
+        legend.overlaps(other) for legend in legends for other in (*panes, *legends) if other is not legend
+    )
+
+
+def test_the_speed_is_level_while_rounds_run_and_ends_where_they_pause(tmp_path: Path) -> None:
+    clock = Clock()
+    trace = writer(tmp_path / "t", clock)
+    for pause in (0.0, 0.05, 30.0, 0.0):
+        clock.now += pause
+        for choice, seconds in ((NGRAM, 0.1), (HYBRID, 0.4)):
+            clock.now += seconds
+            trace.write_rounds(observation(choice, seconds=seconds))
+    trace.close()
+    read = read_trace(tmp_path / "t")
+    times, speeds = trace_speed(read.rounds)
+    assert times == sorted(times)
+    for (before, old), (after, new) in pairwise(zip(times, speeds, strict=True)):
+        assert before == after or old == new or math.isnan(old) or math.isnan(new), "no slopes"
+    gaps = [at for at, speed in enumerate(speeds) if math.isnan(speed)]
+    assert [round(times[at - 1], 2) for at in gaps] == [1.05] and round(times[gaps[0] + 1], 2) == 31.05
+    assert [len(part) for part in find_stretches(read.rounds)] == [4, 4]
 
 
 def test_a_fixed_plan_has_a_report_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,6 +164,18 @@ def test_consecutive_rounds_of_one_choice_are_one_line(tmp_path: Path) -> None:
     assert read[0].drafted == 16 * 8 and read[0].context_tokens == 200.0
 
 
+def test_a_pause_ends_a_line(tmp_path: Path) -> None:
+    clock = Clock()
+    trace = writer(tmp_path / "t", clock)
+    for seconds in (0.2, math.nan):
+        for _ in range(2):
+            trace.write_rounds(observation(NGRAM, seconds=seconds))
+            clock.now += 30.0
+    trace.close()
+    read = read_trace(tmp_path / "t").rounds
+    assert [(line.t, line.rounds) for line in read] == [(30.0 * at, 1) for at in range(4)]
+
+
 def test_slow_rounds_are_written_after_a_second(tmp_path: Path) -> None:
     clock = Clock()
     trace = writer(tmp_path / "t", clock)
