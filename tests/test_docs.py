@@ -157,6 +157,14 @@ def test_the_picture_of_the_round_is_what_its_script_draws() -> None:
     assert drawn == script["draw"](), "run python scripts/draw_round.py"
 
 
+def test_the_picture_of_the_round_marks_all_that_was_dropped() -> None:
+    """Cells and hidden states alike: of the draft tier and the check for what the check dropped, of all three
+    for what verify dropped; besides, the KV after the round, and the legend."""
+    drawn = (ROOT / "docs" / "images" / "round.svg").read_text(encoding="utf-8")
+    assert drawn.count("url(#dropped-check)") == 2 + 2 + 1
+    assert drawn.count("url(#dropped-verify)") == 3 + 2 + 1 + 1
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in WIDE], ids=name_of)
 def test_prose_is_at_most_110_columns_wide(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
