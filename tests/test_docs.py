@@ -18,8 +18,7 @@ from .test_imports import LEVELS, PACKAGES
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = "hispec|ee_models|cache|tests|configs|benchmarks|examples|scripts|docs"
-# Pages that may have lines of more than 110 columns.
-WIDE = [ROOT / name for name in ("README.md", "docs/performance.md")]
+WIDE = [ROOT / "README.md"]  # pages that may have lines of more than 110 columns
 # A path as prose and code blocks name it; not the end of another one, nor of a URL.
 PATH = re.compile(rf"(?<![\w./~$-])(?:{FOLDERS})/[\w./*<>-]*")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -100,8 +99,8 @@ def options_of(command: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_and_their_options_exist(page: Path) -> None:
-    """In code: `hispec COMMAND ... --option` on one line, and `make TARGET`."""
-    text = page.read_text(encoding="utf-8")
+    """In code: `hispec COMMAND ... --option`, also over lines that end with a backslash; `make TARGET`."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", "")
     code = re.findall(r"^ {4,}(.*)$", text, re.MULTILINE) + re.findall(r"`([^`]+)`", text)
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     for line in code:
