@@ -18,3 +18,9 @@ class TrainingError(ValueError):
 def unsupported(field: str, value: object, supported: str) -> UnsupportedModelError:
     """The error for a setting that is not implemented: field, value, and what is supported."""
     return UnsupportedModelError(f"{field} is {value!r}; supported: {supported}")
+
+
+def install_command(extra: str) -> str:
+    """The command that installs the packages of an extra of setup.py. HiSpec is on no package index: it is
+    installed from a checkout (README.md)."""
+    return f"pip install '.[{extra}]' in a checkout of HiSpec"

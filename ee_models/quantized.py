@@ -1,4 +1,4 @@
-"""Weight-only int8 and int4 linears, through torchao (`pip install "hispec[quantize]"`).
+"""Weight-only int8 and int4 linears, through torchao (extra `quantize`).
 
 A quantized model is another model: what speculation keeps is plain decoding's output of that same model.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .errors import install_command
 from .linear import Linear, PlainLinear, ProbedLinear, can_pack, num_bytes, probe_rows
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
         _config(4 if quantization == "int4" else 8, _GROUP_SIZES[0], device)
     except ImportError as error:
         raise ValueError(
-            f'{what} needs torchao 0.18 or later: pip install "hispec[quantize]" ({error})'
+            f"{what} needs torchao 0.18 or later: {install_command('quantize')} ({error})"
         ) from error
 
 

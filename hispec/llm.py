@@ -184,6 +184,11 @@ class LLM:
     def reset_stats(self) -> None:
         self.engine.reset_stats()
 
+    def set_tracing(self, on: bool) -> None:
+        """Whether what comes is recorded in the trace of engine.trace, as it is at first. Raises ConfigError
+        while requests are unfinished."""
+        self.engine.set_tracing(on)
+
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose."""
         return {

@@ -68,6 +68,8 @@ class EngineStats:
     prefill_tokens     prompt positions computed
     prefill_s          seconds spent on them; on a GPU only until they are queued
     round_s            seconds spent on rounds
+    row_layer_passes   layers that rounds ran, counted once for each row in them: its attained service times L
+    row_draft_model_layer_passes   the same of a draft model's layers
     finished           requests that have ended
     drafter_failures   times that a drafter failed, so that requests went on with plain decoding
     caught_up_tokens   positions whose missing KV was backfilled for an exit or a draft model
@@ -78,6 +80,8 @@ class EngineStats:
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     round_s: float = 0.0
+    row_layer_passes: int = 0
+    row_draft_model_layer_passes: int = 0
     finished: int = 0
     drafter_failures: int = 0
     caught_up_tokens: int = 0

@@ -55,6 +55,15 @@ def make_passes() -> list[Pass]:
     return passes
 
 
+def fate_of(each: Pass, column: int, passes: list[Pass]) -> str:
+    """The mark of a cell that this pass computes: "check" if the check dropped its token, so that a later
+    pass of the round computes the cell again; "verify" if verify dropped it, so that the next round does; ""
+    if it stays."""
+    if any(later.tier == each.tier and column in later.columns for later in passes[each.number :]):
+        return "check"
+    return "verify" if column > ACCEPTED else ""
+
+
 def make_table() -> list[tuple[str, dict[int, str], str]]:
     """What becomes of the tokens: (label, text by column, class of the cells) for each line of the table."""
     rows: list[tuple[str, dict[int, str], str]] = [("before the round", {0: "xₙ"}, "done")]
@@ -103,23 +112,23 @@ def box(x: float, y: float, width: float, height: float, style: str, radius: int
 
 
 def draw_cells(passes: list[Pass]) -> Iterator[str]:
-    """A cell per (tier, column) and pass. A pass whose cell a later pass of the tier writes again has a
-    narrow, hatched one beside the later one's."""
+    """A cell per (tier, column) and pass, hatched if its token was dropped. A pass whose cell a later pass of
+    the tier writes again has a narrow one beside the later one's."""
     for each in passes:
         y, height = top_of(each.tier), height_of(each.tier)
         edges: list[float] = []
         for column in each.columns:
             others = [other for other in passes if other.tier == each.tier and column in other.columns]
             x, width = left_of(column), COLUMN
-            is_old = each is not others[-1]
-            if is_old:
+            fate = fate_of(each, column, passes)
+            if fate == "check":
                 width = OLD
             elif len(others) > 1:
                 x, width = x + OLD + 4, COLUMN - OLD - 4
             edges += [x, x + width]
             yield box(x, y, width, height, f'fill="{FILL[each.tier]}"')
-            if is_old:
-                yield box(x, y, width, height, 'fill="url(#old)"')
+            if fate:
+                yield box(x, y, width, height, f'fill="url(#dropped-{fate})"')
             for layer in range(1, TIERS[each.tier][1] - TIERS[each.tier][0]):
                 line = y + layer * LAYER
                 style = f'stroke="{STROKE[each.tier]}" stroke-opacity="0.18"'
@@ -148,11 +157,22 @@ def draw_buffer(passes: list[Pass]) -> Iterator[str]:
         y = top_of(tier) - BUFFER
         yield text(LEFT - 16, y + 18, f"hidden states after layer {layer}", "label strong", "end")
         yield text(LEFT - 16, y + 33, f"left by {before}, resumed by {tier}", "small", "end")
-        columns = {column for each in passes if each.tier == before for column in each.columns}
-        for column in sorted(columns):
-            x = left_of(column) + COLUMN / 2
-            yield f'<path d="M{x:g} {y + 1}v{BUFFER - 4}" stroke="{INK}" marker-end="url(#arrow)"/>'
-            yield box(x - 30, y + 9, 60, 18, f'fill="#ece6fb" stroke="#6f4fc4" data-layer="{layer}"', 9)
+        cells = [(column, each) for each in passes if each.tier == before for column in each.columns]
+        for column, each in cells:
+            fate = fate_of(each, column, passes)
+            is_split = sum(other == column for other, _ in cells) > 1
+            # Below the middle of the cell that leaves it.
+            x, half = left_of(column) + COLUMN / 2, 30
+            if is_split:
+                x, half = (left_of(column) + OLD / 2, 17) if fate == "check" else (x + OLD / 2 + 2, 30)
+            is_read = not (fate == "check" and tier == "verify")
+            arrow = f'v{BUFFER - 4}" marker-end="url(#arrow)"' if is_read else 'v9"'
+            yield f'<path d="M{x:g} {y + 1}{arrow} stroke="{INK}"/>'
+            look = f'fill="#ece6fb" stroke="#6f4fc4" data-layer="{layer}"'
+            yield box(x - half, y + 9, 2 * half, 18, look, 9)
+            if fate:
+                yield box(x - half, y + 9, 2 * half, 18, f'fill="url(#dropped-{fate})"', 9)
+                yield box(x - 12.5, y + 10, 25, 16, 'fill="#ece6fb"')
             yield text(x, y + 22, f"h [{column}]", "tiny", "middle")
 
 
@@ -188,17 +208,47 @@ def draw_table(y: int) -> Iterator[str]:
     yield box(LEFT, y + 3, width, ROW - 7, f'fill="#ffffff" stroke="{INK}"')
     words = f"valid at every layer: n to n + {ACCEPTED}"
     yield text(LEFT + width / 2, y + 20, words, "cell", "middle")
-    yield box(left_of(last), y + 3, COLUMN, ROW - 7, f'fill="url(#old)" stroke="{LINE}"')
-    yield text(LEFT - 16, y + ROW + 20, "next round", "label", "end")
+    yield box(left_of(last), y + 3, COLUMN, ROW - 7, f'fill="url(#dropped-verify)" stroke="{LINE}"')
+    yield text(LEFT - 16, y + ROW + 20, "the next round begins with", "label", "end")
     yield box(left_of(last), y + ROW + 3, COLUMN, ROW - 7, f'fill="{INK}"')
-    yield text(left_of(last) + COLUMN / 2, y + ROW + 20, "xₙ = v", "cell light", "middle")
+    yield text(left_of(last) + COLUMN / 2, y + ROW + 20, "v", "cell light", "middle")
+
+
+def draw_pattern(tier: str, lines: str, angle: int) -> str:
+    """What marks cells whose tokens the tier dropped."""
+    return (
+        f'<pattern id="dropped-{tier}" width="7" height="7" patternUnits="userSpaceOnUse"'
+        f' patternTransform="rotate({angle})"><path d="{lines}" fill="none" stroke="{MUTED}"'
+        ' stroke-width="2"/></pattern>'
+    )
+
+
+def draw_legend(y: int) -> Iterator[str]:
+    """A line per mark."""
+    for look, words in (
+        (
+            f'fill="url(#dropped-check)" stroke="{LINE}"',
+            "for a draft that the check dropped: computed again by a later pass of this round",
+        ),
+        (
+            f'fill="url(#dropped-verify)" stroke="{LINE}"',
+            "for a token that verify dropped: computed again by the next round; nothing is erased or copied",
+        ),
+        (
+            f'fill="none" stroke="{LINE}" stroke-dasharray="4 4"',
+            f"not computed: no tier is fed the last tentative token, c{R}",
+        ),
+    ):
+        yield box(LEFT, y - 12, 22, 15, look)
+        yield text(LEFT + 30, y, words)
+        y += 22
 
 
 def draw() -> str:
     passes = make_passes()
     table = top_of("verify") + height_of("verify") + 18
     legend = table + (len(make_table()) + 2) * ROW + 26
-    height = legend + 40
+    height = legend + 62
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
         f' height="{height}" role="img" font-family="Helvetica, Arial, sans-serif" font-size="13"'
@@ -208,8 +258,7 @@ def draw() -> str:
         ".number{font-weight:700}.light{fill:#ffffff}.title{font-size:17px;font-weight:700}"
         + "".join(f".{tier}{{font-weight:700;fill:{color}}}" for tier, color in STROKE.items())
         + "</style>",
-        '<defs><pattern id="old" width="7" height="7" patternUnits="userSpaceOnUse"'
-        f' patternTransform="rotate(45)"><path d="M0 0v7" stroke="{MUTED}" stroke-width="2.4"/></pattern>'
+        f"<defs>{draw_pattern('check', 'M0 0v7', 45)}{draw_pattern('verify', 'M0 0v7M0 0h7', 0)}"
         '<marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8"'
         f' orient="auto"><path d="M0 0L8 4L0 8z" fill="{INK}"/></marker></defs>',
         # A background of its own, so that the picture reads the same on a white and on a dark page.
@@ -231,14 +280,7 @@ def draw() -> str:
         *draw_buffer(passes),
         *draw_labels(),
         *draw_table(table),
-        box(LEFT, legend - 12, 22, 15, f'fill="url(#old)" stroke="{LINE}"'),
-        text(
-            LEFT + 30,
-            legend,
-            "computed for a token that was rejected; overwritten later, never erased or copied",
-        ),
-        box(LEFT, legend + 10, 22, 15, f'fill="none" stroke="{LINE}" stroke-dasharray="4 4"'),
-        text(LEFT + 30, legend + 22, f"not computed: no tier is fed the last tentative token, c{R}"),
+        *draw_legend(legend),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"

@@ -18,8 +18,7 @@ from .test_imports import LEVELS, PACKAGES
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = "hispec|ee_models|cache|tests|configs|benchmarks|examples|scripts|docs"
-# Pages that may have lines of more than 110 columns.
-WIDE = [ROOT / name for name in ("README.md", "docs/performance.md")]
+WIDE = [ROOT / "README.md"]  # pages that may have lines of more than 110 columns
 # A path as prose and code blocks name it; not the end of another one, nor of a URL.
 PATH = re.compile(rf"(?<![\w./~$-])(?:{FOLDERS})/[\w./*<>-]*")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -100,8 +99,8 @@ def options_of(command: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_and_their_options_exist(page: Path) -> None:
-    """In code: `hispec COMMAND ... --option` on one line, and `make TARGET`."""
-    text = page.read_text(encoding="utf-8")
+    """In code: `hispec COMMAND ... --option`, also over lines that end with a backslash; `make TARGET`."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", "")
     code = re.findall(r"^ {4,}(.*)$", text, re.MULTILINE) + re.findall(r"`([^`]+)`", text)
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     for line in code:
@@ -155,6 +154,14 @@ def test_the_picture_of_the_round_is_what_its_script_draws() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "draw_round.py"))
     drawn = (ROOT / "docs" / "images" / "round.svg").read_text(encoding="utf-8")
     assert drawn == script["draw"](), "run python scripts/draw_round.py"
+
+
+def test_the_picture_of_the_round_marks_all_that_was_dropped() -> None:
+    """Cells and hidden states alike: of the draft tier and the check for what the check dropped, of all three
+    for what verify dropped; besides, the KV after the round, and the legend."""
+    drawn = (ROOT / "docs" / "images" / "round.svg").read_text(encoding="utf-8")
+    assert drawn.count("url(#dropped-check)") == 2 + 2 + 1
+    assert drawn.count("url(#dropped-verify)") == 3 + 2 + 1 + 1
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in WIDE], ids=name_of)

@@ -12,6 +12,7 @@ import pytest
 import hispec
 from hispec import LLM, SamplingParams, SpeculativeConfig
 from hispec.errors import RequestError
+from hispec.jobs.rates import Rates
 
 SPECULATIVE = {
     "draft": {"kind": "exit", "layer": 3},
@@ -160,6 +161,18 @@ def test_stats_and_memory_are_counts(llm: LLM) -> None:
     assert set(llm.memory()) >= {"weights_bytes", "kv_bytes", "hidden_bytes"}
     llm.reset_stats()
     assert llm.stats()["tokens"] == llm.stats()["layer_passes"] == 0
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_plain_decoding_takes_one_pass_per_token_of_a_row_whatever_the_batch(
+    llm: LLM, num_prompts: int
+) -> None:
+    llm.set_speculative(None)
+    llm.reset_stats()
+    lengths = [SamplingParams(temperature=0.0, max_tokens=4 + 3 * row) for row in range(num_prompts)]
+    llm.generate(["one", "two", "three"][:num_prompts], lengths, use_tqdm=False)
+    rates = Rates.of(llm.stats(), None)
+    assert (rates.full_passes_per_token, rates.layer_passes_per_token) == (1.0, llm.stats()["num_layers"])
 
 
 def test_public_names_are_importable_from_the_top() -> None:

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from ee_models.errors import install_command
 from hispec.jobs.load import load_job
 from hispec.jobs.rows import Row, read_rows
 from hispec.version import __version__
@@ -119,3 +120,16 @@ def test_quickstart_is_valid_and_shows_every_field() -> None:
 def field_names(values: dict[str, Any]) -> set[str]:
     """All keys of nested `values`."""
     return set(values).union(*(field_names(value) for value in values.values() if isinstance(value, dict)))
+
+
+def test_install_commands_are_those_of_a_checkout(setup_arguments: dict[str, Any]) -> None:
+    """HiSpec is on no package index, so `pip install 'hispec[...]'` would find nothing, or something else."""
+    files = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
+    files += [*(ROOT / "docs").glob("*.md"), *(ROOT / "configs").glob("*.yaml"), ROOT / "README.md"]
+    extras = set()
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        assert "hispec[" not in text, path
+        extras |= set(re.findall(r"install_command\('(\w+)'\)", text))
+    assert extras == {"train", "plots", "quantize"} <= setup_arguments["extras_require"].keys()
+    assert install_command("plots") == "pip install '.[plots]' in a checkout of HiSpec"

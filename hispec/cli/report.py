@@ -27,6 +27,8 @@ def add(commands: Any) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
+    from ee_models.errors import install_command
+
     from ..trace.plots import draw_trace
     from ..trace.report import print_report
     from ..trace.summary import summarize
@@ -47,7 +49,7 @@ def _report(options: argparse.Namespace) -> int:
         draw_trace(trace, picture)
         print(f"drawn: {picture}")
     else:
-        print("not drawn: matplotlib is not installed: pip install 'hispec[plots]'", file=sys.stderr)
+        print(f"not drawn: matplotlib is not installed: {install_command('plots')}", file=sys.stderr)
     return OK
 
 

@@ -182,7 +182,7 @@ class SpeculativeConfig(Settings):
     draft_confidence   a row drafts no further where the drafter gives no token at least this probability
                        [Kangaroo]; None = always K
     acceptance         "coupled": the output is plain decoding's, token for token, at every temperature;
-                       "rejection": standard speculative sampling, equal in law
+                       "rejection": standard speculative sampling, equal in distribution
     control            "fixed": always this plan; "goodput": the plan that promises the most tokens per
                        second, plain decoding among them, with num_draft_tokens and num_checks as the most it
                        may choose; `goodput` says how

@@ -61,6 +61,7 @@ class AcceptanceModel:
         num, most = len(routes), max((route.most_drafts for route in routes), default=1)
         table = partial(HazardTable, window=config.window, weight=config.prior_weight)
         self.kept, self.accepted = table(num, most), table(num, MOST_TENTATIVE)
+        self._shares = table(2 * num, 1)  # drafts kept, tentative tokens accepted: for reports
         self._offered, self._found = table(2 * len(self._drafters), most), table(len(self._drafters), 1)
         self._right = table(len(self._layers), 1)
         self._agreed = table(len(self._drafters) * len(self._layers), 1)
@@ -99,11 +100,13 @@ class AcceptanceModel:
         caps, drafted, kept = _joined(seen, "caps"), _joined(seen, "drafted"), _joined(seen, "kept")
         if len(caps):
             self.kept.add(route, kept, caps, round_index, rounds)
+            self._shares.add_counts(2 * route + DRAFT, *_sums(kept, drafted), round_index, rounds)
             self._add_offered(route, drafted, caps, _joined(seen, "looked_up"), round_index, rounds)
             self._add_requests(DRAFT, _joined(seen, "numbers"), kept, caps, estimates.kept[route])
         tentative, accepted = _joined(seen, "tentative"), _joined(seen, "accepted")
         if self._has_check[route] and len(tentative):
             self.accepted.add(route, accepted, tentative, round_index, rounds)
+            self._shares.add_counts(2 * route + VERIFY, *_sums(accepted, tentative), round_index, rounds)
             self._add_requests(VERIFY, _joined(seen, "rows"), accepted, tentative, estimates.accepted[route])
 
     def add_shadows(
@@ -247,15 +250,15 @@ class AcceptanceModel:
                 entry["check_counts"] = float(verify_counts[at])
         return {"routes": out, "exits": self._exit_stats(round_index), "requests": len(self.requests)}
 
-    def tiers(self) -> dict[str, dict[str, float]]:
-        """By route that was run: the share of judged drafts that the tier above kept, and of judged tentative
-        tokens that verify accepted."""
+    def shares(self) -> dict[str, dict[str, float]]:
+        """By route that was run: the share of drafts that the tier above kept, and of tentative tokens that
+        verify kept, of recent rounds; as `hispec report` counts both."""
+        names = (DRAFT, "draft_accepted"), (VERIFY, "tentative_accepted")
         out: dict[str, dict[str, float]] = {}
         for at, route in enumerate(self.routes):
-            if (draft := _success_rate(self.kept, at)) is not None:
-                out[str(route)] = {"draft": draft}
-                if (check := _success_rate(self.accepted, at)) is not None:
-                    out[str(route)]["check"] = check
+            for tier, name in names:
+                if (share := _success_rate(self._shares, 2 * at + tier)) is not None:
+                    out.setdefault(str(route), {})[name] = share
         return out
 
     def _exit_stats(self, round_index: float) -> dict[str, Any]:

@@ -266,7 +266,7 @@ class GoodputControl:
             "reason": running.reason,
             "is_probe": choice.is_probe,
             "alternatives": self._forecaster.best_of_routes(forecast, _NUM_ALTERNATIVES),
-            "acceptance": self._forecaster.acceptance.tiers(),
+            "acceptance": self._forecaster.acceptance.shares(),
         }
 
 

@@ -343,6 +343,12 @@ class Engine:
         self._scheduler.num_preemptions = self._scheduler.num_cached_tokens = 0
         self._scheduler.kv.num_kept = self._scheduler.kv.num_restored = 0
 
+    def set_tracing(self, on: bool) -> None:
+        """Leaves what comes out of the trace, or records it again; without engine.trace it does nothing.
+        Raises ConfigError while requests are unfinished, which would be recorded in part."""
+        self._check_idle("set_tracing() cannot be called")
+        self._recorder.is_tracing = on
+
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose; on a GPU including those of up to eight earlier plans, whose graphs
         are kept."""

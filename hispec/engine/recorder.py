@@ -30,6 +30,7 @@ class Recorder:
         self.control: Control = FixedControl(None)
         self._controls: dict[Hashable, Control] = {}
         self._config, self._model, self._policy = config, model, policy
+        self.is_tracing = True  # else decisions, rounds and requests are left out of the trace
         self._trace: TraceWriter | None = None
         self._rounds: dict[int, list[_TracedRound]] = {}  # of unfinished requests, by number
 
@@ -62,15 +63,16 @@ class Recorder:
 
     def record_decision(self, record: Mapping[str, Any]) -> None:
         """Writes a controller's decision to the trace."""
-        if self._trace is not None:
-            self._trace.write_decision(record)
+        if (trace := self._open_trace) is not None:
+            trace.write_decision(record)
 
     def record_round(
         self, flight: Flight, choice: Choice, rows: Sequence[tuple[Request, int, RowOutcome]], seconds: float
     ) -> None:
         """Reports a round before it is committed. rows: requests with their rows and outcomes; seconds: nan
         if other work was timed too."""
-        if self._trace is None and isinstance(self.control, FixedControl):
+        trace = self._open_trace
+        if trace is None and isinstance(self.control, FixedControl):
             return
         if flight.plan != choice.plan:  # the drafter failed, or no row could speculate
             choice = Choice(None, flight.plan)
@@ -90,8 +92,8 @@ class Recorder:
             seconds=seconds,
         )
         self.control.observe(observation)
-        if self._trace is not None:
-            self._trace.write_rounds(observation)
+        if trace is not None:
+            trace.write_rounds(observation)
             route = -1 if choice.route is None else choice.route
             for request, _, outcome in rows:
                 self._rounds.setdefault(request.number, []).append(
@@ -102,10 +104,13 @@ class Recorder:
         """Reports a request that has ended."""
         self.control.forget(request.number)
         rounds = self._rounds.pop(request.number, [])
-        if self._trace is not None and metrics is not None and request.finish_reason is not None:
-            self._trace.write_request(
-                request.number, metrics, request.max_tokens, request.finish_reason, rounds
-            )
+        trace = self._open_trace
+        if trace is not None and metrics is not None and request.finish_reason is not None:
+            trace.write_request(request.number, metrics, request.max_tokens, request.finish_reason, rounds)
+
+    @property
+    def _open_trace(self) -> TraceWriter | None:
+        return self._trace if self.is_tracing else None
 
     def close(self) -> None:
         """Closes the trace."""

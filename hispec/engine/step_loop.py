@@ -124,6 +124,8 @@ class StepLoop:
         self._is_timed = True
         runtime = self._plans.runtime
         not_written = runtime.all_extra_kv - flight.extra_kv
+        self.stats.row_layer_passes += flight.layer_passes * len(rows)
+        self.stats.row_draft_model_layer_passes += flight.draft_model_layer_passes * len(rows)
         passes = flight.layer_passes / runtime.models.decoder.config.num_layers
         for request, row, outcome in rows:
             record_gaps(request, not_written)

@@ -15,7 +15,7 @@ FLOOR = 0.05  # exits that were never trained stay below this share of kept toke
 
 _COUNTS = (
     *(count.name for count in fields(RoundCounts) if count.name != "accept_length_histogram"),
-    *("layer_passes", "prefill_layer_passes", "draft_model_layer_passes"),
+    *("row_layer_passes", "row_draft_model_layer_passes"),
 )
 
 
@@ -37,8 +37,9 @@ class Rates:
     tentative_accepted      share of tentative tokens kept by verify; None without a check tier, where it is
                             the same
     mean_accepted_len       tokens committed per row and round
-    layer_passes_per_token  layers run in rounds per output token, a pass over a whole batch counted once
-    full_passes_per_token   the same, in passes over the whole model
+    layer_passes_per_token  layers that rounds ran for a row, per output token of it: a pass over a batch
+                            counts once for each row in it
+    full_passes_per_token   the same in passes over the whole model: attained service; 1 in plain decoding
     draft_model_passes_per_token  layers of a separate draft model, likewise; None without one
     accept_len_histogram    [i] = rounds of a row that committed i tokens
     """
@@ -62,7 +63,7 @@ class Rates:
         has_check = speculative is not None and is_fixed and speculative.check is not None
         traits = speculative.draft.traits if speculative is not None else None
         looks_up = traits is not None and (traits.looks_up or not is_fixed)
-        layers = rate(stats["layer_passes"] - stats["prefill_layer_passes"], stats["tokens"])
+        layers = rate(stats["row_layer_passes"], stats["tokens"])
         return cls(
             draft_accepted=rate(stats["draft_accepted"], stats["drafted"]),
             looked_up_accepted=rate(stats["looked_up_accepted"], stats["looked_up"]) if looks_up else None,
@@ -72,7 +73,7 @@ class Rates:
             layer_passes_per_token=layers,
             full_passes_per_token=None if layers is None else layers / stats["num_layers"],
             draft_model_passes_per_token=(
-                rate(stats["draft_model_layer_passes"], stats["tokens"])
+                rate(stats["row_draft_model_layer_passes"], stats["tokens"])
                 if traits is not None and traits.has_model
                 else None
             ),

@@ -83,9 +83,9 @@ def _rate_lines(rates: Rates, num_layers: int) -> dict[str, str]:
             f" ({_histogram(rates.accept_len_histogram)})"
         )
     if rates.layer_passes_per_token is not None:
-        lines["layer passes"] = (
-            f"{rates.layer_passes_per_token:.1f} per token, {number(rates.full_passes_per_token)} times the"
-            f" model's {num_layers} layers"
+        lines["service"] = (
+            f"{number(rates.full_passes_per_token)} passes over the model's {num_layers} layers per token"
+            " of a row (1 in plain decoding)"
         )
     return lines
 

@@ -112,9 +112,11 @@ def run_job(job: Job, *, progress: bool = True) -> JobReport:
 
 def _run(llm: LLM, job: Job, report: JobReport, num_bytes: int, progress: bool) -> None:
     if job.output.compare_plain:
+        llm.set_tracing(False)  # a trace is of the job's own pass
         for speculative in (None, job.speculative):
             llm.set_speculative(speculative)
             warm_up(llm, job)
+        llm.set_tracing(True)
     digests: dict[int, bytes] = {}
     llm.reset_stats()
     with OrderedWriter(job.output.path, report.resumed, num_bytes) as writer:
@@ -154,6 +156,7 @@ def _write_rows(
 
 def _compare(llm: LLM, job: Job, report: JobReport, digests: dict[int, bytes], progress: bool) -> Comparison:
     """The same rows through plain decoding, compared token for token."""
+    llm.set_tracing(False)
     llm.set_speculative(None)
     timed = Timed()
     num_identical = 0

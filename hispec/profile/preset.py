@@ -82,7 +82,7 @@ COMMENTS = {
         "draft no further where no token has this probability (0 to 1); null = always K"
     ),
     "speculative.acceptance": (
-        "coupled: the output of plain decoding, token for token; rejection: equal in law"
+        "coupled: the output of plain decoding, token for token; rejection: equal in distribution"
     ),
     "speculative.control": (
         "fixed: keep this plan throughout; goodput: the one that promises most (docs/control.md)"

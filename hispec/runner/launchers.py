@@ -69,6 +69,7 @@ class Flight:
     outcomes       waits until the device has done it -> one RowOutcome per row
     tokens         [rows, window + 1] as RoundBatch.tokens, on the device
     layer_passes   layers of the model that it ran
+    draft_model_layer_passes   layers of a draft model that it ran
     launched_s     when it was launched, by time.perf_counter
     route          index of the controller's route
     is_timed       whether its time is that of a round alone: not so if it was captured too
@@ -81,6 +82,7 @@ class Flight:
     outcomes: Callable[[], list[RowOutcome]]
     tokens: Tensor
     layer_passes: int = 0
+    draft_model_layer_passes: int = 0
     launched_s: float = 0.0
     route: int | None = None
     is_timed: bool = True

@@ -132,7 +132,7 @@ class RoundRunner:
         if not all(self._scheduler.reserve(request, end) for request, end in zip(running, ends, strict=True)):
             return None
         self._tables.update([request.table.blocks for request in running])
-        before, captures = self._counters[0].layer_passes, self._num_captures
+        before, captures = self._layer_passes, self._num_captures
         try:
             ahead = self._launcher.launch_next(flight, max(ends))
             self._scheduler.ran_ahead()
@@ -231,14 +231,27 @@ class RoundRunner:
     def _launch(
         self, runtime: PlanRuntime, plan: Plan, rows: Rows, route: int | None, started_s: float
     ) -> Flight:
-        before, captures = self._counters[0].layer_passes, self._num_captures
+        before, captures = self._layer_passes, self._num_captures
         flight = self._launcher.launch(runtime, plan, rows)
         return replace(self._describe(flight, before, captures, route), launched_s=started_s)
 
-    def _describe(self, flight: Flight, layer_passes: int, num_captures: int, route: int | None) -> Flight:
+    def _describe(
+        self, flight: Flight, layer_passes: Sequence[int], num_captures: int, route: int | None
+    ) -> Flight:
         """`flight` with its route and counts; layer_passes, num_captures: the counts before it."""
-        passes, is_timed = self._counters[0].layer_passes - layer_passes, num_captures == self._num_captures
-        return replace(flight, layer_passes=passes, route=route, is_timed=is_timed)
+        own, *drafts = (now - before for now, before in zip(self._layer_passes, layer_passes, strict=True))
+        return replace(
+            flight,
+            layer_passes=own,
+            draft_model_layer_passes=sum(drafts),
+            route=route,
+            is_timed=num_captures == self._num_captures,
+        )
+
+    @property
+    def _layer_passes(self) -> list[int]:
+        """Of the model, and of a draft model, so far."""
+        return [counts.layer_passes for counts in self._counters]
 
     @property
     def _num_captures(self) -> int:

@@ -16,6 +16,8 @@ from .records import Decision, Rounds, Trace
 def summarize(trace: Trace) -> dict[str, Any]:
     """Shares are of all rounds, or of all seconds in rounds; None stands where nothing was counted."""
     header = trace.header
+    begins = [line.t - (line.seconds or 0.0) for line in trace.rounds] + [one.t for one in trace.decisions]
+    ends = [record.t for record in (*trace.rounds, *trace.decisions)]
     return {
         "model": header.model,
         "policy": header.policy,
@@ -23,7 +25,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "routes": list(trace.routes),
         "environment": header.environment,
         "is_cut": trace.is_cut,
-        "span_s": max((record.t for record in (*trace.rounds, *trace.decisions)), default=0.0),
+        "span_s": max(ends, default=0.0) - min(begins, default=0.0),
         "rounds": _num_rounds(trace.rounds),
         "round_s": _seconds(trace.rounds),
         "tokens": sum(line.tokens for line in trace.rounds),

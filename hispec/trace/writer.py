@@ -79,7 +79,7 @@ class TraceWriter:
         """Rounds that ended now. Consecutive ones of one choice with as many rows become one line: at most
         16, and little more than a second."""
         now = self._elapsed_s()
-        if self._group is not None and not self._group.takes(seen):
+        if self._group is not None and not self._group.takes(seen, now):
             self._end_group()
         if self._group is None:
             self._group = _Group(seen, now)
@@ -146,13 +146,15 @@ class _Group:
         self._context = self._seconds = 0.0
         self._counts = dict.fromkeys(("tokens", "drafted", "kept", "tentative", "accepted"), 0)
 
-    def takes(self, seen: Observation) -> bool:
+    def takes(self, seen: Observation, ended_s: float) -> bool:
         own, other = self._choice, seen.choice
         is_same = own is other or (
             own.route == other.route and own.plan == other.plan and own.is_probe == other.is_probe
         )
         fits = self.rounds + seen.rounds <= MOST_ROUNDS and self._is_timed == math.isfinite(seen.seconds)
-        return is_same and fits and self._num_rows == seen.num_rows
+        begun_s = ended_s - (seen.seconds if math.isfinite(seen.seconds) else 0.0)
+        is_next = begun_s - self._ended_s < FLUSH_S  # no pause between
+        return is_same and fits and is_next and self._num_rows == seen.num_rows
 
     def add(self, seen: Observation, ended_s: float) -> None:
         self._ended_s = ended_s

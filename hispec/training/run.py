@@ -15,7 +15,7 @@ import torch
 from ee_models.checkpoint.exit_files import BaseModelInfo, ExitInfo, ExitsFile, fingerprint, save_exits
 from ee_models.checkpoint.loader import Checkpoint, load_tokenizer
 from ee_models.decoder import Decoder
-from ee_models.errors import TrainingError
+from ee_models.errors import TrainingError, install_command
 from ee_models.exits import head_name
 from ee_models.training.adapters import AdapterModule, AdaptersTask, Exits, frequent_tokens, init_from_trunk
 from ee_models.training.examples import Example, split
@@ -47,7 +47,7 @@ def run_training(
     CheckpointError, TrainingError; all that is on disk then is whole, and `output.resume` goes on from there.
     """
     if not only_data and find_spec("accelerate") is None:
-        raise ConfigError("training needs the package accelerate: pip install 'hispec[train]'")
+        raise ConfigError(f"training needs the package accelerate: {install_command('train')}")
     checkpoint = open_model(config.model)
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None or not tokenizer.chat_template:

@@ -6,6 +6,8 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ee_models.errors import install_command
+
 from ..errors import ConfigError
 from .files import write_atomically
 
@@ -25,7 +27,7 @@ def check_matplotlib(flag: str) -> None:
     """Raises ConfigError, with what to install, if the pictures of option `flag` cannot be drawn here."""
     if not has_matplotlib():
         raise ConfigError(
-            f"{flag} needs matplotlib, which is not installed: pip install 'hispec[plots]', or leave {flag}"
+            f"{flag} needs matplotlib, which is not installed: {install_command('plots')}, or leave {flag}"
             " out"
         )
 

@@ -282,9 +282,14 @@ def test_nothing_to_learn_changes_nothing_and_statistics_are_plain() -> None:
     for route in range(4):
         acceptance.add(route, [seen(route, [], [])], 5, 1, before)
     assert np.array_equal(acceptance.estimates().kept, before.kept)
-    assert acceptance.tiers() == {}
-    acceptance.add(1, [seen(1, [2, 0], [8, 8], rows=[0, 1], tentative=[3, 1], accepted=[3, 0])], 6, 1, before)
-    assert acceptance.tiers()["exit D=4 C=15"] == pytest.approx({"draft": 0.5, "check": 0.75})
+    assert acceptance.shares() == {}
+    two = seen(
+        1, [3, 0], [8, 8], rows=[0, 1], tentative=[5, 1], accepted=[3, 0], drafted=[4, 0], looked_up=[1, 1]
+    )
+    acceptance.add(1, [two], 6, 1, before)
+    assert acceptance.shares() == {
+        "exit D=4 C=15": pytest.approx({"draft_accepted": 3 / 4, "tentative_accepted": 3 / 6})
+    }, "kept over drafted: a row without a draft counts for nothing, a wrong draft's successors count"
     stats = json.loads(json.dumps(acceptance.stats(6.0), allow_nan=False))
     assert stats["routes"]["exit D=4 C=15"]["draft_counts"] > 0
     assert stats["routes"]["hybrid D=4 C=15"]["found"] == pytest.approx(0.3)

@@ -167,6 +167,25 @@ def test_a_trace_names_the_plan_that_was_given(tiny_decoder: Decoder, tmp_path: 
     ] == [len(output) for output in outputs]
 
 
+def test_a_trace_leaves_out_what_it_is_told_to(tiny_decoder: Decoder, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    engine = Engine(tiny_decoder, EngineConfig(**SIZES, trace=str(trace)))
+    engine.set_tracing(False)
+    run(engine, PROMPTS[:3])
+    engine.set_tracing(True)
+    (output,) = run(engine, PROMPTS[:1])
+    engine.add_request(PROMPTS[0], SamplingParams(max_tokens=4), "unfinished")
+    with pytest.raises(ConfigError, match=r"set_tracing\(\) cannot be called while 1 requests are unf"):
+        engine.set_tracing(False)
+    engine.abort(["unfinished"], notify=False)
+    engine.set_tracing(False)
+    run(engine, PROMPTS[:2])
+    engine.close()
+    read = read_trace(trace)
+    assert [request.output_tokens for request in read.requests] == [len(output), 0]
+    assert sum(rounds.tokens for rounds in read.rounds) == len(output)
+
+
 def test_an_engine_that_is_refused_leaves_an_earlier_trace(tiny_decoder: Decoder, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     engine = Engine(tiny_decoder, EngineConfig(**SIZES, trace=str(trace)))

@@ -180,7 +180,7 @@ def test_without_torchao_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(
         ConfigError,
-        match=r'^engine: quantization=\'int8\' needs torchao .*: pip install "hispec\[quantize\]"',
+        match=r"^engine: quantization='int8' needs torchao .*: pip install '\.\[quantize\]' in a checkout",
     ):
         LLM(str(tiny_path), device="cpu", quantization="int8")
 

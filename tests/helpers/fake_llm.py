@@ -38,6 +38,8 @@ class FakeLLM:
         self.requests: list[list[Any]] = []
         self.num_steps = self.num_added = self.most_unfinished = 0
         self.added: list[str] = []
+        self.traced: list[int] = []  # places in `added` of those that a trace would have
+        self.is_tracing = True
         self.closed = False
         self.reset_stats()
         FakeLLM.instances.append(self)
@@ -59,6 +61,7 @@ class FakeLLM:
         if self.wrong_when_speculative and self.speculative is not None:
             tokens = [[*output[:-1], 48] for output in tokens]
         self.requests.append([request_id, ids, tokens, 0])
+        self.traced += [len(self.added)] * self.is_tracing
         self.added.append(request_id)
         self.most_unfinished = max(self.most_unfinished, len(self.requests))
 
@@ -115,14 +118,13 @@ class FakeLLM:
             "tentative",
             "accepted",
             "committed",
-            "layer_passes",
+            "row_layer_passes",
             "preemptions",
         )
         names += (
-            "prefill_layer_passes",
             "looked_up",
             "looked_up_accepted",
-            "draft_model_layer_passes",
+            "row_draft_model_layer_passes",
             "round_s",
         )
         self._stats: dict[str, Any] = dict.fromkeys(names, 0) | {
@@ -133,6 +135,10 @@ class FakeLLM:
     def set_speculative(self, speculative: Any) -> None:
         assert not self.requests, "set_speculative() with unfinished requests"
         self.speculative = speculative
+
+    def set_tracing(self, on: bool) -> None:
+        assert not self.requests, "set_tracing() with unfinished requests"
+        self.is_tracing = on
 
     def memory(self) -> dict[str, int]:
         return {"weights_bytes": 1000, "kv_bytes": 100, "hidden_bytes": 10}
@@ -148,7 +154,7 @@ class FakeLLM:
             "committed": num_tokens,
             "rounds": num_tokens,
         }
-        counts["layer_passes"] = NUM_LAYERS * num_tokens
+        counts["row_layer_passes"] = NUM_LAYERS * num_tokens
         counts |= {
             "drafted": drafted * 4,
             "draft_accepted": drafted * 2,

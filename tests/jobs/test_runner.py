@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hispec.jobs.output import OrderedWriter, output_row
-from hispec.jobs.runner import REQUESTS_PER_ROW, JobInterrupted
+from hispec.jobs.runner import REQUESTS_PER_ROW, WARM_UP_ROWS, JobInterrupted
 from hispec.jobs.schema import OutputConfig
 from hispec.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from hispec.sampling_params import SamplingParams
@@ -175,6 +175,13 @@ def test_compare_plain_counts_identical_outputs_and_turns_prefix_caching_off(tmp
     assert (report.rates.draft_accepted, report.rates.tentative_accepted) == (0.5, 0.5)
     assert len(rows_of(job)) == 14
     assert FakeLLM.instances[0].engine["enable_prefix_caching"] is False
+
+
+def test_the_trace_of_a_job_is_of_its_own_pass(tmp_path: Path) -> None:
+    """Neither of warm-ups nor of the comparison."""
+    run(make_job(tmp_path, prompts(12), speculative=THREE_TIER, output={"compare_plain": True}))
+    (llm,) = FakeLLM.instances
+    assert llm.traced == list(range(2 * WARM_UP_ROWS, 2 * WARM_UP_ROWS + 12)) and len(llm.added) == 40
 
 
 def test_compare_plain_finds_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

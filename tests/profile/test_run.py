@@ -604,7 +604,7 @@ def test_plots_without_matplotlib_say_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["profile", str(write_job(tmp_path, tiny_path)), "--plots", str(tmp_path / "plots")]) == 2
-    assert "pip install 'hispec[plots]'" in capsys.readouterr().err
+    assert "pip install '.[plots]' in a checkout" in capsys.readouterr().err
 
 
 def test_an_interrupt_leaves_no_file(

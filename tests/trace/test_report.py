@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import math
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +18,20 @@ from hispec.config import GoodputConfig
 from hispec.control.choice import Observation, Route
 from hispec.control.controller import GoodputControl
 from hispec.latency.model import LatencyModel, Linear
-from hispec.trace.plots import draw_trace, spans
-from hispec.trace.summary import summarize
+from hispec.trace.plots import draw_trace, find_stretches, make_looks, make_picture, spans, trace_speed
+from hispec.trace.summary import acceptance, summarize
 from hispec.trace.writer import read_trace
-from tests.helpers.traces import NGRAM, ROUTES, Clock, decision, fixed_trace, goodput_trace, writer
+from tests.helpers.traces import (
+    HYBRID,
+    NGRAM,
+    ROUTES,
+    Clock,
+    decision,
+    fixed_trace,
+    goodput_trace,
+    observation,
+    writer,
+)
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -59,6 +70,16 @@ def test_the_summary_counts_rounds_and_seconds_by_plan(tmp_path: Path) -> None:
         ROUTES[1],
     )
     assert (plain["draft_accepted"], plain["route"]) == (None, None)
+
+
+def test_what_came_before_the_first_round_is_no_part_of_the_span(tmp_path: Path) -> None:
+    """Such as a warm-up, which is not recorded."""
+    clock = Clock()
+    trace = writer(tmp_path / "t", clock)
+    for clock.now, choice in ((130.0, NGRAM), (132.0, HYBRID)):
+        trace.write_rounds(observation(choice, seconds=0.5))
+    trace.close()
+    assert summarize(read_trace(tmp_path / "t"))["span_s"] == pytest.approx(2.5)
 
 
 def test_the_summary_counts_switches_probes_and_errors_of_prediction(tmp_path: Path) -> None:
@@ -141,6 +162,47 @@ def test_the_picture_shows_each_plan_that_ran(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
 
 
+@pytest.mark.parametrize("num", [1, 8, 10, 70])
+def test_each_route_looks_its_own_way_and_none_like_plain_decoding(num: int) -> None:
+    from matplotlib.colors import to_rgb
+
+    looks = make_looks([f"adapter D={number}" for number in range(num)])
+    assert len(looks) == len(set(looks.values())) == num + 1
+    plain = looks.pop("plain")
+    assert all(max(to_rgb(look.color)) - min(to_rgb(look.color)) > 0.2 for look in looks.values()), "no grey"
+    assert to_rgb(plain.color) == pytest.approx((0.6, 0.6, 0.6))
+    assert len({look.color for look in looks.values()}) == min(num, 9)
+
+
+def test_legends_cover_no_pane(tmp_path: Path) -> None:
+    figure = make_picture(read_trace(goodput_trace(tmp_path / "t")))
+    figure.canvas.draw()
+    panes = [axes.get_window_extent() for axes in figure.axes]
+    legends = [legend.get_window_extent() for axes in figure.axes if (legend := axes.get_legend())]
+    assert len(legends) == 3 and not any(
+        legend.overlaps(other) for legend in legends for other in (*panes, *legends) if other is not legend
+    )
+
+
+def test_the_speed_is_level_while_rounds_run_and_ends_where_they_pause(tmp_path: Path) -> None:
+    clock = Clock()
+    trace = writer(tmp_path / "t", clock)
+    for pause in (0.0, 0.05, 30.0, 0.0):
+        clock.now += pause
+        for choice, seconds in ((NGRAM, 0.1), (HYBRID, 0.4)):
+            clock.now += seconds
+            trace.write_rounds(observation(choice, seconds=seconds))
+    trace.close()
+    read = read_trace(tmp_path / "t")
+    times, speeds = trace_speed(read.rounds)
+    assert times == sorted(times)
+    for (before, old), (after, new) in pairwise(zip(times, speeds, strict=True)):
+        assert before == after or old == new or math.isnan(old) or math.isnan(new), "no slopes"
+    gaps = [at for at, speed in enumerate(speeds) if math.isnan(speed)]
+    assert [round(times[at - 1], 2) for at in gaps] == [1.05] and round(times[gaps[0] + 1], 2) == 31.05
+    assert [len(part) for part in find_stretches(read.rounds)] == [4, 4]
+
+
 def test_a_fixed_plan_has_a_report_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(fixed_trace(tmp_path / "t"))]) == 0
     printed = capsys.readouterr().out
@@ -176,7 +238,7 @@ def test_without_matplotlib_it_says_what_to_install(
     captured = capsys.readouterr()
     assert (
         "101 rounds" in captured.out
-        and "pip install 'hispec[plots]'" in captured.err
+        and "pip install '.[plots]' in a checkout" in captured.err
         and not (tmp_path / "t.png").exists()
     )
     assert main(["report", str(trace), "-o", str(tmp_path / "a.png")]) == 2
@@ -253,6 +315,11 @@ def test_what_the_controller_decides_can_be_read(tmp_path: Path) -> None:
     )
     assert {line.plan for line in read.rounds} == {decision.plan for decision in read.decisions}, (
         "both are worded alike"
+    )
+    (plan,) = {line.name for line in read.rounds} - {"plain"}
+    measured = acceptance([line for line in read.rounds if line.name == plan])["draft_accepted"]
+    assert read.decisions[-1].acceptance[plan]["draft_accepted"] == pytest.approx(measured, abs=0.05), (
+        "estimates are of what is measured"
     )
     settled = summary["control"]["predicted_to_measured"]["p50"]
     assert 0.8 < settled < 1.25

@@ -116,7 +116,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         110.0,
         (("hybrid D=4 C=15 K=3", 110.0), ("plain", None)),
     )
-    assert decided.acceptance == {ROUTES[1]: {"draft": 0.5, "check": 0.75}}
+    assert decided.acceptance == {ROUTES[1]: {"draft_accepted": 0.5, "tentative_accepted": 0.75}}
     assert (rounds.plan, rounds.has_check, rounds.rows, rounds.rounds, rounds.context_tokens) == (
         "hybrid D=4 C=15 K=3 R=2",
         True,
@@ -162,6 +162,18 @@ def test_consecutive_rounds_of_one_choice_are_one_line(tmp_path: Path) -> None:
     assert [line.is_probe for line in read[:4]] == [False, False, False, True]
     assert [line.seconds for line in read[:5]] == [pytest.approx(0.16), pytest.approx(0.04), 0.01, 0.01, None]
     assert read[0].drafted == 16 * 8 and read[0].context_tokens == 200.0
+
+
+def test_a_pause_ends_a_line(tmp_path: Path) -> None:
+    clock = Clock()
+    trace = writer(tmp_path / "t", clock)
+    for seconds in (0.2, math.nan):
+        for _ in range(2):
+            trace.write_rounds(observation(NGRAM, seconds=seconds))
+            clock.now += 30.0
+    trace.close()
+    read = read_trace(tmp_path / "t").rounds
+    assert [(line.t, line.rounds) for line in read] == [(30.0 * at, 1) for at in range(4)]
 
 
 def test_slow_rounds_are_written_after_a_second(tmp_path: Path) -> None:
