@@ -227,11 +227,11 @@ def test_generate_reads_a_prompt_from_stdin(
         (["--draft-layer", "5", "--check-layer", "5"], "check.layer=5 must lie above draft.layer=5"),
         (
             ["--draft-layer", "5", "--num-draft-tokens", "0"],
-            "speculative.num_draft_tokens: input should be greater than or equal to 1, got 0",
+            "speculative.num_draft_tokens: must be at least 1, got 0",
         ),
-        (["--max-tokens", "-3"], "sampling.max_tokens: input should be greater than or equal to 1, got -3"),
-        (["--temperature", "nan"], "sampling.temperature: input should be a finite number, got nan"),
-        (["--top-p", "0"], "sampling.top_p: input should be greater than 0, got 0.0"),
+        (["--max-tokens", "-3"], "sampling.max_tokens: must be at least 1, got -3"),
+        (["--temperature", "nan"], "sampling.temperature: must be a finite number, got nan"),
+        (["--top-p", "0"], "sampling.top_p: must be above 0, got 0.0"),
     ],
 )
 def test_generates_settings_are_checked_like_a_jobs(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..errors import RequestError
+from ..errors import RequestError, shown
 from ..sampling_params import SamplingParams
 from ..scheduling.request import Request, TextStream
 
@@ -73,7 +73,7 @@ class Admission:
         if wrong:
             yield (
                 f"prompt token ids must be integers from 0 to {vocab_size - 1}; {len(wrong)} are not, the"
-                f" first is {wrong[0]!r}"
+                f" first is {shown(wrong[0])}"
             )
         for field in ("logit_bias", "stop_token_ids"):
             outside = [token for token in getattr(params, field) if not 0 <= token < vocab_size]

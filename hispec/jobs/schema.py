@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..config import EngineConfig, SchedulingConfig, Settings, SpeculativeConfig
+from ..errors import shown
 from ..sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def _as_path(value: Any) -> Any:
     if isinstance(value, Path):
         return value
     if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise ValueError(f"must name a file, got {value!r}")
+        raise ValueError(f"must name a file, got {shown(value)}")
     return Path(value).expanduser()
 
 

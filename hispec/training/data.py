@@ -22,7 +22,7 @@ from ee_models.training.examples import Example
 from ee_models.training.loop import write_atomically
 
 from ..config import EngineConfig
-from ..errors import ConfigError, RequestError, build
+from ..errors import ConfigError, RequestError, build, shown
 from ..jobs.rows import Message
 from ..jobs.runner import run_job
 from ..jobs.schema import InputConfig, Job, OutputConfig
@@ -154,7 +154,7 @@ def _written(
             prompt = opening + (text.lstrip() if not opening or opening[-1].isspace() else text)
             if len(text.strip()) >= _MIN_CHARS and prompt not in seen:
                 seen.add(prompt)
-                where = f"written prompt {row['id'] + 1} ({_excerpt(prompt)})"
+                where = f"written prompt {row['id'] + 1} ({shown(prompt)})"
                 yield Prompt([{"role": "user", "content": prompt}], where)
 
 
@@ -255,7 +255,3 @@ def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]
     except Exception as error:  # a template is code of the model's author, and raises what it likes
         raise RequestError(f"the chat template refuses it: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _excerpt(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:40] + "…")

@@ -29,8 +29,8 @@ from tests.helpers.job_support import make_job, parse
         (b"{}", "exactly one of prompt, prompt_token_ids and messages, got none"),
         (b'{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "got prompt and messages"),
         (b'{"promt": "a"}', "did you mean 'prompt'?"),
-        (b'{"prompt": 3}', "prompt: input should be a valid string, got 3"),
-        (b'{"prompt_token_ids": [1, "2"]}', "prompt_token_ids.1: input should be a valid integer"),
+        (b'{"prompt": 3}', "prompt: must be a string, got 3"),
+        (b'{"prompt_token_ids": [1, "2"]}', "prompt_token_ids.1: must be an integer"),
         (b'{"messages": []}', "messages: "),
         (b'{"messages": [{"role": "user"}]}', "messages.0.content: required"),
         (
@@ -39,7 +39,7 @@ from tests.helpers.job_support import make_job, parse
         ),
         (
             b'{"prompt": "a", "sampling": {"max_tokens": -1}}',
-            "sampling.max_tokens: input should be greater than or equal to 1, got -1",
+            "sampling.max_tokens: must be at least 1, got -1",
         ),
         (b'{"prompt": "a", "sampling": {"min_tokens": 99}}', "min_tokens=99 is above max_tokens=16"),
         (b'{"prompt": "a", "id": 1.5}', "id"),

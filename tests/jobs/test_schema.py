@@ -43,10 +43,10 @@ def test_every_problem_of_a_job_is_named_at_once(tmp_path: Path) -> None:
     for part in (
         "engin: unknown setting (did you mean 'engine'?)",
         "engine.blocksize: unknown setting (did you mean 'block_size'?)",
-        "engine.max_num_seqs: input should be greater than or equal to 1, got 0",
-        "sampling.top_p: input should be greater than 0, got 0.0",
-        "sampling.temperature: input should be a finite number, got nan",
-        "sampling.n: input should be a valid integer, got 'many'",
+        "engine.max_num_seqs: must be at least 1, got 0",
+        "sampling.top_p: must be above 0, got 0.0",
+        "sampling.temperature: must be a finite number, got nan",
+        "sampling.n: must be an integer, got 'many'",
     ):
         assert part in message
 
@@ -62,7 +62,7 @@ def test_every_problem_of_a_job_is_named_at_once(tmp_path: Path) -> None:
         ("? [a]\n: 1", "a key must be a plain name"),
         ("model: !!python/object:os.system x", "could not determine a constructor"),
         ("on: 1\n", "on: unknown setting"),
-        ("model: 3\n", "model: input should be a valid string, got 3"),
+        ("model: 3\n", "model: must be a string, got 3"),
         ("input: {path: ''}\n", "input.path: must name a file, got ''"),
         ("sampling: {seed: " + "9" * 5000 + "}", "not readable as YAML"),
         ("output: {path: x, overwrite: true, resume: true}", "contradict"),

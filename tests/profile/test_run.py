@@ -437,7 +437,7 @@ def test_shipped_exits_have_no_path(tiny_decoder: Decoder) -> None:
         (["--plots", "{folder}/taken.yaml"], ["--plots", "cannot write to"]),
         (["--exits", "{folder}"], ["--exits", "holds no exits"]),
         (["--max-drafts", "6"], ["max_drafts=6", "max_window=6", "to 5"]),
-        (["--max-drafts", "0"], ["max_drafts", "greater than or equal to 1", "got 0"]),
+        (["--max-drafts", "0"], ["max_drafts", "at least 1", "got 0"]),
         (["--batch-size", "0"], ["batch_size", "got 0"]),
         (["--top", "0"], ["top", "got 0"]),
         (["--drafters", "exit", "exits"], ["drafters", "exits"]),
