@@ -247,7 +247,7 @@ def test_a_message_repeats_only_the_beginning_of_values_and_a_few_problems() -> 
     long = "x" * 10_000
     for values in ({"seed": long}, {long: 1}, {"stop": {long: long}}, {"stop": ["", *range(5_000)]}):
         message = refusal(SamplingParams, values)
-        assert len(message) < 2_000 and "got" in message or "unknown setting" in message
+        assert len(message) < 2_000 and ("got" in message or "unknown setting" in message)
     assert refusal(SamplingParams, {"stop": [0] * 5_000}).endswith("\n... and 4980 more problems")
     assert len(refusal(SpeculativeConfig, {"draft": {"kind": "ngram", "path": long}})) < 400
     assert len(refusal(SamplingParams, [long])) < 400

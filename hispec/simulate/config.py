@@ -206,8 +206,8 @@ class RequestsSettings(Settings):
             self.classes or {"prompt_tokens", "output_tokens", "max_tokens"} & self.model_fields_set
         ):
             raise ValueError(
-                f"trace={shown(self.trace)} says all lengths; leave prompt_tokens, output_tokens, max_tokens and"
-                " classes out"
+                f"trace={shown(self.trace)} says all lengths; leave prompt_tokens, output_tokens, max_tokens"
+                " and classes out"
             )
         return self
 
