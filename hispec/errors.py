@@ -79,10 +79,15 @@ def build(model: type[Model], values: Any, where: str = "") -> Model:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        lines = list(islice(_lines(model, error, where), _MOST_PROBLEMS))
-        if more := error.error_count() - len(lines):
-            lines.append(f"... and {more} more problems")
-        raise ConfigError("\n".join(lines)) from None
+        raise settings_error(model, error, where) from None
+
+
+def settings_error(model: type[BaseModel], error: ValidationError, where: str) -> ConfigError:
+    """What pydantic found wrong with values of `model`, in our words."""
+    lines = list(islice(_lines(model, error, where), _MOST_PROBLEMS))
+    if more := error.error_count() - len(lines):
+        lines.append(f"... and {more} more problems")
+    return ConfigError("\n".join(lines))
 
 
 def _lines(model: type[BaseModel], error: ValidationError, where: str) -> Iterator[str]:

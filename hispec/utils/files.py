@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 
 def cache_dir() -> Path:
@@ -41,13 +41,20 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """json.loads that refuses NaN and Infinity, as the standard does. Raises ValueError and
-    RecursionError."""
+    """json.loads that refuses NaN and Infinity, as the standard does, and repeated keys. Raises ValueError
+    and RecursionError."""
 
     def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is no JSON number")
 
-    return json.loads(content, parse_constant=refuse)
+    def without_repeats(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(items)
+        if len(values) < len(items):
+            repeated = next(key for at, (key, _) in enumerate(items) if key in dict(items[:at]))
+            raise ValueError(f"key {shown(repeated)} is given twice")
+        return values
+
+    return json.loads(content, parse_constant=refuse, object_pairs_hook=without_repeats)
 
 
 def finite(value: Any) -> Any:

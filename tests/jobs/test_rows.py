@@ -25,6 +25,8 @@ from tests.helpers.job_support import make_job, parse
         (b'{"prompt": "a", "sampling": {"temperature": 1e999}}', "not valid JSON"),
         (b'{"prompt_token_ids": [' + b"9" * 5000 + b"]}", "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
+        (b'{"prompt": "a", "id": 1, "prompt": "b"}', "not valid JSON: key 'prompt' is given twice"),
+        (b'{"prompt": "a", "sampling": {"n": 1, "n": 2}}', "key 'n' is given twice"),
         (b'"hello"', "expected a JSON object"),
         (b"{}", "exactly one of prompt, prompt_token_ids and messages, got none"),
         (b'{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "got prompt and messages"),
