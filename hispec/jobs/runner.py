@@ -103,6 +103,7 @@ def run_job(job: Job, *, progress: bool = True) -> JobReport:
         num_done, num_bytes = count_done(job.output.path, read_rows(job, job.input))
     report = JobReport(job, num_rows, resumed=num_done)
     if num_done == num_rows:
+        OrderedWriter(job.output.path, num_done, num_bytes).close()  # cuts off a torn line after the last row
         return report
     report.environment = environment()
     with closing(job.make_llm(**{"enable_prefix_caching": False} if job.output.compare_plain else {})) as llm:

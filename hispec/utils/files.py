@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -50,7 +51,7 @@ def parse_json(content: str | bytes) -> Any:
     def without_repeats(items: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(items)
         if len(values) < len(items):
-            repeated = next(key for at, (key, _) in enumerate(items) if key in dict(items[:at]))
+            [(repeated, _)] = Counter(key for key, _ in items).most_common(1)
             raise ValueError(f"key {shown(repeated)} is given twice")
         return values
 
