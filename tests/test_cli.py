@@ -105,9 +105,20 @@ def test_a_resumed_complete_job_says_so_without_the_model(
     assert "6 done before" in capsys.readouterr().out and not FakeLLM.instances
 
 
-def test_a_job_whose_rows_all_fail_exits_with_1(job: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text("{\n{}\n")
-    assert main(["run", str(job)]) == 1
+def test_a_job_whose_rows_all_fail_exits_with_1_and_says_why(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["{", *['{"prompt": ""}'] * 2, *["{}"] * 3, '{"prompt": 1}', '{"prompt": 2}']
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    assert main(["run", str(job), "--set", *SPECULATIVE, "output.compare_plain=true"]) == 1
+    out = capsys.readouterr().out
+    assert re.findall(r"\d × .*?(?= *$)", out, re.MULTILINE) == [
+        "3 × a row needs exactly one of prompt, prompt_token_ids and messages, got none",
+        "2 × the prompt is empty: give at least one token",
+        "1 × not valid JSON: Expecting property name enclosed in double quotes, at character 2",
+        "2 × other reasons",
+    ]
+    assert not any(word in out for word in ("nan", "tokens/s", "× plain"))
 
 
 @pytest.mark.parametrize(

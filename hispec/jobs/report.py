@@ -9,7 +9,7 @@ from rich.console import Console
 from ..utils.console import make_console, make_table, number, percent, print_if_busy
 from ..utils.environment import hardware_text
 from .rates import FLOOR, Rates, plan_text, shares_text
-from .runner import JobReport
+from .runner import JobReport, Timed
 
 ENGINE_NAMES = {"two_tier": "two-tier", "three_tier": "three-tier"}  # others are shown as they are
 AT_FLOOR = (
@@ -48,23 +48,34 @@ def _job_lines(report: JobReport) -> dict[str, str]:
     lines["rows"] = (
         f"{report.num_rows}: {timed.num_results} with outputs, {timed.num_errors} with errors{done_before}"
     )
-    if report.stats:
+    if timed.reasons:
+        lines["errors"] = _reasons(timed)
+    if report.stats and not report.all_failed:
         lines["tokens"] = (
             f"{timed.prompt_tokens} in prompts, {timed.completion_tokens} new, in {timed.seconds:.1f} s"
         )
         lines["tokens/s"] = f"{timed.tokens_per_s:.1f}"
     if (compared := report.comparison) is not None:
         plain = compared.plain.tokens_per_s
-        ratio = timed.tokens_per_s / plain if plain else float("nan")
-        lines["plain"] = f"{plain:.1f} tokens/s; speculative is {ratio:.2f} × plain"
+        ratio = f"; speculative is {timed.tokens_per_s / plain:.2f} × plain" if plain else ""
+        lines["plain"] = f"{plain:.1f} tokens/s{ratio}"
         lines["same output"] = (
             f"{compared.num_identical}/{compared.num_compared} rows are plain decoding's, token for token"
         )
     if shares := report.stats.get("control", {}).get("rounds_by_plan"):
         lines["plans"] = f"{shares_text(shares)} of the rounds"
-    if report.rates is not None:
+    if report.rates is not None and not report.all_failed:
         lines |= _rate_lines(report.rates, report.stats["num_layers"])
     return lines | {"output": str(job.output.path)}
+
+
+def _reasons(timed: Timed, most: int = 3) -> str:
+    """The most frequent reasons of errors, one in a line."""
+    first = timed.reasons.most_common(most)
+    lines = [f"{count} × {' '.join(reason.split())}" for reason, count in first]
+    if rest := timed.num_errors - sum(count for _, count in first):
+        lines.append(f"{rest} × other reasons")
+    return "\n".join(lines)
 
 
 def _rate_lines(rates: Rates, num_layers: int) -> dict[str, str]:

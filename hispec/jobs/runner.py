@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from ..config import EngineConfig
-from ..errors import RequestError
+from ..errors import RequestError, cut
 from ..outputs import RequestOutput
 from ..utils.console import make_bar
 from ..utils.environment import environment
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 REQUESTS_PER_ROW = 4  # requests in the engine per row of its batch: enough that it never runs dry
 RESULTS_WAITING_PER_ROW = 64  # results that may wait in memory for those of slower earlier prompts
 WARM_UP_ROWS = 8
+MOST_REASONS = 1000  # different reasons of errors that are counted: there may be millions of rows
+MOST_REASON = 200  # characters of each
+_LINE = re.compile(r"^line \d+: ")
 
 
 @dataclass
@@ -41,12 +46,17 @@ class Timed:
     completion_tokens: int = 0
     num_results: int = 0
     num_errors: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)  # of errors
 
     def count(self, outcome: Outcome, seconds: float) -> None:
         """Adds a row that ended `seconds` after the start."""
         self.seconds = seconds
         if isinstance(outcome, RowError) or outcome.error is not None:
             self.num_errors += 1
+            reason = outcome.message if isinstance(outcome, RowError) else outcome.error
+            reason = cut(_LINE.sub("", reason or ""), MOST_REASON)
+            if reason in self.reasons or len(self.reasons) < MOST_REASONS:
+                self.reasons[reason] += 1
             return
         self.num_results += 1
         self.prompt_tokens += len(outcome.prompt_token_ids)
@@ -128,7 +138,7 @@ def _run(llm: LLM, job: Job, report: JobReport, num_bytes: int, progress: bool) 
             ) from None
     report.stats = llm.stats()
     report.rates = Rates.of(report.stats, job.speculative)
-    if job.output.compare_plain:
+    if job.output.compare_plain and digests:
         try:
             report.comparison = _compare(llm, job, report, digests, progress)
         except KeyboardInterrupt:
