@@ -52,6 +52,21 @@ def test_one_prompt_of_each_kind_is_taken(llm: LLM) -> None:
         assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].prompt_token_ids == token_ids
 
 
+def test_chat_takes_parts_of_text_and_known_roles(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]
+    token_ids = llm.encode([{"role": "user", "content": parts}], chat=True)
+    assert token_ids == llm.encode([{"role": "user", "content": "hi\nyou"}], chat=True)
+    for message, words in (
+        ({"role": "usr", "content": "hi"}, r"messages\.0\.role must be one of system, .*got 'usr'"),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            r"messages\.0\.content: part 0 .* 'image_url'",
+        ),
+    ):
+        with pytest.raises(hispec.RequestError, match=words):
+            llm.encode([message], chat=True)
+
+
 def test_chat_goes_through_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
     one, two = llm.chat(
