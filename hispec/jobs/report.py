@@ -50,6 +50,8 @@ def _job_lines(report: JobReport) -> dict[str, str]:
     )
     if timed.reasons:
         lines["errors"] = _reasons(timed)
+    if timed.num_full:
+        lines["cut short"] = f"{timed.num_full} rows filled max_model_len and ended there (stop_reason)"
     if report.stats and not report.all_failed:
         lines["tokens"] = (
             f"{timed.prompt_tokens} in prompts, {timed.completion_tokens} new, in {timed.seconds:.1f} s"

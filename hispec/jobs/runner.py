@@ -46,6 +46,7 @@ class Timed:
     completion_tokens: int = 0
     num_results: int = 0
     num_errors: int = 0
+    num_full: int = 0  # rows with an output that max_model_len ended
     reasons: Counter[str] = field(default_factory=Counter)  # of errors
 
     def count(self, outcome: Outcome, seconds: float) -> None:
@@ -59,6 +60,7 @@ class Timed:
                 self.reasons[reason] += 1
             return
         self.num_results += 1
+        self.num_full += any(output.is_full for output in outcome.outputs)
         self.prompt_tokens += len(outcome.prompt_token_ids)
         self.completion_tokens += sum(len(output.token_ids) for output in outcome.outputs)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cache.blocks import BlockTable
 
-from ..outputs import Delta, FinishReason, RequestMetrics, TokenLogprobs
+from ..outputs import FULL, Delta, FinishReason, RequestMetrics, TokenLogprobs
 from ..sampling_params import SamplingParams
 from ..stats import RoundCounts
 
@@ -148,10 +148,15 @@ class Request:
             text=text,
             logprobs=logprobs,
             finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            stop_reason=FULL if self._is_full else self.stop_reason,
             metrics=self._metrics(now_s) if finished else None,
             error=error,
         )
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether it ended where max_model_len is reached, with fewer tokens than were asked for."""
+        return self.finish_reason == "length" and self.max_tokens != self.params.max_tokens
 
     def _metrics(self, now_s: float) -> RequestMetrics:
         counts = self.counts

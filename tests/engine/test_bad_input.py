@@ -58,6 +58,18 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers(tiny_decoder: Dec
     assert len(run(engine, [[1] * 20], SamplingParams(temperature=0.0, max_tokens=13))[0]) == 13
 
 
+@pytest.mark.parametrize("max_tokens", [9, 8, 7, None])
+def test_an_output_that_fills_the_context_says_so(tiny_decoder: Decoder, max_tokens: int | None) -> None:
+    engine = make_engine(tiny_decoder, Plan(3, 8, 2, 2), max_model_len=20)
+    engine.add_request([1] * 12, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+    deltas = []
+    while engine.has_unfinished():
+        deltas += engine.step()
+    expected = "max_model_len" if max_tokens in (9, None) else None
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("length", expected)
+    assert sum(len(delta.token_ids) for delta in deltas) == (7 if max_tokens == 7 else 8)
+
+
 def test_all_that_is_wrong_is_said_in_one_error(tiny_decoder: Decoder) -> None:
     with pytest.raises(RequestError) as caught:
         make_engine(tiny_decoder).add_request([999], SamplingParams(stop=["x"], logit_bias={999: 1.0}))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hispec.jobs.output import OrderedWriter, output_row
+from hispec.jobs.report import print_job
 from hispec.jobs.runner import REQUESTS_PER_ROW, JobInterrupted
 from hispec.jobs.schema import OutputConfig
 from hispec.outputs import CompletionOutput, RequestOutput, TokenLogprobs
@@ -109,6 +112,22 @@ def test_a_bad_row_becomes_an_error_row_and_the_rest_is_unharmed(tmp_path: Path)
     assert rows[3]["id"] == 7
     assert all(row["outputs"] == [] and row["usage"] is None for row in rows if row["error"])
     assert (report.timed.num_results, report.timed.num_errors, report.all_failed) == (2, 5, False)
+
+
+def test_rows_that_fill_the_context_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = FakeLLM._result
+
+    def full(request: list[Any]) -> RequestOutput:
+        made = result(request)
+        reason = "max_model_len" if request[0] == "row-1" else None
+        return replace(made, outputs=[replace(output, stop_reason=reason) for output in made.outputs])
+
+    monkeypatch.setattr(FakeLLM, "_result", staticmethod(full))
+    job = make_job(tmp_path, prompts(3))
+    text = io.StringIO()
+    print_job(run(job), text)
+    assert "1 rows filled max_model_len and ended there" in text.getvalue()
+    assert [row["outputs"][0]["stop_reason"] for row in rows_of(job)] == [None, "max_model_len", None]
 
 
 def test_a_request_that_the_engine_gives_up_is_an_error_row() -> None:
