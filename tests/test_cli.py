@@ -234,7 +234,12 @@ def test_generate_reads_a_prompt_from_stdin(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--check-layer", "5"], "speculative.draft: required"),
+        (["--check-layer", "5"], "--check-layer: nothing drafts; add --draft-layer D"),
+        (
+            ["--num-draft-tokens", "4", "--num-checks", "2"],
+            "--num-draft-tokens, --num-checks: nothing drafts; add --draft-layer D, --set"
+            " speculative.draft.kind=ngram (prompt lookup), or --preset",
+        ),
         (["--draft-layer", "5", "--check-layer", "5"], "check.layer=5 must lie above draft.layer=5"),
         (
             ["--draft-layer", "5", "--num-draft-tokens", "0"],
@@ -250,6 +255,16 @@ def test_generates_settings_are_checked_like_a_jobs(
 ) -> None:
     assert main(["generate", "--model", "fake", "hello", *arguments]) == 2
     assert part in capsys.readouterr().err and not FakeLLM.instances
+
+
+def test_generates_flags_are_put_over_a_presets_plan(tmp_path: Path) -> None:
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("{model: fake, speculative: {draft: {kind: ngram}, num_draft_tokens: 8}}")
+    assert main(["generate", "--preset", str(preset), "--num-draft-tokens", "3", "hello"]) == 0
+    lookup = ["--num-draft-tokens", "3", "--set", "speculative.draft.kind=ngram"]
+    assert main(["generate", "--model", "fake", "hello", *lookup]) == 0
+    for llm in FakeLLM.instances:
+        assert (llm.speculative.draft.kind, llm.speculative.num_draft_tokens) == ("ngram", 3)
 
 
 def test_generate_refuses_an_empty_prompt_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
