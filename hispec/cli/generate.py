@@ -103,7 +103,7 @@ def _print_generate_stats(
 ) -> None:
     """One line. The speed is that after the first tokens: before them lie the prompt and, the first time,
     compiling."""
-    from ..jobs.rates import Rates
+    from ..jobs.rates import Rates, floor_warning
 
     rates = Rates.of(stats, config.speculative)
     counts = [count for _, count in arrivals]
@@ -116,3 +116,5 @@ def _print_generate_stats(
     if config.speculative is not None and rates.mean_accepted_len is not None:
         parts.append(f"{rates.mean_accepted_len:.2f} tokens per round")
     print(", ".join(parts), file=sys.stderr)
+    if warning := floor_warning(rates, config.speculative):
+        print(warning, file=sys.stderr)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import IO, Any
 
 from rich.console import Console
 
+from ..config import SpeculativeConfig
+from ..errors import build
 from ..utils.console import make_console, make_table, number, percent, print_if_busy
 from ..utils.environment import hardware_text
-from .rates import FLOOR, Rates, plan_text, shares_text
+from .bench import plans_of
+from .rates import Rates, floor_warning, plan_text, shares_text
 from .runner import JobReport, Timed
 
 ENGINE_NAMES = {"two_tier": "two-tier", "three_tier": "three-tier"}  # others are shown as they are
-AT_FLOOR = (
-    f"A tier keeps less than {FLOOR:.0%} of the tokens it gets. Exits that were not trained give this: the"
-    ' output is right, but speculation only costs time. See docs/jobs.md, "Acceptance".'
-)
 _NOT_INVARIANT = (
     "This platform does not give bit-identical rows whatever else is in a pass, so outputs may differ from"
     " plain decoding's where two tokens are nearly tied."
 )
-_TIERS = ("draft_accepted", "tentative_accepted")
 
 
 def print_job(report: JobReport, file: IO[str] | None = None) -> None:
@@ -32,8 +31,8 @@ def print_job(report: JobReport, file: IO[str] | None = None) -> None:
     for name, value in _job_lines(report).items():
         table.add_row(name, value)
     console.print(table)
-    if report.rates is not None and report.rates.at_floor:
-        console.print(AT_FLOOR)
+    if report.rates is not None and (warning := floor_warning(report.rates, report.job.speculative)):
+        console.print(warning)
     if report.comparison is not None and not report.comparison.row_invariant:
         console.print(_NOT_INVARIANT)
 
@@ -123,12 +122,19 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
         for name, value in result["memory"].items()
     ]
     console.print(f"memory: {', '.join(memory)}")
-    tiers = [each[name] for each in result["acceptance"].values() for name in _TIERS]
-    if any(share is not None and share < FLOOR for share in tiers):
-        console.print(AT_FLOOR)
+    further = {name: _plan(values) for name, values in options["plans"].items()}
+    for name, plan in plans_of(_plan(result["speculative"]), further).items():
+        values = result["engines"][name] | result["acceptance"].get(name, {})
+        rates = Rates(**{each.name: values.get(each.name) for each in fields(Rates)})
+        if warning := floor_warning(rates, plan):
+            console.print(f"{ENGINE_NAMES.get(name, name)}: {warning}")
     if not result["row_invariant"]:
         console.print(_NOT_INVARIANT)
     print_if_busy(console, result["environment"])
+
+
+def _plan(values: dict[str, Any] | None) -> SpeculativeConfig | None:
+    return None if values is None else build(SpeculativeConfig, values)
 
 
 def _print_engines(console: Console, result: dict[str, Any]) -> None:
