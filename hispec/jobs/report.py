@@ -10,7 +10,7 @@ from rich.console import Console
 from ..config import SpeculativeConfig
 from ..errors import build
 from ..utils.console import make_console, make_table, number, percent, print_if_busy
-from ..utils.environment import hardware_text
+from ..utils.environment import OTHERS_SHARE, hardware_text
 from .bench import plans_of
 from .rates import Rates, floor_warning, plan_text, shares_text
 from .runner import JobReport, Timed
@@ -33,8 +33,15 @@ def print_job(report: JobReport, file: IO[str] | None = None) -> None:
     console.print(table)
     if report.rates is not None and (warning := floor_warning(report.rates, report.job.speculative)):
         console.print(warning)
-    if report.comparison is not None and not report.comparison.row_invariant:
-        console.print(_NOT_INVARIANT)
+    if (compared := report.comparison) is not None:
+        if not compared.row_invariant:
+            console.print(_NOT_INVARIANT)
+        shares = [timed.others_share or 0.0 for timed in (report.timed, compared.plain)]
+        if max(shares) > OTHERS_SHARE:
+            console.print(
+                f"Other programs took {shares[0]:.0%} of the cores during the job and {shares[1]:.0%} during"
+                " plain decoding: do not rely on these speeds and their ratio."
+            )
 
 
 def _job_lines(report: JobReport) -> dict[str, str]:

@@ -20,7 +20,7 @@ from ..config import EngineConfig
 from ..errors import RequestError, cut
 from ..outputs import RequestOutput
 from ..utils.console import make_bar
-from ..utils.environment import environment
+from ..utils.environment import OtherPrograms, environment
 from .output import OrderedWriter, Outcome, RowError, count_done, output_row, prepare_output
 from .rates import Rates
 from .rows import BadRow, Row, count_rows, read_rows
@@ -48,6 +48,7 @@ class Timed:
     num_errors: int = 0
     num_full: int = 0  # rows with an output that max_model_len ended
     reasons: Counter[str] = field(default_factory=Counter)  # of errors
+    others_share: float | None = None  # of the cores, that other programs took meanwhile
 
     def count(self, outcome: Outcome, seconds: float) -> None:
         """Adds a row that ended `seconds` after the start."""
@@ -198,7 +199,7 @@ def drive(
     source = iter(rows)
     running: dict[str, Row] = {}
     exhausted = False
-    started = time.perf_counter()
+    started, others = time.perf_counter(), OtherPrograms()
 
     def end(row: Row | BadRow, outcome: Outcome) -> None:
         finish(row, outcome)
@@ -224,6 +225,7 @@ def drive(
                 running[row.request_id] = row
             except RequestError as error:
                 end(row, RowError("refused", str(error).removeprefix(f"{row.request_id}: ")))
+    timed.others_share = others.share()
 
 
 def warm_up(llm: LLM, job: Job) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 BUSY_SHARE = 0.5  # of the cores
+OTHERS_SHARE = (
+    0.1  # of the cores: every matrix product waits for its slowest thread, so little spoils a ratio
+)
+_STAT = Path("/proc/stat")
 
 
 def environment() -> dict[str, Any]:
@@ -43,6 +48,33 @@ def is_busy(values: Mapping[str, Any]) -> bool:
     """Whether other programs took enough of the machine, just before `environment()`, to spoil a
     measurement."""
     return values["load"] is not None and values["load"] > BUSY_SHARE * values["cores"]
+
+
+class OtherPrograms:
+    """How much of the cores that this process may use other programs take, from when it is made."""
+
+    def __init__(self) -> None:
+        self._started = self._seconds()
+
+    def share(self) -> float | None:
+        """From 0 to 1 of those cores; None where the system doesn't tell."""
+        if self._started is None or (now := self._seconds()) is None:
+            return None
+        busy, own, capacity = (after - before for after, before in zip(now, self._started, strict=True))
+        return min(max((busy - own) / capacity, 0.0), 1.0) if capacity > 0.0 else None
+
+    @staticmethod
+    def _seconds() -> tuple[float, float, float] | None:
+        """(that the cores were busy, that they worked for this process, that they have been there)."""
+        try:
+            names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+            rows = [line.split() for line in _STAT.read_text(encoding="ascii").splitlines()]
+            # user, nice, system; after idle and iowait: irq, softirq, and what other virtual machines took
+            ticks = [int(row[at]) for row in rows if row[0] in names for at in (1, 2, 3, 6, 7, 8)]
+        except (AttributeError, OSError, ValueError, IndexError):
+            return None
+        busy = sum(ticks) / os.sysconf("SC_CLK_TCK")
+        return busy, time.process_time(), time.perf_counter() * len(names)
 
 
 def peak_memory_bytes() -> int | None:

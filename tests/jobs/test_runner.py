@@ -196,6 +196,21 @@ def test_compare_plain_counts_identical_outputs_and_turns_prefix_caching_off(tmp
     assert FakeLLM.instances[0].engine["enable_prefix_caching"] is False
 
 
+@pytest.mark.parametrize(
+    ("shares", "warns"), [((0.02, 0.4), True), ((0.4, 0.02), True), ((0.1, None), False)]
+)
+def test_a_comparison_beside_other_programs_is_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: tuple[float, float | None], warns: bool
+) -> None:
+    left = [*[None] * 2, *shares]  # warm-ups, the job, plain decoding
+    monkeypatch.setattr("hispec.jobs.runner.OtherPrograms.share", lambda self: left.pop(0))
+    report = run(make_job(tmp_path, prompts(4), speculative=THREE_TIER, output={"compare_plain": True}))
+    text = io.StringIO()
+    print_job(report, text)
+    words = f"took {shares[0]:.0%} of the cores during the job and {shares[1] or 0.0:.0%} during plain"
+    assert not left and (words in text.getvalue()) is warns
+
+
 def test_compare_plain_finds_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeLLM, "wrong_when_speculative", True)
     report = run(make_job(tmp_path, prompts(12), speculative=THREE_TIER, output={"compare_plain": True}))
