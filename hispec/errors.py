@@ -15,6 +15,7 @@ _MOST_PROBLEMS = 20  # problems that one message lists
 # pydantic's types of problems, in words; others are put as pydantic does.
 _WORDS = {
     "string_type": "must be a string",
+    "string_unicode": "must be text without halves of surrogate pairs",
     "int_type": "must be an integer",
     "int_from_float": "must be an integer",
     "float_type": "must be a number",

@@ -239,8 +239,9 @@ def _parse(text: str, where: str) -> Any:
         return _written_out(yaml.load(text, _Loader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        problem = ", ".join(str(part) for part in (error.context, error.problem) if part)
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{where}{line}: {cut(str(error.problem or error.context), 200)}") from None
+        raise ConfigError(f"{where}{line}: {cut(problem, 200)}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not readable as YAML: {cut(str(error), 200)}") from None
 

@@ -15,10 +15,14 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 
+_MOST_NAME = 255  # characters of the name of a file or folder
+
+
 def _as_path(value: Any) -> Any:
     if isinstance(value, Path):
         return value
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
+    is_name = isinstance(value, str) and value.strip() and "\0" not in value
+    if not is_name or max(map(len, value.split("/"))) > _MOST_NAME:
         raise ValueError(f"must name a file, got {shown(value)}")
     return Path(value).expanduser()
 
