@@ -5,7 +5,7 @@ Run: python examples/embed_engine.py [MODEL]
 
 from __future__ import annotations
 
-import sys
+import argparse
 from typing import Any
 
 from hispec import Engine, SamplingParams
@@ -37,5 +37,7 @@ def main(model: str = "smollm2", **settings: Any) -> tuple[Texts, Tokens, dict[s
 
 
 if __name__ == "__main__":
-    texts, _, stats = main(*sys.argv[1:2])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="smollm2")
+    texts, _, stats = main(parser.parse_args().model)
     print(texts, f"{stats['tokens']} tokens in {stats['rounds']} rounds", sep="\n")

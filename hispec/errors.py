@@ -4,11 +4,37 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 Model = TypeVar("Model", bound=BaseModel)
+MOST_SHOWN = 100  # characters of a value that a message repeats: it may be a whole document
+_MOST_PROBLEMS = 20  # problems that one message lists
+# pydantic's types of problems, in words; others are put as pydantic does.
+_WORDS = {
+    "string_type": "must be a string",
+    "string_unicode": "must be text without halves of surrogate pairs",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "none_required": "must be null",
+    "invalid_key": "keys must be strings",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_too_short": "must not be empty",  # no setting has another least length
+    "too_short": "must have at least {min_length} item",
+}
 
 
 class HiSpecError(Exception):
@@ -21,12 +47,6 @@ class ConfigError(HiSpecError, ValueError):
 
 class RequestError(HiSpecError, ValueError):
     """A request cannot be served; the engine and all other requests go on."""
-
-
-def shown(value: object, most: int = 100) -> str:
-    """The repr of a value that a message quotes, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= most else f"{text[:most]}…"
 
 
 class ClosedError(HiSpecError, RuntimeError):
@@ -43,6 +63,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the known name closest to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def cut(text: str, most: int = MOST_SHOWN) -> str:
+    """`text`, or its beginning in at most `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def shown(value: Any) -> str:
+    """`value` as a message repeats it: its repr, cut."""
+    return cut(repr(value))
 
 
 def build(model: type[Model], values: Any, where: str = "") -> Model:
@@ -65,24 +95,39 @@ def build(model: type[Model], values: Any, where: str = "") -> Model:
 
 def settings_error(model: type[BaseModel], error: ValidationError, where: str) -> ConfigError:
     """What pydantic found wrong with values of `model`, in our words."""
-    return ConfigError("\n".join(_lines(model, error, where)))
+    lines = list(islice(_lines(model, error, where), _MOST_PROBLEMS))
+    if more := error.error_count() - len(lines):
+        lines.append(f"... and {more} more problems")
+    return ConfigError("\n".join(lines))
 
 
 def _lines(model: type[BaseModel], error: ValidationError, where: str) -> Iterator[str]:
-    for problem in error.errors():
-        path = ".".join(str(part) for part in ([where] if where else []) + list(problem["loc"]))
-        if problem["type"] == "extra_forbidden":
+    for problem in error.errors(include_url=False):
+        parts = [where] if where else []
+        path = ".".join(parts + [cut(str(part)) for part in problem["loc"]])
+        kind, limits = problem["type"], problem.get("ctx", {})
+        if kind == "extra_forbidden":
             known = _fields_at(model, problem["loc"][:-1])
             yield (
                 f"{path}: unknown setting{nearest(str(problem['loc'][-1]), known)}; known here:"
                 f" {', '.join(known)}"
             )
-        elif problem["type"] == "missing":
+        elif kind == "missing":
             yield f"{path}: required, but not given"
-        elif problem["type"] == "value_error":
+        elif kind == "value_error":
             yield f"{path + ': ' if path else ''}{problem['msg'].removeprefix('Value error, ')}"
         else:
-            yield f"{path}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, got {shown(problem['input'])}"
+            words = _WORDS[kind].format(**_numbers(limits)) if kind in _WORDS else _lower(problem["msg"])
+            yield f"{path}: {words}, got {shown(problem['input'])}"
+
+
+def _numbers(limits: dict[str, Any]) -> dict[str, Any]:
+    """`limits` with 1 for 1.0."""
+    return {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in limits.items()}
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
 
 
 def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+FULL = "max_model_len"  # the reason to stop of an output of finish_reason "length" that was to be longer
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,11 @@ class Delta:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One of a request's `n` outputs. `text` is empty if the model has no tokenizer."""
+    """One of a request's `n` outputs. `text` is empty if the model has no tokenizer.
+
+    stop_reason   the stop string or token that ended it; FULL where prompt and output fill max_model_len
+                  before max_tokens; else None
+    """
 
     index: int
     text: str
@@ -60,6 +65,11 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     metrics: RequestMetrics | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it ended because prompt and output fill max_model_len."""
+        return self.finish_reason == "length" and self.stop_reason == FULL
 
 
 @dataclass(frozen=True)

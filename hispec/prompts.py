@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .errors import RequestError, shown
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 Prompt = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
+Role = Literal["system", "user", "assistant", "tool"]
 
 
 def split_prompts(prompts: Any, chat: bool) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def encode_prompt(
             "the model's tokenizer has no chat template; give a plain prompt: generate(), or --no-chat on"
             " the command line"
         )
+    prompt = [plain_message(message, at) for at, message in enumerate(prompt)]
     try:
         text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is code of the model's author, and raises what it likes
@@ -105,6 +107,36 @@ def _check_conversation(messages: Any) -> None:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def plain_message(message: Any, at: int) -> Any:
+    """Message number `at` of a conversation with its content as one text. Raises RequestError for a role that
+    chat templates do not have, and for content that is not text."""
+    if not isinstance(message, dict):
+        return message
+    if (role := message.get("role")) not in get_args(Role):
+        raise RequestError(
+            f"messages.{at}.role must be one of {', '.join(get_args(Role))}, got {shown(role)}"
+        )
+    try:
+        return {**message, "content": join_parts(message.get("content"))}
+    except RequestError as error:
+        raise RequestError(f"messages.{at}.content: {error}") from None
+
+
+def join_parts(content: Any) -> Any:
+    """A message's content: the texts of a list of parts as one, a line each, as vLLM does; what is no list as
+    it is. Raises RequestError for a part that is not text."""
+    if not isinstance(content, list | tuple):
+        return content
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = f"of type {shown(kind)}" if kind not in (None, "text") else shown(part)
+            raise RequestError(
+                f'part {at} is {what}; only parts such as {{"type": "text", "text": "Hello"}} are read'
+            )
+    return "\n".join(part["text"] for part in content)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:

@@ -72,7 +72,7 @@ class SamplingParams(Settings):
         # JSON and YAML users write token ids as strings.
         if isinstance(value, dict):
             return {
-                int(key) if isinstance(key, str) and key.isdigit() else key: item
+                int(key) if isinstance(key, str) and key.isdecimal() else key: item
                 for key, item in value.items()
             }
         return {} if value is None else value

@@ -105,9 +105,20 @@ def test_a_resumed_complete_job_says_so_without_the_model(
     assert "6 done before" in capsys.readouterr().out and not FakeLLM.instances
 
 
-def test_a_job_whose_rows_all_fail_exits_with_1(job: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text("{\n{}\n")
-    assert main(["run", str(job)]) == 1
+def test_a_job_whose_rows_all_fail_exits_with_1_and_says_why(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["{", *['{"prompt": ""}'] * 2, *["{}"] * 3, '{"prompt": 1}', '{"prompt": 2}']
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    assert main(["run", str(job), "--set", *SPECULATIVE, "output.compare_plain=true"]) == 1
+    out = capsys.readouterr().out
+    assert re.findall(r"\d × .*?(?= *$)", out, re.MULTILINE) == [
+        "3 × a row needs exactly one of prompt, prompt_token_ids and messages, got none",
+        "2 × the prompt is empty: give at least one token",
+        "1 × not valid JSON: Expecting property name enclosed in double quotes, at character 2",
+        "2 × other reasons",
+    ]
+    assert not any(word in out for word in ("nan", "tokens/s", "× plain"))
 
 
 @pytest.mark.parametrize(
@@ -223,15 +234,20 @@ def test_generate_reads_a_prompt_from_stdin(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--check-layer", "5"], "speculative.draft: required"),
+        (["--check-layer", "5"], "--check-layer: nothing drafts; add --draft-layer D"),
+        (
+            ["--num-draft-tokens", "4", "--num-checks", "2"],
+            "--num-draft-tokens, --num-checks: nothing drafts; add --draft-layer D, --set"
+            " speculative.draft.kind=ngram (prompt lookup), or --preset",
+        ),
         (["--draft-layer", "5", "--check-layer", "5"], "check.layer=5 must lie above draft.layer=5"),
         (
             ["--draft-layer", "5", "--num-draft-tokens", "0"],
-            "speculative.num_draft_tokens: input should be greater than or equal to 1, got 0",
+            "speculative.num_draft_tokens: must be at least 1, got 0",
         ),
-        (["--max-tokens", "-3"], "sampling.max_tokens: input should be greater than or equal to 1, got -3"),
-        (["--temperature", "nan"], "sampling.temperature: input should be a finite number, got nan"),
-        (["--top-p", "0"], "sampling.top_p: input should be greater than 0, got 0.0"),
+        (["--max-tokens", "-3"], "sampling.max_tokens: must be at least 1, got -3"),
+        (["--temperature", "nan"], "sampling.temperature: must be a finite number, got nan"),
+        (["--top-p", "0"], "sampling.top_p: must be above 0, got 0.0"),
     ],
 )
 def test_generates_settings_are_checked_like_a_jobs(
@@ -239,6 +255,16 @@ def test_generates_settings_are_checked_like_a_jobs(
 ) -> None:
     assert main(["generate", "--model", "fake", "hello", *arguments]) == 2
     assert part in capsys.readouterr().err and not FakeLLM.instances
+
+
+def test_generates_flags_are_put_over_a_presets_plan(tmp_path: Path) -> None:
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("{model: fake, speculative: {draft: {kind: ngram}, num_draft_tokens: 8}}")
+    assert main(["generate", "--preset", str(preset), "--num-draft-tokens", "3", "hello"]) == 0
+    lookup = ["--num-draft-tokens", "3", "--set", "speculative.draft.kind=ngram"]
+    assert main(["generate", "--model", "fake", "hello", *lookup]) == 0
+    for llm in FakeLLM.instances:
+        assert (llm.speculative.draft.kind, llm.speculative.num_draft_tokens) == ("ngram", 3)
 
 
 def test_generate_refuses_an_empty_prompt_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,78 +25,78 @@ def refusal(model: type[Settings], values: Any, where: str = "at") -> str:
 
 # field, bad value, what the message must hold besides both
 SAMPLING: list[tuple[str, Any, str]] = [
-    ("n", 0, "greater than or equal to 1"),
-    ("n", 129, "less than or equal to 128"),
+    ("n", 0, "at least 1"),
+    ("n", 129, "at most 128"),
     ("n", 1.0, "integer"),
     ("n", True, "integer"),
-    ("temperature", -0.1, "greater than or equal to 0"),
-    ("temperature", 100.5, "less than or equal to 100"),
+    ("temperature", -0.1, "at least 0"),
+    ("temperature", 100.5, "at most 100"),
     ("temperature", NAN, "finite"),
     ("temperature", INF, "finite"),
     ("temperature", "1.0", "number"),
     ("temperature", None, "number"),
-    ("top_k", -1, "greater than or equal to 0"),
+    ("top_k", -1, "at least 0"),
     ("top_k", 1.5, "integer"),
-    ("top_p", 0.0, "greater than 0"),
-    ("top_p", 1.01, "less than or equal to 1"),
+    ("top_p", 0.0, "above 0"),
+    ("top_p", 1.01, "at most 1"),
     ("top_p", NAN, "finite"),
-    ("min_p", -0.01, "greater than or equal to 0"),
-    ("min_p", 1.01, "less than or equal to 1"),
-    ("repetition_penalty", 0.0, "greater than 0"),
-    ("repetition_penalty", -1.0, "greater than 0"),
-    ("repetition_penalty", 101.0, "less than or equal to 100"),
-    ("presence_penalty", 2.1, "less than or equal to 2"),
-    ("presence_penalty", -2.1, "greater than or equal to -2"),
-    ("frequency_penalty", 2.1, "less than or equal to 2"),
-    ("frequency_penalty", -2.1, "greater than or equal to -2"),
+    ("min_p", -0.01, "at least 0"),
+    ("min_p", 1.01, "at most 1"),
+    ("repetition_penalty", 0.0, "above 0"),
+    ("repetition_penalty", -1.0, "above 0"),
+    ("repetition_penalty", 101.0, "at most 100"),
+    ("presence_penalty", 2.1, "at most 2"),
+    ("presence_penalty", -2.1, "at least -2"),
+    ("frequency_penalty", 2.1, "at most 2"),
+    ("frequency_penalty", -2.1, "at least -2"),
     ("frequency_penalty", NAN, "finite"),
-    ("seed", -1, "greater than or equal to 0"),
-    ("seed", 2**63, f"less than {2**63}"),
-    ("max_tokens", 0, "greater than or equal to 1"),
-    ("max_tokens", -5, "greater than or equal to 1"),
+    ("seed", -1, "at least 0"),
+    ("seed", 2**63, f"below {2**63}"),
+    ("max_tokens", 0, "at least 1"),
+    ("max_tokens", -5, "at least 1"),
     ("max_tokens", 5.0, "integer"),
-    ("min_tokens", -1, "greater than or equal to 0"),
-    ("ignore_eos", "yes", "boolean"),
-    ("ignore_eos", 1, "boolean"),
-    ("logprobs", -1, "greater than or equal to 0"),
-    ("logprobs", 65, "less than or equal to 64"),
-    ("speculative", "no", "boolean"),
+    ("min_tokens", -1, "at least 0"),
+    ("ignore_eos", "yes", "true or false"),
+    ("ignore_eos", 1, "true or false"),
+    ("logprobs", -1, "at least 0"),
+    ("logprobs", 65, "at most 64"),
+    ("speculative", "no", "true or false"),
     ("stop", 7, "list"),
     ("stop_token_ids", 7, "list"),
-    ("logit_bias", [1, 2], "dict"),
+    ("logit_bias", [1, 2], "mapping"),
 ]
 SPECULATIVE: list[tuple[str, Any, str]] = [
-    ("num_draft_tokens", 0, "greater than or equal to 1"),
-    ("num_draft_tokens", -3, "greater than or equal to 1"),
-    ("num_draft_tokens", 33, "less than or equal to 32"),
+    ("num_draft_tokens", 0, "at least 1"),
+    ("num_draft_tokens", -3, "at least 1"),
+    ("num_draft_tokens", 33, "at most 32"),
     ("num_draft_tokens", 2.0, "integer"),
-    ("num_checks", 0, "greater than or equal to 1"),
-    ("num_checks", 17, "less than or equal to 16"),
-    ("num_branches", 0, "greater than or equal to 1"),
-    ("num_branches", 17, "less than or equal to 16"),
-    ("draft_confidence", 0.0, "greater than 0"),
-    ("draft_confidence", 1.0, "less than 1"),
+    ("num_checks", 0, "at least 1"),
+    ("num_checks", 17, "at most 16"),
+    ("num_branches", 0, "at least 1"),
+    ("num_branches", 17, "at most 16"),
+    ("draft_confidence", 0.0, "above 0"),
+    ("draft_confidence", 1.0, "below 1"),
     ("draft_confidence", NAN, "finite"),
     ("acceptance", "greedy", "'coupled' or 'rejection'"),
     ("control", "magic", "'fixed'"),
-    ("draft", 4, "DraftConfig"),
-    ("check", 8, "CheckConfig"),
+    ("draft", 4, "mapping"),
+    ("check", 8, "mapping"),
 ]
 ENGINE: list[tuple[str, Any, str]] = [
     ("dtype", "fp32", "'auto', 'float32', 'bfloat16' or 'float16'"),
     ("dtype", None, "'auto'"),
     ("device", 0, "string"),
-    ("max_num_seqs", 0, "greater than or equal to 1"),
-    ("max_num_seqs", 4097, "less than or equal to 4096"),
-    ("max_model_len", 1, "greater than or equal to 2"),
-    ("block_size", 0, "greater than or equal to 1"),
-    ("block_size", 1025, "less than or equal to 1024"),
-    ("num_kv_blocks", 0, "greater than or equal to 1"),
-    ("max_prefill_tokens", 0, "greater than or equal to 1"),
-    ("enable_prefix_caching", "true", "boolean"),
+    ("max_num_seqs", 0, "at least 1"),
+    ("max_num_seqs", 4097, "at most 4096"),
+    ("max_model_len", 1, "at least 2"),
+    ("block_size", 0, "at least 1"),
+    ("block_size", 1025, "at most 1024"),
+    ("num_kv_blocks", 0, "at least 1"),
+    ("max_prefill_tokens", 0, "at least 1"),
+    ("enable_prefix_caching", "true", "true or false"),
     ("attention", "flash", "'auto', 'sdpa', 'numba' or 'triton'"),
-    ("seed", -1, "greater than or equal to 0"),
-    ("seed", 2**63, f"less than {2**63}"),
+    ("seed", -1, "at least 0"),
+    ("seed", 2**63, f"below {2**63}"),
 ]
 
 
@@ -128,23 +128,23 @@ def test_a_bad_value_is_refused_with_field_value_and_limit(
             {"min_tokens": 17},
             "at: min_tokens=17 is above max_tokens=16",
         ),  # the default counts too
-        (SamplingParams, {"stop": [""]}, "at.stop.0: string should have at least 1 character, got ''"),
-        (SamplingParams, {"stop": ["a", 3]}, "at.stop.1: input should be a valid string, got 3"),
-        (SamplingParams, {"stop": ""}, "at.stop.0: string should have at least 1 character, got ''"),
+        (SamplingParams, {"stop": [""]}, "at.stop.0: must not be empty, got ''"),
+        (SamplingParams, {"stop": ["a", 3]}, "at.stop.1: must be a string, got 3"),
+        (SamplingParams, {"stop": ""}, "at.stop.0: must not be empty, got ''"),
         (
             SamplingParams,
             {"stop_token_ids": [3, -1]},
-            "at.stop_token_ids.1: input should be greater than or equal to 0, got -1",
+            "at.stop_token_ids.1: must be at least 0, got -1",
         ),
         (
             SamplingParams,
             {"logit_bias": {7: 100.5}},
-            "at.logit_bias.7: input should be less than or equal to 100, got 100.5",
+            "at.logit_bias.7: must be at most 100, got 100.5",
         ),
         (
             SamplingParams,
             {"logit_bias": {7: NAN}},
-            "at.logit_bias.7: input should be a finite number, got nan",
+            "at.logit_bias.7: must be a finite number, got nan",
         ),
         (SpeculativeConfig, {}, "at.draft: required, but not given"),
         (
@@ -155,17 +155,17 @@ def test_a_bad_value_is_refused_with_field_value_and_limit(
         (
             SpeculativeConfig,
             {"draft": {"layer": 0}},
-            "at.draft.layer: input should be greater than or equal to 1, got 0",
+            "at.draft.layer: must be at least 1, got 0",
         ),
         (
             SpeculativeConfig,
             {"draft": {"layer": -2}},
-            "at.draft.layer: input should be greater than or equal to 1, got -2",
+            "at.draft.layer: must be at least 1, got -2",
         ),
         (
             SpeculativeConfig,
             {"draft": DRAFT, "check": {"layer": 1}},
-            "at.check.layer: input should be greater than or equal to 2, got 1",
+            "at.check.layer: must be at least 2, got 1",
         ),
         (
             SpeculativeConfig,
@@ -186,11 +186,11 @@ def test_a_bad_value_is_refused_with_field_value_and_limit(
         (
             SpeculativeConfig,
             {"draft": {"layer": 4, "kind": "ngrams"}},
-            "at.draft.kind: input should be 'exit', 'adapter', 'ngram', 'hybrid' or 'model', got 'ngrams'",
+            "at.draft.kind: must be 'exit', 'adapter', 'ngram', 'hybrid' or 'model', got 'ngrams'",
         ),
         (SamplingParams, 5, "at: expected a mapping of settings, got int 5"),
-        (SamplingParams, {1: 2}, "at.1: keys should be strings, got 1"),
-        (SpeculativeConfig, {"draft": {**DRAFT, 1: 2}}, "at.draft.1: keys should be strings, got 1"),
+        (SamplingParams, {1: 2}, "at.1: keys must be strings, got 1"),
+        (SpeculativeConfig, {"draft": {**DRAFT, 1: 2}}, "at.draft.1: keys must be strings, got 1"),
         (EngineConfig, ["dtype"], "at: expected a mapping of settings, got list ['dtype']"),
     ],
 )
@@ -201,7 +201,7 @@ def test_what_does_not_fit_together_is_refused_in_words(
 
 
 def test_logit_bias_refuses_what_is_not_a_token_id() -> None:
-    for key in ("x", "-3", "1.5", 2.5):
+    for key in ("x", "-3", "1.5", "²", 2.5):
         message = refusal(SamplingParams, {"logit_bias": {key: 1.0}})
         assert message.startswith(f"at.logit_bias.{key}.")
         assert message.endswith(f"integer, got {key!r}")
@@ -243,6 +243,16 @@ def test_all_problems_are_named_in_one_error() -> None:
     ]
 
 
+def test_a_message_repeats_only_the_beginning_of_values_and_a_few_problems() -> None:
+    long = "x" * 10_000
+    for values in ({"seed": long}, {long: 1}, {"stop": {long: long}}, {"stop": ["", *range(5_000)]}):
+        message = refusal(SamplingParams, values)
+        assert len(message) < 2_000 and ("got" in message or "unknown setting" in message)
+    assert refusal(SamplingParams, {"stop": [0] * 5_000}).endswith("\n... and 4980 more problems")
+    assert len(refusal(SpeculativeConfig, {"draft": {"kind": "ngram", "path": long}})) < 400
+    assert len(refusal(SamplingParams, [long])) < 400
+
+
 def test_an_error_is_a_value_error_and_ours() -> None:
     assert issubclass(ConfigError, HiSpecError)
     assert issubclass(ConfigError, ValueError)
@@ -254,12 +264,12 @@ def test_an_error_is_a_value_error_and_ours() -> None:
         (
             SamplingParams,
             {"temperature": "hot"},
-            "SamplingParams.temperature: input should be a valid number, got 'hot'",
+            "SamplingParams.temperature: must be a number, got 'hot'",
         ),
         (
             SamplingParams,
             {"top_p": 2},
-            "SamplingParams.top_p: input should be less than or equal to 1, got 2",
+            "SamplingParams.top_p: must be at most 1, got 2",
         ),
         (
             SamplingParams,
@@ -269,8 +279,8 @@ def test_an_error_is_a_value_error_and_ours() -> None:
         (
             SpeculativeConfig,
             {"draft": {"layer": 0}, "acceptance": 5},
-            "SpeculativeConfig.draft.layer: input should be greater than or equal to 1, got 0\n"
-            "SpeculativeConfig.acceptance: input should be 'coupled' or 'rejection', got 5",
+            "SpeculativeConfig.draft.layer: must be at least 1, got 0\n"
+            "SpeculativeConfig.acceptance: must be 'coupled' or 'rejection', got 5",
         ),
     ],
 )

@@ -158,9 +158,7 @@ def test_a_name_is_taken_once() -> None:
     for taken in ("coupled", "rejection"):
         with pytest.raises(ConfigError, match=f"acceptance='{taken}' exists already"):
             register_judge(taken, nothing)
-    with pytest.raises(
-        ConfigError, match="acceptance: input should be 'coupled' or 'rejection', got 'margin'"
-    ):
+    with pytest.raises(ConfigError, match="acceptance: must be 'coupled' or 'rejection', got 'margin'"):
         build(SpeculativeConfig, {"draft": {"kind": "ngram"}, "acceptance": "margin"})
 
 

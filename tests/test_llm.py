@@ -71,6 +71,21 @@ def test_a_prompt_that_is_too_long_for_a_stream_is_one_message_without_an_intern
     assert not caplog.records
 
 
+def test_chat_takes_parts_of_text_and_known_roles(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]
+    token_ids = llm.encode([{"role": "user", "content": parts}], chat=True)
+    assert token_ids == llm.encode([{"role": "user", "content": "hi\nyou"}], chat=True)
+    for message, words in (
+        ({"role": "usr", "content": "hi"}, r"messages\.0\.role must be one of system, .*got 'usr'"),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            r"messages\.0\.content: part 0 .* 'image_url'",
+        ),
+    ):
+        with pytest.raises(hispec.RequestError, match=words):
+            llm.encode([message], chat=True)
+
+
 def test_chat_goes_through_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
     one, two = llm.chat(

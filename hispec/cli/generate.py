@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ..jobs.schema import RunConfig
 
 
+_NEED_A_DRAFTER = ("check_layer", "num_draft_tokens", "num_checks")
+
+
 def add(commands: Any) -> None:
     description = "Stream the answer to one prompt. Without --draft-layer, decoding is plain."
     generate = add_command(commands, "generate", _generate, "answer one prompt", description)
@@ -58,7 +61,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _generate_config(options: argparse.Namespace) -> RunConfig:
     """The same settings as a job's, from flags and --set."""
-    from ..errors import build
+    from ..errors import ConfigError, build
     from ..jobs.load import apply_overrides, load_preset
     from ..jobs.schema import RunConfig
 
@@ -77,10 +80,21 @@ def _generate_config(options: argparse.Namespace) -> RunConfig:
     values: dict[str, Any] = (
         {} if options.preset is None else load_preset(options.preset).model_dump(exclude_unset=True)
     )
+    if speculative:
+        speculative = {**(values.get("speculative") or {}), **speculative}
     values |= given(model=options.model, speculative=speculative or None)
     values["engine"] = {**values.get("engine", {}), "max_num_seqs": 1}
     values["sampling"] = {"max_tokens": 256, "temperature": 0.0, **values.get("sampling", {}), **sampling}
     apply_overrides(values, options.set)
+    final = values.get("speculative")
+    if speculative and isinstance(final, dict) and "draft" not in final:
+        flags = ", ".join(
+            f"--{name.replace('_', '-')}" for name in _NEED_A_DRAFTER if name in given(**vars(options))
+        )
+        raise ConfigError(
+            f"{flags}: nothing drafts; add --draft-layer D, --set speculative.draft.kind=ngram (prompt"
+            " lookup), or --preset FILE.yaml"
+        )
     return build(RunConfig, values)
 
 
@@ -89,7 +103,7 @@ def _print_generate_stats(
 ) -> None:
     """One line. The speed is that after the first tokens: before them lie the prompt and, the first time,
     compiling."""
-    from ..jobs.rates import Rates
+    from ..jobs.rates import Rates, floor_warning
 
     rates = Rates.of(stats, config.speculative)
     counts = [count for _, count in arrivals]
@@ -102,3 +116,5 @@ def _print_generate_stats(
     if config.speculative is not None and rates.mean_accepted_len is not None:
         parts.append(f"{rates.mean_accepted_len:.2f} tokens per round")
     print(", ".join(parts), file=sys.stderr)
+    if warning := floor_warning(rates, config.speculative):
+        print(warning, file=sys.stderr)

@@ -37,7 +37,8 @@ def one_of(names: Collection[str]) -> BeforeValidator:
     def check(value: Any) -> Any:
         if value not in names:
             *others, last = map(repr, names)
-            raise PydanticCustomError("literal_error", f"Input should be {', '.join(others)} or {last}")
+            expected = f"{', '.join(others)} or {last}"
+            raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
         return value
 
     return BeforeValidator(check)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from .base import Settings, Tuple, one_of
 from .draft_kinds import TRAITS, DraftKind, DraftKindTraits
 from .plan import Plan
@@ -75,16 +75,16 @@ class DraftConfig(Settings):
             if given and name not in self.traits.fields:
                 takers = ", ".join(kind for kind, traits in TRAITS.items() if name in traits.fields)
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}; leave it out, or"
-                    f" choose a kind that takes it: {takers}"
+                    f"{name}={shown(getattr(self, name))} means nothing for kind={self.kind!r}; leave it"
+                    f" out, or choose a kind that takes it: {takers}"
                 )
             if not given and name in self.traits.required:
                 what = "the layer after which it drafts" if name == "layer" else "the model that drafts"
                 raise ValueError(f"kind={self.kind!r} needs {name}: {what}")
         if self.exit == "exit" and self.path is not None:
             raise ValueError(
-                f"path={self.path!r} names trained exits, but exit='exit' reads the model's own head; set"
-                " exit: adapter, or leave path out"
+                f"path={shown(self.path)} names trained exits, but exit='exit' reads the model's own head;"
+                " set exit: adapter, or leave path out"
             )
         return self
 
@@ -122,8 +122,8 @@ class CheckConfig(Settings):
     def _path_of_adapter(self) -> CheckConfig:
         if self.path is not None and self.kind == "exit":
             raise ValueError(
-                f"path={self.path!r} names trained exits, but kind='exit' reads the model's own head; set"
-                " kind: adapter, or leave path out"
+                f"path={shown(self.path)} names trained exits, but kind='exit' reads the model's own head;"
+                " set kind: adapter, or leave path out"
             )
         return self
 
@@ -227,8 +227,8 @@ class SpeculativeConfig(Settings):
             )
         if self.goodput is not None and self.control != "goodput":
             raise ValueError(
-                f"goodput={self.goodput!r} means nothing for control={self.control!r}; set control: goodput,"
-                " or leave it out"
+                f"goodput={shown(self.goodput)} means nothing for control={self.control!r}; set control:"
+                " goodput, or leave it out"
             )
         if self.acceptance == "rejection" and check is not None and check.confidence is not None:
             raise ValueError(

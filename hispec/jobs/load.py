@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import BaseModel
 
 from ..config import TRAITS, SpeculativeConfig
-from ..errors import ConfigError, Model, build
+from ..errors import ConfigError, Model, build, cut, shown
 from .schema import Job, RunConfig
 
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
@@ -23,10 +23,17 @@ _FLOAT = re.compile(
 )
 _EXIT_PATHS = (("speculative", "draft", "path"), ("speculative", "check", "path"))
 _NULL = re.compile(r"~|null|Null|NULL|")
+_MOST_VALUES = 10_000  # that the aliases of a file may stand for: far above any job's, and read at once
+
+
+def _refuse(problem: str, at: Any) -> NoReturn:
+    """Raises `problem` of the node or event `at`."""
+    raise yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars, and no repeated keys.
+    """YAML 1.2 scalars, no repeated keys, no tags, and no aliases that stand for very much or for
+    themselves.
 
     PyYAML's YAML 1.1 reads `1e-3` as a string, `017` as 15 and `12:30` as 750, and lets the last of two equal
     keys win.
@@ -34,17 +41,46 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as declared by PyYAML
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._num_values = self._num_aliased = 0  # so far, with aliases written out; those of aliases
+        self._sizes: dict[str, int] = {}  # number of values of each anchor that is complete
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Counts what aliases stand for before anything is made of them."""
+        event: Any = self.peek_event()
+        before, tag = self._num_values, getattr(event, "tag", None)
+        if tag is not None and tag != "!":  # "!" is a quoted scalar's
+            name = cut(str(tag).replace("tag:yaml.org,2002:", "!!"))
+            _refuse(f"tags such as {name} are not read; write the plain value", event)
+        node = super().compose_node(parent, index)
+        if not isinstance(event, yaml.AliasEvent):
+            self._num_values += 1
+            if event.anchor is not None:
+                self._sizes[event.anchor] = self._num_values - before
+            return node
+        name = f"*{cut(str(event.anchor))}"
+        if event.anchor not in self._sizes:
+            _refuse(f"{name} stands inside of what it names; write the value out", event)
+        self._num_values += self._sizes[event.anchor]
+        self._num_aliased += self._sizes[event.anchor]
+        if self._num_aliased > _MOST_VALUES:
+            _refuse(
+                f"{name}: the aliases up to here stand for more than {_MOST_VALUES:,} values; use fewer",
+                event,
+            )
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Keys are kept as they are written, so that a key such as `on` or `1` is reported under that
         name."""
         seen: dict[str, yaml.Mark] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a key must be a plain name", problem_mark=key.start_mark)
+                _refuse("a key must be a plain name", key)
             if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key.value!r} is given twice, first in line {seen[key.value].line + 1}",
-                    problem_mark=key.start_mark,
+                _refuse(
+                    f"key {shown(key.value)} is given twice, first in line {seen[key.value].line + 1}", key
                 )
             seen[key.value] = key.start_mark
         self.flatten_mapping(node)
@@ -114,7 +150,7 @@ def load_settings(
     files     where the settings name files that lie beside this one, with "*" for every item of a list
     sections  replace those of the file
     """
-    values = _read_yaml(path, model)
+    values = read_yaml(path, model)
     for place in files:
         # Before overrides: those are typed in the working directory, and stay relative to it.
         _make_beside(path, values, place)
@@ -123,8 +159,21 @@ def load_settings(
     try:
         return build(model, values)
     except ConfigError as error:
-        source = f"{path} with --set {' '.join(overrides)}" if overrides else str(path)
-        raise ConfigError(f"{source}:\n{error}") from None
+        lines = [line + _culprits(line, overrides) for line in str(error).split("\n")]
+        raise ConfigError("\n".join([f"{path}:", *lines])) from None
+
+
+def _culprits(problem: str, overrides: Sequence[str]) -> str:
+    """The `overrides` that have to do with a line of an error, which begins with a setting's name, to be put
+    behind it."""
+    field = problem.partition(": ")[0]
+    given = {override.partition("=")[0].strip(): override for override in overrides}  # the last of a key wins
+    found = [
+        f"--set {cut(override)}"
+        for key, override in given.items()
+        if f"{field}.".startswith(f"{key}.") or key.startswith(f"{field}.") or f"{key}=" in problem
+    ]
+    return f" ({', '.join(found)})" if found else ""
 
 
 def _make_beside(path: Path, values: Any, place: Sequence[str]) -> None:
@@ -152,9 +201,9 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
     ConfigError."""
     for override in overrides:
         key, equals, text = override.partition("=")
-        parts = key.strip().split(".")
+        parts, where = key.strip().split("."), f"--set {shown(override)}"
         if not equals or not all(parts):
-            raise ConfigError(f"--set {override!r}: expected key.path=value, such as sampling.max_tokens=64")
+            raise ConfigError(f"{where}: expected key.path=value, such as sampling.max_tokens=64")
         place = values
         for depth, part in enumerate(parts[:-1], start=1):
             inner = place.get(part)
@@ -162,14 +211,14 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
                 inner = place[part] = {}
             if not isinstance(inner, dict):
                 raise ConfigError(
-                    f"--set {override!r}: {'.'.join(parts[:depth])} is {inner!r}, which has no settings"
-                    " inside"
+                    f"{where}: {'.'.join(parts[:depth])} is {shown(inner)}, which has no settings inside"
                 )
             place = inner
-        place[parts[-1]] = _parse(text, f"--set {override!r}")
+        place[parts[-1]] = _parse(text, where)
 
 
-def _read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
+def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
+    """The mapping in the file at `path`, of settings that are not checked yet. Raises ConfigError."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -187,10 +236,18 @@ def _read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        return _written_out(yaml.load(text, _Loader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        problem = ", ".join(str(part) for part in (error.context, error.problem) if part)
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{where}{line}: {error.problem or error.context}") from None
+        raise ConfigError(f"{where}{line}: {cut(problem, 200)}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not readable as YAML: {error}") from None
+        raise ConfigError(f"{where}: not readable as YAML: {cut(str(error), 200)}") from None
+
+
+def _written_out(value: Any) -> Any:
+    """`value` with a copy for each alias, so that changing one place changes no other."""
+    if isinstance(value, dict):
+        return {key: _written_out(item) for key, item in value.items()}
+    return [_written_out(item) for item in value] if isinstance(value, list) else value

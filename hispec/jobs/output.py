@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..errors import ConfigError, HiSpecError
 from ..outputs import CompletionOutput, RequestOutput
-from ..utils.files import finite
+from ..utils.files import check_folder, finite
 from .rows import BadRow, Row
 from .schema import Job, OutputConfig
 
@@ -36,20 +36,22 @@ Outcome = RequestOutput | RowError
 
 
 def prepare_output(job: Job) -> None:
-    """Creates missing folders and the file. Raises ConfigError if it can't be written, or must not be.
+    """Raises ConfigError if the file can't be written, or must not be.
 
-    An existing file is left as it is: it is emptied when the first row is due, so a job that fails to start
-    destroys nothing.
+    Nothing is created and an existing file is left as it is until the first row is due, so a job that fails
+    to start leaves and destroys nothing.
     """
     path = job.output.path
     if path.resolve() == job.input.path.resolve() or (path.exists() and path.samefile(job.input.path)):
         raise ConfigError(f"output.path: {path} is the input file; choose another path")
     if path.exists() and not path.is_file():
         raise ConfigError(f"output.path: {path} is not a regular file; choose another path")
+    if not path.exists():
+        # Of the folders that are missing, the first is made here.
+        check_folder("output.path", next(folder for folder in path.absolute().parents if folder.exists()))
+        return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab"):
-            pass
+        path.open("ab").close()
     except OSError as error:
         raise ConfigError(f"output.path: cannot write {path}: {error.strerror}") from None
     if path.stat().st_size and not (job.output.overwrite or job.output.resume):
@@ -66,6 +68,8 @@ def count_done(path: Path, rows: Iterator[Row | BadRow]) -> tuple[int, int]:
     holds anything that is not the result of the same row: same prompt, sampling and model.
     """
     num_done = num_bytes = 0
+    if not path.exists():
+        return num_done, num_bytes
     with path.open("rb") as file:
         for raw in file:
             if not raw.endswith(b"\n"):
@@ -98,15 +102,15 @@ class OrderedWriter:
     """
 
     def __init__(self, path: Path, num_done: int = 0, num_bytes: int = 0) -> None:
-        """Keeps the first `num_bytes` bytes of the file that `prepare_output` made; they hold `num_done`
-        rows. Raises OSError."""
+        """Keeps the first `num_bytes` bytes of the file, which hold `num_done` rows; makes the file, and its
+        folders, if there is none. Raises OSError."""
         self.next_index = num_done
         self._path = path
         self._end = num_bytes
         self._waiting: dict[int, bytes] = {}
-        self._file = path.open("r+b", buffering=0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
         self._file.truncate(num_bytes)
-        self._file.seek(num_bytes)
 
     @property
     def num_waiting(self) -> int:
@@ -138,6 +142,10 @@ class OrderedWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cuts off what was not written whole. Raises OSError."""
         try:
             self._file.truncate(self._end)
         finally:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Any
 
 from ..config import SpeculativeConfig
+from ..errors import shown
 from ..stats import RoundCounts, rate
 
 FLOOR = 0.05  # exits that were never trained stay below this share of kept tokens
-
+LEAST_JUDGED = 200  # tokens; of fewer, a tier that keeps 10 % may by chance seem to keep less than FLOOR
 
 _COUNTS = (
     *(count.name for count in fields(RoundCounts) if count.name != "accept_length_histogram"),
@@ -42,6 +43,7 @@ class Rates:
     full_passes_per_token   the same in passes over the whole model: attained service; 1 in plain decoding
     draft_model_passes_per_token  layers of a separate draft model, likewise; None without one
     accept_len_histogram    [i] = rounds of a row that committed i tokens
+    drafted, tentative      how many tokens the shares are of
     """
 
     draft_accepted: float | None
@@ -53,6 +55,8 @@ class Rates:
     full_passes_per_token: float | None
     draft_model_passes_per_token: float | None
     accept_len_histogram: list[int]
+    drafted: int = 0
+    tentative: int = 0
 
     @classmethod
     def of(cls, stats: dict[str, Any], speculative: SpeculativeConfig | None) -> Rates:
@@ -78,14 +82,55 @@ class Rates:
                 else None
             ),
             accept_len_histogram=list(stats["accept_length_histogram"]),
+            drafted=stats["drafted"],
+            tentative=stats["tentative"],
         )
 
     @property
     def at_floor(self) -> bool:
-        """Whether a tier keeps less than FLOOR of its tokens, so that speculation only costs time."""
+        """Whether less than FLOOR of a tier's tokens are kept, so that speculation only costs time."""
         return any(
-            share is not None and share < FLOOR for share in (self.draft_accepted, self.tentative_accepted)
+            share is not None and share < FLOOR and judged >= LEAST_JUDGED
+            for share, judged in (
+                (self.draft_accepted, self.drafted),
+                (self.tentative_accepted, self.tentative),
+            )
         )
+
+
+def floor_warning(rates: Rates, speculative: SpeculativeConfig | None) -> str | None:
+    """What may be wrong with these settings, where speculation only costs time; None elsewhere."""
+    if speculative is None or not rates.at_floor:
+        return None
+    return (
+        f"Less than {FLOOR:.0%} of a tier's tokens were kept: the output is right, but speculation only costs"
+        f' time. {"; ".join(_causes(speculative))}. See docs/jobs.md, "Acceptance".'
+    )
+
+
+def _causes(speculative: SpeculativeConfig) -> Iterator[str]:
+    draft, check = speculative.draft, speculative.check
+    if speculative.control == "goodput":
+        yield "No plan that control tried drafts well here"
+        return
+    tiers = [(draft.layer, draft.is_trained), (check and check.layer, check is not None and check.is_trained)]
+    layers = {
+        is_trained: " and ".join(str(layer) for layer, trained in tiers if layer and trained == is_trained)
+        for is_trained in (False, True)
+    }
+    if layers[False]:
+        yield (
+            f"Exits read through the model's own head, here at layer {layers[False]}, are untrained unless"
+            " the model was trained for early exit"
+        )
+    elif layers[True]:
+        yield f"The trained exits, here at layer {layers[True]}, do not fit these texts"
+    if draft.traits.looks_up:
+        yield "Prompt lookup rarely matches what comes next in these texts"
+    elif draft.traits.has_model:
+        yield f"The draft model {shown(draft.path)} rarely agrees with the model"
+    elif not draft.traits.in_trunk:
+        yield f"The drafter of kind {draft.kind!r} is rarely right"
 
 
 def shares_text(rounds_by_plan: Mapping[str, int], most: int = 4) -> str:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import IO, Any
 
 from rich.console import Console
 
+from ..config import SpeculativeConfig
+from ..errors import build
 from ..utils.console import count, make_console, make_table, number, percent, print_if_busy
-from ..utils.environment import hardware_text
-from .rates import FLOOR, Rates, plan_text, shares_text
-from .runner import JobReport
+from ..utils.environment import OTHERS_SHARE, hardware_text
+from .bench import plans_of
+from .rates import Rates, floor_warning, plan_text, shares_text
+from .runner import JobReport, Timed
 
 ENGINE_NAMES = {"two_tier": "two-tier", "three_tier": "three-tier"}  # others are shown as they are
-AT_FLOOR = (
-    f"A tier keeps less than {FLOOR:.0%} of the tokens it gets. Exits that were not trained give this: the"
-    ' output is right, but speculation only costs time. See docs/jobs.md, "Acceptance".'
-)
 _NOT_INVARIANT = (
     "This platform does not give bit-identical rows whatever else is in a pass, so outputs may differ from"
     " plain decoding's where two tokens are nearly tied."
 )
-_TIERS = ("draft_accepted", "tentative_accepted")
 
 
 def print_job(report: JobReport, file: IO[str] | None = None) -> None:
@@ -32,10 +31,17 @@ def print_job(report: JobReport, file: IO[str] | None = None) -> None:
     for name, value in _job_lines(report).items():
         table.add_row(name, value)
     console.print(table)
-    if report.rates is not None and report.rates.at_floor:
-        console.print(AT_FLOOR)
-    if report.comparison is not None and not report.comparison.row_invariant:
-        console.print(_NOT_INVARIANT)
+    if report.rates is not None and (warning := floor_warning(report.rates, report.job.speculative)):
+        console.print(warning)
+    if (compared := report.comparison) is not None:
+        if not compared.row_invariant:
+            console.print(_NOT_INVARIANT)
+        taken = [timed.others or 0.0 for timed in (report.timed, compared.plain)]
+        if max(taken) > OTHERS_SHARE * (cores := report.environment["cores"]):
+            console.print(
+                f"Other programs took {taken[0]:.1f} of {cores} cores during the job and {taken[1]:.1f}"
+                " during plain decoding: do not rely on these speeds and their ratio."
+            )
 
 
 def _job_lines(report: JobReport) -> dict[str, str]:
@@ -48,23 +54,36 @@ def _job_lines(report: JobReport) -> dict[str, str]:
     lines["rows"] = (
         f"{report.num_rows}: {timed.num_results} with outputs, {timed.num_errors} with errors{done_before}"
     )
-    if report.stats:
+    if timed.reasons:
+        lines["errors"] = _reasons(timed)
+    if timed.num_full:
+        lines["cut short"] = f"{timed.num_full} rows filled max_model_len and ended there (stop_reason)"
+    if report.stats and not report.all_failed:
         lines["tokens"] = (
             f"{timed.prompt_tokens} in prompts, {timed.completion_tokens} new, in {timed.seconds:.1f} s"
         )
         lines["tokens/s"] = f"{timed.tokens_per_s:.1f}"
     if (compared := report.comparison) is not None:
         plain = compared.plain.tokens_per_s
-        ratio = timed.tokens_per_s / plain if plain else float("nan")
-        lines["plain"] = f"{plain:.1f} tokens/s; speculative is {ratio:.2f} × plain"
+        ratio = f"; speculative is {timed.tokens_per_s / plain:.2f} × plain" if plain else ""
+        lines["plain"] = f"{plain:.1f} tokens/s{ratio}"
         lines["same output"] = (
             f"{compared.num_identical}/{compared.num_compared} rows are plain decoding's, token for token"
         )
     if shares := report.stats.get("control", {}).get("rounds_by_plan"):
         lines["plans"] = f"{shares_text(shares)} of the rounds"
-    if report.rates is not None:
+    if report.rates is not None and not report.all_failed:
         lines |= _rate_lines(report.rates, report.stats["num_layers"])
     return lines | {"output": str(job.output.path)}
+
+
+def _reasons(timed: Timed, most: int = 3) -> str:
+    """The most frequent reasons of errors, one in a line."""
+    first = timed.reasons.most_common(most)
+    lines = [f"{count} × {' '.join(reason.split())}" for reason, count in first]
+    if rest := timed.num_errors - sum(count for _, count in first):
+        lines.append(f"{rest} × other reasons")
+    return "\n".join(lines)
 
 
 def _rate_lines(rates: Rates, num_layers: int) -> dict[str, str]:
@@ -110,12 +129,19 @@ def print_bench(result: dict[str, Any], file: IO[str] | None = None) -> None:
         for name, value in result["memory"].items()
     ]
     console.print(f"memory: {', '.join(memory)}")
-    tiers = [each[name] for each in result["acceptance"].values() for name in _TIERS]
-    if any(share is not None and share < FLOOR for share in tiers):
-        console.print(AT_FLOOR)
+    further = {name: _plan(values) for name, values in options["plans"].items()}
+    for name, plan in plans_of(_plan(result["speculative"]), further).items():
+        values = result["engines"][name] | result["acceptance"].get(name, {})
+        rates = Rates(**{each.name: values.get(each.name) for each in fields(Rates)})
+        if warning := floor_warning(rates, plan):
+            console.print(f"{ENGINE_NAMES.get(name, name)}: {warning}")
     if not result["row_invariant"]:
         console.print(_NOT_INVARIANT)
     print_if_busy(console, result["environment"])
+
+
+def _plan(values: dict[str, Any] | None) -> SpeculativeConfig | None:
+    return None if values is None else build(SpeculativeConfig, values)
 
 
 def _print_engines(console: Console, result: dict[str, Any]) -> None:

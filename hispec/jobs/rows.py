@@ -10,10 +10,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..config import Settings
-from ..errors import ConfigError, build
+from ..errors import ConfigError, build, cut, shown
+from ..prompts import Role, join_parts
 from ..sampling_params import SamplingParams
 from ..utils.files import parse_json
 from .schema import InputConfig, RunConfig
@@ -26,8 +27,14 @@ Prompt = str | list[int] | list[dict[str, str]]
 class Message(Settings):
     """One turn of a conversation."""
 
-    role: Annotated[str, Field(min_length=1)]
-    content: str
+    role: Role
+    content: Annotated[str, BeforeValidator(join_parts)]
+
+
+def _check_id(value: Any) -> Any:
+    if value is not None and type(value) not in (str, int):
+        raise ValueError(f"must be a string or an integer, got {shown(value)}")
+    return value
 
 
 class InputLine(Settings):
@@ -38,7 +45,7 @@ class InputLine(Settings):
     metadata  any JSON; repeated in the output row
     """
 
-    id: str | int | None = None
+    id: Annotated[str | int | None, BeforeValidator(_check_id)] = None
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
@@ -129,7 +136,7 @@ def parse_row(job: RunConfig, index: int, line: int, raw: bytes) -> Row | BadRow
         content = build(InputLine, values)
         sampling = _row_sampling(job, index, content.sampling)
     except ConfigError as error:
-        return BadRow(index, line, _digest(raw), f"line {line}: {error}"[:_MAX_MESSAGE_LEN], row_id)
+        return BadRow(index, line, _digest(raw), cut(f"line {line}: {error}", _MAX_MESSAGE_LEN), row_id)
     prompt = [content.prompt, content.prompt_token_ids, content.model_dump()["messages"]]
     identity = [job.model, *prompt, sampling.model_dump()]
     if job.engine.quantization is not None:  # another model, with other outputs

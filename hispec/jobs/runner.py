@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -15,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from ..config import EngineConfig
-from ..errors import RequestError
+from ..errors import RequestError, cut
 from ..outputs import RequestOutput
 from ..utils.console import make_bar
-from ..utils.environment import environment
+from ..utils.environment import environment, watch_others
 from .output import OrderedWriter, Outcome, RowError, count_done, output_row, prepare_output
 from .rates import Rates
 from .rows import BadRow, Row, count_rows, read_rows
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 REQUESTS_PER_ROW = 4  # requests in the engine per row of its batch: enough that it never runs dry
 RESULTS_WAITING_PER_ROW = 64  # results that may wait in memory for those of slower earlier prompts
 WARM_UP_ROWS = 8
+MOST_REASONS = 1000  # different reasons of errors that are counted: there may be millions of rows
+MOST_REASON = 200  # characters of each
+_LINE = re.compile(r"^line \d+: ")
 
 
 @dataclass
@@ -41,14 +46,22 @@ class Timed:
     completion_tokens: int = 0
     num_results: int = 0
     num_errors: int = 0
+    num_full: int = 0  # rows with an output that max_model_len ended
+    reasons: Counter[str] = field(default_factory=Counter)  # of errors
+    others: float | None = None  # cores that other programs kept busy meanwhile
 
     def count(self, outcome: Outcome, seconds: float) -> None:
         """Adds a row that ended `seconds` after the start."""
         self.seconds = seconds
         if isinstance(outcome, RowError) or outcome.error is not None:
             self.num_errors += 1
+            reason = outcome.message if isinstance(outcome, RowError) else outcome.error
+            reason = cut(_LINE.sub("", reason or ""), MOST_REASON)
+            if reason in self.reasons or len(self.reasons) < MOST_REASONS:
+                self.reasons[reason] += 1
             return
         self.num_results += 1
+        self.num_full += any(output.is_full for output in outcome.outputs)
         self.prompt_tokens += len(outcome.prompt_token_ids)
         self.completion_tokens += sum(len(output.token_ids) for output in outcome.outputs)
 
@@ -103,6 +116,7 @@ def run_job(job: Job, *, progress: bool = True) -> JobReport:
         num_done, num_bytes = count_done(job.output.path, read_rows(job, job.input))
     report = JobReport(job, num_rows, resumed=num_done)
     if num_done == num_rows:
+        OrderedWriter(job.output.path, num_done, num_bytes).close()  # cuts off a torn line after the last row
         return report
     report.environment = environment()
     with closing(job.make_llm(**{"enable_prefix_caching": False} if job.output.compare_plain else {})) as llm:
@@ -129,7 +143,7 @@ def _run(llm: LLM, job: Job, report: JobReport, num_bytes: int, progress: bool) 
             ) from None
     report.stats = llm.stats()
     report.rates = Rates.of(report.stats, job.speculative)
-    if job.output.compare_plain:
+    if job.output.compare_plain and digests:
         try:
             report.comparison = _compare(llm, job, report, digests, progress)
         except KeyboardInterrupt:
@@ -188,7 +202,7 @@ def drive(
     source = iter(rows)
     running: dict[str, Row] = {}
     exhausted = False
-    started = time.perf_counter()
+    started, others = time.perf_counter(), watch_others()
 
     def end(row: Row | BadRow, outcome: Outcome) -> None:
         finish(row, outcome)
@@ -214,6 +228,7 @@ def drive(
                 running[row.request_id] = row
             except RequestError as error:
                 end(row, RowError("refused", str(error).removeprefix(f"{row.request_id}: ")))
+    timed.others = others()
 
 
 def warm_up(llm: LLM, job: Job) -> None:

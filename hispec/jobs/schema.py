@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..config import EngineConfig, SchedulingConfig, Settings, SpeculativeConfig
+from ..errors import shown
 from ..sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from ..llm import LLM
 
 
+_MOST_NAME = 255  # characters of the name of a file or folder
+
+
 def _as_path(value: Any) -> Any:
     if isinstance(value, Path):
         return value
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise ValueError(f"must name a file, got {value!r}")
+    is_name = isinstance(value, str) and value.strip() and "\0" not in value
+    if not is_name or max(map(len, value.split("/"))) > _MOST_NAME:
+        raise ValueError(f"must name a file, got {shown(value)}")
     return Path(value).expanduser()
 
 

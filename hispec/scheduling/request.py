@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cache.blocks import BlockTable
 
-from ..outputs import Delta, FinishReason, RequestMetrics, TokenLogprobs
+from ..outputs import FULL, Delta, FinishReason, RequestMetrics, TokenLogprobs
 from ..sampling_params import SamplingParams
 from ..stats import RoundCounts
 
@@ -139,6 +139,11 @@ class Request:
         if self.finished_s is None and self.finish_reason is not None:
             self.finished_s = now_s
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it ended where max_model_len is reached, with fewer tokens than were asked for."""
+        return self.finish_reason == "length" and self.max_tokens != self.params.max_tokens
+
     def metrics(self) -> RequestMetrics:
         counts = self.counts
         return RequestMetrics(
@@ -181,7 +186,7 @@ class Gain:
             text=self.text,
             logprobs=self.logprobs[: len(token_ids)] if request.params.logprobs is not None else None,
             finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
+            stop_reason=FULL if request.is_full else request.stop_reason,
             metrics=request.metrics() if request.finish_reason is not None else None,
             error=self.error,
         )

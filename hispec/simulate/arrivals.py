@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from ..config import Settings
 from ..config.base import Tuple
+from ..errors import shown
 from .distributions import Floats
 
 Rate = Annotated[float, Field(gt=0.0, le=1e9)]
@@ -54,7 +55,7 @@ class ArrivalsConfig(Settings):
     def _fields_of_kind(self) -> ArrivalsConfig:
         for name in sorted(self.model_fields_set - {"kind"} - _TAKES[self.kind]):
             raise ValueError(
-                f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}; leave it out"
+                f"{name}={shown(getattr(self, name))} means nothing for kind={self.kind!r}; leave it out"
             )
         given = [
             name for name in ("rates", "utilisations", "speeds", "clients") if getattr(self, name) is not None

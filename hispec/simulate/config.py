@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from ..config import TRAITS, DraftKind, GoodputConfig, SchedulingConfig, Settings
 from ..config.base import Tuple
 from ..control.choice import Route
+from ..errors import shown
 from .arrivals import ArrivalsConfig
 from .distributions import Distribution, constant
 
@@ -142,7 +143,7 @@ class RouteSettings(Settings):
             ("match", "match" in self.model_fields_set, traits.looks_up, "kind='ngram' or 'hybrid'"),
         ):
             if given and not allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} needs {why}; leave it out")
+                raise ValueError(f"{name}={shown(getattr(self, name))} needs {why}; leave it out")
         if self.check_layer is not None and self.verify_acceptance is None:
             raise ValueError(
                 f"check_layer={self.check_layer} needs verify_acceptance: how often verify keeps what the"
@@ -205,8 +206,8 @@ class RequestsSettings(Settings):
             self.classes or {"prompt_tokens", "output_tokens", "max_tokens"} & self.model_fields_set
         ):
             raise ValueError(
-                f"trace={self.trace!r} says all lengths; leave prompt_tokens, output_tokens, max_tokens and"
-                " classes out"
+                f"trace={shown(self.trace)} says all lengths; leave prompt_tokens, output_tokens, max_tokens"
+                " and classes out"
             )
         return self
 
@@ -237,7 +238,7 @@ class ControlSettings(Settings):
         }[self.kind]
         for name in sorted(self.model_fields_set - {"kind"} - takes):
             raise ValueError(
-                f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}; leave it out"
+                f"{name}={shown(getattr(self, name))} means nothing for kind={self.kind!r}; leave it out"
             )
         return self
 
@@ -334,13 +335,13 @@ class SimulationConfig(Settings):
                 )
         for where, route in named:
             if route not in self.routes:
-                raise ValueError(f"{where} names a route {route!r}; there are: {known}")
+                raise ValueError(f"{where} names a route {shown(route)}; there are: {known}")
         for name, system in self.systems.items():
             if system.control.kind == "fixed" and system.control.route is not None:
                 _check_plan(name, system.control, self.routes[system.control.route])
         if self.arrivals.reference is not None and self.arrivals.reference not in self.systems:
             raise ValueError(
-                f"arrivals.reference={self.arrivals.reference!r} is no system; there are:"
+                f"arrivals.reference={shown(self.arrivals.reference)} is no system; there are:"
                 f" {', '.join(self.systems)}"
             )
         for name, each in self.routes.items():

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from ..config import Settings
 from ..config.base import Tuple
+from ..errors import shown
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -56,7 +57,7 @@ class Distribution(Settings):
             if given and not needed:
                 takes = ", ".join(_NEEDS[self.kind])
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} means nothing for kind={self.kind!r}, which takes"
+                    f"{name}={shown(getattr(self, name))} means nothing for kind={self.kind!r}, which takes"
                     f" {takes}; leave it out"
                 )
             if needed and not given:

@@ -154,7 +154,7 @@ def _written(
             prompt = opening + (text.lstrip() if not opening or opening[-1].isspace() else text)
             if len(text.strip()) >= _MIN_CHARS and prompt not in seen:
                 seen.add(prompt)
-                where = f"written prompt {row['id'] + 1} ({shown(prompt, 40)})"
+                where = f"written prompt {row['id'] + 1} ({shown(prompt)})"
                 yield Prompt([{"role": "user", "content": prompt}], where)
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 
 def cache_dir() -> Path:
@@ -41,13 +42,20 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """json.loads that refuses NaN and Infinity, as the standard does. Raises ValueError and
-    RecursionError."""
+    """json.loads that refuses NaN and Infinity, as the standard does, and repeated keys. Raises ValueError
+    and RecursionError."""
 
     def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is no JSON number")
 
-    return json.loads(content, parse_constant=refuse)
+    def without_repeats(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(items)
+        if len(values) < len(items):
+            [(repeated, _)] = Counter(key for key, _ in items).most_common(1)
+            raise ValueError(f"key {shown(repeated)} is given twice")
+        return values
+
+    return json.loads(content, parse_constant=refuse, object_pairs_hook=without_repeats)
 
 
 def finite(value: Any) -> Any:

@@ -236,7 +236,7 @@ def test_what_a_drafter_sees_is_what_the_request_is(tiny_decoder: Decoder) -> No
         ),
         (
             {"draft": {"layer": 3}, "check": {"layer": 5, "confidence": 1.5}},
-            "check.confidence: input should be less than 1",
+            "check.confidence: must be below 1",
         ),
     ],
     ids=str,

@@ -117,6 +117,18 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers(tiny_decoder: Dec
     assert len(run(engine, [[1] * 20], SamplingParams(temperature=0.0, max_tokens=13))[0]) == 13
 
 
+@pytest.mark.parametrize("max_tokens", [9, 8, 7, None])
+def test_an_output_that_fills_the_context_says_so(tiny_decoder: Decoder, max_tokens: int | None) -> None:
+    engine = make_engine(tiny_decoder, Plan(3, 8, 2, 2), max_model_len=20)
+    engine.add_request([1] * 12, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+    deltas = []
+    while engine.has_unfinished():
+        deltas += engine.step()
+    expected = "max_model_len" if max_tokens in (9, None) else None
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("length", expected)
+    assert sum(len(delta.token_ids) for delta in deltas) == (7 if max_tokens == 7 else 8)
+
+
 def test_all_that_is_wrong_is_said_in_one_error(tiny_decoder: Decoder) -> None:
     with pytest.raises(RequestError) as caught:
         make_engine(tiny_decoder).add_request([999], SamplingParams(stop=["x"], logit_bias={999: 1.0}))
@@ -194,7 +206,7 @@ def test_what_is_no_prompt_is_refused_before_anything_runs(
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ([{}, {"top_p": 2}], r"sampling_params\[1\]\.top_p: .* less than or equal to 1, got 2"),
+        ([{}, {"top_p": 2}], r"sampling_params\[1\]\.top_p: must be at most 1, got 2"),
         ([{}, 5], r"sampling_params\[1\]: expected a mapping of settings, got int 5"),
         ([{}], r"1 sampling_params for 2 prompts; give one for all, or one each"),
         (5, r"sampling_params: expected a mapping of settings, got int 5"),

@@ -22,7 +22,7 @@ from hispec.jobs import bench, hf_baseline
 from hispec.jobs.bench import BenchOptions, plans_of, run_bench
 from hispec.jobs.confidence_interval import Paired, noise_of_repeats, ratio_interval
 from hispec.jobs.hf_baseline import TransformersBaseline
-from hispec.jobs.rates import Rates, add_counts, plan_text
+from hispec.jobs.rates import Rates, add_counts, floor_warning, plan_text
 from hispec.jobs.report import print_bench
 from hispec.jobs.schema import Job
 from hispec.utils.environment import environment
@@ -294,6 +294,36 @@ def test_rates_of_a_run_without_tokens_are_none() -> None:
         rates.draft_accepted is rates.mean_accepted_len is rates.layer_passes_per_token is None
         and not rates.at_floor
     )
+
+
+@pytest.mark.parametrize(
+    ("plan", "words", "absent"),
+    [
+        ({"draft": {"layer": 4}, "check": {"layer": 15}}, "layer 4 and 15, are untrained", "lookup"),
+        (
+            {"draft": {"kind": "adapter", "layer": 6}},
+            "trained exits, here at layer 6, do not fit",
+            "untrained",
+        ),
+        (
+            {"draft": {"kind": "adapter", "layer": 6}, "check": {"layer": 15}},
+            "layer 15, are untrained",
+            "layer 6",
+        ),
+        ({"draft": {"kind": "ngram"}}, "Prompt lookup rarely matches", "trained"),
+        ({"draft": {"kind": "model", "path": "small"}}, "draft model 'small' rarely agrees", "trained"),
+        ({"draft": {"kind": "ngram"}, "control": "goodput"}, "No plan that control tried", "trained"),
+    ],
+)
+def test_low_acceptance_is_worded_by_drafter_and_needs_many_drafts(
+    plan: dict[str, Any], words: str, absent: str
+) -> None:
+    speculative = build(SpeculativeConfig, plan)
+    stats = FakeLLM("fake").stats() | {"tokens": 9}
+    warning = floor_warning(Rates.of(stats | {"drafted": 200, "draft_accepted": 9}, speculative), speculative)
+    assert warning is not None and words in warning and absent not in warning
+    for counts in ({"drafted": 199, "draft_accepted": 0}, {"drafted": 200, "draft_accepted": 10}):
+        assert floor_warning(Rates.of(stats | counts, speculative), speculative) is None
 
 
 def test_bad_rows_are_an_error_that_names_all_of_them(tmp_path: Path) -> None:

@@ -42,8 +42,25 @@ def test_overwrite_replaces_the_output_only_when_the_model_is_there(
         with pytest.raises(ConfigError, match="no such model"):
             run(job)
     assert job.output.path.read_text() == "results of a week\n"
+    assert set(tmp_path.iterdir()) == {job.input.path, job.output.path}
     run(job)
     assert [row["index"] for row in rows_of(job)] == [0, 1]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_model_that_cannot_be_loaded_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    output = {"path": str(tmp_path / "a" / "b" / "out.jsonl"), "resume": resume}
+    job = make_job(tmp_path, prompts(2), output=output)
+
+    def fail(*args: Any, **fields: Any) -> None:
+        raise ConfigError("no such model")
+
+    monkeypatch.setattr(FakeLLM, "__init__", fail)
+    with pytest.raises(ConfigError, match="no such model"):
+        run(job)
+    assert list(tmp_path.iterdir()) == [job.input.path]
 
 
 @pytest.mark.parametrize("link", ["symlink_to", "hardlink_to", None])
@@ -148,11 +165,12 @@ def test_a_torn_last_line_is_done_again(tmp_path: Path) -> None:
     job = make_job(tmp_path, prompts(10), output={"resume": True})
     run(job)
     expected = job.output.path.read_bytes()
-    for keep in (0, 1, len(expected) // 2, len(expected) - 1):
-        job.output.path.write_bytes(expected[:keep])
+    beginnings = [expected[:keep] for keep in (0, 1, len(expected) // 2, len(expected) - 1)]
+    for part in (*beginnings, expected + expected[:9]):
+        job.output.path.write_bytes(part)
         report = run(job)
         assert job.output.path.read_bytes() == expected
-        assert report.resumed == expected[:keep].count(b"\n")
+        assert report.resumed == part.count(b"\n")
 
 
 def test_a_complete_output_is_resumed_without_the_model(tmp_path: Path) -> None:

@@ -25,12 +25,14 @@ from tests.helpers.job_support import make_job, parse
         (b'{"prompt": "a", "sampling": {"temperature": 1e999}}', "not valid JSON"),
         (b'{"prompt_token_ids": [' + b"9" * 5000 + b"]}", "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
+        (b'{"prompt": "a", "id": 1, "prompt": "b"}', "not valid JSON: key 'prompt' is given twice"),
+        (b'{"prompt": "a", "sampling": {"n": 1, "n": 2}}', "key 'n' is given twice"),
         (b'"hello"', "expected a JSON object"),
         (b"{}", "exactly one of prompt, prompt_token_ids and messages, got none"),
         (b'{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "got prompt and messages"),
         (b'{"promt": "a"}', "did you mean 'prompt'?"),
-        (b'{"prompt": 3}', "prompt: input should be a valid string, got 3"),
-        (b'{"prompt_token_ids": [1, "2"]}', "prompt_token_ids.1: input should be a valid integer"),
+        (b'{"prompt": 3}', "prompt: must be a string, got 3"),
+        (b'{"prompt_token_ids": [1, "2"]}', "prompt_token_ids.1: must be an integer"),
         (b'{"messages": []}', "messages: "),
         (b'{"messages": [{"role": "user"}]}', "messages.0.content: required"),
         (
@@ -39,10 +41,20 @@ from tests.helpers.job_support import make_job, parse
         ),
         (
             b'{"prompt": "a", "sampling": {"max_tokens": -1}}',
-            "sampling.max_tokens: input should be greater than or equal to 1, got -1",
+            "sampling.max_tokens: must be at least 1, got -1",
         ),
         (b'{"prompt": "a", "sampling": {"min_tokens": 99}}', "min_tokens=99 is above max_tokens=16"),
-        (b'{"prompt": "a", "id": 1.5}', "id"),
+        (b'{"prompt": "a", "id": 1.5}', "line 7: id: must be a string or an integer, got 1.5"),
+        (
+            b'{"messages": [{"role": "usr", "content": "a"}]}',
+            "messages.0.role: must be 'system', 'user', 'assistant' or 'tool', got 'usr'",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "text", "text": ""}, {"type": "audio"}]}]}',
+            "messages.0.content: part 1 is of type 'audio'; only parts such as",
+        ),
+        (b'{"messages": [{"role": "user", "content": [3]}]}', "messages.0.content: part 0 is 3; only"),
+        (b'{"messages": [{"role": "user", "content": 3}]}', "messages.0.content: must be a string, got 3"),
     ],
 )
 def test_a_bad_line_is_named_by_number(raw: bytes, part: str) -> None:
@@ -50,6 +62,14 @@ def test_a_bad_line_is_named_by_number(raw: bytes, part: str) -> None:
     assert isinstance(row, BadRow)
     assert row.message.startswith("line 7: ") and part in row.message
     assert len(row.message) <= 1000
+
+
+def test_parts_of_text_are_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    row = parse({"messages": [{"role": "user", "content": parts}]})
+    plain = parse({"messages": [{"role": "user", "content": "a\nb"}]})
+    assert isinstance(row, Row) and row.prompt == [{"role": "user", "content": "a\nb"}]
+    assert row.content_hash == plain.content_hash
 
 
 def test_a_row_puts_its_sampling_over_the_jobs() -> None:

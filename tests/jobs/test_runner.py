@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hispec.jobs.output import OrderedWriter, output_row
+from hispec.jobs.report import print_job
 from hispec.jobs.runner import REQUESTS_PER_ROW, WARM_UP_ROWS, JobInterrupted
 from hispec.jobs.schema import OutputConfig
 from hispec.outputs import CompletionOutput, RequestOutput, TokenLogprobs
@@ -111,6 +114,22 @@ def test_a_bad_row_becomes_an_error_row_and_the_rest_is_unharmed(tmp_path: Path)
     assert (report.timed.num_results, report.timed.num_errors, report.all_failed) == (2, 5, False)
 
 
+def test_rows_that_fill_the_context_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = FakeLLM._result
+
+    def full(request: list[Any]) -> RequestOutput:
+        made = result(request)
+        reason = "max_model_len" if request[0] == "row-1" else None
+        return replace(made, outputs=[replace(output, stop_reason=reason) for output in made.outputs])
+
+    monkeypatch.setattr(FakeLLM, "_result", staticmethod(full))
+    job = make_job(tmp_path, prompts(3))
+    text = io.StringIO()
+    print_job(run(job), text)
+    assert "1 rows filled max_model_len and ended there" in text.getvalue()
+    assert [row["outputs"][0]["stop_reason"] for row in rows_of(job)] == [None, "max_model_len", None]
+
+
 def test_a_request_that_the_engine_gives_up_is_an_error_row() -> None:
     row = parse({"prompt": "a"})
     values = output_row(
@@ -182,6 +201,20 @@ def test_the_trace_of_a_job_is_of_its_own_pass(tmp_path: Path) -> None:
     run(make_job(tmp_path, prompts(12), speculative=THREE_TIER, output={"compare_plain": True}))
     (llm,) = FakeLLM.instances
     assert llm.traced == list(range(2 * WARM_UP_ROWS, 2 * WARM_UP_ROWS + 12)) and len(llm.added) == 40
+
+
+@pytest.mark.parametrize(("taken", "warns"), [((0.1, 1.2), True), ((1.2, 0.1), True), ((0.1, None), False)])
+def test_a_comparison_beside_other_programs_is_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: tuple[float, float | None], warns: bool
+) -> None:
+    left = [*[None] * 2, *taken]  # warm-ups, the job, plain decoding
+    monkeypatch.setattr("hispec.jobs.runner.watch_others", lambda: lambda: left.pop(0))
+    report = run(make_job(tmp_path, prompts(4), speculative=THREE_TIER, output={"compare_plain": True}))
+    report = replace(report, environment=report.environment | {"cores": 2})
+    text = io.StringIO()
+    print_job(report, text)
+    words = f"took {taken[0]:.1f} of 2 cores during the job and {taken[1] or 0.0:.1f} during plain decoding"
+    assert not left and (words in " ".join(text.getvalue().split())) is warns
 
 
 def test_compare_plain_finds_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from hispec.errors import ConfigError
-from hispec.jobs.load import apply_overrides, load_job
+from hispec.jobs.load import apply_overrides, load_job, load_preset, read_yaml
 from hispec.jobs.schema import Job
+from hispec.simulate.run import load_simulation
+from hispec.training.schema import load_training
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MINIMAL = "model: m\ninput: {path: in.jsonl}\noutput: {path: out.jsonl}\n"
@@ -43,10 +45,10 @@ def test_every_problem_of_a_job_is_named_at_once(tmp_path: Path) -> None:
     for part in (
         "engin: unknown setting (did you mean 'engine'?)",
         "engine.blocksize: unknown setting (did you mean 'block_size'?)",
-        "engine.max_num_seqs: input should be greater than or equal to 1, got 0",
-        "sampling.top_p: input should be greater than 0, got 0.0",
-        "sampling.temperature: input should be a finite number, got nan",
-        "sampling.n: input should be a valid integer, got 'many'",
+        "engine.max_num_seqs: must be at least 1, got 0",
+        "sampling.top_p: must be above 0, got 0.0",
+        "sampling.temperature: must be a finite number, got nan",
+        "sampling.n: must be an integer, got 'many'",
     ):
         assert part in message
 
@@ -60,9 +62,9 @@ def test_every_problem_of_a_job_is_named_at_once(tmp_path: Path) -> None:
         ("", "got nothing"),
         ("- model", "got a list"),
         ("? [a]\n: 1", "a key must be a plain name"),
-        ("model: !!python/object:os.system x", "could not determine a constructor"),
+        ("model: !!python/object:os.system x", "tags such as !!python/object:os.system are not read"),
         ("on: 1\n", "on: unknown setting"),
-        ("model: 3\n", "model: input should be a valid string, got 3"),
+        ("model: 3\n", "model: must be a string, got 3"),
         ("input: {path: ''}\n", "input.path: must name a file, got ''"),
         ("sampling: {seed: " + "9" * 5000 + "}", "not readable as YAML"),
         ("output: {path: x, overwrite: true, resume: true}", "contradict"),
@@ -141,3 +143,78 @@ def test_configs_have_every_field_and_load(name: str) -> None:
     for section in ("engine", "speculative", "sampling"):
         assert keys(values[section]) == keys(full[section])
     assert values.keys() == full.keys()
+
+
+def laughs(levels: int) -> str:
+    """A list of ten strings, then lists of ten aliases of the one before."""
+    anchors = ["a0: &a0 [" + ", ".join(["x"] * 10) + "]"]
+    anchors += [f"a{n}: &a{n} [" + ", ".join([f"*a{n - 1}"] * 10) + "]" for n in range(1, levels)]
+    return "\n".join(anchors) + "\n"
+
+
+@pytest.mark.parametrize("levels", [4, 5, 6, 9])
+def test_aliases_that_stand_for_more_than_a_file_holds_are_refused_unexpanded(
+    tmp_path: Path, levels: int
+) -> None:
+    text = MINIMAL + laughs(levels) + f"sampling: {{stop: *a{levels - 1}}}\n"
+    for load in (load_job, load_preset, load_training, lambda path: load_simulation(path, [])):
+        with pytest.raises(ConfigError, match=r"job\.yaml, line 7, .*: \*a2: .* 10,000 values") as caught:
+            load(write_yaml(tmp_path, text))
+        assert len(str(caught.value)) < 300
+
+
+def test_an_anchor_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 4, column 29: \*a stands inside of what it names"):
+        load_job(write_yaml(tmp_path, MINIMAL + "sampling: {stop: &a [x, [y, *a]]}"))
+
+
+def test_aliases_are_as_if_written_out(tmp_path: Path) -> None:
+    text = "draft: &exit {kind: adapter, layer: 4}\nother: *exit\nmerged: {<<: *exit, layer: 5}\n"
+    path = write_yaml(tmp_path, text)
+    values = read_yaml(path, Job)
+    apply_overrides(values, ["other.layer=6"])
+    layers = {name: value["layer"] for name, value in values.items()}
+    assert layers == {"draft": 4, "other": 6, "merged": 5}
+
+
+def test_an_error_names_the_override_that_caused_it_and_no_other(tmp_path: Path) -> None:
+    overrides = ["engine.seed=3", "sampling.top_p=7", "sampling.top_k=2", "model=3", "model=m2"]
+    with pytest.raises(ConfigError) as caught:
+        load_job(write_yaml(tmp_path, MINIMAL + "engine: {block_size: 0}\n"), overrides)
+    assert str(caught.value).splitlines() == [
+        f"{tmp_path}/job.yaml:",
+        "engine.block_size: must be at least 1, got 0",
+        "sampling.top_p: must be at most 1, got 7 (--set sampling.top_p=7)",
+    ]
+    with pytest.raises(ConfigError, match=r"contradict .* \(--set output\.resume=true\)$"):
+        load_job(
+            write_yaml(tmp_path, MINIMAL.replace("out.jsonl", "out.jsonl, overwrite: true")),
+            ["output.resume=true", "engine.seed=3"],
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("model: !!bool maybe", "line 1, column 8: tags such as !!bool are not read"),
+        ("model: !!timestamp now", "tags such as !!timestamp"),
+        ("model: !mine [1]", "tags such as !mine"),
+        ("model: !!map [1]", "tags such as !!map"),
+        ("--- {model: a}\n--- {model: b}", "line 2, column 1: expected a single document in the stream, but"),
+        ("model: [&a x, &a y]", "found duplicate anchor 'a'; first occurrence, second occurrence"),
+        ('model: "\\ud800"', "model: must be text without halves of surrogate pairs"),
+        (f"output: {{path: a/{'x' * 256}}}", "output.path: must name a file, got 'a/xxx"),
+        ("model: \0", "not readable as YAML"),
+        ("[" * 5000, "not readable as YAML"),
+    ],
+)
+def test_odd_yaml_gets_a_clear_error(tmp_path: Path, text: str, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job(write_yaml(tmp_path, text))
+    assert part in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_byte_order_mark_and_windows_lines_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + MINIMAL.replace("\n", "\r\n").encode())
+    assert load_job(path).model == "m"

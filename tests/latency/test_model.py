@@ -266,7 +266,7 @@ def spoilt(path: Path, change: Callable[[Any], None]) -> str:
         (
             "stages.plain.token_ms",
             -1.0,
-            r"stages\.plain\.token_ms: input should be greater than or equal to 0, got -1\.0",
+            r"stages\.plain\.token_ms: must be at least 0, got -1\.0",
         ),
         ("stages.plain.token_ms", math.nan, r"stages\.plain\.token_ms: .*got nan"),
         ("stages.plain.free_tokens", "six", r"stages\.plain\.free_tokens: .*got 'six'"),

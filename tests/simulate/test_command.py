@@ -83,7 +83,7 @@ def test_the_json_has_every_policy_at_every_load(
 def test_bad_experiments_end_with_one_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(config), "--set", "arrivals.rates=[-1]"]) == 2
     printed = capsys.readouterr().err
-    assert "arrivals.rates.0" in printed and "greater than 0" in printed and "Traceback" not in printed
+    assert "arrivals.rates.0" in printed and "above 0" in printed and "Traceback" not in printed
     assert main(["simulate", str(config.parent / "nothing.yaml")]) == 2
 
 

@@ -27,21 +27,21 @@ def fixed(**changes: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"arrivals": {"rates": [-1.0]}}, "greater than 0"),
+    ({"arrivals": {"rates": [-1.0]}}, "above 0"),
     ({"arrivals": {"rates": [NAN]}}, "finite number"),
     ({"arrivals": {"rates": []}}, "at least 1"),
     ({"arrivals": {}}, "needs one list of loads"),
     ({"arrivals": {"rates": [1.0], "utilisations": [0.5]}}, "needs one list of loads"),
-    ({"arrivals": {"utilisations": [1.0]}}, "less than 1"),
+    ({"arrivals": {"utilisations": [1.0]}}, "below 1"),
     ({"arrivals": {"rates": [1.0], "cv": 2.0}}, "means nothing for kind='poisson'"),
     ({"arrivals": {"kind": "recorded"}}, "needs arrivals.times or requests.trace"),
     ({"arrivals": {"kind": "recorded", "times": [2.0, 1.0]}}, "must ascend"),
-    ({"arrivals": {"kind": "closed", "clients": [0]}}, "greater than or equal to 1"),
+    ({"arrivals": {"kind": "closed", "clients": [0]}}, "at least 1"),
     ({"arrivals": {"utilisations": [0.5], "reference": "other"}}, "'other' is no system; there are: only"),
-    ({"requests": {"warm_up": 1.0}}, "less than 1"),
-    ({"requests": {"num": 0}}, "greater than or equal to 1"),
+    ({"requests": {"warm_up": 1.0}}, "below 1"),
+    ({"requests": {"num": 0}}, "at least 1"),
     ({"requests": {"output_tokens": {"kind": "exponential"}}}, "needs mean"),
-    ({"requests": {"output_tokens": {"kind": "exponential", "mean": -3.0}}}, "greater than 0"),
+    ({"requests": {"output_tokens": {"kind": "exponential", "mean": -3.0}}}, "above 0"),
     ({"requests": {"output_tokens": {"kind": "exponential", "mean": NAN}}}, "finite number"),
     ({"requests": {"output_tokens": {"value": 3.0, "cv": 2.0}}}, "cv=2.0 means nothing for kind='constant'"),
     ({"requests": {"output_tokens": {"kind": "uniform", "low": 5, "high": 2}}}, "low=5.0 is above high=2.0"),
@@ -51,7 +51,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "'nobody'; there are: none",
     ),
     ({"latency": {}}, "latency.stages or latency.path"),
-    ({"latency": {"stages": {"plain": {"constant_ms": -1.0}}}}, "greater than or equal to 0"),
+    ({"latency": {"stages": {"plain": {"constant_ms": -1.0}}}}, "at least 0"),
     ({"latency": {"stages": {"plain": {"constant_ms": NAN}}}}, "finite number"),
     ({"latency": {"stages": STAGES, "row_buckets": [4, 2]}}, "must ascend"),
     ({"routes": {"r": {"kind": "exit", "acceptance": share(0.5)}}}, "give the layer"),
@@ -88,14 +88,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"systems": {"a": {"control": {"kind": "goodput"}}}}, "nothing to choose from"),
     (
         {"routes": MODEL, "systems": {"a": {"control": {"kind": "goodput", "goodput": {"margin": 0.5}}}}},
-        "greater than or equal to 1",
+        "at least 1",
     ),
     (
         {"routes": MODEL, "systems": {"a": {"control": {"kind": "goodput"}, "srtf": "service"}}},
         "only if the plan is fixed",
     ),
     ({"systems": {"a": {"predictor": {"kind": "noisy"}}}}, "sigma belongs to kind='noisy'"),
-    ({"replicas": 0}, "greater than or equal to 1"),
+    ({"replicas": 0}, "at least 1"),
     ({"systms": {}}, "did you mean 'systems'?"),
 ]
 

@@ -351,7 +351,7 @@ def test_unknown_lines_and_fields_are_passed_over(tmp_path: Path) -> None:
         ({"t": 1}, 'line 2: expected a JSON object with a "type"'),
         (json.dumps(ROUNDS).replace("0.5", "NaN"), "line 2: .*NaN is no JSON number"),
         (HEADER, "line 2: a second header"),
-        (ROUNDS | {"t": -1.0}, "line 2: t: input should be greater than or equal to 0, got -1.0"),
+        (ROUNDS | {"t": -1.0}, "line 2: t: must be at least 0, got -1.0"),
         (ROUNDS | {"rounds": 0}, "line 2: rounds: .*got 0"),
         (ROUNDS | {"tokens": "6"}, "line 2: tokens: .*got '6'"),
         (ROUNDS | {"kept": 9}, "line 2: kept=9 is more than drafted=8"),

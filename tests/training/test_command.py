@@ -340,7 +340,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"adapters": {"exits": [{"layer": 2, "vocabulary_size": 261}]}},
         "adapters.exits: vocabulary_size=261 is over the model's 260 tokens; choose at most that",
     ),
-    "no exits": ({"adapters": {"exits": []}}, "adapters.exits: list should have at least 1 item"),
+    "no exits": ({"adapters": {"exits": []}}, "adapters.exits: must have at least 1 item"),
     "no settings": ({"adapters": "left out"}, "recipe: adapters needs `adapters` with the exits to train"),
     "settings of another recipe": (
         {"layerskip": {}},
@@ -362,7 +362,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"data": {"prompts": [{"opening": "Why "}]}},
         "`count` says how many prompts of an `opening` are written",
     ),
-    "a share over 1": ({"loop": {"warmup": 1.5}}, "loop.warmup: input should be less than or equal to 1"),
+    "a share over 1": ({"loop": {"warmup": 1.5}}, "loop.warmup: must be at most 1"),
     "no prompts file": (
         {"data": {"prompts": [{"path": "nowhere.jsonl"}]}},
         "nowhere.jsonl: No such file or directory; mend the path",
