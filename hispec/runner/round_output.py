@@ -22,8 +22,8 @@ from ..scheduling.policy import Service
 class RowOutcome:
     """The result of a round for one row.
 
-    drafted, kept, source   by cycle: drafts that could be judged, drafts that the tier above kept, and the
-                            Source of the drafts
+    drafted, kept, source   by cycle that the row took part in: drafts that could be judged, drafts that the
+                            tier above kept, and the Source of the drafts
     shadows                 four counts of each exit that was watched, in the order of control.choice.Shadow:
                             places, right, drafts, agreed
     """
@@ -84,9 +84,16 @@ def unpack(packed: Tensor, plan: Plan) -> list[RowOutcome]:
 def _outcome(values: Sequence[int], num_checks: int, window: int) -> RowOutcome:
     count, tentative, accepted, *rest = values
     drafted, kept, source = (rest[at * num_checks : (at + 1) * num_checks] for at in range(3))
+    num_cycles = num_checks - drafted.count(-1)  # they come first
     tokens = rest[3 * num_checks : 3 * num_checks + window]
     return RowOutcome(
-        tokens[:count], tentative, accepted, drafted, kept, source, rest[3 * num_checks + window :]
+        tokens[:count],
+        tentative,
+        accepted,
+        drafted[:num_cycles],
+        kept[:num_cycles],
+        source[:num_cycles],
+        rest[3 * num_checks + window :],
     )
 
 

@@ -110,6 +110,7 @@ class FakeLLM:
         names = (
             "tokens",
             "rounds",
+            "cycles",
             "drafted",
             "draft_accepted",
             "tentative",
