@@ -115,7 +115,7 @@ def make_observation(
     watched       layers of the exits that were watched
     """
     cycles: list[tuple[int, int, int, int, int]] = []
-    verified: list[tuple[int, int, int]] = []
+    verified: list[tuple[int, int, int, int, int]] = []
     if choice.route is not None:
         for (number, outcome), limit, most in zip(rows, limits, most_drafts, strict=True):
             first = 0
@@ -126,10 +126,12 @@ def make_observation(
                 cycles.append((number, cap, drafted, kept, source))
                 first += kept + 1
             if first:
-                verified.append((number, outcome.tentative, outcome.accepted))
+                went_on = len(outcome.drafted) - 1
+                is_stopped = went_on + 1 < choice.plan.num_checks and outcome.tentative < limit
+                verified.append((number, outcome.tentative, outcome.accepted, went_on, went_on + is_stopped))
     by_cycle, by_row = (
         np.array(cycles, np.int64).reshape(-1, 5).T,
-        np.array(verified, np.int64).reshape(-1, 3).T,
+        np.array(verified, np.int64).reshape(-1, 5).T,
     )
     return Observation(
         choice=choice,
@@ -145,6 +147,8 @@ def make_observation(
         rows=by_row[0],
         tentative=by_row[1],
         accepted=by_row[2],
+        went_on=by_row[3],
+        asked=by_row[4],
         shadows=_shadows(rows, watched),
     )
 

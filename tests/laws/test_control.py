@@ -48,6 +48,12 @@ WAYS: dict[str, dict[str, Any]] = {
         "num_draft_tokens": 3,
         "draft_confidence": 0.4,
     },
+    "gated": {
+        "draft": {"kind": "hybrid", "layer": 5, "exit": "exit", "ngram": SHORT, "num_exit_tokens": 2},
+        "check": {"layer": 8, "continue_confidence": 0.5},
+        "num_draft_tokens": 2,
+        "num_checks": 4,
+    },
     "ngram": {"draft": {"kind": "ngram", "ngram": SHORT}, "check": {"layer": 6}, "num_draft_tokens": 4},
     "model": {"draft": {"kind": "model", "path": "tiny"}, "check": {"layer": 6}, "num_draft_tokens": 3},
     "trained": {

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hispec.control.acceptance_model import MOST_TENTATIVE, Estimates
+from hispec.control.acceptance_model import MOST_CHECKS, MOST_TENTATIVE, Estimates
 from hispec.control.choice import FixedControl, Observation
 from hispec.control.goodput import PlanGrid
 from hispec.scheduling.policy import FirstComeFirstServed
@@ -95,6 +95,7 @@ def test_rounds_cost_what_the_controller_expects_of_them(
         none if route.kind == "ngram" else np.ones((1, 4)),
         reach,
         share_found,
+        np.ones((1, MOST_CHECKS - 1)),
     )
     widths, size = grid.widths(estimates), grid.one(0, plan)
     rounds = int(done.totals[T_ROUNDS])
