@@ -158,7 +158,7 @@ def test_every_policy_preempts_without_a_trace_in_the_output(
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("name", ["exits", "hybrids", "sure", "trained", "model"])
+@pytest.mark.parametrize("name", ["exits", "hybrids", "sure", "gated", "trained", "model"])
 def test_rounds_of_static_shape_follow_every_choice(
     engine_of: Make,
     torch_decoder: Decoder,
