@@ -427,4 +427,25 @@ FAULTS = (
         "drafter, batch, None if batch.execution.is_static else runtime.gate(plan))",
         GATE,
     ),
+    Fault(
+        "gate: a controller counts checks that nobody asked as unsure",
+        "hispec/runner/round_output.py",
+        "went_on + 1 < choice.plan.num_checks and outcome.tentative < limit",
+        "went_on + 1 < choice.plan.num_checks",
+        ("tests/runner/test_round_output.py",),
+    ),
+    Fault(
+        "gate: the profile's replay asks at the cycle's first place",
+        "hispec/profile/replay_numba.py",
+        "not goes_on[min(at + num_kept, first + length)]",
+        "not goes_on[at]",
+        ("tests/profile/test_replay_numba.py",),
+    ),
+    Fault(
+        "gate: cycles that a row did not take count as cycles",
+        "hispec/decoding/round.py",
+        "torch.where(num_put < batch.limits, proposals.counts, -1)",
+        "proposals.counts",
+        GATE,
+    ),
 )
