@@ -18,6 +18,7 @@ class RoundCounts:
 
     rounds                   rows times rounds
     tokens                   output tokens
+    cycles                   rows times draft cycles: up to num_checks in a round, none in plain decoding
     committed                tokens that rounds committed, those beyond a request's end included
     drafted, draft_accepted  draft tokens that could be judged; those of them that the tier above kept
     looked_up, looked_up_accepted   those of these that prompt lookup proposed
@@ -26,6 +27,7 @@ class RoundCounts:
     """
 
     rounds: int = 0
+    cycles: int = 0
     tokens: int = 0
     committed: int = 0
     drafted: int = 0
@@ -38,6 +40,7 @@ class RoundCounts:
 
     def add(
         self,
+        cycles: int,
         committed: int,
         tokens: int,
         drafted: Sequence[int],
@@ -47,6 +50,7 @@ class RoundCounts:
     ) -> None:
         """Adds one row's round; `drafted` and `draft_accepted` by Source (computed, looked up)."""
         self.rounds += 1
+        self.cycles += cycles
         self.committed += committed
         self.tokens += tokens
         self.drafted += sum(drafted)

@@ -12,6 +12,7 @@ LAWS = (
     "tests/laws/test_engine.py",
     "tests/laws/test_finish.py",
 )
+GATE = ("tests/decoding/test_gate.py",)
 STATIC = ("tests/laws/test_static.py",)
 CONTROL = ("tests/laws/test_control.py",)
 
@@ -389,5 +390,62 @@ FAULTS = (
         "            _copy_in(kv, part, where)",
         "            _copy_in(kv, part, where.flip(0))",
         CONTROL,
+    ),
+    Fault(
+        "gate: where the check is unsure, its own token is dropped",
+        "hispec/decoding/round.py",
+        "batch.stop(~verdict.goes_on, num_put)",
+        "num_put = num_put - (~verdict.goes_on & (num_put > 1)).long()\n"
+        "                batch.stop(~verdict.goes_on, num_put)",
+        ("tests/laws/test_rejection.py",),
+    ),
+    Fault(
+        "gate: a row that has stopped goes on writing",
+        "hispec/decoding/batch.py",
+        "self.limits.copy_(torch.where(which, columns, self.limits))",
+        "self.limits.copy_(torch.where(which, columns + 1, self.limits))",
+        GATE,
+    ),
+    Fault(
+        "gate: of the row beside it",
+        "hispec/decoding/batch.py",
+        "return (self.view.cu_q_lens[:-1] + nodes).clamp(max=self.num_tokens - 1)",
+        "return (self.view.cu_q_lens[:-1] + nodes).roll(1).clamp(max=self.num_tokens - 1)",
+        GATE,
+    ),
+    Fault(
+        "gate: of the cycle's first place, not of the check's own token",
+        "hispec/decoding/round.py",
+        "own = max_probability(logits[span.index_of(verdict.last)])",
+        "own = max_probability(logits[span.index_of(verdict.last * 0)])",
+        GATE,
+    ),
+    Fault(
+        "gate: not asked in rounds of static shape",
+        "hispec/runner/launchers.py",
+        "drafter, batch, runtime.gate(plan))",
+        "drafter, batch, None if batch.execution.is_static else runtime.gate(plan))",
+        GATE,
+    ),
+    Fault(
+        "gate: a controller counts checks that nobody asked as unsure",
+        "hispec/runner/round_output.py",
+        "went_on + 1 < choice.plan.num_checks and outcome.tentative < limit",
+        "went_on + 1 < choice.plan.num_checks",
+        ("tests/runner/test_round_output.py",),
+    ),
+    Fault(
+        "gate: the profile's replay asks at the cycle's first place",
+        "hispec/profile/replay_numba.py",
+        "not goes_on[min(at + num_kept, first + length)]",
+        "not goes_on[at]",
+        ("tests/profile/test_replay_numba.py",),
+    ),
+    Fault(
+        "gate: cycles that a row did not take count as cycles",
+        "hispec/decoding/round.py",
+        "torch.where(num_put < batch.limits, proposals.counts, -1)",
+        "proposals.counts",
+        GATE,
     ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hispec.config import PLAIN, EngineConfig, Plan, Settings, SpeculativeConfig
+from hispec.config import PLAIN, CheckConfig, EngineConfig, Plan, Settings, SpeculativeConfig
 from hispec.errors import ConfigError, HiSpecError, build
 from hispec.sampling_params import SamplingParams
 
@@ -100,11 +100,21 @@ ENGINE: list[tuple[str, Any, str]] = [
 ]
 
 
+CHECK: list[tuple[str, Any, str]] = [
+    ("confidence", 1.0, "below 1"),
+    ("continue_confidence", 0.0, "above 0"),
+    ("continue_confidence", 1.0, "below 1"),
+    ("continue_confidence", NAN, "finite"),
+    ("continue_confidence", "0.4", "number"),
+]
+
+
 @pytest.mark.parametrize(
     ("model", "others", "field", "value", "limit"),
     [
         *((SamplingParams, {}, *case) for case in SAMPLING),
         *((SpeculativeConfig, {"draft": DRAFT}, *case) for case in SPECULATIVE),
+        *((CheckConfig, {"layer": 8}, *case) for case in CHECK),
         *((EngineConfig, {}, *case) for case in ENGINE),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,

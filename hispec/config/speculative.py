@@ -111,12 +111,15 @@ class CheckConfig(Settings):
     path         folder of trained exits; None: the ones that come with HiSpec for this model
     confidence   overrule a draft only where the exit gives its own token at least this probability; None =
                  always [HiSpec]. Verify has the last word in any case
+    continue_confidence   a row goes on to another cycle only while the exit, at the place of its own token,
+                 gives some token at least this probability; else the row waits for verify. None = always R
     """
 
     kind: Literal["exit", "adapter"] = "exit"
     layer: Annotated[int, Field(ge=2)]
     path: Annotated[str, Field(min_length=1)] | None = None
     confidence: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    continue_confidence: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
 
     @model_validator(mode="after")
     def _path_of_adapter(self) -> CheckConfig:
@@ -218,6 +221,11 @@ class SpeculativeConfig(Settings):
             raise ValueError(
                 f"draft_confidence={self.draft_confidence} means nothing for draft.kind={draft.kind!r}, which"
                 " has no probabilities; leave it out"
+            )
+        if check is not None and check.continue_confidence is not None and self.num_checks == 1:
+            raise ValueError(
+                f"check.continue_confidence={check.continue_confidence} decides whether another cycle"
+                " follows, and num_checks=1 allows none; raise num_checks, or leave it out"
             )
         if self.num_branches > 1:
             self._check_branches()

@@ -19,8 +19,10 @@ from .request_acceptance import RequestAcceptance
 COMPUTED, LOOKED_UP = 0, 1
 DRAFT, VERIFY = 0, 1
 MOST_TENTATIVE = 96  # tentative tokens of a round that are told apart
-# Priors: share of drafts that a drafter which may stop early offers; share of hybrid cycles served by lookup.
-_OFFERED, _FOUND = 0.8, 0.3
+MOST_CHECKS = 16  # of a round
+# Priors: share of drafts that a drafter which may stop early offers; share of hybrid cycles served by lookup;
+# share of checks that are sure enough for another cycle.
+_OFFERED, _FOUND, _GOES_ON = 0.8, 0.3, 0.7
 # Evidence from other routes and from shadows counts at most so many prior weights ...
 _RELATED, _SHADOWED = 4.0, 16.0
 _TRUSTED = 0.5  # ... and each of its counts as much as this of the route's own.
@@ -37,6 +39,7 @@ class Estimates:
                        check
     computed, looked   [routes, drafts] P(the draft is offered | those before were), by who drafts
     found              [routes] share of cycles that prompt lookup serves
+    goes_on            [routes, MOST_CHECKS - 1] P(another cycle follows | there was room for one)
     """
 
     kept: Floats
@@ -44,6 +47,7 @@ class Estimates:
     computed: Floats
     looked: Floats
     found: Floats
+    goes_on: Floats
 
 
 class AcceptanceModel:
@@ -52,7 +56,9 @@ class AcceptanceModel:
     def __init__(self, routes: Sequence[Route], config: GoodputConfig) -> None:
         self.routes, self._config = tuple(routes), config
         # A drafter is a route without its check and sizes.
-        of_routes = [replace(route, check_layer=None, most_drafts=1, most_checks=1) for route in routes]
+        of_routes = [
+            replace(route, check_layer=None, most_drafts=1, most_checks=1, is_gated=False) for route in routes
+        ]
         self._drafters = list(dict.fromkeys(of_routes))
         self._drafter_of = np.array([self._drafters.index(each) for each in of_routes], np.int64)
         self._layers = sorted(
@@ -63,6 +69,7 @@ class AcceptanceModel:
         self.kept, self.accepted = table(num, most), table(num, MOST_TENTATIVE)
         self._shares = table(2 * num, 1)  # drafts kept, tentative tokens accepted: for reports
         self._offered, self._found = table(2 * len(self._drafters), most), table(len(self._drafters), 1)
+        self._goes_on = table(num, MOST_CHECKS - 1)
         self._right = table(len(self._layers), 1)
         self._agreed = table(len(self._drafters) * len(self._layers), 1)
         self.requests = RequestAcceptance(2, config.window, config.prior_weight)
@@ -73,6 +80,7 @@ class AcceptanceModel:
         """Which routes and exits are evidence for which routes, as 0/1 matrices."""
         routes, num = self.routes, len(self.routes)
         self._has_check = np.array([route.check_layer is not None for route in routes], bool)
+        self._is_gated = np.array([route.is_gated for route in routes], bool)
         self._is_hybrid = np.array([route.traits.is_mixed for route in routes], bool)
         index = {layer: at for at, layer in enumerate(self._layers)}
         # -1 reads the zero that is appended behind all layers.
@@ -108,6 +116,8 @@ class AcceptanceModel:
             self.accepted.add(route, accepted, tentative, round_index, rounds)
             self._shares.add_counts(2 * route + VERIFY, *_sums(accepted, tentative), round_index, rounds)
             self._add_requests(VERIFY, _joined(seen, "rows"), accepted, tentative, estimates.accepted[route])
+            went_on, asked = _joined(seen, "went_on"), _joined(seen, "asked")
+            self._goes_on.add(route, went_on, asked, round_index, rounds)
 
     def add_shadows(
         self, route: int | None, shadows: Iterable[Shadow], round_index: float, rounds: int
@@ -179,7 +189,11 @@ class AcceptanceModel:
         prior = np.full(len(self._drafters), (survived + weight * _FOUND) / (risk + weight))
         found = self._found.pooled(prior)[self._drafter_of]
         computed, looked = offered[self._drafter_of, COMPUTED], offered[self._drafter_of, LOOKED_UP]
-        return Estimates(kept, accepted, computed, looked, np.where(self._is_hybrid, found, 0.0))
+        table = self._goes_on
+        risk = table.at_risk.sum() + weight
+        usual = np.full(len(self.routes), (table.survived.sum() + weight * _GOES_ON) / risk)
+        goes_on = np.where(self._is_gated[:, None], table.hazards(usual), 1.0)
+        return Estimates(kept, accepted, computed, looked, np.where(self._is_hybrid, found, 0.0), goes_on)
 
     def _priors(self, round_index: float | None) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
         """For drafts and for tentative tokens: the hazard of each route [routes] by the evidence of other
@@ -248,6 +262,8 @@ class AcceptanceModel:
             if route.check_layer is not None:
                 entry["check"] = _rounded(estimates.accepted[at, : 2 * route.most_drafts])
                 entry["check_counts"] = float(verify_counts[at])
+            if route.is_gated:
+                entry["goes_on"] = _rounded(estimates.goes_on[at, : route.most_checks - 1])
         return {"routes": out, "exits": self._exit_stats(round_index), "requests": len(self.requests)}
 
     def shares(self) -> dict[str, dict[str, float]]:

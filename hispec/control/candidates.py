@@ -46,8 +46,16 @@ class ExitTiers:
             num_exit_tokens=num_exit_tokens,
         )
 
-    def check(self, layer: int, confidence: float | None = None) -> CheckConfig:
-        return CheckConfig(kind=self.kind, path=self.path, layer=layer, confidence=confidence)
+    def check(
+        self, layer: int, confidence: float | None = None, continue_confidence: float | None = None
+    ) -> CheckConfig:
+        return CheckConfig(
+            kind=self.kind,
+            path=self.path,
+            layer=layer,
+            confidence=confidence,
+            continue_confidence=continue_confidence,
+        )
 
 
 def candidates(speculative: SpeculativeConfig, trained: Collection[int]) -> list[SpeculativeConfig]:
@@ -128,6 +136,7 @@ def route_of(way: SpeculativeConfig) -> Route:
         most_checks=way.num_checks if way.check else 1,
         num_exit_tokens=way.draft.num_exit_tokens,
         has_confidence=way.draft_confidence is not None,
+        is_gated=way.check is not None and way.check.continue_confidence is not None,
         lookup="cautious" if not way.draft.traits.computes and way.draft.ngram == _CAUTIOUS else None,
     )
 
@@ -169,10 +178,11 @@ def _ways(
     two_tier = _two_tier(speculative, draft)
     tiers = ExitTiers("adapter" if uses_trained(speculative) else "exit", trained_path(speculative))
     yield two_tier
-    confidence = speculative.check.confidence if speculative.check else None
+    own = speculative.check
+    confidences = (own.confidence, own.continue_confidence) if own else (None, None)
     for layer in layers:
         if layer > max(draft.layer or 0, 1):
-            update = {"check": tiers.check(layer, confidence), "num_checks": speculative.num_checks}
+            update = {"check": tiers.check(layer, *confidences), "num_checks": speculative.num_checks}
             yield two_tier.model_copy(update=update)
 
 

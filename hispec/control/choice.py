@@ -30,6 +30,7 @@ class Route:
     most_checks      largest R (1 without a check tier)
     num_exit_tokens  of hybrid: most drafts of the exit, where prompt lookup finds nothing
     has_confidence   whether rows stop drafting early, below a confidence
+    is_gated         whether a further cycle follows only where the check is sure of its own token
     lookup           name of the prompt-lookup settings, where there are several
     """
 
@@ -40,6 +41,7 @@ class Route:
     most_checks: int = 1
     num_exit_tokens: int | None = None
     has_confidence: bool = False
+    is_gated: bool = False
     lookup: str | None = None
 
     @property
@@ -118,6 +120,8 @@ class Observation:
     One entry per row and verify:
     rows            the request's number
     tentative, accepted   tokens judged by verify; of them, those that it accepted
+    went_on, asked   cycles that followed another; the same and one more if the check ended them. Where a row
+                     had no room or had all its cycles, nobody asked whether it goes on
     """
 
     choice: Choice
@@ -134,6 +138,8 @@ class Observation:
     rows: Ints = field(default_factory=_no_ints)
     tentative: Ints = field(default_factory=_no_ints)
     accepted: Ints = field(default_factory=_no_ints)
+    went_on: Ints = field(default_factory=_no_ints)
+    asked: Ints = field(default_factory=_no_ints)
     shadows: Sequence[Shadow] = ()
 
 

@@ -104,12 +104,16 @@ def _clipped_log(ratio: float) -> float:
 
 
 def _observed(seen: Sequence[Observation], route: Route | None, row_rounds: int) -> tuple[Widths, float]:
-    """How far rows got in these rounds, and cycles per row and round. A row that could not draft took one
-    cycle without drafts."""
-    most = seen[0].choice.plan.num_draft_tokens
-    drafted, kept, looked_up = (
-        np.concatenate([getattr(each, name) for each in seen]) for name in ("drafted", "kept", "looked_up")
+    """How far rows got in these rounds, and cycles per row and round, were each to take all that it has room
+    for. A row that could not draft took one cycle without drafts."""
+    most, most_checks = seen[0].choice.plan.num_draft_tokens, seen[0].choice.plan.num_checks
+    drafted, kept, looked_up, went_on = (
+        np.concatenate([getattr(each, name) for each in seen])
+        for name in ("drafted", "kept", "looked_up", "went_on")
     )
+    cycles = np.ones((1, most_checks))
+    if route is not None and route.is_gated:
+        cycles = _shares(went_on, row_rounds, most_checks - 1)
     num = max(len(drafted), row_rounds)
     only_looks_up = route is not None and not route.traits.computes
     is_mixed = route is not None and route.traits.is_mixed
@@ -121,8 +125,9 @@ def _observed(seen: Sequence[Observation], route: Route | None, row_rounds: int)
         found=np.array([num_looked / num]),
         kept=_shares(kept, num, most),
         accepted=np.ones((1, MOST_TENTATIVE + 1)),
+        cycles=cycles,
     )
-    return widths, num / row_rounds
+    return widths, num / row_rounds * most_checks / float(cycles.sum())
 
 
 def _shares(lengths: Ints, num: int, most: int) -> Floats:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..config import PLAIN, Plan
 from ..latency.model import LatencyModel
-from .acceptance_model import MOST_TENTATIVE, Estimates
+from .acceptance_model import MOST_CHECKS, MOST_TENTATIVE, Estimates
 from .choice import Ints, Route
 from .hazards import Floats, survival
 from .route_costs import (
@@ -44,6 +44,7 @@ class Widths:
     found              [entries]: share of cycles that prompt lookup serves
     kept               [entries, drafts + 1]: drafts kept in a cycle
     accepted           [entries, MOST_TENTATIVE + 1]: tentative tokens accepted by verify
+    cycles             [entries, MOST_CHECKS]: further cycles, if there is room for them
     """
 
     computed: Floats
@@ -51,11 +52,12 @@ class Widths:
     found: Floats
     kept: Floats
     accepted: Floats
+    cycles: Floats
 
     def of(self, entry: int) -> Widths:
         """Of one route alone."""
         at = slice(entry, entry + 1)
-        return Widths(self.computed[at], self.looked[at], self.found[at], self.kept[at], self.accepted[at])
+        return Widths(*(each[at] for each in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -193,17 +195,25 @@ class PlanGrid:
         computed = np.where(np.arange(self.num_drafts + 1) <= self._exit_drafts[:, None], computed, 0.0)
         accepted = survival(np.concatenate([estimates.accepted, np.zeros((1, MOST_TENTATIVE))]))
         found = np.concatenate([estimates.found, [0.0]]) + self._looks_up
-        return Widths(computed, looked, found, kept, accepted)
+        cycles = survival(np.concatenate([estimates.goes_on, np.ones((1, MOST_CHECKS - 1))]))
+        return Widths(computed, looked, found, kept, accepted, cycles)
 
     def widths_of(self, estimates: Estimates, route: int) -> Widths:
         """Of one route alone."""
         at = slice(route, route + 1)
-        computed, looked, kept, accepted = (
+        computed, looked, kept, accepted, cycles = (
             survival(each[at])
-            for each in (estimates.computed, estimates.looked, estimates.kept, estimates.accepted)
+            for each in (
+                estimates.computed,
+                estimates.looked,
+                estimates.kept,
+                estimates.accepted,
+                estimates.goes_on,
+            )
         )
         computed = np.where(np.arange(self.num_drafts + 1) <= self._exit_drafts[route], computed, 0.0)
-        return Widths(computed, looked, estimates.found[at] + self._looks_up[at], kept, accepted)
+        found = estimates.found[at] + self._looks_up[at]
+        return Widths(computed, looked, found, kept, accepted, cycles)
 
     def tokens(self, widths: Widths, sizes: Sizes | None = None) -> Floats:
         """[plans]: tokens that a row is expected to commit in a round: 1 + sum over j of P(j drafts kept);
@@ -222,7 +232,7 @@ class PlanGrid:
         costs = self._costs if sizes is None else self._one[int(sizes.route[0])]
         sizes = sizes or self.sizes
         passes = (
-            self._static_passes(rows, sizes)
+            self._static_passes(widths, rows, sizes)
             if self._latency.is_static
             else self._packed_passes(widths, rows, sizes)
         )
@@ -231,27 +241,28 @@ class PlanGrid:
     def _packed_passes(self, widths: Widths, rows: int, sizes: Sizes) -> Passes:
         """[3, slots, plans]: passes of a round by slot, rows and positions in them: the live ones. A pass is
         run if a row is in it."""
-        entry, cycles, out = sizes.entry, sizes.cycles, np.zeros((3, len(SLOTS), len(sizes.route)))
+        entry, last, out = sizes.entry, sizes.checks - 1, np.zeros((3, len(SLOTS), len(sizes.route)))
         found, drafts = widths.found[entry], np.minimum(sizes.drafts, self._exit_drafts[sizes.route])
+        cycles = sizes.cycles * np.cumsum(widths.cycles, axis=1)[entry, last] / sizes.checks
         alive = widths.computed * (1.0 - widths.found)[:, None]
-        any_alive = 1.0 - (1.0 - alive) ** rows
+        any_alive = _any_row(widths, rows, sizes, alive)
         before = np.maximum(drafts - 1, 0)
         has_drafts = drafts > 0
-        out[0, DRAFT_SLOT] = (
-            np.where(has_drafts, np.cumsum(any_alive, axis=1)[entry, before], 0.0) * sizes.checks
-        )
+        out[0, DRAFT_SLOT] = np.where(has_drafts, np.cumsum(any_alive, axis=2)[entry, last, before], 0.0)
         out[1:, DRAFT_SLOT] = (
             np.where(has_drafts, np.cumsum(alive, axis=1)[entry, before], 0.0) * cycles * rows
         )
-        out[0, FILL_SLOT] = any_alive[entry, drafts] * sizes.checks
+        out[0, FILL_SLOT] = any_alive[entry, last, drafts]
         out[1:, FILL_SLOT] = alive[entry, drafts] * cycles * rows
         looked = (
             np.cumsum(widths.looked, axis=1)[entry, sizes.drafts] * found
         )  # the place before them counted
         computed = np.cumsum(widths.computed, axis=1)[entry, drafts] * (1.0 - found)
-        out[0, LOOKUP_SLOT], out[1:, LOOKUP_SLOT] = sizes.checks, cycles * rows
+        chances = np.stack([np.ones_like(widths.found), widths.found], axis=1)
+        run, fed = _any_row(widths, rows, sizes, chances)[entry, last].T
+        out[0, LOOKUP_SLOT], out[1:, LOOKUP_SLOT] = run, cycles * rows
         out[:, FEED_SLOT] = (
-            (1.0 - (1.0 - found) ** rows) * sizes.checks,
+            fed,
             found * cycles * rows,
             looked * cycles * rows,
         )
@@ -263,7 +274,7 @@ class PlanGrid:
         offered = widths.looked[entry, first] * found + widths.computed[entry, first] * (1.0 - found)
         bare = np.where(has_check & (sizes.checks == 1), (1.0 - offered) ** rows, 0.0)
         out[:, CHECK_SLOT] = (
-            sizes.checks * (1.0 - bare),
+            run * (1.0 - bare),
             cycles * rows * (1.0 - bare),
             rows * (cycles * places - bare),
         )
@@ -275,10 +286,13 @@ class PlanGrid:
         )
         return out
 
-    def _static_passes(self, rows: int, sizes: Sizes) -> Passes:
-        """As `_packed_passes`: every pass takes its whole rectangle, and none is left out."""
+    def _static_passes(self, widths: Widths, rows: int, sizes: Sizes) -> Passes:
+        """As `_packed_passes`: every pass takes its whole rectangle, and none is left out but those of cycles
+        that no row takes."""
+        always = np.ones((len(widths.cycles), 1))
+        checks = _any_row(widths, rows, sizes, always)[sizes.entry, sizes.checks - 1, 0]
         rows, out = self._latency.rows(rows), np.zeros((3, len(SLOTS), len(sizes.route)))
-        checks, drafts = sizes.checks, np.minimum(sizes.drafts, self._exit_drafts[sizes.route])
+        drafts = np.minimum(sizes.drafts, self._exit_drafts[sizes.route])
         places = sizes.drafts + 1
         out[0, DRAFT_SLOT], out[1:, DRAFT_SLOT] = drafts * checks, drafts * checks * rows
         out[0, FILL_SLOT], out[1:, FILL_SLOT] = checks, checks * rows
@@ -288,9 +302,16 @@ class PlanGrid:
         out[:, VERIFY_SLOT] = (
             np.ones(len(places)),
             np.full(len(places), rows),
-            np.where(sizes.has_check, checks, 1) * rows * places,
+            np.where(sizes.has_check, sizes.checks, 1) * rows * places,
         )
         return out
+
+
+def _any_row(widths: Widths, rows: int, sizes: Sizes, chances: Floats) -> Floats:
+    """[entries, R, n]: in how many of the first 1 to R cycles some row does what a row that takes the cycle
+    does with these chances [entries, n]."""
+    takes = widths.cycles[:, : int(sizes.checks.max()), None] * chances[:, None]
+    return np.cumsum(1.0 - (1.0 - takes) ** rows, axis=1)
 
 
 def _checks_of(route: Route, num_drafts: int) -> list[int]:
@@ -308,7 +329,7 @@ def _checked_tokens(widths: Widths, sizes: Sizes) -> Floats:
     row commits min(A + 1, N), where A of them are accepted: E = sum over i >= 1 of P(N >= i) P(A >= i - 1), N
     and A taken for independent. So E is the mean over N of V(N) = sum over i <= N of P(A >= i - 1), by
     Parseval's theorem a sum over the spectra of V and of N's distribution, and that one is of R cycles the
-    Rth power.
+    Rth power. Where a further cycle follows only at times, each adds its share of what it would add.
     """
     entry, drafts, by_checks = sizes.checked_cycles
     size = 1 << int((sizes.checks * (sizes.drafts + 1))[sizes.checked].max()).bit_length()
@@ -326,9 +347,12 @@ def _checked_tokens(widths: Widths, sizes: Sizes) -> Floats:
     twice[0] = twice[-1] = 1.0 / size
     values = (np.conj(np.fft.rfft(value, axis=1)) * twice)[entry]
     out, power, done = np.zeros(len(sizes.checked)), np.ones_like(spectrum), 0
+    reach, mean, last = widths.cycles[entry], np.zeros(len(entry)), np.zeros(len(entry))
     for count, at, kind in by_checks:
-        for _ in range(count - done):
+        for cycle in range(done, count):
             power = power * spectrum
+            tokens = (power * values).real.sum(axis=1)
+            mean, last = mean + reach[:, cycle] * (tokens - last), tokens
         done = count
-        out[at] = (power * values).real.sum(axis=1)[kind]
+        out[at] = mean[kind]
     return out

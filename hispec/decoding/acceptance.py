@@ -55,11 +55,13 @@ class Proposals:
 
 @dataclass(frozen=True)
 class Verdict:
-    """[rows] each: accepted drafts, the last node of their path, and the tier's own token after it."""
+    """[rows] each: accepted drafts, the last node of their path, the tier's own token after it, and whether a
+    check is sure enough of that for another cycle (None: nobody asks)."""
 
     num_accepted: Tensor
     last: Tensor
     token: Tensor
+    goes_on: Tensor | None = None
 
 
 def coupled(

@@ -132,6 +132,11 @@ class RoundBatch:
         it never exceeds."""
         return limit if self.execution.is_static else int(counts.max())
 
+    def stop(self, which: Tensor, columns: Tensor) -> None:
+        """The rows where which [rows] bool holds process no more than the columns [rows] that they have. In
+        place, since graphs of later stages read the limits at their address."""
+        self.limits.copy_(torch.where(which, columns, self.limits))
+
     def put_tokens(self, columns: Tensor, values: Tensor, where: Tensor) -> None:
         """tokens[row, columns[row]] = values[row] in the rows where where [rows] holds; beyond the window
         nothing is read."""
@@ -168,6 +173,11 @@ class Span:
     def num_tokens(self) -> int:
         return self.rows.shape[0]
 
+    def index_of(self, nodes: Tensor) -> Tensor:
+        """Which token [rows] is node nodes [rows] of a row's cycle, in a span over all nodes from 0 on; any,
+        in a row without tokens."""
+        return (self.view.cu_q_lens[:-1] + nodes).clamp(max=self.num_tokens - 1)
+
     def spread(self, values: Tensor) -> Tensor:
         """values [tokens, ...] in their cells of the rectangle [rows, q_len, ...]; zeros elsewhere."""
         rows, q_len = self.shape
@@ -200,8 +210,8 @@ class RoundResult:
 
     tokens, counts             [rows, window + 1], [rows]: tokens[:, 1:] begin with the `counts` tokens to
                                commit
-    drafted, kept, source      [rows, cycles]: drafts that could be judged; of them, those that the tier above
-                               kept; who made them, by drafter.Source
+    drafted, kept, source      [rows, cycles]: drafts that could be judged, -1 = the row had no such cycle; of
+                               them, those that the tier above kept; who made them, by drafter.Source
     tentative, accepted        [rows]: tokens put before verify; of them, those that it kept
     logits, span, nodes        of verify: logits [tokens, vocab] of the tokens of `span`, None if the batch
                                does not keep them; nodes [rows, depth + 1] on the accepted path

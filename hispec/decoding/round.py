@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from ..config import Plan
+from ..sampling.confidence import max_probability
 from .acceptance import Judge, Proposals, Verdict
 from .batch import RoundBatch, RoundResult, Span
 from .draft_tree import DraftTree
@@ -41,24 +42,31 @@ from .stages import Stages, Tier
 
 
 def run_round(
-    stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None, batch: RoundBatch
+    stages: Stages,
+    plan: Plan,
+    judge: Judge,
+    drafter: Drafter | None,
+    batch: RoundBatch,
+    continue_confidence: float | None = None,
 ) -> RoundResult:
     """Runs one round of `plan` over the rows of `batch`; every row with limit > 0 commits at least one token.
-    `drafter`: None if the plan is plain. Raises DrafterError, with nothing committed, if the drafter
-    fails."""
-    return Round(stages, plan, judge, drafter, batch).run()
+    `drafter`: None if the plan is plain; continue_confidence: as CheckConfig has it. Raises DrafterError,
+    with nothing committed, if the drafter fails."""
+    return Round(stages, plan, judge, drafter, batch, continue_confidence).run()
 
 
 @dataclass(frozen=True)
 class Round:
     """What computes (stages), how much is drafted and checked (plan: D, C, K, R), who accepts (judge), who
-    proposes (drafter), over which rows (batch)."""
+    proposes (drafter), over which rows (batch), and how sure a check must be of its own token for another
+    cycle to follow (continue_confidence; None = always R)."""
 
     stages: Stages
     plan: Plan
     judge: Judge
     drafter: Drafter | None
     batch: RoundBatch
+    continue_confidence: float | None = None
 
     def run(self) -> RoundResult:
         """The whole round: R cycles of a draft and a check, then one verify."""
@@ -66,12 +74,13 @@ class Round:
         num_put = torch.zeros_like(batch.limits)  # [rows]: columns that hold x_n and tentative tokens
         if plan.is_plain:
             return self.verify(Proposals(DraftTree.of(plan), num_put, num_put), batch.limits.clamp(max=1))
-        drafted = num_put.new_zeros(len(num_put), plan.num_checks)
+        drafted = num_put.new_full((len(num_put), plan.num_checks), -1)
         kept, source = torch.zeros_like(drafted), torch.zeros_like(drafted)
         for cycle in range(plan.num_checks):
             draft = self.draft(num_put)
             proposals = draft.proposals
-            drafted[:, cycle], source[:, cycle] = proposals.counts, draft.source
+            drafted[:, cycle] = torch.where(num_put < batch.limits, proposals.counts, -1)
+            source[:, cycle] = draft.source
             if plan.check_layer is None or (plan.num_checks == 1 and not batch.sync_any(proposals.counts)):
                 # Without drafts a check has nothing to judge: verify resumes where the draft tier stopped.
                 two_tier = replace(self, plan=replace(plan, check_layer=None, num_checks=1))
@@ -82,6 +91,8 @@ class Round:
             verdict = self._run_stage("check", self.check, proposals)
             kept[:, cycle] = verdict.num_accepted
             num_put = num_put + (verdict.num_accepted + 1) * (num_put < batch.limits)
+            if verdict.goes_on is not None:
+                batch.stop(~verdict.goes_on, num_put)
             if not batch.sync_any(num_put < batch.limits):
                 break
         most = batch.sync_max(num_put, plan.num_checks * (plan.num_draft_tokens + 1))
@@ -119,6 +130,9 @@ class Round:
         stages.leave(Tier.CHECK, span, hidden)
         logits = stages.logits(hidden, plan.check_layer, span)
         verdict = self.judge.judge(Tier.CHECK, logits, batch, span, proposals)
+        if self.continue_confidence is not None:
+            own = max_probability(logits[span.index_of(verdict.last)])
+            verdict = replace(verdict, goes_on=own >= self.continue_confidence)
         self._keep_path(proposals, verdict, plan.check_layer)
         batch.put_tokens(first + verdict.num_accepted + 1, verdict.token, is_live)
         return verdict
@@ -147,7 +161,7 @@ class Round:
             accepted, last = verdict.num_accepted, verdict.last
             self._keep_path(proposals, verdict, stages.num_layers)
             batch.put_tokens(accepted + 1, verdict.token, accepted < num_live)
-        none = num_live.new_zeros(len(num_live), plan.num_checks)
+        none = num_live.new_full((len(num_live), plan.num_checks), -1)
         return RoundResult(
             tokens=batch.tokens,
             counts=torch.minimum(accepted + 1, num_live),

@@ -187,8 +187,9 @@ class StepLoop:
         request.note_times(time.monotonic())
         taken = request.num_output - before
         by_source = outcome.sum_by_source(outcome.drafted), outcome.sum_by_source(outcome.kept)
+        num_cycles, committed = len(outcome.drafted), len(outcome.token_ids)
         for counts in (request.counts, self.stats.round):
-            counts.add(len(outcome.token_ids), taken, *by_source, outcome.tentative, outcome.accepted)
+            counts.add(num_cycles, committed, taken, *by_source, outcome.tentative, outcome.accepted)
         # Blocks that the round in flight may write stay.
         self._scheduler.commit(request, len(request.token_ids) - 1, release=self.flight is None)
         if request.finish_reason is not None:

@@ -166,6 +166,10 @@ def plan_text(speculative: SpeculativeConfig | None, num_layers: int) -> str:
     checks = f", R={speculative.num_checks} checks" if check is not None else ""
     exits = f" ({draft.num_exit_tokens} by the exit)" if draft.num_exit_tokens is not None else ""
     branches = f", B={speculative.num_branches} branches" if speculative.num_branches > 1 else ""
-    sure = {"draft": speculative.draft_confidence, "check": check and check.confidence}
+    sure = {
+        "draft": speculative.draft_confidence,
+        "check": check and check.confidence,
+        "another cycle": check and check.continue_confidence,
+    }
     confidence = "".join(f", {tier} p>={value:g}" for tier, value in sure.items() if value is not None)
     return f"{stages}, K={speculative.num_draft_tokens} drafts{exits}{branches}{checks}{confidence}"

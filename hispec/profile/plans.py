@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any, NamedTuple, get_args
 
-from ..config import DraftConfig, NgramConfig, SpeculativeConfig
+from ..config import CheckConfig, DraftConfig, NgramConfig, SpeculativeConfig
 from ..errors import ConfigError
 from .candidates import Candidates
 from .options import Drafters, ProfileOptions
@@ -14,6 +14,7 @@ from .options import Drafters, ProfileOptions
 # Tried with every plan, and then with the best ones of each kind (`refined`).
 _COARSE_DRAFT, _COARSE_CHECK = (None, 0.6), (None, 0.5)
 _FINE = (None, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_COARSE_GATE, _GATES = 0.4, (None, 0.4, 0.6, 0.8)  # with as many checks as there may be
 _BRANCHES, _MOST_BRANCH_DRAFTS = (2, 3, 4, 8), 3
 _NGRAMS = (
     NgramConfig(),
@@ -42,7 +43,7 @@ def all_plans(
         )
     drafters = options.drafters or get_args(Drafters)
     shapes = (shape for drafter in drafters for shape in _shapes(drafter, options, candidates, own))
-    found = [plan for shape in shapes for plan in _plans_of(shape, options.max_window, candidates)]
+    found = [plan for shape in shapes for plan in _plans_of(shape, options, candidates)]
     if not found:
         raise ConfigError(
             f"drafters: no plan of {', '.join(drafters)} fits into"
@@ -52,7 +53,8 @@ def all_plans(
 
 
 def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
-    """The plan with every combination of confidences of its drafts and its check; none of a tree."""
+    """The plan with every combination of confidences of its drafts and its check, and with those at which
+    further cycles follow; none of a tree."""
     if plan.num_branches > 1:
         return
     of_draft = _FINE if plan.draft.traits.computes else (None,)
@@ -60,6 +62,9 @@ def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
     for confidence, check_confidence in product(of_draft, of_check):
         check = plan.check and plan.check.model_copy(update={"confidence": check_confidence})
         yield plan.model_copy(update={"draft_confidence": confidence, "check": check})
+    if plan.check is not None and plan.num_checks > 1:
+        for gate in _GATES:
+            yield plan.model_copy(update={"check": _gated(plan.check, gate)})
 
 
 def ngram_sizes(own: SpeculativeConfig | None) -> list[NgramConfig]:
@@ -102,6 +107,7 @@ def short_text(plan: SpeculativeConfig | None) -> str:
     for name, confidence in (
         ("draft", plan.draft_confidence),
         ("check", plan.check.confidence if plan.check else None),
+        ("go on", plan.check.continue_confidence if plan.check else None),
     ):
         parts += [f"{name}≥{confidence:g}"] if confidence is not None else []
     return " ".join(parts)
@@ -156,12 +162,18 @@ def _shapes(
             yield _Shape(draft, num_drafts, 1, max_checks)
 
 
-def _plans_of(shape: _Shape, max_window: int, candidates: Candidates) -> Iterator[SpeculativeConfig]:
-    """The two-tier plans of this shape, and the three-tier ones; none if a cycle alone exceeds the window."""
+def _gated(check: CheckConfig, gate: float | None) -> CheckConfig:
+    return check.model_copy(update={"continue_confidence": gate})
+
+
+def _plans_of(shape: _Shape, options: ProfileOptions, candidates: Candidates) -> Iterator[SpeculativeConfig]:
+    """The two-tier plans of this shape, and the three-tier ones, of a fixed R or gated; none if a cycle alone
+    exceeds the window."""
     draft, num_drafts, num_branches, max_checks = shape
     num_nodes = num_branches * num_drafts + 1
-    if num_nodes > max_window:
+    if num_nodes > options.max_window:
         return
+    most_checks = min(options.max_checks, options.max_window // num_nodes)
     of_check = (None,) if num_branches > 1 else _COARSE_CHECK
     above = [layer for layer in candidates.layers if layer > (draft.layer or 1)]
     checks = [candidates.tiers.check(*each) for each in product(above, of_check)]
@@ -173,5 +185,7 @@ def _plans_of(shape: _Shape, max_window: int, candidates: Candidates) -> Iterato
             "draft_confidence": confidence,
         }
         yield SpeculativeConfig(**fields, num_checks=1)
-        for check, num_checks in product(checks, range(1, min(max_checks, max_window // num_nodes) + 1)):
+        for check, num_checks in product(checks, range(1, min(max_checks, most_checks) + 1)):
             yield SpeculativeConfig(**fields, check=check, num_checks=num_checks)
+        for check in checks if most_checks > 1 and num_branches == 1 else ():
+            yield SpeculativeConfig(**fields, check=_gated(check, _COARSE_GATE), num_checks=most_checks)

@@ -75,6 +75,9 @@ COMMENTS = {
     "speculative.check.confidence": (
         "overrule a draft only where the check is this sure of its own token (0 to 1); null = always"
     ),
+    "speculative.check.continue_confidence": (
+        "another cycle only while the check is this sure of its own token (0 to 1); null = always R"
+    ),
     "speculative.num_draft_tokens": "K: tokens drafted before each check, at most",
     "speculative.num_checks": "R: checks before each verify; without effect where there is no check tier",
     "speculative.num_branches": "B: chains of K drafts, which begin with the likeliest tokens; 1 = one chain",

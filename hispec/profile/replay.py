@@ -17,7 +17,7 @@ from .recording import Bools, Ints, Recording, Said
 class Rounds:
     """A plan's rounds over all answers: of each (`per_answer`), and in all, row by row.
 
-    cycles      draft cycles
+    reached     [num_checks]: rounds with so many draft cycles at least, from 1 on
     unchecked   rounds whose only check was left out for want of drafts; they are in neither `checks` nor
                 `verifies`
     looked_up   [positions]: cycles with looked-up drafts, by their number and the token before them
@@ -29,12 +29,17 @@ class Rounds:
     per_answer: Ints
     rounds: int
     tokens: int
-    cycles: int
+    reached: Ints
     unchecked: int
     looked_up: Ints
     levels: Ints
     checks: Ints
     verifies: Ints
+
+    @property
+    def cycles(self) -> int:
+        """Draft cycles."""
+        return int(self.reached.sum())
 
     @property
     def tokens_per_round(self) -> float:
@@ -79,6 +84,7 @@ class RoundCounter:
         self._none = np.zeros(len(recording.truth), np.int64)
         self._always = np.full(len(recording.truth), 1 << 30, np.int64)
         self._never = np.zeros(len(recording.truth), np.bool_)
+        self._ever = ~self._never
         self._cache: dict[Hashable, Any] = {}
 
     def count(self, plan: SpeculativeConfig | None) -> Rounds:
@@ -87,14 +93,16 @@ class RoundCounter:
         What a round commits is exact: its drafts and checks are on the true context up to the first tentative
         token that is wrong, and nothing is committed beyond that. After it, the tiers go on in that round
         from a wrong token, and what they would say there was not recorded. They are taken to find, say and
-        keep what they do at those places on the true context; only the costs of the round depend on that. Not
-        exact is a plan with a datastore, for several rows.
+        keep what they do at those places on the true context; only the costs of the round depend on that.
+        Those of gated cycles come out too high by it: after a wrong token a check is less sure. Not exact is
+        a plan with a datastore, for several rows.
         """
         lengths = self._recording.lengths
         if plan is None:
             total = int(lengths.sum())
             none = np.zeros((1, 2), np.int64)
-            return Rounds(lengths, total, total, total, 0, none[0], none, none[0], np.array([0, total]))
+            reached, verifies = np.array([total]), np.array([0, total])
+            return Rounds(lengths, total, total, reached, 0, none[0], none, none[0], verifies)
         from . import replay_numba  # here: numba
 
         check = (plan.check.layer, plan.check.confidence) if plan.check is not None else None
@@ -111,24 +119,36 @@ class RoundCounter:
                 key, said = ("sure", draft.layer, confidence), self._said(draft.layer)
                 sure = self._once(key, lambda: self._recording.sure(said, confidence))
                 computed = computed._replace(sure=sure)
-        own_right = self._never
+        own_right, goes_on = self._never, self._ever
         if check is not None:
             own_right = self._once(("own", check[0]), lambda: self._own_right(check[0]))
+            if (gate := plan.check.continue_confidence if plan.check else None) is not None:
+                goes_on = self._said(check[0]).probability >= np.float32(gate)
         num_checks = plan.num_checks if check else 1
         most_found = plan.num_draft_tokens if sizes is not None else 0
         window = num_checks * (max(most_found, plan.num_branches * drafted) + 1)
         per_answer, totals = np.zeros(len(lengths), np.int64), np.zeros(replay_numba.NUM_TOTALS, np.int64)
+        reached = np.zeros(num_checks, np.int64)
         widths = np.zeros((replay_numba.LEVELS + drafted + 1, window + 1), np.int64)
         answers = self._recording.starts, lengths, self._recording.caps
         sizes_of_round = most_found, drafted, plan.num_branches, num_checks, check is not None
         replay_numba.walk(
-            *answers, *looked_up, *computed, own_right, *sizes_of_round, per_answer, totals, widths
+            *answers,
+            *looked_up,
+            *computed,
+            own_right,
+            goes_on,
+            *sizes_of_round,
+            per_answer,
+            totals,
+            reached,
+            widths,
         )
         return Rounds(
             per_answer=per_answer,
             rounds=int(totals[replay_numba.ROUNDS]),
             tokens=int(totals[replay_numba.TOKENS]),
-            cycles=int(totals[replay_numba.CYCLES]),
+            reached=reached,
             unchecked=int(totals[replay_numba.UNCHECKED]),
             looked_up=widths[replay_numba.LOOKED_UP],
             levels=widths[replay_numba.LEVELS :],

@@ -16,8 +16,8 @@ except ImportError:  # a machine with a GPU need not have numba: the same code, 
 
 
 # Places in `totals`.
-ROUNDS, TOKENS, CYCLES, UNCHECKED = range(4)
-NUM_TOTALS = 4
+ROUNDS, TOKENS, UNCHECKED = range(3)
+NUM_TOTALS = 3
 # Rows of `widths`; from LEVELS on: one for each level of a computed draft, the last of which is filled only.
 LOOKED_UP, CHECK, VERIFY, LEVELS = range(4)
 
@@ -49,6 +49,7 @@ def walk(
     kept: Any,
     sure: Any,
     own_right: Any,
+    goes_on: Any,
     most_found: Any,
     length_drafted: Any,
     num_branches: Any,
@@ -56,10 +57,11 @@ def walk(
     has_check: Any,
     rounds: Any,
     totals: Any,
+    reached: Any,
     widths: Any,
 ) -> None:
     """Walks every answer from its first token to its last, round by round, and adds to `rounds` [answers],
-    `totals` and `widths`.
+    `totals`, `reached` [num_checks], rounds with so many cycles at least, and `widths`.
 
     starts, lengths, caps [answers]   where an answer lies in the arrays of places, its tokens, and how many
                                       it could have had
@@ -70,6 +72,7 @@ def walk(
                                       that is right, how far the check keeps it, and how far it is sure enough
                                       to go on
     own_right                         [places]: whether the check's own token is the answer's
+    goes_on                           [places]: whether it is sure enough of it for another cycle
     most_found, length_drafted        proposals of each kind at most (0 = none); num_branches: chains of
                                       length_drafted that are drafted
     widths                            [LEVELS + length_drafted + 1, window + 1]: passes of each kind by their
@@ -87,12 +90,12 @@ def walk(
             limit = min(window, caps[answer] - done)
             offset, true = 0, 0  # columns so far; leading tentative tokens that are right
             is_true, committed = True, 0
-            for _ in range(num_checks):
+            for cycle in range(num_checks):
                 room = limit - offset
                 at = first + min(done + offset, length)
                 drafts = min(min(found[at], most_found), room - 1)  # nodes besides the first
                 path, path_right, path_kept = drafts, found_right[at], found_kept[at]
-                totals[CYCLES] += 1
+                reached[cycle] += 1
                 if drafts > 0:
                     widths[LOOKED_UP, drafts + 1] += 1
                 elif length_drafted > 0:
@@ -117,7 +120,7 @@ def walk(
                     is_true = num_right == num_kept and own_right[at + num_right]
                     true += num_right + is_true
                 offset += num_kept + 1
-                if offset >= limit:
+                if offset >= limit or not goes_on[min(at + num_kept, first + length)]:
                     break
             if committed == 0:
                 widths[VERIFY, offset] += 1

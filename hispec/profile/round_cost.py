@@ -41,14 +41,14 @@ class _Passes(NamedTuple):
     stages   names of the stages that each of them runs
     counts   [positions]: passes that were counted, row by row
     chances  cycles or rounds of a row in which there might have been one
-    times    of these, in a round
+    takes    of a round: (how often there are so many of these, the share of rows that take part)
     layers   of the model, in a pass
     """
 
     stages: Sequence[str]
     counts: Ints
     chances: int
-    times: float
+    takes: Sequence[tuple[float, float]]
     layers: int
 
 
@@ -92,9 +92,10 @@ def round_costs(
     for num in rows:
         ms = layers = 0.0
         for each in passes:
-            shares = _shares_of_batch(each.counts / each.chances, num)
-            ms += each.times * float(shares @ times.table(each.stages, num, len(shares) - 1))
-            layers += each.times * float(shares[1:].sum()) * each.layers
+            for count, share in each.takes:
+                shares = _shares_of_batch(share * each.counts / each.chances, num)
+                ms += count * float(shares @ times.table(each.stages, num, len(shares) - 1))
+                layers += count * float(shares[1:].sum()) * each.layers
         if rounds.unchecked:  # verify from the draft's layer on, where no row has drafts, replaces two passes
             bare, check, verify = (
                 times.one_each(slots[slot], num) for slot in (BARE_SLOT, CHECK_SLOT, VERIFY_SLOT)
@@ -110,7 +111,10 @@ def _passes(
     plan: SpeculativeConfig, slots: dict[int, list[str]], rounds: Rounds, num_layers: int
 ) -> Iterator[_Passes]:
     """The kinds of passes of a plan's rounds. A check that was left out counts as one over one position."""
-    cycles = rounds.cycles, rounds.cycles / rounds.rounds
+    cycles = rounds.cycles, [(rounds.cycles / rounds.rounds, 1.0)]
+    if plan.check is not None and plan.check.continue_confidence is not None:
+        # Rows of a batch stop in cycles of their own: a later one runs for as long as any row goes on.
+        cycles = rounds.cycles, [(1.0, float(share)) for share in rounds.reached / rounds.rounds]
     low = top = plan.draft.layer or 0
     if FEED_SLOT in slots:
         yield _Passes(slots[FEED_SLOT], rounds.looked_up, *cycles, low)
@@ -128,7 +132,9 @@ def _passes(
     if plan.check is not None:
         top = plan.check.layer
         yield _Passes(slots[CHECK_SLOT], rounds.checks + unchecked, *cycles, top - low)
-    yield _Passes(slots[VERIFY_SLOT], rounds.verifies + unchecked, rounds.rounds, 1.0, num_layers - top)
+    yield _Passes(
+        slots[VERIFY_SLOT], rounds.verifies + unchecked, rounds.rounds, [(1.0, 1.0)], num_layers - top
+    )
 
 
 def _shares_of_batch(of_row: Floats, rows: int) -> Floats:

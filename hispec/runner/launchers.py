@@ -199,8 +199,8 @@ class StaticLauncher:
             self._tables.has_changed = False  # last, since a copy may be interrupted
         num_rows = row_bucket(rows.inputs.shape[1], self._num_rows)
         context_len = context_bucket(rows.context_len, self._max_model_len)
-        # If the host decides how far drafting goes, each stage is a graph of its own.
-        by_stage = runtime.stops_early and not plan.is_plain
+        # If the host decides how far drafting goes, or how many cycles, each stage is a graph of its own.
+        by_stage = not plan.is_plain and (runtime.stops_early or runtime.gate(plan) is not None)
         watches = rows.watches and not by_stage and bool(runtime.watched)
         key = (runtime, plan, num_rows, context_len, self._sampler.mode, rows.keeps_logits, watches)
         graphs = self._graphs if runtime.captures else None
@@ -276,7 +276,7 @@ class _Upload:
 
 def _run_round(runtime: PlanRuntime, plan: Plan, batch: RoundBatch) -> RoundResult:
     drafter = None if plan.is_plain else runtime.drafter
-    return run_round(runtime.stages, plan, runtime.judge, drafter, batch)
+    return run_round(runtime.stages, plan, runtime.judge, drafter, batch, runtime.gate(plan))
 
 
 def _run_stage(

@@ -33,6 +33,7 @@ class PlanRuntime:
                   backfilled when a round needs it (backfill.py)
     watched       exits that it does not use and whose predictions its rounds could record
     stops_early   whether the host decides in the middle of a round how far drafting goes
+    continue_confidence   as CheckConfig.continue_confidence
     captures      whether its rounds may be captured as graphs
     route         the plan without its sizes, for the controller
     routes        the plans that a controller chooses from, in its order
@@ -50,6 +51,7 @@ class PlanRuntime:
     extra_kv: frozenset[ExtraKV]
     watched: tuple[int, ...] = ()
     stops_early: bool = False
+    continue_confidence: float | None = None
     captures: bool = True
     route: Route | None = None
     routes: tuple[PlanRuntime, ...] = ()
@@ -61,6 +63,11 @@ class PlanRuntime:
     def for_route(self, route: int | None) -> PlanRuntime:
         """What runs a controller's choice; itself for plain decoding, or if nothing is to choose from."""
         return self.routes[route] if self.routes and route is not None else self
+
+    def gate(self, plan: Plan) -> float | None:
+        """How sure a check must be for another cycle of `plan`, of K and R of its own; None = it always
+        follows, or there is one cycle alone."""
+        return self.continue_confidence if plan.num_checks > 1 else None
 
     @property
     def drafters(self) -> tuple[Drafter, ...]:
@@ -180,6 +187,7 @@ class _RuntimeFactory:
         )
         judge = self._judge(plan, speculative)
         confidence = None if speculative is None else speculative.draft_confidence
+        check = None if speculative is None else speculative.check
         drafter, extra_kv = None, set[ExtraKV](written)
         if not plan.is_plain:
             draft = speculative.draft if speculative else DraftConfig(layer=max(1, plan.draft_layer))
@@ -197,6 +205,7 @@ class _RuntimeFactory:
             extra_kv=frozenset(extra_kv),
             watched=() if self._rejection is not None else tuple(sorted(self._watchable - read)),
             stops_early=confidence is not None,
+            continue_confidence=check.continue_confidence if check else None,
             captures=speculative is None or speculative.graphs,
             route=None if speculative is None else route_of(speculative),
         )

@@ -22,8 +22,8 @@ from ..scheduling.policy import Service
 class RowOutcome:
     """The result of a round for one row.
 
-    drafted, kept, source   by cycle: drafts that could be judged, drafts that the tier above kept, and the
-                            Source of the drafts
+    drafted, kept, source   by cycle that the row took part in: drafts that could be judged, drafts that the
+                            tier above kept, and the Source of the drafts
     shadows                 four counts of each exit that was watched, in the order of control.choice.Shadow:
                             places, right, drafts, agreed
     """
@@ -84,9 +84,16 @@ def unpack(packed: Tensor, plan: Plan) -> list[RowOutcome]:
 def _outcome(values: Sequence[int], num_checks: int, window: int) -> RowOutcome:
     count, tentative, accepted, *rest = values
     drafted, kept, source = (rest[at * num_checks : (at + 1) * num_checks] for at in range(3))
+    num_cycles = num_checks - drafted.count(-1)  # they come first
     tokens = rest[3 * num_checks : 3 * num_checks + window]
     return RowOutcome(
-        tokens[:count], tentative, accepted, drafted, kept, source, rest[3 * num_checks + window :]
+        tokens[:count],
+        tentative,
+        accepted,
+        drafted[:num_cycles],
+        kept[:num_cycles],
+        source[:num_cycles],
+        rest[3 * num_checks + window :],
     )
 
 
@@ -108,7 +115,7 @@ def make_observation(
     watched       layers of the exits that were watched
     """
     cycles: list[tuple[int, int, int, int, int]] = []
-    verified: list[tuple[int, int, int]] = []
+    verified: list[tuple[int, int, int, int, int]] = []
     if choice.route is not None:
         for (number, outcome), limit, most in zip(rows, limits, most_drafts, strict=True):
             first = 0
@@ -119,10 +126,12 @@ def make_observation(
                 cycles.append((number, cap, drafted, kept, source))
                 first += kept + 1
             if first:
-                verified.append((number, outcome.tentative, outcome.accepted))
+                went_on = len(outcome.drafted) - 1
+                is_stopped = went_on + 1 < choice.plan.num_checks and outcome.tentative < limit
+                verified.append((number, outcome.tentative, outcome.accepted, went_on, went_on + is_stopped))
     by_cycle, by_row = (
         np.array(cycles, np.int64).reshape(-1, 5).T,
-        np.array(verified, np.int64).reshape(-1, 3).T,
+        np.array(verified, np.int64).reshape(-1, 5).T,
     )
     return Observation(
         choice=choice,
@@ -138,6 +147,8 @@ def make_observation(
         rows=by_row[0],
         tentative=by_row[1],
         accepted=by_row[2],
+        went_on=by_row[3],
+        asked=by_row[4],
         shadows=_shadows(rows, watched),
     )
 

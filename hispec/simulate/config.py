@@ -94,6 +94,18 @@ class AcceptanceSettings(Settings):
         return self
 
 
+class GateSettings(Settings):
+    """How often a check is sure enough of its own token for another cycle, as
+    `speculative.check.continue_confidence` asks: a gate that says much is often sure where it is right, and
+    seldom where it is wrong.
+
+    right, wrong   share of checks that go on, where verify would accept all that is tentative, and where not
+    """
+
+    right: Annotated[float, Field(ge=0.0, le=1.0)]
+    wrong: Annotated[float, Field(ge=0.0, le=1.0)]
+
+
 class RouteSettings(Settings):
     """The tiers of a route, and their acceptance rates.
 
@@ -106,6 +118,7 @@ class RouteSettings(Settings):
     acceptance         of drafts, by the tier above; hybrid: of drafts that were looked up
     exit_acceptance    hybrid: of the exit's drafts
     verify_acceptance  three tiers: of tentative tokens, by verify
+    gate               three tiers, most_checks of 2 or more: how often a check goes on; None = always
     match              ngram and hybrid: share of cycles in which lookup finds a match, drawn once per request
     """
 
@@ -118,6 +131,7 @@ class RouteSettings(Settings):
     acceptance: AcceptanceSettings
     exit_acceptance: AcceptanceSettings | None = None
     verify_acceptance: AcceptanceSettings | None = None
+    gate: GateSettings | None = None
     match: Distribution = constant(1.0)
 
     @model_validator(mode="after")
@@ -138,6 +152,7 @@ class RouteSettings(Settings):
                 self.check_layer is not None,
                 "check_layer",
             ),
+            ("gate", self.gate is not None, self.most_checks > 1, "most_checks of 2 or more"),
             ("exit_acceptance", self.exit_acceptance is not None, traits.is_mixed, "kind='hybrid'"),
             ("num_exit_tokens", self.num_exit_tokens is not None, traits.is_mixed, "kind='hybrid'"),
             ("match", "match" in self.model_fields_set, traits.looks_up, "kind='ngram' or 'hybrid'"),
@@ -162,6 +177,7 @@ class RouteSettings(Settings):
             self.most_drafts,
             self.most_checks,
             self.num_exit_tokens,
+            is_gated=self.gate is not None,
         )
 
 

@@ -9,7 +9,7 @@ from numba import njit
 
 from .row_state import RoundPlan, Rows
 from .tables import Tables
-from .workload import DRAFT, EXIT, MATCH, VERIFY
+from .workload import DRAFT, EXIT, GATE, MATCH, VERIFY
 
 kernel = njit(cache=True, nogil=True)
 inlined = njit(cache=True, nogil=True, inline="always")
@@ -168,6 +168,21 @@ def accept(tables: Tables, row: Any, route: int, tentative: int, factor: float) 
             break
         accepted += 1
     return accepted
+
+
+@inlined
+def goes_on(tables: Tables, row: Any, route: int, cycle: int, tentative: int, factor: float) -> bool:
+    """Whether the check that ended a row's cycle, with so many tentative tokens, lets another follow."""
+    if not tables.is_gated[route]:
+        return True
+    recorded = recorded_round(tables, row, route)
+    if recorded >= 0:
+        return tables.recorded_rounds[recorded, 2] + cycle + 1 < tables.recorded_rounds[recorded, 3]
+    is_right = accept(tables, row, route, tentative, factor) == tentative
+    return (
+        uniform(tables.seeds[row.request], GATE, row.output + tentative)
+        < tables.gates[route, 1 if is_right else 0]
+    )
 
 
 @kernel

@@ -23,6 +23,7 @@ from .round_parts_numba import (
     cost,
     draft_or_repeat,
     drift_factor,
+    goes_on,
     limit,
     own,
     padded_rows,
@@ -52,11 +53,15 @@ from .tables import Tables
 kernel = njit(cache=True, nogil=True)
 inlined = njit(cache=True, nogil=True, inline="always")
 # What a row does in a round: tentative tokens so far (0 = not in it), drafts, tokens accepted by the last
-# tier; and in the cycle under way: whether it is in it, drafts, whether they were looked up, context tokens.
+# tier, cycles, whether a check stopped it; and in the cycle under way: whether it is in it, drafts, whether
+# they were looked up, context tokens.
 STATE = np.dtype(
     [
         (name, np.int64)
-        for name in ("tentative", "all_drafted", "accepted", "is_live", "drafted", "looked_up", "context")
+        for name in (
+            *("tentative", "all_drafted", "accepted", "cycles", "stopped"),
+            *("is_live", "drafted", "looked_up", "context"),
+        )
     ]
 )
 
@@ -72,7 +77,10 @@ def _draft_cycle(
         row, state = rows[r], states[r]
         most = limit(row, plan)
         state.is_live = (
-            row.prefill_left == 0 and state.tentative < most and cycle < own(row.num_checks, plan.num_checks)
+            row.prefill_left == 0
+            and state.tentative < most
+            and state.stopped == 0
+            and cycle < own(row.num_checks, plan.num_checks)
         )
         if state.is_live == 0:
             continue
@@ -88,6 +96,9 @@ def _draft_cycle(
         state.all_drafted += drafted
         state.accepted = kept
         state.tentative += kept + 1
+        state.cycles += 1
+        if cycle + 1 < own(row.num_checks, plan.num_checks) and state.tentative < most:
+            state.stopped = not goes_on(tables, row, plan.route, cycle, state.tentative, factors[2])
         log.totals[T_KEPT] += kept
         num_live, tokens, context = num_live + 1, tokens + drafted + 1, context + state.context
     return num_live, tokens, context
@@ -172,6 +183,7 @@ def _commit(rows: Rows, states: Rows, num_passes: float, is_checked: bool, log: 
             if log.is_kept and judged > 0:
                 entry = log.verified[log.num[1]]
                 entry[0], entry[1], entry[2] = row.request, judged, state.accepted
+                entry[3], entry[4] = state.cycles - 1, state.cycles - 1 + state.stopped
                 log.num[1] += 1
             num = min(state.accepted + 1, state.tentative, row.target - row.output)
             accepted = min(state.all_drafted, state.accepted)

@@ -62,7 +62,7 @@ class RoundLog(NamedTuple):
     totals     [NUM_TOTALS]
     is_kept    whether entries are written to the other arrays, for a controller's Observation
     cycles     [entries, 5] request, most drafts, drafted, kept, looked up
-    verified   [entries, 3] request, tentative, accepted
+    verified   [entries, 5] request, tentative, accepted, further cycles, the same and one if it was stopped
     num        [2] number of entries in cycles and verified
     """
 
@@ -78,6 +78,6 @@ def make_log(num_cycles: int = 0, num_verified: int = 0) -> RoundLog:
         np.zeros(NUM_TOTALS),
         num_cycles > 0,
         np.zeros((num_cycles, 5), np.int64),
-        np.zeros((num_verified, 3), np.int64),
+        np.zeros((num_verified, 5), np.int64),
         np.zeros(2, np.int64),
     )

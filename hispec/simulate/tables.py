@@ -40,7 +40,8 @@ class Tables(NamedTuple):
     buckets       row counts that rounds of static shapes are padded to
     looks_up      [routes] whether drafts are looked up
     exit_tokens   [routes] most drafts in a cycle in which nothing is found; 0 = of prompt lookup alone
-    has_check     [routes]
+    has_check, is_gated   [routes]
+    gates         [routes, 2] share of checks that go on where they are wrong, and right
     positions     [routes, 3, 32] factors of an acceptance rate by position in the cycle: of drafts, of the
                   drafts of a hybrid's exit, of tentative tokens
     drift         [routes, 3, 2, points] of the same: seconds and factors
@@ -59,6 +60,8 @@ class Tables(NamedTuple):
     looks_up: NDArray[np.bool_]
     exit_tokens: Ints
     has_check: NDArray[np.bool_]
+    is_gated: NDArray[np.bool_]
+    gates: Floats
     positions: Floats
     drift: Floats
     shares: Floats
@@ -75,6 +78,7 @@ def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workl
     num = max(1, len(routes))
     stages, passes = np.zeros((num, len(SLOTS), 6)), np.zeros((num, len(SLOTS)))
     looks_up, has_check = np.zeros(num, np.bool_), np.zeros(num, np.bool_)
+    is_gated, gates = np.zeros(num, np.bool_), np.ones((num, 2))
     exit_tokens, positions = np.zeros(num, np.int64), np.ones((num, 3, 32))
     drift = np.zeros((num, 3, 2, MOST_POINTS))
     drift[:, :, 1] = 1.0
@@ -87,6 +91,8 @@ def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workl
         for slot, (name,) in slots.items():
             stages[index, slot] = _seconds(latency, name)
         looks_up[index], has_check[index] = LOOKUP_SLOT in slots, CHECK_SLOT in slots
+        if route.gate is not None:
+            is_gated[index], gates[index] = True, (route.gate.wrong, route.gate.right)
         exit_tokens[index] = (route.num_exit_tokens or 32) if DRAFT_SLOT in slots else 0
         passes[index, [DRAFT_SLOT, FILL_SLOT, FEED_SLOT]] = low / num_layers
         passes[index, CHECK_SLOT] = (high - low) / num_layers
@@ -105,6 +111,8 @@ def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workl
         looks_up,
         exit_tokens,
         has_check,
+        is_gated,
+        gates,
         positions,
         drift,
         workload.shares,

@@ -12,6 +12,7 @@ from .config import RequestsSettings, RouteSettings, SimulationConfig
 from .distributions import Distribution, Floats, Ints
 
 DRAFT, EXIT, VERIFY, MATCH = range(4)  # of the last axis of Workload.shares
+GATE = 4  # a further stream of hashes
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,32 @@ def seen(
     )
 
 
+GATED = replace(CHECKED, is_gated=True)
+
+
+def test_how_often_checks_go_on_is_counted_where_they_were_asked() -> None:
+    """Rows whose places ran out, or whose R was reached, say nothing about the check that came last."""
+    random, acceptance = np.random.default_rng(2), AcceptanceModel([CHECKED, GATED], CONFIG)
+    before = acceptance.estimates().goes_on
+    assert (before[0] == 1.0).all() and (before[1] == before[1, 0]).all() and before[1, 0] < 1.0
+    chances = np.array([0.8, 0.5, 0.9])
+    for index in range(400):
+        most = random.integers(0, 4, 8)  # what a row has room for, which nobody asks beyond
+        went_on = np.minimum(np.cumprod(random.random((8, 3)) < chances, axis=1).sum(axis=1), most)
+        rows = {
+            "tentative": np.full(8, 3),
+            "accepted": np.full(8, 2),
+            "went_on": went_on,
+            "asked": np.minimum(went_on + 1, most),
+        }
+        one = seen(1, [1], [4], rows=list(range(8)), **{name: list(each) for name, each in rows.items()})
+        acceptance.add(1, [one], index, 1, acceptance.estimates())
+    estimates = acceptance.estimates()
+    assert estimates.goes_on[1, :3] == pytest.approx(chances, abs=0.06)
+    assert (estimates.goes_on[0] == 1.0).all()
+    assert acceptance.stats(400.0)["routes"][str(GATED)]["goes_on"] == pytest.approx(chances, abs=0.06)
+
+
 def kept_of(random: np.random.Generator, caps: np.ndarray) -> np.ndarray:
     right = random.random((len(caps), len(HAZARDS))) < HAZARDS
     return np.minimum(np.cumprod(right, axis=1).sum(axis=1), caps)

@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from hispec import ConfigError
 from hispec.config import PLAIN, GoodputConfig, Plan
-from hispec.control.acceptance_model import MOST_TENTATIVE, Estimates
+from hispec.control.acceptance_model import MOST_CHECKS, MOST_TENTATIVE, Estimates
 from hispec.control.choice import Choice, Route
 from hispec.control.controller import GoodputControl
 from hispec.control.goodput import PlanGrid
 from hispec.control.route_costs import SLOTS, VERIFY_SLOT, StageCosts
 from hispec.latency.model import LatencyModel, Linear
 
-from ..helpers.scripted_control import ROUTES, Law, Machine, cpu_like
+from ..helpers.scripted_control import GATED, ROUTES, Law, Machine, cpu_like
 from ..helpers.steps import count_steps
 
 # Llama-8B on an H100, from SmartSpec: milliseconds of a step, per batched token, per token of context.
@@ -45,7 +46,12 @@ def estimates_of(routes: tuple[Route, ...], laws: list[Law]) -> Estimates:
         [law.found if route.kind == "hybrid" else 0.0 for route, law in zip(routes, laws, strict=True)]
     )
     return Estimates(
-        kept, np.array([[law.accepted] for law in laws]) * wide, np.ones((len(routes), most)), looked, found
+        kept,
+        np.array([[law.accepted] for law in laws]) * wide,
+        np.ones((len(routes), most)),
+        looked,
+        found,
+        np.array([[law.goes_on] * (MOST_CHECKS - 1) for law in laws]),
     )
 
 
@@ -95,28 +101,53 @@ def test_plain_decoding_is_an_entry_of_its_own() -> None:
 
 
 def committed(
-    random: np.random.Generator, kept: float, accepted: list[float], drafts: int, checks: int, num: int
+    random: np.random.Generator,
+    kept: float,
+    accepted: list[float],
+    drafts: int,
+    checks: int,
+    goes_on: float,
+    num: int,
 ) -> float:
-    """Tokens per round by the rule of rounds, over `num` rounds; accepted: hazards by place."""
+    """Tokens per round by the rule of rounds, over `num` rounds; accepted: hazards by place; goes_on: how
+    likely a further cycle is."""
     m = np.minimum(random.geometric(1.0 - kept, (num, checks)) - 1, drafts)
-    tentative = (m + 1).sum(axis=1)
+    follows = random.random((num, checks)) < goes_on
+    follows[:, 0] = True
+    tentative = ((m + 1) * np.cumprod(follows, axis=1)).sum(axis=1)
     right = random.random((num, len(accepted))) < np.array(accepted)
     leading = np.cumprod(right, axis=1).sum(axis=1)
     return float(np.minimum(np.minimum(leading, tentative) + 1, tentative).mean())
 
 
-@pytest.mark.parametrize(("kept", "accepted"), [(0.7, 0.9), (0.3, 0.5), (0.95, 0.97), (0.5, 1e-3)])
-def test_three_tiers_commit_what_simulated_rounds_do(kept: float, accepted: float) -> None:
+@pytest.mark.parametrize(
+    ("kept", "accepted", "goes_on"),
+    [
+        (0.7, 0.9, 1.0),
+        (0.3, 0.5, 1.0),
+        (0.95, 0.97, 1.0),
+        (0.5, 1e-3, 1.0),
+        (0.7, 0.9, 0.6),
+        (0.4, 0.95, 0.9),
+    ],
+)
+def test_three_tiers_commit_what_simulated_rounds_do(kept: float, accepted: float, goes_on: float) -> None:
     random, route = np.random.default_rng(5), Route("exit", 4, 15, 12, 6)
     hazards = [accepted * 0.99**place for place in range(MOST_TENTATIVE)]
     grid = PlanGrid([route], cpu_like())
     known = Estimates(
-        np.full((1, 12), kept), np.array([hazards]), np.ones((1, 12)), np.ones((1, 12)), np.zeros(1)
+        np.full((1, 12), kept),
+        np.array([hazards]),
+        np.ones((1, 12)),
+        np.ones((1, 12)),
+        np.zeros(1),
+        np.full((1, MOST_CHECKS - 1), goes_on),
     )
     tokens = grid.tokens(grid.widths(known))
     for index in range(1, len(grid), 7):
         plan = grid.plan(index)
-        simulated = committed(random, kept, hazards, plan.num_draft_tokens, plan.num_checks, 20_000)
+        sizes = plan.num_draft_tokens, plan.num_checks
+        simulated = committed(random, kept, hazards, *sizes, goes_on, 20_000)
         assert tokens[index] == pytest.approx(simulated, rel=0.02), plan
 
 
@@ -139,12 +170,28 @@ def test_three_tiers_in_small_cases_are_exact() -> None:
             * sum(chance * min(a + 1, tentative) for a, chance in leading.items())
         )
     tail = np.pad(np.array([accepted]), ((0, 0), (0, MOST_TENTATIVE - 6)))
-    widths = grid.widths(Estimates(np.array([kept]), tail, np.ones((1, 2)), np.ones((1, 2)), np.zeros(1)))
+    ones, always = np.ones((1, 2)), np.ones((1, MOST_CHECKS - 1))
+    widths = grid.widths(Estimates(np.array([kept]), tail, ones, ones, np.zeros(1), always))
     assert grid.tokens(widths, None)[
         [grid.plan(at) == Plan(4, 15, 2, 2) for at in range(len(grid))]
     ] == pytest.approx(exact, rel=1e-9)
     # What is evaluated alone is what it is among all.
     assert grid.tokens(widths.of(0), grid.one(0, Plan(4, 15, 2, 2)))[0] == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_cycles_that_no_row_takes_cost_nothing(rows: int) -> None:
+    laws = [Law(0.6, 0.9, goes_on=0.5), Law(0.8, 0.9, 0.4, goes_on=0.7)]
+    grid = PlanGrid(GATED, cpu_like())
+    expected = grid.milliseconds(grid.widths(estimates_of(GATED, laws)), rows, rows * 300.0)
+    machine = Machine(GATED, cpu_like(), laws, noise=0.0)
+    for index in range(1, len(grid), 7):
+        machine.history.clear()
+        for _ in range(1600 // rows):
+            machine.round(Choice(grid.route(index), grid.plan(index)), range(rows))
+        measured = statistics.fmean(seconds for _, _, seconds, _ in machine.history) * 1e3
+        name = grid.name(grid.route(index), grid.plan(index))
+        assert measured == pytest.approx(expected[index], rel=0.03), name
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
@@ -237,7 +284,7 @@ def test_rows_that_stop_drafting_make_later_passes_cheaper() -> None:
         PlanGrid([Route("exit", 4, None, 8, has_confidence=True)], cpu_like()),
     )
     known = estimates_of((route,), [Law(0.5)])
-    unsure = Estimates(known.kept, known.accepted, known.computed * 0.5, known.looked, known.found)
+    unsure = replace(known, computed=known.computed * 0.5)
     for rows in (1, 16):
         whole, part = (grid.milliseconds(grid.widths(each), rows, 100.0)[-1] for each in (known, unsure))
         assert part < whole

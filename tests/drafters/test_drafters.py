@@ -238,6 +238,10 @@ def test_what_a_drafter_sees_is_what_the_request_is(tiny_decoder: Decoder) -> No
             {"draft": {"layer": 3}, "check": {"layer": 5, "confidence": 1.5}},
             "check.confidence: must be below 1",
         ),
+        (
+            {"draft": {"layer": 3}, "check": {"layer": 5, "continue_confidence": 0.4}, "num_checks": 1},
+            "check.continue_confidence=0.4 decides whether another cycle follows",
+        ),
     ],
     ids=str,
 )

@@ -92,8 +92,10 @@ class Memory:
             self._check(token_ids.shape[0] > prefill_tokens)
             prefill(stages, token_ids, view)
 
-        def limited_round(stages: Stages, plan: Plan, judge: Any, drafter: Any, batch: RoundBatch) -> Any:
-            result = run_round(stages, plan, judge, drafter, batch)
+        def limited_round(
+            stages: Stages, plan: Plan, judge: Any, drafter: Any, batch: RoundBatch, *gate: Any
+        ) -> Any:
+            result = run_round(stages, plan, judge, drafter, batch, *gate)
             self._check(int((batch.limits > 0).sum()) > rows)  # in the end, when much has been written
             return result
 

@@ -47,6 +47,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_draft_tokens": 3,
         "num_checks": 2,
     },
+    "ngram gated": {
+        "draft": {"kind": "ngram", "ngram": SHORT},
+        "check": {"layer": 8, "continue_confidence": 0.6},
+        "num_draft_tokens": 2,
+        "num_checks": 4,
+    },
+    "exit gated": {
+        "draft": {"layer": 5},
+        "check": {"layer": 8, "continue_confidence": 0.5},
+        "num_draft_tokens": 2,
+        "num_checks": 3,
+    },
     "hybrid": {
         "draft": {"kind": "hybrid", "layer": 3, "exit": "exit", "ngram": SHORT, "num_exit_tokens": 1},
         "num_draft_tokens": 4,
@@ -62,6 +74,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_draft_tokens": 2,
         "num_checks": 2,
     },
+    "hybrid sure gated": {
+        "draft": {"kind": "hybrid", "layer": 5, "exit": "exit", "num_exit_tokens": 2},
+        "check": {"layer": 8, "confidence": 0.3, "continue_confidence": 0.7},
+        "num_draft_tokens": 3,
+        "num_checks": 3,
+        "draft_confidence": 0.4,
+    },
     "model": {"draft": {"kind": "model", "path": "tiny"}, "num_draft_tokens": 3},
     "model sure": {
         "draft": {"kind": "model", "path": "tiny"},
@@ -73,6 +92,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "check": CHECK,
         "num_draft_tokens": 2,
         "num_checks": 2,
+    },
+    "model gated": {
+        "draft": {"kind": "model", "path": "tiny"},
+        "check": {"layer": 8, "continue_confidence": 0.5},
+        "num_draft_tokens": 1,
+        "num_checks": 5,
     },
 }
 TREES: dict[str, dict[str, Any]] = {
@@ -98,6 +123,13 @@ TREES: dict[str, dict[str, Any]] = {
         "num_draft_tokens": 2,
         "num_checks": 2,
         "num_branches": 3,
+    },
+    "tree gated": {
+        "draft": {"layer": 5},
+        "check": {"layer": 8, "continue_confidence": 0.6},
+        "num_draft_tokens": 2,
+        "num_checks": 3,
+        "num_branches": 2,
     },
     "model tree": {"draft": {"kind": "model", "path": "tiny"}, "num_draft_tokens": 2, "num_branches": 3},
 }

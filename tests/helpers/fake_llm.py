@@ -113,6 +113,7 @@ class FakeLLM:
         names = (
             "tokens",
             "rounds",
+            "cycles",
             "drafted",
             "draft_accepted",
             "tentative",

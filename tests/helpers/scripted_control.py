@@ -23,6 +23,10 @@ ROUTES = (
     Route("ngram", 0, 15, 8, 3),
     Route("hybrid", 4, 15, 8, 3, num_exit_tokens=4),
 )
+GATED = (
+    Route("exit", 4, 15, 4, 4, is_gated=True),
+    Route("hybrid", 4, 15, 8, 6, num_exit_tokens=4, is_gated=True),
+)
 
 
 def cpu_like(scale: Mapping[str, float] | None = None, is_static: bool = False) -> LatencyModel:
@@ -56,11 +60,12 @@ def cpu_like(scale: Mapping[str, float] | None = None, is_static: bool = False) 
 @dataclass
 class Law:
     """Of one route: the chance that a draft is kept, that one is offered by lookup, that a tentative token is
-    accepted."""
+    accepted, that a further cycle follows."""
 
     kept: float
     accepted: float = 1.0
     found: float = 0.0
+    goes_on: float = 1.0
 
 
 @dataclass
@@ -87,7 +92,7 @@ class Machine:
     def round(self, choice: Choice, numbers: Sequence[int]) -> Observation:
         rows = len(numbers)
         cycles: list[tuple[int, int, int, int, int]] = []
-        verified: list[tuple[int, int, int]] = []
+        verified: list[tuple[int, int, int, int, int]] = []
         tokens = rows if choice.route is None else 0
         if choice.route is not None:
             route, law, plan = self.routes[choice.route], self.laws[choice.route], choice.plan
@@ -98,8 +103,8 @@ class Machine:
                     choice.most_drafts.get(number, plan.num_draft_tokens),
                     choice.most_checks.get(number, plan.num_checks),
                 )
-                tentative = 0
-                for _ in range(checks):
+                tentative, went_on, asked = 0, -1, 0
+                for cycle in range(checks):
                     if cap <= 0:
                         break
                     looked = route.kind == "ngram" or (
@@ -112,14 +117,17 @@ class Machine:
                         drafted = min(cap, route.num_exit_tokens or cap)
                     kept = min(drafted, int(self.random.geometric(1 - kept_chance)) - 1)
                     cycles.append((number, cap, drafted, kept, int(looked)))
-                    tentative += kept + 1
+                    tentative, went_on = tentative + kept + 1, went_on + 1
+                    if cycle + 1 < checks and law.goes_on < 1 and self.random.random() >= law.goes_on:
+                        asked = 1
+                        break
                 if cap <= 0:
                     tokens += 1
                 elif route.check_layer is None:
                     tokens += cycles[-1][3] + 1
                 else:
                     accepted = min(tentative, int(self.random.geometric(max(1 - law.accepted, 1e-9))) - 1)
-                    verified.append((number, tentative, accepted))
+                    verified.append((number, tentative, accepted, went_on, went_on + asked))
                     tokens += min(accepted + 1, tentative)
         seconds = (
             self.cost_ms(choice, rows, cycles, verified)
@@ -130,7 +138,7 @@ class Machine:
         self.history.append((choice, tokens, seconds, rows))
         by_cycle, by_row = (
             np.array(cycles, np.int64).reshape(-1, 5).T,
-            np.array(verified, np.int64).reshape(-1, 3).T,
+            np.array(verified, np.int64).reshape(-1, 5).T,
         )
         return Observation(choice, rows, rows * self.context_per_row, seconds, tokens, 1, *by_cycle, *by_row)
 

@@ -273,6 +273,7 @@ def test_counts_of_a_run_in_parts_are_summed() -> None:
     part = FakeLLM("fake").stats() | {
         "tokens": 3,
         "rounds": 2,
+        "cycles": 2,
         "accept_length_histogram": [0, 1, 1],
         "num_layers": 10,
     }

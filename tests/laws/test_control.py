@@ -48,6 +48,12 @@ WAYS: dict[str, dict[str, Any]] = {
         "num_draft_tokens": 3,
         "draft_confidence": 0.4,
     },
+    "gated": {
+        "draft": {"kind": "hybrid", "layer": 5, "exit": "exit", "ngram": SHORT, "num_exit_tokens": 2},
+        "check": {"layer": 8, "continue_confidence": 0.5},
+        "num_draft_tokens": 2,
+        "num_checks": 4,
+    },
     "ngram": {"draft": {"kind": "ngram", "ngram": SHORT}, "check": {"layer": 6}, "num_draft_tokens": 4},
     "model": {"draft": {"kind": "model", "path": "tiny"}, "check": {"layer": 6}, "num_draft_tokens": 3},
     "trained": {
@@ -152,7 +158,7 @@ def test_every_policy_preempts_without_a_trace_in_the_output(
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("name", ["exits", "hybrids", "sure", "trained", "model"])
+@pytest.mark.parametrize("name", ["exits", "hybrids", "sure", "gated", "trained", "model"])
 def test_rounds_of_static_shape_follow_every_choice(
     engine_of: Make,
     torch_decoder: Decoder,

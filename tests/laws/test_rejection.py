@@ -135,6 +135,7 @@ def one_round(
     limit: int,
     looked_up: Callable[[int, int], list[int]] | None = None,
     confidence: float | None = None,
+    gate: float | None = None,
 ) -> tuple[int, ...]:
     kv = PagedKV(LAYERS, 4, 4, 1, 2, torch.float32, torch.device("cpu"))
     stages = Stages(
@@ -169,7 +170,7 @@ def one_round(
             drafter = HybridDrafter(
                 drafter, exit_drafter(stages, plan, judge), ExitHead(stages, plan.draft_layer)
             )
-    result = run_round(stages, plan, judge, drafter, batch)
+    result = run_round(stages, plan, judge, drafter, batch, gate)
     return tuple(result.tokens[0, 1 : 1 + int(result.counts[0])].tolist())
 
 
@@ -196,6 +197,26 @@ def test_one_round_that_stops_drafting_continues_the_full_models_law(paths: Path
         assert_law(paths, plan, 0, confidence=confidence)
 
 
+@pytest.mark.parametrize("gate", [0.5, 0.7])
+def test_one_round_of_gated_cycles_continues_the_full_models_law(
+    paths: Paths, gate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether another cycle follows depends on the check's distribution at the place of its own token. Where
+    a row stops the own token is kept, and judged like any other."""
+    stopped: list[bool] = []
+    stop = RoundBatch.stop
+
+    def spy(batch: RoundBatch, which: Tensor, columns: Tensor) -> None:
+        stopped.append(bool(which.any()))
+        stop(batch, which, columns)
+
+    monkeypatch.setattr(RoundBatch, "stop", spy)
+    for plan in (Plan(1, 2, 1, 2), Plan(1, 3, 1, 2)):
+        assert_law(paths, plan, 1, gate=gate)
+    assert_law(paths, Plan(0, 2, 1, 2), 1, LOOKED_UP["always"], gate=gate)
+    assert set(stopped) == {False, True}
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_one_round_continues_the_full_models_law(paths: Paths, plan: Plan, seed: int) -> None:
@@ -208,6 +229,7 @@ def assert_law(
     seed: int,
     looked_up: Callable[[int, int], list[int]] | None = None,
     confidence: float | None = None,
+    gate: float | None = None,
 ) -> None:
     limits = {plan.window, max(1, plan.window - 1)}
     table = torch.randn(LAYERS + 1, 16, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
@@ -219,9 +241,9 @@ def assert_law(
         return table[LAYERS, position, token].double().softmax(-1).tolist()
 
     for limit in limits:
-        law = paths.all(lambda limit=limit: one_round(decoder, plan, limit, looked_up, confidence))
+        law = paths.all(lambda limit=limit: one_round(decoder, plan, limit, looked_up, confidence, gate))
         assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
-        if not plan.is_plain and limit > 1 and looked_up is None and confidence is None:
+        if not plan.is_plain and limit > 1 and looked_up is None and confidence is gate is None:
             assert max(map(len, law)) == limit and min(map(len, law)) == 1, "some outcomes were never reached"
         for sequence in itertools.product(range(VOCAB), repeat=limit):
             wanted, continuation = 1.0, [1.0] * (limit + 1)

@@ -42,7 +42,7 @@ def test_every_plan_within_the_limits_is_looked_at_once() -> None:
         for plan in plans
         if plan.check is not None
         and kind_of(plan) == "exit_three_tier"
-        and plan.draft_confidence is None is plan.check.confidence
+        and plan.draft_confidence is plan.check.confidence is plan.check.continue_confidence is None
     }
     assert checked == {
         (d, c, k, r)
@@ -50,6 +50,16 @@ def test_every_plan_within_the_limits_is_looked_at_once() -> None:
         for k in (1, 2, 3)
         for r in (1, 2, 3, 4)
         if r * (k + 1) <= 8
+    }
+    gated = {
+        (plan.draft.kind, plan.num_draft_tokens, plan.num_checks)
+        for plan in plans
+        if plan.check is not None and plan.check.continue_confidence == 0.4
+    }
+    assert gated == {
+        (kind, k, min(4, 8 // (k + 1)))
+        for kind in ("exit", "ngram", "hybrid", "model")
+        for k in ((1, 2, 3) if kind in ("exit", "model") else (2, 3))
     }
     trees = {(plan.num_branches, plan.num_draft_tokens) for plan in plans if plan.num_branches > 1}
     assert trees == {(b, k) for b in (2, 3, 4, 8) for k in (1, 2, 3) if b * k + 1 <= 8}
@@ -133,6 +143,9 @@ def test_refined_plans_differ_in_confidence_alone() -> None:
             assert other.model_copy(update={"draft_confidence": plan.draft_confidence}) == plan
     checked = next(plan for plan in plans_of() if plan.check is not None)
     assert len(set(refined(checked))) == 81
+    gated = next(plan for plan in plans_of() if plan.check is not None and plan.check.continue_confidence)
+    gates = {plan.check and plan.check.continue_confidence for plan in refined(gated)}
+    assert len(set(refined(gated))) == 81 + 3 and gates == {None, 0.4, 0.6, 0.8}
 
 
 def test_what_is_looked_up_is_what_any_plan_looks_up() -> None:
@@ -150,12 +163,12 @@ def test_a_plan_in_a_column() -> None:
     )
     plan = SpeculativeConfig(
         draft=draft,
-        check={"layer": 9, "confidence": 0.4},
+        check={"layer": 9, "confidence": 0.4, "continue_confidence": 0.5},
         num_draft_tokens=8,
         num_checks=2,
         draft_confidence=0.25,
     )
-    assert short_text(plan) == "hybrid 4-1×2 store=1024 D=4 C=9 K=8 exit=2 R=2 draft≥0.25 check≥0.4"
+    assert short_text(plan) == "hybrid 4-1×2 store=1024 D=4 C=9 K=8 exit=2 R=2 draft≥0.25 check≥0.4 go on≥0.5"
     assert (
         short_text(SpeculativeConfig(draft={"layer": 2}, num_branches=3)) == "tree D=2 K=2 B=3"
         and short_text(None) == "plain"

@@ -27,7 +27,7 @@ class Reference:
             int(recording.lengths[answer]),
             int(recording.caps[answer]),
         )
-        self.rounds = self.checked = self.unchecked = self.looked_up = self.computed_passes = (
+        self.cycles = self.rounds = self.checked = self.unchecked = self.looked_up = self.computed_passes = (
             self.computed_positions
         ) = 0
         self.verify_positions = 0
@@ -58,6 +58,13 @@ class Reference:
             self.plan.check.confidence
         )
         return int(said.ranked[self.at(place), 0]), bool(sure)
+
+    def goes_on(self, place: int) -> bool:
+        """Whether the check is sure enough of its own token there for another cycle."""
+        assert self.plan.check is not None
+        gate = self.plan.check.continue_confidence
+        said = self.recording.exits[self.plan.check.layer]
+        return gate is None or bool(said.probability[self.at(place)] >= np.float32(gate))
 
     def truth(self, place: int) -> int | None:
         return int(self.recording.truth[self.at(place)]) if place < self.length else None
@@ -127,6 +134,7 @@ class Reference:
     def round(self, done: int) -> int:
         limit, tentative = min(self.window, self.cap - done), list[int]()
         for _ in range(self.plan.num_checks if self.plan.check else 1):
+            self.cycles += 1
             place, room = done + len(tentative), limit - len(tentative)
             branches, is_looked_up = self.draft(place, room)
             num_drafts = sum(map(len, branches))
@@ -140,7 +148,7 @@ class Reference:
             self.checked += num_drafts + 1
             kept = self.kept(place, branches, is_looked_up)
             tentative += [*kept, self.own(place + len(kept))[0]]
-            if len(tentative) >= limit:
+            if len(tentative) >= limit or not self.goes_on(place + len(kept)):
                 break
         self.verify_positions += len(tentative)
         return min(self.num_right(done, tentative) + 1, len(tentative))
@@ -205,6 +213,7 @@ def of_recording() -> list[SpeculativeConfig]:
                     plan(draft, num_drafts, 5, num_checks, sure=sure, **fields)
                     for sure in ((None,) if "num_branches" in fields else (None, 0.5))
                 ]
+            plans += [plan(draft, num_drafts, 5, 4, gate=gate, **fields) for gate in (0.3, 0.7)]
     return plans
 
 
@@ -219,6 +228,7 @@ def test_rounds_are_those_of_the_round_written_out(seed: int) -> None:
         )
         assert counted.per_answer.tolist() == [reference.rounds for reference in references], short_text(one)
         assert counted.tokens == recording.lengths.sum()
+        assert counted.cycles == sum(reference.cycles for reference in references), short_text(one)
 
         def total(name: str, references: list[Reference] = references) -> int:
             return sum(getattr(reference, name) for reference in references)

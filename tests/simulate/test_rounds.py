@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hispec.control.acceptance_model import MOST_TENTATIVE, Estimates
+from hispec.control.acceptance_model import MOST_CHECKS, MOST_TENTATIVE, Estimates
 from hispec.control.choice import FixedControl, Observation
 from hispec.control.goodput import PlanGrid
 from hispec.scheduling.policy import FirstComeFirstServed
 from hispec.simulate.batch_state import Setup
-from hispec.simulate.config import SimulationConfig
+from hispec.simulate.config import GateSettings, SimulationConfig
 from hispec.simulate.predictors import make_predictor
 from hispec.simulate.replica import Replica
 from hispec.simulate.row_state import T_DRAFTED, T_KEPT, T_ROUND_S, T_ROUNDS, T_TOKENS
@@ -24,6 +24,13 @@ from tests.helpers.simulations import STAGES, experiment, run, share
 ROUTES: dict[str, dict[str, Any]] = {
     "exit": {"kind": "exit", "draft_layer": 4},
     "exit, checked": {"kind": "exit", "draft_layer": 4, "check_layer": 8, "most_checks": 3},
+    "exit, gated": {
+        "kind": "exit",
+        "draft_layer": 4,
+        "check_layer": 8,
+        "most_checks": 3,
+        "gate": {"right": 0.0, "wrong": 0.0},
+    },
     "ngram": {"kind": "ngram"},
     "ngram, checked": {"kind": "ngram", "check_layer": 8, "most_checks": 3},
     "hybrid": {"kind": "hybrid", "draft_layer": 4, "num_exit_tokens": 2},
@@ -95,6 +102,7 @@ def test_rounds_cost_what_the_controller_expects_of_them(
         none if route.kind == "ngram" else np.ones((1, 4)),
         reach,
         share_found,
+        np.full((1, MOST_CHECKS - 1), 1.0 - route.is_gated),
     )
     widths, size = grid.widths(estimates), grid.one(0, plan)
     rounds = int(done.totals[T_ROUNDS])
@@ -142,7 +150,42 @@ def told(config: SimulationConfig) -> list[Observation]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["exit", "exit, checked", "ngram", "hybrid"])
+def gated(right: float, wrong: float) -> SimulationConfig:
+    config = of_route("ngram, checked", 0.7, 0.8)
+    route = config.routes["ngram, checked"]
+    gate = GateSettings(right=right, wrong=wrong)
+    return config.model_copy(update={"routes": {"ngram, checked": route.model_copy(update={"gate": gate})}})
+
+
+def test_a_gate_that_is_always_right_loses_no_token() -> None:
+    """Cycles after a wrong token bring nothing: without them rounds commit the same in less time."""
+    never, perfect, always, blind = (
+        run(config)
+        for config in (
+            of_route("ngram, checked", 0.7, 0.8),
+            gated(1.0, 0.0),
+            gated(1.0, 1.0),
+            gated(0.3, 0.3),
+        )
+    )
+    assert always.totals.tolist() == never.totals.tolist()
+    assert perfect.totals[T_ROUNDS] == never.totals[T_ROUNDS] < blind.totals[T_ROUNDS]
+    assert perfect.totals[T_ROUND_S] < never.totals[T_ROUND_S]
+    assert perfect.totals[T_DRAFTED] < never.totals[T_DRAFTED]
+
+
+def test_controllers_are_told_how_often_checks_went_on() -> None:
+    went_on, asked, accepted, tentative = (
+        np.concatenate([getattr(each, name) for each in told(gated(0.9, 0.1))])
+        for name in ("went_on", "asked", "accepted", "tentative")
+    )
+    assert set((asked - went_on).tolist()) == {0, 1} and went_on.max() == 2 >= asked.max()
+    is_right = accepted == tentative
+    stopped = asked > went_on
+    assert stopped[is_right].mean() < 0.5 < stopped[~is_right & (went_on < 2)].mean()
+
+
+@pytest.mark.parametrize("name", ["exit", "exit, checked", "exit, gated", "ngram", "hybrid"])
 def test_controllers_are_told_what_rounds_did(name: str) -> None:
     seen = told(of_route(name, 0.7, 0.5))
     assert sum(each.tokens for each in seen) == 4 * 60
