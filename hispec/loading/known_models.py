@@ -7,8 +7,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from ee_models.checkpoint.ee_package import holds_package
+
 from ..errors import HiSpecError
 from ..utils.files import cache_dir
+from .ee_packages import package_checkpoint, packages
 
 RECORD_NAME = "hispec.json"
 
@@ -69,11 +72,14 @@ KNOWN_MODELS = {
 def resolve_model(name_or_path: str) -> str:
     """The folder of a known model, or `name_or_path` itself where it is no known name (a path, a hub id).
 
-    Raises ModelNotFetchedError if the model is known but not fetched. Downloads nothing.
+    An EE package, by name or folder, is made into a checkpoint at its first use. Raises ModelNotFetchedError
+    if the model, or that which a package belongs to, is known but not fetched, and PackageError. Downloads
+    nothing.
     """
     model = KNOWN_MODELS.get(name_or_path)
     if model is None:
-        return name_or_path
+        package = packages().get(name_or_path, Path(name_or_path).expanduser())
+        return str(package_checkpoint(package, resolve_model)) if holds_package(package) else name_or_path
     final = model_dir(model)
     if not is_complete(final, model):
         raise ModelNotFetchedError(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ee_models.checkpoint.ee_package import holds_package
 from ee_models.checkpoint.loader import Checkpoint, CheckpointError, UnsupportedModelError, open_checkpoint
 from ee_models.decoder import Decoder
 
@@ -15,7 +16,7 @@ from .known_models import KNOWN_MODELS, nearest_known, resolve_model
 
 
 def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
-    """The checkpoint of a known model, a hub id, a folder or a .gguf file.
+    """The checkpoint of a known model, a hub id, a folder, a .gguf file, or the folder of an EE package.
 
     Raises ConfigError for what is no name or path, ModelNotFetchedError for a known model that is not there
     yet, and CheckpointError, with the known names where nothing of this one is there.
@@ -26,7 +27,9 @@ def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
             " id, a folder, or a .gguf file"
         )
     try:
-        return open_checkpoint(resolve_model(model) if isinstance(model, str) else model, revision)
+        # A Path is no known name.
+        by_name = isinstance(model, str) or holds_package(model)
+        return open_checkpoint(resolve_model(str(model)) if by_name else model, revision)
     except UnsupportedModelError:
         raise
     except CheckpointError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import ee_models
 from ee_models.checkpoint.exit_files import INFO, ExitsError, ExitsFile, fingerprint
 from ee_models.checkpoint.loader import Checkpoint
 from ee_models.decoder import Decoder
@@ -13,8 +12,7 @@ from ee_models.exits import AdapterExit, load_exits
 
 from ..config import SpeculativeConfig
 from ..control.candidates import exit_layers, trained_path, uses_trained
-
-SHIPPED = Path(ee_models.__file__).parent / "pretrained"
+from .ee_packages import PRETRAINED
 
 
 class TrainedExits:
@@ -31,7 +29,7 @@ class TrainedExits:
         Loads nothing."""
         for name, path, layer in self._named(speculative):
             try:
-                self._file(path).info(layer)
+                self.file(path).info(layer)
             except ExitsError as error:
                 raise ExitsError(f"speculative.{name}: {error}") from None
 
@@ -49,10 +47,10 @@ class TrainedExits:
     def layers(self, path: str | None) -> list[int]:
         """Where the folder at `path`, or with None what comes with HiSpec, has exits for this model. Raises
         ExitsError."""
-        return sorted(self._file(path).layers)
+        return sorted(self.file(path).layers)
 
     def _load(self, path: str | None, layer: int, decoder: Decoder) -> AdapterExit:
-        file = self._file(path)
+        file = self.file(path)
         key = file.about.tensors_sha256, layer  # exits trained anew in the same folder are others
         if key not in self._loaded:
             (self._loaded[key],) = load_exits(file, [layer], decoder, self._checkpoint)
@@ -73,10 +71,15 @@ class TrainedExits:
             for layer in exit_layers(speculative, layers):
                 yield "goodput.layers", path, layer
 
-    def _file(self, path: str | None) -> ExitsFile:
+    def file(self, path: str | None) -> ExitsFile:
+        """The exits in the folder at `path`; with None those that lie beside the checkpoint's weights, or
+        else come with HiSpec. Raises ExitsError."""
         if path is None:
-            self._shipped = self._shipped or shipped_exits(self._checkpoint)
-            return self._shipped
+            own = Path(self._checkpoint.path)
+            if not (own / INFO).is_file():
+                self._shipped = self._shipped or shipped_exits(self._checkpoint)
+                return self._shipped
+            path = str(own)
         file = ExitsFile(Path(path).expanduser())
         if file.about.tensors_sha256 not in self._checked:
             file.check_model(self._checkpoint)
@@ -90,7 +93,7 @@ def shipped_exits(checkpoint: Checkpoint) -> ExitsFile:
     none."""
     print_of_model = fingerprint(checkpoint)
     names = []
-    for info in sorted(SHIPPED.glob(f"*/{INFO}")):
+    for info in sorted(PRETRAINED.glob(f"*/{INFO}")):
         file = ExitsFile(info.parent)
         if file.about.base_model.fingerprint == print_of_model:
             return file

@@ -34,7 +34,8 @@ from ee_models.decoder import Decoder
 from ee_models.exits import load_exits
 from hispec import LLM, ConfigError
 from hispec.config import SpeculativeConfig
-from hispec.loading.trained_exits import SHIPPED, TrainedExits, shipped_exits
+from hispec.loading.ee_packages import PRETRAINED
+from hispec.loading.trained_exits import TrainedExits, shipped_exits
 from tests.helpers.adapters import TINY_MLP, make_exits, make_module, tensors_of
 from tests.helpers.tiny import tiny_checkpoint, tiny_model
 
@@ -83,9 +84,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> 
     save_file(tensors, folder / TENSORS)
     change_info(
         folder,
-        lambda values: values.update(
-            tensors_sha256=ee_models.checkpoint.exit_files._sha256(folder / TENSORS)
-        ),
+        lambda values: values.update(tensors_sha256=ee_models.checkpoint.exit_files.sha256(folder / TENSORS)),
     )
 
 
@@ -155,9 +154,7 @@ def pickled(folder: Path) -> None:
     (folder / TENSORS).write_bytes(pickle.dumps({"layer3.norm": 1}))
     change_info(
         folder,
-        lambda values: values.update(
-            tensors_sha256=ee_models.checkpoint.exit_files._sha256(folder / TENSORS)
-        ),
+        lambda values: values.update(tensors_sha256=ee_models.checkpoint.exit_files.sha256(folder / TENSORS)),
     )
 
 
@@ -497,7 +494,7 @@ def test_trained_exits_are_read_once_and_found_again(
 def test_shipped_exits_are_found_by_the_models_weights(
     tmp_path: Path, good: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hispec.loading.trained_exits.SHIPPED", tmp_path)
+    monkeypatch.setattr("hispec.loading.trained_exits.PRETRAINED", tmp_path)
     with pytest.raises(ExitsError, match="not for"):
         shipped_exits(checkpoint)
     other = open_checkpoint(tiny_checkpoint(tmp_path / "other", seed=1))
@@ -508,4 +505,4 @@ def test_shipped_exits_are_found_by_the_models_weights(
     assert (
         shipped_exits(checkpoint).folder == tmp_path / "b" and shipped_exits(other).folder == tmp_path / "a"
     )
-    assert SHIPPED.parent.name == "ee_models"
+    assert PRETRAINED.parent.name == "ee_models"

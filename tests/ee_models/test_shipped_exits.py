@@ -7,21 +7,21 @@ import pytest
 from ee_models.checkpoint.exit_files import INFO, ExitsFile
 from hispec import LLM, SamplingParams
 from hispec.jobs.load import load_preset, load_settings
-from hispec.loading.trained_exits import SHIPPED
+from hispec.loading.ee_packages import PRETRAINED
 from hispec.training.schema import TrainConfig
 from tests.test_packaging import ROOT
 
-FOLDERS = sorted(path.parent for path in SHIPPED.glob(f"*/{INFO}"))
+FOLDERS = sorted(path.parent for path in PRETRAINED.glob(f"*/{INFO}"))
 
 
 def test_there_are_some_and_they_fit_the_package() -> None:
     assert FOLDERS
-    assert sum(path.stat().st_size for path in SHIPPED.rglob("*")) < 25e6
+    assert sum(path.stat().st_size for path in PRETRAINED.rglob("*")) < 25e6
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_each_is_whole_and_says_where_it_comes_from(folder: object) -> None:
-    file = ExitsFile(SHIPPED / str(folder))
+    file = ExitsFile(PRETRAINED / str(folder))
     file.check_tensors()
     assert file.about.recipe["name"] == "adapters" and file.about.data["examples"] > 0
     assert all({"loss", "agreement"} <= info.held_out.keys() for info in file.about.exits)
@@ -29,7 +29,7 @@ def test_each_is_whole_and_says_where_it_comes_from(folder: object) -> None:
 
 def test_the_committed_recipe_is_the_one_they_were_trained_by() -> None:
     config = load_settings(TrainConfig, ROOT / "configs" / "train_smollm2.yaml", (), ())
-    about = ExitsFile(SHIPPED / "smollm2-135m-instruct").about
+    about = ExitsFile(PRETRAINED / "smollm2-135m-instruct").about
     assert config.adapters is not None
     assert [(exit_.layer, exit_.num_blocks, exit_.vocabulary_size) for exit_ in config.adapters.exits] == [
         (info.layer, info.num_blocks, info.vocabulary_size) for info in about.exits
