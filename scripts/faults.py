@@ -15,6 +15,8 @@ LAWS = (
 GATE = ("tests/decoding/test_gate.py",)
 STATIC = ("tests/laws/test_static.py",)
 CONTROL = ("tests/laws/test_control.py",)
+EARLY_EXIT = ("tests/training/test_early_exit.py",)
+PACKAGE = ("tests/training/test_command_ee.py",)
 
 
 @dataclass(frozen=True)
@@ -390,6 +392,48 @@ FAULTS = (
         "            _copy_in(kv, part, where)",
         "            _copy_in(kv, part, where.flip(0))",
         CONTROL,
+    ),
+    Fault(
+        "all of an exit's gradient reaches the trunk",
+        "ee_models/training/early_exit.py",
+        "hidden = torch.lerp(hidden.detach(), hidden, share)",
+        "",
+        EARLY_EXIT,
+    ),
+    Fault(
+        "the last layer learns from its exits",
+        "ee_models/training/losses.py",
+        "return _CrossEntropy.apply(normed, head, final.detach())",
+        "return _CrossEntropy.apply(final, head, normed.detach())",
+        EARLY_EXIT,
+    ),
+    Fault(
+        "the original that a model is held to is the model in training",
+        "ee_models/training/early_exit.py",
+        "        with self.without_lora():\n            found",
+        "        if True:\n            found",
+        EARLY_EXIT,
+    ),
+    Fault(
+        "micro-batches count alike whatever their size",
+        "ee_models/training/early_exit.py",
+        "MicroBatch(batch, len(batch.targets) / total)",
+        "MicroBatch(batch, 1 / len(batches))",
+        EARLY_EXIT,
+    ),
+    Fault(
+        "a package is merged without its scale",
+        "ee_models/checkpoint/low_rank.py",
+        "self.scale * total",
+        "total",
+        PACKAGE,
+    ),
+    Fault(
+        "a package is added to whatever model is there",
+        "ee_models/checkpoint/ee_package.py",
+        "        check_base_model(self.about.base_model, base, what, remedy, PackageError)",
+        "        print(what, remedy, check_base_model)",
+        PACKAGE,
     ),
     Fault(
         "gate: where the check is unsure, its own token is dropped",

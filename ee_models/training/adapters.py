@@ -15,19 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoint.exit_files import ExitInfo
+from ..checkpoint.exit_files import ExitInfo, ExitsError, ExitsFile
 from ..checkpoint.loader import Checkpoint
 from ..config import ModelConfig
 from .examples import Example, step_indices
 from .hidden_states import FINAL, StateStore
-from .loop import Metrics
-from .soft_labels import soft_label_loss
+from .loop import Metrics, ParameterGroup
+from .losses import soft_label_loss
 
 _INIT_STD = 0.02
 _EVAL_EXAMPLES = 16  # held-out examples per pass
 # A batch has a multiple of so many tokens: a CPU's matrix kernels are generated anew for each shape.
 _PAD_TO = 512
 _ROWS_PER_GROUP = 4  # examples that share a rectangle in attention
+
+
+# Of a group of examples in a packed batch: the index of each token, its row in the group, its position.
+Group = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass
@@ -37,13 +41,13 @@ class StatesBatch:
     states      "layer<l>" and "final", each [tokens, hidden] bfloat16
     positions   [tokens], in the example
     predicts    [tokens] bool: whether the position predicts a token of the response
-    groups      examples of similar length: of their tokens (index in the batch, row in the group, position)
+    groups      examples of similar length
     """
 
     states: dict[str, Tensor]
     positions: Tensor
     predicts: Tensor
-    groups: list[tuple[Tensor, Tensor, Tensor]]
+    groups: list[Group]
 
 
 class AdapterBlock(nn.Module):
@@ -66,26 +70,26 @@ class AdapterBlock(nn.Module):
             start = torch.ones(shape) if name.endswith("norm") else _INIT_STD * torch.randn(shape)
             self.register_parameter(name, nn.Parameter(start))
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: StatesBatch) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], groups: Sequence[Group]) -> Tensor:
         """hidden [tokens, hidden] float32 -> the same shape; rotation: cosines and sines, each [tokens, 1,
         head_dim / 2]."""
         size, eps = hidden.shape[-1:], self._model.rms_norm_eps
         if hasattr(self, "q_proj"):
             x = F.rms_norm(hidden, size, self.attention_norm, eps)
-            hidden = hidden + self._attend(x, rotation, batch)
+            hidden = hidden + self._attend(x, rotation, groups)
         if hasattr(self, "gate_proj"):
             x = F.rms_norm(hidden, size, self.mlp_norm, eps)
             inner = F.silu(F.linear(x, self.gate_proj)) * F.linear(x, self.up_proj)
             hidden = hidden + F.linear(inner, self.down_proj)
         return hidden
 
-    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], batch: StatesBatch) -> Tensor:
+    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], groups: Sequence[Group]) -> Tensor:
         head_dim = self._model.head_dim
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (F.linear(x, weight).unflatten(-1, (-1, head_dim)) for weight in projections)
         q, k = _rotate(q, rotation).to(v.dtype), _rotate(k, rotation).to(v.dtype)
         out = torch.zeros_like(q)
-        for places, rows, positions in batch.groups:
+        for places, rows, positions in groups:
             attended = self._attend_rows(q[places], k[places], v[places], rows, positions)
             out = out.index_copy(0, places, attended)
         return F.linear(out.flatten(1), self.o_proj)
@@ -110,7 +114,7 @@ class AdapterModule(nn.Module):
 
     def __init__(self, info: ExitInfo, model: ModelConfig, vocabulary: Tensor | None) -> None:
         super().__init__()
-        self.info, self.vocabulary, self._eps = info, vocabulary, model.rms_norm_eps
+        self.info, self.vocabulary, self._model = info, vocabulary, model
         shapes = info.shapes(model)
         of_block = [
             {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
@@ -119,12 +123,27 @@ class AdapterModule(nn.Module):
         self.blocks = nn.ModuleList(AdapterBlock(shapes, model) for shapes in of_block)
         self.norm = nn.Parameter(torch.ones(model.hidden_size))
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: StatesBatch) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], groups: Sequence[Group]) -> Tensor:
         """hidden [tokens, hidden] -> what the head reads [tokens, hidden]."""
         hidden = hidden.float()
         for block in self.blocks:
-            hidden = block(hidden, rotation, batch)
-        return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self._eps)
+            hidden = block(hidden, rotation, groups)
+        return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self._model.rms_norm_eps)
+
+    def load(self, file: ExitsFile) -> None:
+        """Takes the weights of the exit of this layer in `file`. Raises ExitsError if it has another shape, a
+        vocabulary aside."""
+        info = file.info(self.info.layer)
+        tensors = file.tensors(info, self._model)
+        tensors.pop("vocabulary", None)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        if shapes != {name: tensor.shape for name, tensor in self.state_dict().items()}:
+            raise ExitsError(
+                f"the exit at layer {info.layer} in {file.folder} has {info.num_blocks} blocks with an"
+                f" intermediate size of {info.intermediate_size}, the one to train {self.info.num_blocks}"
+                f" with {self.info.intermediate_size}; give it the same shape, or another init"
+            )
+        self.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
 
     def export(self) -> dict[str, Tensor]:
         """The tensors of exits.safetensors, on the CPU: weights in bfloat16, the vocabulary in int32."""
@@ -164,10 +183,9 @@ class Exits(nn.Module):
 
     def outputs(self, batch: StatesBatch) -> dict[str, Tensor]:
         """The head's inputs [predicting positions, hidden], by exit."""
-        angles = torch.outer(batch.positions.float(), self.get_buffer("inv_freq"))
-        rotation = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+        rotation = rotations(batch.positions, self.get_buffer("inv_freq"))
         return {
-            name: adapter(batch.states[name], rotation, batch)[batch.predicts]
+            name: adapter(batch.states[name], rotation, batch.groups)[batch.predicts]
             for name, adapter in self.by_name.items()
         }
 
@@ -201,11 +219,15 @@ class AdaptersTask:
         self._store, self._examples, self._held_out = store, examples, held_out
         self._batch_size, self._seed = batch_size, seed
 
-    def parameter_groups(self) -> list[list[nn.Parameter]]:
-        return [list(adapter.parameters()) for adapter in self.module.by_name.values()]
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return [ParameterGroup(list(adapter.parameters())) for adapter in self.module.by_name.values()]
+
+    def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> list[StatesBatch]:
+        """See loop.Task: one."""
+        return [self.batch(step, rank, num_ranks, device)]
 
     def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> StatesBatch:
-        """See loop.Task. Raises TrainingError for more processes than examples in a batch."""
+        """All examples of a step. Raises TrainingError for more processes than examples in a batch."""
         indices = step_indices(self._held_out.start, self._batch_size, step, self._seed, rank, num_ranks)
         return self._gather(indices, device)
 
@@ -268,6 +290,12 @@ def init_from_trunk(adapter: AdapterModule, checkpoint: Checkpoint) -> None:
                 source = checkpoint.tensor(f"{layer}.{sources[name]}.weight")
                 if source.shape == parameter.shape:
                     parameter.copy_(source)
+
+
+def rotations(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding, each [tokens, 1, head_dim / 2]; positions [tokens]."""
+    angles = torch.outer(positions.float(), inv_freq)
+    return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

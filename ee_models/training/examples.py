@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from ..errors import TrainingError
+
+_GROUP_STEPS = 50  # steps whose examples are sorted by length together
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,36 @@ def step_indices(
     return picked
 
 
-_last: tuple[tuple[int, int, int], torch.Tensor] | None = None
+def grouped_indices(
+    lengths: Sequence[int], batch_size: int, step: int, seed: int, rank: int = 0, num_ranks: int = 1
+) -> list[int]:
+    """As `step_indices`, but a step's examples are of similar `lengths`, so that little is computed for
+    padding, and passes have few different shapes.
+
+    Of each epoch's permutation, 50 steps' worth of examples are sorted by length and cut into steps, whose
+    order is drawn; an epoch leaves out what does not fill its last step.
+    """
+    num_steps = len(lengths) // batch_size
+    if num_steps == 0 or batch_size < num_ranks:
+        raise TrainingError(
+            f"batch_size is {batch_size}; it must be at least the number of processes, {num_ranks}, and at"
+            f" most that of the examples, {len(lengths)}"
+        )
+    epoch, place = divmod(step, num_steps)
+    order = _permutation(len(lengths), seed, epoch).tolist()
+    # Any seed of its own: the steps' order is independent of that of the examples.
+    place = int(_permutation(num_steps, seed + 1, epoch)[place])
+    first = place // _GROUP_STEPS * _GROUP_STEPS
+    group = order[first * batch_size : min(first + _GROUP_STEPS, num_steps) * batch_size]
+    group.sort(key=lengths.__getitem__)
+    start = (place - first) * batch_size
+    return group[start + rank : start + batch_size : num_ranks]
 
 
+@lru_cache(maxsize=4)
 def _permutation(num_examples: int, seed: int, epoch: int) -> torch.Tensor:
-    global _last
-    key = (num_examples, seed, epoch)
-    if _last is None or _last[0] != key:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        _last = key, torch.randperm(num_examples, generator=generator)
-    return _last[1]
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(num_examples, generator=generator)
 
 
 def split(examples: Sequence[Example], held_out: int) -> tuple[list[Example], list[Example]]:
@@ -62,3 +85,20 @@ def split(examples: Sequence[Example], held_out: int) -> tuple[list[Example], li
     picked = {round(i * len(examples) / held_out) for i in range(min(held_out, len(examples)))}
     training = [example for i, example in enumerate(examples) if i not in picked]
     return training, [example for i, example in enumerate(examples) if i in picked]
+
+
+def check_examples(examples: Sequence[Example], held_out: Sequence[Example], vocab_size: int) -> None:
+    if not examples:
+        raise TrainingError("there are no examples to train on; give more data, or hold out less of it")
+    for kind, group in (("training", examples), ("held-out", held_out)):
+        for index, example in enumerate(group):
+            if (size := len(example.token_ids)) <= max(1, example.prompt_len):
+                raise TrainingError(
+                    f"{kind} example {index} has {size} tokens, {example.prompt_len} of them prompt: none is"
+                    " left to predict; leave it out"
+                )
+            if not 0 <= min(example.token_ids) <= max(example.token_ids) < vocab_size:
+                raise TrainingError(
+                    f"{kind} example {index} has tokens outside 0 to {vocab_size - 1}; it was made with"
+                    " another model's tokenizer"
+                )

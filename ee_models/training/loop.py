@@ -11,8 +11,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,22 +69,30 @@ class LoopSettings:
         return self.learning_rate * (self.final_lr + (1 - self.final_lr) * cosine)
 
 
-class Task(Protocol):
-    """A model to train and its data. `module.forward(batch)` returns (loss, metrics): a scalar tensor and a
-    dict of them.
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters whose gradients are clipped together, at `lr_scale` times the run's learning rate."""
 
-    parameter_groups   parameters that are clipped together: one group per exit, so that exits trained
-                       together get the weights that each would have got alone
+    parameters: list[nn.Parameter]
+    lr_scale: float = 1.0
+
+
+class Task(Protocol):
+    """A model to train and its data. `module.forward(micro_batch)` returns (loss, metrics): a scalar tensor
+    and a dict of them; those of a step's micro-batches add up to the step's.
+
+    parameter_groups   one per exit, so that exits trained together get the weights that each would have got
+                       alone
     """
 
     @property
     def module(self) -> nn.Module: ...
 
-    def parameter_groups(self) -> list[list[nn.Parameter]]: ...
+    def parameter_groups(self) -> list[ParameterGroup]: ...
 
-    def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Any:
-        """The batch of process `rank` of `num_ranks` in optimizer step `step`: a function of these and the
-        seed."""
+    def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Sequence[Any]:
+        """What process `rank` of `num_ranks` is to pass through in optimizer step `step`, at least one: a
+        function of these and the seed."""
 
     def evaluate(self, device: torch.device) -> Metrics:
         """Figures on held-out data, which training never sees."""
@@ -106,12 +115,14 @@ def train(
     *,
     cpu: bool,
     resume: bool,
+    only_evaluate: bool = False,
     progress: bool = True,
 ) -> Outcome:
     """Trains `task` to the last step; checkpoints and a log of evaluations go to `folder`.
 
     identity   tells this run from any other: a checkpoint is resumed only if it was written under the same
     resume     go on from the checkpoint in `folder`, if there is one; otherwise one that is there is an error
+    only_evaluate   take no further step; without a checkpoint to evaluate that is an error
     Raises TrainingError; whatever is raised, the last checkpoint on disk is whole.
     """
     from accelerate import Accelerator
@@ -123,33 +134,31 @@ def train(
     module = accelerator.prepare(task.module)
     groups = task.parameter_groups()
     optimizer = torch.optim.AdamW(
-        [{"params": group} for group in groups],
+        [{"params": group.parameters} for group in groups],
         lr=settings.learning_rate,
         betas=settings.betas,
         weight_decay=settings.weight_decay,
     )
     task.module.train()
     step = _restore(task.module, optimizer, folder / CHECKPOINT, identity, resume)
+    if only_evaluate and step == 0:
+        raise TrainingError(f"{folder} has no checkpoint yet; train up to the first one")
     first, started, metrics = step, time.perf_counter(), Metrics()
     rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     shows = progress and accelerator.is_main_process
     with progress_bar("training", "step", settings.num_steps, step, shows) as bar:
-        while step < settings.num_steps:
-            for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate_at(step)
-            with accelerator.autocast():
-                loss, values = module(task.batch(step, rank, num_ranks, device))
-            if not bool(torch.isfinite(loss)):
-                raise _diverged(f"the loss of step {step} is {float(loss.detach())}")
-            accelerator.backward(loss)
-            norms = [nn.utils.clip_grad_norm_(group, settings.max_grad_norm) for group in groups]
+        while step < settings.num_steps and not only_evaluate:
+            for group, of_group in zip(groups, optimizer.param_groups, strict=True):
+                of_group["lr"] = group.lr_scale * settings.learning_rate_at(step)
+            values = _accumulate(accelerator, module, task.micro_batches(step, rank, num_ranks, device), step)
+            norms = [nn.utils.clip_grad_norm_(group.parameters, settings.max_grad_norm) for group in groups]
             # Checked before it can reach the weights, and with them a checkpoint.
             if not bool(torch.isfinite(torch.stack(norms)).all()):
                 raise _diverged(f"the gradient of step {step} is not finite")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
-            shown = " ".join(f"{name} {float(value):.3g}" for name, value in values.items())
+            shown = " ".join(f"{name} {value:.3g}" for name, value in values.items())
             bar.set_postfix_str(shown, refresh=False)
             bar.update()
             if step == settings.num_steps or step % settings.eval_every == 0:
@@ -162,6 +171,22 @@ def train(
     if not metrics:
         metrics = _evaluate(task, accelerator)
     return Outcome(step - first, time.perf_counter() - started, metrics)
+
+
+def _accumulate(accelerator: Accelerator, module: nn.Module, parts: Sequence[Any], step: int) -> Metrics:
+    """Adds up the gradients of a step's micro-batches -> their metrics, added up. Raises TrainingError."""
+    values = defaultdict[str, float](float)
+    for number, part in enumerate(parts, start=1):
+        # Processes exchange gradients once a step, with the last.
+        with nullcontext() if number == len(parts) else accelerator.no_sync(module):
+            with accelerator.autocast():
+                loss, of_part = module(part)
+            if not bool(torch.isfinite(loss)):
+                raise _diverged(f"the loss of step {step} is {float(loss.detach())}")
+            accelerator.backward(loss)
+        for name, value in of_part.items():
+            values[name] += float(value)
+    return values
 
 
 def _diverged(what: str) -> TrainingError:

@@ -16,6 +16,11 @@ def add(commands: Any) -> None:
     train.add_argument(
         "--only-data", action="store_true", help="write prompts and answers, and stop before training"
     )
+    train.add_argument(
+        "--only-export",
+        action="store_true",
+        help="write what the last checkpoint of an interrupted run holds, without training on",
+    )
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -25,7 +30,12 @@ def _train(options: argparse.Namespace) -> int:
     from ..training.run import run_training
 
     try:
-        report = run_training(config, only_data=options.only_data, progress=not options.no_progress)
+        report = run_training(
+            config,
+            only_data=options.only_data,
+            only_export=options.only_export,
+            progress=not options.no_progress,
+        )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"What is done is in {config.output.path}; {config.output.way_on}") from None
     if report is not None:

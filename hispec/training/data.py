@@ -196,15 +196,20 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt]:
                 is_answer = messages[-1]["role"] == "assistant"
                 bad.add(where, f"the {'response' if is_answer else 'last message'} is empty")
             continue
-        text = row.get(source.field) if isinstance(row, dict) else None
-        if isinstance(text, str) and text.strip():
-            yield Prompt([{"role": "user", "content": text.strip()}], where)
-        elif text is not None:
-            bad.add(where, f"field {source.field!r} must be a non-empty string, got {shown(text)}")
+        fields = {"user": source.field} | ({"assistant": source.answer} if source.answer else {})
+        texts = {role: row.get(name) if isinstance(row, dict) else None for role, name in fields.items()}
+        empty = [role for role, text in texts.items() if not (isinstance(text, str) and text.strip())]
+        if not empty:
+            yield Prompt(
+                [{"role": role, "content": str(text).strip()} for role, text in texts.items()], where
+            )
+        elif (text := texts[empty[0]]) is not None:
+            bad.add(where, f"field {fields[empty[0]]!r} must be a non-empty string, got {shown(text)}")
         else:
             has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             bad.add(
-                where, f"needs a non-empty string in field {source.field!r} (or `messages`); it has: {has}"
+                where,
+                f"needs a non-empty string in field {fields[empty[0]]!r} (or `messages`); it has: {has}",
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -20,12 +20,14 @@ class PromptSource(Settings):
     field       the string that is the prompt; rows with `messages` are conversations instead, and if the last
                 message is the assistant's, it is taken as the response
     limit       use this many rows from the start; None = all
+    answer      the string that is its response; None = the model answers
     opening     the model writes the user's turn, which begins with this, as it stands ("" = with nothing)
     count, max_tokens   prompts to write, and how long they may become
     """
 
     path: FilePath | None = None
     field: Annotated[str, Field(min_length=1)] = "prompt"
+    answer: Annotated[str, Field(min_length=1)] | None = None
     limit: Annotated[int, Field(ge=1)] | None = None
     opening: str | None = None
     count: Annotated[int, Field(ge=1)] | None = None
@@ -37,6 +39,8 @@ class PromptSource(Settings):
             raise ValueError(
                 "a source of prompts needs either `path` (a file) or `opening` (the model writes them)"
             )
+        if self.opening is not None and self.answer is not None:
+            raise ValueError("`answer` names a field of a file; the model answers an `opening` itself")
         if (self.opening is None) != (self.count is None):
             raise ValueError("`count` says how many prompts of an `opening` are written; the two go together")
         return self
@@ -88,6 +92,16 @@ class ExitTraining(Settings):
         return self
 
 
+def _check_distinct(config: Any) -> Any:
+    layers = [exit_.layer for exit_ in config.exits]
+    if len(set(layers)) != len(layers):
+        raise ValueError(
+            f"exits must be at different layers, got {layers}; train other shapes at a layer in a run of"
+            " their own"
+        )
+    return config
+
+
 class AdaptersConfig(Settings):
     """The recipe `adapters`: exits on a frozen trunk.
 
@@ -100,14 +114,55 @@ class AdaptersConfig(Settings):
     init: Literal["trunk", "random"] = "trunk"
     max_states_gb: Annotated[float, Field(gt=0.0)] = 50.0
 
+    _distinct = model_validator(mode="after")(_check_distinct)
+
+
+class JointExitTraining(ExitTraining):
+    """An exit to train with its trunk.
+
+    init     "trunk" and "random" as with `adapters`; "trained": the blocks of an exit of this shape at this
+             layer, from `init_path`; its vocabulary is chosen anew
+    weight   share of its loss in what the trunk learns
+    """
+
+    init: Literal["trunk", "random", "trained"] = "trunk"
+    weight: Annotated[float, Field(ge=0.0)] = 1.0
+
+
+class EarlyExitConfig(Settings):
+    """The recipe `ee`: the model and its exits, trained together.
+
+    target            "labels": the last layer learns the answers; "self": it stays what it was
+    init_path         a folder of trained exits to begin with; None = those that come with HiSpec
+    lora_rank         the trunk learns by low-rank matrices of this rank, scaled by lora_alpha / lora_rank;
+                      None: with all weights
+    exit_loss_scale   weight of all exits together in what the trunk learns; the last layer's is 1
+    trunk_lr_scale    the trunk's learning rate over loop.learning_rate
+    dropout_max       layer dropout as with `layerskip`; 0 = none
+    max_pass_tokens   tokens that pass through the model at once, padding included
+    """
+
+    exits: Annotated[list[JointExitTraining], Field(min_length=1)]
+    target: Literal["labels", "self"]
+    init_path: FilePath | None = None
+    lora_rank: Annotated[int, Field(ge=1)] | None = 16
+    lora_alpha: Annotated[int, Field(ge=1)] = 32
+    exit_loss_scale: Annotated[float, Field(ge=0.0)] = 1.0
+    trunk_lr_scale: Annotated[float, Field(gt=0.0)] = 1.0
+    dropout_max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    max_pass_tokens: Annotated[int, Field(ge=1)] = 2048
+
+    _distinct = model_validator(mode="after")(_check_distinct)
+
     @model_validator(mode="after")
-    def _distinct(self) -> AdaptersConfig:
-        layers = [exit_.layer for exit_ in self.exits]
-        if len(set(layers)) != len(layers):
+    def _possible(self) -> EarlyExitConfig:
+        if self.target == "self" and self.lora_rank is None:
             raise ValueError(
-                f"exits must be at different layers, got {layers}; train other shapes at a layer in a run of"
-                " their own"
+                "target: self compares with the model as it was, which is the one without LoRA; give"
+                " lora_rank"
             )
+        if self.init_path is not None and all(exit_.init != "trained" for exit_ in self.exits):
+            raise ValueError("`init_path` has no effect without an exit of init: trained; leave it out")
         return self
 
 
@@ -156,7 +211,7 @@ class LoopConfig(Settings):
 class TrainOutput(Destination):
     """Where results go.
 
-    path   a folder for the exits (or, with `layerskip`, the model), checkpoints and a log
+    path   a folder for the exits (with `layerskip` the model, with `ee` both), checkpoints and a log
     work   a folder for prompts, answers and hidden states, which runs on the same data may share; None =
            path/work
     overwrite   train anew; what `work` holds is used where it fits
@@ -174,22 +229,23 @@ class TrainConfig(Settings):
     """
 
     model: Annotated[str, Field(min_length=1)]
-    recipe: Literal["adapters", "layerskip"] = "adapters"
+    recipe: Literal["adapters", "ee", "layerskip"] = "adapters"
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     engine: EngineConfig = EngineConfig()
     data: DataConfig
     adapters: AdaptersConfig | None = None
+    ee: EarlyExitConfig | None = None
     layerskip: LayerSkipConfig | None = None
     loop: LoopConfig
     output: TrainOutput
 
     @model_validator(mode="after")
     def _settings_of_the_recipe(self) -> TrainConfig:
-        other = {"adapters": "layerskip", "layerskip": "adapters"}[self.recipe]
-        if getattr(self, other) is not None:
-            raise ValueError(f"`{other}` has no effect with recipe: {self.recipe}; leave it out")
-        if self.recipe == "adapters" and self.adapters is None:
-            raise ValueError("recipe: adapters needs `adapters` with the exits to train")
+        for other in ("adapters", "ee", "layerskip"):
+            if other != self.recipe and getattr(self, other) is not None:
+                raise ValueError(f"`{other}` has no effect with recipe: {self.recipe}; leave it out")
+        if self.recipe != "layerskip" and getattr(self, self.recipe) is None:
+            raise ValueError(f"recipe: {self.recipe} needs `{self.recipe}` with the exits to train")
         return self
 
 

@@ -17,7 +17,7 @@ from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import Checkpoint, open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit, head_name
-from ee_models.training.adapters import AdapterModule, StatesBatch
+from ee_models.training.adapters import AdapterModule
 from tests.helpers.adapters import loaded, make_exits, make_module
 from tests.helpers.tiny import FAMILIES, tiny_checkpoint
 
@@ -123,9 +123,8 @@ def as_trained(module: AdapterModule, checkpoint: Checkpoint, states: Sequence[T
         for pair in range(2)
     ]
     angles = torch.outer(positions.float(), checkpoint.config.rope.inv_freq(checkpoint.config.head_dim))
-    batch = StatesBatch({}, positions, torch.ones_like(positions, dtype=torch.bool), groups)
     with torch.no_grad():
-        normed = module(torch.cat(list(states)), (angles.cos()[:, None], angles.sin()[:, None]), batch)
+        normed = module(torch.cat(list(states)), (angles.cos()[:, None], angles.sin()[:, None]), groups)
         head = checkpoint.tensor(head_name(checkpoint))
         logits = F.linear(normed, head)
         if module.vocabulary is not None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ee_models.training.loop as loop
-import ee_models.training.soft_labels as soft_labels
+import ee_models.training.losses as losses
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 from ee_models.checkpoint.exit_files import ExitInfo
@@ -32,7 +32,7 @@ from ee_models.training.adapters import (
 from ee_models.training.examples import Example
 from ee_models.training.hidden_states import FINAL, trunk_states
 from ee_models.training.loop import LoopSettings, train
-from ee_models.training.soft_labels import soft_label_loss
+from ee_models.training.losses import soft_label_loss
 from tests.helpers import training_adapters
 from tests.helpers.adapters import TINY_MLP, make_module
 from tests.helpers.scripted import tiny_config
@@ -107,7 +107,7 @@ def test_the_loss_in_pieces_is_that_of_all_places_with_autograds_own_gradient(
     expected = -((final @ head.T).softmax(-1) * (normed @ head.T).log_softmax(-1)).sum(-1).mean() * 3
     (gradient,) = torch.autograd.grad(expected, normed)
     for places in (1, 4, 11, 512):
-        monkeypatch.setattr(soft_labels, "_PLACES", places)
+        monkeypatch.setattr(losses, "_LOGITS", places * head.shape[0])
         loss = soft_label_loss(normed, final, head) * 3
         (found,) = torch.autograd.grad(loss, normed)
         torch.testing.assert_close(loss, expected)
@@ -140,7 +140,9 @@ def test_the_loss_of_a_whole_batch_is_that_of_each_place(
             whole = batch_of([example], [state])
             angles = torch.outer(whole.positions.float(), model.rope.inv_freq(model.head_dim))
             logits = F.linear(
-                module(state[f"layer{info.layer}"], (angles.cos()[:, None], angles.sin()[:, None]), whole),
+                module(
+                    state[f"layer{info.layer}"], (angles.cos()[:, None], angles.sin()[:, None]), whole.groups
+                ),
                 head,
             )
             full = F.linear(state[FINAL].float(), head)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ee_models.training.hidden_states as states_module
-import hispec.training.run as run_module
+import hispec.training.recipes as recipes_module
 from ee_models.checkpoint.exit_files import INFO, TENSORS, ExitsFile
 from ee_models.training.adapters import AdaptersTask
 from hispec import LLM, SamplingParams
@@ -200,7 +200,7 @@ STAGES: dict[str, tuple[Any, str, int]] = {
     "states": (states_module, "save_file", 2),
     "training": (AdaptersTask, "batch", 4),
     "the last evaluation": (AdaptersTask, "evaluate", 2),
-    "exits": (run_module, "save_exits", 1),
+    "exits": (recipes_module, "save_exits", 1),
 }
 
 
@@ -225,7 +225,7 @@ def test_an_interrupt_says_how_to_go_on(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_module, "make_examples", interrupt)
+    monkeypatch.setattr("hispec.training.run.make_examples", interrupt)
     config = write_config(tmp_path, model)
     assert train(config) == 130
     way_on = "the same command with --set output.resume=true goes on from there"
@@ -485,7 +485,8 @@ def test_prompts_lie_beside_the_training_file_and_output_in_the_working_director
 def test_the_example_of_the_docs_is_a_valid_training_file() -> None:
     root = Path(__file__).parents[2]
     for path in sorted((root / "configs").glob("train_*.yaml")):
-        assert load_training(path).adapters is not None
+        config = load_training(path)
+        assert getattr(config, config.recipe) is not None
     assert any((root / "configs").glob("train_*.yaml"))
 
 

@@ -20,16 +20,9 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.errors import CheckpointError, TrainingError
 from ee_models.training.examples import Example
-from ee_models.training.layerskip import (
-    Batch,
-    ExitLoss,
-    LayerSkipSettings,
-    LayerSkipTask,
-    _watched,
-    collate,
-    load_trainable,
-)
+from ee_models.training.layerskip import ExitLoss, LayerSkipSettings, LayerSkipTask
 from ee_models.training.loop import LoopSettings, train
+from ee_models.training.trunk import Batch, _watched, collate, load_trainable
 from tests.helpers.tiny import TINY_VOCAB, tiny_checkpoint, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -123,7 +116,7 @@ def test_padding_and_prompts_have_no_say() -> None:
 def test_gradients_are_those_of_logits_made_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = []
     for tokens_at_once in (7, 10_000):
-        monkeypatch.setattr("ee_models.training.layerskip.TOKENS_AT_ONCE", tokens_at_once)
+        monkeypatch.setattr("ee_models.training.losses._LOGITS", tokens_at_once * TINY_VOCAB)
         module = ExitLoss(small_model())
         module(replace(collate(make_examples(), CPU), weights={1: 0.4, 3: 0.6}))[0].backward()
         gradients.append([parameter.grad for parameter in module.parameters()])
@@ -369,7 +362,7 @@ def test_lora_starts_as_the_model_itself_and_leaves_norms_embeddings_and_head_al
         for projection in projections
         for part in "AB"
     )
-    assert sum(len(group) for group in task.parameter_groups()) == len(names)
+    assert sum(len(group.parameters) for group in task.parameter_groups()) == len(names)
     batch = replace(collate(make_examples(), CPU), weights={1: 0.5, 3: 0.5})
     assert torch.equal(task.module(batch)[0], ExitLoss(small_model())(batch)[0])
 
@@ -453,12 +446,16 @@ def test_lora_trains_in_float32_beside_frozen_weights_of_any_type() -> None:
     task = LayerSkipTask(
         small_model().bfloat16(), make_examples(), [], replace(BUSY, lora_rank=2), num_steps=5
     )
-    assert {parameter.dtype for group in task.parameter_groups() for parameter in group} == {torch.float32}
+    assert {parameter.dtype for group in task.parameter_groups() for parameter in group.parameters} == {
+        torch.float32
+    }
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = task.module(task.batch(0, 0, 1, CPU))
     loss.backward()
     assert loss.dtype == torch.float32 and torch.isfinite(loss)
-    assert all(parameter.grad is not None for group in task.parameter_groups() for parameter in group)
+    assert all(
+        parameter.grad is not None for group in task.parameter_groups() for parameter in group.parameters
+    )
 
 
 NUM_SYMBOLS = 24

@@ -22,7 +22,16 @@ from torch import Tensor, nn
 import ee_models.training.loop as loop
 from ee_models.errors import TrainingError
 from ee_models.training.examples import Example, split, step_indices
-from ee_models.training.loop import CHECKPOINT, LOG, LoopSettings, Metrics, Outcome, train, write_atomically
+from ee_models.training.loop import (
+    CHECKPOINT,
+    LOG,
+    LoopSettings,
+    Metrics,
+    Outcome,
+    ParameterGroup,
+    train,
+    write_atomically,
+)
 
 CPU = torch.device("cpu")
 SETTINGS = LoopSettings(
@@ -68,14 +77,14 @@ class ToyTask:
         self.module = Halves(self.names)
         self.seen: list[int] = []
 
-    def parameter_groups(self) -> list[list[nn.Parameter]]:
-        return [list(part.parameters()) for part in self.module.parts.values()]
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return [ParameterGroup(list(part.parameters())) for part in self.module.parts.values()]
 
-    def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Tensor:
+    def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> list[Tensor]:
         assert (rank, num_ranks, device) == (0, 1, CPU) and self.module.training
         self.on_step(step)
         self.seen.append(step)
-        return self.scale * torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        return [self.scale * torch.randn(8, 6, generator=torch.Generator().manual_seed(step))]
 
     def evaluate(self, device: torch.device) -> Metrics:
         assert not self.module.training and not torch.is_grad_enabled()
@@ -296,8 +305,9 @@ def test_writing_is_all_or_nothing(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(tmp_path: Path) -> None:
     class Broken(ToyTask):
-        def batch(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Tensor:
-            return super().batch(step, rank, num_ranks, device) * (math.nan if step == 6 else 1.0)
+        def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> list[Tensor]:
+            (batch,) = super().micro_batches(step, rank, num_ranks, device)
+            return [batch * (math.nan if step == 6 else 1.0)]
 
     with pytest.raises(
         TrainingError, match=r"the loss of step 6 is nan; lower loop\.learning_rate, and start anew"
@@ -310,9 +320,9 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(tmp_pat
 
 def test_a_gradient_that_is_no_number_never_reaches_a_checkpoint(tmp_path: Path) -> None:
     class Ruined(ToyTask):
-        def parameter_groups(self) -> list[list[nn.Parameter]]:
+        def parameter_groups(self) -> list[ParameterGroup]:
             groups = super().parameter_groups()
-            first = groups[0][0]
+            first = groups[0].parameters[0]
             first.register_hook(lambda gradient: gradient * math.nan if self.seen[-1] == 3 else gradient)
             return groups
 

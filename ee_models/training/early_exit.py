@@ -1,0 +1,276 @@
+"""The recipe `ee`: a model and its exits, trained together.
+
+HiSpec takes for granted a target that was trained for early exits. Here the trunk learns by low-rank matrices
+(LoRA) or with all weights, and trained exits read it on the way; their losses run on into the trunk, so that
+early layers come to know what the last one will say. Two targets:
+
+    labels   the last layer learns given answers: fine-tuning on one's own task, exits included
+    self     the last layer stays what it was, by soft-label cross-entropy to the model without LoRA
+
+Exits always learn the last layer's distribution of the moment, as those on a frozen trunk do (`adapters`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .adapters import AdapterModule, rotations
+from .curriculum import dropout_rates
+from .examples import Example, check_examples, grouped_indices
+from .loop import Metrics, ParameterGroup
+from .losses import hard_label_loss, soft_label_loss
+from .trunk import Batch, Trunk, collate, layers_kept
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Target = Literal["labels", "self"]
+# Rows of a micro-batch are padded to a multiple of so many tokens: a CPU's matrix kernels are generated anew
+# for each shape.
+_PAD_TO = 64
+_EVAL_PLACES = 1024  # whose logits are in memory together
+
+
+@dataclass(frozen=True)
+class EarlyExitSettings:
+    """The recipe.
+
+    target            what the last layer learns, see above
+    batch_size        examples per step, of all processes together
+    lora_rank         of the trunk's low-rank matrices, scaled by lora_alpha / lora_rank; None trains all
+                      weights, and leaves `target: self` without an original to compare with
+    exit_loss_scale   weight of the exits' losses, together, in what the trunk learns; the last layer's is 1.
+                      0: exits read a trunk that takes no notice of them
+    exit_weights      layer -> share of its exit in that, 1 where not given
+    trunk_lr_scale    the trunk's learning rate over that of the exits
+    dropout_max       layer dropout as LayerSkip's: the last layer's rate, 0 = none
+    max_pass_tokens   tokens of a micro-batch, padding included; a longer example has one of its own
+    Raises ValueError for a value outside its range.
+    """
+
+    target: Target = "labels"
+    batch_size: int = 16
+    lora_rank: int | None = 16
+    lora_alpha: int = 32
+    exit_loss_scale: float = 1.0
+    exit_weights: Mapping[int, float] = field(default_factory=dict)
+    trunk_lr_scale: float = 1.0
+    dropout_max: float = 0.0
+    max_pass_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        limits: dict[str, tuple[bool, str]] = {
+            "target": (self.target in get_args(Target), f"one of {', '.join(get_args(Target))}"),
+            "batch_size": (self.batch_size >= 1, "at least 1"),
+            "lora_rank": (
+                self.lora_rank >= 1 if self.lora_rank is not None else self.target != "self",
+                "at least 1; or None to train all weights, with target 'labels' only",
+            ),
+            "lora_alpha": (self.lora_alpha >= 1, "at least 1"),
+            "exit_loss_scale": (self.exit_loss_scale >= 0, "at least 0"),
+            "exit_weights": (all(weight >= 0 for weight in self.exit_weights.values()), "at least 0 each"),
+            "trunk_lr_scale": (self.trunk_lr_scale > 0, "above 0"),
+            "dropout_max": (0 <= self.dropout_max < 1, "at least 0 and below 1"),
+            "max_pass_tokens": (self.max_pass_tokens >= 1, "at least 1"),
+        }
+        for name, (holds, limit) in limits.items():
+            if not holds:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {limit}")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some of a step's examples; `share`: its predicting positions over the step's."""
+
+    batch: Batch
+    share: float
+
+
+class ExitingModel(Trunk):
+    """A trunk and trained exits over it. `forward` returns the recipe's loss."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapters: Sequence[AdapterModule],
+        inv_freq: Tensor,
+        settings: EarlyExitSettings,
+    ) -> None:
+        """inv_freq [head_dim / 2]: of the rotary embedding. Raises TrainingError for a model that is not
+        built as Llama is."""
+        super().__init__(model)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.adapters = nn.ModuleList(adapters)
+        self._settings = settings
+        self._last = model.config.num_hidden_layers - 1
+        weights = [settings.exit_weights.get(adapter.info.layer, 1.0) for adapter in adapters]
+        total = sum(weights) or 1.0
+        self._into_trunk = [settings.exit_loss_scale * weight / total for weight in weights]
+
+    def forward(self, part: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """-> (this part's share of the step's loss: a scalar, the shares of {"last", "exit_<layer>"}, each
+        loss in nats per position)."""
+        batch, settings = part.batch, self._settings
+        last, exits = self.states(batch)
+        head = self.head
+        if settings.target == "labels":
+            losses = {"last": hard_label_loss(last, batch.targets, head)}
+        else:
+            losses = {"last": soft_label_loss(last, self.original(batch), head.detach())}
+        for layer, normed in exits.items():
+            # The head is the last layer's: exits read it as it is.
+            losses[f"exit_{layer}"] = soft_label_loss(normed, last, self._head_of(layer))
+        loss = torch.stack(list(losses.values())).sum() * part.share
+        return loss, {name: value.detach() * part.share for name, value in losses.items()}
+
+    def states(self, batch: Batch) -> tuple[Tensor, dict[int, Tensor]]:
+        """What the head reads at `batch.places`: [places, hidden] of the last layer, and by layer of the
+        exits. Their gradient reaches the trunk in the recipe's share."""
+        layers = {adapter.info.layer - 1 for adapter in self._adapters()}
+        found = self.hidden_after(layers | {self._last}, batch)
+        num_rows, q_len = batch.token_ids.shape
+        places = torch.arange(num_rows * q_len, device=batch.token_ids.device)
+        positions = places % q_len
+        rotation = rotations(positions, self.get_buffer("inv_freq"))
+        rectangle = [(places, places // q_len, positions)]
+        exits = {}
+        for adapter, share in zip(self._adapters(), self._into_trunk, strict=True):
+            hidden = found[adapter.info.layer - 1]
+            # The same values, but a share of the gradient.
+            hidden = torch.lerp(hidden.detach(), hidden, share)
+            exits[adapter.info.layer] = adapter(hidden, rotation, rectangle)[batch.places]
+        return self.normed(found[self._last][batch.places]), exits
+
+    @torch.no_grad()
+    def original(self, batch: Batch) -> Tensor:
+        """What the head read of the last layer before training, [places, hidden]."""
+        with self.without_lora():
+            found = self.hidden_after([self._last], replace(batch, keep=None))
+        return self.normed(found[self._last][batch.places])
+
+    def choices(self, last: Tensor, exits: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
+        """The likeliest tokens [places] of the last layer, and by layer of the exits, of what `states`
+        gave."""
+        return likeliest(last, self.head), {
+            layer: likeliest(normed, self._head_of(layer), self._adapter(layer).vocabulary)
+            for layer, normed in exits.items()
+        }
+
+    def _adapters(self) -> list[AdapterModule]:
+        return [adapter for adapter in self.adapters if isinstance(adapter, AdapterModule)]
+
+    def _adapter(self, layer: int) -> AdapterModule:
+        return next(adapter for adapter in self._adapters() if adapter.info.layer == layer)
+
+    def _head_of(self, layer: int) -> Tensor:
+        vocabulary = self._adapter(layer).vocabulary
+        head = self.head.detach()
+        return head if vocabulary is None else head[vocabulary.to(head.device)]
+
+
+class EarlyExitTask:
+    """The recipe as a `loop.Task`."""
+
+    def __init__(
+        self,
+        module: ExitingModel,
+        examples: Sequence[Example],
+        held_out: Sequence[Example],
+        settings: EarlyExitSettings,
+        *,
+        seed: int = 0,
+    ) -> None:
+        """module: taken over, and changed in place; seed: of all that is random. Raises TrainingError for
+        examples or a model that cannot be trained."""
+        self.module = module
+        self._examples, self._held_out, self._settings, self._seed = examples, held_out, settings, seed
+        self._lengths = [len(example.token_ids) for example in examples]
+        config = module.model.config
+        check_examples(examples, held_out, config.vocab_size)
+        # Rates do not change in a run: the model is trained already.
+        self._dropout = dropout_rates(config.num_hidden_layers, settings.dropout_max, scale=1.0)
+        module.make_trainable(settings.lora_rank, settings.lora_alpha, seed)
+        module.train()
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """The trunk's, then each exit's."""
+        of_exits = [list(adapter.parameters()) for adapter in self.module.adapters]
+        known = {id(each) for group in of_exits for each in group}
+        trunk = [each for each in self.module.parameters() if each.requires_grad and id(each) not in known]
+        return [ParameterGroup(trunk, self._settings.trunk_lr_scale), *map(ParameterGroup, of_exits)]
+
+    def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> list[MicroBatch]:
+        """See loop.Task: examples of similar length together. Raises TrainingError for more processes than
+        examples in a batch."""
+        size = self._settings.batch_size
+        picked = grouped_indices(self._lengths, size, step, self._seed, rank, num_ranks)
+        keep = layers_kept(self._dropout, len(picked), self._seed, step, rank)
+        return self._split([self._examples[index] for index in picked], device, keep)
+
+    @torch.no_grad()
+    def evaluate(self, device: torch.device) -> Metrics:
+        """Held-out figures per response token, without dropout; none without held-out examples.
+
+        last_loss          cross entropy of the last layer on the responses, nats
+        last_kl            target `self`: from the model before training to the last layer, nats
+        last_same          target `self`: share of likeliest tokens that are that model's
+        exit_<layer>_loss        soft-label cross entropy to the last layer, nats
+        exit_<layer>_agreement   share of likeliest tokens that are the last layer's: greedy acceptance
+        """
+        module, totals, count = self.module, defaultdict[str, float](float), 0
+        for part in self._split(self._held_out, device):
+            batch, places = part.batch, len(part.batch.targets)
+            count += places
+            for name, value in module(part)[1].items():
+                if name != "last":
+                    totals[f"{name}_loss"] += float(value) / part.share * places
+            last, exits = module.states(batch)
+            chosen, of_exits = module.choices(last, exits)
+            for layer, choice in of_exits.items():
+                totals[f"exit_{layer}_agreement"] += float((choice == chosen).sum())
+            head = module.head
+            totals["last_loss"] += float(hard_label_loss(last, batch.targets, head)) * places
+            if self._settings.target == "self":
+                original = module.original(batch)
+                kl = soft_label_loss(last, original, head) - soft_label_loss(original, original, head)
+                totals["last_kl"] += float(kl) * places
+                totals["last_same"] += float((likeliest(original, head) == chosen).sum())
+        return {name: total / count for name, total in totals.items()}
+
+    def _split(
+        self, examples: Sequence[Example], device: torch.device, keep: Tensor | None = None
+    ) -> list[MicroBatch]:
+        """Micro-batches of at most `max_pass_tokens`, padding included. keep [layers, examples]."""
+        order = sorted(range(len(examples)), key=lambda index: len(examples[index].token_ids), reverse=True)
+        parts = []
+        while order:
+            longest = len(examples[order[0]].token_ids)
+            fitting = max(1, self._settings.max_pass_tokens // (longest + -longest % _PAD_TO))
+            num_rows = 1 << fitting.bit_length() - 1  # a power of two, for fewer different shapes
+            parts.append(order[:num_rows])
+            del order[:num_rows]
+        batches = [
+            collate(
+                [examples[index] for index in part],
+                device,
+                None if keep is None else keep[:, part],
+                pad_to=_PAD_TO,
+            )
+            for part in parts
+        ]
+        total = sum(len(batch.targets) for batch in batches)
+        return [MicroBatch(batch, len(batch.targets) / total) for batch in batches]
+
+
+def likeliest(normed: Tensor, head: Tensor, vocabulary: Tensor | None = None) -> Tensor:
+    """The token [places] with the greatest logit; those of `head` are the tokens of `vocabulary`."""
+    parts = normed.to(head.dtype).split(_EVAL_PLACES)
+    best = torch.cat([F.linear(part, head).argmax(-1) for part in parts])
+    return best if vocabulary is None else vocabulary.to(best.device)[best]

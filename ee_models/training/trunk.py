@@ -1,0 +1,313 @@
+"""A whole model in training: transformers' own, watched and low-rank where a recipe wants it, and saved as a
+plain checkpoint. Both recipes that train more than exits stand on it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ..checkpoint.loader import open_checkpoint
+from ..checkpoint.low_rank import LowRank
+from ..errors import TrainingError
+from ..families import FAMILIES
+from .examples import Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+_SHORT_ROWS = 512  # beyond, whole score matrices take more memory than they save time
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch of one process in one step.
+
+    token_ids, attention_mask   [rows, q_len], padded on the right
+    places, targets             [tokens]: index in the flattened rows of each position that predicts a
+                                response token, and that token
+    keep                        [layers, rows]: False where a row skips a layer; None: no row skips any
+    weights                     layer -> weight of the loss of its exit
+    """
+
+    token_ids: Tensor
+    attention_mask: Tensor
+    places: Tensor
+    targets: Tensor
+    keep: Tensor | None
+    weights: dict[int, float]
+
+
+def load_trainable(
+    path: str | Path, dtype: torch.dtype = torch.float32, *, max_length: int | None = None
+) -> PreTrainedModel:
+    """The transformers model of a hub id or folder, on the CPU. max_length: of the rows that it will see.
+
+    Raises CheckpointError for what the decoder could not run afterwards, and TrainingError for a GGUF file.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(open_checkpoint(path).path)
+    if not folder.is_dir():
+        raise TrainingError(
+            f"{folder} is a GGUF file, whose weights are rounded; train the safetensors checkpoint that it"
+            " was made from"
+        )
+    # On a CPU, products and a softmax over short rows in bfloat16 take a third of the fused kernel's time.
+    plain = not torch.cuda.is_available() and max_length is not None and max_length <= _SHORT_ROWS
+    return AutoModelForCausalLM.from_pretrained(
+        folder,
+        attn_implementation="eager" if plain else "sdpa",
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        local_files_only=True,
+    )
+
+
+class Trunk(nn.Module):
+    """A causal language model of transformers whose layers can be watched and skipped."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises TrainingError for a model that has no `layers` and `norm` under an output embedding."""
+        super().__init__()
+        self.model: Any = model
+        if not (
+            hasattr(model.base_model, "layers")
+            and hasattr(model.base_model, "norm")
+            and model.get_output_embeddings() is not None
+        ):
+            raise TrainingError(
+                f"{type(model).__name__} is not built as Llama is (layers, norm, lm_head); train one of"
+                f" {', '.join(family.architecture for family in FAMILIES)}"
+            )
+
+    @property
+    def head(self) -> Tensor:
+        """[vocab, hidden]"""
+        return self.model.get_output_embeddings().weight
+
+    def hidden_after(self, layers: Collection[int], batch: Batch) -> dict[int, Tensor]:
+        """layer -> its output [rows * q_len, hidden], ahead of the final norm."""
+        with _watched(self.model.base_model.layers, batch.keep, layers) as found:
+            self.model.base_model(
+                input_ids=batch.token_ids, attention_mask=batch.attention_mask, use_cache=False
+            )
+        return {layer: hidden.flatten(0, 1) for layer, hidden in found.items()}
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[tokens, hidden] -> the same through the final norm: what the head reads."""
+        return self.model.base_model.norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[tokens, hidden], not normed -> float32 [tokens, vocab]."""
+        return self.model.get_output_embeddings()(self.normed(hidden)).float()
+
+    def make_trainable(self, lora_rank: int | None, lora_alpha: int, seed: int) -> None:
+        """Sets free what is to be trained: low-rank matrices beside every projection of the layers, or with
+        None all weights. Raises TrainingError for weights too coarse to train, or without peft."""
+        for module in self.model.modules():
+            # Dropout would draw from the global generator, and a resumed run would differ.
+            if getattr(module, "attention_dropout", 0.0):
+                setattr(module, "attention_dropout", 0.0)  # noqa: B010, mypy takes it for a submodule
+        if lora_rank is not None:
+            _add_lora(self.model, lora_rank, lora_alpha, seed)
+        elif any(parameter.dtype != torch.float32 for parameter in self.model.parameters()):
+            raise TrainingError(
+                "training all weights takes them in float32, or small steps round away; mixed_precision=bf16"
+                " still multiplies in bfloat16"
+            )
+        else:
+            self.model.requires_grad_(True)
+
+    @contextmanager
+    def without_lora(self) -> Iterator[None]:
+        """In its context, the model is the one that training began with."""
+        lora = self._lora().values()
+        for module in lora:
+            module.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for module in lora:
+                module.enable_adapters(True)
+
+    def low_rank(self) -> dict[str, LowRank]:
+        """By the name of the weight that it changes: what LoRA adds to it, on the CPU."""
+        return {
+            name: LowRank(
+                module.lora_A["default"].weight.detach().cpu(),
+                module.lora_B["default"].weight.detach().cpu(),
+                float(module.scaling["default"]),
+            )
+            for name, module in self._lora().items()
+        }
+
+    def _lora(self) -> dict[str, Any]:
+        modules: dict[str, Any] = dict(self.model.named_modules())
+        return {f"{name}.weight": each for name, each in modules.items() if hasattr(each, "get_delta_weight")}
+
+    def merged(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """All weights by their names in a plain checkpoint, on the CPU; tied ones once. Changes nothing."""
+        low_rank = self.low_rank()
+        state = {}
+        for name, parameter in self.model.named_parameters():
+            name = name.replace(".base_layer.", ".")
+            if ".lora_" not in name:
+                weight = parameter.detach().cpu()
+                state[name] = low_rank[name].added_to(weight, dtype) if name in low_rank else weight.to(dtype)
+        return state
+
+
+@contextmanager
+def _watched(
+    layers: nn.ModuleList, keep: Tensor | None, wanted: Collection[int]
+) -> Iterator[dict[int, Tensor]]:
+    """In its context, rows skip layers as `keep` says, and a forward pass puts the hidden states after the
+    `wanted` layers into the dict."""
+    found: dict[int, Tensor] = {}
+
+    def watch(layer: int) -> Callable[..., Any]:
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            # Decoder layers return a tensor, or, in older transformers, a tuple that begins with it.
+            hidden, *others = output if isinstance(output, tuple) else (output,)
+            if keep is not None:
+                before = args[0] if args else kwargs["hidden_states"]
+                hidden = torch.where(keep[layer][:, None, None], hidden, before)
+            if layer in wanted:
+                found[layer] = hidden
+            return (hidden, *others) if isinstance(output, tuple) else hidden
+
+        return after
+
+    with ExitStack() as hooks:
+        for layer, module in enumerate(layers):
+            hooks.callback(module.register_forward_hook(watch(layer), with_kwargs=True).remove)
+        yield found
+
+
+def layers_kept(rates: list[float], num_rows: int, seed: int, step: int, rank: int) -> Tensor | None:
+    """[layers, rows] bool: which layers each row passes through, drawn by their rates of dropout as a
+    function of (seed, step, rank); None: all."""
+    if not any(rates):
+        return None
+    key = hashlib.blake2b(f"layer dropout {seed} {step} {rank}".encode(), digest_size=7)
+    generator = torch.Generator().manual_seed(int.from_bytes(key.digest()))
+    return torch.rand(len(rates), num_rows, generator=generator) >= torch.tensor(rates)[:, None]
+
+
+def collate(
+    examples: Sequence[Example],
+    device: torch.device,
+    keep: Tensor | None = None,
+    weights: dict[int, float] | None = None,
+    pad_to: int = 1,
+) -> Batch:
+    """Rows padded on the right to the longest, and on to a multiple of `pad_to`, on `device`; only response
+    tokens are targets."""
+    # Padded with token 0, which attention_mask hides.
+    token_ids = pad_sequence([torch.tensor(example.token_ids) for example in examples], batch_first=True)
+    token_ids = F.pad(token_ids, (0, -token_ids.shape[1] % pad_to))
+    position = torch.arange(token_ids.shape[1])
+    ends = torch.tensor([len(example.token_ids) for example in examples])[:, None]
+    # The first token is predicted by none, even where it belongs to the response.
+    starts = torch.tensor([max(1, example.prompt_len) for example in examples])[:, None]
+    predicts = (position >= starts - 1) & (position < ends - 1)
+    targets = token_ids.roll(-1, dims=1)[predicts]
+    places = predicts.flatten().nonzero()[:, 0]
+    mask = (position < ends).long()
+    token_ids, mask, places, targets = (x.to(device) for x in (token_ids, mask, places, targets))
+    keep = None if keep is None else keep.to(device)
+    return Batch(token_ids, mask, places, targets, keep, weights or {})
+
+
+def _add_lora(model: PreTrainedModel, rank: int, alpha: int, seed: int) -> None:
+    """Puts trainable low-rank matrices beside every projection of the layers, and freezes all else."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise TrainingError(
+            f"lora_rank is {rank}, which needs peft: install it, or set lora_rank to None to train all"
+            " weights"
+        ) from error
+    head = model.get_output_embeddings()
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
+        torch.manual_seed(seed)
+        inject_adapter_in_model(
+            LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=sorted(names)), model
+        )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()  # whatever the frozen weights are stored in
+
+
+def save_checkpoint(
+    folder: Path,
+    model: PreTrainedModel,
+    state: dict[str, Tensor],
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Writes `state` as a plain checkpoint of `model`'s architecture, as a whole or not at all.
+
+    A checkpoint that is at `folder` is replaced. Raises TrainingError if `folder` holds something else, or
+    cannot be written.
+    """
+
+    def write(draft: Path) -> None:
+        model.save_pretrained(draft, state_dict=state)
+        path = draft / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        config.pop("quantization_config", None)  # what was unpacked for training is stored unpacked
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        # safetensors makes its files private, but a model is for all who may read its config.
+        for weights in draft.glob("*.safetensors"):
+            weights.chmod(path.stat().st_mode)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
+
+    replace_folder(folder, "checkpoint", "config.json", write)
+
+
+def replace_folder(folder: Path, kind: str, marker: str, write: Callable[[Path], None]) -> None:
+    """Calls `write` with an empty folder beside `folder`, then puts it in the place of `folder`. Raises
+    TrainingError if that is neither empty nor a `kind`, told by its file `marker`, or cannot be written; then
+    it is as it was."""
+    is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_empty and not (folder / marker).is_file():
+        raise TrainingError(f"{folder} exists and is no {kind}; choose another folder, or remove it")
+    draft, former = (folder.with_name(f".{folder.name}.{kind}.{os.getpid()}") for kind in ("draft", "former"))
+    try:
+        draft.mkdir(parents=True, exist_ok=True)
+        write(draft)
+        if folder.exists():
+            os.replace(folder, former)
+        os.replace(draft, folder)
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"cannot write {folder}: {error}; free some space, or choose another folder"
+        ) from error
+    finally:
+        if former.exists() and not folder.exists():
+            os.replace(former, folder)
+        for leftover in (draft, former):
+            shutil.rmtree(leftover, ignore_errors=True)

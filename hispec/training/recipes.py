@@ -1,0 +1,280 @@
+"""The recipes: from examples to exits, to a model, or to both. Each is one task of `ee_models.training.loop`,
+and what is written when it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from ee_models.checkpoint.ee_package import INFO, save_package
+from ee_models.checkpoint.exit_files import BaseModelInfo, ExitsFile, fingerprint, save_exits
+from ee_models.checkpoint.loader import Checkpoint, load_tokenizer, open_checkpoint
+from ee_models.decoder import Decoder
+from ee_models.errors import TrainingError
+from ee_models.exits import head_name
+from ee_models.training.adapters import AdapterModule, AdaptersTask, Exits, frequent_tokens
+from ee_models.training.early_exit import EarlyExitSettings, EarlyExitTask, ExitingModel
+from ee_models.training.examples import Example, split
+from ee_models.training.hidden_states import StateStore, num_bytes
+from ee_models.training.layerskip import LayerSkipSettings, LayerSkipTask
+from ee_models.training.loop import LoopSettings, Outcome, Task, train
+from ee_models.training.trunk import load_trainable, replace_folder, save_checkpoint
+
+from ..errors import ConfigError
+from ..loading.trained_exits import TrainedExits
+from .exits import check_exits, describe_data, describe_recipe, export, make_adapter
+from .schema import EarlyExitConfig, TrainConfig
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a recipe. only_export: write what the last checkpoint holds, without training on."""
+
+    config: TrainConfig
+    checkpoint: Checkpoint
+    examples: list[Example]
+    work: Path
+    progress: bool
+    only_export: bool
+
+    @cached_property
+    def trunk(self) -> str:
+        return fingerprint(self.checkpoint)
+
+    @cached_property
+    def split(self) -> tuple[list[Example], list[Example]]:
+        """(training, held out)"""
+        return split(self.examples, self.config.data.held_out)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.config.engine.device == "cpu" or not torch.cuda.is_available()
+
+    @property
+    def is_main(self) -> bool:
+        from accelerate import PartialState
+
+        return PartialState(cpu=self.is_cpu).is_main_process
+
+    def train(self, task: Task) -> Outcome:
+        config = self.config
+        return train(
+            task,
+            LoopSettings(**config.loop.model_dump(exclude={"batch_size"}), seed=config.seed),
+            config.output.path,
+            self._identity(),
+            cpu=self.is_cpu,
+            resume=config.output.resume or self.only_export,
+            only_evaluate=self.only_export,
+            progress=self.progress,
+        )
+
+    def _identity(self) -> str:
+        """A digest of all that the trained weights depend on."""
+        include = {"recipe", "seed", "adapters", "ee", "layerskip", "loop"}
+        settings = self.config.model_dump(mode="json", include=include)
+        for changeable in ("eval_every", "checkpoint_every"):
+            del settings["loop"][changeable]
+        known = [settings, self.trunk, self.config.data.held_out]
+        digest = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16)
+        for example in self.examples:
+            digest.update(json.dumps([example.prompt_len, example.token_ids]).encode())
+        return digest.hexdigest()
+
+
+# ---- adapters: exits on a frozen trunk ----
+
+
+def _check_adapters(config: TrainConfig, checkpoint: Checkpoint) -> None:
+    assert config.adapters is not None
+    check_exits(config, config.adapters.exits, checkpoint)
+
+
+def _train_adapters(run: Run) -> Outcome:
+    from accelerate import PartialState
+
+    config, checkpoint, adapters = run.config, run.checkpoint, run.config.adapters
+    assert adapters is not None
+    training, held_out = run.split
+    model = checkpoint.config
+    dtype = torch.float32 if config.loop.mixed_precision == "no" else torch.bfloat16
+    needed = num_bytes(run.examples, len(adapters.exits), model.hidden_size)
+    if needed > adapters.max_states_gb * 1e9:
+        raise ConfigError(
+            f"the hidden states of {len(run.examples)} examples at {len(adapters.exits)} exits take"
+            f" {needed / 1e9:.1f} GB on disk, over adapters.max_states_gb={adapters.max_states_gb:g}; raise"
+            " it, or train fewer exits or examples at once"
+        )
+    device = torch.device("cpu" if run.is_cpu else "cuda")
+    decoder = Decoder.load(checkpoint, dtype, device, max_positions=config.data.max_length)
+    layers, ordered = [exit_.layer for exit_ in adapters.exits], [*training, *held_out]
+    identity = f"{run.trunk} {decoder.dtype}"
+    with PartialState(cpu=run.is_cpu).main_process_first():  # the others then find them written
+        store = StateStore(run.work / "states", decoder, layers, ordered, identity, progress=run.progress)
+    del decoder
+    frequent = frequent_tokens(training, model.vocab_size)
+    head = checkpoint.tensor(head_name(checkpoint)).to(dtype)
+    modules = [
+        make_adapter(exit_, adapters.init, checkpoint, frequent, config.seed) for exit_ in adapters.exits
+    ]
+    exits = Exits(modules, head, model.rope.inv_freq(model.head_dim))
+    numbers = range(len(training), len(run.examples))
+    task = AdaptersTask(exits, store, ordered, numbers, config.loop.batch_size, config.seed)
+    outcome = run.train(task)
+    if run.is_main:
+        _save_exits(run, config.output.path, modules, outcome, "layer{}_", config.model, checkpoint)
+    return outcome
+
+
+def _save_exits(
+    run: Run,
+    folder: Path,
+    modules: list[AdapterModule],
+    outcome: Outcome,
+    metric: str,
+    name: str,
+    model: Checkpoint,
+) -> ExitsFile:
+    """Writes exits of `model`, called `name`. Raises TrainingError."""
+    try:
+        return save_exits(
+            folder,
+            BaseModelInfo.of(name, model),
+            export(modules, outcome.metrics, metric),
+            describe_recipe(run.config),
+            describe_data(run.config, run.split[0]),
+        )
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write the exits to {folder}: {error}; free some space and run again with"
+            " output.resume=true"
+        ) from error
+
+
+# ---- ee: a model and its exits together ----
+
+
+def _check_ee(config: TrainConfig, checkpoint: Checkpoint) -> None:
+    assert config.ee is not None
+    check_exits(config, config.ee.exits, checkpoint)
+    trained = _trained_exits(config.ee, checkpoint)
+    for exit_ in config.ee.exits:
+        if trained is not None and exit_.init == "trained":
+            trained.info(exit_.layer)
+
+
+def _trained_exits(ee: EarlyExitConfig, checkpoint: Checkpoint) -> ExitsFile | None:
+    """What exits of `init: trained` begin as; None: there are none."""
+    if all(exit_.init != "trained" for exit_ in ee.exits):
+        return None
+    return TrainedExits(checkpoint).file(None if ee.init_path is None else str(ee.init_path))
+
+
+def _train_ee(run: Run) -> Outcome:
+    config, checkpoint, ee = run.config, run.checkpoint, run.config.ee
+    assert ee is not None
+    training, held_out = run.split
+    frequent = frequent_tokens(training, checkpoint.config.vocab_size)
+    trained = _trained_exits(ee, checkpoint)
+    modules = [
+        make_adapter(exit_, exit_.init, checkpoint, frequent, config.seed, trained) for exit_ in ee.exits
+    ]
+    settings = EarlyExitSettings(
+        **ee.model_dump(exclude={"exits", "init_path"}),
+        batch_size=config.loop.batch_size,
+        exit_weights={exit_.layer: exit_.weight for exit_ in ee.exits},
+    )
+    # What LoRA leaves frozen is multiplied in the precision that it is kept in.
+    narrow = ee.lora_rank is not None and config.loop.mixed_precision == "bf16"
+    trunk = load_trainable(
+        checkpoint.path, torch.bfloat16 if narrow else torch.float32, max_length=config.data.max_length
+    )
+    inv_freq = checkpoint.config.rope.inv_freq(checkpoint.config.head_dim)
+    module = ExitingModel(trunk, modules, inv_freq, settings)
+    outcome = run.train(EarlyExitTask(module, training, held_out, settings, seed=config.seed))
+    if run.is_main:
+        _save_ee(run, module, modules, outcome)
+    return outcome
+
+
+def _save_ee(run: Run, module: ExitingModel, modules: list[AdapterModule], outcome: Outcome) -> None:
+    """Writes `package` and `model`; with all weights trained, `model` alone. Raises TrainingError."""
+    config, path = run.config, run.config.output.path
+    name = f"{config.model} + {path.name}"
+    if config.ee is not None and config.ee.lora_rank is None:
+        tokenizer, state = load_tokenizer(run.checkpoint), module.merged(run.checkpoint.dtype)
+        save_checkpoint(path / "model", module.model, state, run.checkpoint.dtype, tokenizer)
+        _save_exits(run, path / "model", modules, outcome, "exit_{}_", name, open_checkpoint(path / "model"))
+        return
+    last = {
+        metric.removeprefix("last_"): round(value, 4)
+        for metric, value in outcome.metrics.items()
+        if metric.startswith("last_")
+    }
+
+    def write_package(folder: Path) -> None:
+        package = save_package(
+            folder,
+            config.model,
+            run.checkpoint,
+            module.low_rank(),
+            recipe=describe_recipe(config),
+            data=describe_data(config, run.split[0]),
+            held_out=last,
+        )
+        with tempfile.TemporaryDirectory(dir=path) as made:
+            # Exits belong to the merged model, which is told by its weights.
+            model = package.make_checkpoint(run.checkpoint, Path(made))
+            _save_exits(run, folder, modules, outcome, "exit_{}_", name, model)
+
+            def write_model(target: Path) -> None:
+                shutil.copytree(made, target, dirs_exist_ok=True)
+                for file in folder.glob("exits.*"):
+                    shutil.copyfile(file, target / file.name)
+
+            replace_folder(path / "model", "checkpoint", "config.json", write_model)
+
+    replace_folder(path / "package", "EE package", INFO, write_package)
+
+
+# ---- layerskip: a model whose every layer is an exit ----
+
+
+def _check_layerskip(config: TrainConfig, checkpoint: Checkpoint) -> None:
+    if config.layerskip is None:
+        raise ConfigError("recipe: layerskip needs `layerskip` with its settings ({} takes the defaults)")
+
+
+def _train_layerskip(run: Run) -> Outcome:
+    config = run.config
+    assert config.layerskip is not None
+    settings = LayerSkipSettings(**config.layerskip.model_dump(), batch_size=config.loop.batch_size)
+    trunk = load_trainable(run.checkpoint.path, max_length=config.data.max_length)
+    task = LayerSkipTask(trunk, *run.split, settings, num_steps=config.loop.num_steps, seed=config.seed)
+    outcome = run.train(task)
+    if run.is_main:
+        task.save(config.output.path / "model", tokenizer=load_tokenizer(run.checkpoint))
+    return outcome
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """check: raises ConfigError or ExitsError for what cannot be trained, before any work is done."""
+
+    check: Callable[[TrainConfig, Checkpoint], None]
+    train: Callable[[Run], Outcome]
+
+
+RECIPES = {
+    "adapters": Recipe(_check_adapters, _train_adapters),
+    "ee": Recipe(_check_ee, _train_ee),
+    "layerskip": Recipe(_check_layerskip, _train_layerskip),
+}

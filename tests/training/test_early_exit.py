@@ -1,0 +1,340 @@
+"""The recipe `ee`: what trunk and exits learn from, in passes of which shapes, and that a resumed run is the
+same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ee_models.checkpoint.exit_files import ExitInfo
+from ee_models.checkpoint.loader import Checkpoint, open_checkpoint
+from ee_models.errors import TrainingError
+from ee_models.training.early_exit import EarlyExitSettings, EarlyExitTask, ExitingModel, likeliest
+from ee_models.training.examples import Example, grouped_indices
+from ee_models.training.loop import LoopSettings, train
+from ee_models.training.trunk import collate, load_trainable
+from tests.helpers.tiny import TINY_VOCAB, tiny_checkpoint
+from tests.helpers.training_adapters import make_modules
+
+CPU = torch.device("cpu")
+LAYERS = 5
+INFOS = [
+    ExitInfo(layer=2, intermediate_size=20),
+    ExitInfo(layer=4, intermediate_size=None, vocabulary_size=90),
+]
+SETTINGS = EarlyExitSettings(
+    batch_size=4, lora_rank=3, exit_weights={2: 3.0, 4: 1.0}, exit_loss_scale=0.5, max_pass_tokens=128
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(
+        tiny_checkpoint(tmp_path_factory.mktemp("ee") / "model", num_layers=LAYERS, matrix_std=0.15)
+    )
+
+
+def make_examples(count: int, seed: int = 0) -> list[Example]:
+    """Of 4 to 84 tokens, 1 to 3 of them prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    lens = [4 + index * 17 % 81 for index in range(count)]
+    return [
+        Example(torch.randint(TINY_VOCAB, (n,), generator=generator).tolist(), 1 + index % 3)
+        for index, n in enumerate(lens)
+    ]
+
+
+def make_task(checkpoint: Checkpoint, settings: EarlyExitSettings = SETTINGS, seed: int = 0) -> EarlyExitTask:
+    model = checkpoint.config
+    module = ExitingModel(
+        load_trainable(checkpoint.path, max_length=100),
+        make_modules(checkpoint, INFOS),
+        model.rope.inv_freq(model.head_dim),
+        settings,
+    )
+    return EarlyExitTask(module, make_examples(13), make_examples(5, seed=1), settings, seed=seed)
+
+
+def shaken(task: EarlyExitTask) -> EarlyExitTask:
+    """As after some training: LoRA, which begins as no change, changes the model."""
+    generator = torch.Generator().manual_seed(5)
+    for group in task.parameter_groups():
+        for parameter in group.parameters:
+            with torch.no_grad():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return task
+
+
+def losses_by_hand(task: EarlyExitTask, examples: Sequence[Example]) -> dict[str, Tensor]:
+    """Example by example, with the whole logits of each place: sums over places, as scalars."""
+    module, sums = (
+        task.module,
+        {"last": torch.zeros(()), "exit_2": torch.zeros(()), "exit_4": torch.zeros(())},
+    )
+    for example in examples:
+        places = slice(example.prompt_len - 1, len(example.token_ids) - 1)
+        last, exits = module.states(collate([example], CPU))
+        logits = F.linear(last, module.head)
+        targets = torch.tensor(example.token_ids[example.prompt_len :])
+        whole = module.model(torch.tensor([example.token_ids])).logits[0, places]
+        torch.testing.assert_close(logits, whole)
+        sums["last"] = sums["last"] + F.cross_entropy(logits, targets, reduction="sum")
+        for adapter in module.adapters:
+            ids = torch.arange(TINY_VOCAB) if adapter.vocabulary is None else adapter.vocabulary
+            p = logits.detach()[:, ids].softmax(-1)
+            q = F.linear(exits[adapter.info.layer], module.head.detach()[ids]).log_softmax(-1)
+            sums[f"exit_{adapter.info.layer}"] = sums[f"exit_{adapter.info.layer}"] - (p * q).sum()
+    return sums
+
+
+def gradients(task: EarlyExitTask, loss: Tensor) -> list[list[Tensor]]:
+    groups = [group.parameters for group in task.parameter_groups()]
+    found = torch.autograd.grad(loss, [each for group in groups for each in group])
+    sizes = [len(group) for group in groups]
+    return [list(found[sum(sizes[:i]) : sum(sizes[: i + 1])]) for i in range(len(sizes))]
+
+
+def test_losses_are_those_of_every_place_by_hand(checkpoint: Checkpoint) -> None:
+    task = shaken(make_task(checkpoint))
+    parts = task.micro_batches(1, 0, 1, CPU)
+    assert len(parts) > 1 and sum(part.share for part in parts) == pytest.approx(1.0)
+    picked = grouped_indices([len(e.token_ids) for e in make_examples(13)], 4, 1, 0)
+    examples = [make_examples(13)[index] for index in picked]
+    count = sum(len(example.token_ids) - example.prompt_len for example in examples)
+    with torch.no_grad():
+        expected = losses_by_hand(task, examples)
+        found = [task.module(part) for part in parts]
+    for name, total in expected.items():
+        torch.testing.assert_close(sum(values[name] for _, values in found), total / count)
+    torch.testing.assert_close(
+        sum(loss for loss, _ in found), torch.stack(list(expected.values())).sum() / count
+    )
+
+
+@pytest.mark.parametrize("rank", [3, None], ids=["lora", "all weights"])
+@pytest.mark.parametrize("scale", [0.0, 0.5])
+def test_the_trunk_learns_from_exits_by_their_weights_and_exits_from_their_own_loss_alone(
+    checkpoint: Checkpoint, scale: float, rank: int | None
+) -> None:
+    task = shaken(make_task(checkpoint, replace(SETTINGS, exit_loss_scale=scale, lora_rank=rank)))
+    # The same graph without the recipe's shares: all of an exit's gradient reaches the trunk.
+    whole = shaken(make_task(checkpoint, replace(SETTINGS, exit_loss_scale=2.0, lora_rank=rank)))
+    whole.module._into_trunk = [1.0, 1.0]
+    example = make_examples(3)[2]
+    (part,) = task._split([example], CPU)
+    found = gradients(task, task.module(part)[0])
+    count = len(part.batch.targets)
+    of = {}
+    for name in ("last", "exit_2", "exit_4"):
+        loss = losses_by_hand(whole, [example])[name] / count
+        groups = [group.parameters for group in whole.parameter_groups()]
+        flat = torch.autograd.grad(loss, [each for group in groups for each in group], allow_unused=True)
+        of[name] = [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip([each for group in groups for each in group], flat, strict=True)
+        ]
+    sizes = [len(group) for group in found]
+    for place, gradient in enumerate(found[0]):
+        expected = of["last"][place] + scale * (0.75 * of["exit_2"][place] + 0.25 * of["exit_4"][place])
+        torch.testing.assert_close(gradient, expected, atol=2e-5, rtol=1e-3)
+    for group, name, start in ((1, "exit_2", sizes[0]), (2, "exit_4", sizes[0] + sizes[1])):
+        for place, gradient in enumerate(found[group]):
+            torch.testing.assert_close(gradient, of[name][start + place], atol=2e-5, rtol=1e-3)
+
+
+def test_target_self_holds_the_last_layer_to_the_model_without_lora(checkpoint: Checkpoint) -> None:
+    settings = replace(SETTINGS, target="self")
+    fresh = make_task(checkpoint, settings)
+    figures = fresh.evaluate(CPU)
+    assert figures["last_kl"] == pytest.approx(0.0, abs=1e-6) and figures["last_same"] == 1.0
+    task = shaken(make_task(checkpoint, settings))
+    (part,) = task._split(make_examples(1), CPU)
+    with torch.no_grad():
+        before = F.linear(fresh.module.states(part.batch)[0], fresh.module.head)
+        after = F.linear(task.module.states(part.batch)[0], task.module.head)
+        torch.testing.assert_close(task.module.original(part.batch), fresh.module.states(part.batch)[0])
+        loss = task.module(part)[1]["last"]
+    torch.testing.assert_close(loss, -(before.softmax(-1) * after.log_softmax(-1)).sum(-1).mean())
+    changed = task.evaluate(CPU)
+    assert changed["last_kl"] > 1e-3 and changed["last_same"] < 1.0
+
+
+def test_evaluation_counts_each_held_out_place_once(checkpoint: Checkpoint) -> None:
+    task = shaken(make_task(checkpoint))
+    held_out = make_examples(5, seed=1)
+    count = sum(len(example.token_ids) - example.prompt_len for example in held_out)
+    figures = task.evaluate(CPU)
+    right = {2: 0, 4: 0}
+    with torch.no_grad():
+        sums = losses_by_hand(task, held_out)
+        for example in held_out:
+            last, exits = task.module.states(collate([example], CPU))
+            chosen = F.linear(last, task.module.head).argmax(-1)
+            for adapter in task.module.adapters:
+                ids = torch.arange(TINY_VOCAB) if adapter.vocabulary is None else adapter.vocabulary
+                own = ids[F.linear(exits[adapter.info.layer], task.module.head[ids]).argmax(-1)]
+                right[adapter.info.layer] += int((own == chosen).sum())
+    assert figures["last_loss"] == pytest.approx(float(sums["last"]) / count, rel=1e-5)
+    for layer in (2, 4):
+        assert figures[f"exit_{layer}_loss"] == pytest.approx(float(sums[f"exit_{layer}"]) / count, rel=1e-5)
+        assert figures[f"exit_{layer}_agreement"] == pytest.approx(right[layer] / count)
+
+
+def test_likeliest_tokens_come_in_the_vocabularys_terms() -> None:
+    head, normed = torch.eye(3), torch.tensor([[0.1, 0.9, 0.2], [0.5, 0.1, 0.2]])
+    assert likeliest(normed, head).tolist() == [1, 0]
+    assert likeliest(normed, head, torch.tensor([7, 3, 5])).tolist() == [3, 7]
+
+
+# ---- which examples, in which passes ----
+
+
+@pytest.mark.parametrize("num,batch_size", [(13, 4), (500, 3), (80, 8)])
+def test_steps_of_similar_length_see_each_example_once_an_epoch(num: int, batch_size: int) -> None:
+    generator = torch.Generator().manual_seed(num)
+    lengths = torch.randint(5, 200, (num,), generator=generator).tolist()
+    steps = num // batch_size
+    epochs = [
+        [grouped_indices(lengths, batch_size, epoch * steps + step, seed=3) for step in range(steps)]
+        for epoch in range(2)
+    ]
+    for epoch in epochs:
+        seen = [index for step in epoch for index in step]
+        assert len(seen) == len(set(seen)) == steps * batch_size
+    assert epochs[0] != epochs[1]
+    assert (
+        epochs[0][0]
+        == grouped_indices(lengths, batch_size, 0, seed=3)
+        != grouped_indices(lengths, batch_size, 0, seed=4)
+    )
+    halves = [grouped_indices(lengths, batch_size, 0, 3, rank, 2) for rank in (0, 1)]
+    assert sorted(halves[0] + halves[1]) == sorted(epochs[0][0])
+    if steps > 50:
+        spread = [max(lengths[i] for i in step) - min(lengths[i] for i in step) for step in epochs[0]]
+        assert sum(spread) / len(spread) < 10, "of lengths from 5 to 199"
+
+
+def test_a_batch_smaller_than_the_processes_or_larger_than_the_data_is_refused() -> None:
+    for lengths, batch_size, num_ranks in (([5] * 9, 2, 3), ([5] * 3, 4, 1)):
+        with pytest.raises(TrainingError, match=f"batch_size is {batch_size}; it must be at least"):
+            grouped_indices(lengths, batch_size, 0, 0, 0, num_ranks)
+
+
+def test_passes_have_few_shapes_and_no_more_tokens_than_allowed(checkpoint: Checkpoint) -> None:
+    task = make_task(checkpoint, replace(SETTINGS, max_pass_tokens=600, batch_size=13))
+    examples = make_examples(13)
+    parts = task.micro_batches(0, 0, 1, CPU)
+    shapes = [tuple(part.batch.token_ids.shape) for part in parts]
+    assert all(q_len % 64 == 0 and rows * q_len <= 600 for rows, q_len in shapes), shapes
+    assert all(rows & (rows - 1) == 0 for rows, _ in shapes), shapes
+    seen = sorted(
+        row[: int(mask.sum())].tolist()
+        for part in parts
+        for row, mask in zip(part.batch.token_ids, part.batch.attention_mask, strict=True)
+    )
+    assert seen == sorted(example.token_ids for example in examples)
+    # An example that is longer than a pass may be has one of its own.
+    alone = make_task(checkpoint, replace(SETTINGS, max_pass_tokens=10, batch_size=4))
+    assert [part.batch.token_ids.shape[0] for part in alone.micro_batches(0, 0, 1, CPU)] == [1] * 4
+
+
+def test_layers_dropped_are_the_same_for_a_row_whatever_pass_it_is_in(checkpoint: Checkpoint) -> None:
+    kept = {}
+    for size in (64, 100_000):
+        task = make_task(checkpoint, replace(SETTINGS, dropout_max=0.6, max_pass_tokens=size))
+        kept[size] = {}
+        for part in task.micro_batches(2, 0, 1, CPU):
+            assert part.batch.keep is not None
+            for row, keep in zip(part.batch.token_ids.tolist(), part.batch.keep.T.tolist(), strict=True):
+                kept[size][tuple(row[:4])] = keep
+    assert kept[64] == kept[100_000] and any(not all(keep) for keep in kept[64].values())
+
+
+# ---- whole runs ----
+
+
+def run(task: EarlyExitTask, folder: Path, resume: bool = False, **changes: Any) -> dict[str, float]:
+    settings = LoopSettings(6, learning_rate=3e-3, eval_every=3, checkpoint_every=2)
+    return train(task, settings, folder, "this", cpu=True, resume=resume, progress=False, **changes).metrics
+
+
+def weights(task: EarlyExitTask) -> dict[str, Tensor]:
+    return {name: each for name, each in task.module.named_parameters() if each.requires_grad}
+
+
+def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS, dropout_max=0.3)
+    whole = make_task(checkpoint, settings)
+    run(whole, tmp_path / "whole")
+    cut = make_task(checkpoint, settings)
+
+    def kill(step: int, *others: Any) -> Any:
+        if step == 4:
+            raise KeyboardInterrupt
+        return EarlyExitTask.micro_batches(cut, step, *others)
+
+    monkeypatch.setattr(cut, "micro_batches", kill)
+    with pytest.raises(KeyboardInterrupt):
+        run(cut, tmp_path / "cut")
+    resumed = make_task(checkpoint, settings)
+    # What the checkpoint holds can be looked at without training on.
+    looked = make_task(checkpoint, settings)
+    figures = run(looked, tmp_path / "cut", resume=True, only_evaluate=True)
+    assert figures == looked.evaluate(CPU) != resumed.evaluate(CPU)
+    run(resumed, tmp_path / "cut", resume=True)
+    one, other = weights(whole), weights(resumed)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_there_is_nothing_to_evaluate_before_the_first_checkpoint(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    with pytest.raises(TrainingError, match="has no checkpoint yet; train up to the first one"):
+        run(make_task(checkpoint), tmp_path, only_evaluate=True)
+
+
+def test_lora_trains_nothing_of_the_model_itself_and_merges_into_it(checkpoint: Checkpoint) -> None:
+    task = make_task(checkpoint)
+    names = set(weights(task))
+    assert all(".lora_" in name or name.startswith("adapters.") for name in names)
+    shaken(task)
+    (part,) = task._split(make_examples(1), CPU)
+    merged = task.module.merged(torch.float32)
+    with torch.no_grad():
+        expected = task.module.states(part.batch)[0]
+        plain = load_trainable(checkpoint.path, max_length=100)
+        plain.load_state_dict(merged, strict=False)
+        found = plain.base_model(part.batch.token_ids).last_hidden_state.flatten(0, 1)[part.batch.places]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "field,value,message",
+    [
+        ("target", "other", "target is 'other'; it must be one of labels, self"),
+        ("lora_rank", 0, "lora_rank is 0; it must be at least 1"),
+        ("exit_loss_scale", -1.0, "exit_loss_scale is -1.0; it must be at least 0"),
+        ("exit_weights", {2: -1.0}, r"exit_weights is .*; it must be at least 0 each"),
+        ("trunk_lr_scale", 0.0, "trunk_lr_scale is 0.0; it must be above 0"),
+        ("dropout_max", 1.0, "dropout_max is 1.0; it must be at least 0 and below 1"),
+        ("max_pass_tokens", 0, "max_pass_tokens is 0; it must be at least 1"),
+        ("batch_size", 0, "batch_size is 0; it must be at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SETTINGS, **{field: value})
+
+
+def test_without_lora_there_is_no_original_to_stay_close_to() -> None:
+    with pytest.raises(ValueError, match=r"lora_rank is None; it must be .* with target 'labels' only"):
+        replace(SETTINGS, target="self", lora_rank=None)
