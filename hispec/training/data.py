@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _MARK = "\u2063HISPEC\u2063"  # placeholder of the user's text in a rendered template; never part of a text
 _MIN_CHARS = 8  # shorter than this, what the model wrote is no prompt
+_MIN_PIECE = 16  # tokens: in less of a text, nearly all is guessed without context
 Messages = list[dict[str, str]]
 
 
@@ -68,6 +69,14 @@ class Prompt:
         return self.messages[-1]["role"] == "assistant"
 
 
+@dataclass(frozen=True)
+class Text:
+    """What is learnt as it stands, and where it came from."""
+
+    text: str
+    where: str
+
+
 def make_examples(
     config: TrainConfig, work: Path, tokenizer: PreTrainedTokenizerBase, *, progress: bool
 ) -> list[Example]:
@@ -80,11 +89,13 @@ def make_examples(
     read = [each for source in config.data.prompts if source.path for each in _read_file(source, bad)]
     prompts = [*_written(config, work, tokenizer, progress), *read]
     random.Random(config.seed).shuffle(prompts)
-    answered = _answers(
-        config, work, [prompt.messages for prompt in prompts if not prompt.has_answer], progress
-    )
-    examples = []
+    asked = [prompt.messages for prompt in prompts if isinstance(prompt, Prompt) and not prompt.has_answer]
+    answered = _answers(config, work, asked, progress)
+    examples: list[Example] = []
     for prompt in prompts:
+        if isinstance(prompt, Text):
+            examples += _pieces(prompt, tokenizer, config.data.max_length, bad)
+            continue
         messages = prompt.messages
         if prompt.has_answer:
             response = tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
@@ -119,6 +130,19 @@ def make_examples(
             " out; give more prompts"
         )
     return examples
+
+
+def _pieces(
+    text: Text, tokenizer: PreTrainedTokenizerBase, max_length: int, bad: BadRows
+) -> Iterator[Example]:
+    """A text as examples that are responses from the second token on."""
+    token_ids = tokenizer.encode(text.text, add_special_tokens=False, verbose=False)
+    if len(token_ids) < _MIN_PIECE:
+        bad.add(text.where, f"the text has {len(token_ids)} tokens; {_MIN_PIECE} are the least to learn from")
+    for start in range(0, len(token_ids), max_length):
+        # What is left at the end of a long text may be too little.
+        if len(piece := token_ids[start : start + max_length]) >= _MIN_PIECE:
+            yield Example(piece, 1)
 
 
 def _written(
@@ -158,7 +182,7 @@ def _written(
                 yield Prompt([{"role": "user", "content": prompt}], where)
 
 
-def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt]:
+def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
     path = source.path
     assert path is not None
     try:
@@ -170,7 +194,7 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt]:
     if not any(map(bytes.strip, lines)):
         raise ConfigError(
             f"data.prompts: {path} has no rows; it needs one JSON object per line, such as"
-            f' {{"{source.field}": "Hello"}}'
+            f' {{"{source.text or source.field}": "Hello"}}'
         )
     for number, raw in enumerate(lines[: source.limit], start=1):
         if not raw.strip():
@@ -182,7 +206,7 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt]:
         except (ValueError, RecursionError) as error:
             bad.add(where, f"not valid JSON: {error}")
             continue
-        if isinstance(row, dict) and "messages" in row:
+        if source.text is None and isinstance(row, dict) and "messages" in row:
             try:
                 messages = [build(Message, message, "messages").model_dump() for message in row["messages"]]
             except (ConfigError, TypeError) as error:
@@ -196,10 +220,14 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt]:
                 is_answer = messages[-1]["role"] == "assistant"
                 bad.add(where, f"the {'response' if is_answer else 'last message'} is empty")
             continue
-        fields = {"user": source.field} | ({"assistant": source.answer} if source.answer else {})
+        fields = {"user": source.text or source.field}
+        if source.answer is not None:
+            fields["assistant"] = source.answer
         texts = {role: row.get(name) if isinstance(row, dict) else None for role, name in fields.items()}
         empty = [role for role, text in texts.items() if not (isinstance(text, str) and text.strip())]
-        if not empty:
+        if not empty and source.text is not None:
+            yield Text(str(texts["user"]), where)
+        elif not empty:
             yield Prompt(
                 [{"role": role, "content": str(text).strip()} for role, text in texts.items()], where
             )
@@ -207,10 +235,8 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt]:
             bad.add(where, f"field {fields[empty[0]]!r} must be a non-empty string, got {shown(text)}")
         else:
             has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            bad.add(
-                where,
-                f"needs a non-empty string in field {fields[empty[0]]!r} (or `messages`); it has: {has}",
-            )
+            other = "" if source.text else " (or `messages`)"
+            bad.add(where, f"needs a non-empty string in field {fields[empty[0]]!r}{other}; it has: {has}")
 
 
 def _answers(

@@ -21,6 +21,8 @@ class PromptSource(Settings):
                 message is the assistant's, it is taken as the response
     limit       use this many rows from the start; None = all
     answer      the string that is its response; None = the model answers
+    text        instead of a prompt, the string that is a text: every token of it is learnt, in pieces of
+                data.max_length, without the chat template
     opening     the model writes the user's turn, which begins with this, as it stands ("" = with nothing)
     count, max_tokens   prompts to write, and how long they may become
     """
@@ -28,6 +30,7 @@ class PromptSource(Settings):
     path: FilePath | None = None
     field: Annotated[str, Field(min_length=1)] = "prompt"
     answer: Annotated[str, Field(min_length=1)] | None = None
+    text: Annotated[str, Field(min_length=1)] | None = None
     limit: Annotated[int, Field(ge=1)] | None = None
     opening: str | None = None
     count: Annotated[int, Field(ge=1)] | None = None
@@ -39,8 +42,11 @@ class PromptSource(Settings):
             raise ValueError(
                 "a source of prompts needs either `path` (a file) or `opening` (the model writes them)"
             )
-        if self.opening is not None and self.answer is not None:
-            raise ValueError("`answer` names a field of a file; the model answers an `opening` itself")
+        for name in ("answer", "text"):
+            if self.opening is not None and getattr(self, name) is not None:
+                raise ValueError(f"`{name}` names a field of a file; the model answers an `opening` itself")
+        if self.text is not None and (self.answer is not None or "field" in self.model_fields_set):
+            raise ValueError("`text` is learnt as it stands; leave out `field` and `answer`")
         if (self.opening is None) != (self.count is None):
             raise ValueError("`count` says how many prompts of an `opening` are written; the two go together")
         return self

@@ -470,3 +470,31 @@ def test_answers_of_other_prompts_are_refused(
             tmp_path,
             tokenizer,
         )
+
+
+# ---- texts ----
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_text_is_learnt_as_it_stands_in_pieces(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every token but the first; `messages` of such a row mean nothing."""
+    long = "".join(chr(97 + n % 26) for n in range(2 * MAX_LENGTH + 20))
+    rows = [{"body": long, "messages": []}, {"body": "too short"}, {"body": ""}, {"text": "x"}]
+    path = str(write(tmp_path / "texts.jsonl", rows))
+    config = make_config(model, tmp_path, [{"path": path, "text": "body"}])
+    examples = examples_of(config, tmp_path, tokenizer)
+    assert sorted(len(example.token_ids) for example in examples) == [20, MAX_LENGTH, MAX_LENGTH]
+    assert {example.prompt_len for example in examples} == {1}
+    assert "".join(tokenizer.decode(example.token_ids) for example in examples) == long
+    err = capsys.readouterr().err
+    assert "line 2: the text has 9 tokens; 16 are the least to learn from" in err
+    assert "line 3: field 'body' must be a non-empty string, got ''" in err
+    assert "line 4: needs a non-empty string in field 'body'; it has: text" in err
+
+
+@pytest.mark.parametrize("other", [{"field": "prompt"}, {"answer": "reply"}])
+def test_a_text_has_neither_prompt_nor_answer(tmp_path: Path, model: Path, other: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="`text` is learnt as it stands; leave out `field` and `answer`"):
+        make_config(model, tmp_path, [{"path": "x.jsonl", "text": "body", **other}])
