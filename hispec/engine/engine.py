@@ -242,7 +242,7 @@ class Engine:
         admission.check(request_id, prompt_token_ids, params, text, problems)
         # Only now: a request that is refused must not change the seeds of those after it.
         request = admission.make_request(next(self._numbers), request_id, prompt_token_ids, params, text)
-        with self._scheduler.repaired(requests):
+        with self._loop.repaired():
             self._scheduler.add(request)
             requests[request_id] = request
         return request_id
@@ -272,7 +272,7 @@ class Engine:
         self._abort(list(request_ids), notify)
 
     def _abort(self, request_ids: Sequence[str], notify: bool) -> None:
-        with self._scheduler.repaired(self._loop.requests):
+        with self._loop.repaired():
             for request_id in request_ids:
                 request = self._loop.requests.get(request_id)
                 if request is not None:

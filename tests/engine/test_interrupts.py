@@ -3,6 +3,7 @@ token comes once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,30 @@ def test_an_interrupt_at_any_line_of_a_step_loses_no_block_and_no_token(is_stati
         code = function.__code__
         lines = {(code.co_filename, line) for *_, line in code.co_lines() if line is not None}
         assert len(lines & interrupts.lines) >= 3, function
+
+
+def test_an_interrupt_while_another_is_repaired_loses_nothing_either() -> None:
+    wanted, engine, got = undisturbed(False), small_engine(False), {}
+    first, second = Interrupts(*FILES, at=2), Interrupts(*FILES)
+    repair = engine._scheduler.repair
+
+    def interrupted_repair(live: Iterable[Request]) -> None:
+        with second.armed():
+            repair(live)
+
+    engine._scheduler.repair = interrupted_repair  # type: ignore[method-assign]
+    for history in range(3):
+        for number in range(4):
+            add(engine, f"{history}/{number}", number)
+        while engine.has_unfinished():
+            deltas: list[Delta] = []
+            with suppress(KeyboardInterrupt), first.armed():
+                deltas = engine.step()
+            collect(deltas, got)
+    engine.check()
+    assert len(got) == 12 and len(second.lines) > 30
+    for name, deltas in got.items():
+        assert joined(deltas) == wanted[int(name[-1])], name
 
 
 def test_an_interrupted_add_or_abort_has_been_done_or_can_be_done_again() -> None:
