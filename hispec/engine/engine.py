@@ -295,8 +295,9 @@ class Engine:
                 while gained := self._loop.gained:
                     request_id = next(iter(gained))
                     delta = gained[request_id].make_delta()
+                    is_last = len(gained) == 1 and not self._loop.requests
+                    # No call in between, at which an interrupt could come and lose the Delta.
                     del gained[request_id]
-                    is_last = not self.has_unfinished()
                     yield delta
                     if not is_last:
                         self._check_open("drain")

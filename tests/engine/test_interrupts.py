@@ -3,6 +3,7 @@ token comes once."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -206,6 +207,25 @@ def test_what_drain_has_not_yielded_comes_with_the_next_step() -> None:
                 break
         collect(engine.step() if turn % 2 else [], got)
         engine.check()
+    assert {number: joined(got[str(number)]) for number in range(4)} == wanted
+
+
+def test_an_interrupt_of_a_drain_between_two_deltas_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, engine, got = undisturbed(False), small_engine(False), {}
+    has_unfinished, calls = engine.has_unfinished, itertools.count()
+
+    def interrupted() -> bool:
+        if next(calls) % 3 == 2:
+            raise KeyboardInterrupt
+        return has_unfinished()
+
+    monkeypatch.setattr(engine, "has_unfinished", interrupted)
+    for number in range(4):
+        add(engine, str(number), number)
+    while has_unfinished():
+        with suppress(KeyboardInterrupt):
+            for delta in engine.drain():
+                collect([delta], got)
     assert {number: joined(got[str(number)]) for number in range(4)} == wanted
 
 
