@@ -265,11 +265,11 @@ class Engine:
             self._loop.gained = gained
             raise
 
-    def abort(self, request_ids: Iterable[str], *, notify: bool = True) -> None:
+    def abort(self, request_ids: str | Iterable[str], *, notify: bool = True) -> None:
         """Ends requests at once; unknown and finished ids are passed over. With `notify` each gets a last
         Delta with the next step, and its id is free again after that; without, no further Delta."""
         self._check_open("abort")
-        self._abort(list(request_ids), notify)
+        self._abort([request_ids] if isinstance(request_ids, str) else list(request_ids), notify)
 
     def _abort(self, request_ids: Sequence[str], notify: bool) -> None:
         with self._loop.repaired():

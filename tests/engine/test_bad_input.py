@@ -226,6 +226,15 @@ def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     assert len(llm.generate(("a", "b"), {"max_tokens": 1}, use_tqdm=False)) == 2
 
 
+def test_abort_takes_one_id_too(tiny_decoder: Decoder) -> None:
+    engine = make_engine(tiny_decoder)
+    for name in ("ab", "a", "c"):
+        engine.add_request([1], GREEDY, request_id=name)
+    engine.abort("ab", notify=False)
+    engine.abort(["c"], notify=False)
+    assert {delta.request_id for delta in engine.drain()} == {"a"}
+
+
 def test_duplicate_ids_are_refused_while_they_live(tiny_decoder: Decoder) -> None:
     engine = make_engine(tiny_decoder)
     engine.add_request([1], GREEDY, request_id="a")
