@@ -4,7 +4,7 @@ token comes once."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -255,3 +255,32 @@ def test_an_interrupt_at_any_line_of_an_llms_step_loses_nothing(tiny_path: Path,
                     expected.token_ids,
                     expected.logprobs,
                 )
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_interrupted_add_abort_or_stream_of_an_llm_leaves_nothing_in_its_engine(
+    tiny_path: Path, n: int
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, n=n)
+    one = params.model_copy(update={"n": 1})
+    with LLM(str(tiny_path), max_model_len=64, num_kv_blocks=32) as llm:
+
+        def ids() -> set[str]:
+            return {*llm.engine._loop.requests, *llm.engine._loop.gained}
+
+        def add_and_abort() -> None:
+            llm.add("one", params, "a")
+            llm.abort("a")
+
+        calls: list[Callable[[], Any]] = [add_and_abort, lambda: list(llm.stream("one", one))]
+        for call in calls:
+            interrupts, count = Interrupts("hispec/llm.py"), -1
+            while count < len(interrupts.lines):
+                count = len(interrupts.lines)
+                with suppress(KeyboardInterrupt), interrupts.armed():
+                    call()
+                known = {name for pending in llm._pending.values() for name in pending.sequences}
+                assert ids() <= known
+                llm.abort(list(llm._pending))
+                assert not ids() and not llm.has_unfinished()
+            assert count > 15
