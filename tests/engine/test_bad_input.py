@@ -100,6 +100,14 @@ def test_arguments_of_wrong_types_are_named_and_change_nothing(
     assert outputs[0] == outputs[1] and sum(map(len, outputs[0])) > 6
 
 
+@pytest.mark.parametrize("kind", [list, tuple, lambda tokens: range(tokens[0], tokens[-1] + 1)])
+def test_any_sequence_of_token_ids_is_a_prompt(tiny_decoder: Decoder, kind: Any) -> None:
+    engine = make_engine(tiny_decoder)
+    engine.add_request(kind([1, 2, 3]), GREEDY)
+    got = [token for delta in engine.drain() for token in delta.token_ids]
+    assert [got] == list(run(make_engine(tiny_decoder), [[1, 2, 3]], GREEDY))
+
+
 def test_a_name_that_a_user_has_taken_is_passed_over(tiny_decoder: Decoder) -> None:
     engine = make_engine(tiny_decoder)
     engine.add_request([1], GREEDY, "request-0")
