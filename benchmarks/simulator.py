@@ -76,10 +76,9 @@ def main() -> None:
             f" {result['ratio_without_drift']:.3f}; {rounds} rounds",
             flush=True,
         )
-    print(
-        hardware_text(about)
-        + (f"; other programs were running (load {about['load']})" if busy_text(about) else "")
-    )
+    print(hardware_text(about))
+    if (busy := busy_text(about)) is not None:
+        print(f"{busy}: do not rely on these times.")
     if arguments.json is not None:
         arguments.json.write_text(
             json.dumps({"results": results, "environment": about}, indent=1) + "\n", encoding="utf-8"

@@ -132,14 +132,14 @@ class BlockPool:
             free,
         )
 
-    def repair(self, tables: Iterable[BlockTable], keeps_published: bool = True) -> None:
+    def repair(self, tables: Iterable[BlockTable]) -> None:
         """Counts anew what `tables`, which are all that live, hold, after a method was interrupted. Other
         blocks are cached if they are found by their content, else free. Can itself be interrupted and called
         again."""
         num_refs = self._count_refs(tables)
         key: list[tuple[int, tuple[int, ...]] | None] = [None] * self.num_blocks
         published = {}
-        for content, found in self._published.items() if keeps_published else ():
+        for content, found in self._published.items():
             if self._key[found[0]] == content:  # else interrupted while it was published or evicted
                 key[found[0]], published[content] = content, found
         idle = [block for block, count in enumerate(num_refs) if count == 0]

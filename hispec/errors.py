@@ -71,8 +71,13 @@ def cut(text: str, most: int = MOST_SHOWN) -> str:
 
 
 def shown(value: Any) -> str:
-    """`value` as a message repeats it: its repr, cut."""
-    return cut(repr(value))
+    """`value` as a message repeats it: its repr, in one line and cut."""
+    return cut(repr(value).replace("\n", " "))
+
+
+def described(value: Any) -> str:
+    """As `shown`, with its type before it."""
+    return f"{type(value).__name__} {shown(value)}"
 
 
 def build(model: type[Model], values: Any, where: str = "") -> Model:
@@ -84,8 +89,7 @@ def build(model: type[Model], values: Any, where: str = "") -> Model:
         return values
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{where or model.__name__}: expected a mapping of settings, got {type(values).__name__}"
-            f" {shown(values)}"
+            f"{where or model.__name__}: expected a mapping of settings, got {described(values)}"
         )
     try:
         return model.model_validate(values)

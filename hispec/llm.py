@@ -21,6 +21,7 @@ from .scheduling.lengths import LengthPredictor
 if TYPE_CHECKING:
     from .latency.model import LatencyModel
 
+_UNFINISHED = "a request of this id is unfinished; ids must be unique while they live"
 Params = SamplingParams | dict[str, Any] | Sequence[SamplingParams | dict[str, Any] | None] | None
 
 
@@ -113,10 +114,10 @@ class LLM:
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one output")
         request_id = f"stream-{next(self._numbers)}"
-        self._queue(prompt, params, request_id, chat)
-        deltas = self._pending[request_id].sequences[request_id].deltas
-        self._streams.add(request_id)
         try:
+            self._streams.add(request_id)
+            self._queue(prompt, params, request_id, chat)
+            deltas = self._pending[request_id].sequences[request_id].deltas
             for given in itertools.count():
                 self._check_open("stream")
                 while given == len(deltas):
@@ -214,22 +215,27 @@ class LLM:
     def _queue(self, prompt: Any, params: SamplingParams, request_id: str, chat: bool) -> None:
         """As `add`; the RequestError does not name the request."""
         if request_id in self._pending or request_id in self._finished:
-            raise RequestError("a request of this id is unfinished; ids must be unique while they live")
+            raise RequestError(_UNFINISHED)
         text, token_ids = encode_prompt(self.tokenizer, prompt, chat)
         pending = PendingRequest(request_id, text, token_ids, params.logprobs is not None)
-        for index in range(params.n):
-            seed = None if params.seed is None else (params.seed + index) % 2**63
-            one = params.model_copy(update={"n": 1, "seed": seed})
-            stream = IncrementalText(self.tokenizer, params.stop) if self.tokenizer is not None else None
-            sequence_id = request_id if params.n == 1 else f"{request_id}/{index}"
-            try:
+        ids = [request_id] if params.n == 1 else [f"{request_id}/{index}" for index in range(params.n)]
+        if any((other := self._of_sequence.get(one)) and other.request_id in self._pending for one in ids):
+            raise RequestError(_UNFINISHED)
+        try:
+            # Known here before the engine has it, so that an interrupt leaves nothing there.
+            self._pending[request_id] = pending
+            for index, sequence_id in enumerate(ids):
+                seed = None if params.seed is None else (params.seed + index) % 2**63
+                one = params.model_copy(update={"n": 1, "seed": seed})
+                stream = IncrementalText(self.tokenizer, params.stop) if self.tokenizer is not None else None
+                pending.sequences[sequence_id] = GrowingOutput()
+                self._of_sequence[sequence_id] = pending
                 self.engine.add_request(token_ids, one, sequence_id, stream)
-            except RequestError as error:
-                self.engine.abort(pending.sequences, notify=False)
+        except BaseException as error:
+            self._abort(request_id)
+            if isinstance(error, RequestError):
                 raise RequestError(str(error).removeprefix(f"{sequence_id}: ")) from None
-            pending.sequences[sequence_id] = GrowingOutput()
-        self._pending[request_id] = pending
-        self._of_sequence.update(dict.fromkeys(pending.sequences, pending))
+            raise
 
     def _run(self, prompts: Any, params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
         self._check_open("chat" if chat else "generate")
@@ -275,7 +281,7 @@ class LLM:
         """Adds a Delta to its output, and makes the request's outputs with the last one. Can be interrupted
         and called again."""
         pending = self._of_sequence.get(delta.request_id)
-        if pending is None:  # aborted meanwhile
+        if pending is None or pending.request_id not in self._pending:  # aborted, or taken before
             return
         pending.sequences[delta.request_id].add(delta)
         if all(growing.last and growing.last.finish_reason for growing in pending.sequences.values()):
@@ -286,10 +292,10 @@ class LLM:
     def _abort(self, request_ids: str | Iterable[str]) -> None:
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if (pending := self._pending.get(request_id)) is not None:
-                self._arrived = [one for one in self._arrived if one.request_id not in pending.sequences]
-                self._drop(pending)
                 if not self.engine.is_closed:
                     self.engine.abort(pending.sequences, notify=False)
+                self._arrived = [one for one in self._arrived if one.request_id not in pending.sequences]
+                self._drop(pending)
 
     def _drop(self, pending: PendingRequest) -> None:
         self._pending.pop(pending.request_id, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .errors import RequestError, shown
+from .errors import RequestError, described, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ def encode_prompt(
             "the model's tokenizer has no chat template; give a plain prompt: generate(), or --no-chat on"
             " the command line"
         )
-    prompt = [plain_message(message, at) for at, message in enumerate(prompt)]
+    prompt = [_plain_message(message, at) for at, message in enumerate(prompt)]
     try:
         text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is code of the model's author, and raises what it likes
@@ -75,13 +75,12 @@ def _content(prompt: Any) -> str | list[int]:
     if not _is_list(content):
         raise RequestError(
             "a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids', got"
-            f" {type(content).__name__} {shown(content)}; give one, or a list of them"
+            f" {described(content)}; give one, or a list of them"
         )
     for at, token in enumerate(content):
         if not isinstance(token, int):
             raise RequestError(
-                f"token ids are integers, got {type(token).__name__} {shown(token)} at position {at}"
-                f"{_hint(token)}"
+                f"token ids are integers, got {described(token)} at position {at}{_hint(token)}"
             )
     return list(content)
 
@@ -95,10 +94,10 @@ def _check_conversation(messages: Any) -> None:
     """Raises RequestError for what is no list of messages."""
     what = "a conversation is a list of messages such as {'role': 'user', 'content': 'Hello'}"
     if not _is_list(messages) or len(messages) == 0:
-        raise RequestError(f"{what}, got {type(messages).__name__} {shown(messages)}")
+        raise RequestError(f"{what}, got {described(messages)}")
     for at, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise RequestError(f"{what}, got {type(message).__name__} {shown(message)} at position {at}")
+            raise RequestError(f"{what}, got {described(message)} at position {at}")
         # An assistant's message may consist of calls of tools alone.
         if "role" not in message or not message.keys() & {"content", "tool_calls"}:
             missing = "content" if "role" in message else "role"
@@ -109,11 +108,9 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def plain_message(message: Any, at: int) -> Any:
+def _plain_message(message: Message, at: int) -> Message:
     """Message number `at` of a conversation with its content as one text. Raises RequestError for a role that
     chat templates do not have, and for content that is not text."""
-    if not isinstance(message, dict):
-        return message
     if (role := message.get("role")) not in get_args(Role):
         raise RequestError(
             f"messages.{at}.role must be one of {', '.join(get_args(Role))}, got {shown(role)}"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..errors import RequestError, shown
+from ..errors import RequestError, described, shown
 from ..sampling_params import SamplingParams
 from ..scheduling.request import Request, TextStream
 
@@ -84,7 +84,7 @@ class Admission:
         if wrong:
             yield (
                 f"prompt_token_ids must be integers from 0 to {vocab_size - 1}; {len(wrong)} are not, the"
-                f" first is {_kind(wrong[0])}"
+                f" first is {described(wrong[0])}"
             )
         for field in ("logit_bias", "stop_token_ids"):
             outside = [token for token in getattr(params, field) if not 0 <= token < vocab_size]
@@ -122,18 +122,12 @@ class Admission:
 
 def _wrong_types(request_id: object, prompt: object, params: object, text: object) -> Iterator[str]:
     if not isinstance(request_id, str):
-        yield f"request_id must be a string, not {_kind(request_id)}"
-    if not isinstance(prompt, list | tuple):
+        yield f"request_id must be a string, not {described(request_id)}"
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
         way = "; make a list of it: .tolist()" if hasattr(prompt, "tolist") else ""
-        yield f"prompt_token_ids must be a list of token ids, not {_kind(prompt)}{way}"
+        yield f"prompt_token_ids must be a list of token ids, not {described(prompt)}{way}"
     if not isinstance(params, SamplingParams):
         way = "; make one of it: SamplingParams.of(...)" if isinstance(params, dict) else ""
-        yield f"params must be SamplingParams, not {_kind(params)}{way}"
+        yield f"params must be SamplingParams, not {described(params)}{way}"
     if text is not None and not all(callable(getattr(text, name, None)) for name in ("append", "release")):
-        yield f"text must have the methods append and release of TextStream; {_kind(text)} has not"
-
-
-def _kind(value: object) -> str:
-    """Type and value, cut if long, for messages."""
-    said = " ".join(repr(value).split())
-    return f"{type(value).__name__} {said if len(said) <= 60 else said[:60] + '...'}"
+        yield f"text must have the methods append and release of TextStream; {described(text)} has not"

@@ -242,7 +242,7 @@ class Engine:
         admission.check(request_id, prompt_token_ids, params, text, problems)
         # Only now: a request that is refused must not change the seeds of those after it.
         request = admission.make_request(next(self._numbers), request_id, prompt_token_ids, params, text)
-        with self._scheduler.repaired(requests):
+        with self._loop.repaired():
             self._scheduler.add(request)
             requests[request_id] = request
         return request_id
@@ -265,14 +265,14 @@ class Engine:
             self._loop.gained = gained
             raise
 
-    def abort(self, request_ids: Iterable[str], *, notify: bool = True) -> None:
+    def abort(self, request_ids: str | Iterable[str], *, notify: bool = True) -> None:
         """Ends requests at once; unknown and finished ids are passed over. With `notify` each gets a last
         Delta with the next step, and its id is free again after that; without, no further Delta."""
         self._check_open("abort")
-        self._abort(list(request_ids), notify)
+        self._abort([request_ids] if isinstance(request_ids, str) else list(request_ids), notify)
 
     def _abort(self, request_ids: Sequence[str], notify: bool) -> None:
-        with self._scheduler.repaired(self._loop.requests):
+        with self._loop.repaired():
             for request_id in request_ids:
                 request = self._loop.requests.get(request_id)
                 if request is not None:
@@ -295,8 +295,9 @@ class Engine:
                 while gained := self._loop.gained:
                     request_id = next(iter(gained))
                     delta = gained[request_id].make_delta()
+                    is_last = len(gained) == 1 and not self._loop.requests
+                    # No call in between, at which an interrupt could come and lose the Delta.
                     del gained[request_id]
-                    is_last = not self.has_unfinished()
                     yield delta
                     if not is_last:
                         self._check_open("drain")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -58,6 +59,7 @@ class StepLoop:
         self._choice = Choice()  # of the round in flight
         self._read_s = 0.0  # when the last round was read
         self._is_timed = True  # whether only the round in flight was on the device since then
+        self._is_torn = False  # whether an interrupt came that is not repaired; within a body of `repaired`
 
     def step(self) -> None:
         """Computes one chunk of prefill and one round; what requests have gained is in `gained`.
@@ -65,7 +67,7 @@ class StepLoop:
         An interrupt anywhere in here loses rounds in flight, and nothing that was committed: `gained` holds
         it for the next step, which goes on from there.
         """
-        try:
+        with self.repaired():
             for gain in list(self.gained.values()):
                 if gain.request.request_id in self.requests:  # the last step was interrupted
                     self._take(gain)
@@ -83,12 +85,27 @@ class StepLoop:
                 self.flight = None if is_due else self._rounds.launch_next(flight, self.stats)
                 self.read(flight)
                 self.stats.round_s += time.perf_counter() - started
+
+    @contextmanager
+    def repaired(self) -> Iterator[None]:
+        """For whatever changes requests, rows or blocks: after an exception in the body they fit together
+        again. If a second interrupt comes while they are repaired, they do once the next body begins."""
+        if self._is_torn:
+            self._repair()
+        self._is_torn = True
+        try:
+            yield
         except BaseException:
-            # The rounds in flight are lost: the next one starts from what the host knows.
-            self.flight = None
-            self._rounds.reset_sampler()
-            self._scheduler.repair(self.requests.values())
+            self._repair()
             raise
+        self._is_torn = False
+
+    def _repair(self) -> None:
+        # The rounds in flight are lost: the next one starts from what the host knows.
+        self.flight = None
+        self._rounds.reset_sampler()
+        self._scheduler.repair(self.requests.values())
+        self._is_torn = False
 
     def abort(self, request: Request) -> None:
         """Ends a request at once."""

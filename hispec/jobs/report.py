@@ -57,7 +57,9 @@ def _job_lines(report: JobReport) -> dict[str, str]:
     if timed.reasons:
         lines["errors"] = _reasons(timed)
     if timed.num_full:
-        lines["cut short"] = f"{timed.num_full} rows filled max_model_len and ended there (stop_reason)"
+        lines["cut short"] = (
+            f"{count(timed.num_full, 'row')} filled max_model_len and ended there (stop_reason)"
+        )
     if report.stats and not report.all_failed:
         lines["tokens"] = (
             f"{timed.prompt_tokens} in prompts, {timed.completion_tokens} new, in {timed.seconds:.1f} s"
@@ -80,8 +82,8 @@ def _job_lines(report: JobReport) -> dict[str, str]:
 def _reasons(timed: Timed, most: int = 3) -> str:
     """The most frequent reasons of errors, one in a line."""
     first = timed.reasons.most_common(most)
-    lines = [f"{count} × {' '.join(reason.split())}" for reason, count in first]
-    if rest := timed.num_errors - sum(count for _, count in first):
+    lines = [f"{rows} × {' '.join(reason.split())}" for reason, rows in first]
+    if rest := timed.num_errors - sum(rows for _, rows in first):
         lines.append(f"{rest} × other reasons")
     return "\n".join(lines)
 

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 
-_MOST_NAME = 255  # characters of the name of a file or folder
+_MOST_NAME = 255  # bytes of the name of a file or folder
 
 
 def _as_path(value: Any) -> Any:
     if isinstance(value, Path):
         return value
     is_name = isinstance(value, str) and value.strip() and "\0" not in value
-    if not is_name or max(map(len, value.split("/"))) > _MOST_NAME:
+    if not is_name or max(len(name.encode("utf-8", "replace")) for name in value.split("/")) > _MOST_NAME:
         raise ValueError(f"must name a file, got {shown(value)}")
     return Path(value).expanduser()
 

@@ -161,7 +161,7 @@ class Request:
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Gain:
     """What a request has gained since its last Delta: whatever its tokens say, so that a step which is
     interrupted after a commit has lost nothing.
@@ -180,13 +180,14 @@ class Gain:
         """Changes nothing."""
         request = self.request
         token_ids = request.token_ids[len(request.prompt_token_ids) + self.start :]
+        has_ended = request.finish_reason is not None
         return Delta(
             request_id=request.request_id,
             token_ids=token_ids,
             text=self.text,
             logprobs=self.logprobs[: len(token_ids)] if request.params.logprobs is not None else None,
             finish_reason=request.finish_reason,
-            stop_reason=FULL if request.is_full else request.stop_reason,
-            metrics=request.metrics() if request.finish_reason is not None else None,
+            stop_reason=FULL if has_ended and request.is_full else request.stop_reason,
+            metrics=request.metrics() if has_ended else None,
             error=self.error,
         )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cache.blocks import BlockPool, BlockTable
@@ -179,15 +178,6 @@ class Scheduler:
     def tables(self) -> list[BlockTable]:
         """Block tables of all live requests, for integrity checks."""
         return [request.table for request in (*self.waiting, *self.running)]
-
-    @contextmanager
-    def repaired(self, live: Mapping[str, Request]) -> Iterator[None]:
-        """Repairs the scheduler if the body is interrupted; `live`: all requests by id, as of then."""
-        try:
-            yield
-        except BaseException:
-            self.repair(live.values())
-            raise
 
     def repair(self, live: Iterable[Request]) -> None:
         """Restores the invariants after an interrupt anywhere in here: exactly the live requests have a row

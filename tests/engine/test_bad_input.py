@@ -100,6 +100,14 @@ def test_arguments_of_wrong_types_are_named_and_change_nothing(
     assert outputs[0] == outputs[1] and sum(map(len, outputs[0])) > 6
 
 
+@pytest.mark.parametrize("kind", [list, tuple, lambda tokens: range(tokens[0], tokens[-1] + 1)])
+def test_any_sequence_of_token_ids_is_a_prompt(tiny_decoder: Decoder, kind: Any) -> None:
+    engine = make_engine(tiny_decoder)
+    engine.add_request(kind([1, 2, 3]), GREEDY)
+    got = [token for delta in engine.drain() for token in delta.token_ids]
+    assert [got] == list(run(make_engine(tiny_decoder), [[1, 2, 3]], GREEDY))
+
+
 def test_a_name_that_a_user_has_taken_is_passed_over(tiny_decoder: Decoder) -> None:
     engine = make_engine(tiny_decoder)
     engine.add_request([1], GREEDY, "request-0")
@@ -224,6 +232,15 @@ def test_wrong_sampling_params_are_refused_before_anything_runs(llm: LLM, params
 def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     assert llm.generate([], use_tqdm=False) == llm.chat([], use_tqdm=False) == []
     assert len(llm.generate(("a", "b"), {"max_tokens": 1}, use_tqdm=False)) == 2
+
+
+def test_abort_takes_one_id_too(tiny_decoder: Decoder) -> None:
+    engine = make_engine(tiny_decoder)
+    for name in ("ab", "a", "c"):
+        engine.add_request([1], GREEDY, request_id=name)
+    engine.abort("ab", notify=False)
+    engine.abort(["c"], notify=False)
+    assert {delta.request_id for delta in engine.drain()} == {"a"}
 
 
 def test_duplicate_ids_are_refused_while_they_live(tiny_decoder: Decoder) -> None:

@@ -3,6 +3,8 @@ token comes once."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,30 @@ def test_an_interrupt_at_any_line_of_a_step_loses_no_block_and_no_token(is_stati
         assert len(lines & interrupts.lines) >= 3, function
 
 
+def test_an_interrupt_while_another_is_repaired_loses_nothing_either() -> None:
+    wanted, engine, got = undisturbed(False), small_engine(False), {}
+    first, second = Interrupts(*FILES, at=2), Interrupts(*FILES)
+    repair = engine._scheduler.repair
+
+    def interrupted_repair(live: Iterable[Request]) -> None:
+        with second.armed():
+            repair(live)
+
+    engine._scheduler.repair = interrupted_repair  # type: ignore[method-assign]
+    for history in range(3):
+        for number in range(4):
+            add(engine, f"{history}/{number}", number)
+        while engine.has_unfinished():
+            deltas: list[Delta] = []
+            with suppress(KeyboardInterrupt), first.armed():
+                deltas = engine.step()
+            collect(deltas, got)
+    engine.check()
+    assert len(got) == 12 and len(second.lines) > 30
+    for name, deltas in got.items():
+        assert joined(deltas) == wanted[int(name[-1])], name
+
+
 def test_an_interrupted_add_or_abort_has_been_done_or_can_be_done_again() -> None:
     engine, interrupts, number = small_engine(False), Interrupts(*FILES), 0
     ended: dict[str, list[Delta]] = {}
@@ -184,6 +210,25 @@ def test_what_drain_has_not_yielded_comes_with_the_next_step() -> None:
     assert {number: joined(got[str(number)]) for number in range(4)} == wanted
 
 
+def test_an_interrupt_of_a_drain_between_two_deltas_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, engine, got = undisturbed(False), small_engine(False), {}
+    has_unfinished, calls = engine.has_unfinished, itertools.count()
+
+    def interrupted() -> bool:
+        if next(calls) % 3 == 2:
+            raise KeyboardInterrupt
+        return has_unfinished()
+
+    monkeypatch.setattr(engine, "has_unfinished", interrupted)
+    for number in range(4):
+        add(engine, str(number), number)
+    while has_unfinished():
+        with suppress(KeyboardInterrupt):
+            for delta in engine.drain():
+                collect([delta], got)
+    assert {number: joined(got[str(number)]) for number in range(4)} == wanted
+
+
 @pytest.mark.parametrize("at", [1, 2])
 def test_an_interrupt_at_any_line_of_an_llms_step_loses_nothing(tiny_path: Path, at: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=0, n=2)
@@ -210,3 +255,32 @@ def test_an_interrupt_at_any_line_of_an_llms_step_loses_nothing(tiny_path: Path,
                     expected.token_ids,
                     expected.logprobs,
                 )
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_interrupted_add_abort_or_stream_of_an_llm_leaves_nothing_in_its_engine(
+    tiny_path: Path, n: int
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, n=n)
+    one = params.model_copy(update={"n": 1})
+    with LLM(str(tiny_path), max_model_len=64, num_kv_blocks=32) as llm:
+
+        def ids() -> set[str]:
+            return {*llm.engine._loop.requests, *llm.engine._loop.gained}
+
+        def add_and_abort() -> None:
+            llm.add("one", params, "a")
+            llm.abort("a")
+
+        calls: list[Callable[[], Any]] = [add_and_abort, lambda: list(llm.stream("one", one))]
+        for call in calls:
+            interrupts, count = Interrupts("hispec/llm.py"), -1
+            while count < len(interrupts.lines):
+                count = len(interrupts.lines)
+                with suppress(KeyboardInterrupt), interrupts.armed():
+                    call()
+                known = {name for pending in llm._pending.values() for name in pending.sequences}
+                assert ids() <= known
+                llm.abort(list(llm._pending))
+                assert not ids() and not llm.has_unfinished()
+            assert count > 15

@@ -126,7 +126,7 @@ def test_rows_that_fill_the_context_are_counted(tmp_path: Path, monkeypatch: pyt
     job = make_job(tmp_path, prompts(3))
     text = io.StringIO()
     print_job(run(job), text)
-    assert "1 rows filled max_model_len and ended there" in text.getvalue()
+    assert "1 row filled max_model_len and ended there" in text.getvalue()
     assert [row["outputs"][0]["stop_reason"] for row in rows_of(job)] == [None, "max_model_len", None]
 
 

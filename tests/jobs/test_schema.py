@@ -204,6 +204,7 @@ def test_an_error_names_the_override_that_caused_it_and_no_other(tmp_path: Path)
         ("model: [&a x, &a y]", "found duplicate anchor 'a'; first occurrence, second occurrence"),
         ('model: "\\ud800"', "model: must be text without halves of surrogate pairs"),
         (f"output: {{path: a/{'x' * 256}}}", "output.path: must name a file, got 'a/xxx"),
+        (f"output: {{path: {'é' * 128}}}", "output.path: must name a file, got 'ééé"),
         ("model: \0", "not readable as YAML"),
         ("[" * 5000, "not readable as YAML"),
     ],
