@@ -99,6 +99,8 @@ def check_target(flag: str, path: Path) -> None:
 
 def check_folder(flag: str, folder: Path) -> None:
     """Creates a folder. Raises ConfigError if no file can be written there."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{flag}: cannot write to {folder}: it is not a folder; choose another place")
     probe = folder / f".hispec-probe.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
