@@ -246,6 +246,12 @@ def test_without_matplotlib_it_says_what_to_install(
     assert captured.out == "" and "-o needs matplotlib" in captured.err
 
 
+@pytest.mark.parametrize("name", ["", ".", "/", "..", "none"])
+def test_what_is_no_file_is_no_trace(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", name]) == 2
+    assert "cannot read the trace" in capsys.readouterr().err
+
+
 def test_what_must_not_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = goodput_trace(tmp_path / "trace.png")
     before = trace.read_bytes()
