@@ -108,7 +108,8 @@ def settings_error(model: type[BaseModel], error: ValidationError, where: str) -
 def _lines(model: type[BaseModel], error: ValidationError, where: str) -> Iterator[str]:
     for problem in error.errors(include_url=False):
         parts = [where] if where else []
-        path = ".".join(parts + [cut(str(part)) for part in problem["loc"]])
+        is_key = problem["loc"][-1:] == ("[key]",)  # which pydantic puts after the key itself
+        path = ".".join(parts + [cut(str(part)) for part in problem["loc"][: -2 if is_key else None]])
         kind, limits = problem["type"], problem.get("ctx", {})
         if kind == "extra_forbidden":
             known = _fields_at(model, problem["loc"][:-1])
@@ -122,7 +123,7 @@ def _lines(model: type[BaseModel], error: ValidationError, where: str) -> Iterat
             yield f"{path + ': ' if path else ''}{problem['msg'].removeprefix('Value error, ')}"
         else:
             words = _WORDS[kind].format(**_numbers(limits)) if kind in _WORDS else _lower(problem["msg"])
-            yield f"{path}: {words}, got {shown(problem['input'])}"
+            yield f"{path}: {'each key ' if is_key else ''}{words}, got {shown(problem['input'])}"
 
 
 def _numbers(limits: dict[str, Any]) -> dict[str, Any]:

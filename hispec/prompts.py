@@ -116,9 +116,15 @@ def _plain_message(message: Message, at: int) -> Message:
             f"messages.{at}.role must be one of {', '.join(get_args(Role))}, got {shown(role)}"
         )
     try:
-        return {**message, "content": join_parts(message.get("content"))}
+        content = join_parts(message.get("content"))
     except RequestError as error:
         raise RequestError(f"messages.{at}.content: {error}") from None
+    if not isinstance(content, str) and not (content is None and "tool_calls" in message):
+        raise RequestError(
+            f"messages.{at}.content: must be text, or a list of parts of text, got {type(content).__name__}"
+            f" {shown(content)}"
+        )
+    return {**message, "content": content}
 
 
 def join_parts(content: Any) -> Any:
@@ -138,7 +144,14 @@ def join_parts(content: Any) -> Any:
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:
     try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the prompt is no text: {text[error.start]!a} is half of a surrogate pair, or a byte that"
+            " was not UTF-8"
+        ) from None
+    try:
         # verbose=False: whether a prompt is too long is for the engine to say, by max_model_len.
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
-    except Exception as error:  # tokenizers raise what they like, for a lone surrogate for example
+    except Exception as error:  # tokenizers raise what they like
         raise RequestError(f"the tokenizer refuses the prompt: {error}") from error

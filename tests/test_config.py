@@ -213,8 +213,7 @@ def test_what_does_not_fit_together_is_refused_in_words(
 def test_logit_bias_refuses_what_is_not_a_token_id() -> None:
     for key in ("x", "-3", "1.5", "²", 2.5):
         message = refusal(SamplingParams, {"logit_bias": {key: 1.0}})
-        assert message.startswith(f"at.logit_bias.{key}.")
-        assert message.endswith(f"integer, got {key!r}")
+        assert message == f"at.logit_bias: each key must be an integer, got {key!r}"
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,21 @@ def test_chat_takes_parts_of_text_and_known_roles(llm: LLM) -> None:
             {"role": "user", "content": [{"type": "image_url"}]},
             r"messages\.0\.content: part 0 .* 'image_url'",
         ),
+        ({"role": "user", "content": None}, r"messages\.0\.content: must be text, .*got NoneType None"),
+        ({"role": "user", "content": 5}, r"messages\.0\.content: must be text, .*got int 5"),
+        ({"role": "user"}, "message 0 has no 'content'"),
     ):
         with pytest.raises(hispec.RequestError, match=words):
             llm.encode([message], chat=True)
+
+
+@pytest.mark.parametrize("text", ["a\ud800", "caf\udce9"])
+def test_half_of_a_surrogate_pair_is_named(llm: LLM, text: str) -> None:
+    """The second is what Python makes of bytes of standard input that are not UTF-8."""
+    with pytest.raises(hispec.RequestError, match=r"the prompt is no text: '.*' is half of a surrogate pair"):
+        llm.encode(text)
+    with pytest.raises(hispec.RequestError, match="the prompt is no text"):
+        llm.encode([{"role": "user", "content": text}], chat=True)
 
 
 def test_chat_goes_through_the_template(llm: LLM) -> None:

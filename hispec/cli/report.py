@@ -36,11 +36,11 @@ def _report(options: argparse.Namespace) -> int:
     from ..utils.files import write_json
     from ..utils.plots import check_matplotlib, has_matplotlib
 
+    trace = read_trace(options.trace)  # first: what is no file has no name to take the picture's from
     picture = options.trace.with_suffix(".png") if options.output is None else options.output
     _check_targets(options.trace, picture, options.json)
     if options.output is not None:
         check_matplotlib("-o")
-    trace = read_trace(options.trace)
     summary = summarize(trace)
     print_report(summary)
     if options.json is not None:

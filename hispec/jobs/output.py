@@ -44,6 +44,9 @@ def prepare_output(job: Job) -> None:
     path = job.output.path
     if path.resolve() == job.input.path.resolve() or (path.exists() and path.samefile(job.input.path)):
         raise ConfigError(f"output.path: {path} is the input file; choose another path")
+    trace = job.engine.trace
+    if trace is not None and Path(trace).resolve() == path.resolve():
+        raise ConfigError(f"output.path: {path} is engine.trace too; choose another path for one of them")
     if path.exists() and not path.is_file():
         raise ConfigError(f"output.path: {path} is not a regular file; choose another path")
     if not path.exists():

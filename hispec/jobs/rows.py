@@ -177,7 +177,9 @@ def _decode(raw: bytes) -> dict[str, Any]:
         raise ConfigError("holds half of a surrogate pair, which is no character") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"not valid JSON: {error.msg}, at character {error.pos + 1}") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:  # of _canonical, which goes less deep
+        raise ConfigError("not valid JSON: nested too deeply") from None
+    except ValueError as error:
         raise ConfigError(f"not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(

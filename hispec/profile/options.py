@@ -32,7 +32,7 @@ class ProfileOptions(Settings):
     max_checks    largest R (num_checks)
     max_window    positions that a round may process per row, R * (B * K + 1), at most
     top           plans of each kind of drafter, of two tiers, and of three, that are run for real
-    repeats       timed runs of each; the median counts
+    repeats       timed runs of each; their geometric mean counts
     """
 
     exits: Annotated[str, Field(min_length=1)] | None = None

@@ -166,8 +166,8 @@ def _header(result: Mapping[str, Any], chosen: Mapping[str, Any]) -> Iterator[st
         f"Measured on {hardware_text(measured_on)}, hispec {measured_on['hispec']}:"
         f" {count(prompts['num'], 'prompt')} of {prompts['tokens_mean']:.0f} tokens (mean),"
         f" {count(options['max_tokens'], 'new token')} at most, batch {options['batch_size']}, greedy,"
-        f" medians of {count(options['repeats'], 'interleaved repeat')}. In brackets: 95 % intervals by the"
-        " noise of the repeats; other prompts give other figures."
+        f" geometric means of {count(options['repeats'], 'interleaved repeat')}. In brackets: 95 % intervals"
+        " by the noise of the repeats; other prompts give other figures."
     )
     yield from textwrap.wrap(text, _WIDTH, break_long_words=False)
     fastest = fastest_of_kinds(result["measured"])

@@ -84,7 +84,7 @@ def _measured(
     """
     per_task, plain_per_task = run.tokens_per_s_of_tasks, plain.tokens_per_s_of_tasks
     ratios = {task: speed / plain_per_task[task] for task, speed in per_task.items()}
-    ratio = _mean_speed(run.tokens_per_s_runs) / _mean_speed(plain.tokens_per_s_runs)
+    ratio = run.tokens_per_s / plain.tokens_per_s
     counted = {"tokens_per_round": run.tokens_per_round, "tokens_per_full_pass": run.tokens_per_full_pass}
     return {
         "kind": "plain" if run.speculative is None else kind_of(run.speculative),
@@ -95,7 +95,7 @@ def _measured(
         "tokens_per_s_runs": run.tokens_per_s_runs,
         "seconds_runs": [sum(seconds.values()) for seconds in run.seconds],
         **counted,
-        "ratio_to_plain": run.tokens_per_s / plain.tokens_per_s,
+        "ratio_to_plain": ratio,
         "ratio_interval": None if run is plain or noise is None else [ratio / noise, ratio * noise],
         "ratio_by_task": {**ratios, "mean": statistics.fmean(ratios.values())} if len(ratios) > 1 else {},
         "exact_match": [run.num_identical(plain.outputs[0]), len(plain.outputs[0])],
@@ -116,7 +116,7 @@ def choose(measured: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], st
     if not gaining:
         return plain, "plain decoding, since no other plan that was run gained a token"
     noise = noise_of_repeats([run["tokens_per_s_runs"] for run in measured])
-    speeds = [_mean_speed(run["tokens_per_s_runs"]) for run in (plain, *gaining)]
+    speeds = [run["tokens_per_s"] for run in (plain, *gaining)]
     near = [
         (_size(run), -speed, run)
         for run, speed in zip((plain, *gaining), speeds, strict=True)
@@ -141,10 +141,6 @@ def _size(run: Mapping[str, Any]) -> tuple[int, int]:
     num_checks = 1 if plan["check"] is None else plan["num_checks"]
     window = num_checks * (plan["num_branches"] * plan["num_draft_tokens"] + 1)
     return (2 if plan["check"] is None else 3), window
-
-
-def _mean_speed(runs: Sequence[float]) -> float:
-    return statistics.geometric_mean(runs)
 
 
 def fastest_of_kinds(measured: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

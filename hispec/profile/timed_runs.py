@@ -52,13 +52,14 @@ class PlanRuns:
 
     @property
     def tokens_per_s(self) -> float:
-        return statistics.median(self.tokens_per_s_runs)
+        """The geometric mean of the runs, as their noise is measured (`noise_of_repeats`)."""
+        return statistics.geometric_mean(self.tokens_per_s_runs)
 
     @property
     def tokens_per_s_of_tasks(self) -> dict[str, float]:
-        """{task: tokens per second}, medians of the runs."""
+        """{task: tokens per second}, geometric means of the runs."""
         return {
-            task: statistics.median(
+            task: statistics.geometric_mean(
                 sum(len(outputs[number]) for number in numbers) / seconds[task]
                 for outputs, seconds in zip(self.outputs, self.seconds, strict=True)
             )

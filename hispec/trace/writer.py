@@ -223,7 +223,7 @@ def _parse_line(raw: bytes, names: Sequence[str], is_first: bool) -> Record | No
     """The record of a line; None = of an unknown type. Raises ConfigError."""
     try:
         values = parse_json(raw)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"not a line of a trace, which is JSON: {error}") from None
     kind = values.pop("type", None) if isinstance(values, dict) else None
     if (kind == "trace") != is_first:

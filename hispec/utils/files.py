@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, cut, shown
 
 
 def cache_dir() -> Path:
@@ -42,11 +43,23 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """json.loads that refuses NaN and Infinity, as the standard does, and repeated keys. Raises ValueError
-    and RecursionError."""
+    """json.loads that refuses NaN and Infinity, as the standard does, numbers beyond those of Python, and
+    repeated keys. Raises ValueError, also where it is nested too deeply."""
 
     def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is no JSON number")
+
+    def as_float(digits: str) -> float:
+        if math.isinf(value := float(digits)):
+            raise ValueError(f"{cut(digits)} is too large a number, at most {sys.float_info.max:.4g} is read")
+        return value
+
+    def as_int(digits: str) -> int:
+        try:
+            return int(digits)
+        except ValueError:
+            most = sys.get_int_max_str_digits()
+            raise ValueError(f"an integer of {len(digits)} digits, at most {most} are read") from None
 
     def without_repeats(items: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(items)
@@ -55,7 +68,16 @@ def parse_json(content: str | bytes) -> Any:
             raise ValueError(f"key {shown(repeated)} is given twice")
         return values
 
-    return json.loads(content, parse_constant=refuse, object_pairs_hook=without_repeats)
+    try:
+        return json.loads(
+            content,
+            parse_constant=refuse,
+            parse_float=as_float,
+            parse_int=as_int,
+            object_pairs_hook=without_repeats,
+        )
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def finite(value: Any) -> Any:
@@ -77,6 +99,8 @@ def check_target(flag: str, path: Path) -> None:
 
 def check_folder(flag: str, folder: Path) -> None:
     """Creates a folder. Raises ConfigError if no file can be written there."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{flag}: cannot write to {folder}: it is not a folder; choose another place")
     probe = folder / f".hispec-probe.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -203,3 +203,12 @@ def test_resuming_a_file_that_is_no_output_is_an_error(tmp_path: Path, content: 
     with pytest.raises(ConfigError, match="line 1 is not the result of input line 1"):
         run(job)
     assert job.output.path.read_bytes() == content
+
+
+@pytest.mark.parametrize("trace", ["out.jsonl", "sub/../out.jsonl"])
+def test_a_trace_in_the_output_file_is_an_error(tmp_path: Path, trace: str) -> None:
+    engine = {"max_num_seqs": 4, "trace": str(tmp_path / trace)}
+    job = make_job(tmp_path, prompts(2), engine=engine)
+    with pytest.raises(ConfigError, match=r"output\.path: .*out\.jsonl is engine\.trace too; choose"):
+        run(job)
+    assert not FakeLLM.instances and not job.output.path.exists()

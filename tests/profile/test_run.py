@@ -32,10 +32,12 @@ from hispec.profile import run as profile_run
 from hispec.profile.candidates import Candidates, default_layers, exits_folder
 from hispec.profile.options import ProfileOptions
 from hispec.profile.plots import ACCEPTANCE, RATIO, draw_plots
+from hispec.profile.predict import Prediction
 from hispec.profile.preset import COMMENTS, preset_text
 from hispec.profile.report import print_profile
-from hispec.profile.results import choose
+from hispec.profile.results import choose, measured_plans
 from hispec.profile.run import run_profile
+from hispec.profile.timed_runs import PlanRuns
 from hispec.utils.files import write_atomically
 from tests.helpers.adapters import TINY_MLP, make_exits
 
@@ -251,8 +253,23 @@ def test_the_preset_of_a_plan_that_gains_nothing_is_plain_and_tells_the_interval
     assert re.search(r"1\.40 x plain \(1\.39 to 1\.42\).* <- this plan", text)
 
 
+def test_a_ratio_lies_in_the_middle_of_its_interval_however_the_repeats_vary() -> None:
+    def timed(plan: SpeculativeConfig | None, *runs: float) -> PlanRuns:
+        stats = {"tokens": 40, "rounds": 30, "num_layers": 4, "layer_passes": 130, "prefill_layer_passes": 10}
+        outputs = [[list(range(40))] for _ in runs]
+        return PlanRuns(plan, {"all": [0]}, [{"all": 40 / speed} for speed in runs], outputs, stats)
+
+    plan = build(SpeculativeConfig, {"draft": {"kind": "ngram"}, "num_draft_tokens": 2})
+    predicted = Prediction(plan, 1.3, 1.3, 1.0, 10.0, 30.0, 1.1)
+    runs = [timed(None, 32.8, 10.4, 11.1), timed(plan, 31.0, 33.5, 36.0)]
+    plain, measured = measured_plans([predicted, predicted], runs, 4)
+    low, high = measured["ratio_interval"]
+    assert measured["ratio_to_plain"] == pytest.approx((low * high) ** 0.5)
+    assert measured["ratio_to_plain"] == measured["tokens_per_s"] / plain["tokens_per_s"]
+
+
 def speeds(*runs: float) -> dict[str, Any]:
-    return {"tokens_per_s": statistics.median(runs), "tokens_per_s_runs": list(runs)}
+    return {"tokens_per_s": statistics.geometric_mean(runs), "tokens_per_s_runs": list(runs)}
 
 
 def made_up(plan: dict[str, Any] | None, gains: float, *runs: float) -> dict[str, Any]:

@@ -246,6 +246,12 @@ def test_without_matplotlib_it_says_what_to_install(
     assert captured.out == "" and "-o needs matplotlib" in captured.err
 
 
+@pytest.mark.parametrize("name", ["", ".", "/", "..", "none"])
+def test_what_is_no_file_is_no_trace(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", name]) == 2
+    assert "cannot read the trace" in capsys.readouterr().err
+
+
 def test_what_must_not_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = goodput_trace(tmp_path / "trace.png")
     before = trace.read_bytes()
@@ -257,7 +263,7 @@ def test_what_must_not_be_written_is_refused(tmp_path: Path, capsys: pytest.Capt
         (["-o", str(tmp_path / "a.png"), "--json", str(trace)], "--json: .* is the trace itself"),
         (["-o", str(tmp_path / "a.png"), "--json", str(tmp_path / "a.png")], "-o and --json both name"),
         (["-o", str(tmp_path / "a.png"), "--json", str(tmp_path)], "--json: .* is not a regular file"),
-        (["-o", str(trace / "a.png")], "-o: cannot write to .*: (Not a directory|File exists)"),
+        (["-o", str(trace / "a.png")], "-o: cannot write to .*trace.png: it is not a folder; choose"),
     ):
         assert main(["report", str(trace), *options]) == 2
         error = capsys.readouterr().err
