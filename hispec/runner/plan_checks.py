@@ -28,8 +28,9 @@ def check_plan(plan: Plan, speculative: SpeculativeConfig | None, models: Models
             )
     if plan.window > sizes.max_model_len:
         raise ConfigError(
-            f"a round of {plan} takes {plan.window} places, more than max_model_len={sizes.max_model_len};"
-            " lower num_draft_tokens, num_checks or num_branches"
+            f"a round of num_draft_tokens={plan.num_draft_tokens}, num_checks={plan.num_checks} and"
+            f" num_branches={plan.num_branches} takes {plan.window} places, more than"
+            f" max_model_len={sizes.max_model_len}; lower one of them, or raise max_model_len"
         )
     if speculative is not None and not plan.is_plain:
         _check_shape(plan, speculative)

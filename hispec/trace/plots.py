@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ def make_picture(trace: Trace) -> Figure:
     plans, speed, kept, load = panes
     looks = make_looks(trace.routes)
     stretches = find_stretches(trace.rounds)
-    _draw_plans(plans, trace, looks)
+    _draw_plans(plans, trace, stretches, looks)
     _draw_speed(speed, trace, stretches)
     _draw_acceptance(kept, trace, looks)
     _draw_load(load, stretches)
@@ -119,34 +120,35 @@ def find_stretches(rounds: Sequence[Rounds]) -> list[list[Rounds]]:
     return found
 
 
-def _draw_plans(axes: Axes, trace: Trace, looks: Mapping[str, Look]) -> None:
+def _draw_plans(
+    axes: Axes, trace: Trace, stretches: Sequence[Sequence[Rounds]], looks: Mapping[str, Look]
+) -> None:
     """K as height in the route's colour; long stretches have K and R in words."""
     from matplotlib.collections import PolyCollection
     from matplotlib.ticker import MaxNLocator
 
-    stretches: list[tuple[Rounds, float, float]] = []
-    for line, (start, end) in zip(trace.rounds, spans(trace.rounds), strict=True):
-        first, begun, ended = stretches[-1] if stretches else (line, start, -math.inf)
-        if first.plan == line.plan and start - ended < max(end - start, 0.1):
-            stretches[-1] = first, begun, end
-        else:
-            stretches.append((line, start, end))
-    for name in dict.fromkeys(line.name for line, _, _ in stretches):
+    parts: list[tuple[Rounds, float, float]] = []
+    for stretch in stretches:
+        timed = zip(stretch, spans(stretch), strict=True)
+        for _, group in groupby(timed, key=lambda each: each[0].plan):
+            (line, (start, end)), *others = group
+            parts.append((line, start, others[-1][1][1] if others else end))
+    for name in dict.fromkeys(line.name for line, _, _ in parts):
         corners = [
             [(start, 0.0), (start, height), (end, height), (end, 0.0)]
-            for line, start, end in stretches
+            for line, start, end in parts
             if line.name == name
             for height in [line.num_drafts or _PLAIN_HEIGHT]
         ]
         look = looks[name]
         fill: dict[str, Any] = {"facecolor": look.color, "hatch": look.hatch, "edgecolor": "white"}
         axes.add_collection(PolyCollection(corners, alpha=0.8, label=name, linewidth=0.0, **fill))
-    span = max((end for _, _, end in stretches), default=0.0)
-    for line, start, end in stretches:
+    span = parts[-1][2] - parts[0][1] if parts else 0.0
+    for line, start, end in parts:
         if end - start > _LEAST_SHARE * span and line.num_drafts:
             text = f"K={line.num_drafts}" + (f" R={line.num_checks}" if line.has_check else "")
             axes.text((start + end) / 2, line.num_drafts, text, ha="center", va="bottom", fontsize="xx-small")
-    highest = max((line.num_drafts for line, _, _ in stretches), default=0)
+    highest = max((line.num_drafts for line, _, _ in parts), default=0)
     if probes := [decision.t for decision in trace.decisions if decision.is_probe]:
         height = (highest + 1) * 1.08
         axes.plot(probes, [height] * len(probes), "|", color="black", markersize=5, label="probe")

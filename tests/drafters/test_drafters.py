@@ -251,9 +251,11 @@ def test_settings_that_contradict_each_other(values: dict[str, Any], words: str)
 
 
 def test_a_window_beyond_the_longest_sequence_is_refused(tiny_decoder: Decoder) -> None:
-    with pytest.raises(
-        ConfigError, match=r"takes 66 places, more than max_model_len=40; lower num_draft_tokens"
-    ):
+    words = (
+        r"^a round of num_draft_tokens=32, num_checks=2 and num_branches=1 takes 66 places, more than"
+        r" max_model_len=40; lower one of them, or raise max_model_len"
+    )
+    with pytest.raises(ConfigError, match=words):
         drafter_engine(
             tiny_decoder,
             {"draft": {"layer": 3}, "check": {"layer": 6}, "num_draft_tokens": 32},

@@ -203,6 +203,23 @@ def test_the_speed_is_level_while_rounds_run_and_ends_where_they_pause(tmp_path:
     assert [len(part) for part in find_stretches(read.rounds)] == [4, 4]
 
 
+def test_the_plan_is_white_where_no_round_ran_and_named_however_late_the_trace_begins(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    trace = writer(tmp_path / "t", clock)
+    for pause in (1000.0, 0.0, 0.3, 0.0):
+        clock.now += pause + 0.4
+        trace.write_rounds(observation(NGRAM, seconds=0.4))
+        trace.write_routes(ROUTES)  # ends the line
+    trace.close()
+    plans = make_picture(read_trace(tmp_path / "t")).axes[0]
+    (filled,) = plans.collections
+    edges = [sorted({round(float(x), 2) for x in path.vertices[:, 0]}) for path in filled.get_paths()]
+    assert edges == [[1000.0, 1000.8], [1001.1, 1001.9]]
+    assert [text.get_text() for text in plans.texts] == ["K=4", "K=4"]
+
+
 def test_a_fixed_plan_has_a_report_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(fixed_trace(tmp_path / "t"))]) == 0
     printed = capsys.readouterr().out
