@@ -136,7 +136,7 @@ class RoundRunner:
         try:
             ahead = self._launcher.launch_next(flight, max(ends))
             self._scheduler.ran_ahead()
-            return ahead and self._describe(ahead, before, captures, flight.route)
+            return ahead and self._describe(ahead, before, captures, flight.route, ahead.launched_s)
         except Exception as error:
             if is_out_of_memory(error):
                 self.drop_graphs()  # the next round shows whether that is enough
@@ -233,17 +233,23 @@ class RoundRunner:
     ) -> Flight:
         before, captures = self._layer_passes, self._num_captures
         flight = self._launcher.launch(runtime, plan, rows)
-        return replace(self._describe(flight, before, captures, route), launched_s=started_s)
+        return self._describe(flight, before, captures, route, started_s)
 
     def _describe(
-        self, flight: Flight, layer_passes: Sequence[int], num_captures: int, route: int | None
+        self,
+        flight: Flight,
+        layer_passes: Sequence[int],
+        num_captures: int,
+        route: int | None,
+        launched_s: float,
     ) -> Flight:
-        """`flight` with its route and counts; layer_passes, num_captures: the counts before it."""
+        """`flight` with its route, time and counts; layer_passes, num_captures: the counts before it."""
         own, *drafts = (now - before for now, before in zip(self._layer_passes, layer_passes, strict=True))
         return replace(
             flight,
             layer_passes=own,
             draft_model_layer_passes=sum(drafts),
+            launched_s=launched_s,
             route=route,
             is_timed=num_captures == self._num_captures,
         )
