@@ -104,11 +104,12 @@ class OrderedWriter:
     survives a crash of the program. A context manager, on whose exit the file ends with a whole line.
     """
 
-    def __init__(self, path: Path, num_done: int = 0, num_bytes: int = 0) -> None:
+    def __init__(self, path: Path, num_done: int = 0, num_bytes: int = 0, way_on: str = "") -> None:
         """Keeps the first `num_bytes` bytes of the file, which hold `num_done` rows; makes the file, and its
-        folders, if there is none. Raises OSError."""
+        folders, if there is none. way_on: how a job goes on that could not write any more, in words. Raises
+        OSError."""
         self.next_index = num_done
-        self._path = path
+        self._path, self._way_on = path, way_on
         self._end = num_bytes
         self._waiting: dict[int, bytes] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,8 +137,8 @@ class OrderedWriter:
                 written += self._file.write(line[written:])
             except OSError as error:
                 raise OutputError(
-                    f"cannot write {self._path} any more: {error.strerror}; {self.next_index} rows are done,"
-                    " whole lines of it; set output.resume=true to go on"
+                    f"cannot write {self._path} any more: {error.strerror}; it has {self.next_index} whole"
+                    f" lines, one per row that is done; free some space, and {self._way_on}"
                 ) from error
         self._end += len(line)
 

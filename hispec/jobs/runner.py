@@ -133,7 +133,7 @@ def _run(llm: LLM, job: Job, report: JobReport, num_bytes: int, progress: bool) 
         llm.set_tracing(True)
     digests: dict[int, bytes] = {}
     llm.reset_stats()
-    with OrderedWriter(job.output.path, report.resumed, num_bytes) as writer:
+    with OrderedWriter(job.output.path, report.resumed, num_bytes, job.output.way_on) as writer:
         try:
             _write_rows(llm, job, report, writer, digests, progress)
         except KeyboardInterrupt:

@@ -112,7 +112,11 @@ def test_an_input_without_rows_is_an_error_before_the_model_is_loaded(
 def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl"
     path.touch()
-    with pytest.raises(OutputError, match="1 rows are done"), OrderedWriter(path) as writer:
+    words = "it has 1 whole lines, one per row that is done; free some space, and do this$"
+    with (
+        pytest.raises(OutputError, match=words),
+        OrderedWriter(path, way_on="do this") as writer,
+    ):
         writer.add(0, {"index": 0})
         real = writer._file
 
