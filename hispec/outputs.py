@@ -36,7 +36,7 @@ class RequestMetrics:
     preemptions: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # of a request that runs, all are kept
 class Delta:
     """What one step added to one request. `finish_reason` is set on its last Delta."""
 
