@@ -315,7 +315,7 @@ def test_bench_finds_an_unwritable_json_file_before_the_work(
 
 
 def test_a_bench_that_is_interrupted_leaves_the_json_file_as_it_was(
-    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(number: int) -> None:
         raise KeyboardInterrupt
@@ -325,6 +325,7 @@ def test_a_bench_that_is_interrupted_leaves_the_json_file_as_it_was(
     old.write_text("{}")
     for path in (new, old):
         assert main(["bench", str(job), "--limit", "5", "--json", str(path)]) == 130
+        assert "Interrupted. Nothing was written; the same command starts again" in capsys.readouterr().err
     assert not new.exists() and old.read_text() == "{}"
 
 

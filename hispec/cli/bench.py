@@ -69,7 +69,10 @@ def _bench(options: argparse.Namespace) -> int:
     bench_options = build(BenchOptions, given_fields(options, BenchOptions) | {"plans": plans})
     if options.json is not None:
         check_target("--json", options.json)
-    result = run_bench(job, bench_options)
+    try:
+        result = run_bench(job, bench_options)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("Nothing was written; the same command starts again") from None
     if options.json is not None:
         write_json(options.json, result)
     print_bench(result)
