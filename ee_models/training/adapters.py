@@ -268,11 +268,16 @@ class AdaptersTask:
         return StatesBatch(states, positions, predicts, groups)
 
 
-def frequent_tokens(examples: Sequence[Example], vocab_size: int) -> Tensor:
-    """All tokens [vocab], those most frequent in responses first; a reduced vocabulary is a prefix of it."""
+def frequent_tokens(examples: Sequence[Example], vocab_size: int, ends: Sequence[int] = ()) -> Tensor:
+    """All tokens [vocab], those most frequent in responses first; a reduced vocabulary is a prefix of it.
+
+    ends: the tokens that end an answer come before all others, since answers may be cut, and an exit that
+    does not know them never drafts the end.
+    """
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for example in examples:
         counts += torch.bincount(torch.tensor(example.token_ids[example.prompt_len :]), minlength=vocab_size)
+    counts[list(ends)] += counts.sum() + 1
     return counts.argsort(descending=True, stable=True)
 
 

@@ -84,8 +84,15 @@ def export(
 
 def describe_recipe(config: TrainConfig) -> dict[str, Any]:
     """What exits.json and ee.json say of how something was trained."""
-    init = config.adapters.init if config.adapters else None
-    return {"name": config.recipe, "seed": config.seed, "init": init, **config.loop.model_dump()}
+    own: dict[str, Any] = {}
+    if config.adapters is not None:
+        own = {"init": config.adapters.init}
+    elif config.ee is not None:
+        own = config.ee.model_dump(exclude={"exits", "init_path"})
+        own["exits"] = [
+            {"layer": each.layer, "init": each.init, "weight": each.weight} for each in config.ee.exits
+        ]
+    return {"name": config.recipe, "seed": config.seed, **own, **config.loop.model_dump()}
 
 
 def describe_data(config: TrainConfig, training: Sequence[Example]) -> dict[str, Any]:

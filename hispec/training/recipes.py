@@ -120,7 +120,7 @@ def _train_adapters(run: Run) -> Outcome:
     with PartialState(cpu=run.is_cpu).main_process_first():  # the others then find them written
         store = StateStore(run.work / "states", decoder, layers, ordered, identity, progress=run.progress)
     del decoder
-    frequent = frequent_tokens(training, model.vocab_size)
+    frequent = frequent_tokens(training, model.vocab_size, model.eos_token_ids)
     head = checkpoint.tensor(head_name(checkpoint)).to(dtype)
     modules = [
         make_adapter(exit_, adapters.init, checkpoint, frequent, config.seed) for exit_ in adapters.exits
@@ -181,8 +181,9 @@ def _trained_exits(ee: EarlyExitConfig, checkpoint: Checkpoint) -> ExitsFile | N
 def _train_ee(run: Run) -> Outcome:
     config, checkpoint, ee = run.config, run.checkpoint, run.config.ee
     assert ee is not None
+    model = checkpoint.config
     training, held_out = run.split
-    frequent = frequent_tokens(training, checkpoint.config.vocab_size)
+    frequent = frequent_tokens(training, model.vocab_size, model.eos_token_ids)
     trained = _trained_exits(ee, checkpoint)
     modules = [
         make_adapter(exit_, exit_.init, checkpoint, frequent, config.seed, trained) for exit_ in ee.exits
@@ -197,7 +198,7 @@ def _train_ee(run: Run) -> Outcome:
     trunk = load_trainable(
         checkpoint.path, torch.bfloat16 if narrow else torch.float32, max_length=config.data.max_length
     )
-    inv_freq = checkpoint.config.rope.inv_freq(checkpoint.config.head_dim)
+    inv_freq = model.rope.inv_freq(model.head_dim)
     module = ExitingModel(trunk, modules, inv_freq, settings)
     outcome = run.train(EarlyExitTask(module, training, held_out, settings, seed=config.seed))
     if run.is_main:

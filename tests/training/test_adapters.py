@@ -236,6 +236,12 @@ def test_frequent_tokens_are_counted_in_responses_and_ties_go_by_token() -> None
     assert order.tolist() == [5, 0, 3, 2, 1, 4, 6, 7, 8, 9]
 
 
+def test_the_end_of_an_answer_is_in_every_vocabulary() -> None:
+    """Also if no answer has it, because all were cut."""
+    order = frequent_tokens([Example([7, 5, 5, 3], 1)], 10, ends=(8, 3))
+    assert order.tolist() == [3, 8, 5, 0, 1, 2, 4, 6, 7, 9]
+
+
 @pytest.mark.parametrize(("layer", "num_blocks"), [(2, 1), (3, 3), (4, 3)])
 def test_blocks_start_as_the_layers_after_the_exit(
     checkpoint: Checkpoint, layer: int, num_blocks: int

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from hispec.loading.fetch import fetch
 from hispec.loading.known_models import resolve_model
 from hispec.loading.target_model import open_model
 from hispec.training.schema import load_training
-from tests.helpers.tiny import tiny_checkpoint
+from tests.helpers.tiny import EOS_ID, tiny_checkpoint
 from tests.training.test_command import SMALL, train, write_config
 
 EE: dict[str, Any] = {
@@ -89,7 +90,11 @@ def test_the_model_decodes_with_its_own_exits_without_changing_its_output(traine
     assert generate(trained / "model", speculative=tiers | {"num_draft_tokens": 2, "num_checks": 2}) == plain
     about = ExitsFile(trained / "package").about
     assert [info.layer for info in about.exits] == [2, 4] and about.recipe["name"] == "ee"
+    assert (about.recipe["target"], about.recipe["lora_rank"]) == ("labels", 4)
+    assert about.recipe["exits"][0] == {"layer": 2, "init": "trunk", "weight": 2.0}
     assert all({"loss", "agreement"} == info.held_out.keys() for info in about.exits)
+    with safe_open(trained / "package" / "exits.safetensors", "pt") as file:
+        assert EOS_ID in file.get_tensor("layer2.vocabulary").tolist()
     assert EEPackage(trained / "package").about.held_out.keys() == {"loss"}
 
 
