@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 _LOGITS = 2**22  # at a time: 17 MB in float32, which a CPU's cache still holds
@@ -39,39 +38,53 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, normed: Tensor, head: Tensor, labels: Tensor) -> Tensor:
         """labels: [places] int64 targets, or [places, hidden] states whose logits say what to learn."""
-        num_places, at_once = normed.shape[0], max(1, _LOGITS // head.shape[0])
+        (num_places, _), vocab = normed.shape, head.shape[0]
+        at_once = min(max(1, _LOGITS // vocab), num_places)
         total = torch.zeros((), device=normed.device)
-        of_normed = torch.empty_like(normed) if ctx.needs_input_grad[0] else None
+        of_normed = torch.empty_like(normed, dtype=head.dtype) if ctx.needs_input_grad[0] else None
         of_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        # One piece of memory for all parts: on a CPU, that of each new tensor of this size would first have
+        # to be had from the system, which takes longer than what is done with it.
+        products = torch.empty(at_once, vocab, dtype=head.dtype, device=normed.device)
+        all_q, all_p = torch.empty(2, at_once, vocab, device=normed.device)
         for start in range(0, num_places, at_once):
-            part = slice(start, start + at_once)
-            x, label = normed[part].to(head.dtype), labels[part]
-            logits = F.linear(x, head).float()
-            log_sum = logits.logsumexp(-1, keepdim=True)
+            x, label = normed[start : start + at_once].to(head.dtype), labels[start : start + at_once]
+            product, q, p = (each[: len(x)] for each in (products, all_q, all_p))
+            q.copy_(torch.mm(x, head.T, out=product))
             if label.dtype == torch.int64:
-                total += (log_sum - logits.gather(1, label[:, None])).sum()
-                difference = logits.sub_(log_sum).exp_()
-                difference.scatter_add_(1, label[:, None], torch.full_like(log_sum, -1.0))
+                total -= q.gather(1, label[:, None]).sum()
             else:
-                p = F.linear(label.to(head.dtype), head).float().softmax(-1)
-                # sum_v p(v) = 1
-                total += log_sum.sum() - torch.dot(p.view(-1), logits.view(-1))
-                difference = logits.sub_(log_sum).exp_().sub_(p)
-            difference = difference.to(head.dtype)
+                p.copy_(torch.mm(label.to(head.dtype), head.T, out=product))
+                _softmax_(p)
+                total -= torch.dot(p.view(-1), q.view(-1))
+            total += _softmax_(q).sum()  # as sum_v p(v) = 1
+            if label.dtype == torch.int64:
+                q.scatter_add_(1, label[:, None], q.new_full((len(x), 1), -1.0))
+            else:
+                q.sub_(p)
+            product.copy_(q)
             if of_normed is not None:
-                of_normed[part] = difference @ head
+                torch.mm(product, head, out=of_normed[start : start + at_once])
             if of_head is not None:
-                of_head += (difference.T @ x).float()
+                of_head += (product.T @ x).float()
         ctx.save_for_backward(of_normed, of_head)
-        ctx.num_places, ctx.head_dtype = max(num_places, 1), head.dtype
+        ctx.num_places, ctx.dtypes = max(num_places, 1), (normed.dtype, head.dtype)
         return total / max(num_places, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         of_normed, of_head = ctx.saved_tensors
         scale = grad / ctx.num_places
-        return (
-            None if of_normed is None else of_normed * scale,
-            None if of_head is None else (of_head * scale).to(ctx.head_dtype),
-            None,
+        of_normed, of_head = (
+            None if each is None else (each * scale).to(dtype)
+            for each, dtype in zip((of_normed, of_head), ctx.dtypes, strict=True)
         )
+        return of_normed, of_head, None
+
+
+def _softmax_(logits: Tensor) -> Tensor:
+    """logits [places, vocab] become their softmax -> log sum_v exp(logits) [places, 1]."""
+    largest = logits.amax(-1, keepdim=True)
+    total = logits.sub_(largest).exp_().sum(-1, keepdim=True)
+    logits.div_(total)
+    return largest + total.log()
