@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..checkpoint.exit_files import ExitInfo, ExitsError, ExitsFile
 from ..checkpoint.loader import Checkpoint
 from ..config import ModelConfig
+from .compiling import compile_methods
 from .examples import Example, step_indices
 from .hidden_states import FINAL, StateStore
 from .loop import Metrics, ParameterGroup
@@ -73,26 +74,31 @@ class AdapterBlock(nn.Module):
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], groups: Sequence[Group]) -> Tensor:
         """hidden [tokens, hidden] float32 -> the same shape; rotation: cosines and sines, each [tokens, 1,
         head_dim / 2]."""
-        size, eps = hidden.shape[-1:], self._model.rms_norm_eps
+        attended = None
         if hasattr(self, "q_proj"):
-            x = F.rms_norm(hidden, size, self.attention_norm, eps)
-            hidden = hidden + self._attend(x, rotation, groups)
+            q, k, v = self.project(hidden, rotation)
+            attended = torch.zeros_like(q)
+            for places, rows, positions in groups:
+                of_group = self._attend_rows(q[places], k[places], v[places], rows, positions)
+                attended = attended.index_copy(0, places, of_group)
+        return self.finish(hidden, attended)
+
+    def project(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Up to attention: -> queries, keys and values [tokens, heads or kv_heads, head_dim]."""
+        x = F.rms_norm(hidden, hidden.shape[-1:], self.attention_norm, self._model.rms_norm_eps)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (F.linear(x, weight).unflatten(-1, (-1, self._model.head_dim)) for weight in projections)
+        return _rotate(q, rotation).to(v.dtype), _rotate(k, rotation).to(v.dtype), v
+
+    def finish(self, hidden: Tensor, attended: Tensor | None) -> Tensor:
+        """From attention on; attended [tokens, heads, head_dim]."""
+        if attended is not None:
+            hidden = hidden + F.linear(attended.flatten(1), self.o_proj)
         if hasattr(self, "gate_proj"):
-            x = F.rms_norm(hidden, size, self.mlp_norm, eps)
+            x = F.rms_norm(hidden, hidden.shape[-1:], self.mlp_norm, self._model.rms_norm_eps)
             inner = F.silu(F.linear(x, self.gate_proj)) * F.linear(x, self.up_proj)
             hidden = hidden + F.linear(inner, self.down_proj)
         return hidden
-
-    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], groups: Sequence[Group]) -> Tensor:
-        head_dim = self._model.head_dim
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (F.linear(x, weight).unflatten(-1, (-1, head_dim)) for weight in projections)
-        q, k = _rotate(q, rotation).to(v.dtype), _rotate(k, rotation).to(v.dtype)
-        out = torch.zeros_like(q)
-        for places, rows, positions in groups:
-            attended = self._attend_rows(q[places], k[places], v[places], rows, positions)
-            out = out.index_copy(0, places, attended)
-        return F.linear(out.flatten(1), self.o_proj)
 
     def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Causal attention within each example; all [places, heads or kv_heads, head_dim]."""
@@ -129,6 +135,10 @@ class AdapterModule(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, rotation, groups)
         return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self._model.rms_norm_eps)
+
+    def compile_blocks(self) -> None:
+        """Raises TrainingError, see `compile_methods`."""
+        compile_methods(self.blocks, "project", "finish")
 
     def load(self, file: ExitsFile) -> None:
         """Takes the weights of the exit of this layer in `file`. Raises ExitsError if it has another shape, a
@@ -221,6 +231,11 @@ class AdaptersTask:
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return [ParameterGroup(list(adapter.parameters())) for adapter in self.module.by_name.values()]
+
+    def compile_layers(self) -> None:
+        """See loop.Task."""
+        for adapter in self.module.by_name.values():
+            adapter.compile_blocks()
 
     def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> list[StatesBatch]:
         """See loop.Task: one."""

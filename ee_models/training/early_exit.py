@@ -114,6 +114,11 @@ class ExitingModel(Trunk):
         total = sum(weights) or 1.0
         self._into_trunk = [settings.exit_loss_scale * weight / total for weight in weights]
 
+    def compile_layers(self) -> None:
+        super().compile_layers()
+        for adapter in self._adapters():
+            adapter.compile_blocks()
+
     def forward(self, part: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """-> (this part's share of the step's loss: a scalar, the shares of {"last", "exit_<layer>"}, each
         loss in nats per position)."""
@@ -205,6 +210,10 @@ class EarlyExitTask:
         known = {id(each) for group in of_exits for each in group}
         trunk = [each for each in self.module.parameters() if each.requires_grad and id(each) not in known]
         return [ParameterGroup(trunk, self._settings.trunk_lr_scale), *map(ParameterGroup, of_exits)]
+
+    def compile_layers(self) -> None:
+        """See loop.Task."""
+        self.module.compile_layers()
 
     def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> list[MicroBatch]:
         """See loop.Task: examples of similar length together. Raises TrainingError for more processes than

@@ -97,6 +97,10 @@ class LayerSkipTask:
     def parameter_groups(self) -> list[ParameterGroup]:
         return [ParameterGroup([each for each in self.module.parameters() if each.requires_grad])]
 
+    def compile_layers(self) -> None:
+        """See loop.Task."""
+        self.module.compile_layers()
+
     def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> list[Batch]:
         """See loop.Task: one."""
         return [self.batch(step, rank, num_ranks, device)]

@@ -45,6 +45,7 @@ class LoopSettings:
     eval_every, checkpoint_every   in steps; the last step always does both
     mixed_precision  "bf16": matrix products in bfloat16, weights and their sums in float32; "no": all in
                      float32
+    compile          torch.compile of the layers, on first use
     """
 
     num_steps: int
@@ -57,6 +58,7 @@ class LoopSettings:
     eval_every: int = 500
     checkpoint_every: int = 500
     mixed_precision: str = "no"
+    compile: bool = False
     seed: int = 0
 
     def learning_rate_at(self, step: int) -> float:
@@ -89,6 +91,9 @@ class Task(Protocol):
     def module(self) -> nn.Module: ...
 
     def parameter_groups(self) -> list[ParameterGroup]: ...
+
+    def compile_layers(self) -> None:
+        """Has what repeats in the module compiled; raises TrainingError, see `compile_methods`."""
 
     def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Sequence[Any]:
         """What process `rank` of `num_ranks` is to pass through in optimizer step `step`, at least one: a
@@ -129,6 +134,8 @@ def train(
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state()  # or the first precision that a process trained in would be its last
+    if settings.compile:
+        task.compile_layers()
     folder.mkdir(parents=True, exist_ok=True)
     accelerator = Accelerator(cpu=cpu, mixed_precision=settings.mixed_precision)
     module = accelerator.prepare(task.module)

@@ -23,6 +23,7 @@ from ..checkpoint.loader import open_checkpoint
 from ..checkpoint.low_rank import LowRank
 from ..errors import TrainingError
 from ..families import FAMILIES
+from .compiling import compile_methods
 from .examples import Example
 
 if TYPE_CHECKING:
@@ -132,6 +133,10 @@ class Trunk(nn.Module):
             )
         else:
             self.model.requires_grad_(True)
+
+    def compile_layers(self) -> None:
+        """Raises TrainingError, see `compile_methods`."""
+        compile_methods(self.model.base_model.layers, "forward")
 
     @contextmanager
     def without_lora(self) -> Iterator[None]:

@@ -200,6 +200,7 @@ class LoopConfig(Settings):
     warmup            share of the steps in which the learning rate rises; afterwards it falls along a cosine
                       to `final_lr` of its peak
     mixed_precision   "bf16": matrix products in bfloat16; "no": float32
+    compile           torch.compile of the layers: the first steps take a minute more, the others less time
     """
 
     num_steps: Annotated[int, Field(ge=1)]
@@ -212,6 +213,7 @@ class LoopConfig(Settings):
     eval_every: Annotated[int, Field(ge=1)] = 250
     checkpoint_every: Annotated[int, Field(ge=1)] = 250
     mixed_precision: Literal["no", "bf16"] = "no"
+    compile: bool = False
 
 
 class TrainOutput(Destination):

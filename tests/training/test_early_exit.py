@@ -3,8 +3,10 @@ same."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,8 +262,10 @@ def test_layers_dropped_are_the_same_for_a_row_whatever_pass_it_is_in(checkpoint
 # ---- whole runs ----
 
 
-def run(task: EarlyExitTask, folder: Path, resume: bool = False, **changes: Any) -> dict[str, float]:
-    settings = LoopSettings(6, learning_rate=3e-3, eval_every=3, checkpoint_every=2)
+def run_task(
+    task: EarlyExitTask, folder: Path, resume: bool = False, compile: bool = False, **changes: Any
+) -> dict[str, float]:
+    settings = LoopSettings(6, learning_rate=3e-3, eval_every=3, checkpoint_every=2, compile=compile)
     return train(task, settings, folder, "this", cpu=True, resume=resume, progress=False, **changes).metrics
 
 
@@ -269,10 +273,12 @@ def weights(task: EarlyExitTask) -> dict[str, Tensor]:
     return {name: each for name, each in task.module.named_parameters() if each.requires_grad}
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
     settings = replace(SETTINGS, dropout_max=0.3)
+    run = partial(run_task, compile=compiled)
     whole = make_task(checkpoint, settings)
     run(whole, tmp_path / "whole")
     cut = make_task(checkpoint, settings)
@@ -295,11 +301,59 @@ def test_a_run_that_was_killed_and_resumed_gives_the_same_bits(
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["labels", "self"])
+def test_compiled_layers_give_the_same_losses(checkpoint: Checkpoint, tmp_path: Path, target: str) -> None:
+    figures = [
+        run_task(
+            make_task(checkpoint, replace(SETTINGS, target=target)),
+            tmp_path / str(compiled),
+            compile=compiled,
+        )
+        for compiled in (False, True)
+    ]
+    assert figures[0] == pytest.approx(figures[1], rel=1e-3)
+
+
+def test_every_layer_and_exit_is_compiled_or_none(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, called = [], set()
+
+    def fake(method: Any, dynamic: bool) -> Any:
+        assert dynamic
+        compiled.append(method)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            called.add(method)
+            return method(*args, **kwargs)
+
+        return recorded
+
+    monkeypatch.setattr(torch, "compile", fake)
+    plain = run_task(make_task(checkpoint), tmp_path / "plain")
+    assert not compiled
+    assert run_task(make_task(checkpoint), tmp_path / "compiled", compile=True) == plain
+    assert called == set(compiled) and len(compiled) == LAYERS + 2 * sum(i.num_blocks for i in INFOS)
+
+
+def test_without_a_compiler_a_cpu_says_so_before_anything_is_done(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        TrainingError, match=r"loop.compile needs a C\+\+ compiler, and none of .*g\+\+.* is here"
+    ):
+        run_task(make_task(checkpoint), tmp_path / "new", compile=True)
+    assert not (tmp_path / "new").exists()
+
+
 def test_there_is_nothing_to_evaluate_before_the_first_checkpoint(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainingError, match="has no checkpoint yet; train up to the first one"):
-        run(make_task(checkpoint), tmp_path, only_evaluate=True)
+        run_task(make_task(checkpoint), tmp_path, only_evaluate=True)
 
 
 def test_lora_trains_nothing_of_the_model_itself_and_merges_into_it(checkpoint: Checkpoint) -> None:
