@@ -110,6 +110,25 @@ FAULTS = (
         "hispec/decoding/acceptance.py",
         "return num_accepted, last, _at(own, last)",
         "return num_accepted, last, _at(own, (last - 1).clamp(min=0))",
+        STATIC,
+    ),
+    Fault(
+        "bonus token taken from the wrong position (numba)",
+        "hispec/decoding/accept_numba.py",
+        "own[min(begin + kept, end - 1)]",
+        "own[max(begin, begin + kept - 1)]",
+    ),
+    Fault(
+        "a draft of the cycle before is judged (numba)",
+        "hispec/decoding/accept_numba.py",
+        "tokens[row, first[row] + kept + 1]",
+        "tokens[row, kept + 1]",
+    ),
+    Fault(
+        "a packed pass writes to the slots of another row (numba)",
+        "hispec/decoding/addresses_numba.py",
+        "tables[row, position // block_size]",
+        "tables[rows - 1 - row, position // block_size]",
     ),
     Fault(
         "KV of a padding row written (numba)",

@@ -44,6 +44,12 @@ def runs_triton(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
+@cache
+def runs_numba(device: torch.device) -> bool:
+    """Whether numba's kernels run on tensors of `device`."""
+    return device.type == "cpu" and find_spec("numba") is not None
+
+
 def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     """numba's on a CPU in float32, Triton's on a GPU, else the reference."""
     from . import reference

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ee_models.kernels import runs_triton
+from ee_models.kernels import runs_numba, runs_triton
 
 from ..config import ACCEPTANCES, CheckConfig
 from ..errors import ConfigError
@@ -175,6 +175,13 @@ class CoupledJudge:
     ) -> Verdict:
         own = self.choose(logits, batch, span).squeeze(-1)
         unsure = self.find_unsure(logits, own) if tier is Tier.CHECK else None
+        if proposals.tree.is_chain and span.live is None and runs_numba(own.device):
+            from . import accept_numba
+
+            num_accepted, token = accept_numba.coupled_chain(
+                own, span.view.cu_q_lens, batch.tokens, proposals.first, proposals.counts, unsure
+            )
+            return Verdict(num_accepted, num_accepted, token)
         return Verdict(
             *coupled(
                 span.spread(own),

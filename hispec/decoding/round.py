@@ -83,7 +83,9 @@ class Round:
             source[:, cycle] = draft.source
             if plan.check_layer is None or (plan.num_checks == 1 and not batch.sync_any(proposals.counts)):
                 # Without drafts a check has nothing to judge: verify resumes where the draft tier stopped.
-                two_tier = replace(self, plan=replace(plan, check_layer=None, num_checks=1))
+                two_tier = self
+                if plan.check_layer is not None:
+                    two_tier = replace(self, plan=replace(plan, check_layer=None, num_checks=1))
                 num_live = torch.minimum(proposals.counts + 1, batch.limits)
                 result = two_tier._run_stage("verify", two_tier.verify, proposals, num_live)
                 kept[:, cycle] = result.accepted

@@ -17,7 +17,7 @@ from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
 from ee_models.config import ModelConfig
 from ee_models.exits import Exit
-from ee_models.kernels import runs_triton
+from ee_models.kernels import runs_numba, runs_triton
 
 from .batch import RoundBatch, Span, make_sampling_input
 from .draft_tree import DraftTree
@@ -113,6 +113,12 @@ class Stages:
             cell, row, cu_q_lens = _rectangle(rows, q_len, live.device)
             node = nodes.repeat(rows)
             first, column, flat, positions, slots = _addresses(batch, first, nodes, live, row)
+        elif tree.is_chain and runs_numba(live.device):
+            from . import addresses_numba
+
+            (cell, row, node, first, column, flat, positions, slots), cu_q_lens = addresses_numba.addresses(
+                live, first, batch.starts, nodes, batch.block_tables, batch.block_size, batch.window
+            )
         else:
             cell = alive.nonzero().squeeze(-1)
             row, node = cell // q_len, nodes[cell % q_len]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hispec.decoding import stages
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.draft_tree import DraftTree
 from hispec.decoding.stages import Stages
@@ -18,7 +19,11 @@ WINDOW = 6
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_packing_agrees_with_a_walk(rows: int, q_len: int, block_size: int, share: float) -> None:
+@pytest.mark.parametrize("has_numba", [False, True])
+def test_packing_agrees_with_a_walk(
+    rows: int, q_len: int, block_size: int, share: float, has_numba: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "runs_numba", lambda device: has_numba)
     generator = torch.Generator().manual_seed(rows * 100 + q_len * 10 + block_size)
     live = torch.rand(rows, q_len, generator=generator) < share
     first, nodes = torch.randint(0, WINDOW - q_len + 1, (rows,), generator=generator), torch.arange(q_len)
@@ -44,10 +49,12 @@ def test_packing_agrees_with_a_walk(rows: int, q_len: int, block_size: int, shar
                 column = int(index[row, j])
                 position = int(starts[row]) + column
                 slot = int(tables[row, position // block_size]) * block_size + position % block_size
-                walked.append((row, column, row * WINDOW + column, row * q_len + j, position, slot))
+                flat, cell = row * WINDOW + column, row * q_len + j
+                walked.append((row, column, flat, cell, position, slot, j, int(first[row])))
         ends.append(len(walked))
     span = Stages.select(batch, DraftTree.chain(q_len), first, nodes, live)
-    found = (span.rows, span.columns, span.flat, span.cell, span.view.positions, span.view.slots)
+    addresses = (span.rows, span.columns, span.flat, span.cell, span.view.positions, span.view.slots)
+    found = (*addresses, span.node, span.first)
     assert list(zip(*(values.tolist() for values in found), strict=True)) == walked
     assert span.view.cu_q_lens.tolist() == ends
     assert torch.equal(span.spread(torch.ones(span.num_tokens)).bool(), live)

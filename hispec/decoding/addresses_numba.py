@@ -1,0 +1,62 @@
+"""Which tokens of a packed pass over a chain are live, and where they lie, in one pass on a CPU: the twin of
+what `stages` does by a dozen operations, which take a twentieth of a small model's check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _locate(
+    live: Any,
+    first: Any,
+    starts: Any,
+    nodes: Any,
+    tables: Any,
+    window: Any,
+    block_size: Any,
+    out: Any,
+    cu: Any,
+) -> int:
+    rows, q_len = live.shape
+    count = 0
+    for row in range(rows):
+        for index in range(q_len):
+            if live[row, index]:
+                column = first[row] + nodes[index]
+                position = starts[row] + column
+                out[0, count] = row * q_len + index
+                out[1, count] = row
+                out[2, count] = nodes[index]
+                out[3, count] = first[row]
+                out[4, count] = column
+                out[5, count] = row * window + column
+                out[6, count] = position
+                out[7, count] = tables[row, position // block_size] * block_size + position % block_size
+                count += 1
+        cu[row + 1] = count
+    return count
+
+
+def addresses(
+    live: Tensor,
+    first: Tensor,
+    starts: Tensor,
+    nodes: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    window: int,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Of the live cells of live [rows, q_len] bool, row after row: (cell, row, node of nodes [q_len], first
+    [rows] of the row, column = first + node, row * window + column, position = starts [rows] + column, KV
+    slot), int64 [tokens] each; and where each row's tokens begin [rows + 1]."""
+    out = np.empty((8, live.numel()), np.int64)
+    cu_q_lens = np.zeros(live.shape[0] + 1, np.int64)
+    arrays = (each.numpy() for each in (live, first, starts, nodes, block_tables))
+    count = _locate(*arrays, window, block_size, out, cu_q_lens)
+    return torch.from_numpy(out)[:, :count].unbind(), torch.from_numpy(cu_q_lens)
