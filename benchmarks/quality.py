@@ -286,7 +286,7 @@ def wilson(num_right: int, num_all: int) -> tuple[float, float]:
     share, spread = num_right / num_all, Z * Z / num_all
     middle = share + spread / 2
     half = Z * math.sqrt((share * (1 - share) + spread / 4) / num_all)
-    return (middle - half) / (1 + spread), (middle + half) / (1 + spread)
+    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
 
 
 def mean_of(
@@ -310,7 +310,11 @@ def gsm8k_figures(questions: Sequence[Prompt], answers: Sequence[Sequence[Reques
     """answers: by model."""
     rows: list[dict[str, Any]] = []
     for question, *of_row in zip(questions, *answers, strict=True):
-        row: dict[str, Any] = {"row": question.where, "number": str(question.number), "answers": []}
+        row: dict[str, Any] = {
+            "row": Path(question.where).name,
+            "number": str(question.number),
+            "answers": [],
+        }
         for output in (each.outputs[0] for each in of_row):
             number = final_number(output.text)
             row["answers"].append(
@@ -363,7 +367,11 @@ def prompts_figures(
 ) -> dict[str, Any]:
     tasks = [prompt.task for prompt in prompts]
     rows = [
-        {"row": prompt.where, "task": prompt.task, "tokens": len(example.token_ids) - example.prompt_len}
+        {
+            "row": Path(prompt.where).name,
+            "task": prompt.task,
+            "tokens": len(example.token_ids) - example.prompt_len,
+        }
         | {"kl": kl, "same": same}
         for prompt, example, (_, _, kl, same) in zip(prompts, examples, scores, strict=True)
     ]

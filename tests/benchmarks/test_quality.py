@@ -133,6 +133,7 @@ def test_accuracy_is_of_all_questions_and_the_difference_of_pairs() -> None:
 
 def test_wilsons_interval() -> None:
     assert quality.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert quality.wilson(0, 3)[0] == 0.0, "and not -0.0 by rounding"
     assert quality.wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
 
 
@@ -240,6 +241,7 @@ def test_a_model_has_lost_nothing_against_itself(folder: Path) -> None:
     assert result["text"]["difference"] == result["gsm8k"]["difference"] == nothing
     first, second = result["models"]
     assert first["fingerprint"] == second["fingerprint"] and first["dtype"] == "float32"
+    assert result["prompts"]["rows"][0]["row"] == "prompts.jsonl, line 1", "no folder of this machine"
     assert result["environment"]["torch"] == torch.__version__
 
 
