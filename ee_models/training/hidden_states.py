@@ -31,9 +31,14 @@ _TOKENS_PER_PASS = 4096
 _BLOCK_SIZE = 16
 
 
-def trunk_states(decoder: Decoder, layers: Sequence[int], examples: Sequence[Example]) -> dict[str, Tensor]:
+def trunk_states(
+    decoder: Decoder,
+    layers: Sequence[int],
+    examples: Sequence[Example],
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Tensor]:
     """Hidden states of all tokens, packed example after example: "layer<l>" after l layers, and "final" after
-    the final norm, which the head turns into the full model's logits. Each [tokens, hidden] bfloat16 on the
+    the final norm, which the head turns into the full model's logits. Each [tokens, hidden] of `dtype` on the
     decoder's device.
     """
     if not examples:
@@ -55,10 +60,10 @@ def trunk_states(decoder: Decoder, layers: Sequence[int], examples: Sequence[Exa
     states, lo = {}, 0
     for hi in sorted(layers):
         hidden = decoder.run_layers(hidden, lo, hi, kv, view)
-        states[f"layer{hi}"] = hidden.to(torch.bfloat16, copy=True)
+        states[f"layer{hi}"] = hidden.to(dtype, copy=True)
         lo = hi
     hidden = decoder.run_layers(hidden, lo, config.num_layers, kv, view)
-    states[FINAL] = decoder.normed(hidden).to(torch.bfloat16)
+    states[FINAL] = decoder.normed(hidden).to(dtype)
     return states
 
 

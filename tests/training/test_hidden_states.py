@@ -40,6 +40,15 @@ def test_states_are_the_decoders_own(decoder: Decoder) -> None:
         trunk_states(decoder, LAYERS, [])
 
 
+def test_states_can_be_had_as_they_were_computed(decoder: Decoder) -> None:
+    (example,) = make_examples(1)
+    length = len(example.token_ids)
+    hidden = decoder.embed(torch.tensor(example.token_ids))
+    expected = decoder.normed(decoder.run_layers(hidden, 0, 6, make_kv(decoder), whole_view(length)))
+    assert expected.dtype == torch.float32
+    assert torch.equal(trunk_states(decoder, (), [example], torch.float32)[FINAL], expected)
+
+
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several shards, and several passes per shard."""
