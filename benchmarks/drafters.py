@@ -25,41 +25,28 @@ from typing import Any
 
 import numpy as np
 
-from ee_models.decoder import Decoder
-from ee_models.exits import AdapterExit
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run from a checkout: nothing needs to be installed
+
+from benchmarks.recorded import PASSES_ALONE, memory_bound, record_rows
 from hispec.config import NgramConfig, SpeculativeConfig
-from hispec.jobs.bench_inputs import generate, good_rows, task_of
+from hispec.jobs.bench_inputs import good_rows
 from hispec.jobs.load import load_job
-from hispec.latency.model import LatencyModel, Linear
+from hispec.latency.model import LatencyModel
 from hispec.latency.profile_file import StageCost
 from hispec.llm import LLM
 from hispec.profile.candidates import find_candidates
 from hispec.profile.options import ProfileOptions
-from hispec.profile.plans import all_plans, drafter_of, kind_of, lookups_of, short_text
+from hispec.profile.plans import all_plans, drafter_of, kind_of, short_text
 from hispec.profile.predict import Calibration, Prediction, Predictor, best_of_each_kind, search
-from hispec.profile.record_answers import record
-from hispec.profile.recording import NOTHING, Answer, Recording, Said
+from hispec.profile.recording import NOTHING, Recording, Said
 from hispec.profile.round_cost import PassTimes
 from hispec.sampling_params import SamplingParams
 
 LOOKUP = NgramConfig(max_size=3, min_size=1, tokens_per_match=None)
 WANTED = 1.05  # three tiers over two
 SHARES = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the wrong places of a check exit that are made right
-
-
-def memory_bound(decoder: Decoder, exits: Sequence[AdapterExit]) -> LatencyModel:
-    """Shares of a plain step: a pass reads its layers, and a head where logits are asked for."""
-    num_layers = decoder.config.num_layers
-    head = decoder.head.num_bytes / decoder.num_bytes
-    layer = (1.0 - head) / num_layers
-    heads = {exit_.layer: exit_.num_bytes / decoder.num_bytes for exit_ in exits}
-    costs = {"plain": 1.0}
-    for lo in (0, *heads):
-        costs[f"verify/{lo}"] = (num_layers - lo) * layer + head
-        costs |= {f"check/{lo}-{hi}": (hi - lo) * layer + heads[hi] for hi in heads if hi > lo}
-    for at, of_exit in heads.items():
-        costs |= {f"draft/{at}": at * layer + of_exit, f"fill/{at}": at * layer, f"shadow/{at}": of_exit}
-    return LatencyModel({name: Linear(constant_ms=cost) for name, cost in costs.items()})
 
 
 def measured(result: Mapping[str, Any]) -> tuple[PassTimes, Calibration]:
@@ -109,26 +96,9 @@ def main() -> int:
     with LLM(job.model, **{**job.engine.model_dump(), "max_num_seqs": 16}) as llm:
         candidates = find_candidates(llm.trained_exits, llm.decoder, None, must_be_trained=True)
         plans = all_plans(ProfileOptions(), candidates, None)
-        prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in rows]
-        outputs = generate(llm, prompts, SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens))
-        answers = [
-            Answer(prompt, output, arguments.max_tokens, task_of(row))
-            for prompt, output, row in zip(prompts, outputs, rows, strict=True)
-        ]
-        sizes, most_looked_up = lookups_of(plans)
-        recording = record(
-            llm.decoder,
-            candidates.layers,
-            candidates.exits,
-            answers,
-            ngrams=sizes,
-            most_looked_up=most_looked_up,
-            draft_model=None,
-            batch_size=1,
-            progress=True,
-        )
-        times = PassTimes(memory_bound(llm.decoder, candidates.exits), context_len=0)
-        calibration = Calibration(1, None, 1.0, 0.0, 0.0)
+        sampling = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens)
+        recording = record_rows(llm, rows, candidates, plans, sampling)
+        times, calibration = memory_bound(llm.decoder, candidates.exits), PASSES_ALONE
         num_layers = llm.decoder.config.num_layers
     if arguments.profile is not None:
         times, calibration = measured(json.loads(arguments.profile.read_text()))
@@ -140,11 +110,11 @@ def main() -> int:
     kinds = dict.fromkeys(kind_of(prediction.plan) for prediction in found if prediction.plan is not None)
     result: dict[str, Any] = {
         "costs": "memory-bound" if arguments.profile is None else str(arguments.profile),
-        "answers": len(answers),
+        "answers": len(recording.answers),
         "plans": num_plans,
     }
     print(
-        f"{len(answers)} answers, {int(recording.lengths.sum())} tokens; {num_plans} plans; passes cost"
+        f"{result['answers']} answers, {int(recording.lengths.sum())} tokens; {num_plans} plans; passes cost"
         f" {result['costs']}"
     )
     print(f"{'best of':22s} {'x plain':>8s} {'tokens/round':>13s}  plan")

@@ -37,6 +37,8 @@ class BenchOptions(Settings):
     repeats       timed runs of each engine; the median counts
     batch_size    prompts that run together, in every engine; at 1 each prompt is timed by itself, which gives
                   confidence intervals over prompts
+    by_batch      prompts that run together are timed together, and by themselves, at every batch size: rows
+                  whose outputs are short then stay empty until the longest has ended
     max_tokens    new tokens per prompt
     context       prompt tokens are repeated or cut to this length; None = as they are
     temperature   0 = greedy; above it, each prompt has a seed of its own, and transformers is left out
@@ -46,6 +48,7 @@ class BenchOptions(Settings):
 
     repeats: Annotated[int, Field(ge=1)] = 3
     batch_size: Annotated[int, Field(ge=1, le=4096)] = 16
+    by_batch: bool = False
     max_tokens: Annotated[int, Field(ge=1)] = 64
     context: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
@@ -95,7 +98,7 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
             llm, taken, [sampling.model_copy(update={"seed": seeds[tuple(prompt)]}) for prompt in taken]
         )
 
-    groups = make_groups(rows, options.batch_size)
+    groups = make_groups(rows, options.batch_size, by_batch=options.by_batch)
     plans = plans_of(job.speculative, options.plans)
     runs = {name: Runs(groups) for name in (["transformers"] if with_transformers else []) + list(plans)}
     for speculative in plans.values():
@@ -134,14 +137,19 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
     }
 
 
+def _is_timed_apart(options: BenchOptions) -> bool:
+    """Whether prompts, or batches of them, are timed by themselves."""
+    return options.batch_size == 1 or options.by_batch
+
+
 def _takes_turns(llm: LLM, options: BenchOptions, plans: dict[str, SpeculativeConfig | None]) -> bool:
-    """Whether engines take turns prompt by prompt, which cancels the machine's drift. Not where a change of
-    plan loses what later prompts would find: a store of earlier outputs, or graphs of more plans than are
-    kept."""
+    """Whether engines take turns prompt by prompt, or batch by batch, which cancels the machine's drift. Not
+    where a change of plan loses what later prompts would find: a store of earlier outputs, or graphs of more
+    plans than are kept."""
     ngrams = [plan.draft.lookup for plan in plans.values() if plan is not None]
     has_store = any(ngram is not None and ngram.datastore_tokens for ngram in ngrams)
     keeps_graphs = "graph_bytes" not in llm.memory() or len(plans) <= MOST_KEPT
-    return options.batch_size == 1 and not has_store and keeps_graphs
+    return _is_timed_apart(options) and not has_store and keeps_graphs
 
 
 def _time(
@@ -178,7 +186,9 @@ def _result(
             "seconds_runs": [sum(seconds) for seconds in run.seconds],
             "tokens": sum(map(len, run.outputs[0])),
         }
+        engines[name]["group_tokens"], engines[name]["group_seconds"] = run.by_group()
         if name in plans:
+            engines[name]["group_decode_seconds"] = run.by_group(decode=True)[1]
             rates = asdict(Rates.of(run.stats, plans[name]))
             tiers = {key: rates.pop(key) for key in _TIER_RATES}
             engines[name]["decode_tokens_per_s"] = run.median_tokens_per_s(decode=True)
@@ -200,11 +210,12 @@ def _result(
             "tokens_median": statistics.median(lengths),
             "tokens_max": max(lengths),
         },
+        "groups": [asdict(group) for group in runs["plain"].groups],
         "engines": engines,
         "ratio_to_plain": over_plain("tokens_per_s", engines),
         "decode_ratio_to_plain": over_plain("decode_tokens_per_s", plans),
         "ratio_by_task": ratios_by_task(runs),
-        "ratio_interval": ratio_intervals(runs) if options.batch_size == 1 else {},
+        "ratio_interval": ratio_intervals(runs) if _is_timed_apart(options) else {},
         "decode_ratio_by_task": ratios_by_task({name: runs[name] for name in plans}, decode=True),
         "exact_match": {
             name: num_matches(run, runs["plain"]) for name, run in runs.items() if name != "plain"

@@ -53,27 +53,34 @@ class Runs:
             for outputs, seconds in zip(self.outputs, times, strict=True)
         ]
 
-    def by_group(self, task: str) -> tuple[list[float], list[float]]:
-        """Mean tokens and median seconds over runs of each group of the task."""
-        taken = [number for number, group in enumerate(self.groups) if group.task == task]
+    def by_group(self, task: str | None = None, *, decode: bool = False) -> tuple[list[float], list[float]]:
+        """Mean tokens and median seconds over runs of each group, or of each of the task. `decode`: of rounds
+        alone."""
+        taken = [number for number, group in enumerate(self.groups) if task in (None, group.task)]
+        times = self.decode_seconds if decode else self.seconds
         return [
             statistics.fmean(self._num_tokens(number, outputs) for outputs in self.outputs)
             for number in taken
-        ], [statistics.median(seconds[number] for seconds in self.seconds) for number in taken]
+        ], [statistics.median(seconds[number] for seconds in times) for number in taken]
 
     def _num_tokens(self, group: int, outputs: Sequence[TokenIds]) -> int:
         return sum(len(outputs[prompt]) for prompt in self.groups[group].prompts)
 
 
-def make_groups(rows: list[Row], batch_size: int) -> list[Group]:
+def make_groups(rows: list[Row], batch_size: int, *, by_batch: bool = False) -> list[Group]:
     """Each prompt by itself at batch size 1; else all prompts of a task, since a batch has no time of single
-    prompts."""
+    prompts, or with `by_batch` as many of them as run together."""
     if batch_size == 1:
         return [Group(task_of(row), [number]) for number, row in enumerate(rows)]
-    tasks: dict[str, Group] = {}
+    tasks: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
-        tasks.setdefault(task_of(row), Group(task_of(row), [])).prompts.append(number)
-    return list(tasks.values())
+        tasks.setdefault(task_of(row), []).append(number)
+    return [
+        Group(task, numbers[start : start + size])
+        for task, numbers in tasks.items()
+        for size in (batch_size if by_batch else len(numbers),)
+        for start in range(0, len(numbers), size)
+    ]
 
 
 def ratios_by_task(runs: dict[str, Runs], *, decode: bool = False) -> dict[str, dict[str, float]]:

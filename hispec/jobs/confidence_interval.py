@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,10 +25,18 @@ class Paired:
     plain_seconds: Sequence[float]
 
 
+def mean_ratio(tasks: Sequence[Paired]) -> float:
+    """The mean over tasks of (tokens/s) / (plain tokens/s)."""
+    return statistics.fmean(
+        sum(task.tokens) / sum(task.seconds) / (sum(task.plain_tokens) / sum(task.plain_seconds))
+        for task in tasks
+    )
+
+
 def ratio_interval(
     tasks: Sequence[Paired], *, level: float = 0.95, seed: int = 0
 ) -> tuple[float, float] | None:
-    """Percentile bootstrap interval of the mean over tasks of (tokens/s) / (plain tokens/s).
+    """Percentile bootstrap interval of `mean_ratio`.
 
     Prompts are drawn with replacement within each task, the two ways of decoding together, so that what a
     prompt's length or the machine's drift does to both cancels out. None where some task has a single prompt:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,9 +102,21 @@ class Prediction:
         }
 
 
+class AnswerRounds(NamedTuple):
+    """What the rounds of one answer give and take, if it is served alone: its passes, without the engine's
+    own work."""
+
+    tokens: int
+    rounds: int
+    ms: float
+    layers: float
+
+
 class Predictor:
     """Predicts plans for one recording on one machine.
 
+    groups              numbers of the answers that are served together, one group after the other; None =
+                        those of a task
     draft_model_share   what a draft model adds to the processing of prompts, as a share of the model's own
     """
 
@@ -116,17 +128,19 @@ class Predictor:
         batch_size: int,
         num_layers: int,
         draft_model_share: float = 0.0,
+        groups: Sequence[Ints] | None = None,
     ) -> None:
-        self._counter, self._groups = RoundCounter(recording), recording.groups()
+        self._counter, self._num_answers = RoundCounter(recording), len(recording.answers)
+        self._groups = recording.groups() if groups is None else groups
         self._times, self._calibration = times, calibration
-        self._batch_size, self._num_layers = batch_size, num_layers
+        self._batch_size, self.num_layers = batch_size, num_layers
         self._draft_model_share = draft_model_share
         self._plain_tokens_per_s: float | None = None
 
     def predict(self, plan: SpeculativeConfig | None) -> Prediction:
         rounds = self._counter.count(plan)
         steps = self._steps(rounds)
-        costs = round_costs(plan, rounds, {*steps, self._batch_size}, self._times, self._num_layers)
+        costs = round_costs(plan, rounds, {*steps, self._batch_size}, self._times, self.num_layers)
         tokens_per_s = rounds.tokens / self._seconds(plan, steps, costs)
         if self._plain_tokens_per_s is None:
             self._plain_tokens_per_s = tokens_per_s if plan is None else self.predict(None).tokens_per_s
@@ -134,13 +148,26 @@ class Predictor:
             plan=plan,
             tokens_per_round=rounds.tokens_per_round,
             tokens_per_full_pass=rounds.tokens
-            * self._num_layers
+            * self.num_layers
             / sum(count * costs[rows].layers for rows, count in steps.items()),
             verify_positions=rounds.verify_positions,
             round_ms=self._calibration.host_ms + costs[self._batch_size].ms,
             tokens_per_s=tokens_per_s,
             ratio_to_plain=tokens_per_s / self._plain_tokens_per_s,
         )
+
+    def by_answer(self, plan: SpeculativeConfig | None) -> list[AnswerRounds]:
+        """The rounds of each answer alone; in all they are those that `predict` has at batch size 1."""
+        found = []
+        for answer in range(self._num_answers):
+            rounds = self._counter.count(plan, answer)
+            cost = round_costs(plan, rounds, [1], self._times, self.num_layers)[1]
+            found.append(
+                AnswerRounds(
+                    rounds.tokens, rounds.rounds, rounds.rounds * cost.ms, rounds.rounds * cost.layers
+                )
+            )
+        return found
 
     def predict_all(self, plans: Iterable[SpeculativeConfig]) -> list[Prediction]:
         """Predictions of all plans, the fastest first."""

@@ -87,8 +87,9 @@ class RoundCounter:
         self._ever = ~self._never
         self._cache: dict[Hashable, Any] = {}
 
-    def count(self, plan: SpeculativeConfig | None) -> Rounds:
-        """The rounds of `plan`, row by row; of plain decoding for None.
+    def count(self, plan: SpeculativeConfig | None, answer: int | None = None) -> Rounds:
+        """The rounds of `plan`, row by row; of plain decoding for None. answer: the number of the one that is
+        counted; None = all.
 
         What a round commits is exact: its drafts and checks are on the true context up to the first tentative
         token that is wrong, and nothing is committed beyond that. After it, the tiers go on in that round
@@ -97,7 +98,8 @@ class RoundCounter:
         Those of gated cycles come out too high by it: after a wrong token a check is less sure. Not exact is
         a plan with a datastore, for several rows.
         """
-        lengths = self._recording.lengths
+        taken = slice(None) if answer is None else slice(answer, answer + 1)
+        lengths = self._recording.lengths[taken]
         if plan is None:
             total = int(lengths.sum())
             none = np.zeros((1, 2), np.int64)
@@ -130,7 +132,7 @@ class RoundCounter:
         per_answer, totals = np.zeros(len(lengths), np.int64), np.zeros(replay_numba.NUM_TOTALS, np.int64)
         reached = np.zeros(num_checks, np.int64)
         widths = np.zeros((replay_numba.LEVELS + drafted + 1, window + 1), np.int64)
-        answers = self._recording.starts, lengths, self._recording.caps
+        answers = self._recording.starts[taken], lengths, self._recording.caps[taken]
         sizes_of_round = most_found, drafted, plan.num_branches, num_checks, check is not None
         replay_numba.walk(
             *answers,

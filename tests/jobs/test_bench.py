@@ -20,7 +20,7 @@ from hispec.config import SpeculativeConfig
 from hispec.errors import ConfigError, build
 from hispec.jobs import bench, hf_baseline
 from hispec.jobs.bench import BenchOptions, plans_of, run_bench
-from hispec.jobs.confidence_interval import Paired, noise_of_repeats, ratio_interval
+from hispec.jobs.confidence_interval import Paired, mean_ratio, noise_of_repeats, ratio_interval
 from hispec.jobs.hf_baseline import TransformersBaseline
 from hispec.jobs.rates import Rates, add_counts, floor_warning, plan_text
 from hispec.jobs.report import print_bench
@@ -214,6 +214,43 @@ def test_at_batch_1_each_prompt_is_timed_by_every_engine_in_turn_and_gives_inter
     )
 
 
+def test_batches_are_timed_by_every_engine_in_turn_if_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[tuple[bool, list[str]]] = []
+    generate = bench.generate
+
+    def watched(llm: FakeLLM, prompts: list[list[int]], sampling: Any) -> list[list[int]]:
+        served.append((llm.speculative is not None, ["".join(map(chr, prompt)) for prompt in prompts]))
+        return generate(llm, prompts, sampling)
+
+    monkeypatch.setattr(bench, "generate", watched)
+    rows = [
+        {"prompt": f"{task} {number}", "metadata": {"task": task}}
+        for number in range(3)
+        for task in ("maths", "code")
+    ]
+    two = {"draft": {"layer": 3}, "num_draft_tokens": 1}
+    job, few = make_job(tmp_path, rows, speculative=two), {"transformers": False, "batch_size": 2}
+    result = run_bench(job, options(**few, by_batch=True, repeats=1), progress=False)
+    batches = [["maths 0", "maths 1"], ["maths 2"], ["code 0", "code 1"], ["code 2"]]
+    assert [prompts for _, prompts in served] == [batch for batch in batches for _ in range(2)]
+    assert [speculative for speculative, _ in served] == [False, True, True, False] * 2
+    assert result["groups"] == [
+        {"task": task, "prompts": numbers}
+        for task, numbers in (("maths", [0, 2]), ("maths", [4]), ("code", [1, 3]), ("code", [5]))
+    ]
+    for engine in result["engines"].values():
+        assert sum(engine["group_tokens"]) == engine["tokens"]
+        assert sum(engine["group_seconds"]) == pytest.approx(engine["seconds_runs"][0])
+        speed = engine["tokens"] / sum(engine["group_decode_seconds"])
+        assert speed == pytest.approx(engine["decode_tokens_per_s"])
+    low, high = result["ratio_interval"]["two_tier"]
+    assert low <= result["ratio_by_task"]["two_tier"]["mean"] <= high
+    result = run_bench(job, options(**few, repeats=1), progress=False)
+    assert [group["prompts"] for group in result["groups"]] == [[0, 2, 4], [1, 3, 5]]
+
+
 def test_a_store_of_earlier_outputs_is_not_lost_between_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +290,7 @@ def test_an_interval_holds_the_ratio_of_all_prompts_and_shrinks_with_their_numbe
     assert widths[1] < widths[0] / 2.5, "sixteen times the prompts, a quarter of the width"
     constant = Paired([2, 4, 6], [1, 2, 3], [2, 4, 6], [2, 4, 6])
     assert ratio_interval([constant]) == pytest.approx((2.0, 2.0))
+    assert mean_ratio([constant, Paired([9], [3], [9], [12])]) == pytest.approx((2.0 + 4.0) / 2)
     assert ratio_interval([Paired([1], [1], [1], [1])]) is None and ratio_interval([]) is None
 
 

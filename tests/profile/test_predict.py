@@ -27,7 +27,7 @@ from hispec.profile.predict import (
     search,
 )
 from hispec.profile.record_answers import look_up
-from hispec.profile.recording import Answer, LookedUp, Recording, flat, said_of
+from hispec.profile.recording import NOTHING, Answer, LookedUp, Recording, flat, said_of
 from hispec.profile.replay import RoundCounter, sum_of
 from hispec.profile.round_cost import PassTimes, _shares_of_batch, round_costs
 from hispec.profile.timed_runs import Step
@@ -243,6 +243,37 @@ def test_tasks_are_run_one_after_the_other() -> None:
         recording, PassTimes(constant_costs(), 30), Calibration(4, None, 10.0, 0.0, 0.0), 4, 9
     )
     assert predictor.predict(None).tokens_per_full_pass == pytest.approx(6 / (2 + 3))
+
+
+def test_answers_that_are_served_together_may_be_others_than_those_of_a_task() -> None:
+    answers = [Answer([0], [1] * length, length, task) for length, task in ((2, "a"), (3, "b"), (1, "a"))]
+    predictor = Predictor(
+        Recording(answers, {}, {}),
+        PassTimes(constant_costs(), 30),
+        Calibration(4, None, 10.0, 0.0, 0.0),
+        4,
+        9,
+        groups=[np.array([0, 1]), np.array([2])],
+    )
+    assert predictor.predict(None).tokens_per_full_pass == pytest.approx(6 / (3 + 1))
+
+
+@pytest.mark.parametrize("plan", [None, THREE_TIER, exit_plan(2)], ids=["plain", "three-tier", "two-tier"])
+def test_answers_alone_add_up_to_all(plan: SpeculativeConfig | None) -> None:
+    """Of the hand-made answer, which stands there twice, cut in the second place."""
+    one = hand_recording()
+    answers = [*one.answers, Answer([0], list(range(1, 6)), 5, "all")]
+    said = {
+        layer: said_of(np.append(each.tokens, [*each.tokens[:5], NOTHING]))
+        for layer, each in one.exits.items()
+    }
+    predictor = predictor_of(Recording(answers, said, {}), host_ms=0.0, prefill_s=0.0)
+    (first, second), found = predictor.by_answer(plan), predictor.predict(plan)
+    (alone,) = predictor_of(one).by_answer(plan)
+    assert first == alone and (first.tokens, second.tokens) == (8, 5)
+    assert found.tokens_per_round == pytest.approx(13 / (first.rounds + second.rounds))
+    assert found.tokens_per_full_pass == pytest.approx(13 * 9 / (first.layers + second.layers))
+    assert found.tokens_per_s == pytest.approx(1e3 * 13 / (first.ms + second.ms))
 
 
 def test_what_a_step_takes_beside_its_pass_is_told_from_plain_steps() -> None:
