@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -59,9 +60,11 @@ class BadRows:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation, with its answer or up to where the model is to answer, and where it came from."""
+    """A conversation, with its answer or up to where the model is to answer, and where it came from: its
+    source, and the place in it."""
 
     messages: Messages
+    source: str
     where: str
 
     @property
@@ -74,6 +77,7 @@ class Text:
     """What is learnt as it stands, and where it came from."""
 
     text: str
+    source: str
     where: str
 
 
@@ -92,44 +96,61 @@ def make_examples(
     asked = [prompt.messages for prompt in prompts if isinstance(prompt, Prompt) and not prompt.has_answer]
     answered = _answers(config, work, asked, progress)
     examples: list[Example] = []
+    mix = defaultdict[str, list[Example]](list)
     for prompt in prompts:
-        if isinstance(prompt, Text):
-            examples += _pieces(prompt, tokenizer, config.data.max_length, bad)
-            continue
-        messages = prompt.messages
-        if prompt.has_answer:
-            response = tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
-            if tokenizer.eos_token_id is not None:
-                response.append(tokenizer.eos_token_id)
-            messages = messages[:-1]
-        else:
-            row = next(answered)
-            if row["error"] is not None:
-                bad.add(prompt.where, row["error"]["message"])
-                continue
-            response = row["outputs"][0]["token_ids"]
-        try:
-            token_ids = _encode(tokenizer, messages)
-        except RequestError as error:
-            bad.add(prompt.where, str(error))
-            continue
-        if len(response) < 2:
-            bad.add(prompt.where, "the response is empty")
-        elif len(token_ids) + len(response) > config.data.max_length:
-            bad.add(
-                prompt.where,
-                f"{len(token_ids)} tokens of prompt and {len(response)} of response are over"
-                f" data.max_length={config.data.max_length}",
-            )
-        else:
-            examples.append(Example([*token_ids, *response], len(token_ids)))
+        made = list(_examples(prompt, config, answered, tokenizer, bad))
+        examples += made
+        mix[prompt.source] += made
     bad.report()
+    for source, those in sorted(mix.items()):
+        learnt = sum(len(example.token_ids) - example.prompt_len for example in those)
+        print(f"{source}: {len(those)} examples, {learnt} tokens to learn", file=sys.stderr)
     if len(examples) <= config.data.held_out:
         raise ConfigError(
             f"data: {len(examples)} usable examples, of which data.held_out={config.data.held_out} are held"
             " out; give more prompts"
         )
     return examples
+
+
+def _examples(
+    prompt: Prompt | Text,
+    config: TrainConfig,
+    answered: Iterator[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    bad: BadRows,
+) -> Iterator[Example]:
+    """What is learnt of a prompt or text. answered: the answers of prompts that bring none, from here on."""
+    if isinstance(prompt, Text):
+        yield from _pieces(prompt, tokenizer, config.data.max_length, bad)
+        return
+    messages = prompt.messages
+    if prompt.has_answer:
+        response = tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
+        if tokenizer.eos_token_id is not None:
+            response.append(tokenizer.eos_token_id)
+        messages = messages[:-1]
+    else:
+        row = next(answered)
+        if row["error"] is not None:
+            bad.add(prompt.where, row["error"]["message"])
+            return
+        response = row["outputs"][0]["token_ids"]
+    try:
+        token_ids = _encode(tokenizer, messages)
+    except RequestError as error:
+        bad.add(prompt.where, str(error))
+        return
+    if len(response) < 2:
+        bad.add(prompt.where, "the response is empty")
+    elif len(token_ids) + len(response) > config.data.max_length:
+        bad.add(
+            prompt.where,
+            f"{len(token_ids)} tokens of prompt and {len(response)} of response are over"
+            f" data.max_length={config.data.max_length}",
+        )
+    else:
+        yield Example([*token_ids, *response], len(token_ids))
 
 
 def _pieces(
@@ -179,7 +200,7 @@ def _written(
             if len(text.strip()) >= _MIN_CHARS and prompt not in seen:
                 seen.add(prompt)
                 where = f"written prompt {row['id'] + 1} ({shown(prompt)})"
-                yield Prompt([{"role": "user", "content": prompt}], where)
+                yield Prompt([{"role": "user", "content": prompt}], f"opening {shown(opening)}", where)
 
 
 def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
@@ -213,7 +234,7 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
                 bad.add(where, f"messages: {error}")
                 continue
             if messages and messages[-1]["content"].strip():
-                yield Prompt(messages, where)
+                yield Prompt(messages, str(path), where)
             elif not messages:
                 bad.add(where, "messages: there is none")
             else:
@@ -226,11 +247,10 @@ def _read_file(source: PromptSource, bad: BadRows) -> Iterator[Prompt | Text]:
         texts = {role: row.get(name) if isinstance(row, dict) else None for role, name in fields.items()}
         empty = [role for role, text in texts.items() if not (isinstance(text, str) and text.strip())]
         if not empty and source.text is not None:
-            yield Text(str(texts["user"]), where)
+            yield Text(str(texts["user"]), str(path), where)
         elif not empty:
-            yield Prompt(
-                [{"role": role, "content": str(text).strip()} for role, text in texts.items()], where
-            )
+            messages = [{"role": role, "content": str(text).strip()} for role, text in texts.items()]
+            yield Prompt(messages, str(path), where)
         elif (text := texts[empty[0]]) is not None:
             bad.add(where, f"field {fields[empty[0]]!r} must be a non-empty string, got {shown(text)}")
         else:

@@ -290,6 +290,21 @@ def test_sources_are_taken_together_up_to_their_limits_and_shuffled_by_the_seed(
     assert questions(0) == questions(0) != questions(1)
 
 
+def test_what_each_source_gave_is_said(
+    tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The mix: sources differ in what cannot be used, and a text may be several examples."""
+    one = write(tmp_path / "one.jsonl", [{"prompt": "hello"}, b"{", answered(1)])
+    two = write(tmp_path / "two.jsonl", [{"text": "x" * (MAX_LENGTH + 20)}])
+    sources = [{"path": str(one)}, {"path": str(two), "text": "text"}, OPENINGS[0]]
+    examples = examples_of(make_config(model, tmp_path, sources), tmp_path, tokenizer)
+    of_two = [example for example in examples if example.prompt_len == 1]
+    learnt = sum(len(example.token_ids) - 1 for example in of_two)
+    err = capsys.readouterr().err
+    assert f"{one}: 2 examples, " in err and f"{two}: 2 examples, {learnt} tokens to learn\n" in err
+    assert f"opening 'Tell me ': {len(examples) - 4} examples, " in err
+
+
 def test_answers_are_the_models_own_by_turns_of_temperature(
     tmp_path: Path, model: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
