@@ -105,9 +105,11 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """steps_run: steps of this run, without those before a resume; metrics: of the last evaluation."""
+    """steps_run: steps of this run, without those before a resume; step: how many there are with these;
+    metrics: of the last evaluation."""
 
     steps_run: int
+    step: int
     seconds: float
     metrics: Metrics
 
@@ -177,7 +179,7 @@ def train(
                 accelerator.wait_for_everyone()
     if not metrics:
         metrics = _evaluate(task, accelerator)
-    return Outcome(step - first, time.perf_counter() - started, metrics)
+    return Outcome(step - first, step, time.perf_counter() - started, metrics)
 
 
 def _accumulate(accelerator: Accelerator, module: nn.Module, parts: Sequence[Any], step: int) -> Metrics:

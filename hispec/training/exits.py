@@ -82,8 +82,8 @@ def export(
     return exits
 
 
-def describe_recipe(config: TrainConfig) -> dict[str, Any]:
-    """What exits.json and ee.json say of how something was trained."""
+def describe_recipe(config: TrainConfig, step: int) -> dict[str, Any]:
+    """What exits.json and ee.json say of how something was trained, up to which step."""
     own: dict[str, Any] = {}
     if config.adapters is not None:
         own = {"init": config.adapters.init}
@@ -92,7 +92,7 @@ def describe_recipe(config: TrainConfig) -> dict[str, Any]:
         own["exits"] = [
             {"layer": each.layer, "init": each.init, "weight": each.weight} for each in config.ee.exits
         ]
-    return {"name": config.recipe, "seed": config.seed, **own, **config.loop.model_dump()}
+    return {"name": config.recipe, "seed": config.seed, "step": step, **own, **config.loop.model_dump()}
 
 
 def describe_data(config: TrainConfig, training: Sequence[Example]) -> dict[str, Any]:

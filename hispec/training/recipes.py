@@ -149,7 +149,7 @@ def _save_exits(
             folder,
             BaseModelInfo.of(name, model),
             export(modules, outcome.metrics, metric),
-            describe_recipe(run.config),
+            describe_recipe(run.config, outcome.step),
             describe_data(run.config, run.split[0]),
         )
     except OSError as error:
@@ -227,7 +227,7 @@ def _save_ee(run: Run, module: ExitingModel, modules: list[AdapterModule], outco
             config.model,
             run.checkpoint,
             module.low_rank(),
-            recipe=describe_recipe(config),
+            recipe=describe_recipe(config, outcome.step),
             data=describe_data(config, run.split[0]),
             held_out=last,
         )

@@ -1,48 +1,64 @@
-"""The exits that come with HiSpec: small enough to ship, whole, and good for what they are there for."""
+"""The exits and models that come with HiSpec: small enough to ship, whole, and good for what they are for."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from ee_models.checkpoint.ee_package import EEPackage
 from ee_models.checkpoint.exit_files import INFO, ExitsFile
 from hispec import LLM, SamplingParams
 from hispec.jobs.load import load_preset, load_settings
-from hispec.loading.ee_packages import PRETRAINED
+from hispec.loading.ee_packages import PRETRAINED, packages
+from hispec.training.exits import describe_data, describe_recipe
 from hispec.training.schema import TrainConfig
 from tests.test_packaging import ROOT
 
 FOLDERS = sorted(path.parent for path in PRETRAINED.glob(f"*/{INFO}"))
+CONFIGS = {
+    "smollm2-135m-instruct": "train_smollm2.yaml",
+    "smollm2-maths": "train_smollm2_maths.yaml",
+    "smollm2-ee": "train_smollm2_ee.yaml",
+}
 
 
 def test_there_are_some_and_they_fit_the_package() -> None:
-    assert FOLDERS
-    assert sum(path.stat().st_size for path in PRETRAINED.rglob("*")) < 25e6
+    assert FOLDERS and packages().keys() <= {folder.name for folder in FOLDERS} <= CONFIGS.keys()
+    sizes = {
+        folder.name: sum(file.stat().st_size for file in folder.iterdir()) for folder in PRETRAINED.iterdir()
+    }
+    assert sum(sizes.values()) < 80e6 and all(sizes[name] < 25e6 for name in packages()), sizes
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_each_is_whole_and_says_where_it_comes_from(folder: object) -> None:
-    file = ExitsFile(PRETRAINED / str(folder))
+def test_each_is_whole_and_says_where_it_comes_from(folder: Path) -> None:
+    file = ExitsFile(folder)
     file.check_tensors()
-    assert file.about.recipe["name"] == "adapters" and file.about.data["examples"] > 0
+    assert file.about.data["examples"] > 0
     assert all({"loss", "agreement"} <= info.held_out.keys() for info in file.about.exits)
+    if folder.name in packages():
+        about = EEPackage(folder).about
+        assert about.recipe == file.about.recipe and about.data == file.about.data
+        assert about.base_model.name == "smollm2" and about.held_out["loss"] > 0
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        for title in ("## Data", "## Licence", "## Cost", "## Figures", "## What was lost"):
+            assert title in card, f"{folder.name}: the card has no section {title!r}"
 
 
-def test_the_committed_recipe_is_the_one_they_were_trained_by() -> None:
-    config = load_settings(TrainConfig, ROOT / "configs" / "train_smollm2.yaml", (), ())
-    about = ExitsFile(PRETRAINED / "smollm2-135m-instruct").about
-    assert config.adapters is not None
-    assert [(exit_.layer, exit_.num_blocks, exit_.vocabulary_size) for exit_ in config.adapters.exits] == [
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_committed_recipe_is_the_one_they_were_trained_by(folder: Path) -> None:
+    config = load_settings(TrainConfig, ROOT / "configs" / CONFIGS[folder.name], (), ())
+    about = ExitsFile(folder).about
+    shapes = config.adapters or config.ee
+    assert shapes is not None
+    assert [(exit_.layer, exit_.num_blocks, exit_.vocabulary_size) for exit_ in shapes.exits] == [
         (info.layer, info.num_blocks, info.vocabulary_size) for info in about.exits
     ]
-    assert about.recipe == {
-        "name": "adapters",
-        "seed": config.seed,
-        "init": config.adapters.init,
-        **config.loop.model_dump(),
-    }
-    assert [source.get("opening") for source in about.data["prompts"]] == [
-        source.opening for source in config.data.prompts
-    ]
+    # What was not there to be set yet is now at what it was then.
+    later = {"compile": False, "step": config.loop.num_steps}
+    assert later | about.recipe == describe_recipe(config, about.recipe.get("step", later["step"]))
+    assert about.data["prompts"] == describe_data(config, [])["prompts"]
 
 
 @pytest.mark.parametrize("name", ["smollm2.yaml", "kangaroo_smollm2.yaml"])
