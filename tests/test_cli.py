@@ -301,6 +301,7 @@ def test_bench_prints_a_table_and_writes_json(
         "temperature": 0.0,
         "transformers": False,
         "plans": {},
+        "by_batch": False,
     }
     assert result["exact_match"] == {"two_tier": [5, 5], "three_tier": [5, 5]}
     assert "three-tier" in capsys.readouterr().out
