@@ -117,18 +117,21 @@ FAULTS = (
         "hispec/decoding/accept_numba.py",
         "own[min(begin + kept, end - 1)]",
         "own[max(begin, begin + kept - 1)]",
+        ("tests/decoding/test_accept_numba.py", "tests/decoding/test_stages.py"),
     ),
     Fault(
         "a draft of the cycle before is judged (numba)",
         "hispec/decoding/accept_numba.py",
         "tokens[row, first[row] + kept + 1]",
         "tokens[row, kept + 1]",
+        ("tests/decoding/test_accept_numba.py", "tests/decoding/test_stages.py"),
     ),
     Fault(
         "a packed pass writes to the slots of another row (numba)",
         "hispec/decoding/addresses_numba.py",
         "tables[row, position // block_size]",
         "tables[rows - 1 - row, position // block_size]",
+        ("tests/decoding/test_accept_numba.py", "tests/decoding/test_stages.py"),
     ),
     Fault(
         "KV of a padding row written (numba)",
