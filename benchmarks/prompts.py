@@ -1,6 +1,6 @@
 """Writes the prompts of the README's table as a job's input: some of each of seven tasks.
 
-    python benchmarks/prompts.py FOLDER prompts.jsonl [--skip 20] [--per-task 15]
+    python benchmarks/prompts.py FOLDER prompts.jsonl [--skip 20] [--per-task 15] [--task maths ...]
 
 FOLDER holds gsm8k_test*.jsonl (`question`), humaneval*.jsonl (`prompt`) and spec_bench*.jsonl (`category`,
 `turns`), as these data sets are published. The first 20 of each task settled what `hispec profile` searches,
@@ -45,9 +45,15 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--skip", type=int, default=20, help="leave out so many of each task (default: 20)")
     parser.add_argument("--per-task", type=int, default=15, help="take so many of each task (default: 15)")
+    parser.add_argument("--task", action="append", help="this task alone, or each of these (default: all)")
     options = parser.parse_args()
+    tasks = tasks_of(options.folder)
+    if unknown := set(options.task or ()) - tasks.keys():
+        parser.error(f"--task: {', '.join(sorted(unknown))}: there are {', '.join(tasks)}")
     with options.output.open("w", encoding="utf-8") as file:
-        for task, prompts in tasks_of(options.folder).items():
+        for task, prompts in tasks.items():
+            if task not in (options.task or tasks):
+                continue
             taken = prompts[options.skip : options.skip + options.per_task]
             if len(taken) < options.per_task:
                 parser.error(
