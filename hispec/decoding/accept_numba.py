@@ -38,6 +38,6 @@ def coupled_chain(
     row stand after column first [rows]; unsure [tokens] bool -> (num_accepted [rows], token [rows])."""
     out = np.empty((2, first.shape[0]), np.int64)
     never = _NEVER if unsure is None else unsure.numpy()
-    _accept(*(each.numpy() for each in (own, cu_q_lens, tokens, first, counts)), never, out)
+    _accept(own.numpy(), cu_q_lens.numpy(), tokens.numpy(), first.numpy(), counts.numpy(), never, out)
     num_accepted, token = torch.from_numpy(out).unbind()
     return num_accepted, token

@@ -57,6 +57,8 @@ def addresses(
     slot), int64 [tokens] each; and where each row's tokens begin [rows + 1]."""
     out = np.empty((8, live.numel()), np.int64)
     cu_q_lens = np.zeros(live.shape[0] + 1, np.int64)
-    arrays = (each.numpy() for each in (live, first, starts, nodes, block_tables))
-    count = _locate(*arrays, window, block_size, out, cu_q_lens)
+    tables = block_tables.numpy()
+    count = _locate(
+        live.numpy(), first.numpy(), starts.numpy(), nodes.numpy(), tables, window, block_size, out, cu_q_lens
+    )
     return torch.from_numpy(out)[:, :count].unbind(), torch.from_numpy(cu_q_lens)
