@@ -21,7 +21,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
 import fetch_texts  # noqa: E402
-from fetch_texts import FetchError  # noqa: E402
+from texts.archives import FetchError, Package, fetch, read_members  # noqa: E402
+from texts.cleaning import MIN_CHARS, cut, distinct, is_prose, sample  # noqa: E402
+from texts.prompts import chats  # noqa: E402
+from texts.sources import articles, conversations, functions, strip_wiki  # noqa: E402
 
 SENTENCE = "The cat sat on the mat by the door of the house, and it was warm. "
 
@@ -46,9 +49,9 @@ def zip_of(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
-def package_of(path: Path, tool: str = "npm") -> fetch_texts.Package:
+def package_of(path: Path, tool: str = "npm") -> Package:
     found = hashlib.sha256(path.read_bytes()).hexdigest()
-    return fetch_texts.Package(tool, "some-texts", "1.0", path.name, found, "data/*.txt", "CC0")
+    return Package(tool, "some-texts", "1.0", path.name, found, "data/*.txt", "CC0")
 
 
 # ---- archives ----
@@ -57,7 +60,7 @@ def package_of(path: Path, tool: str = "npm") -> fetch_texts.Package:
 def test_only_the_named_members_are_read_and_nothing_is_written(tmp_path: Path) -> None:
     members = {"data/b.txt": b"two", "data/a.txt": b"one", "setup.py": b"raise SystemExit"}
     for path in (tar_of(tmp_path / "x.tgz", members), zip_of(tmp_path / "x.whl", members)):
-        found = list(fetch_texts.read_members(path, "data/*.txt"))
+        found = list(read_members(path, "data/*.txt"))
         assert found == [("data/a.txt", b"one"), ("data/b.txt", b"two")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.tgz", "x.whl"]
 
@@ -73,33 +76,33 @@ def test_an_archive_that_would_escape_its_folder_is_refused_whole(
     make = tar_of if kind == "tgz" else zip_of
     path = make(tmp_path / f"x.{kind}", members)
     with pytest.raises(FetchError, match="lies outside of the archive; nothing of this archive is used"):
-        next(fetch_texts.read_members(path, "data/*.txt"))
+        next(read_members(path, "data/*.txt"))
 
 
 def test_links_large_members_none_and_damaged_archives_are_refused(tmp_path: Path) -> None:
     path = tar_of(tmp_path / "link.tgz", {}, link="/etc/passwd")
     with pytest.raises(FetchError, match=r"member 'data/b.txt' is not a plain file"):
-        list(fetch_texts.read_members(path, "data/*.txt"))
+        list(read_members(path, "data/*.txt"))
     for path in (
         tar_of(tmp_path / "large.tgz", {"data/a.txt": b"0" * 101}),
         zip_of(tmp_path / "large.whl", {"data/a.txt": b"0" * 101}),
     ):
         with pytest.raises(FetchError, match="has 101 bytes; the limit is 100"):
-            list(fetch_texts.read_members(path, "data/*.txt", max_bytes=100))
+            list(read_members(path, "data/*.txt", max_bytes=100))
         with pytest.raises(FetchError, match=r"has no member like texts/\*"):
-            list(fetch_texts.read_members(path, "texts/*"))
+            list(read_members(path, "texts/*"))
     path.write_bytes(b"PK")
     with pytest.raises(FetchError, match=r"cannot be read: .*; delete it and run again"):
-        list(fetch_texts.read_members(path, "data/*.txt"))
+        list(read_members(path, "data/*.txt"))
 
 
 def test_an_archive_with_another_sum_is_refused_where_it_lies_and_where_it_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = package_of(tar_of(tmp_path / "x.tgz", {"data/a.txt": b"one"}))
-    assert fetch_texts.fetch(package, tmp_path) == tmp_path / "x.tgz"
+    assert fetch(package, tmp_path) == tmp_path / "x.tgz"
     with pytest.raises(FetchError, match=r"damaged, or not some-texts 1\.0; delete it and run again"):
-        fetch_texts.fetch(replace(package, sha256="0" * 64), tmp_path)
+        fetch(replace(package, sha256="0" * 64), tmp_path)
 
     def download(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         folder = command[command.index("--pack-destination") + 1]
@@ -108,7 +111,7 @@ def test_an_archive_with_another_sum_is_refused_where_it_lies_and_where_it_comes
 
     monkeypatch.setattr(subprocess, "run", download)
     with pytest.raises(FetchError, match=r"damaged, or not some-texts 1\.0"):
-        fetch_texts.fetch(replace(package, file="y.tgz"), tmp_path)
+        fetch(replace(package, file="y.tgz"), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.tgz"]
 
 
@@ -124,14 +127,14 @@ def test_what_cannot_be_downloaded_is_named_with_the_tools_own_words(
     monkeypatch.setattr(subprocess, "run", offline)
     words = "cannot download y.tgz of some-texts 1.0: no route to host; .* put the file into"
     with pytest.raises(FetchError, match=words):
-        fetch_texts.fetch(package, tmp_path)
+        fetch(package, tmp_path)
 
     def missing(command: list[str], **_: Any) -> None:
         raise FileNotFoundError(command[0])
 
     monkeypatch.setattr(subprocess, "run", missing)
     with pytest.raises(FetchError, match="there is no "):
-        fetch_texts.fetch(package, tmp_path)
+        fetch(package, tmp_path)
 
 
 # ---- texts ----
@@ -139,18 +142,18 @@ def test_what_cannot_be_downloaded_is_named_with_the_tools_own_words(
 
 def test_texts_are_cut_between_paragraphs_then_between_sentences() -> None:
     paragraphs = [SENTENCE.strip() + f" {number}." for number in range(30)]
-    texts = list(fetch_texts.cut(paragraphs, 600))
-    assert all(fetch_texts.MIN_CHARS <= len(text) <= 600 for text in texts)
+    texts = list(cut(paragraphs, 600))
+    assert all(MIN_CHARS <= len(text) <= 600 for text in texts)
     assert [each for text in texts for each in text.split("\n\n")] == paragraphs
     said = 'He said, "It is far to go." Then he went. '
-    (first, *rest) = fetch_texts.cut([(said * 40).strip()], 600)
+    (first, *rest) = cut([(said * 40).strip()], 600)
     assert " ".join([first, *rest]) == (said * 40).strip()[: len(first + " ".join(["", *rest]))]
     assert len(rest) >= 2 and all(text.endswith((".", '."')) for text in (first, *rest))
 
 
 def test_a_sentence_that_is_too_long_and_what_is_short_are_left_out() -> None:
     long = "word " * 200
-    texts = list(fetch_texts.cut(["Short.", long, SENTENCE * 4, "End. " + long], 500))
+    texts = list(cut(["Short.", long, SENTENCE * 4, "End. " + long], 500))
     assert len(texts) == 1 and texts[0].startswith(SENTENCE)
 
 
@@ -167,18 +170,18 @@ def test_a_sentence_that_is_too_long_and_what_is_short_are_left_out() -> None:
     ids=["list", "german", "table", "markup", "letters", "empty"],
 )
 def test_what_is_no_english_prose_is_told(text: str) -> None:
-    assert fetch_texts.is_prose(SENTENCE)
-    assert not fetch_texts.is_prose(text)
+    assert is_prose(SENTENCE)
+    assert not is_prose(text)
 
 
 def test_rows_that_begin_alike_are_one_and_the_order_is_the_seeds() -> None:
     rows = [{"text": SENTENCE * 2 + str(number)} for number in range(3)] + [{"text": "Other. " + SENTENCE}]
-    found = list(fetch_texts.distinct(rows, lambda row: str(row["text"])))
+    found = list(distinct(rows, lambda row: str(row["text"])))
     assert found == [rows[0], rows[3]]
     numbers: list[dict[str, Any]] = [{"n": number} for number in range(20)]
-    assert fetch_texts.sample(numbers, "a", 0) == fetch_texts.sample(numbers, "a", 0)
-    assert fetch_texts.sample(numbers, "a", 0) != fetch_texts.sample(numbers, "a", 1)
-    assert fetch_texts.sample(numbers, "a", 0) != fetch_texts.sample(numbers, "b", 0)
+    assert sample(numbers, "a", 0) == sample(numbers, "a", 0)
+    assert sample(numbers, "a", 0) != sample(numbers, "a", 1)
+    assert sample(numbers, "a", 0) != sample(numbers, "b", 0)
 
 
 WIKI = """{{Infobox cat| name = [[Cat]] | {{nested|{{deep}}}} }}
@@ -198,7 +201,7 @@ No end of a sentence
 
 
 def test_of_wiki_markup_whole_paragraphs_of_text_are_left() -> None:
-    assert fetch_texts.strip_wiki(WIKI) == [
+    assert strip_wiki(WIKI) == [
         "The cat is a small mammal of the family Felidae. It is loved by people.",
         "It sleeps for 16 hours, and is awake at night.",
     ]
@@ -219,7 +222,7 @@ def test_articles_are_pages_with_text_that_no_program_wrote() -> None:
             page("Dog", SENTENCE),
         ]
     )
-    assert sorted(fetch_texts.articles(dump, 0)) == [("Cat", [SENTENCE.strip()]), ("Dog", [SENTENCE.strip()])]
+    assert sorted(articles(dump, 0)) == [("Cat", [SENTENCE.strip()]), ("Dog", [SENTENCE.strip()])]
 
 
 def conversation(*turns: str, prompt: str | None = None) -> dict[str, Any]:
@@ -240,9 +243,9 @@ def test_conversations_become_texts_and_prompts_that_end_with_the_user() -> None
         "c": conversation(*turns[:3]),
     }
     data["a"]["messages"].append([{"text": "And poems.", "sender": "1"}])
-    ((question, found),) = fetch_texts.conversations(data)
+    ((question, found),) = conversations(data)
     assert question == "Mozart or Beethoven?" and found == [*turns[:3], "Novels. And poems."]
-    chat, alone = fetch_texts.chats(data, random.Random(0))
+    chat, alone = chats(data, random.Random(0))
     assert [message["content"] for message in chat["messages"]] == turns[:1]
     assert chat["metadata"] == {"task": "chat"} and alone["messages"][0]["content"] == question
 
@@ -256,7 +259,7 @@ def test_functions_stand_by_themselves_with_their_docstring(tmp_path: Path) -> N
         "    def g(self):\n        return 1\n"
     )
     head = '@staticmethod\ndef f(x):\n    """Twice x."""'
-    assert list(fetch_texts.functions(tmp_path)) == [("yes", head + "\n    return 2 * x", head)]
+    assert list(functions(tmp_path)) == [("yes", head + "\n    return 2 * x", head)]
 
 
 # ---- the files ----
