@@ -88,9 +88,8 @@ def _shorten_spinning() -> None:
     """Lets torch's idle OpenMP threads sleep sooner, unless the user has said how they should wait, or torch
     is loaded already.
 
-    By default they spin for milliseconds after each matrix product, on the core that attention's second
-    thread needs: a prefill pass takes a third longer. This long a spin still spans the gaps between the
-    products of one layer.
+    By default they spin for milliseconds after each matrix product, and take power and a core from what runs
+    next. This long a spin still spans the gaps between the products of one layer.
     """
     import os
     import sys

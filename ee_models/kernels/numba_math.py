@@ -1,4 +1,4 @@
-"""Float32 arithmetic and data movement for numba kernels that LLVM can vectorise.
+"""Float32 arithmetic for numba kernels that LLVM can vectorise.
 
 Each operation is a plain IEEE float32 one with a fixed contraction into fused multiply-adds, so a value's
 bits do not depend on where in a vector, or in which loop's remainder, it was computed.
@@ -55,36 +55,3 @@ def exp32(x: Any) -> Any:
     p = p * r + _P5
     p = p * r * r + r + ONE
     return p * _power_of_two(whole)
-
-
-_INTERLEAVE = [[0, 8, 1, 9, 2, 10, 3, 11], [4, 12, 5, 13, 6, 14, 7, 15]]
-
-
-def _transpose_8x8_intrinsic(_context: Any, rows: Any, out: Any, out_stride: Any) -> Any:
-    """Eight rows of eight float32, at eight addresses, to columns: row r becomes element r of each of eight
-    rows at `out`, `out_stride` bytes apart. Numba has no shuffles, and one element at a time this costs more
-    than the arithmetic it serves.
-    """
-
-    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        vector, int32 = ir.VectorType(ir.FloatType(), 8), ir.IntType(32)
-        orders = [ir.Constant(ir.VectorType(int32, 8), order) for order in _INTERLEAVE]
-        found = [
-            builder.load(builder.inttoptr(builder.extract_value(args[0], row), vector.as_pointer()), align=4)
-            for row in range(8)
-        ]
-        for _stage in range(3):  # each interleaving moves one bit of the column number into the row number
-            found = [
-                builder.shuffle_vector(found[row], found[row + 4], order)
-                for row in range(4)
-                for order in orders
-            ]
-        for column in range(8):
-            address = builder.add(args[1], builder.mul(args[2], ir.Constant(args[2].type, column)))
-            builder.store(found[column], builder.inttoptr(address, vector.as_pointer()), align=4)
-        return ir.Constant(ir.IntType(8).as_pointer(), None)  # numba's None
-
-    return types.none(types.UniTuple(types.intp, 8), types.intp, types.intp), generate
-
-
-transpose_8x8: Any = intrinsic(_transpose_8x8_intrinsic)

@@ -17,6 +17,8 @@ from cache.view import BatchView
 from ee_models.attention import AttentionBackend, numba_pages, select_backend
 from ee_models.attention.numba_pages import NumbaAttention
 from ee_models.attention.sdpa import SdpaAttention
+from ee_models.kernels import threads as threads_module
+from ee_models.kernels.threads import KernelThreads
 
 CPU = torch.device("cpu")
 LAYER = 1
@@ -245,29 +247,27 @@ def test_bits_do_not_depend_on_blocks_or_threads(
 
 
 @pytest.mark.parametrize(
-    ("num_threads", "parallel_from", "shares"), [(1, -1, [0]), (4, -1, [0, 1, 2, 3]), (4, 1 << 60, [0])]
+    ("num_threads", "parallel_from", "used"), [(1, -1, 1), (4, -1, 4), (4, 4 * 4 * 70 * 16, 1)]
 )
 def test_large_calls_are_shared_among_torchs_threads_and_small_ones_are_not(
-    num_threads: int, parallel_from: int, shares: list[int], monkeypatch: pytest.MonkeyPatch
+    num_threads: int, parallel_from: int, used: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_threads(num_threads, monkeypatch)
     monkeypatch.setattr(numba_pages, "_PARALLEL_FROM", parallel_from)
-    taken: list[tuple[int, int]] = []
-    monkeypatch.setattr(numba_pages, "_attend", lambda *args: taken.append(args[7:9]))
+    seen: list[int] = []
+    monkeypatch.setattr(KernelThreads, "run", lambda self, kernel, data, count: seen.append(count))
     Pass.of([Row.random(70, 4, (4, 2, 16))]).attend(NumbaAttention())
-    assert sorted(taken) == [(share, len(shares)) for share in shares]
+    assert seen == [used]
 
 
-def test_an_error_in_another_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_threads(2, monkeypatch)
-
-    def attend(*args: object) -> None:
-        if args[7] == 1:
-            raise RuntimeError("in the other thread")
-
-    monkeypatch.setattr(numba_pages, "_attend", attend)
-    with pytest.raises(RuntimeError, match="in the other thread"):
-        Pass.of([Row.random(70, 4, (4, 2, 16))]).attend(NumbaAttention())
+def test_a_pool_computes_the_same_bits_where_torch_has_another_openmp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_threads(3, monkeypatch)
+    batch = Pass.of([Row.random(context_len, 20, (9, 3, 64)) for context_len in (20, 65, 200)])
+    expected = batch.attend(NumbaAttention())
+    monkeypatch.setattr(threads_module, "_find_gomp_parallel", lambda: None)
+    assert torch.equal(batch.attend(NumbaAttention()), expected)
 
 
 def test_a_pass_without_tokens_gives_nothing(threads: None) -> None:

@@ -1,0 +1,100 @@
+"""Runs a compiled kernel on several threads, on those of torch where that can be.
+
+Torch's OpenMP threads spin for a while after each of its operators. Threads of any other pool find their
+cores taken, and were measured to make a call slower, not faster. GNU's OpenMP, which torch has on Linux, runs
+any function on its threads; elsewhere a Python pool does, whose idle threads at least sleep.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+
+class KernelThreads:
+    """As many threads as torch uses when this is made; count: how many."""
+
+    def __init__(self) -> None:
+        self.count = torch.get_num_threads()
+        self._parallel = _find_gomp_parallel()
+        self._pool = None
+        if self._parallel is None and self.count > 1:
+            self._pool = ThreadPoolExecutor(self.count - 1, thread_name_prefix="kernel")
+
+    def run(self, kernel: Any, data: int, num_threads: int) -> None:
+        """Calls kernel(data) on `num_threads` threads, this one among them, and waits for all. kernel: a
+        numba cfunc of one address that raises nothing; data: that address."""
+        if num_threads == 1:
+            _function(kernel.address)(data)
+        elif self._parallel is not None:
+            self._parallel(kernel.address, data, num_threads, 0)
+        else:
+            assert self._pool is not None
+            function = _function(kernel.address)
+            others = [self._pool.submit(function, data) for _ in range(num_threads - 1)]
+            function(data)
+            for other in others:
+                other.result()
+
+
+@cache
+def _function(address: int) -> Callable[[int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+
+def _find_gomp_parallel() -> Callable[[int, int, int, int], None] | None:
+    """GOMP_parallel(function, its argument, number of threads, flags) of the OpenMP library that torch has
+    loaded; None if it is another's than GNU's."""
+    torch_lib = Path(torch.__file__).parent / "lib"
+    bundled = [*torch_lib.glob("libgomp*"), *torch_lib.parents[1].glob("torch.libs/libgomp*")]
+    for path in (*map(str, bundled), None):  # None: whatever the process has
+        try:
+            found = ctypes.CDLL(path).GOMP_parallel
+        except (OSError, AttributeError, TypeError):
+            continue
+        found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        found.restype = None
+        return found
+    return None
+
+
+def _take_intrinsic(_context: Any, counter: Any) -> Any:
+    """Adds 1 to the int64 at the address `counter` -> what it was: each number goes to one thread."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        int64 = ir.IntType(64)
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], int64.as_pointer()), int64(1), "monotonic")
+
+    return types.int64(types.intp), generate
+
+
+def _pointer_intrinsic(_context: Any, address: Any) -> Any:
+    """An address as what numba.carray makes an array of."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.intp), generate
+
+
+def _address_of_intrinsic(_context: Any, data: Any) -> Any:
+    """The address that a kernel was given."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.ptrtoint(args[0], ir.IntType(64))
+
+    return types.intp(data), generate
+
+
+address_of: Any = intrinsic(_address_of_intrinsic)
+take: Any = intrinsic(_take_intrinsic)
+pointer: Any = intrinsic(_pointer_intrinsic)
