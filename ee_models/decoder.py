@@ -16,9 +16,9 @@ from .attention import AttentionBackend, select_backend
 from .checkpoint.loader import Checkpoint
 from .config import ModelConfig
 from .kernels import QkNorms, select_kernels
-from .linear import Linear, PackedLinear
+from .linear import Linear
 from .linear_factory import LinearMaker
-from .quantized import Quantization, QuantizedLinear
+from .quantized import Quantization
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Decoder:
     def num_bytes(self) -> int:
         """Size of all weights as they are held; a tied head that is no copy counts once."""
         num_bytes = sum(linear.num_bytes for linear in self._linears)
-        if self.config.tie_word_embeddings and not isinstance(self.head, PackedLinear | QuantizedLinear):
+        if self.config.tie_word_embeddings and not self.head.holds_copy:
             return num_bytes
         return num_bytes + self._embedding.nbytes
 

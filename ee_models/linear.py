@@ -1,9 +1,8 @@
-"""Linear layers for inference: weights packed once at load where the CPU's library offers it, plain
-otherwise.
+"""Linear layers for inference: what all have in common, and the plain one.
 
 A pass over one token and a pass over eight must give the same bits for the token they share, or verify could
-disagree with plain decoding over a rounding error. Packed oneDNN kernels give that; a probe at load finds out
-where they do.
+disagree with plain decoding over a rounding error. HiSpec's own products give that (`panel_linear`,
+`kernels.triton_linear`); of a library's, a probe at load finds out where they do.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows that the weight's layout is chosen for; with 1, a row's bits would depend on how many there are.
-_PACKING_HINT = 16
 _PROBED_ROWS = (1, 2, 3, 4, 5, 8, 12, 16, 17, 33, 64, 128)
 
 
 class Linear(Protocol):
     """A matrix product x [tokens, in] -> [tokens, out]. `row_invariant`: whether a row's bits are the same
-    whatever the other rows; `num_bytes`: size of weight and bias as they are held."""
+    whatever the other rows; `num_bytes`: size of weight and bias as they are held; `holds_copy`: whether that
+    is another tensor than the weight that it was made of."""
 
     row_invariant: bool
     num_bytes: int
+    holds_copy: bool
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -37,6 +36,8 @@ def num_bytes(*tensors: Tensor | None) -> int:
 
 class PlainLinear:
     """`F.linear` over the weight as it is [out, in]."""
+
+    holds_copy = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
@@ -61,20 +62,6 @@ class ProbedLinear(ABC):
     @abstractmethod
     def _run(self, x: Tensor) -> Tensor:
         """The product, of at least `_min_rows` rows."""
-
-
-class PackedLinear(ProbedLinear):
-    """oneDNN over a weight [out, in] that was reordered once; the packed copy replaces the original."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_HINT)
-        self._bias = bias
-        self._op = torch.ops.mkldnn._linear_pointwise.default  # resolving the overload costs 2 µs a call
-        self.num_bytes = num_bytes(weight, bias)
-        self._min_rows, self.row_invariant = probe_rows(self, "packed", weight)
-
-    def _run(self, x: Tensor) -> Tensor:
-        return self._op(x, self._packed, self._bias, "none", [], "")
 
 
 _probes: dict[tuple[str, tuple[int, ...], torch.dtype, int], tuple[int, bool]] = {}
@@ -109,16 +96,3 @@ def _invariant_from(linear: Callable[[Tensor], Tensor], x: Tensor, min_rows: int
         if not torch.equal(together[: alone.shape[0]], alone[:rows]):
             return False
     return True
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether packed linears work here, found out by trying one."""
-    if device.type != "cpu" or dtype != torch.float32 or not torch.backends.mkldnn.is_available():
-        return False
-    try:
-        weight, x = torch.randn(32, 32), torch.randn(2, 32)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKING_HINT)
-        got = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-    except (RuntimeError, AttributeError):
-        return False
-    return bool(torch.allclose(got, F.linear(x, weight), atol=1e-4))

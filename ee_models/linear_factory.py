@@ -1,15 +1,20 @@
-"""LinearMaker: makes all linears of a model of one kind: packed, plain, row-invariant or quantized."""
+"""LinearMaker: makes all linears of a model of one kind: in panels, plain, row-invariant or quantized."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .linear import Linear, PackedLinear, PlainLinear, can_pack
+from .kernels import runs_numba
+from .linear import Linear, PlainLinear
 from .quantized import Quantization, check_quantization, quantized_linear
+
+if TYPE_CHECKING:
+    from .kernels.threads import KernelThreads
 
 
 @dataclass(frozen=True)
@@ -17,8 +22,7 @@ class LinearMaker:
     """Makes the Linears of a model, its exits and its draft model from weights [out, in] and biases [out].
 
     quantization  weight-only "int8" or "int4", every matrix product included; None = the weights as they are
-    exact         on a GPU, kernels in which rows keep their bits; packed linears of a CPU give that by
-                  themselves
+    exact         on a GPU, kernels in which rows keep their bits; those of a CPU give that by themselves
     Raises ValueError for what cannot be combined, or cannot run on `device` in `dtype`.
     """
 
@@ -38,8 +42,10 @@ class LinearMaker:
         check_quantization(self.quantization, self.device, self.dtype)
 
     @cached_property
-    def packs(self) -> bool:
-        return can_pack(self.device, self.dtype)
+    def _threads(self) -> KernelThreads:
+        from .kernels.threads import KernelThreads
+
+        return KernelThreads()
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if self.quantization is not None:
@@ -48,4 +54,8 @@ class LinearMaker:
             from .kernels.triton_linear import InvariantLinear
 
             return InvariantLinear(weight, bias)
-        return PackedLinear(weight, bias) if self.packs else PlainLinear(weight, bias)
+        if runs_numba(self.device) and self.dtype == torch.float32:
+            from .panel_linear import PanelLinear
+
+            return PanelLinear(weight, bias, self._threads)
+        return PlainLinear(weight, bias)

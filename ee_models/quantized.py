@@ -12,10 +12,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import install_command
-from .linear import Linear, PlainLinear, ProbedLinear, can_pack, num_bytes, probe_rows
+from .linear import Linear, PlainLinear, ProbedLinear, num_bytes, probe_rows
 
 if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
@@ -39,13 +40,15 @@ class QuantizedLinear(ProbedLinear):
     whether a weight can be held in int4.
     """
 
+    holds_copy = True
+
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> None:
         in_pieces = bits == 8 and weight.device.type == "cpu"
         weights = weight.split(max(1, _PIECE // weight.shape[1]) if in_pieces else weight.shape[0])
         biases = bias.split(weights[0].shape[0]) if bias is not None else [None] * len(weights)
         pieces = [_quantize(part, its_bias, bits) for part, its_bias in zip(weights, biases, strict=True)]
         self.num_bytes = sum(_num_bytes(piece.weight) for piece in pieces) + num_bytes(bias)
-        if bits == 8 and can_pack(weight.device, weight.dtype):
+        if bits == 8 and onednn_multiplies(weight.device, weight.dtype):
             self._products: list[Callable[[Tensor], Tensor]] = [_int8_product(piece) for piece in pieces]
         else:
             self._products = [*pieces]
@@ -126,6 +129,18 @@ def _int8_product(piece: nn.Linear) -> Callable[[Tensor], Tensor]:
         return out if bias is None else out.add_(bias)
 
     return product
+
+
+def onednn_multiplies(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN's product works here, found out by trying one."""
+    if device.type != "cpu" or dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        weight, x = torch.randn(32, 32), torch.randn(2, 32)
+        got = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    except (RuntimeError, AttributeError):
+        return False
+    return bool(torch.allclose(got, F.linear(x, weight), atol=1e-4))
 
 
 def _config(bits: Literal[8, 4], group_size: int | None, device: torch.device) -> AOBaseConfig:

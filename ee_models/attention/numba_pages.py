@@ -26,8 +26,9 @@ from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
 from ..kernels.numba_math import ONE, ZERO, exp32
+from ..kernels.numba_vectors import WIDTH
 from ..kernels.threads import KernelThreads, address_of, pointer, take
-from .numba_products import COLUMNS, KEYS, QUERIES, WIDTH, add_weighted, dots
+from .numba_products import COLUMNS, KEYS, QUERIES, add_weighted, dots
 
 _TILE = 64
 _QUERIES_PER_UNIT = 16

@@ -130,6 +130,7 @@ class InvariantLinear:
     dtype."""
 
     row_invariant = True
+    holds_copy = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight.contiguous(), None if bias is None else bias.contiguous()

@@ -3,21 +3,21 @@ so."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ee_models import linear
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
-from ee_models.linear import PackedLinear, PlainLinear, can_pack
+from ee_models.kernels.threads import KernelThreads
+from ee_models.linear import PlainLinear, ProbedLinear
 from ee_models.linear_factory import LinearMaker
-from tests.helpers.support import MUST_BE_INVARIANT, PACKS, threads
+from ee_models.panel_linear import PanelLinear
+from tests.helpers.support import threads
 
 CPU = torch.device("cpu")
 # (out, in): projections of SmolLM2 and TinyLlama sizes, a tiny model's, and odd ones.
@@ -30,33 +30,26 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_linear_equals_the_product_it_stands_for(
-    shape: tuple[int, int], with_bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_linear_equals_the_product_it_stands_for(shape: tuple[int, int], with_bias: bool) -> None:
     weight, bias = randn(*shape) / shape[1] ** 0.5, randn(shape[0], seed=1) if with_bias else None
     x = randn(66, shape[1], seed=2)
     expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0.0)
-    for min_rows in (1, 2):
-        monkeypatch.setattr(linear, "probe_rows", lambda *_, found=min_rows: (found, True))
-        for make in {PlainLinear, PackedLinear if PACKS else PlainLinear}:
-            layer = make(weight.clone(), bias)
-            for rows in (0, 1, 2, 17, 66):
-                torch.testing.assert_close(layer(x[:rows]), expected[:rows].float(), atol=1e-4, rtol=0)
-            assert layer.num_bytes == weight.nbytes + (bias.nbytes if bias is not None else 0)
+    for layer in (PlainLinear(weight, bias), PanelLinear(weight.clone(), bias, KernelThreads())):
+        for rows in (0, 1, 2, 17, 66):
+            torch.testing.assert_close(layer(x[:rows]), expected[:rows].float(), atol=1e-4, rtol=0)
+        torch.testing.assert_close(layer(x.T.contiguous().T), expected.float(), atol=1e-4, rtol=0)
+        assert layer.num_bytes == weight.nbytes + (bias.nbytes if bias is not None else 0)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize(
-    ("shape", "with_bias"), [*((shape, False) for shape in SHAPES[:4]), (SHAPES[0], True)]
-)
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize(("shape", "with_bias"), [*((shape, False) for shape in SHAPES), (SHAPES[0], True)])
 def test_a_row_invariant_linear_gives_a_row_the_same_bits_among_any_others(
     shape: tuple[int, int], with_bias: bool, num_threads: int
 ) -> None:
     with threads(num_threads):
-        layer = LinearMaker(CPU, torch.float32)(randn(*shape), randn(shape[0], seed=1) if with_bias else None)
-        assert layer.row_invariant or not MUST_BE_INVARIANT, (
-            f"no packed linear of shape {shape} is row-invariant on this CPU, so law 8 cannot hold on it"
-        )
+        weight, bias = randn(*shape), randn(shape[0], seed=1) if with_bias else None
+        layer = LinearMaker(CPU, torch.float32)(weight, bias)
+        assert isinstance(layer, PanelLinear)
         x = randn(66, shape[1], seed=3)
         alone = torch.cat([layer(x[i : i + 1]) for i in range(66)])
         same = [torch.equal(layer(x[:rows]), alone[:rows]) for rows in range(1, 67)]
@@ -64,13 +57,15 @@ def test_a_row_invariant_linear_gives_a_row_the_same_bits_among_any_others(
         same += [torch.equal(layer(x.repeat(4, 1)[:rows])[:66], alone) for rows in (67, 100, 129, 200, 256)]
         shuffled = torch.randperm(66, generator=torch.Generator().manual_seed(4))
         same.append(torch.equal(layer(x[shuffled]), alone[shuffled]))
-    assert all(same) or not layer.row_invariant, f"says that it is row-invariant, but is not: {same}"
+    assert all(same)
+    with threads(1):
+        assert torch.equal(LinearMaker(CPU, torch.float32)(weight, bias)(x), alone)
 
 
 class Fake:
     """A product whose bits depend on the number of rows, where `differs` says so."""
 
-    row_invariant, num_bytes = False, 0
+    row_invariant, num_bytes, holds_copy = False, 0, False
 
     def __init__(self, weight: Tensor, differs: Callable[[int], bool]) -> None:
         self._weight, self._differs = weight, differs
@@ -128,46 +123,27 @@ def test_the_probe_runs_once_per_shape_and_anew_for_another_number_of_threads(
 def test_a_single_row_is_computed_as_two_where_the_probe_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
 
-    def run(_: PackedLinear, x: Tensor) -> Tensor:
-        sizes.append(x.shape[0])
-        return x * 2
+    class Probed(ProbedLinear):
+        def _run(self, x: Tensor) -> Tensor:
+            sizes.append(x.shape[0])
+            return x * 2
 
-    monkeypatch.setattr(PackedLinear, "_run", run)
-    layer = object.__new__(PackedLinear)  # without packing anything, so that it is the same on every CPU
+    layer, x = Probed(), randn(3, 3)
     layer._min_rows = 2
-    x = randn(3, 3)
     assert torch.equal(layer(x[:1]), x[:1] * 2)
     assert torch.equal(layer(x), x * 2)
     assert sizes == [2, 3]
 
 
-def test_packing_is_for_float32_on_a_cpu_only() -> None:
-    assert not can_pack(CPU, torch.bfloat16)
-    assert not can_pack(torch.device("cuda"), torch.float32)
-
-
-def test_packing_is_off_where_the_op_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops, "mkldnn", types.SimpleNamespace())
-    assert not can_pack(CPU, torch.float32)
-    right = types.SimpleNamespace(
-        _reorder_linear_weight=lambda weight, _: weight,
-        _linear_pointwise=lambda x, weight, bias, *_: F.linear(x, weight, bias),
-    )
-    monkeypatch.setattr(torch.ops, "mkldnn", right)
-    assert can_pack(CPU, torch.float32) == torch.backends.mkldnn.is_available()
-    monkeypatch.setattr(right, "_linear_pointwise", lambda x, weight, *_: F.linear(x, weight) + 0.01)
-    assert not can_pack(CPU, torch.float32)
-
-
-def test_a_decoder_without_the_op_computes_the_same_with_plain_linears(
+def test_a_decoder_without_numba_computes_the_same_with_plain_linears(
     tiny_path: Path, tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ee_models.linear_factory.can_pack", lambda *_: False)
+    monkeypatch.setattr("ee_models.linear_factory.runs_numba", lambda _: False)
     monkeypatch.setattr(linear, "probe_rows", lambda *_: (1, False))
     plain = Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU)
     assert isinstance(plain.head, PlainLinear)
-    assert isinstance(tiny_decoder.head, PackedLinear if PACKS else PlainLinear)
+    assert isinstance(tiny_decoder.head, PanelLinear)
     hidden = randn(5, 48)
     torch.testing.assert_close(plain.logits(hidden, 2), tiny_decoder.logits(hidden, 2), atol=1e-4, rtol=1e-4)
-    assert plain.num_bytes == tiny_decoder.num_bytes
+    assert tiny_decoder.num_bytes == plain.num_bytes
     assert not plain.row_invariant

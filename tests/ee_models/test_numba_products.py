@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from llvmlite import binding
 from numba import njit
 
-from ee_models.attention import numba_products
+from tests.helpers.vector_width import load_with_vectors_of
 
 
 @pytest.fixture(params=[8, 16])
-def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module as a CPU with vectors of so many numbers would load it; LLVM splits what this one lacks."""
-    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: {"avx512f": request.param == 16})
-    spec = importlib.util.spec_from_file_location("products_of_another_width", numba_products.__file__)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert request.param == module.WIDTH
+def products(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    (module,) = load_with_vectors_of(
+        request.param, ["ee_models.attention.numba_products"], tmp_path, monkeypatch
+    )
     return module
 
 
@@ -74,7 +69,7 @@ def normal(*shape: int, seed: int = 0) -> Any:
 def test_dots_are_numpys(products: ModuleType, num_dims: int) -> None:
     queries, keys = normal(2 * products.QUERIES, num_dims), normal(50, num_dims, seed=1)
     slots = np.random.default_rng(2).permutation(50)[: 2 * products.KEYS]
-    whole = num_dims // products.WIDTH * products.WIDTH  # the rest is the caller's
+    whole = num_dims // products.KEYS * products.KEYS  # the rest is the caller's
     expected = queries[:, :whole].astype(np.float64) @ keys[slots][:, :whole].astype(np.float64).T
     np.testing.assert_allclose(scores_of(products, queries, keys, slots), expected, atol=3e-5)
 

@@ -4,7 +4,9 @@ model."""
 from __future__ import annotations
 
 import logging
+import platform
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,8 +30,14 @@ from hispec.errors import ConfigError, build
 from hispec.jobs.schema import RunConfig
 from tests.helpers.adapter_engines import assert_always_accepted
 from tests.helpers.adapters import TINY_MLP, adapter_engine, loaded, make_exits, whole_trunk
-from tests.helpers.support import MUST_BE_INVARIANT, make_engine, random_prompts, run
+from tests.helpers.support import make_engine, random_prompts, run
 from tests.helpers.tiny import tiny_checkpoint
+
+# oneDNN's kernels for x86-64 sum a row alike whatever the other rows; those for other processors need not,
+# and there the probe decides what is claimed.
+MUST_BE_INVARIANT = quantized.onednn_multiplies(torch.device("cpu"), torch.float32) and (
+    platform.machine().lower() in ("x86_64", "amd64")
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 DEVICES = [CPU, *([GPU] if torch.cuda.is_available() else [])]
@@ -315,3 +323,25 @@ def test_a_draft_model_is_quantized_with_its_target(tiny_path: Path) -> None:
         invariant.append(llm.row_invariant)
     assert sizes[0] == 0 and 0 < sizes[1] < 0.5 * sizes[2]
     assert outputs[0] == outputs[1] or not all(invariant[:2])
+
+
+def test_onednns_product_is_for_float32_on_a_cpu_only() -> None:
+    assert not quantized.onednn_multiplies(torch.device("cpu"), torch.bfloat16)
+    assert not quantized.onednn_multiplies(torch.device("cuda"), torch.float32)
+
+
+def test_onednns_product_is_not_used_where_it_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.ops, "mkldnn", types.SimpleNamespace())
+    assert not quantized.onednn_multiplies(cpu, torch.float32)
+    right = types.SimpleNamespace(
+        _linear_pointwise=lambda x, weight, bias, *_: torch.nn.functional.linear(x, weight, bias)
+    )
+    monkeypatch.setattr(torch.ops, "mkldnn", right)
+    assert quantized.onednn_multiplies(cpu, torch.float32) == torch.backends.mkldnn.is_available()
+    monkeypatch.setattr(
+        right,
+        "_linear_pointwise",
+        lambda x, weight, *_: torch.nn.functional.linear(x, weight) + 0.01,
+    )
+    assert not quantized.onednn_multiplies(cpu, torch.float32)

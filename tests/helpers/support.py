@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ee_models.linear import can_pack
 from hispec.config import EngineConfig, Plan, SpeculativeConfig
 from hispec.decoding.acceptance import Judge
 from hispec.decoding.stages import DecoderLike, Stages
@@ -20,10 +18,6 @@ from hispec.engine import Engine
 from hispec.runner.cuda_graphs import GraphDevice
 from hispec.sampling_params import SamplingParams
 
-PACKS = can_pack(torch.device("cpu"), torch.float32)
-# oneDNN's kernels for x86-64 sum a row alike whatever the other rows; those for other processors need not,
-# and there the probe decides what is claimed.
-MUST_BE_INVARIANT = PACKS and platform.machine().lower() in ("x86_64", "amd64")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PLANS = [
     Plan(),

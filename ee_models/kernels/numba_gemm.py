@@ -1,0 +1,122 @@
+"""Matrix products on a CPU, float32: x [tokens, in] times a weight that lies in panels.
+
+A panel holds COLUMNS outputs, input by input [in, COLUMNS], so that a product reads the weight once, from
+front to back. Of up to TOKENS tokens the sums of a panel stay in vectors. An output is the bias and then
+weight * x, input after input: its bits depend on nothing but its own token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import carray, njit, types  # type: ignore[attr-defined]
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from .numba_vectors import FLOAT, INT, NONE, ROWS, WIDTH, add_product, load, rows_of, spread, store
+from .threads import pointer
+
+TOKENS = 12 if WIDTH == 16 else 6  # whose sums, with what is added to them, fill the CPU's vectors
+COLUMNS = 2 * WIDTH
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A weight [out, in] as panels [out / COLUMNS rounded up, in, COLUMNS], filled with zeros."""
+    num_outputs, num_inputs = weight.shape
+    padded = F.pad(weight, (0, 0, 0, -num_outputs % COLUMNS))
+    return padded.view(-1, COLUMNS, num_inputs).transpose(1, 2).contiguous()
+
+
+def pad_bias(bias: Tensor | None, num_outputs: int) -> Tensor:
+    """A bias [out], or zeros, as panels have it."""
+    bias = torch.zeros(num_outputs) if bias is None else bias
+    return F.pad(bias, (0, -num_outputs % COLUMNS)).contiguous()
+
+
+def _multiply_tile_intrinsic(
+    _context: Any, num_tokens: Any, x: Any, num_inputs: Any, panel: Any, bias: Any, out: Any
+) -> Any:
+    """out[t, :COLUMNS] = bias + x[t] . panel for 1 to TOKENS tokens t. x and out are ROWS, panel and bias
+    addresses."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        num_tokens, *inputs = args
+        after = builder.append_basic_block("after")
+        switch = builder.switch(num_tokens, after)
+        for count in range(1, TOKENS + 1):
+            block = builder.append_basic_block(f"tokens_{count}")
+            switch.add_case(INT(count), block)
+            with builder.goto_block(block):
+                _tile(builder, count, *inputs)
+                builder.branch(after)
+        builder.position_at_end(after)
+        return NONE
+
+    return types.none(types.intp, ROWS, types.intp, types.intp, types.intp, ROWS), generate
+
+
+def _tile(builder: Any, count: int, x: Any, num_inputs: Any, panel: Any, bias: Any, out: Any) -> None:
+    columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
+    begin = [load(builder, bias, column) for column in columns]
+    x_rows = rows_of(builder, x, count)
+    totals = [[cgutils.alloca_once_value(builder, value) for value in begin] for _ in x_rows]
+    with cgutils.for_range(builder, num_inputs) as loop:
+        row = builder.add(panel, builder.mul(loop.index, INT(4 * COLUMNS)))
+        parts = [load(builder, row, column) for column in columns]
+        for x_row, of_token in zip(x_rows, totals, strict=True):
+            alike = spread(builder, load(builder, x_row, builder.mul(loop.index, INT(4)), FLOAT))
+            for part, total in zip(parts, of_token, strict=True):
+                add_product(builder, total, alike, part)
+    for out_row, of_token in zip(rows_of(builder, out, count), totals, strict=True):
+        for column, total in zip(columns, of_token, strict=True):
+            store(builder, builder.load(total), out_row, column)
+
+
+_multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)
+
+
+@njit(error_model="numpy", nogil=True, cache=True)
+def _copy(tile: Any, num_tokens: int, columns: int, out: int, bytes_per_out: int) -> None:
+    for token in range(num_tokens):
+        row = carray(pointer(out + token * bytes_per_out), columns, np.float32)
+        for column in range(columns):
+            row[column] = tile[token, column]
+
+
+@njit(error_model="numpy", nogil=True, cache=True)
+def multiply(
+    x: int,
+    num_tokens: int,
+    num_inputs: int,
+    panels: int,
+    bias: int,
+    out: int,
+    num_outputs: int,
+    share: int,
+    num_shares: int,
+) -> None:
+    """out [tokens, out] = bias + x [tokens, in] . weight, of one share of the panels; all by address."""
+    num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
+    bytes_per_x, bytes_per_out = 4 * num_inputs, 4 * num_outputs
+    num_tiles = (num_tokens + TOKENS - 1) // TOKENS
+    for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
+        panel, its_bias = panels + number * num_inputs * 4 * COLUMNS, bias + number * 4 * COLUMNS
+        columns = min(COLUMNS, num_outputs - number * COLUMNS)
+        first = 0
+        for tile in range(num_tiles):
+            count = (num_tokens - first) // (num_tiles - tile)  # tiles as alike as can be
+            rows, to = (
+                (x + first * bytes_per_x, bytes_per_x),
+                out + first * bytes_per_out + number * 4 * COLUMNS,
+            )
+            if columns == COLUMNS:
+                _multiply_tile(count, rows, num_inputs, panel, its_bias, (to, bytes_per_out))
+            else:  # what is past the last output must not be written over the next token's first ones
+                whole = np.empty((TOKENS, COLUMNS), np.float32)
+                _multiply_tile(count, rows, num_inputs, panel, its_bias, (whole.ctypes.data, 4 * COLUMNS))
+                _copy(whole, count, columns, to, bytes_per_out)
+            first += count

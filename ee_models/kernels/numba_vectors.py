@@ -1,0 +1,84 @@
+"""LLVM code that numba's kernels are built of where its own vectoriser does not find it: blocks of sums that
+stay in the CPU's vectors, over matrices that are addresses.
+
+All functions here emit code: `builder` is llvmlite's, values are LLVM's, offsets are in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+
+# float32 in a vector. Sums are ordered by it, so it is the CPU's own, not that of the kernel at hand.
+WIDTH = 16 if binding.get_host_cpu_features().get("avx512f") else 8
+
+INT, FLOAT, INT32 = ir.IntType(64), ir.FloatType(), ir.IntType(32)
+VECTOR = ir.VectorType(FLOAT, WIDTH)
+NONE = ir.Constant(ir.IntType(8).as_pointer(), None)  # numba's None
+ROWS = types.UniTuple(types.intp, 2)  # of a matrix: the address of its first, and bytes from one to the next
+
+
+def address(builder: Any, base: Any, offset: Any, to: Any) -> Any:
+    """base + offset, as a pointer to values of type `to`."""
+    return builder.inttoptr(builder.add(base, offset), to.as_pointer())
+
+
+def load(builder: Any, base: Any, offset: Any, what: Any = VECTOR) -> Any:
+    return builder.load(address(builder, base, offset, what), align=4)
+
+
+def store(builder: Any, value: Any, base: Any, offset: Any) -> None:
+    builder.store(value, address(builder, base, offset, value.type), align=4)
+
+
+def rows_of(builder: Any, matrix: Any, count: int) -> list[Any]:
+    """The addresses of the first `count` rows of a matrix, given as ROWS."""
+    first, stride = (builder.extract_value(matrix, i) for i in range(2))
+    return [builder.add(first, builder.mul(stride, INT(i))) for i in range(count)]
+
+
+def shuffle(builder: Any, x: Any, y: Any, order: Sequence[int]) -> Any:
+    return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(INT32, len(order)), list(order)))
+
+
+def spread(builder: Any, number: Any) -> Any:
+    """A vector of one number."""
+    alone = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), number, INT32(0))
+    return shuffle(builder, alone, alone, [0] * WIDTH)
+
+
+def add_product(builder: Any, total: Any, x: Any, y: Any) -> None:
+    """total += x * y, in one rounding where the CPU can; total is a place in memory that LLVM turns into a
+    register."""
+    product = builder.fmul(x, y, flags=("contract",))
+    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+
+
+def _halvings() -> list[tuple[list[int], list[int]]]:
+    """Orders of the elements of two vectors x and y that are added to each other, step by step: in the end
+    element i is the sum of all elements of the i-th of WIDTH vectors."""
+    quads = [list(range(start, start + 4)) for start in range(0, 2 * WIDTH, 4)]
+    pairs = list(zip(quads[: WIDTH // 4], quads[WIDTH // 4 :], strict=True))
+    low = [
+        [e for x, y in pairs for e in (x[0], y[0], x[1], y[1])],
+        [e for x, y in pairs for e in (x[0], x[1], y[0], y[1])],
+    ]
+    halvings = [(order, [e + 2 for e in order]) for order in low]
+    for _ in range((WIDTH // 4).bit_length() - 1):
+        halvings.append(
+            ([e for quad in quads[0::2] for e in quad], [e for quad in quads[1::2] for e in quad])
+        )
+    return halvings
+
+
+def sum_elements(builder: Any, vectors: Sequence[Any]) -> Any:
+    """The sums of the elements of each of WIDTH vectors, as one vector."""
+    for low, high in _halvings():
+        vectors = [
+            builder.fadd(shuffle(builder, x, y, low), shuffle(builder, x, y, high))
+            for x, y in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]

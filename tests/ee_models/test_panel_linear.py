@@ -1,0 +1,63 @@
+"""Products over panels, for vectors of both widths: against float64, and bit for bit whatever is beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from ee_models.kernels.threads import KernelThreads
+from tests.helpers.support import threads
+from tests.helpers.vector_width import load_with_vectors_of
+
+MODULES = ["ee_models.kernels.numba_gemm", "ee_models.panel_linear"]
+
+
+@pytest.fixture(params=[8, 16])
+def modules(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[ModuleType]:
+    return load_with_vectors_of(request.param, MODULES, tmp_path, monkeypatch)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_products_are_float64s_and_a_rows_bits_its_own(modules: list[ModuleType]) -> None:
+    gemm, panel_linear = modules
+    assert gemm.COLUMNS in (16, 32)
+    for num_threads in (1, 2, 5):
+        for num_outputs, num_inputs in ((3 * 32, 48), (33, 5), (1, 1), (31, 64)):
+            weight, bias, x = randn(num_outputs, num_inputs), randn(num_outputs), randn(40, num_inputs)
+            with threads(num_threads):
+                layer = panel_linear.PanelLinear(weight, bias, KernelThreads())
+            layer_out = layer(x)
+            expected = x.double() @ weight.double().T + bias.double()
+            torch.testing.assert_close(layer_out, expected.float(), atol=1e-4, rtol=0)
+            for rows in range(41):
+                assert torch.equal(layer(x[:rows]), layer_out[:rows])
+                assert torch.equal(layer(x[40 - rows :]), layer_out[40 - rows :])
+
+
+def test_nothing_is_written_beside_the_outputs(modules: list[ModuleType]) -> None:
+    panel_linear = modules[1]
+    layer = panel_linear.PanelLinear(randn(33, 7), None, KernelThreads())
+    x, before = randn(5, 7), torch.full((7, 33), 9.0)
+    around, empty = before.clone(), torch.empty
+
+    def middle(*shape: int) -> Tensor:
+        assert shape == (5, 33)
+        return around[1:6]
+
+    panel_linear.torch.empty = middle  # what a product is written to lies between two rows of others
+    try:
+        found = layer(x)
+    finally:
+        panel_linear.torch.empty = empty
+    assert torch.equal(around[[0, 6]], before[[0, 6]])
+    assert torch.equal(around[1:6], found)
+    assert torch.equal(found, layer(x))

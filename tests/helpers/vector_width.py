@@ -1,0 +1,34 @@
+"""Modules of kernels as a CPU with other vectors would load them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numba
+import pytest
+from llvmlite import binding
+
+
+def load_with_vectors_of(
+    width: int, names: Sequence[str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[ModuleType]:
+    """Copies of the modules `names`, in which a vector has `width` numbers; LLVM splits what this CPU lacks.
+    `cache`: an empty folder for what they compile, which must not meet the code of the real ones."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(cache))
+    loaded = []
+    for name in ("ee_models.kernels.numba_vectors", *names):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        with monkeypatch.context() as patch:
+            if not loaded:  # numba asks too
+                patch.setattr(binding, "get_host_cpu_features", lambda: {"avx512f": width == 16})
+            spec.loader.exec_module(module)
+        loaded.append(module)
+    assert width == loaded[0].WIDTH
+    return loaded[1:]
