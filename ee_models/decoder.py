@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,9 @@ from .kernels import QkNorms, select_kernels
 from .linear import Linear
 from .linear_factory import LinearMaker
 from .quantized import Quantization
+
+if TYPE_CHECKING:
+    from .fused_layers import FusedLayers
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class Decoder:
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = torch.outer(positions, config.rope.inv_freq(config.head_dim))
         self._cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(self.device)
+        self._fused = self._fuse()
 
     @classmethod
     def load(
@@ -147,6 +152,19 @@ class Decoder:
             make_linear,
         )
 
+    def _fuse(self) -> FusedLayers | None:
+        """What runs a span of layers in one call, where something does."""
+        if not self.make_linear.makes_panels:
+            return None
+        from .fused_layers import FusedLayers
+
+        if not FusedLayers.can_run(self.attention, self.make_linear.threads):
+            return None
+        config = self.config
+        return FusedLayers(
+            self.attention, self.make_linear.threads, self._cos_sin, config.rms_norm_eps, config.num_heads
+        )
+
     @property
     def _linears(self) -> list[Linear]:
         return [self.head, *(linear for layer in self._layers for linear in layer.linears)]
@@ -181,6 +199,9 @@ class Decoder:
     ) -> Tensor:
         """As `run_layers`, with the given weights; their KV goes to the layers of `kv` from `kv_layer` on."""
         if not layers:
+            return hidden
+        if self._fused is not None and self._fused.attention is self.attention:
+            self._fused.run(layers, hidden, kv, kv_layer, view)
             return hidden
         prepared = self.attention.prepare(view, kv)
         delta: Tensor | None = None

@@ -41,8 +41,14 @@ class LinearMaker:
             )
         check_quantization(self.quantization, self.device, self.dtype)
 
+    @property
+    def makes_panels(self) -> bool:
+        """Whether linears are PanelLinears."""
+        return runs_numba(self.device) and self.dtype == torch.float32 and self.quantization is None
+
     @cached_property
-    def _threads(self) -> KernelThreads:
+    def threads(self) -> KernelThreads:
+        """Those that PanelLinears run on."""
         from .kernels.threads import KernelThreads
 
         return KernelThreads()
@@ -54,8 +60,8 @@ class LinearMaker:
             from .kernels.triton_linear import InvariantLinear
 
             return InvariantLinear(weight, bias)
-        if runs_numba(self.device) and self.dtype == torch.float32:
+        if self.makes_panels:
             from .panel_linear import PanelLinear
 
-            return PanelLinear(weight, bias, self._threads)
+            return PanelLinear(weight, bias, self.threads)
         return PlainLinear(weight, bias)

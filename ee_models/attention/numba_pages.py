@@ -202,7 +202,7 @@ def _attend_unit(
 _ARRAYS = ("tables", "positions", "units", "paths", "path_starts")  # of a pass, int64
 
 
-class _Call(ctypes.Structure):
+class Call(ctypes.Structure):
     """One call for all units of a pass at a layer: addresses of arrays, their sizes, and the next unit.
     Units differ in size along a prompt, so each thread takes one when it is done with one."""
 
@@ -230,28 +230,31 @@ class _Call(ctypes.Structure):
     ]
 
 
-@cfunc(types.void(types.CPointer(from_dtype(np.dtype(_Call)))), cache=True, error_model="numpy")
-def _attend(call: Any) -> None:
-    """Computes units of a _Call until none is left; on any number of threads at once."""
-    c = carray(call, 1)[0]
+CALL = np.dtype(Call)
+
+
+@njit(**_OPTIONS)
+def attend_units(c: Any, next_unit: int, q: int, keys: int, values: int, out: int) -> None:
+    """Computes units of the pass of a Call until none is left, on any number of threads at once; next_unit:
+    the address of the next unit's number. q, keys, values and out are those of one layer, by address."""
     q_shape, kv_shape = (c.num_tokens, c.num_heads, c.head_dim), (c.num_slots, c.num_kv_heads, c.head_dim)
-    q, out = carray(pointer(c.q), q_shape, np.float32), carray(pointer(c.out), q_shape, np.float32)
-    keys = carray(pointer(c.keys), kv_shape, np.float32)
-    values = carray(pointer(c.values), kv_shape, np.float32)
+    queries, outputs = carray(pointer(q), q_shape, np.float32), carray(pointer(out), q_shape, np.float32)
+    all_keys = carray(pointer(keys), kv_shape, np.float32)
+    all_values = carray(pointer(values), kv_shape, np.float32)
     tables = carray(pointer(c.tables), (c.num_rows, c.num_blocks), np.int64)
     positions = carray(pointer(c.positions), c.num_tokens, np.int64)
     units = carray(pointer(c.units), (c.num_units, 3), np.int64)
     paths = carray(pointer(c.paths), (c.num_tokens, c.path_len), np.int64)
     path_starts = carray(pointer(c.path_starts), c.num_tokens, np.int64)
     while True:
-        taken = take(address_of(call))
+        taken = take(next_unit)
         if taken >= c.num_units * c.num_kv_heads:
             return
         unit = units[taken // c.num_kv_heads]
         _attend_unit(
-            q,
-            keys,
-            values,
+            queries,
+            all_keys,
+            all_values,
             tables[unit[0]],
             c.block_size,
             positions,
@@ -261,8 +264,14 @@ def _attend(call: Any) -> None:
             unit[2],
             taken % c.num_kv_heads,
             c.scale,
-            out,
+            outputs,
         )
+
+
+@cfunc(types.void(types.CPointer(from_dtype(CALL))), cache=True, error_model="numpy")
+def _attend(call: Any) -> None:
+    c = carray(call, 1)[0]
+    attend_units(c, address_of(call), c.q, c.keys, c.values, c.out)
 
 
 @njit(cache=True)
@@ -280,12 +289,12 @@ def _cut(cu_q_lens: Any, positions: Any, queries_per_unit: int) -> Any:
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """What a call says of a pass, the arrays that it points to, and multiplications per head of scores."""
+class Prepared:
+    """What a Call says of a pass, the arrays that it points to, and multiplications per head of scores."""
 
     view: BatchView
     kv: PagedKV
-    call: _Call
+    call: Call
     arrays: tuple[Tensor, ...]
     num_products: int
 
@@ -298,15 +307,15 @@ class NumbaAttention:
 
     def __init__(self) -> None:
         self._threads = KernelThreads()
-        self._last: _Prepared | None = None
+        self._last: Prepared | None = None
 
-    def prepare(self, view: BatchView, kv: PagedKV) -> _Prepared:
+    def prepare(self, view: BatchView, kv: PagedKV) -> Prepared:
         # A pass ends with its exit, which reads the same view.
         if self._last is None or self._last.view is not view or self._last.kv is not kv:
             self._last = self._prepare(view, kv)
         return self._last
 
-    def _prepare(self, view: BatchView, kv: PagedKV) -> _Prepared:
+    def _prepare(self, view: BatchView, kv: PagedKV) -> Prepared:
         positions, tables = view.positions, view.block_tables.contiguous()
         units, num_pairs = _cut(view.cu_q_lens.numpy(), positions.numpy(), _QUERIES_PER_UNIT)
         paths, path_starts = view.paths, view.path_starts
@@ -315,7 +324,7 @@ class NumbaAttention:
         arrays = tables, positions, torch.from_numpy(units), paths.contiguous(), path_starts
         addresses = dict(zip(_ARRAYS, (array.data_ptr() for array in arrays), strict=True))
         num_slots, num_kv_heads, head_dim = kv.data.shape[2:]
-        call = _Call(
+        call = Call(
             **addresses,
             num_tokens=len(positions),
             num_kv_heads=num_kv_heads,
@@ -328,9 +337,9 @@ class NumbaAttention:
             path_len=paths.shape[1],
             scale=head_dim**-0.5,
         )
-        return _Prepared(view, kv, call, arrays, num_pairs * head_dim)
+        return Prepared(view, kv, call, arrays, num_pairs * head_dim)
 
-    def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: _Prepared) -> Tensor:
+    def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: Prepared) -> Tensor:
         call, q = prepared.call, q.contiguous()
         out = torch.empty_like(q)
         call.next, call.num_heads, call.q, call.out = 0, q.shape[1], q.data_ptr(), out.data_ptr()

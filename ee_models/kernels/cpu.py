@@ -15,25 +15,24 @@ from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
 from . import QkNorms
-from .numba_math import ONE, ZERO, exp32
+from .numba_math import ONE, exp32
+from .numba_vectors import sum_of_squares
 
 _NOTHING, _NO_DELTA = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 # One thread each: these take microseconds, and a second pool of threads that spin beside torch's own costs
 # both dearly.
-_kernel = njit(fastmath={"contract", "reassoc"}, error_model="numpy", cache=True, nogil=True)
+_kernel = njit(fastmath={"contract"}, error_model="numpy", cache=True, nogil=True)
 
 
 @_kernel
 def _inverse_rms(x: Any, eps: Any) -> Any:
     """1 / sqrt(mean(x ** 2) + eps)."""
-    total = ZERO
-    for i in range(x.shape[0]):
-        total += x[i] * x[i]
+    total = sum_of_squares(x.ctypes.data, x.shape[0])
     return ONE / np.float32(math.sqrt(total / np.float32(x.shape[0]) + np.float32(eps)))
 
 
 @_kernel
-def _add_rms_norm(hidden: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
+def add_rms_norm(hidden: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
     size = hidden.shape[1]
     for token in range(hidden.shape[0]):
         h, o = hidden[token], out[token]
@@ -47,7 +46,7 @@ def _add_rms_norm(hidden: Any, delta: Any, weight: Any, eps: Any, out: Any) -> N
 
 
 @_kernel
-def _rope_and_store(
+def rope_and_store(
     qkv: Any,
     cos_sin: Any,
     q_norm: Any,
@@ -89,7 +88,7 @@ def _rope_and_store(
 
 
 @_kernel
-def _silu_mul(gate_up: Any, out: Any) -> None:
+def silu_mul(gate_up: Any, out: Any) -> None:
     size = out.shape[1]
     for token in range(out.shape[0]):
         gate, up, o = gate_up[token, :size], gate_up[token, size:], out[token]
@@ -108,7 +107,7 @@ class NumbaKernels:
     def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = np.empty(hidden.shape, np.float32)
         added = _NO_DELTA if delta is None else delta.numpy()
-        _add_rms_norm(hidden.numpy(), added, self._constant(weight), eps, out)
+        add_rms_norm(hidden.numpy(), added, self._constant(weight), eps, out)
         return torch.from_numpy(out)
 
     def rope_and_store(
@@ -121,12 +120,12 @@ class NumbaKernels:
         q = np.empty((qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim), np.float32)
         q_weight, k_weight = (_NOTHING, _NOTHING) if norms is None else map(self._constant, norms)
         table, positions, slots = self._constant(rope), self._positions, self._slots
-        _rope_and_store(qkv.numpy(), table, q_weight, k_weight, eps, positions, slots, keys, values, q)
+        rope_and_store(qkv.numpy(), table, q_weight, k_weight, eps, positions, slots, keys, values, q)
         return torch.from_numpy(q)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
-        _silu_mul(gate_up.numpy(), out)
+        silu_mul(gate_up.numpy(), out)
         return torch.from_numpy(out)
 
     def _constant(self, tensor: Tensor) -> Any:

@@ -21,11 +21,16 @@ from numba.extending import intrinsic
 
 
 class KernelThreads:
-    """As many threads as torch uses when this is made; count: how many."""
+    """As many threads as torch uses when this is made.
+
+    count    how many
+    barrier  the address of a function at which a kernel's threads wait for each other; 0 = there is none, and
+             only a kernel on one thread can do without
+    """
 
     def __init__(self) -> None:
         self.count = torch.get_num_threads()
-        self._parallel = _find_gomp_parallel()
+        self._parallel, self.barrier = _find_gomp()
         self._pool = None
         if self._parallel is None and self.count > 1:
             self._pool = ThreadPoolExecutor(self.count - 1, thread_name_prefix="kernel")
@@ -51,20 +56,22 @@ def _function(address: int) -> Callable[[int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
 
-def _find_gomp_parallel() -> Callable[[int, int, int, int], None] | None:
-    """GOMP_parallel(function, its argument, number of threads, flags) of the OpenMP library that torch has
-    loaded; None if it is another's than GNU's."""
+def _find_gomp() -> tuple[Callable[[int, int, int, int], None] | None, int]:
+    """GOMP_parallel(function, its argument, number of threads, flags) and the address of GOMP_barrier, of the
+    OpenMP library that torch has loaded; None and 0 if it is another's than GNU's."""
     torch_lib = Path(torch.__file__).parent / "lib"
     bundled = [*torch_lib.glob("libgomp*"), *torch_lib.parents[1].glob("torch.libs/libgomp*")]
     for path in (*map(str, bundled), None):  # None: whatever the process has
         try:
-            found = ctypes.CDLL(path).GOMP_parallel
+            library = ctypes.CDLL(path)
+            parallel = library.GOMP_parallel
+            barrier = ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value
         except (OSError, AttributeError, TypeError):
             continue
-        found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        found.restype = None
-        return found
-    return None
+        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+        return parallel, barrier or 0
+    return None, 0
 
 
 def _take_intrinsic(_context: Any, counter: Any) -> Any:
@@ -95,6 +102,19 @@ def _address_of_intrinsic(_context: Any, data: Any) -> Any:
     return types.intp(data), generate
 
 
+def _wait_intrinsic(_context: Any, barrier: Any) -> Any:
+    """Calls the function at the address `barrier`, unless it is 0."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        function = ir.FunctionType(ir.VoidType(), []).as_pointer()
+        with builder.if_then(builder.icmp_unsigned("!=", args[0], args[0].type(0))):
+            builder.call(builder.inttoptr(args[0], function), [])
+        return ir.Constant(ir.IntType(8).as_pointer(), None)  # numba's None
+
+    return types.none(types.intp), generate
+
+
+wait: Any = intrinsic(_wait_intrinsic)
 address_of: Any = intrinsic(_address_of_intrinsic)
 take: Any = intrinsic(_take_intrinsic)
 pointer: Any = intrinsic(_pointer_intrinsic)

@@ -32,7 +32,7 @@ def count_pieces(data):  # type: ignore[no-untyped-def]
 def test_each_piece_is_taken_once(has_gomp: bool, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     if not has_gomp:
-        monkeypatch.setattr(threads, "_find_gomp_parallel", lambda: None)
+        monkeypatch.setattr(threads, "_find_gomp", lambda: (None, 0))
     pool, times = KernelThreads(), np.zeros(COUNT, np.int64)
     assert pool.count == num_threads
     for calls in range(1, 21):
@@ -49,4 +49,4 @@ def test_a_library_without_gnus_parallel_is_passed_over(monkeypatch: pytest.Monk
         return object()
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert threads._find_gomp_parallel() is None
+    assert threads._find_gomp() == (None, 0)
