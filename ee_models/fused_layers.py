@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 # Multiplications of a pass's products from which other threads are worth their waiting for each other.
 _PARALLEL_FROM = 1 << 18
+_KEPT_TOKENS = 64
 _LINEARS = ("qkv", "output", "gate_up", "down")
 
 
@@ -156,6 +158,7 @@ class FusedLayers:
         self.attention, self._threads = attention, threads
         self._cos_sin, self._eps, self._num_heads = cos_sin, eps, num_heads
         self._tables: dict[tuple[int, int], tuple[Any, Sequence[LayerWeights]]] = {}
+        self._scratch = torch.empty(0)
 
     @staticmethod
     def can_run(attention: AttentionBackend, threads: KernelThreads) -> bool:
@@ -181,9 +184,9 @@ class FusedLayers:
             "gate_up": 2 * intermediate,
             "activated": intermediate,
         }
-        arrays = {name: torch.empty(num_tokens, size) for name, size in sizes.items()}
-        weights = sum(linear.num_bytes // 4 for layer in layers for linear in layer.linears)
-        num_threads = self._threads.count if num_tokens * weights > _PARALLEL_FROM else 1
+        scratch, addresses = self._make_scratch(sizes, num_tokens)
+        is_large = num_tokens * hidden_size * (size_q + 3 * intermediate) * len(layers) > _PARALLEL_FROM
+        num_threads = self._threads.count if is_large else 1
         slots = view.slots.contiguous()
         call = _Call(
             num_threads=num_threads,
@@ -207,9 +210,23 @@ class FusedLayers:
             values=kv.values(kv_layer).data_ptr(),
             bytes_per_kv_layer=4 * kv.data.stride(0),
             eps=self._eps,
-            **{name: array.data_ptr() for name, array in arrays.items()},
+            **addresses,
         )
         self._threads.run(_run_layers, ctypes.addressof(call), num_threads)
+        del scratch  # until here the addresses are its
+
+    def _make_scratch(self, sizes: dict[str, int], num_tokens: int) -> tuple[Tensor, dict[str, int]]:
+        """Memory for arrays of so many numbers a token, and where each begins. That of short passes is kept:
+        new memory costs a pass of few tokens as much as all of its norms."""
+        padded = {name: -(-size * num_tokens // 16) * 16 for name, size in sizes.items()}
+        total = sum(padded.values())
+        scratch = self._scratch
+        if scratch.numel() < total:
+            scratch = torch.empty(total)
+            if num_tokens <= _KEPT_TOKENS:
+                self._scratch = scratch
+        begins = accumulate(padded.values(), initial=scratch.data_ptr() // 4)
+        return scratch, {name: 4 * begin for name, begin in zip(padded, begins, strict=False)}
 
     def _table(self, layers: Sequence[LayerWeights]) -> Any:
         """The layers as an array of _Layer; made once for a span of layers, which is kept: its id stays its

@@ -108,4 +108,34 @@ def _sum_of_squares_intrinsic(_context: Any, x: Any, count: Any) -> Any:
     return types.float32(types.intp, types.intp), generate
 
 
+def _highest_intrinsic(_context: Any, x: Any, count: Any) -> Any:
+    """The largest of `count` numbers at the address x; -inf of none, and NaN is passed over."""
+
+    def larger(builder: Any, best: Any, found: Any) -> None:
+        before = builder.load(best)
+        is_larger = builder.fcmp_ordered(">", found, before)
+        builder.store(builder.select(is_larger, found, before), best)
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        x, count = args
+        lowest = ir.Constant(VECTOR, [float("-inf")] * WIDTH)
+        peaks = [cgutils.alloca_once_value(builder, lowest) for _ in range(4)]
+        whole = builder.udiv(count, INT(4 * WIDTH))
+        with cgutils.for_range(builder, whole) as loop:
+            start = builder.mul(loop.index, INT(16 * WIDTH))
+            for i, peak in enumerate(peaks):
+                larger(builder, peak, load(builder, x, builder.add(start, INT(4 * WIDTH * i))))
+        for peak in peaks[1:]:
+            larger(builder, peaks[0], builder.load(peak))
+        best = cgutils.alloca_once_value(builder, FLOAT(float("-inf")))
+        for i in range(WIDTH):
+            larger(builder, best, builder.extract_element(builder.load(peaks[0]), INT32(i)))
+        with cgutils.for_range(builder, count, start=builder.mul(whole, INT(4 * WIDTH)), intp=INT) as loop:
+            larger(builder, best, load(builder, x, builder.mul(loop.index, INT(4)), FLOAT))
+        return builder.load(best)
+
+    return types.float32(types.intp, types.intp), generate
+
+
+highest: Any = intrinsic(_highest_intrinsic)
 sum_of_squares: Any = intrinsic(_sum_of_squares_intrinsic)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ee_models.kernels import runs_triton
+from ee_models.kernels import runs_numba, runs_triton
 
 
 def max_probability(logits: Tensor) -> Tensor:
@@ -13,6 +14,10 @@ def max_probability(logits: Tensor) -> Tensor:
         from .confidence_triton import log_sum_exp
 
         return (logits.amax(-1).float() - log_sum_exp(logits)).exp()
+    if runs_numba(logits.device) and logits.dtype == torch.float32:
+        from . import scan_numba
+
+        return scan_numba.max_probability(logits)
     return logits.float().softmax(-1).amax(-1)
 
 
@@ -22,4 +27,8 @@ def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
         from .confidence_triton import log_sum_exp
 
         return (logits.gather(1, token_ids).float() - log_sum_exp(logits).unsqueeze(1)).exp()
+    if runs_numba(logits.device) and logits.dtype == torch.float32:
+        from . import scan_numba
+
+        return scan_numba.probability_of(logits, token_ids)
     return logits.float().softmax(-1).gather(1, token_ids)
