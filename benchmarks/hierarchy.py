@@ -35,6 +35,7 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
+from benchmarks.markdown import table
 from benchmarks.recorded import PASSES_ALONE, memory_bound, prompts_of, record_rows
 from ee_models.errors import CheckpointError
 from hispec.config import SpeculativeConfig
@@ -333,9 +334,7 @@ def measure(
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    for cells in (titles, ["---"] * len(titles), *rows):
-        print(f"| {' | '.join(cells)} |")
-    print()
+    print(*table(titles, rows), "", sep="\n")
 
 
 def interval_text(found: Mapping[str, Any]) -> str:

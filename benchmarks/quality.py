@@ -34,6 +34,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run from a checkout: nothing needs to be installed
+
+from benchmarks.markdown import table
 from ee_models.checkpoint.exit_files import fingerprint
 from ee_models.checkpoint.loader import Checkpoint, load_tokenizer
 from ee_models.decoder import Decoder
@@ -390,12 +395,6 @@ def prompts_figures(
 # ---- tables ----
 
 
-def table(*rows: Sequence[str]) -> list[str]:
-    """Markdown, the titles first."""
-    head, *body = rows
-    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)]
-
-
 def in_words(figure: dict[str, Any], kind: str) -> list[str]:
     """A value and its interval, by the format `kind`."""
     interval = figure["interval"]
@@ -418,14 +417,14 @@ def lines_of(result: dict[str, Any]) -> Iterator[str]:
         ]
         if "difference" in part:
             rows.append(["difference", *in_words(part["difference"], "+.1%"), "", ""])
-        yield from table(["model", "right", "95 %", "ended by themselves", "mean tokens"], *rows)
+        yield from table(["model", "right", "95 %", "ended by themselves", "mean tokens"], rows)
     if "text" in result:
         part = result["text"]
         yield f"\nHeld-out text, {part['texts']} answers, {part['tokens']} tokens:\n"
         rows = [[name, *in_words(of, ".4f")] for name, of in zip(names, part["models"], strict=True)]
         if "difference" in part:
             rows.append(["difference", *in_words(part["difference"], "+.4f")])
-        yield from table(["model", "nats a token", "95 %"], *rows)
+        yield from table(["model", "nats a token", "95 %"], rows)
     if "prompts" in result:
         part = result["prompts"]
         yield f"\n{names[0]} on greedy answers of {names[1]}, at most {result['max_tokens']} tokens:\n"
@@ -440,7 +439,7 @@ def lines_of(result: dict[str, Any]) -> Iterator[str]:
             for task, of in (*part["tasks"].items(), ("mean over tasks", part["mean"]))
         ]
         titles = ["task", "prompts", "tokens", "KL, nats a token", "95 %", "same greedy tokens", "95 %"]
-        yield from table(titles, *rows)
+        yield from table(titles, rows)
 
 
 # ---- the command ----
