@@ -18,6 +18,7 @@ sys.path.insert(
 )  # run from a checkout: nothing needs to be installed
 
 from benchmarks.gpu_run import BENCHMARK, FIGURES, SYNTHETIC, figure_rows
+from benchmarks.markdown import table
 from hispec.utils.environment import hardware_text
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
@@ -65,7 +66,7 @@ def lines_of(result: dict[str, Any] | None, source: str = "") -> list[str]:
         return [
             "**Not measured yet.** No GPU was at hand.",
             "",
-            *_table(("figure", "value", "target", ""), figure_rows(nothing)),
+            *table(("figure", "value", "target", ""), figure_rows(nothing)),
         ]
     parts = result["parts"]
     lines = [
@@ -75,16 +76,12 @@ def lines_of(result: dict[str, Any] | None, source: str = "") -> list[str]:
         ),
         "",
     ]
-    lines += _table(("figure", "value", "target", ""), figure_rows(result))
+    lines += table(("figure", "value", "target", ""), figure_rows(result))
     lines += _reasons(result)
     lines += _correctness(parts.get("correctness", {}))
     lines += _smollm2(parts.get("smollm2", {}))
     lines += _shapes(parts.get("shapes", {}))
     return lines
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def _reasons(result: dict[str, Any]) -> Iterator[str]:
@@ -175,7 +172,7 @@ def _smollm2(part: dict[str, Any]) -> Iterator[str]:
                 ),
             ]
         )
-    yield from _table(
+    yield from table(
         ("", "plain", "best two-tier", "best three-tier", "transformers, with prompts", "its early exit"),
         rows,
     )
@@ -214,10 +211,10 @@ def _shapes(part: dict[str, Any]) -> Iterator[str]:
             ),
             "",
         )
-        yield from _table(("shape", "", "plan", "stages", "round", "/ stages", "host gap"), stages)
+        yield from table(("shape", "", "plan", "stages", "round", "/ stages", "host gap"), stages)
         yield from ("", f"Kernels of a plain round per layer: {', '.join(kernels) or 'not counted'}.")
         yield from ("", "**Synthetic acceptance**, which says nothing of any model:", "")
-        yield from _table(("shape", "", "plan, reading of the paper's rates", "tokens/s", "× plain"), ratios)
+        yield from table(("shape", "", "plan, reading of the paper's rates", "tokens/s", "× plain"), ratios)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import hierarchy
-from benchmarks.hierarchy import Totals, compared
+from benchmarks import hierarchy, hierarchy_timing
+from benchmarks.hierarchy_ratios import Totals, compared
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
 from hispec.measure import latency as measuring
@@ -72,7 +72,8 @@ def small() -> Iterator[None]:
     """Few plans are searched, and what passes take is of no interest."""
     with pytest.MonkeyPatch.context() as patch:
         sizes = {"max_drafts": 2, "max_checks": 2, "max_window": 6}
-        patch.setattr(hierarchy, "ProfileOptions", partial(ProfileOptions, **sizes))
+        for module in (hierarchy, hierarchy_timing):
+            patch.setattr(module, "ProfileOptions", partial(ProfileOptions, **sizes))
         patch.setattr(predict, "_REFINED", 1)
         patch.setattr(measuring, "_SAMPLES", 1)
         yield

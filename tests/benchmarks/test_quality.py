@@ -14,7 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import quality
+from benchmarks import quality, quality_scores
+from benchmarks.quality_figures import gsm8k_figures, mean_of, wilson
+from benchmarks.quality_inputs import Models, Prompt, examples_of, final_number, prompts_of
 from ee_models.checkpoint.loader import load_tokenizer, open_checkpoint
 from hispec.errors import build
 from hispec.outputs import CompletionOutput, RequestOutput
@@ -101,7 +103,7 @@ def parts(folder: Path, *names: str) -> list[str]:
     ],
 )
 def test_the_final_number_of_an_answer(text: str, number: str | None) -> None:
-    assert quality.final_number(text) == (None if number is None else Decimal(number))
+    assert final_number(text) == (None if number is None else Decimal(number))
 
 
 # ---- figures ----
@@ -114,9 +116,9 @@ def test_accuracy_is_of_all_questions_and_the_difference_of_pairs() -> None:
             for text, reason in zip(texts, ("stop", "length", "stop"), strict=True)
         ]
 
-    questions = [quality.Prompt(f"line {number}", [1], number=Decimal(number)) for number in (42, 4, 1234)]
+    questions = [Prompt(f"line {number}", [1], number=Decimal(number)) for number in (42, 4, 1234)]
     said = [answers("#### 42.0", "$4", "1,2"), answers("#### 41", "4", "")]
-    figures = quality.gsm8k_figures(questions, said)
+    figures = gsm8k_figures(questions, said)
     model, original = figures["models"]
     assert model["accuracy"]["value"] == pytest.approx(2 / 3)
     assert original["accuracy"]["value"] == pytest.approx(1 / 3)
@@ -132,19 +134,19 @@ def test_accuracy_is_of_all_questions_and_the_difference_of_pairs() -> None:
 
 
 def test_wilsons_interval() -> None:
-    assert quality.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert quality.wilson(0, 3)[0] == 0.0, "and not -0.0 by rounding"
-    assert quality.wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
+    assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert wilson(0, 3)[0] == 0.0, "and not -0.0 by rounding"
+    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
 
 
 def test_means_weigh_tokens_in_a_task_and_tasks_alike() -> None:
     totals, counts, tasks = [1.0, 8.0, 3.0, 3.0], [1.0, 3.0, 1.0, 1.0], ["a", "a", "b", "b"]
-    assert quality.mean_of(totals, counts)["value"] == pytest.approx(15 / 6)
-    of_tasks = quality.mean_of(totals, counts, tasks)
+    assert mean_of(totals, counts)["value"] == pytest.approx(15 / 6)
+    of_tasks = mean_of(totals, counts, tasks)
     assert of_tasks["value"] == pytest.approx((9 / 4 + 3) / 2)
     low, high = of_tasks["interval"]
     assert (low, high) == pytest.approx(((1 + 3) / 2, (8 / 3 + 3) / 2)), "b does not vary, a from 1 to 8/3"
-    assert quality.mean_of(totals, counts, ["a", "b", "b", "b"])["interval"] is None
+    assert mean_of(totals, counts, ["a", "b", "b", "b"])["interval"] is None
 
 
 # ---- beside transformers ----
@@ -174,7 +176,7 @@ def test_nats_and_divergence_are_those_of_transformers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sizes: tuple[str, int]
 ) -> None:
     batch_size, logits_at_once = sizes
-    monkeypatch.setattr(quality, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(quality_scores, "LOGITS_AT_ONCE", logits_at_once)
     model, original = folder / "model", folder / "original"
     arguments = [*parts(folder, "text", "prompts"), "--against", str(original), "--batch-size", batch_size]
     result = run(folder, *arguments)
@@ -270,14 +272,14 @@ def test_text_is_put_as_training_puts_it(folder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(open_checkpoint(folder / "model"))
     assert tokenizer is not None
     examples = make_examples(config, tmp_path, tokenizer, progress=False)
-    models = quality.Models.open([str(folder / "model")])
-    found = quality.examples_of(models, path, ("question", "answer"), None)
+    models = Models.open([str(folder / "model")])
+    found = examples_of(models, path, ("question", "answer"), None)
     assert sorted(found, key=str) == sorted(examples, key=str)
 
 
 def test_a_limit_takes_so_many_of_each_task(folder: Path) -> None:
-    models = quality.Models.open([str(folder / "model")])
-    prompts = quality.prompts_of(models, folder / "prompts.jsonl", 1)
+    models = Models.open([str(folder / "model")])
+    prompts = prompts_of(models, folder / "prompts.jsonl", 1)
     assert [(prompt.task, prompt.where[-6:]) for prompt in prompts] == [
         ("a", "line 1"),
         ("b", "line 3"),
