@@ -54,6 +54,8 @@ def no_numba(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in ("hispec.sampling.sampler", "hispec.decoding.acceptance"):
         monkeypatch.setattr(f"{module}.draw", draw)
+    for module in ("hispec.sampling.sampler", "hispec.sampling.confidence"):
+        monkeypatch.setattr(f"{module}.runs_numba", lambda device: False)
     monkeypatch.setattr(
         "hispec.drafters.ngram.make_lookup", lambda device, *sizes: TensorLookup(device, *sizes)
     )

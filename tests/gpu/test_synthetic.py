@@ -14,7 +14,6 @@ from benchmarks.gpu_synthetic import Agreement, agreement_of_shares, expected, f
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from hispec.config import CheckConfig, DraftConfig, SpeculativeConfig
-from hispec.drafters.lookup_torch import TensorLookup
 from hispec.measure.stage_bench import Rig
 from hispec.stats import rate
 from tests.helpers.recorded_graphs import RecordedGraphs, recordable
@@ -65,7 +64,7 @@ def test_plain_decoding_and_certain_agreement_go_through_the_judge_unchanged(tin
     assert decode(never, prompts, 30).outputs == before
 
 
-def test_the_judge_can_be_captured(tiny_path: Path) -> None:
+def test_the_judge_can_be_captured(no_numba: None, tiny_path: Path) -> None:
     decoder = recordable(Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU))
     outputs = []
     for graphs in (True, False):
@@ -96,12 +95,7 @@ def test_shares_give_the_agreement_that_gives_them() -> None:
 # ---- the rig on a GPU, played on a CPU ----
 
 
-def test_a_rigs_stages_do_from_graphs_what_they_do_eagerly(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "hispec.drafters.ngram.make_lookup", lambda device, *sizes: TensorLookup(device, *sizes)
-    )
+def test_a_rigs_stages_do_from_graphs_what_they_do_eagerly(no_numba: None, tiny_path: Path) -> None:
     decoder = recordable(Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU))
     graphs = RecordedGraphs()
     rig = Rig(decoder, [], [1, 2, 3, 4, 1, 2, 3] * 4, 3, 8, graphs)

@@ -9,6 +9,7 @@ whatever the code would do by then.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ee_models.attention.sdpa import SdpaAttention
-from ee_models.decoder import Decoder
+from ee_models.decoder import Decoder, LayerWeights
 from ee_models.kernels.reference import ReferenceKernels
+from ee_models.linear import Linear, PlainLinear
+from ee_models.linear_factory import LinearMaker
+from ee_models.panel_linear import PanelLinear
 
 # What makes the host wait for a GPU, or copies from the host's memory.
 FORBIDDEN = {
@@ -86,7 +90,26 @@ class RecordedGraphs:
         return self.num_captured * self.bytes_of_a_graph
 
 
+class _TorchLinears(LinearMaker):
+    makes_panels = False
+
+
 def recordable(decoder: Decoder) -> Decoder:
     """The decoder by torch operations alone: a recorder does not see what numba does."""
     decoder.attention, decoder.kernels = SdpaAttention(), ReferenceKernels()
+    decoder.make_linear = _TorchLinears(decoder.device, decoder.dtype)
+    decoder.head = _plain(decoder.head)
+    decoder._layers = [
+        LayerWeights(
+            None if a is None else replace(a, qkv=_plain(a.qkv), output=_plain(a.output)),
+            None if m is None else replace(m, gate_up=_plain(m.gate_up), down=_plain(m.down)),
+        )
+        for a, m in ((layer.attention, layer.mlp) for layer in decoder._layers)
+    ]
     return decoder
+
+
+def _plain(linear: Linear) -> PlainLinear:
+    assert isinstance(linear, PanelLinear)
+    weight = linear.panels.transpose(1, 2).reshape(-1, linear.num_inputs)[: linear.num_outputs]
+    return PlainLinear(weight.contiguous(), linear.bias[: linear.num_outputs])
