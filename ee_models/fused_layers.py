@@ -157,7 +157,7 @@ class FusedLayers:
         assert isinstance(attention, NumbaAttention)
         self.attention, self._threads = attention, threads
         self._cos_sin, self._eps, self._num_heads = cos_sin, eps, num_heads
-        self._tables: dict[tuple[int, int], tuple[Any, Sequence[LayerWeights]]] = {}
+        self._tables: dict[tuple[int, ...], tuple[Any, Sequence[LayerWeights]]] = {}
         self._scratch = torch.empty(0)
 
     @staticmethod
@@ -229,9 +229,9 @@ class FusedLayers:
         return scratch, {name: 4 * begin for name, begin in zip(padded, begins, strict=False)}
 
     def _table(self, layers: Sequence[LayerWeights]) -> Any:
-        """The layers as an array of _Layer; made once for a span of layers, which is kept: its id stays its
+        """The layers as an array of _Layer; made once for a span of layers, which are kept: ids stay their
         own."""
-        key = id(layers[0]), len(layers)
+        key = tuple(map(id, layers))
         if key not in self._tables:
             self._tables[key] = (_Layer * len(layers))(*map(_layer, layers)), layers
         return self._tables[key][0]

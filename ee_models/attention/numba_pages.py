@@ -37,12 +37,11 @@ _NO_PATH = 1 << 62  # the start of a chain's path: the block table tells every s
 # Multiplications of a call's scores from which other threads are worth their 3 microseconds.
 _PARALLEL_FROM = 1 << 17
 _OPTIONS: dict[str, Any] = {
-    "fastmath": {"contract", "reassoc"},
+    "fastmath": {"contract"},
     "error_model": "numpy",
     "cache": True,
     "nogil": True,
 }
-_IN_ORDER: dict[str, Any] = {**_OPTIONS, "fastmath": {"contract"}}
 
 
 @njit(**_OPTIONS)
@@ -65,7 +64,7 @@ def _find_slots(
         slots[j] = slots[count - 1]
 
 
-@njit(**_IN_ORDER)
+@njit(**_OPTIONS)
 def _score(queries: Any, i: int, keys: Any, kv_head: int, slots: Any, count: int, scores: Any) -> None:
     """scores[k, j] = query i + k . key of slot j, for QUERIES k and `count` j; what else is written to scores
     means nothing."""
@@ -81,7 +80,7 @@ def _score(queries: Any, i: int, keys: Any, kv_head: int, slots: Any, count: int
                 scores[k, j] += queries[i + k, d] * keys[slots[j], kv_head, d]
 
 
-@njit(**_IN_ORDER)
+@njit(**_OPTIONS)
 def _accumulate(weights: Any, values: Any, kv_head: int, slots: Any, count: int, sums: Any, i: int) -> None:
     """sums[i + k] += weights[k, j] * value of slot j, for QUERIES k and one after another of `count` j."""
     head_dim, bytes_per_sum, bytes_per_value = sums.shape[1], sums.strides[0], values.strides[0]
@@ -118,6 +117,18 @@ def _highest(scores: Any, peak: Any, some: Any) -> Any:
 
 
 @njit(**_OPTIONS)
+def _sum(scores: Any, some: Any) -> Any:
+    """The sum of a tile's scores, in an order that vectors can follow; `some` as in _highest."""
+    for j in range(16):
+        some[j] = (scores[j] + scores[j + 16]) + (scores[j + 32] + scores[j + 48])
+    for j in range(8):
+        some[j] += some[j + 8]
+    for j in range(4):
+        some[j] += some[j + 4]
+    return (some[0] + some[2]) + (some[1] + some[3])
+
+
+@njit(**_OPTIONS)
 def _weigh(scores: Any, count: int, peak: Any, total: Any, some: Any) -> Any:
     """Turns a tile's scores into weights exp(score - new peak), 0 from `count` on -> (new peak, new total,
     factor for earlier sums)."""
@@ -129,10 +140,7 @@ def _weigh(scores: Any, count: int, peak: Any, total: Any, some: Any) -> Any:
         scores[j] = exp32(scores[j] - new_peak)
     for j in range(max(count, 0), _TILE):
         scores[j] = ZERO
-    tile_total = ZERO
-    for j in range(_TILE):
-        tile_total += scores[j]
-    return new_peak, total * shrink + tile_total, shrink
+    return new_peak, total * shrink + _sum(scores, some), shrink
 
 
 @njit(**_OPTIONS)

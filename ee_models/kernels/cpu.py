@@ -19,9 +19,9 @@ from .numba_math import ONE, exp32
 from .numba_vectors import sum_of_squares
 
 _NOTHING, _NO_DELTA = np.empty(0, np.float32), np.empty((0, 0), np.float32)
-# One thread each: these take microseconds, and a second pool of threads that spin beside torch's own costs
-# both dearly.
 _kernel = njit(fastmath={"contract"}, error_model="numpy", cache=True, nogil=True)
+# In a * b + c * d either product may be the one that is not rounded, as LLVM likes.
+_uncontracted = njit(error_model="numpy", cache=True, nogil=True)
 
 
 @_kernel
@@ -45,7 +45,7 @@ def add_rms_norm(hidden: Any, delta: Any, weight: Any, eps: Any, out: Any) -> No
             o[i] = h[i] * scale * weight[i]
 
 
-@_kernel
+@_uncontracted
 def rope_and_store(
     qkv: Any,
     cos_sin: Any,

@@ -109,10 +109,8 @@ def multiply(
         first = 0
         for tile in range(num_tiles):
             count = (num_tokens - first) // (num_tiles - tile)  # tiles as alike as can be
-            rows, to = (
-                (x + first * bytes_per_x, bytes_per_x),
-                out + first * bytes_per_out + number * 4 * COLUMNS,
-            )
+            rows = x + first * bytes_per_x, bytes_per_x
+            to = out + first * bytes_per_out + number * 4 * COLUMNS
             if columns == COLUMNS:
                 _multiply_tile(count, rows, num_inputs, panel, its_bias, (to, bytes_per_out))
             else:  # what is past the last output must not be written over the next token's first ones

@@ -19,6 +19,7 @@ from ..decoding.acceptance import CoupledJudge
 from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
 from ..drafters.ngram import NgramDrafter
+from ..sampling.confidence import likeliest, max_probability
 from ..sampling.sampler import Sampler
 from ..utils.console import make_bar
 from .recording import NOTHING, Answer, Ints, LookedUp, Recording, Said
@@ -52,9 +53,8 @@ def record(
     batch_size      answers that are made together: only a datastore, which earlier outputs fill, depends on
                     it
     """
-    longest = max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers)
     all_layers = range(1, decoder.config.num_layers + 1)
-    reader = _Reader(decoder, exits, longest, own=all_layers, said=layers)
+    reader = _Reader(decoder, exits, answers, own=all_layers, said=layers)
     with make_bar(len(answers), "agreement", "answer", progress) as bar:
         for answer in answers:
             reader.read(answer)
@@ -62,7 +62,7 @@ def record(
     model = None
     if draft_model is not None:
         last = draft_model.config.num_layers
-        drafts = _Reader(draft_model, [], longest, own=[], said=[last], most=decoder.config.vocab_size)
+        drafts = _Reader(draft_model, [], answers, own=[], said=[last], most=decoder.config.vocab_size)
         for answer in answers:
             drafts.read(answer)
         model = drafts.said(last)
@@ -86,22 +86,26 @@ class _Reader:
         self,
         decoder: Decoder,
         exits: Sequence[Exit],
-        longest: int,
+        answers: Sequence[Answer],
         *,
         own: Sequence[int],
         said: Sequence[int],
         most: int | None = None,
     ) -> None:
         self._decoder, self._most = decoder, most
-        # Parts of what is read, in the order of a Recording: tokens, likeliest tokens and their probability.
-        self._own: dict[int, list[Tensor]] = {layer: [] for layer in own}
-        self._ranked: dict[int, list[Tensor]] = {layer: [] for layer in said}
-        self._probability: dict[int, list[Tensor]] = {layer: [] for layer in said}
+        # What is read, in the order of a Recording: tokens, likeliest tokens and their probability. Made whole:
+        # pieces that stay between the logits of many sizes cost gigabytes of memory in fragments.
+        places = sum(len(answer.token_ids) + 1 for answer in answers)
+        self._own = {layer: torch.full((places,), NOTHING) for layer in own}
+        self._ranked = {layer: torch.full((places, RANKS), NOTHING) for layer in said}
+        self._probability = {layer: torch.full((places,), float(NOTHING)) for layer in said}
+        self._place = 0  # of the next token that is said
         self._exit_at: dict[int, tuple[Exit, int]] = {}
         num_kv_layers = decoder.config.num_layers
         for exit_ in sorted(exits, key=lambda exit_: exit_.layer):
             self._exit_at[exit_.layer] = exit_, num_kv_layers
             num_kv_layers += exit_.num_kv_layers
+        longest = max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers)
         config, num_blocks = decoder.config, -(-longest // _BLOCK_SIZE)
         self._table = torch.arange(num_blocks, device=decoder.device).unsqueeze(0)
         self._kv = PagedKV(
@@ -116,12 +120,10 @@ class _Reader:
 
     def own(self, layer: int) -> Ints:
         """[places]: the likeliest token by the model's own norm and head after `layer`."""
-        return np.asarray(torch.cat(self._own[layer]))
+        return np.asarray(self._own[layer])
 
     def said(self, layer: int) -> Said:
-        return Said(
-            np.asarray(torch.cat(self._ranked[layer])), np.asarray(torch.cat(self._probability[layer]))
-        )
+        return Said(np.asarray(self._ranked[layer]), np.asarray(self._probability[layer]))
 
     def read(self, answer: Answer) -> None:
         """Notes what is said at each place of the answer, of the true context; NOTHING after its last."""
@@ -134,13 +136,12 @@ class _Reader:
             self._pass(token_ids, start, min(start + _PROMPT_TOKENS_PER_PASS, first), says=False)
         for start in range(first, len(token_ids), _ANSWER_TOKENS_PER_PASS):
             self._pass(token_ids, start, min(start + _ANSWER_TOKENS_PER_PASS, len(token_ids)), says=True)
-        for noted in (self._own, self._ranked, self._probability):
-            for parts in noted.values():
-                parts.append(parts[-1].new_full((1, *parts[-1].shape[1:]), NOTHING))
+        self._place += 1
 
     def _pass(self, token_ids: list[int], start: int, stop: int, *, says: bool) -> None:
         """Computes positions start..stop-1, one layer at a time; with `says`, notes what is said there."""
         decoder, device = self._decoder, self._decoder.device
+        here = slice(self._place, self._place + stop - start)
         positions = torch.arange(start, stop, device=device)
         slots = packed_slots_of(self._table, torch.zeros_like(positions), positions, _BLOCK_SIZE)
         view = BatchView(
@@ -153,7 +154,7 @@ class _Reader:
             if says and (layer in self._own or layer in self._ranked):
                 logits = decoder.logits(hidden, layer)[:, : self._most]
             if logits is not None and layer in self._own:
-                self._own[layer].append(logits.argmax(-1).cpu())
+                self._own[layer][here] = likeliest(logits).cpu()
             if layer in self._exit_at:
                 exit_, kv_layer = self._exit_at[layer]
                 if says:
@@ -161,13 +162,14 @@ class _Reader:
                 else:
                     exit_.fill(hidden, self._kv, kv_layer, view)
             if logits is not None and layer in self._ranked:
-                self._ranked[layer].append(_likeliest(logits).cpu())
-                self._probability[layer].append(logits.float().softmax(-1).amax(-1).cpu())
+                self._ranked[layer][here] = _ranked(logits).cpu()
+                self._probability[layer][here] = max_probability(logits).cpu()
+        self._place += (stop - start) * says
 
 
-def _likeliest(logits: Tensor) -> Tensor:
+def _ranked(logits: Tensor) -> Tensor:
     """The RANKS likeliest tokens [tokens, RANKS], first among equals as `Sampler.choose_top` has them."""
-    best = logits.argmax(-1, keepdim=True)
+    best = likeliest(logits).unsqueeze(1)
     others = logits.scatter(1, best, -torch.inf).topk(min(RANKS, logits.shape[-1]) - 1, dim=-1).indices
     return torch.nn.functional.pad(
         torch.cat((best, others), dim=1), (0, RANKS - 1 - others.shape[1]), value=NOTHING

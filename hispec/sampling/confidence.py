@@ -1,4 +1,4 @@
-"""Probabilities of tokens by unprocessed logits: the confidence of a drafter or a check."""
+"""The likeliest token, and probabilities by unprocessed logits: the confidence of a drafter or a check."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from torch import Tensor
 from ee_models.kernels import runs_numba, runs_triton
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """argmax over the vocabulary of logits [n, vocab] -> [n] int64."""
+    if _are_scanned(logits):
+        from . import scan_numba
+
+        return scan_numba.argmax(logits)
+    return logits.argmax(-1)
+
+
 def max_probability(logits: Tensor) -> Tensor:
     """Probability [n] float32 of the likeliest token of logits [n, vocab]."""
     if runs_triton(logits.device):
         from .confidence_triton import log_sum_exp
 
         return (logits.amax(-1).float() - log_sum_exp(logits)).exp()
-    if runs_numba(logits.device) and logits.dtype == torch.float32:
+    if _are_scanned(logits):
         from . import scan_numba
 
         return scan_numba.max_probability(logits)
@@ -27,8 +36,12 @@ def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
         from .confidence_triton import log_sum_exp
 
         return (logits.gather(1, token_ids).float() - log_sum_exp(logits).unsqueeze(1)).exp()
-    if runs_numba(logits.device) and logits.dtype == torch.float32:
+    if _are_scanned(logits):
         from . import scan_numba
 
         return scan_numba.probability_of(logits, token_ids)
     return logits.float().softmax(-1).gather(1, token_ids)
+
+
+def _are_scanned(logits: Tensor) -> bool:
+    return runs_numba(logits.device) and logits.dtype == torch.float32

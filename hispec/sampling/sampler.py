@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ee_models.kernels import runs_numba, runs_triton
+from ee_models.kernels import runs_triton
 
 from ..sampling_params import SamplingParams
 from . import noise
+from .confidence import likeliest
 from .inputs import RowSampling, SamplingInput
 from .logits_processors import Bias, LogitsProcessor, MinTokens, Penalties
 
@@ -94,10 +95,10 @@ class Sampler:
         if runs_triton(logits.device):
             return self._choose_on_gpu(logits, at)
         if not self._any_sampled:
-            return _argmax(logits)
+            return likeliest(logits)
         sampled = self._temperature[at.rows] > 0
         return torch.where(
-            sampled, draw(self._filtered(logits, at.rows), self._choice_keys(at)), _argmax(logits)
+            sampled, draw(self._filtered(logits, at.rows), self._choice_keys(at)), likeliest(logits)
         )
 
     def _choose_on_gpu(self, logits: Tensor, at: SamplingInput) -> Tensor:
@@ -135,7 +136,7 @@ class Sampler:
     def probabilities(self, logits: Tensor, at: SamplingInput) -> Tensor:
         """The distribution [tokens, vocab] that the row samples from; one-hot for greedy rows."""
         logits = self._processed(logits, at)
-        one_hot = torch.nn.functional.one_hot(_argmax(logits), self._vocab_size).float()
+        one_hot = torch.nn.functional.one_hot(likeliest(logits), self._vocab_size).float()
         if not self._any_sampled:
             return one_hot
         sampled = (self._temperature[at.rows] > 0).unsqueeze(-1)
@@ -204,12 +205,3 @@ def draw(logits: Tensor, key: Tensor) -> Tensor:
 
         return argmax_with_noise(logits, key)
     return (logits + noise.gumbel(key, logits.shape[-1])).argmax(-1)
-
-
-def _argmax(logits: Tensor) -> Tensor:
-    """argmax over the vocabulary of logits [n, vocab] -> [n]."""
-    if runs_numba(logits.device) and logits.dtype == torch.float32:
-        from .scan_numba import argmax
-
-        return argmax(logits)
-    return logits.argmax(-1)
