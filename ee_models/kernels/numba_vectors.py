@@ -36,6 +36,15 @@ def store(builder: Any, value: Any, base: Any, offset: Any) -> None:
     builder.store(value, address(builder, base, offset, value.type), align=4)
 
 
+def prefetch(builder: Any, base: Any, offset: Any) -> None:
+    """Asks for the memory at base + offset, for the second cache; whatever lies there."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    read, second_cache, data = INT32(0), INT32(2), INT32(1)
+    builder.call(function, [address(builder, base, offset, ir.IntType(8)), read, second_cache, data])
+
+
 def rows_of(builder: Any, matrix: Any, count: int) -> list[Any]:
     """The addresses of the first `count` rows of a matrix, given as ROWS."""
     first, stride = (builder.extract_value(matrix, i) for i in range(2))
