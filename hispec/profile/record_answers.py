@@ -93,7 +93,7 @@ class _Reader:
         most: int | None = None,
     ) -> None:
         self._decoder, self._most = decoder, most
-        # What is read, in the order of a Recording: tokens, likeliest tokens, their probability. Made once, as
+        # What is read, in the order of a Recording: tokens, likeliest tokens, their probability. Made once:
         # pieces that stay between the logits of many sizes cost gigabytes of memory in fragments.
         places = sum(len(answer.token_ids) + 1 for answer in answers)
         self._own = {layer: torch.full((places,), NOTHING) for layer in own}
