@@ -23,6 +23,6 @@ def test_jobs_and_plans_are_those_of_the_raw_results(result: str, prefix: str) -
     assert job.speculative == (None if own is None else SpeculativeConfig.model_validate(own))
     assert (job.model, job.sampling.max_tokens) == (raw["model"], raw["options"]["max_tokens"])
     for name, plan in raw["options"]["plans"].items():
-        preset = load_preset(BENCHMARKS / "table" / f"{prefix}{name}.yaml")
+        preset = load_preset(BENCHMARKS / "table" / f"{name}.yaml")
         assert preset.speculative == SpeculativeConfig.model_validate(plan), name
         assert preset.model == raw["model"], name

@@ -19,7 +19,6 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 from hispec.cli import main
-from hispec.drafters.lookup_torch import TensorLookup
 from hispec.errors import ConfigError
 from hispec.latency.profile_file import LatencyProfile, kept_path, load, save
 from hispec.measure import latency as measuring
@@ -119,12 +118,9 @@ def test_the_memory_of_a_rig_is_laid_out_for_other_contexts(
 
 
 def test_stages_of_static_rounds_are_captured(
-    tiny_path: Path, exits: list[AdapterExit], monkeypatch: pytest.MonkeyPatch
+    no_numba: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, played on a CPU: rows are buckets, and what a graph cannot hold is run eagerly."""
-    monkeypatch.setattr(
-        "hispec.drafters.ngram.make_lookup", lambda device, *sizes: TensorLookup(device, *sizes)
-    )
     monkeypatch.setattr(measuring, "_SAMPLES", 1)
     decoder, graphs = (
         recordable(Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU)),
