@@ -25,7 +25,7 @@ from .attention import AttentionBackend
 from .attention.numba_pages import CALL, NumbaAttention, attend_units
 from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
 from .kernels.numba_gemm import multiply
-from .kernels.threads import KernelThreads, address_of, pointer, take, wait
+from .kernels.threads import KernelThreads, address_of, count_team, pointer, take, wait
 from .linear import Linear
 from .panel_linear import PanelLinear
 
@@ -55,7 +55,7 @@ class _Call(ctypes.Structure):
     """A pass over `num_layers` layers, by the addresses and sizes of what it reads and writes."""
 
     _fields_ = [
-        *_addresses_and_sizes("next", "num_threads", "barrier", "layers", "num_layers", "attention", "units"),
+        *_addresses_and_sizes("next", "team_size", "barrier", "layers", "num_layers", "attention", "units"),
         *_addresses_and_sizes("hidden", "num_tokens", "hidden_size", "num_heads", "num_kv_heads", "head_dim"),
         *_addresses_and_sizes("cos_sin", "num_positions", "positions", "slots", "num_slots"),
         *_addresses_and_sizes("keys", "values", "bytes_per_kv_layer"),
@@ -106,7 +106,8 @@ def _activate(c: Any, size: int, first: int, last: int) -> None:
 @cfunc(types.void(types.CPointer(from_dtype(_CALL))), cache=True, error_model="numpy")
 def _run_layers(call: Any) -> None:
     c = carray(call, 1)[0]
-    share, shares, n, width = take(address_of(call)), c.num_threads, c.num_tokens, c.hidden_size
+    share, shares = take(address_of(call)), count_team(c.team_size)
+    n, width = c.num_tokens, c.hidden_size
     first, last = share * n // shares, (share + 1) * n // shares
     layers = carray(pointer(c.layers), c.num_layers, _LAYER)
     attention = carray(pointer(c.attention), 1, CALL)[0]
@@ -158,7 +159,7 @@ class FusedLayers:
         self.attention, self._threads = attention, threads
         self._cos_sin, self._eps, self._num_heads = cos_sin, eps, num_heads
         self._tables: dict[tuple[int, ...], tuple[Any, Sequence[LayerWeights]]] = {}
-        self._scratch = torch.empty(0)
+        self._scratch: Tensor | None = None
 
     @staticmethod
     def can_run(attention: AttentionBackend, threads: KernelThreads) -> bool:
@@ -184,12 +185,13 @@ class FusedLayers:
             "gate_up": 2 * intermediate,
             "activated": intermediate,
         }
-        scratch, addresses = self._make_scratch(sizes, num_tokens)
+        assert hidden.is_contiguous() and hidden.dtype == torch.float32, (hidden.stride(), hidden.dtype)
+        scratch, addresses = self._make_scratch(sizes, hidden)
         is_large = num_tokens * hidden_size * (size_q + 3 * intermediate) * len(layers) > _PARALLEL_FROM
         num_threads = self._threads.count if is_large else 1
         slots = view.slots.contiguous()
         call = _Call(
-            num_threads=num_threads,
+            team_size=self._threads.team_size if num_threads > 1 else 0,
             barrier=self._threads.barrier if num_threads > 1 else 0,
             layers=ctypes.addressof(table),
             num_layers=len(layers),
@@ -213,18 +215,18 @@ class FusedLayers:
             **addresses,
         )
         self._threads.run(_run_layers, ctypes.addressof(call), num_threads)
-        del scratch  # until here the addresses are its
+        if num_tokens <= _KEPT_TOKENS:
+            self._scratch = scratch
 
-    def _make_scratch(self, sizes: dict[str, int], num_tokens: int) -> tuple[Tensor, dict[str, int]]:
-        """Memory for arrays of so many numbers a token, and where each begins. That of short passes is kept:
-        new memory costs a pass of few tokens as much as all of its norms."""
-        padded = {name: -(-size * num_tokens // 16) * 16 for name, size in sizes.items()}
+    def _make_scratch(self, sizes: dict[str, int], hidden: Tensor) -> tuple[Tensor, dict[str, int]]:
+        """Memory for arrays of so many numbers a token, and where each begins. That of short passes is kept
+        between them, since new memory costs a pass of few tokens as much as all of its norms; while one runs
+        it is not there, so that another thread's pass makes its own."""
+        padded = {name: -(-size * len(hidden) // 16) * 16 for name, size in sizes.items()}
         total = sum(padded.values())
-        scratch = self._scratch
-        if scratch.numel() < total:
-            scratch = torch.empty(total)
-            if num_tokens <= _KEPT_TOKENS:
-                self._scratch = scratch
+        scratch, self._scratch = self._scratch, None
+        if scratch is None or scratch.numel() < total:
+            scratch = hidden.new_empty(total)
         begins = accumulate(padded.values(), initial=scratch.data_ptr() // 4)
         return scratch, {name: 4 * begin for name, begin in zip(padded, begins, strict=False)}
 

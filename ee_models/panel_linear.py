@@ -19,12 +19,12 @@ _PARALLEL_FROM = 1 << 16
 
 
 class _Call(ctypes.Structure):
-    """A product, by the addresses of its matrices, and the number of the next thread."""
+    """A product, by the addresses of its matrices; in how many shares, and the next one."""
 
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
-            *("next", "num_threads", "x", "num_tokens", "num_inputs", "panels", "bias", "out", "num_outputs"),
+            *("next", "num_shares", "x", "num_tokens", "num_inputs", "panels", "bias", "out", "num_outputs"),
         )
     ]
 
@@ -33,7 +33,9 @@ class _Call(ctypes.Structure):
 def _multiply(call: Any) -> None:
     c = carray(call, 1)[0]
     share = take(address_of(call))
-    multiply(c.x, c.num_tokens, c.num_inputs, c.panels, c.bias, c.out, c.num_outputs, share, c.num_threads)
+    while share < c.num_shares:
+        multiply(c.x, c.num_tokens, c.num_inputs, c.panels, c.bias, c.out, c.num_outputs, share, c.num_shares)
+        share = take(address_of(call))
 
 
 class PanelLinear:
@@ -44,21 +46,26 @@ class PanelLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, threads: KernelThreads) -> None:
         self.num_outputs, self.num_inputs = weight.shape
-        self.panels, self.bias = pack(weight), pad_bias(bias, self.num_outputs)
+        self.panels, self.bias = pack(weight), pad_bias(bias, weight)
         self.num_bytes = num_bytes(weight, bias)
         self._threads = threads
-        self._call = _Call(
-            num_inputs=self.num_inputs,
-            num_outputs=self.num_outputs,
-            panels=self.panels.data_ptr(),
-            bias=self.bias.data_ptr(),
-        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        x, num_tokens, call = x.contiguous(), x.shape[0], self._call
-        out = torch.empty(num_tokens, self.num_outputs)
+        # What follows goes by address: nothing else would notice.
+        assert x.shape[1] == self.num_inputs and x.dtype == torch.float32, (x.shape, x.dtype, self.num_inputs)
+        x, num_tokens = x.contiguous(), x.shape[0]
+        out = x.new_empty(num_tokens, self.num_outputs)
         is_large = num_tokens * self.num_inputs * self.num_outputs > _PARALLEL_FROM
-        call.next, call.num_threads = 0, self._threads.count if is_large else 1
-        call.x, call.num_tokens, call.out = x.data_ptr(), num_tokens, out.data_ptr()
-        self._threads.run(_multiply, ctypes.addressof(call), call.num_threads)
+        num_shares = self._threads.count if is_large else 1
+        call = _Call(
+            num_shares=num_shares,
+            x=x.data_ptr(),
+            num_tokens=num_tokens,
+            num_inputs=self.num_inputs,
+            panels=self.panels.data_ptr(),
+            bias=self.bias.data_ptr(),
+            out=out.data_ptr(),
+            num_outputs=self.num_outputs,
+        )
+        self._threads.run(_multiply, ctypes.addressof(call), num_shares)
         return out

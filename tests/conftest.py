@@ -29,20 +29,6 @@ def tiny_decoder(tiny_path: Path) -> Decoder:
     return Decoder.load(open_checkpoint(tiny_path), torch.float32, torch.device("cpu"))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Drops compiled kernels that are older than any source: numba's cache asks only for the file that a
-    function stands in, not for those of the functions that it calls."""
-    if hasattr(config, "workerinput"):  # the process that starts the workers has done it
-        return
-    root = Path(__file__).parents[1]
-    packages = [root / name for name in ("hispec", "ee_models", "cache")]
-    newest = max(path.stat().st_mtime for package in packages for path in package.rglob("*.py"))
-    for package in packages:
-        for index in package.rglob("__pycache__/*.nbi"):
-            if index.stat().st_mtime < newest:
-                index.unlink(missing_ok=True)
-
-
 @pytest.fixture(scope="session")
 def tiny_reference() -> PreTrainedModel:
     return tiny_model()

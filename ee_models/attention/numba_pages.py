@@ -14,6 +14,7 @@ ancestors.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -301,7 +302,7 @@ class Prepared:
     """What a Call says of a pass, the arrays that it points to, and multiplications per head of scores."""
 
     view: BatchView
-    kv: PagedKV
+    kv: weakref.ref[PagedKV]  # not kept: it may be gigabytes
     call: Call
     arrays: tuple[Tensor, ...]
     num_products: int
@@ -319,17 +320,17 @@ class NumbaAttention:
 
     def prepare(self, view: BatchView, kv: PagedKV) -> Prepared:
         # A pass ends with its exit, which reads the same view.
-        if self._last is None or self._last.view is not view or self._last.kv is not kv:
+        if self._last is None or self._last.view is not view or self._last.kv() is not kv:
             self._last = self._prepare(view, kv)
         return self._last
 
     def _prepare(self, view: BatchView, kv: PagedKV) -> Prepared:
-        positions, tables = view.positions, view.block_tables.contiguous()
+        positions, tables = view.positions.contiguous(), view.block_tables.contiguous()
         units, num_pairs = _cut(view.cu_q_lens.numpy(), positions.numpy(), _QUERIES_PER_UNIT)
         paths, path_starts = view.paths, view.path_starts
         if paths is None or path_starts is None:
             paths, path_starts = positions.new_empty(len(positions), 0), torch.full_like(positions, _NO_PATH)
-        arrays = tables, positions, torch.from_numpy(units), paths.contiguous(), path_starts
+        arrays = tables, positions, torch.from_numpy(units), paths.contiguous(), path_starts.contiguous()
         addresses = dict(zip(_ARRAYS, (array.data_ptr() for array in arrays), strict=True))
         num_slots, num_kv_heads, head_dim = kv.data.shape[2:]
         call = Call(
@@ -345,7 +346,7 @@ class NumbaAttention:
             path_len=paths.shape[1],
             scale=head_dim**-0.5,
         )
-        return Prepared(view, kv, call, arrays, num_pairs * head_dim)
+        return Prepared(view, weakref.ref(kv), call, arrays, num_pairs * head_dim)
 
     def attend(self, q: Tensor, kv: PagedKV, layer: int, prepared: Prepared) -> Tensor:
         call, q = prepared.call, q.contiguous()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.core import cgutils
@@ -30,14 +29,15 @@ _AHEAD = 4096
 def pack(weight: Tensor) -> Tensor:
     """A weight [out, in] as panels [out / COLUMNS rounded up, in, COLUMNS], filled with zeros."""
     num_outputs, num_inputs = weight.shape
-    padded = F.pad(weight, (0, 0, 0, -num_outputs % COLUMNS))
-    return padded.view(-1, COLUMNS, num_inputs).transpose(1, 2).contiguous()
+    missing = -num_outputs % COLUMNS
+    padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight  # pad copies even then
+    return padded.reshape(-1, COLUMNS, num_inputs).transpose(1, 2).contiguous()
 
 
-def pad_bias(bias: Tensor | None, num_outputs: int) -> Tensor:
-    """A bias [out], or zeros, as panels have it."""
-    bias = torch.zeros(num_outputs) if bias is None else bias
-    return F.pad(bias, (0, -num_outputs % COLUMNS)).contiguous()
+def pad_bias(bias: Tensor | None, weight: Tensor) -> Tensor:
+    """A bias [out] of a weight, or zeros, as panels have it."""
+    bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
+    return F.pad(bias, (0, -weight.shape[0] % COLUMNS)).contiguous()
 
 
 def _multiply_tile_intrinsic(

@@ -13,6 +13,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from . import stale  # noqa: F401 - before any kernel is loaded
+
 _f = np.float32
 ZERO, ONE = _f(0.0), _f(1.0)
 _LOWEST, _HIGHEST = _f(-87.0), _f(88.0)

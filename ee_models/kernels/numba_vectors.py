@@ -14,6 +14,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from . import stale  # noqa: F401 - before any kernel is loaded
+
 # float32 in a vector. Sums are ordered by it, so it is the CPU's own, not that of the kernel at hand.
 WIDTH = 16 if binding.get_host_cpu_features().get("avx512f") else 8
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,27 +18,30 @@ from typing import Any
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 
 class KernelThreads:
     """As many threads as torch uses when this is made.
 
-    count    how many
-    barrier  the address of a function at which a kernel's threads wait for each other; 0 = there is none, and
-             only a kernel on one thread can do without
+    count      how many
+    barrier    the address of a function at which a kernel's threads wait for each other; 0 = there is none,
+               and only a kernel on one thread can do without
+    team_size  the address of a function that tells a kernel how many threads run it: OpenMP gives fewer than
+               are asked for where its settings say so; 0 = there is none
     """
 
     def __init__(self) -> None:
         self.count = torch.get_num_threads()
-        self._parallel, self.barrier = _find_gomp()
+        self._parallel, self.barrier, self.team_size = _find_gomp()
         self._pool = None
         if self._parallel is None and self.count > 1:
             self._pool = ThreadPoolExecutor(self.count - 1, thread_name_prefix="kernel")
 
     def run(self, kernel: Any, data: int, num_threads: int) -> None:
-        """Calls kernel(data) on `num_threads` threads, this one among them, and waits for all. kernel: a
-        numba cfunc of one address that raises nothing; data: that address."""
+        """Calls kernel(data) on up to `num_threads` threads, this one among them, and waits for all. kernel:
+        a numba cfunc of one address that raises nothing; data: that address."""
         if num_threads == 1:
             _function(kernel.address)(data)
         elif self._parallel is not None:
@@ -46,9 +50,10 @@ class KernelThreads:
             assert self._pool is not None
             function = _function(kernel.address)
             others = [self._pool.submit(function, data) for _ in range(num_threads - 1)]
-            function(data)
-            for other in others:
-                other.result()
+            try:
+                function(data)
+            finally:  # an interrupt must not free what others still write to
+                wait_for(others)
 
 
 @cache
@@ -56,22 +61,23 @@ def _function(address: int) -> Callable[[int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
 
-def _find_gomp() -> tuple[Callable[[int, int, int, int], None] | None, int]:
-    """GOMP_parallel(function, its argument, number of threads, flags) and the address of GOMP_barrier, of the
-    OpenMP library that torch has loaded; None and 0 if it is another's than GNU's."""
+def _find_gomp() -> tuple[Callable[[int, int, int, int], None] | None, int, int]:
+    """GOMP_parallel(function, its argument, number of threads, flags) and the addresses of GOMP_barrier and
+    omp_get_num_threads, of the OpenMP library that torch has loaded; None and 0 if it has no such."""
     torch_lib = Path(torch.__file__).parent / "lib"
     bundled = [*torch_lib.glob("libgomp*"), *torch_lib.parents[1].glob("torch.libs/libgomp*")]
     for path in (*map(str, bundled), None):  # None: whatever the process has
         try:
             library = ctypes.CDLL(path)
             parallel = library.GOMP_parallel
-            barrier = ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value
+            others = library.GOMP_barrier, library.omp_get_num_threads
         except (OSError, AttributeError, TypeError):
             continue
         parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         parallel.restype = None
-        return parallel, barrier or 0
-    return None, 0
+        barrier, team_size = (ctypes.cast(other, ctypes.c_void_p).value or 0 for other in others)
+        return parallel, barrier, team_size
+    return None, 0, 0
 
 
 def _take_intrinsic(_context: Any, counter: Any) -> Any:
@@ -114,6 +120,21 @@ def _wait_intrinsic(_context: Any, barrier: Any) -> Any:
     return types.none(types.intp), generate
 
 
+def _count_team_intrinsic(_context: Any, team_size: Any) -> Any:
+    """How many threads run this kernel, by the function at the address team_size; 1 if that is 0."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        function = ir.FunctionType(ir.IntType(32), []).as_pointer()
+        found = cgutils.alloca_once_value(builder, ir.IntType(64)(1))
+        with builder.if_then(builder.icmp_unsigned("!=", args[0], args[0].type(0))):
+            count = builder.call(builder.inttoptr(args[0], function), [])
+            builder.store(builder.sext(count, ir.IntType(64)), found)
+        return builder.load(found)
+
+    return types.int64(types.intp), generate
+
+
+count_team: Any = intrinsic(_count_team_intrinsic)
 wait: Any = intrinsic(_wait_intrinsic)
 address_of: Any = intrinsic(_address_of_intrinsic)
 take: Any = intrinsic(_take_intrinsic)

@@ -127,6 +127,9 @@ class _Reader:
 
     def read(self, answer: Answer) -> None:
         """Notes what is said at each place of the answer, of the true context; NOTHING after its last."""
+        if not answer.token_ids:
+            self._place += 1
+            return
         last = self._decoder.config.vocab_size - 1
         token_ids = [
             min(token, last) for token in (*answer.prompt_token_ids, *answer.token_ids[:-1])

@@ -72,4 +72,5 @@ def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
 def _best_and_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     best, sums = np.empty(logits.shape[0], np.int64), np.empty(logits.shape[0], np.float32)
     _scan(logits.contiguous().numpy(), best, sums)
-    return torch.from_numpy(best), torch.from_numpy(sums)
+    # Without a number above -inf there is no probability, as torch has it.
+    return torch.from_numpy(best), torch.from_numpy(sums).masked_fill_(torch.from_numpy(sums == 0), torch.nan)

@@ -46,18 +46,34 @@ def test_products_are_float64s_and_a_rows_bits_its_own(modules: list[ModuleType]
 def test_nothing_is_written_beside_the_outputs(modules: list[ModuleType]) -> None:
     panel_linear = modules[1]
     layer = panel_linear.PanelLinear(randn(33, 7), None, KernelThreads())
-    x, before = randn(5, 7), torch.full((7, 33), 9.0)
-    around, empty = before.clone(), torch.empty
+    x, around = randn(5, 7), torch.full((7, 33), 9.0)
+    expected = layer(x)
 
-    def middle(*shape: int) -> Tensor:
-        assert shape == (5, 33)
-        return around[1:6]
+    class Input(torch.Tensor):
+        def new_empty(self, *shape: int) -> Tensor:  # what a product is written to lies between other rows
+            assert shape == (5, 33)
+            return around[1:6]
 
-    panel_linear.torch.empty = middle  # what a product is written to lies between two rows of others
+        def contiguous(self) -> Input:
+            return self
+
+    found = layer(x.as_subclass(Input))
+    assert torch.equal(around[[0, 6]], torch.full((2, 33), 9.0))
+    assert torch.equal(around[1:6], expected) and torch.equal(found, expected)
+
+
+def test_the_default_dtype_of_the_process_does_not_matter(modules: list[ModuleType]) -> None:
+    panel_linear, (weight, x) = modules[1], (randn(33, 7), randn(5, 7))
+    expected = panel_linear.PanelLinear(weight, None, KernelThreads())(x)
+    torch.set_default_dtype(torch.bfloat16)
     try:
-        found = layer(x)
+        assert torch.equal(panel_linear.PanelLinear(weight, None, KernelThreads())(x), expected)
     finally:
-        panel_linear.torch.empty = empty
-    assert torch.equal(around[[0, 6]], before[[0, 6]])
-    assert torch.equal(around[1:6], found)
-    assert torch.equal(found, layer(x))
+        torch.set_default_dtype(torch.float32)
+
+
+def test_inputs_of_another_width_or_dtype_are_refused(modules: list[ModuleType]) -> None:
+    layer = modules[1].PanelLinear(randn(33, 7), None, KernelThreads())
+    for x in (randn(5, 8), randn(5, 7).double()):
+        with pytest.raises(AssertionError):
+            layer(x)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ import torch
 from numba import carray, cfunc, types  # type: ignore[attr-defined]
 
 from ee_models.kernels import threads
+from ee_models.kernels.stale import drop_stale
 from ee_models.kernels.threads import KernelThreads, address_of, pointer, take
 
 COUNT = 1000
@@ -32,7 +37,7 @@ def count_pieces(data):  # type: ignore[no-untyped-def]
 def test_each_piece_is_taken_once(has_gomp: bool, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     if not has_gomp:
-        monkeypatch.setattr(threads, "_find_gomp", lambda: (None, 0))
+        monkeypatch.setattr(threads, "_find_gomp", lambda: (None, 0, 0))
     pool, times = KernelThreads(), np.zeros(COUNT, np.int64)
     assert pool.count == num_threads
     for calls in range(1, 21):
@@ -49,4 +54,44 @@ def test_a_library_without_gnus_parallel_is_passed_over(monkeypatch: pytest.Monk
         return object()
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert threads._find_gomp() == (None, 0)
+    assert threads._find_gomp() == (None, 0, 0)
+
+
+FEWER = """
+import sys, torch
+from pathlib import Path
+from ee_models.checkpoint.loader import open_checkpoint
+from ee_models.decoder import Decoder
+from ee_models import fused_layers, panel_linear
+from tests.ee_models.test_fused_layers import run
+panel_linear._PARALLEL_FROM = fused_layers._PARALLEL_FROM = 0
+torch.set_num_threads(3)
+decoder = Decoder.load(open_checkpoint(Path(sys.argv[1])), torch.float32, torch.device("cpu"))
+assert decoder.make_linear.threads.count == 3
+torch.save([*run(decoder, decoder._layers, True), *run(decoder, decoder._layers, False)], sys.argv[2])
+"""
+
+
+def test_fewer_threads_than_were_asked_for_do_all_of_the_work(tiny_path: Path, tmp_path: Path) -> None:
+    """OMP_THREAD_LIMIT, as a batch system may set it, keeps OpenMP from giving what torch thinks it has."""
+    found = []
+    for limit in ("1", "2", "3"):
+        path = tmp_path / limit
+        environment = os.environ | {"OMP_THREAD_LIMIT": limit, "PYTHONPATH": str(Path(__file__).parents[2])}
+        subprocess.run(
+            [sys.executable, "-c", FEWER, str(tiny_path), str(path)], check=True, env=environment, timeout=300
+        )
+        found.append(torch.load(path, weights_only=True))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_compiled_kernels_that_are_older_than_any_source_are_dropped(tmp_path: Path) -> None:
+    package = tmp_path / "hispec" / "sampling"
+    (package / "__pycache__").mkdir(parents=True)
+    source, old, new = package / "a.py", package / "__pycache__" / "a.nbi", package / "__pycache__" / "b.nbi"
+    for path, seconds in ((source, 2000), (old, 1000), (new, 3000)):
+        path.write_text("")
+        os.utime(path, (seconds, seconds))
+    drop_stale(tmp_path)
+    assert not old.exists() and new.exists() and source.exists()

@@ -43,3 +43,7 @@ def test_of_equal_logits_the_lowest_token_is_chosen(places: tuple[int, ...]) -> 
 
 def test_a_row_of_nothing_but_nan_gives_a_token() -> None:
     assert scan_numba.argmax(torch.full((1, 3000), torch.nan)).tolist() == [0]
+
+
+def test_a_row_without_any_likelihood_has_no_probability() -> None:
+    assert confidence.max_probability(torch.full((1, 3000), -torch.inf)).isnan().all()
