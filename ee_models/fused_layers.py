@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, from_dtype, njit, types  # type: ignore[attr-defined]
+from numba import cfunc, njit, types
+from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor
 
 from cache.paged_kv import PagedKV

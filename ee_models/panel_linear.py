@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, from_dtype, types  # type: ignore[attr-defined]
+from numba import cfunc, types
+from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor
 
 from .kernels.numba_gemm import multiply, pack, pad_bias

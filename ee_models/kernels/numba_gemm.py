@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
-from numba import carray, njit, types  # type: ignore[attr-defined]
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 from torch import Tensor
 
 from .numba_vectors import FLOAT, INT, NONE, ROWS, WIDTH, add_product, load, prefetch, rows_of, spread, store

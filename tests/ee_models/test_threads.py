@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numba import carray, cfunc, types  # type: ignore[attr-defined]
+from numba import cfunc, types
+from numba.np.numpy_support import carray
 
 from ee_models.kernels import threads
 from ee_models.kernels.stale import drop_stale
@@ -21,7 +23,7 @@ COUNT = 1000
 
 
 @cfunc(types.void(types.CPointer(types.int64)))
-def count_pieces(data):  # type: ignore[no-untyped-def]
+def count_pieces(data: Any) -> None:
     """data: [next, address of how often each piece was taken]."""
     call = carray(data, 2)
     times = carray(pointer(call[1]), COUNT, np.int64)
