@@ -481,8 +481,8 @@ FAULTS = (
     Fault(
         "micro-batches count alike whatever their size",
         "ee_models/training/early_exit.py",
-        "MicroBatch(batch, len(batch.targets) / total)",
-        "MicroBatch(batch, 1 / len(batches))",
+        "MicroBatch(batch, num / sum(places)",
+        "MicroBatch(batch, 1 / len(places)",
         EARLY_EXIT,
     ),
     Fault(

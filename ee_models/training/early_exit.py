@@ -26,7 +26,7 @@ from .curriculum import dropout_rates
 from .examples import Example, check_examples, grouped_indices
 from .loop import Metrics, ParameterGroup
 from .losses import hard_label_loss, soft_label_loss
-from .trunk import Batch, Trunk, collate, layers_kept
+from .trunk import Batch, Trunk, collate, layers_kept, seeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,6 +50,9 @@ class EarlyExitSettings:
                       0: exits read a trunk that takes no notice of them
     exit_weights      layer -> share of its exit in that, 1 where not given
     trunk_lr_scale    the trunk's learning rate over that of the exits
+    original_share    share of a micro-batch's rows, at least one, on which target `self` compares the last
+                      layer with the original, whose pass costs as much as the model's own; drawn for each
+                      step
     dropout_max       layer dropout as LayerSkip's: the last layer's rate, 0 = none
     max_pass_tokens   tokens of a micro-batch, padding included; a longer example has one of its own
     Raises ValueError for a value outside its range.
@@ -62,6 +65,7 @@ class EarlyExitSettings:
     exit_loss_scale: float = 1.0
     exit_weights: Mapping[int, float] = field(default_factory=dict)
     trunk_lr_scale: float = 1.0
+    original_share: float = 1.0
     dropout_max: float = 0.0
     max_pass_tokens: int = 2048
 
@@ -77,6 +81,7 @@ class EarlyExitSettings:
             "exit_loss_scale": (self.exit_loss_scale >= 0, "at least 0"),
             "exit_weights": (all(weight >= 0 for weight in self.exit_weights.values()), "at least 0 each"),
             "trunk_lr_scale": (self.trunk_lr_scale > 0, "above 0"),
+            "original_share": (0 < self.original_share <= 1, "above 0 and at most 1"),
             "dropout_max": (0 <= self.dropout_max < 1, "at least 0 and below 1"),
             "max_pass_tokens": (self.max_pass_tokens >= 1, "at least 1"),
         }
@@ -87,10 +92,17 @@ class EarlyExitSettings:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some of a step's examples; `share`: its predicting positions over the step's."""
+    """Some of a step's examples.
+
+    share            its predicting positions over the step's
+    compared         [rows] bool: whose last layer is compared with the original
+    compared_share   the predicting positions of those over the step's
+    """
 
     batch: Batch
     share: float
+    compared: Tensor
+    compared_share: float
 
 
 class ExitingModel(Trunk):
@@ -122,18 +134,17 @@ class ExitingModel(Trunk):
     def forward(self, part: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """-> (this part's share of the step's loss: a scalar, the shares of {"last", "exit_<layer>"}, each
         loss in nats per position)."""
-        batch, settings = part.batch, self._settings
+        batch, head = part.batch, self.head
         last, exits = self.states(batch)
-        head = self.head
-        if settings.target == "labels":
-            losses = {"last": hard_label_loss(last, batch.targets, head)}
+        if self._settings.target == "labels":
+            of_last = hard_label_loss(last, batch.targets, head) * part.share
         else:
-            losses = {"last": soft_label_loss(last, self.original(batch), head.detach())}
-        for layer, normed in exits.items():
-            # The head is the last layer's: exits read it as it is.
-            losses[f"exit_{layer}"] = soft_label_loss(normed, last, self._head_of(layer))
-        loss = torch.stack(list(losses.values())).sum() * part.share
-        return loss, {name: value.detach() * part.share for name, value in losses.items()}
+            rows, here = rows_of(batch, part.compared)
+            of_last = soft_label_loss(last[here], self.original(rows), head.detach()) * part.compared_share
+        losses = {"last": of_last}
+        losses |= {name: loss * part.share for name, loss in self.exit_losses(last, exits).items()}
+        total = torch.stack(list(losses.values())).sum()
+        return total, {name: loss.detach() for name, loss in losses.items()}
 
     def states(self, batch: Batch) -> tuple[Tensor, dict[int, Tensor]]:
         """What the head reads at `batch.places`: [places, hidden] of the last layer, and by layer of the
@@ -152,6 +163,14 @@ class ExitingModel(Trunk):
             hidden = torch.lerp(hidden.detach(), hidden, share)
             exits[adapter.info.layer] = adapter(hidden, rotation, rectangle)[batch.places]
         return self.normed(found[self._last][batch.places]), exits
+
+    def exit_losses(self, last: Tensor, exits: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """ "exit_<layer>" -> its loss in nats per position, of what `states` gave."""
+        # The head is the last layer's: exits read it as it is.
+        return {
+            f"exit_{layer}": soft_label_loss(normed, last, self._head_of(layer))
+            for layer, normed in exits.items()
+        }
 
     @torch.no_grad()
     def original(self, batch: Batch) -> Tensor:
@@ -221,7 +240,8 @@ class EarlyExitTask:
         size = self._settings.batch_size
         picked = grouped_indices(self._lengths, size, step, self._seed, rank, num_ranks)
         keep = layers_kept(self._dropout, len(picked), self._seed, step, rank)
-        return self._split([self._examples[index] for index in picked], device, keep)
+        drawn = torch.rand(len(picked), generator=seeded("originals", self._seed, step, rank))
+        return self._split([self._examples[index] for index in picked], device, keep, drawn)
 
     @torch.no_grad()
     def evaluate(self, device: torch.device) -> Metrics:
@@ -237,10 +257,9 @@ class EarlyExitTask:
         for part in self._split(self._held_out, device):
             batch, places = part.batch, len(part.batch.targets)
             count += places
-            for name, value in module(part)[1].items():
-                if name != "last":
-                    totals[f"{name}_loss"] += float(value) / part.share * places
             last, exits = module.states(batch)
+            for name, value in module.exit_losses(last, exits).items():
+                totals[f"{name}_loss"] += float(value) * places
             chosen, of_exits = module.choices(last, exits)
             for layer, choice in of_exits.items():
                 totals[f"exit_{layer}_agreement"] += float((choice == chosen).sum())
@@ -254,9 +273,14 @@ class EarlyExitTask:
         return {name: total / count for name, total in totals.items()}
 
     def _split(
-        self, examples: Sequence[Example], device: torch.device, keep: Tensor | None = None
+        self,
+        examples: Sequence[Example],
+        device: torch.device,
+        keep: Tensor | None = None,
+        drawn: Tensor | None = None,
     ) -> list[MicroBatch]:
-        """Micro-batches of at most `max_pass_tokens`, padding included. keep [layers, examples]."""
+        """Micro-batches of at most `max_pass_tokens`, padding included. keep [layers, examples]; drawn
+        [examples]: the rows of the lowest are compared with the original; None: all."""
         order = sorted(range(len(examples)), key=lambda index: len(examples[index].token_ids), reverse=True)
         parts = []
         while order:
@@ -274,8 +298,37 @@ class EarlyExitTask:
             )
             for part in parts
         ]
-        total = sum(len(batch.targets) for batch in batches)
-        return [MicroBatch(batch, len(batch.targets) / total) for batch in batches]
+        share = self._settings.original_share
+        compared = [
+            torch.ones(len(part), dtype=torch.bool)
+            if drawn is None
+            else drawn[part].argsort().argsort() < max(1, round(share * len(part)))
+            for part in parts
+        ]
+        places = [len(batch.targets) for batch in batches]
+        of_compared = [len(rows_of(batch, rows)[1]) for batch, rows in zip(batches, compared, strict=True)]
+        return [
+            MicroBatch(batch, num / sum(places), rows.to(device), num_compared / sum(of_compared))
+            for batch, num, rows, num_compared in zip(batches, places, compared, of_compared, strict=True)
+        ]
+
+
+def rows_of(batch: Batch, chosen: Tensor) -> tuple[Batch, Tensor]:
+    """The rows that are `chosen` [rows] bool, no layer skipped -> (their batch, [its places]: which of
+    `batch.places` they are)."""
+    chosen = chosen.to(batch.places.device)
+    q_len = batch.token_ids.shape[1]
+    row, position = batch.places // q_len, batch.places % q_len
+    here = chosen[row].nonzero().squeeze(-1)
+    new_row = chosen.cumsum(0) - 1
+    return replace(
+        batch,
+        token_ids=batch.token_ids[chosen],
+        attention_mask=batch.attention_mask[chosen],
+        places=(new_row[row] * q_len + position)[here],
+        targets=batch.targets[here],
+        keep=None,
+    ), here
 
 
 def likeliest(normed: Tensor, head: Tensor, vocabulary: Tensor | None = None) -> Tensor:

@@ -209,9 +209,14 @@ def layers_kept(rates: list[float], num_rows: int, seed: int, step: int, rank: i
     function of (seed, step, rank); None: all."""
     if not any(rates):
         return None
-    key = hashlib.blake2b(f"layer dropout {seed} {step} {rank}".encode(), digest_size=7)
-    generator = torch.Generator().manual_seed(int.from_bytes(key.digest()))
-    return torch.rand(len(rates), num_rows, generator=generator) >= torch.tensor(rates)[:, None]
+    drawn = torch.rand(len(rates), num_rows, generator=seeded("layer dropout", seed, step, rank))
+    return drawn >= torch.tensor(rates)[:, None]
+
+
+def seeded(purpose: str, seed: int, step: int, rank: int) -> torch.Generator:
+    """A generator on the CPU, for what is drawn for `purpose` in one step of one process."""
+    key = hashlib.blake2b(f"{purpose} {seed} {step} {rank}".encode(), digest_size=7)
+    return torch.Generator().manual_seed(int.from_bytes(key.digest()))
 
 
 def collate(

@@ -144,6 +144,7 @@ class EarlyExitConfig(Settings):
                       None: with all weights
     exit_loss_scale   weight of all exits together in what the trunk learns; the last layer's is 1
     trunk_lr_scale    the trunk's learning rate over loop.learning_rate
+    original_share    share of a micro-batch's rows on which target `self` compares with the model as it was
     dropout_max       layer dropout as with `layerskip`; 0 = none
     max_pass_tokens   tokens that pass through the model at once, padding included
     """
@@ -155,6 +156,7 @@ class EarlyExitConfig(Settings):
     lora_alpha: Annotated[int, Field(ge=1)] = 32
     exit_loss_scale: Annotated[float, Field(ge=0.0)] = 1.0
     trunk_lr_scale: Annotated[float, Field(gt=0.0)] = 1.0
+    original_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     dropout_max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     max_pass_tokens: Annotated[int, Field(ge=1)] = 2048
 
@@ -167,6 +169,8 @@ class EarlyExitConfig(Settings):
                 "target: self compares with the model as it was, which is the one without LoRA; give"
                 " lora_rank"
             )
+        if self.target == "labels" and self.original_share < 1:
+            raise ValueError("`original_share` has no effect with target: labels; leave it out")
         if self.init_path is not None and all(exit_.init != "trained" for exit_ in self.exits):
             raise ValueError("`init_path` has no effect without an exit of init: trained; leave it out")
         return self

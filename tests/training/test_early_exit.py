@@ -18,7 +18,13 @@ from torch import Tensor
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import Checkpoint, open_checkpoint
 from ee_models.errors import TrainingError
-from ee_models.training.early_exit import EarlyExitSettings, EarlyExitTask, ExitingModel, likeliest
+from ee_models.training.early_exit import (
+    EarlyExitSettings,
+    EarlyExitTask,
+    ExitingModel,
+    MicroBatch,
+    likeliest,
+)
 from ee_models.training.examples import Example, grouped_indices
 from ee_models.training.loop import LoopSettings, train
 from ee_models.training.trunk import collate, load_trainable
@@ -166,6 +172,51 @@ def test_target_self_holds_the_last_layer_to_the_model_without_lora(checkpoint: 
     torch.testing.assert_close(loss, -(before.softmax(-1) * after.log_softmax(-1)).sum(-1).mean())
     changed = task.evaluate(CPU)
     assert changed["last_kl"] > 1e-3 and changed["last_same"] < 1.0
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
+def test_the_original_is_asked_about_a_share_of_rows(checkpoint: Checkpoint, share: float) -> None:
+    settings = replace(SETTINGS, target="self", original_share=share, batch_size=13, max_pass_tokens=256)
+    task = shaken(make_task(checkpoint, settings))
+    parts = task.micro_batches(2, 0, 1, CPU)
+    assert [int(part.compared.sum()) for part in parts] == [
+        max(1, round(share * len(part.batch.token_ids))) for part in parts
+    ]
+    assert sum(part.compared_share for part in parts) == pytest.approx(1.0)
+    compared = [
+        Example(prompt_len=prompt_len, token_ids=row[: int(mask.sum())].tolist())
+        for part in parts
+        for row, mask, prompt_len, chosen in zip(
+            part.batch.token_ids, part.batch.attention_mask, prompt_lengths(part), part.compared, strict=True
+        )
+        if chosen
+    ]
+    asked = []
+    original = task.module.original
+    task.module.original = lambda batch: asked.append(len(batch.token_ids)) or original(batch)  # type: ignore[method-assign]
+    total, count = 0.0, 0
+    with torch.no_grad():
+        found = sum(task.module(part)[1]["last"] for part in parts)
+        for example in compared:
+            batch = collate([example], CPU)
+            of_original, now = original(batch), task.module.states(batch)[0]
+            p, q = (F.linear(each, task.module.head).log_softmax(-1) for each in (of_original, now))
+            total -= float((p.exp() * q).sum())
+            count += len(batch.targets)
+    assert sum(asked) == len(compared)
+    assert float(found) == pytest.approx(total / count, rel=1e-5)
+    again = make_task(checkpoint, settings).micro_batches(2, 0, 1, CPU)
+    assert all(torch.equal(a.compared, b.compared) for a, b in zip(parts, again, strict=True))
+    if share < 1:
+        later = task.micro_batches(3, 0, 1, CPU)
+        assert any(not torch.equal(a.compared, b.compared) for a, b in zip(parts, later, strict=True))
+
+
+def prompt_lengths(part: MicroBatch) -> list[int]:
+    """Of each row: where its first predicting place lies tells where its answer begins."""
+    q_len = part.batch.token_ids.shape[1]
+    places = part.batch.places
+    return [int(places[places // q_len == row].min()) % q_len + 1 for row in range(len(part.batch.token_ids))]
 
 
 def test_evaluation_counts_each_held_out_place_once(checkpoint: Checkpoint) -> None:
@@ -380,6 +431,7 @@ def test_lora_trains_nothing_of_the_model_itself_and_merges_into_it(checkpoint: 
         ("exit_weights", {2: -1.0}, r"exit_weights is .*; it must be at least 0 each"),
         ("trunk_lr_scale", 0.0, "trunk_lr_scale is 0.0; it must be above 0"),
         ("dropout_max", 1.0, "dropout_max is 1.0; it must be at least 0 and below 1"),
+        ("original_share", 0.0, "original_share is 0.0; it must be above 0 and at most 1"),
         ("max_pass_tokens", 0, "max_pass_tokens is 0; it must be at least 1"),
         ("batch_size", 0, "batch_size is 0; it must be at least 1"),
     ],
