@@ -162,7 +162,12 @@ class Decoder:
             return None
         config = self.config
         return FusedLayers(
-            self.attention, self.make_linear.threads, self._cos_sin, config.rms_norm_eps, config.num_heads
+            self.attention,
+            self.make_linear.threads,
+            self._cos_sin,
+            config.rms_norm_eps,
+            config.num_heads,
+            is_int8=self.make_linear.quantization == "int8",
         )
 
     @property

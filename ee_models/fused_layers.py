@@ -1,9 +1,9 @@
-"""Layers of a decoder on a CPU, float32, in one call: torch's threads walk through all operations of a pass
-together, and nothing of Python stands between these.
+"""Layers of a decoder on a CPU in one call: torch's threads walk through all operations of a pass together,
+and nothing of Python stands between these.
 
-The operations are those of `Decoder.run_weights`, by the same functions: products over panels, numba's
-kernels and its attention. Threads share a product by panels, attention by units and what is between by
-tokens, and wait for each other after each.
+The operations are those of `Decoder.run_weights`, by the same functions: products over panels, in float32 or
+int8, numba's kernels and its attention. Threads share a product by panels, attention by units and what is
+between by tokens, and wait for each other after each.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from cache.view import BatchView
 
 from .attention import AttentionBackend
 from .attention.numba_pages import CALL, NumbaAttention, attend_units
+from .int8_linear import Int8Linear
+from .kernels import numba_gemm, numba_int8
 from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
-from .kernels.numba_gemm import multiply
 from .kernels.threads import KernelThreads, address_of, count_team, pointer, take, wait
 from .linear import Linear
 from .panel_linear import PanelLinear
@@ -53,7 +54,8 @@ class _Layer(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """A pass over `num_layers` layers, by the addresses and sizes of what it reads and writes."""
+    """A pass over `num_layers` layers, by the addresses and sizes of what it reads and writes. `terms` and
+    `scales`: of what a product in int8 reads; 0 = products are in float32."""
 
     _fields_ = [
         *_addresses_and_sizes("next", "team_size", "barrier", "layers", "num_layers", "attention", "units"),
@@ -61,6 +63,7 @@ class _Call(ctypes.Structure):
         *_addresses_and_sizes("cos_sin", "num_positions", "positions", "slots", "num_slots"),
         *_addresses_and_sizes("keys", "values", "bytes_per_kv_layer"),
         *_addresses_and_sizes("normed", "qkv", "q", "attended", "delta", "gate_up", "activated"),
+        *_addresses_and_sizes("terms", "scales"),
         ("eps", ctypes.c_double),
     ]
 
@@ -104,6 +107,26 @@ def _activate(c: Any, size: int, first: int, last: int) -> None:
     silu_mul(gate_up, carray(pointer(c.activated + 4 * first * size), (last - first, size), np.float32))
 
 
+@njit(error_model="numpy", nogil=True, cache=True)
+def _split(c: Any, x: int, num_inputs: int, first: int, last: int) -> None:
+    """What a product in int8 reads of tokens first to last - 1 of x [tokens, in]."""
+    if c.terms != 0:
+        numba_int8.split_tokens(x, num_inputs, c.terms, c.scales, first, last)
+
+
+@njit(error_model="numpy", nogil=True, cache=True)
+def _multiply(
+    c: Any, x: int, inputs: int, panels: int, bias: int, out: int, outputs: int, share: int, shares: int
+) -> None:
+    """out [tokens, outputs] = bias + x [tokens, inputs] . weight, of one share; in int8 of what x was split
+    into."""
+    n = c.num_tokens
+    if c.terms != 0:
+        numba_int8.multiply(c.terms, c.scales, n, inputs, panels, out, outputs, share, shares)
+    else:
+        numba_gemm.multiply(x, n, inputs, panels, bias, out, outputs, share, shares)
+
+
 @cfunc(types.void(types.CPointer(from_dtype(_CALL))), cache=True, error_model="numpy")
 def _run_layers(call: Any) -> None:
     c = carray(call, 1)[0]
@@ -119,28 +142,34 @@ def _run_layers(call: Any) -> None:
         if layer.attention_norm != 0:
             keys, values = c.keys + i * c.bytes_per_kv_layer, c.values + i * c.bytes_per_kv_layer
             _norm(c, layer.attention_norm, first, last, is_first)
+            _split(c, c.normed, width, first, last)
             wait(c.barrier)
             size = size_q + 2 * size_kv
-            multiply(c.normed, n, width, layer.qkv, layer.qkv_bias, c.qkv, size, share, shares)
+            _multiply(c, c.normed, width, layer.qkv, layer.qkv_bias, c.qkv, size, share, shares)
             wait(c.barrier)
             _rope_and_store(c, layer, keys, values, first, last)
             wait(c.barrier)
             attend_units(attention, c.units + 8 * i, c.q, keys, values, c.attended)
             wait(c.barrier)
-            multiply(c.attended, n, size_q, layer.output, layer.output_bias, c.delta, width, share, shares)
+            if c.terms != 0:
+                _split(c, c.attended, size_q, first, last)
+                wait(c.barrier)
+            _multiply(c, c.attended, size_q, layer.output, layer.output_bias, c.delta, width, share, shares)
             wait(c.barrier)
             is_first = False
         if layer.mlp_norm != 0:
             size = layer.intermediate
             _norm(c, layer.mlp_norm, first, last, is_first)
+            _split(c, c.normed, width, first, last)
             wait(c.barrier)
-            multiply(
-                c.normed, n, width, layer.gate_up, layer.gate_up_bias, c.gate_up, 2 * size, share, shares
+            _multiply(
+                c, c.normed, width, layer.gate_up, layer.gate_up_bias, c.gate_up, 2 * size, share, shares
             )
             wait(c.barrier)
             _activate(c, size, first, last)
+            _split(c, c.activated, size, first, last)
             wait(c.barrier)
-            multiply(c.activated, n, size, layer.down, layer.down_bias, c.delta, width, share, shares)
+            _multiply(c, c.activated, size, layer.down, layer.down_bias, c.delta, width, share, shares)
             wait(c.barrier)
             is_first = False
     hidden = carray(pointer(c.hidden), (n, width), np.float32)
@@ -151,12 +180,20 @@ def _run_layers(call: Any) -> None:
 
 
 class FusedLayers:
-    """Runs layers whose linears are PanelLinears, with numba's attention."""
+    """Runs layers whose linears are all PanelLinears, or with `is_int8` all Int8Linears, with numba's
+    attention."""
 
     def __init__(
-        self, attention: AttentionBackend, threads: KernelThreads, cos_sin: Tensor, eps: float, num_heads: int
+        self,
+        attention: AttentionBackend,
+        threads: KernelThreads,
+        cos_sin: Tensor,
+        eps: float,
+        num_heads: int,
+        is_int8: bool,
     ) -> None:
         assert isinstance(attention, NumbaAttention)
+        self._is_int8 = is_int8
         self.attention, self._threads = attention, threads
         self._cos_sin, self._eps, self._num_heads = cos_sin, eps, num_heads
         self._tables: dict[tuple[int, ...], tuple[Any, Sequence[LayerWeights]]] = {}
@@ -186,6 +223,9 @@ class FusedLayers:
             "gate_up": 2 * intermediate,
             "activated": intermediate,
         }
+        if self._is_int8:  # of each token, in numbers of four bytes
+            widest = numba_int8.pad_inputs(max(hidden_size, size_q, intermediate))
+            sizes |= {"terms": numba_int8.TERMS * widest // 4, "scales": 1}
         assert hidden.is_contiguous() and hidden.dtype == torch.float32, (hidden.stride(), hidden.dtype)
         scratch, addresses = self._make_scratch(sizes, hidden)
         is_large = num_tokens * hidden_size * (size_q + 3 * intermediate) * len(layers) > _PARALLEL_FROM
@@ -252,9 +292,10 @@ def _layer(weights: LayerWeights) -> _Layer:
         linears |= {"gate_up": weights.mlp.gate_up, "down": weights.mlp.down}
         layer.mlp_norm = weights.mlp.norm.data_ptr()
     for name, linear in linears.items():
-        assert isinstance(linear, PanelLinear)
+        assert isinstance(linear, PanelLinear | Int8Linear)
         setattr(layer, name, linear.panels.data_ptr())
-        setattr(layer, f"{name}_bias", linear.bias.data_ptr())
+        if isinstance(linear, PanelLinear):  # panels of the other have their biases
+            setattr(layer, f"{name}_bias", linear.bias.data_ptr())
         if name == "down":
             layer.intermediate = linear.num_inputs
     return layer

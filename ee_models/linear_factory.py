@@ -1,4 +1,5 @@
-"""LinearMaker: makes all linears of a model of one kind: in panels, plain, row-invariant or quantized."""
+"""LinearMaker: makes all linears of a model of one kind: in panels, in int8, plain, row-invariant or
+quantized."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 class LinearMaker:
     """Makes the Linears of a model, its exits and its draft model from weights [out, in] and biases [out].
 
-    quantization  weight-only "int8" or "int4", every matrix product included; None = the weights as they are
+    quantization  "int8" or "int4", every matrix product included; None = the weights as they are
     exact         on a GPU, kernels in which rows keep their bits; those of a CPU give that by themselves
     Raises ValueError for what cannot be combined, or cannot run on `device` in `dtype`.
     """
@@ -43,17 +44,23 @@ class LinearMaker:
 
     @property
     def makes_panels(self) -> bool:
-        """Whether linears are PanelLinears."""
-        return runs_numba(self.device) and self.dtype == torch.float32 and self.quantization is None
+        """Whether linears are PanelLinears or, with int8, Int8Linears: what several layers run over in one
+        call."""
+        kinds = (None, "int8")
+        return runs_numba(self.device) and self.dtype == torch.float32 and self.quantization in kinds
 
     @cached_property
     def threads(self) -> KernelThreads:
-        """Those that PanelLinears run on."""
+        """Those that linears of a CPU run on."""
         from .kernels.threads import KernelThreads
 
         return KernelThreads()
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if self.quantization == "int8" and self.device.type == "cpu":
+            from .int8_linear import Int8Linear
+
+            return Int8Linear(weight, bias, self.threads)
         if self.quantization is not None:
             return quantized_linear(weight, bias, self.quantization)
         if self.exact and self.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Weight-only int8 and int4 linears, through torchao (extra `quantize`).
+"""Linears that torchao (extra `quantize`) holds in int4, and on a GPU in int8; a CPU's int8 is `int8_linear`.
 
 A quantized model is another model: what speculation keeps is plain decoding's output of that same model.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import install_command
+from .kernels import runs_numba
 from .linear import Linear, PlainLinear, ProbedLinear, num_bytes, probe_rows
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ Quantization = Literal["int8", "int4"]
 _DTYPES = {"int8": (torch.float32, torch.bfloat16), "int4": (torch.bfloat16,)}
 _GROUP_SIZES = (128, 64, 32)  # inputs that share a scale, the fewest scales first
 _CPU_OUTPUTS = 16  # int4's kernel of a CPU takes multiples of it
-# On a CPU torchao unpacks an int8 weight at each call: in pieces of so many elements that stays in the cache.
-_PIECE = 1 << 21
 
 _log = logging.getLogger(__name__)
 
@@ -43,23 +41,12 @@ class QuantizedLinear(ProbedLinear):
     holds_copy = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> None:
-        in_pieces = bits == 8 and weight.device.type == "cpu"
-        weights = weight.split(max(1, _PIECE // weight.shape[1]) if in_pieces else weight.shape[0])
-        biases = bias.split(weights[0].shape[0]) if bias is not None else [None] * len(weights)
-        pieces = [_quantize(part, its_bias, bits) for part, its_bias in zip(weights, biases, strict=True)]
-        self.num_bytes = sum(_num_bytes(piece.weight) for piece in pieces) + num_bytes(bias)
-        if bits == 8 and onednn_multiplies(weight.device, weight.dtype):
-            self._products: list[Callable[[Tensor], Tensor]] = [_int8_product(piece) for piece in pieces]
-        else:
-            self._products = [*pieces]
-        kind = f"int{bits}"
-        found = [probe_rows(run, kind, part) for run, part in zip(self._products, weights, strict=True)]
-        self._min_rows = max(rows for rows, _ in found)
-        self.row_invariant = all(invariant for _, invariant in found)
+        self._product = _quantize(weight, bias, bits)
+        self.num_bytes = _num_bytes(self._product.weight) + num_bytes(bias)
+        self._min_rows, self.row_invariant = probe_rows(self._product, f"int{bits}", weight)
 
     def _run(self, x: Tensor) -> Tensor:
-        parts = [product(x) for product in self._products]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return self._product(x)
 
 
 def quantized_linear(weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
@@ -98,6 +85,10 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
             f"{what} needs a GPU of compute capability 8.0 or more, which {device} is not; set quantization"
             " to int8"
         )
+    if quantization == "int8" and device.type == "cpu":
+        if not runs_numba(device):
+            raise ValueError(f"{what} needs numba on a CPU: pip install numba")
+        return
     try:
         _config(4 if quantization == "int4" else 8, _GROUP_SIZES[0], device)
     except ImportError as error:
@@ -116,31 +107,6 @@ def _quantize(weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> nn.Li
         module.bias = nn.Parameter(bias, requires_grad=False)
     quantize_(module, config)
     return module
-
-
-def _int8_product(piece: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """The product of `piece` by oneDNN: torchao's own keeps no row's bits on several threads in float32."""
-    held: Any = piece.weight
-    weight, scale, bias = held.qdata, held.scale.flatten(), piece.bias
-    op = torch.ops.mkldnn._linear_pointwise.default
-
-    def product(x: Tensor) -> Tensor:
-        out = op(x, weight.to(x.dtype), None, "none", [], "").mul_(scale)
-        return out if bias is None else out.add_(bias)
-
-    return product
-
-
-def onednn_multiplies(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN's product works here, found out by trying one."""
-    if device.type != "cpu" or dtype != torch.float32 or not torch.backends.mkldnn.is_available():
-        return False
-    try:
-        weight, x = torch.randn(32, 32), torch.randn(2, 32)
-        got = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    except (RuntimeError, AttributeError):
-        return False
-    return bool(torch.allclose(got, F.linear(x, weight), atol=1e-4))
 
 
 def _config(bits: Literal[8, 4], group_size: int | None, device: torch.device) -> AOBaseConfig:

@@ -6,7 +6,7 @@ All functions here emit code: `builder` is llvmlite's, values are LLVM's, offset
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import binding, ir
@@ -59,7 +59,8 @@ def shuffle(builder: Any, x: Any, y: Any, order: Sequence[int]) -> Any:
 
 def spread(builder: Any, number: Any) -> Any:
     """A vector of one number."""
-    alone = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), number, INT32(0))
+    vector = ir.VectorType(number.type, WIDTH)
+    alone = builder.insert_element(ir.Constant(vector, ir.Undefined), number, INT32(0))
     return shuffle(builder, alone, alone, [0] * WIDTH)
 
 
@@ -119,34 +120,56 @@ def _sum_of_squares_intrinsic(_context: Any, x: Any, count: Any) -> Any:
     return types.float32(types.intp, types.intp), generate
 
 
-def _highest_intrinsic(_context: Any, x: Any, count: Any) -> Any:
-    """The largest of `count` numbers at the address x; -inf of none, and NaN is passed over."""
+def _maximum(builder: Any, x: Any, count: Any, lowest: float, change: Callable[[Any, Any], Any]) -> Any:
+    """The largest of `lowest` and change(builder, number or vector) of `count` numbers at the address x; NaN
+    is passed over."""
 
-    def larger(builder: Any, best: Any, found: Any) -> None:
+    def larger(best: Any, found: Any) -> None:
         before = builder.load(best)
         is_larger = builder.fcmp_ordered(">", found, before)
         builder.store(builder.select(is_larger, found, before), best)
 
+    peaks = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, [lowest] * WIDTH)) for _ in range(4)]
+    whole = builder.udiv(count, INT(4 * WIDTH))
+    with cgutils.for_range(builder, whole) as loop:
+        start = builder.mul(loop.index, INT(16 * WIDTH))
+        for i, peak in enumerate(peaks):
+            larger(peak, change(builder, load(builder, x, builder.add(start, INT(4 * WIDTH * i)))))
+    for peak in peaks[1:]:
+        larger(peaks[0], builder.load(peak))
+    best = cgutils.alloca_once_value(builder, FLOAT(lowest))
+    for i in range(WIDTH):
+        larger(best, builder.extract_element(builder.load(peaks[0]), INT32(i)))
+    with cgutils.for_range(builder, count, start=builder.mul(whole, INT(4 * WIDTH)), intp=INT) as loop:
+        larger(best, change(builder, load(builder, x, builder.mul(loop.index, INT(4)), FLOAT)))
+    return builder.load(best)
+
+
+def _highest_intrinsic(_context: Any, x: Any, count: Any) -> Any:
+    """The largest of `count` numbers at the address x; -inf of none, and NaN is passed over."""
+
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         x, count = args
-        lowest = ir.Constant(VECTOR, [float("-inf")] * WIDTH)
-        peaks = [cgutils.alloca_once_value(builder, lowest) for _ in range(4)]
-        whole = builder.udiv(count, INT(4 * WIDTH))
-        with cgutils.for_range(builder, whole) as loop:
-            start = builder.mul(loop.index, INT(16 * WIDTH))
-            for i, peak in enumerate(peaks):
-                larger(builder, peak, load(builder, x, builder.add(start, INT(4 * WIDTH * i))))
-        for peak in peaks[1:]:
-            larger(builder, peaks[0], builder.load(peak))
-        best = cgutils.alloca_once_value(builder, FLOAT(float("-inf")))
-        for i in range(WIDTH):
-            larger(builder, best, builder.extract_element(builder.load(peaks[0]), INT32(i)))
-        with cgutils.for_range(builder, count, start=builder.mul(whole, INT(4 * WIDTH)), intp=INT) as loop:
-            larger(builder, best, load(builder, x, builder.mul(loop.index, INT(4)), FLOAT))
-        return builder.load(best)
+        return _maximum(builder, x, count, float("-inf"), lambda _, found: found)
 
     return types.float32(types.intp, types.intp), generate
 
 
+def _largest_intrinsic(_context: Any, x: Any, count: Any) -> Any:
+    """The largest size of `count` numbers at the address x; 0 of none, and NaN is passed over."""
+
+    def size(builder: Any, found: Any) -> Any:
+        name = "llvm.fabs.f32" if found.type == FLOAT else f"llvm.fabs.v{WIDTH}f32"
+        kind = ir.FunctionType(found.type, [found.type])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [found])
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        x, count = args
+        return _maximum(builder, x, count, 0.0, size)
+
+    return types.float32(types.intp, types.intp), generate
+
+
+largest: Any = intrinsic(_largest_intrinsic)
 highest: Any = intrinsic(_highest_intrinsic)
 sum_of_squares: Any = intrinsic(_sum_of_squares_intrinsic)

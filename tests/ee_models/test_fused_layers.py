@@ -16,6 +16,7 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder, LayerWeights
 from ee_models.fused_layers import FusedLayers
 from ee_models.kernels import threads as threads_module
+from ee_models.quantized import Quantization
 from tests.helpers.support import threads
 from tests.helpers.tiny import FAMILIES, tiny_checkpoint
 
@@ -60,15 +61,21 @@ def run(decoder: Decoder, layers: list[LayerWeights], fused: bool) -> list[Tenso
     return [*found, kv.data]
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_are_those_of_single_operations(
-    family: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    num_threads: int,
+    quantization: Quantization | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fused_layers, "_PARALLEL_FROM", 0)
     tiny_checkpoint(tmp_path / "model", family, num_layers=3)
     with threads(num_threads):
-        decoder = Decoder.load(open_checkpoint(tmp_path / "model"), torch.float32, CPU)
+        checkpoint = open_checkpoint(tmp_path / "model")
+        decoder = Decoder.load(checkpoint, torch.float32, CPU, quantization=quantization)
         layers = decoder._layers
         # As the blocks of exits are, too: without attention, or without MLP, wherever it stands.
         halves = [replace(layers[0], attention=None), replace(layers[1], mlp=None), layers[2]]

@@ -1,0 +1,98 @@
+"""Int8Linear: a linear of a CPU that multiplies in int8, whose rows keep their bits."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cfunc, types
+from numba.np.numpy_support import carray, from_dtype
+from torch import Tensor
+
+from .kernels.numba_int8 import MAX_INPUTS, TERMS, multiply, pack, pad_inputs, split_tokens
+from .kernels.threads import KernelThreads, address_of, take
+
+# Multiplications of a product, and inputs to split, from which other threads are worth their 3 microseconds.
+_PARALLEL_FROM, _SPLIT_FROM = 1 << 18, 1 << 15
+
+
+class _Call(ctypes.Structure):
+    """A product, by the addresses of its matrices; in how many shares, and the next one."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("next", "num_shares", "x", "terms", "scales", "num_tokens", "num_inputs", "panels", "out"),
+            "num_outputs",
+        )
+    ]
+
+
+_POINTER = types.CPointer(from_dtype(np.dtype(_Call)))
+
+
+@cfunc(types.void(_POINTER), cache=True, error_model="numpy")
+def _split(call: Any) -> None:
+    c = carray(call, 1)[0]
+    share = take(address_of(call))
+    while share < c.num_shares:
+        first, last = share * c.num_tokens // c.num_shares, (share + 1) * c.num_tokens // c.num_shares
+        split_tokens(c.x, c.num_inputs, c.terms, c.scales, first, last)
+        share = take(address_of(call))
+
+
+@cfunc(types.void(_POINTER), cache=True, error_model="numpy")
+def _multiply(call: Any) -> None:
+    c = carray(call, 1)[0]
+    share = take(address_of(call))
+    while share < c.num_shares:
+        multiply(
+            c.terms, c.scales, c.num_tokens, c.num_inputs, c.panels, c.out, c.num_outputs, share, c.num_shares
+        )
+        share = take(address_of(call))
+
+
+class Int8Linear:
+    """A product with a weight [out, in], one scale per output; of tokens, one scale each and two terms (see
+    `numba_int8`). x and output keep the weight's dtype; what lies between is float32."""
+
+    row_invariant = True
+    holds_copy = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, threads: KernelThreads) -> None:
+        """Raises ValueError for more inputs than an int32 can add up."""
+        self.num_outputs, self.num_inputs = weight.shape
+        if self.num_inputs > MAX_INPUTS:
+            raise ValueError(
+                f"a linear has {self.num_inputs} inputs, and int8 on a CPU adds up at most {MAX_INPUTS}; set"
+                " quantization to null"
+            )
+        self.panels = pack(weight.float(), None if bias is None else bias.float())
+        self.num_bytes = self.panels.nbytes
+        self._dtype, self._threads = weight.dtype, threads
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # What follows goes by address: nothing else would notice.
+        assert x.shape[1] == self.num_inputs and x.dtype == self._dtype, (x.shape, x.dtype, self.num_inputs)
+        x, num_tokens = x.float().contiguous(), x.shape[0]
+        terms = torch.empty(num_tokens, TERMS, pad_inputs(self.num_inputs), dtype=torch.uint8)
+        scales, out = x.new_empty(num_tokens), x.new_empty(num_tokens, self.num_outputs)
+        call = _Call(
+            x=x.data_ptr(),
+            terms=terms.data_ptr(),
+            scales=scales.data_ptr(),
+            num_tokens=num_tokens,
+            num_inputs=self.num_inputs,
+            panels=self.panels.data_ptr(),
+            out=out.data_ptr(),
+            num_outputs=self.num_outputs,
+        )
+        self._run(_split, call, x.numel() > _SPLIT_FROM)
+        self._run(_multiply, call, x.numel() * self.num_outputs > _PARALLEL_FROM)
+        return out.to(self._dtype)
+
+    def _run(self, kernel: Any, call: _Call, is_large: bool) -> None:
+        call.next, call.num_shares = 0, self._threads.count if is_large else 1
+        self._threads.run(kernel, ctypes.addressof(call), call.num_shares)

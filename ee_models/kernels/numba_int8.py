@@ -1,0 +1,243 @@
+"""Matrix products on a CPU in int8: x [tokens, in], as two terms of int8, times a weight of int8 in panels.
+
+A token is scale * (a + b / 254): a and b are whole numbers of -127 to 127, a the nearest to what it stands
+for and b what a leaves. With a alone a small model answers otherwise; with b the error is that of the
+weights. Sums of whole numbers have no order, and what follows is rounded element by element: a token's bits
+depend on nothing but itself, on any CPU.
+
+A panel holds COLUMNS outputs: their biases, scales and sums of weights, then four inputs after four inputs
+the weights [in / 4, COLUMNS, 4]. The CPU multiplies bytes without sign by bytes with one, so that terms are
+kept with 128 added, which the sums of weights take away again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from llvmlite import binding, ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+from torch import Tensor
+
+from .numba_vectors import (
+    FLOAT,
+    INT,
+    INT32,
+    NONE,
+    ROWS,
+    VECTOR,
+    WIDTH,
+    largest,
+    load,
+    prefetch,
+    rows_of,
+    spread,
+    store,
+)
+from .threads import pointer
+
+TERMS = 2
+TOKENS = 6 if WIDTH == 16 else 3  # whose sums, with what is added to them, fill the CPU's vectors
+COLUMNS = 2 * WIDTH
+GROUP = 4  # inputs that are multiplied together
+MAX_INPUTS = 1 << 17  # of which 127 * 127 add up to less than 2 ** 31
+_HEAD = 12 * COLUMNS  # bytes of a panel ahead of its weights: bias, scale and sum of each column
+_AHEAD = 4096  # bytes of a weight that are asked for before they are multiplied, as in numba_gemm
+_WHOLE = ir.VectorType(INT32, WIDTH)
+_features = binding.get_host_cpu_features()
+# What multiplies bytes and adds up four: instructions for that; pairs of 16 bits; or what LLVM makes of it.
+if _features.get("avx512vnni") if WIDTH == 16 else _features.get("avxvnni"):
+    DOT = "vnni"
+elif _features.get("avx512bw" if WIDTH == 16 else "avx2"):
+    DOT = "pairs"
+else:
+    DOT = "plain"
+
+
+def pad_inputs(num_inputs: int) -> int:
+    return num_inputs + -num_inputs % GROUP
+
+
+def pack(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A weight [out, in] and its bias [out], float32, as panels [out / COLUMNS rounded up, bytes] uint8; the
+    largest weight of an output becomes 127."""
+    num_outputs, num_inputs = weight.shape
+    largest = weight.abs().amax(1, keepdim=True)
+    scale = torch.where(largest > 0, largest / 127, 1.0)
+    missing = -num_outputs % COLUMNS
+    whole = F.pad((weight / scale).round().to(torch.int8), (0, -num_inputs % GROUP, 0, missing))
+    panels = whole.reshape(-1, COLUMNS, whole.shape[1] // GROUP, GROUP).transpose(1, 2)
+    bias = weight.new_zeros(num_outputs) if bias is None else bias
+    columns = (bias, scale[:, 0], whole[:num_outputs].sum(1, dtype=torch.int32))
+    head = [F.pad(each, (0, missing)).view(torch.uint8).reshape(len(panels), -1) for each in columns]
+    return torch.cat([*head, panels.reshape(len(panels), -1).view(torch.uint8)], 1).contiguous()
+
+
+def _dot(builder: Any, total: Any, x: Any, weight: Any) -> None:
+    """total [WIDTH] int32, a place in memory, += the products of four bytes of x, without sign, by those of
+    weight, with one."""
+    before = builder.load(total)
+    if DOT == "vnni":
+        kind = ir.FunctionType(_WHOLE, [_WHOLE] * 3)
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * WIDTH}"
+        after = builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [before, x, weight])
+    elif DOT == "pairs":
+        after = before
+        pairs = ir.VectorType(ir.IntType(16), 2 * WIDTH)
+        eight = ir.Constant(pairs, [8] * (2 * WIDTH))
+        name = "llvm.x86.avx512.pmaddw.d.512" if WIDTH == 16 else "llvm.x86.avx2.pmadd.wd"
+        kind = ir.FunctionType(_WHOLE, [pairs] * 2)
+        add_products = cgutils.get_or_insert_function(builder.module, kind, name)
+        x, weight = builder.bitcast(x, pairs), builder.bitcast(weight, pairs)
+        of_x = builder.and_(x, ir.Constant(pairs, [255] * (2 * WIDTH))), builder.lshr(x, eight)
+        of_weight = builder.ashr(builder.shl(weight, eight), eight), builder.ashr(weight, eight)
+        for each, its_weight in zip(of_x, of_weight, strict=True):
+            after = builder.add(after, builder.call(add_products, [each, its_weight]))
+    else:
+        after = before
+        for byte in range(GROUP):
+            up, down = (ir.Constant(_WHOLE, [bits] * WIDTH) for bits in (24 - 8 * byte, 24))
+            of_x = builder.lshr(builder.shl(x, up), down)
+            after = builder.add(after, builder.mul(of_x, builder.ashr(builder.shl(weight, up), down)))
+    builder.store(after, total)
+
+
+def _multiply_tile_intrinsic(
+    _context: Any, num_tokens: Any, terms: Any, scales: Any, num_groups: Any, panel: Any, out: Any
+) -> Any:
+    """out[t, :COLUMNS] = bias + scale * (terms[t] . panel) for 1 to TOKENS tokens t. terms: ROWS, a row for
+    each term; scales and panel: addresses; out: ROWS."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        num_tokens, *inputs = args
+        after = builder.append_basic_block("after")
+        switch = builder.switch(num_tokens, after)
+        for count in range(1, TOKENS + 1):
+            block = builder.append_basic_block(f"tokens_{count}")
+            switch.add_case(INT(count), block)
+            with builder.goto_block(block):
+                _tile(builder, count, *inputs)
+                builder.branch(after)
+        builder.position_at_end(after)
+        return NONE
+
+    return types.none(types.intp, ROWS, types.intp, types.intp, types.intp, ROWS), generate
+
+
+def _tile(builder: Any, count: int, terms: Any, scales: Any, num_groups: Any, panel: Any, out: Any) -> None:
+    columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
+    term_rows = rows_of(builder, terms, TERMS * count)
+    zero = ir.Constant(_WHOLE, [0] * WIDTH)
+    totals = [[cgutils.alloca_once_value(builder, zero) for _ in columns] for _ in term_rows]
+    weights = builder.add(panel, INT(_HEAD))
+    with cgutils.for_range(builder, num_groups) as loop:
+        row = builder.add(weights, builder.mul(loop.index, INT(GROUP * COLUMNS)))
+        for column in columns:
+            prefetch(builder, row, builder.add(column, INT(_AHEAD)))
+        parts = [load(builder, row, column, _WHOLE) for column in columns]
+        for term_row, of_term in zip(term_rows, totals, strict=True):
+            offset = builder.mul(loop.index, INT(GROUP))
+            alike = spread(builder, load(builder, term_row, offset, INT32))
+            for part, total in zip(parts, of_term, strict=True):
+                _dot(builder, total, alike, part)
+    rows = rows_of(builder, out, count)
+    second_unit = ir.Constant(VECTOR, [float(np.float32(1 / 254))] * WIDTH)
+    for i, column in enumerate(columns):
+        bias, scale = (load(builder, panel, INT(4 * (COLUMNS * k + WIDTH * i))) for k in range(2))
+        added = load(builder, panel, INT(4 * (2 * COLUMNS + WIDTH * i)), _WHOLE)
+        added = builder.shl(added, ir.Constant(_WHOLE, [7] * WIDTH))
+        for token, out_row in enumerate(rows):
+            sums = (builder.load(totals[TERMS * token + term][i]) for term in range(TERMS))
+            first, second = (builder.sitofp(builder.sub(total, added), VECTOR) for total in sums)
+            product = builder.fadd(first, builder.fmul(second, second_unit))
+            of_token = spread(builder, load(builder, scales, INT(4 * token), FLOAT))
+            product = builder.fmul(builder.fmul(product, of_token), scale)
+            store(builder, builder.fadd(product, bias), out_row, column)
+
+
+_multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)
+_kernel = njit(error_model="numpy", nogil=True, cache=True)
+
+# Added to a float32 of less than 2 ** 22 and taken away again, it leaves the nearest whole number.
+_ROUNDS = np.float32(1.5 * 2**23)
+_LARGEST, _SECOND = np.float32(127), np.float32(254)
+
+
+@_kernel
+def _split(x: int, num_inputs: int, terms: int) -> Any:
+    """The terms [TERMS, in padded] uint8, at the address `terms`, of a token [in] at the address x -> its
+    scale."""
+    padded = num_inputs + -num_inputs % GROUP
+    numbers = carray(pointer(x), num_inputs, np.float32)
+    first = carray(pointer(terms), padded, np.uint8)
+    second = carray(pointer(terms + padded), padded, np.uint8)
+    peak = largest(x, num_inputs)
+    inverse = _LARGEST / peak if peak > 0 else np.float32(0)
+    for i in range(num_inputs):
+        number = numbers[i] * inverse
+        whole = (number + _ROUNDS) - _ROUNDS
+        rest = ((number - whole) * _SECOND + _ROUNDS) - _ROUNDS
+        first[i] = np.uint8(np.int32(whole) + 128)
+        second[i] = np.uint8(np.int32(rest) + 128)
+    for i in range(num_inputs, padded):
+        first[i] = second[i] = 128
+    return peak / _LARGEST
+
+
+@_kernel
+def split_tokens(x: int, num_inputs: int, terms: int, scales: int, first: int, last: int) -> None:
+    """Of tokens first to last - 1 of x [tokens, in]: terms [tokens, TERMS, in padded] and scales [tokens];
+    all by address."""
+    padded = num_inputs + -num_inputs % GROUP
+    found = carray(pointer(scales), last, np.float32)
+    for token in range(first, last):
+        found[token] = _split(x + 4 * token * num_inputs, num_inputs, terms + TERMS * padded * token)
+
+
+@_kernel
+def _copy(tile: Any, num_tokens: int, columns: int, out: int, bytes_per_out: int) -> None:
+    for token in range(num_tokens):
+        row = carray(pointer(out + token * bytes_per_out), columns, np.float32)
+        for column in range(columns):
+            row[column] = tile[token, column]
+
+
+@_kernel
+def multiply(
+    terms: int,
+    scales: int,
+    num_tokens: int,
+    num_inputs: int,
+    panels: int,
+    out: int,
+    num_outputs: int,
+    share: int,
+    num_shares: int,
+) -> None:
+    """out [tokens, out] = bias + x [tokens, in] . weight, of one share of the panels; x as terms [tokens,
+    TERMS, in padded] and scales [tokens]; all by address."""
+    num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
+    padded = num_inputs + -num_inputs % GROUP
+    bytes_per_panel, bytes_per_out = _HEAD + padded * COLUMNS, 4 * num_outputs
+    num_tiles = (num_tokens + TOKENS - 1) // TOKENS
+    for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
+        panel = panels + number * bytes_per_panel
+        columns = min(COLUMNS, num_outputs - number * COLUMNS)
+        first = 0
+        for tile in range(num_tiles):
+            count = (num_tokens - first) // (num_tiles - tile)  # tiles as alike as can be
+            rows = terms + first * TERMS * padded, padded
+            to, groups = out + first * bytes_per_out + number * 4 * COLUMNS, padded // GROUP
+            if columns == COLUMNS:
+                _multiply_tile(count, rows, scales + 4 * first, groups, panel, (to, bytes_per_out))
+            else:  # what is past the last output must not be written over the next token's first ones
+                whole = np.empty((TOKENS, COLUMNS), np.float32)
+                to_whole = whole.ctypes.data, 4 * COLUMNS
+                _multiply_tile(count, rows, scales + 4 * first, groups, panel, to_whole)
+                _copy(whole, count, columns, to, bytes_per_out)
+            first += count
