@@ -74,9 +74,7 @@ class AdapterExit:
         if self._vocabulary is None:
             return logits
         # At full width, sampling, penalties and acceptance need not know; tokens left out have probability 0.
-        full = logits.new_full((logits.shape[0], decoder.config.vocab_size), float("-inf"))
-        full[:, self._vocabulary] = logits
-        return full
+        return decoder.kernels.widen(logits, self._vocabulary, decoder.config.vocab_size)
 
     def fill(self, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> None:
         if not self._blocks or self._blocks[-1].attention is None:

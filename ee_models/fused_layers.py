@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,6 +179,19 @@ def _run_layers(call: Any) -> None:
             hidden[token, j] += delta[token, j]
 
 
+@dataclass(frozen=True)
+class _Span:
+    """Layers that are run together: as an array of _Layer; what each Call over them begins as; what a pass
+    needs memory for, in numbers a token, and in all; multiplications of its products, a token."""
+
+    layers: Sequence[LayerWeights]
+    table: Any
+    call: _Call
+    sizes: dict[str, int]
+    num_numbers: int
+    num_products: int
+
+
 class FusedLayers:
     """Runs layers whose linears are all PanelLinears, or with `is_int8` all Int8Linears, with numba's
     attention."""
@@ -196,7 +209,7 @@ class FusedLayers:
         self._is_int8 = is_int8
         self.attention, self._threads = attention, threads
         self._cos_sin, self._eps, self._num_heads = cos_sin, eps, num_heads
-        self._tables: dict[tuple[int, ...], tuple[Any, Sequence[LayerWeights]]] = {}
+        self._spans: dict[tuple[int, ...], _Span] = {}
         self._scratch: Tensor | None = None
 
     @staticmethod
@@ -208,12 +221,53 @@ class FusedLayers:
         self, layers: Sequence[LayerWeights], hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView
     ) -> None:
         """As Decoder.run_weights, over at least one layer; adds to hidden [tokens, hidden] in place."""
-        table, prepared = self._table(layers), self.attention.prepare(view, kv)
+        span, prepared = self._span(layers, hidden.shape[1], kv), self.attention.prepare(view, kv)
         prepared.call.num_heads = self._num_heads
-        num_tokens, hidden_size = hidden.shape
+        num_tokens = hidden.shape[0]
+        units = np.zeros(len(layers), np.int64)  # the next one of each layer's attention
+        assert hidden.is_contiguous() and hidden.dtype == torch.float32, (hidden.stride(), hidden.dtype)
+        slots = view.slots.contiguous()
+        call = _Call.from_buffer_copy(span.call)
+        call.attention, call.units = ctypes.addressof(prepared.call), units.ctypes.data
+        call.hidden, call.num_tokens = hidden.data_ptr(), num_tokens
+        call.positions, call.slots, call.num_slots = (
+            prepared.call.positions,
+            slots.data_ptr(),
+            kv.data.shape[2],
+        )
+        call.keys, call.values = kv.keys(kv_layer).data_ptr(), kv.values(kv_layer).data_ptr()
+        call.bytes_per_kv_layer = 4 * kv.data.stride(0)
+        num_threads = self._threads.count if num_tokens * span.num_products > _PARALLEL_FROM else 1
+        if num_threads > 1:
+            call.team_size, call.barrier = self._threads.team_size, self._threads.barrier
+        scratch = self._take_scratch(span, hidden)
+        begin = scratch.data_ptr()
+        for name, size in span.sizes.items():
+            setattr(call, name, begin)
+            begin += 64 * -(-size * num_tokens // 16)
+        self._threads.run(_run_layers, ctypes.addressof(call), num_threads)
+        if num_tokens <= _KEPT_TOKENS:
+            self._scratch = scratch
+
+    def _take_scratch(self, span: _Span, hidden: Tensor) -> Tensor:
+        """Memory for a pass. That of short ones is kept between them, since new memory costs a pass of few
+        tokens as much as all of its norms; while one runs it is not there, so that another thread's pass
+        makes its own."""
+        total = span.num_numbers * len(hidden) + 16 * len(span.sizes)
+        scratch, self._scratch = self._scratch, None
+        return hidden.new_empty(total) if scratch is None or scratch.numel() < total else scratch
+
+    def _span(self, layers: Sequence[LayerWeights], hidden_size: int, kv: PagedKV) -> _Span:
+        """What is the same in all passes over `layers`, made once; they are kept: ids stay their own."""
+        key = tuple(map(id, layers))
+        if key not in self._spans:
+            self._spans[key] = self._make_span(layers, hidden_size, kv)
+        return self._spans[key]
+
+    def _make_span(self, layers: Sequence[LayerWeights], hidden_size: int, kv: PagedKV) -> _Span:
+        table = (_Layer * len(layers))(*map(_layer, layers))
         num_kv_heads, head_dim = kv.data.shape[-2:]
         size_q, intermediate = self._num_heads * head_dim, max(layer.intermediate for layer in table)
-        units = np.zeros(len(layers), np.int64)  # the next one of each layer's attention
         sizes = {
             "normed": hidden_size,
             "qkv": size_q + 2 * num_kv_heads * head_dim,
@@ -223,61 +277,22 @@ class FusedLayers:
             "gate_up": 2 * intermediate,
             "activated": intermediate,
         }
-        if self._is_int8:  # of each token, in numbers of four bytes
+        if self._is_int8:  # in numbers of four bytes, too
             widest = numba_int8.pad_inputs(max(hidden_size, size_q, intermediate))
             sizes |= {"terms": numba_int8.TERMS * widest // 4, "scales": 1}
-        assert hidden.is_contiguous() and hidden.dtype == torch.float32, (hidden.stride(), hidden.dtype)
-        scratch, addresses = self._make_scratch(sizes, hidden)
-        is_large = num_tokens * hidden_size * (size_q + 3 * intermediate) * len(layers) > _PARALLEL_FROM
-        num_threads = self._threads.count if is_large else 1
-        slots = view.slots.contiguous()
         call = _Call(
-            team_size=self._threads.team_size if num_threads > 1 else 0,
-            barrier=self._threads.barrier if num_threads > 1 else 0,
             layers=ctypes.addressof(table),
             num_layers=len(layers),
-            attention=ctypes.addressof(prepared.call),
-            units=units.ctypes.data,
-            hidden=hidden.data_ptr(),
-            num_tokens=num_tokens,
             hidden_size=hidden_size,
             num_heads=self._num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             cos_sin=self._cos_sin.data_ptr(),
             num_positions=len(self._cos_sin),
-            positions=prepared.call.positions,
-            slots=slots.data_ptr(),
-            num_slots=kv.data.shape[2],
-            keys=kv.keys(kv_layer).data_ptr(),
-            values=kv.values(kv_layer).data_ptr(),
-            bytes_per_kv_layer=4 * kv.data.stride(0),
             eps=self._eps,
-            **addresses,
         )
-        self._threads.run(_run_layers, ctypes.addressof(call), num_threads)
-        if num_tokens <= _KEPT_TOKENS:
-            self._scratch = scratch
-
-    def _make_scratch(self, sizes: dict[str, int], hidden: Tensor) -> tuple[Tensor, dict[str, int]]:
-        """Memory for arrays of so many numbers a token, and where each begins. That of short passes is kept
-        between them, since new memory costs a pass of few tokens as much as all of its norms; while one runs
-        it is not there, so that another thread's pass makes its own."""
-        padded = {name: -(-size * len(hidden) // 16) * 16 for name, size in sizes.items()}
-        total = sum(padded.values())
-        scratch, self._scratch = self._scratch, None
-        if scratch is None or scratch.numel() < total:
-            scratch = hidden.new_empty(total)
-        begins = accumulate(padded.values(), initial=scratch.data_ptr() // 4)
-        return scratch, {name: 4 * begin for name, begin in zip(padded, begins, strict=False)}
-
-    def _table(self, layers: Sequence[LayerWeights]) -> Any:
-        """The layers as an array of _Layer; made once for a span of layers, which are kept: ids stay their
-        own."""
-        key = tuple(map(id, layers))
-        if key not in self._tables:
-            self._tables[key] = (_Layer * len(layers))(*map(_layer, layers)), layers
-        return self._tables[key][0]
+        num_products = hidden_size * (size_q + 3 * intermediate) * len(layers)
+        return _Span(layers, table, call, sizes, sum(sizes.values()), num_products)
 
 
 def _layer(weights: LayerWeights) -> _Layer:

@@ -1,4 +1,5 @@
-"""The work between matrix products: norms, rotary embedding with the KV write, the gated activation.
+"""The work between matrix products: norms, rotary embedding with the KV write, the gated activation, logits
+of some tokens at full width.
 
 `reference` runs everywhere and defines the results; `cpu` (numba, float32) and `gpu` (Triton) must agree with
 it.
@@ -35,6 +36,9 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of gate_up [tokens, 2 * intermediate]."""
+
+    def widen(self, logits: Tensor, vocabulary: Tensor, vocab_size: int) -> Tensor:
+        """Logits [tokens, n] of the tokens vocabulary [n] int64 as [tokens, vocab_size]: -inf of others."""
 
 
 @cache

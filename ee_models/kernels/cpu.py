@@ -96,6 +96,14 @@ def silu_mul(gate_up: Any, out: Any) -> None:
             o[i] = gate[i] / (ONE + exp32(-gate[i])) * up[i]
 
 
+@_kernel
+def widen(logits: Any, vocabulary: Any, out: Any) -> None:
+    for row in range(out.shape[0]):
+        out[row] = -np.inf
+        for i in range(vocabulary.shape[0]):
+            out[row, vocabulary[i]] = logits[row, i]
+
+
 class NumbaKernels:
     """Keeps the numpy arrays of weights, and of a pass's positions and slots: making one costs as much as a
     kernel."""
@@ -126,6 +134,11 @@ class NumbaKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
         silu_mul(gate_up.numpy(), out)
+        return torch.from_numpy(out)
+
+    def widen(self, logits: Tensor, vocabulary: Tensor, vocab_size: int) -> Tensor:
+        out = np.empty((logits.shape[0], vocab_size), np.float32)
+        widen(logits.numpy(), self._constant(vocabulary), out)
         return torch.from_numpy(out)
 
     def _constant(self, tensor: Tensor) -> Any:

@@ -16,6 +16,7 @@ from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
 from . import QkNorms
+from .reference import ReferenceKernels
 from .triton_math import cast, exp32, inverse_rms
 
 _SILU_BLOCK = 1024
@@ -139,9 +140,9 @@ def _silu_mul(gate_up: tl.tensor, out: tl.tensor, size: int, row_stride: int, BL
     tl.store(out + token * size + i, cast(silu * up, dtype), mask=live)
 
 
-class TritonKernels:
+class TritonKernels(ReferenceKernels):
     """Rows may lie apart (a slice of a wider tensor), elements of a row must be neighbours. All tensors of a
-    call but rope have one dtype."""
+    call but rope have one dtype. What has no kernel here is torch's."""
 
     def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         num_tokens, size = hidden.shape

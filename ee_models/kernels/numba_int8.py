@@ -47,7 +47,10 @@ COLUMNS = 2 * WIDTH
 GROUP = 4  # inputs that are multiplied together
 MAX_INPUTS = 1 << 17  # of which 127 * 127 add up to less than 2 ** 31
 _HEAD = 12 * COLUMNS  # bytes of a panel ahead of its weights: bias, scale and sum of each column
-_AHEAD = 4096  # bytes of a weight that are asked for before they are multiplied, as in numba_gemm
+# Memory is asked for while what is there is multiplied: by one tile of tokens for what comes so many bytes
+# later; by the first two of several, half each, for the next panel, or it would stand idle during the second.
+_AHEAD = 4096
+_ASKING = 2
 _WHOLE = ir.VectorType(INT32, WIDTH)
 _features = binding.get_host_cpu_features()
 # What multiplies bytes and adds up four: instructions for that; pairs of 16 bits; or what LLVM makes of it.
@@ -108,10 +111,11 @@ def _dot(builder: Any, total: Any, x: Any, weight: Any) -> None:
 
 
 def _multiply_tile_intrinsic(
-    _context: Any, num_tokens: Any, terms: Any, scales: Any, num_groups: Any, panel: Any, out: Any
+    _context: Any, num_tokens: Any, terms: Any, scales: Any, num_groups: Any, panel: Any, out: Any, ahead: Any
 ) -> Any:
     """out[t, :COLUMNS] = bias + scale * (terms[t] . panel) for 1 to TOKENS tokens t. terms: ROWS, a row for
-    each term; scales and panel: addresses; out: ROWS."""
+    each term; scales and panel: addresses; out: ROWS; ahead: ROWS of memory that is asked for, one a group of
+    inputs."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         num_tokens, *inputs = args
@@ -126,10 +130,12 @@ def _multiply_tile_intrinsic(
         builder.position_at_end(after)
         return NONE
 
-    return types.none(types.intp, ROWS, types.intp, types.intp, types.intp, ROWS), generate
+    return types.none(types.intp, ROWS, types.intp, types.intp, types.intp, ROWS, ROWS), generate
 
 
-def _tile(builder: Any, count: int, terms: Any, scales: Any, num_groups: Any, panel: Any, out: Any) -> None:
+def _tile(
+    builder: Any, count: int, terms: Any, scales: Any, num_groups: Any, panel: Any, out: Any, ahead: Any
+) -> None:
     columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
     term_rows = rows_of(builder, terms, TERMS * count)
     zero = ir.Constant(_WHOLE, [0] * WIDTH)
@@ -137,8 +143,9 @@ def _tile(builder: Any, count: int, terms: Any, scales: Any, num_groups: Any, pa
     weights = builder.add(panel, INT(_HEAD))
     with cgutils.for_range(builder, num_groups) as loop:
         row = builder.add(weights, builder.mul(loop.index, INT(GROUP * COLUMNS)))
+        asked, step = (builder.extract_value(ahead, i) for i in range(2))
         for column in columns:
-            prefetch(builder, row, builder.add(column, INT(_AHEAD)))
+            prefetch(builder, asked, builder.add(builder.mul(loop.index, step), column))
         parts = [load(builder, row, column, _WHOLE) for column in columns]
         for term_row, of_term in zip(term_rows, totals, strict=True):
             offset = builder.mul(loop.index, INT(GROUP))
@@ -228,16 +235,21 @@ def multiply(
     for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
         panel = panels + number * bytes_per_panel
         columns = min(COLUMNS, num_outputs - number * COLUMNS)
-        first = 0
+        first, asking = 0, min(num_tiles, _ASKING)
         for tile in range(num_tiles):
             count = (num_tokens - first) // (num_tiles - tile)  # tiles as alike as can be
             rows = terms + first * TERMS * padded, padded
             to, groups = out + first * bytes_per_out + number * 4 * COLUMNS, padded // GROUP
+            ahead = panel + bytes_per_panel, 0
+            if asking == 1:
+                ahead = panel + _HEAD + _AHEAD, GROUP * COLUMNS
+            elif tile < asking:
+                ahead = panel + bytes_per_panel + tile * bytes_per_panel // asking, GROUP * COLUMNS // asking
             if columns == COLUMNS:
-                _multiply_tile(count, rows, scales + 4 * first, groups, panel, (to, bytes_per_out))
+                _multiply_tile(count, rows, scales + 4 * first, groups, panel, (to, bytes_per_out), ahead)
             else:  # what is past the last output must not be written over the next token's first ones
                 whole = np.empty((TOKENS, COLUMNS), np.float32)
                 to_whole = whole.ctypes.data, 4 * COLUMNS
-                _multiply_tile(count, rows, scales + 4 * first, groups, panel, to_whole)
+                _multiply_tile(count, rows, scales + 4 * first, groups, panel, to_whole, ahead)
                 _copy(whole, count, columns, to, bytes_per_out)
             first += count

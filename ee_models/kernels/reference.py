@@ -34,6 +34,11 @@ class ReferenceKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def widen(self, logits: Tensor, vocabulary: Tensor, vocab_size: int) -> Tensor:
+        full = logits.new_full((logits.shape[0], vocab_size), float("-inf"))
+        full[:, vocabulary] = logits
+        return full
+
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """In float32 whatever the dtype, as the models were trained."""

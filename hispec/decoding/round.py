@@ -133,7 +133,7 @@ class Round:
         logits = stages.logits(hidden, plan.check_layer, span)
         verdict = self.judge.judge(Tier.CHECK, logits, batch, span, proposals)
         if self.continue_confidence is not None:
-            own = max_probability(logits[span.index_of(verdict.last)])
+            own = max_probability(logits, span.index_of(verdict.last))
             verdict = replace(verdict, goes_on=own >= self.continue_confidence)
         self._keep_path(proposals, verdict, plan.check_layer)
         batch.put_tokens(first + verdict.num_accepted + 1, verdict.token, is_live)

@@ -17,16 +17,18 @@ def likeliest(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def max_probability(logits: Tensor) -> Tensor:
-    """Probability [n] float32 of the likeliest token of logits [n, vocab]."""
+def max_probability(logits: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Probability [n] float32 of the likeliest token of logits [n, vocab], or of their rows [n] int64."""
+    if _are_scanned(logits):
+        from . import scan_numba
+
+        return scan_numba.max_probability(logits, rows)
+    if rows is not None:
+        logits = logits[rows]
     if runs_triton(logits.device):
         from .confidence_triton import log_sum_exp
 
         return (logits.amax(-1).float() - log_sum_exp(logits)).exp()
-    if _are_scanned(logits):
-        from . import scan_numba
-
-        return scan_numba.max_probability(logits)
     return logits.float().softmax(-1).amax(-1)
 
 

@@ -14,6 +14,7 @@ from ee_models.kernels.numba_math import ZERO, exp32
 from ee_models.kernels.numba_vectors import highest
 
 _BLOCK = 1024  # logits; where all of a block are -inf, as of an exit with few tokens, it is passed over
+_ALL = np.empty(0, np.int64)
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
 
 
@@ -26,13 +27,13 @@ def _sum(scores: Any, peak: Any) -> Any:
 
 
 @_kernel
-def _scan(logits: Any, best: Any, sums: Any) -> None:
-    """The likeliest token of each row, the lowest of equals; and the sums of exp(logit - its logit), unless
-    `sums` is empty."""
+def _scan(logits: Any, rows: Any, best: Any, sums: Any) -> None:
+    """The likeliest token of each of `rows`, the lowest of equals; and the sums of exp(logit - its logit),
+    unless `sums` is empty. No rows: all."""
     size = logits.shape[1]
     peaks = np.empty((size + _BLOCK - 1) // _BLOCK, np.float32)
-    for row in range(logits.shape[0]):
-        scores, peak, begin = logits[row], np.float32(-np.inf), 0
+    for row in range(best.shape[0]):
+        scores, peak, begin = logits[rows[row] if rows.shape[0] > 0 else row], np.float32(-np.inf), 0
         for i in range(peaks.shape[0]):
             block = scores[i * _BLOCK : (i + 1) * _BLOCK]
             peaks[i] = highest(block.ctypes.data, block.shape[0])
@@ -54,13 +55,14 @@ def _scan(logits: Any, best: Any, sums: Any) -> None:
 def argmax(logits: Tensor) -> Tensor:
     """argmax over the vocabulary of logits [n, vocab] -> [n] int64; of equal ones the lowest token."""
     best = np.empty(logits.shape[0], np.int64)
-    _scan(logits.contiguous().numpy(), best, np.empty(0, np.float32))
+    _scan(logits.contiguous().numpy(), _ALL, best, np.empty(0, np.float32))
     return torch.from_numpy(best)
 
 
-def max_probability(logits: Tensor) -> Tensor:
-    """Probability [n] of the likeliest token of logits [n, vocab]."""
-    return 1 / _best_and_sums(logits)[1]
+def max_probability(logits: Tensor, rows: Tensor | None) -> Tensor:
+    """Probability [n] of the likeliest token of logits [n, vocab], or of their rows [n]; a copy of rows would
+    take longer than looking at them."""
+    return 1 / _best_and_sums(logits, rows)[1]
 
 
 def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
@@ -69,8 +71,10 @@ def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     return (logits.gather(1, token_ids) - logits.gather(1, best.unsqueeze(1))).exp() / sums.unsqueeze(1)
 
 
-def _best_and_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    best, sums = np.empty(logits.shape[0], np.int64), np.empty(logits.shape[0], np.float32)
-    _scan(logits.contiguous().numpy(), best, sums)
-    # Without a number above -inf there is no probability, as torch has it.
-    return torch.from_numpy(best), torch.from_numpy(sums).masked_fill_(torch.from_numpy(sums == 0), torch.nan)
+def _best_and_sums(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    count = logits.shape[0] if rows is None else rows.shape[0]
+    best, sums = np.empty(count, np.int64), np.empty(count, np.float32)
+    if count > 0:
+        _scan(logits.contiguous().numpy(), _ALL if rows is None else rows.numpy(), best, sums)
+    sums[sums == 0] = np.nan  # without a number above -inf there is no probability, as torch has it
+    return torch.from_numpy(best), torch.from_numpy(sums)

@@ -123,6 +123,15 @@ def test_silu_mul_equals_the_reference(num_tokens: int, size: int) -> None:
     close(NUMBA.silu_mul(gate_up), REFERENCE.silu_mul(gate_up))
 
 
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_widened_logits_equal_the_references(rows: int) -> None:
+    vocabulary = torch.randperm(3000, generator=torch.Generator().manual_seed(0))[:700]
+    logits = torch.randn(rows, 700, generator=torch.Generator().manual_seed(1))
+    found = NUMBA.widen(logits, vocabulary, 3000)
+    assert torch.equal(found, REFERENCE.widen(logits, vocabulary, 3000))
+    assert torch.equal(found[:, vocabulary], logits) and int((found > -torch.inf).sum()) == 700 * rows
+
+
 def test_silu_mul_equals_the_reference_at_the_ends_of_the_range() -> None:
     gate = torch.tensor([[-1e30, -1000.0, -100.0, -88.0, -87.0, -20.0, -0.0, 0.0, 20.0, 87.0, 100.0, 1e30]])
     gate_up = torch.cat((gate, torch.ones_like(gate)), dim=1)

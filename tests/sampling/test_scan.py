@@ -32,6 +32,10 @@ def test_scans_are_torchs(rows: int, vocab: int, live: int | None) -> None:
         expected = probabilities.gather(1, tokens)
         torch.testing.assert_close(confidence.probability_of(logits, tokens), expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(confidence.max_probability(logits), probabilities.amax(-1))
+    for chosen in (torch.arange(rows).flip(0), torch.arange(rows)[:1].repeat(3), torch.arange(0)):
+        found = confidence.max_probability(logits, chosen)
+        torch.testing.assert_close(found, probabilities.amax(-1)[chosen])
+        assert torch.equal(found, confidence.max_probability(logits[chosen]))
 
 
 @pytest.mark.parametrize("places", [(0, 1), (15, 16), (700, 1024), (63, 4999), (1023, 1024, 1025)])
