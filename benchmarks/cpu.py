@@ -1,5 +1,5 @@
-"""What a pass costs on this CPU, and where a plain step's time goes. `python benchmarks/cpu.py [--json
-FILE]`, about two minutes.
+"""What a pass costs on this CPU, in float32 and int8, and where a plain step's time goes: `python
+benchmarks/cpu.py [--json FILE]`, about three minutes.
 
 Every figure is a median over interleaved repeats in one process. Run it on an idle machine: torch's threads
 wait for each other at every matrix product, so another busy process costs far more than its share.
@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from cache.view import BatchView, slots_of
 from ee_models.attention import select_backend
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
+from ee_models.kernels.threads import KernelThreads
+from ee_models.quantized import Quantization
 from hispec.config import EngineConfig
 from hispec.engine import Engine
 from hispec.loading.fetch import resolve_model
-from hispec.sampling.sampler import Sampler
 from hispec.sampling_params import SamplingParams
 from hispec.utils.environment import environment, peak_memory_bytes
 
@@ -81,23 +82,26 @@ def make_kv(decoder: Decoder, rows: int, context: int) -> PagedKV:
     return kv
 
 
-def measure_passes(decoder: Decoder, repeats: int) -> dict[str, Any]:
-    """Milliseconds of passes over spans of layers, batch 1, context 128."""
-    layers, kv = decoder.config.num_layers, make_kv(decoder, 1, 128)
+def measure_passes(decoders: dict[str, Decoder], repeats: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of passes with context 128, by pass and weights."""
 
-    def whole(q_len: int, lo: int, hi: int, head: bool) -> Callable[[], Any]:
-        view, hidden = pass_view(1, q_len, 128), torch.randn(q_len, decoder.config.hidden_size)
+    def whole(decoder: Decoder, rows: int, q_len: int, hi: int, head: bool) -> Callable[[], Any]:
+        kv, view = make_kv(decoder, rows, 128), pass_view(rows, q_len, 128)
+        hidden = torch.randn(rows * q_len, decoder.config.hidden_size)
         return lambda: (
-            decoder.run_layers(hidden.clone(), lo, hi, kv, view),
+            decoder.run_layers(hidden.clone(), 0, hi, kv, view),
             decoder.logits(hidden, hi) if head else None,
         )
 
-    spans = {f"all layers and head, {n} positions": whole(n, 0, layers, True) for n in (1, 4, 8, 16)}
-    spans |= {
-        "all layers, 1 position": whole(1, 0, layers, False),
-        "half the layers, 1 position": whole(1, 0, layers // 2, False),
+    layers = next(iter(decoders.values())).config.num_layers
+    widths = ((1, 1), (1, 4), (1, 8), (1, 16), (8, 1), (16, 1), (16, 4), (64, 1))
+    passes = {f"{rows} rows of {q_len}, and head": (rows, q_len, layers, True) for rows, q_len in widths}
+    passes |= {"1 row of 1, all layers": (1, 1, layers, False)}
+    passes |= {"1 row of 1, half the layers": (1, 1, layers // 2, False)}
+    return {
+        name: median_ms({kind: whole(decoder, *of) for kind, decoder in decoders.items()}, repeats)
+        for name, of in passes.items()
     }
-    return median_ms(spans, repeats)
 
 
 def measure_attention(decoder: Decoder, repeats: int) -> dict[str, Any]:
@@ -125,58 +129,44 @@ def measure_attention(decoder: Decoder, repeats: int) -> dict[str, Any]:
 
 
 @contextmanager
-def timed(decoder: Decoder, seconds: dict[str, float]) -> Any:
-    """Adds up the time inside matrix products, attention and sampling."""
+def timed(seconds: list[float]) -> Iterator[None]:
+    """Appends the time inside each call of compiled code on several threads: all layers of a pass, and the
+    head."""
+    original = KernelThreads.run
 
-    def wrap(owner: Any, name: str, key: str) -> tuple[Any, str, Any]:
-        original = getattr(owner, name)
+    def timing(*args: Any) -> None:
+        start = time.perf_counter()
+        original(*args)
+        seconds.append(time.perf_counter() - start)
 
-        def timing(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                seconds[key] = seconds.get(key, 0.0) + time.perf_counter() - start
-
-        setattr(owner, name, timing)
-        return owner, name, original
-
-    linear = type(decoder.head)
-    wrapped = [
-        wrap(linear, "__call__", "matrix products"),
-        wrap(type(decoder.attention), "attend", "attention"),
-        wrap(Sampler, "choose", "sampling"),
-    ]
+    KernelThreads.run = timing  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for owner, name, original in wrapped:
-            setattr(owner, name, original)
+        KernelThreads.run = original  # type: ignore[method-assign]
 
 
-def measure_step(decoder: Decoder, steps: int) -> dict[str, float]:
-    """Shares of a plain step at batch 1: medians. Every other step is timed inside; the whole is taken from
-    those in between, so that the timers' own cost counts nowhere."""
-    engine = Engine(decoder, EngineConfig(max_num_seqs=1, max_model_len=512))
-    engine.add_request(
-        list(range(100, 200)), SamplingParams(temperature=0.0, max_tokens=2 * steps + 8, ignore_eos=True)
-    )
+def measure_step(decoder: Decoder, rows: int, steps: int) -> dict[str, float]:
+    """Milliseconds of a plain step of `rows` rows, and the share outside of layers and head: medians. Every
+    other step is timed inside; the whole is taken from those in between, so that the timers' own cost counts
+    nowhere."""
+    engine = Engine(decoder, EngineConfig(max_num_seqs=rows, max_model_len=512))
+    params = SamplingParams(temperature=0.0, max_tokens=2 * steps + 8, ignore_eos=True)
+    for _ in range(rows):
+        engine.add_request(list(range(100, 200)), params)
     for _ in range(6):
         engine.step()
-    inside: dict[str, list[float]] = {}
-    whole: list[float] = []
+    inside, whole = [], []
     for _ in range(steps):
         start = time.perf_counter()
         engine.step()
         whole.append(time.perf_counter() - start)
-        seconds: dict[str, float] = {}
-        with timed(decoder, seconds):
+        seconds: list[float] = []
+        with timed(seconds):
             engine.step()
-        for name, value in seconds.items():
-            inside.setdefault(name, []).append(value)
+        inside.append(sum(seconds))
     step = statistics.median(whole)
-    shares = {name: statistics.median(values) / step for name, values in inside.items()}
-    return {**shares, "all else": 1.0 - sum(shares.values()), "step_ms": step * 1e3}
+    return {"step_ms": step * 1e3, "share outside of layers and head": 1 - statistics.median(inside) / step}
 
 
 def main() -> int:
@@ -185,37 +175,43 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    decoder = Decoder.load(
-        open_checkpoint(resolve_model(arguments.model)), torch.float32, CPU, max_positions=2048
-    )
+    checkpoint = open_checkpoint(resolve_model(arguments.model))
+    kinds: dict[str, Quantization | None] = {"float32": None, "int8": "int8"}
+    decoders = {
+        name: Decoder.load(checkpoint, torch.float32, CPU, max_positions=2048, quantization=kind)
+        for name, kind in kinds.items()
+    }
     with torch.inference_mode():
-        result = {
+        result: dict[str, Any] = {
             "environment": environment(),
-            "row_invariant": decoder.row_invariant,
-            "pass_ms": measure_passes(decoder, arguments.repeats),
-            "attention_ms": measure_attention(decoder, arguments.repeats),
-            "step": measure_step(decoder, 60),
-            "weights_bytes": decoder.num_bytes,
+            "row_invariant": {name: decoder.row_invariant for name, decoder in decoders.items()},
+            "pass_ms": measure_passes(decoders, arguments.repeats),
+            "attention_ms": measure_attention(decoders["float32"], arguments.repeats),
+            "step": {
+                f"{name}, {rows} rows": measure_step(decoder, rows, 40)
+                for rows in (1, 16)
+                for name, decoder in decoders.items()
+            },
+            "weights_bytes": {name: decoder.num_bytes for name, decoder in decoders.items()},
             "peak_resident_bytes": peak_memory_bytes(),
         }
     passes = result["pass_ms"]
     result["figures"] = {
-        "8 positions / 1 position": (
-            passes["all layers and head, 8 positions"] / passes["all layers and head, 1 positions"]
-        ),
-        "half the layers / all layers": (
-            passes["half the layers, 1 position"] / passes["all layers, 1 position"]
-        ),
-        "share of a plain step outside matrix products, attention and sampling": result["step"]["all else"],
+        **{f"float32 / int8, {name}": ms["float32"] / ms["int8"] for name, ms in passes.items()},
+        **{
+            f"8 positions / 1, {name}": passes["1 rows of 8, and head"][name]
+            / passes["1 rows of 1, and head"][name]
+            for name in decoders
+        },
         **{
             f"sdpa / numba, {name}": times["sdpa"] / times["numba"]
             for name, times in result["attention_ms"].items()
         },
     }
+    tables = {**result["attention_ms"], **passes, **result["step"]}
     for name, value in (
         *result["environment"].items(),
-        *passes.items(),
-        *result["step"].items(),
+        *((f"{name}: {of}", value) for name, values in tables.items() for of, value in values.items()),
         *result["figures"].items(),
     ):
         print(f"{name:75s} {value if isinstance(value, (str, int)) or value is None else f'{value:.3f}'}")

@@ -1,19 +1,21 @@
 """What early-exit training cost a model in quality, or any model beside the one that it was made of.
 
-    python benchmarks/quality.py MODEL [--against MODEL2] [--gsm8k FILE.jsonl] [--text FILE.jsonl]
-    [--prompts FILE.jsonl] [--limit N] [--batch-size 16] [--max-tokens 256] [--json FILE]
+    python benchmarks/quality.py MODEL [--quantization KIND] [--against MODEL2] [--gsm8k FILE.jsonl]
+    [--text FILE.jsonl] [--prompts FILE.jsonl] [--limit N] [--batch-size 16] [--max-tokens 256] [--json FILE]
 
 --gsm8k     rows of `question` and `answer`: each model answers the questions greedily, as chats, and its
             final number is compared with the reference's
 --text      held-out rows of --field and --answer (default: question, answer): nats of the last layer per
-            token of the answer and its end, put into the chat template as training does
+            token of the answer and its end, put into the chat template as training does; with MODEL2 also
+            what --prompts measures
 --prompts   input rows of a job, as benchmarks/prompts.py writes them; MODEL2 (the original) answers them
             greedily, and both models read its answers: KL(original || model) in nats a token, and the share
             of places where both find the same token likeliest
 
 Decoding is plain. Intervals are of 95 %: Wilson's for a share of right answers, else by bootstrap over rows,
-in which what two models say to a row stays together. Means over tasks give every task the same weight. Both
-models are in memory at once; tables are Markdown, and the JSON has every row.
+in which what two models say to a row stays together. Means over tasks give every task the same weight. MODEL2
+may be MODEL, of which --quantization then makes another. Both are in memory at once; tables are Markdown, and
+the JSON has every row.
 """
 
 from __future__ import annotations
@@ -77,14 +79,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     decoders, answered, original = [], [], []
     for name, checkpoint in zip(models.names, models.checkpoints, strict=True):
-        with LLM(name, max_num_seqs=options.batch_size, max_model_len=longest) as llm:
+        kind = None if decoders else options.quantization
+        with LLM(name, max_num_seqs=options.batch_size, max_model_len=longest, quantization=kind) as llm:
             if questions:
                 answered.append(answers_of(llm, questions, max_tokens))
             if prompts and len(decoders) == 1:
                 original = answers_of(llm, prompts, max_tokens)
             decoders.append(llm.decoder)
         dtype = str(decoders[-1].dtype).removeprefix("torch.")
-        result["models"].append({"name": name, "fingerprint": fingerprint(checkpoint), "dtype": dtype})
+        shown = name if kind is None else f"{name} in {kind}"
+        result["models"].append({"name": shown, "fingerprint": fingerprint(checkpoint), "dtype": dtype})
     if questions:
         result["gsm8k"] = {"file": options.gsm8k.name} | gsm8k_figures(questions, answered)
     if texts:
@@ -112,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("model")
     parser.add_argument("--against", metavar="MODEL2", help="the original, or any model of the same tokens")
+    parser.add_argument("--quantization", choices=["int8", "int4"], help="of MODEL's weights")
     parser.add_argument("--gsm8k", type=Path, metavar="FILE")
     parser.add_argument("--text", type=Path, metavar="FILE")
     parser.add_argument("--field", default="question", help="of --text (default: question)")

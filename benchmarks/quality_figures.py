@@ -90,8 +90,12 @@ def text_figures(examples: Sequence[Example], scores: Sequence[Sequence[float]])
     if num_models == 2:
         more = [own - others for own, others in zip(*nats, strict=True)]
         result["difference"] = mean_of(more, counts)
+        for column, name in ((2, "kl"), (3, "same")):
+            result[name] = mean_of([score[column] for score in scores], counts)
     result["rows"] = [
-        {"tokens": count, "nats": score[:num_models]} for count, score in zip(counts, scores, strict=True)
+        {"tokens": count, "nats": score[:num_models]}
+        | dict(zip(("kl", "same"), score[num_models:], strict=False))
+        for count, score in zip(counts, scores, strict=True)
     ]
     return result
 

@@ -39,6 +39,15 @@ def lines_of(result: dict[str, Any]) -> Iterator[str]:
         if "difference" in part:
             rows.append(["difference", *in_words(part["difference"], "+.4f")])
         yield from table(["model", "nats a token", "95 %"], rows)
+        if "kl" in part:
+            (kl, kl_interval), (same, same_interval) = (
+                in_words(part["kl"], ".4f"),
+                in_words(part["same"], ".1%"),
+            )
+            yield (
+                f"\nKL of {names[1]} to {names[0]} {kl} nats a token ({kl_interval}), same likeliest token"
+                f" {same} ({same_interval})"
+            )
     if "prompts" in result:
         part = result["prompts"]
         yield f"\n{names[0]} on greedy answers of {names[1]}, at most {result['max_tokens']} tokens:\n"

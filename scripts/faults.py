@@ -16,6 +16,7 @@ GATE = ("tests/decoding/test_gate.py",)
 STATIC = ("tests/laws/test_static.py",)
 CONTROL = ("tests/laws/test_control.py",)
 EARLY_EXIT = ("tests/training/test_early_exit.py",)
+INT8 = ("tests/ee_models/test_int8_linear.py",)
 PACKAGE = ("tests/training/test_command_ee.py",)
 
 
@@ -132,6 +133,48 @@ FAULTS = (
         "tables[row, position // block_size]",
         "tables[rows - 1 - row, position // block_size]",
         ("tests/decoding/test_accept_numba.py", "tests/decoding/test_stages.py"),
+    ),
+    Fault(
+        "a token in int8 takes its neighbour's scale",
+        "ee_models/kernels/numba_int8.py",
+        "load(builder, scales, INT(4 * token), FLOAT)",
+        "load(builder, scales, INT(4 * max(0, token - 1)), FLOAT)",
+        INT8,
+    ),
+    Fault(
+        "int8 forgets the second term of a token",
+        "ee_models/kernels/numba_int8.py",
+        "product = builder.fadd(first, builder.fmul(second, second_unit))",
+        "product = first",
+        INT8,
+    ),
+    Fault(
+        "int8 takes 128 away once too little",
+        "ee_models/kernels/numba_int8.py",
+        "[7] * WIDTH",
+        "[6] * WIDTH",
+        INT8,
+    ),
+    Fault(
+        "a share of int8 panels begins one too late",
+        "ee_models/kernels/numba_int8.py",
+        "range(share * num_panels // num_shares, (share + 1)",
+        "range(share * num_panels // num_shares + (share > 0), (share + 1)",
+        INT8,
+    ),
+    Fault(
+        "layers in one call multiply what was split before attention",
+        "ee_models/fused_layers.py",
+        "_split(c, c.attended, size_q, first, last)",
+        "pass",
+        ("tests/ee_models/test_fused_layers.py",),
+    ),
+    Fault(
+        "the original is compared in rows that were not drawn",
+        "ee_models/training/early_exit.py",
+        "soft_label_loss(last[here], self.original(rows), head.detach())",
+        "soft_label_loss(last[: len(here)], self.original(rows), head.detach())",
+        EARLY_EXIT,
     ),
     Fault(
         "every panel takes the first one's bias",

@@ -52,6 +52,16 @@ def _scan(logits: Any, rows: Any, best: Any, sums: Any) -> None:
             sums[row] = total
 
 
+@_kernel
+def _divide(logits: Any, token_ids: Any, best: Any, sums: Any, out: Any) -> None:
+    for row in range(out.shape[0]):
+        peak = logits[row, best[row]]
+        for i in range(out.shape[1]):
+            logit = logits[row, token_ids[row, i]]
+            # Where it is -inf, exp32 would give its least number.
+            out[row, i] = exp32(logit - peak) / sums[row] if logit > -np.inf else ZERO
+
+
 def argmax(logits: Tensor) -> Tensor:
     """argmax over the vocabulary of logits [n, vocab] -> [n] int64; of equal ones the lowest token."""
     best = np.empty(logits.shape[0], np.int64)
@@ -68,7 +78,9 @@ def max_probability(logits: Tensor, rows: Tensor | None) -> Tensor:
 def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     """Probabilities [n, m] of token_ids [n, m] by logits [n, vocab], of which each row has one above -inf."""
     best, sums = _best_and_sums(logits)
-    return (logits.gather(1, token_ids) - logits.gather(1, best.unsqueeze(1))).exp() / sums.unsqueeze(1)
+    out = np.empty(token_ids.shape, np.float32)
+    _divide(logits.numpy(), token_ids.numpy(), best.numpy(), sums.numpy(), out)
+    return torch.from_numpy(out)
 
 
 def _best_and_sums(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:

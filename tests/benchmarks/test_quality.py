@@ -188,18 +188,17 @@ def test_nats_and_divergence_are_those_of_transformers(
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True)
         return tokenizer.encode(text, add_special_tokens=False)
 
-    nats = []
+    nats, divergence = [], 0.0
     for row, found in zip(QUESTIONS, result["text"]["rows"], strict=True):
         prompt = encoded({"messages": [{"role": "user", "content": row["question"].strip()}]})
         answer = [*tokenizer.encode(row["answer"].strip()), tokenizer.eos_token_id]
-        each = [
-            -float(
-                logits_of(path, [*prompt, *answer])[
-                    range(len(prompt) - 1, len(prompt) + len(answer) - 1), answer
-                ].sum()
-            )
-            for path in (model, original)
-        ]
+        own, others = (
+            logits_of(path, [*prompt, *answer])[len(prompt) - 1 : -1] for path in (model, original)
+        )
+        each = [-float(logs[range(len(answer)), answer].sum()) for logs in (own, others)]
+        assert found["kl"] == pytest.approx(float((others.exp() * (others - own)).sum()), rel=1e-4)
+        assert found["same"] == int((own.argmax(-1) == others.argmax(-1)).sum())
+        divergence += found["kl"]
         assert found["tokens"] == len(answer) and found["nats"] == pytest.approx(each, rel=1e-5)
         nats.append(each)
     num_tokens = result["text"]["tokens"]
@@ -207,6 +206,7 @@ def test_nats_and_divergence_are_those_of_transformers(
     assert result["text"]["difference"]["value"] == pytest.approx(more, rel=1e-4)
     low, high = result["text"]["difference"]["interval"]
     assert low < more < high
+    assert result["text"]["kl"]["value"] == pytest.approx(divergence / num_tokens)
 
     expected = []
     for row, found in zip(PROMPTS, result["prompts"]["rows"], strict=True):
@@ -229,6 +229,21 @@ def test_nats_and_divergence_are_those_of_transformers(
     assert result["prompts"]["mean"]["kl"]["value"] == pytest.approx(sum([of_a, *others]) / 3, rel=1e-4)
     printed = capsys.readouterr().out
     assert "| mean over tasks | 4 |" in printed and f"| difference | {more:+.4f} |" in printed
+
+
+def test_quantized_weights_are_those_of_the_model_asked_about(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    against = ["--against", str(folder / "model"), *parts(folder, "text")]
+    result = run(folder, *against, "--quantization", "int8")
+    plain = run(folder, *against)
+    assert 0 < result["text"]["kl"]["value"] < 0.1 and plain["text"]["kl"]["value"] == pytest.approx(
+        0, abs=1e-9
+    )
+    own, original = ([row["nats"][at] for row in result["text"]["rows"]] for at in (0, 1))
+    assert own != original == [row["nats"][1] for row in plain["text"]["rows"]]
+    assert result["models"][0]["name"].endswith("model in int8")
+    assert "same likeliest token" in capsys.readouterr().out
 
 
 def test_a_model_has_lost_nothing_against_itself(folder: Path) -> None:
