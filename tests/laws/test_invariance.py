@@ -21,18 +21,29 @@ BLOCK_SIZES = (1, 4, 16)
 SEQUENCES = random_prompts((33, 70, 1, 130, 64), seed=3)
 
 
-@pytest.fixture(scope="module", params=[("llama", 2), ("wide", 1), ("wide", 2), ("qwen3", 1)], ids=str)
+KINDS = [
+    ("llama", 2, None),
+    ("wide", 1, None),
+    ("wide", 2, None),
+    ("qwen3", 1, None),
+    ("wide", 2, "int8"),
+    ("qwen3", 1, "int8"),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    """A family, and the number of threads. `wide` has a down projection of 1,536 inputs: oneDNN sums single
-    rows of those in another order."""
-    family, num_threads = request.param
+    """A family, the number of threads, and what products are in. `wide` has a down projection of 1,536
+    inputs: oneDNN sums single rows of those in another order."""
+    family, num_threads, quantization = request.param
     path = tmp_path_factory.mktemp(family) / "model"
     if family == "wide":
         tiny_checkpoint(path, "llama", num_layers=2, hidden=64, intermediate_size=1536)
     else:
         tiny_checkpoint(path, family, num_layers=3)
     with threads(num_threads):
-        yield Decoder.load(open_checkpoint(path), torch.float32, torch.device("cpu"))
+        checkpoint = open_checkpoint(path)
+        yield Decoder.load(checkpoint, torch.float32, torch.device("cpu"), quantization=quantization)
 
 
 class Runner:

@@ -1,0 +1,55 @@
+"""Law 1 on a model whose products are in int8: its own plain decoding, token for token, whatever happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ee_models.checkpoint.loader import open_checkpoint
+from ee_models.decoder import Decoder
+from hispec.config import Plan
+from hispec.sampling_params import SamplingParams
+from tests.helpers.support import GREEDY, PLANS, make_engine, random_prompts, run
+
+PROMPTS = random_prompts((1, 7, 9, 33, 70))
+# Greedy rows and sampled ones side by side.
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=1.0, seed=1, max_tokens=24),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=2, max_tokens=24),
+    GREEDY,
+    SamplingParams(temperature=1.3, top_k=20, seed=3, max_tokens=24),
+]
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_path: Path) -> Decoder:
+    return Decoder.load(open_checkpoint(tiny_path), torch.float32, torch.device("cpu"), quantization="int8")
+
+
+@pytest.fixture(scope="module")
+def alone(decoder: Decoder) -> list[list[int]]:
+    return [run(make_engine(decoder), [each], own)[0] for each, own in zip(PROMPTS, PARAMS, strict=True)]
+
+
+def test_int8_is_a_model_of_its_own(decoder: Decoder, alone: list[list[int]], tiny_decoder: Decoder) -> None:
+    assert decoder.row_invariant
+    wide = [run(make_engine(tiny_decoder), [each], own)[0] for each, own in zip(PROMPTS, PARAMS, strict=True)]
+    assert wide != alone, "or nothing was quantized"
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{}, {"max_num_seqs": 2, "block_size": 4, "max_prefill_tokens": 5}], ids=str
+)
+def test_every_plan_gives_plain_decoding(
+    decoder: Decoder, alone: list[list[int]], plan: Plan, sizes: dict[str, int]
+) -> None:
+    assert run(make_engine(decoder, plan, **sizes), PROMPTS, PARAMS) == alone
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(3, 6, 2, 2)], ids=str)
+def test_forced_preemption_changes_nothing(decoder: Decoder, alone: list[list[int]], plan: Plan) -> None:
+    assert run(make_engine(decoder, plan, num_kv_blocks=14), PROMPTS, PARAMS) == alone
