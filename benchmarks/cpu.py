@@ -95,9 +95,9 @@ def measure_passes(decoders: dict[str, Decoder], repeats: int) -> dict[str, dict
 
     layers = next(iter(decoders.values())).config.num_layers
     widths = ((1, 1), (1, 4), (1, 8), (1, 16), (8, 1), (16, 1), (16, 4), (64, 1))
-    passes = {f"{rows} rows of {q_len}, and head": (rows, q_len, layers, True) for rows, q_len in widths}
-    passes |= {"1 row of 1, all layers": (1, 1, layers, False)}
-    passes |= {"1 row of 1, half the layers": (1, 1, layers // 2, False)}
+    passes = {f"{rows} x {q_len} tokens, and head": (rows, q_len, layers, True) for rows, q_len in widths}
+    passes |= {"1 x 1 tokens, all layers": (1, 1, layers, False)}
+    passes |= {"1 x 1 tokens, half the layers": (1, 1, layers // 2, False)}
     return {
         name: median_ms({kind: whole(decoder, *of) for kind, decoder in decoders.items()}, repeats)
         for name, of in passes.items()
@@ -199,8 +199,8 @@ def main() -> int:
     result["figures"] = {
         **{f"float32 / int8, {name}": ms["float32"] / ms["int8"] for name, ms in passes.items()},
         **{
-            f"8 positions / 1, {name}": passes["1 rows of 8, and head"][name]
-            / passes["1 rows of 1, and head"][name]
+            f"8 positions / 1, {name}": passes["1 x 8 tokens, and head"][name]
+            / passes["1 x 1 tokens, and head"][name]
             for name in decoders
         },
         **{

@@ -45,8 +45,8 @@ def lines_of(result: dict[str, Any]) -> Iterator[str]:
                 in_words(part["same"], ".1%"),
             )
             yield (
-                f"\nKL of {names[1]} to {names[0]} {kl} nats a token ({kl_interval}), same likeliest token"
-                f" {same} ({same_interval})"
+                f"\nKL of {names[1]} to {names[0]}: {kl} nats a token (95 %: {kl_interval or 'one text'});"
+                f" same likeliest token: {same} ({same_interval or 'one text'})"
             )
     if "prompts" in result:
         part = result["prompts"]

@@ -6,10 +6,9 @@ import ctypes
 from typing import Any
 
 import numpy as np
-import torch
 from numba import cfunc, types
 from numba.np.numpy_support import carray, from_dtype
-from torch import Tensor
+from torch import Tensor, uint8
 
 from .kernels.numba_int8 import MAX_INPUTS, TERMS, multiply, pack, pad_inputs, split_tokens
 from .kernels.threads import KernelThreads, address_of, take
@@ -62,7 +61,7 @@ class Int8Linear:
     holds_copy = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None, threads: KernelThreads) -> None:
-        """Raises ValueError for more inputs than an int32 can add up."""
+        """Raises ValueError for more inputs than an int32 can add up, and for weights that are not finite."""
         self.num_outputs, self.num_inputs = weight.shape
         if self.num_inputs > MAX_INPUTS:
             raise ValueError(
@@ -77,7 +76,7 @@ class Int8Linear:
         # What follows goes by address: nothing else would notice.
         assert x.shape[1] == self.num_inputs and x.dtype == self._dtype, (x.shape, x.dtype, self.num_inputs)
         x, num_tokens = x.float().contiguous(), x.shape[0]
-        terms = torch.empty(num_tokens, TERMS, pad_inputs(self.num_inputs), dtype=torch.uint8)
+        terms = x.new_empty(num_tokens, TERMS, pad_inputs(self.num_inputs), dtype=uint8)
         scales, out = x.new_empty(num_tokens), x.new_empty(num_tokens, self.num_outputs)
         call = _Call(
             x=x.data_ptr(),

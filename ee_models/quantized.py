@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
 
 Quantization = Literal["int8", "int4"]
-# int8's scale of a row is applied to finished sums, in which float16 overflows; int4's kernels take bfloat16.
+# A GPU applies int8's scale of a row to finished sums, in which float16 overflows; a CPU does not compute in
+# it; int4's kernels take bfloat16.
 _DTYPES = {"int8": (torch.float32, torch.bfloat16), "int4": (torch.bfloat16,)}
 _GROUP_SIZES = (128, 64, 32)  # inputs that share a scale, the fewest scales first
 _CPU_OUTPUTS = 16  # int4's kernel of a CPU takes multiples of it
@@ -51,6 +52,7 @@ class QuantizedLinear(ProbedLinear):
 
 def quantized_linear(weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
     """A Linear over weight [out, in]; one that int4 does not fit stays in its dtype, which is logged once."""
+    assert (quantization, weight.device.type) != ("int8", "cpu"), "Int8Linear's"
     if quantization == "int8":
         return QuantizedLinear(weight, bias, 8)
     if takes_int4(weight):

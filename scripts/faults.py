@@ -142,6 +142,20 @@ FAULTS = (
         INT8,
     ),
     Fault(
+        "bytes are multiplied pair by pair, the odd ones without their signs",
+        "ee_models/kernels/numba_int8.py",
+        "builder.ashr(weight, eight)\n",
+        "builder.lshr(weight, eight)\n",
+        INT8,
+    ),
+    Fault(
+        "bytes are multiplied one by one, the last twice",
+        "ee_models/kernels/numba_int8.py",
+        "bits] * WIDTH) for bits in (24 - 8 * byte, 24))",
+        "bits] * WIDTH) for bits in (24 - 8 * max(1, byte), 24))",
+        INT8,
+    ),
+    Fault(
         "int8 forgets the second term of a token",
         "ee_models/kernels/numba_int8.py",
         "product = builder.fadd(first, builder.fmul(second, second_unit))",
@@ -524,8 +538,8 @@ FAULTS = (
     Fault(
         "micro-batches count alike whatever their size",
         "ee_models/training/early_exit.py",
-        "MicroBatch(batch, num / sum(places)",
-        "MicroBatch(batch, 1 / len(places)",
+        "MicroBatch(batch, len(batch.targets) / total, rows)",
+        "MicroBatch(batch, 1 / len(batches), rows)",
         EARLY_EXIT,
     ),
     Fault(
@@ -567,8 +581,8 @@ FAULTS = (
     Fault(
         "gate: of the cycle's first place, not of the check's own token",
         "hispec/decoding/round.py",
-        "own = max_probability(logits[span.index_of(verdict.last)])",
-        "own = max_probability(logits[span.index_of(verdict.last * 0)])",
+        "own = max_probability(logits, span.index_of(verdict.last))",
+        "own = max_probability(logits, span.index_of(verdict.last * 0))",
         GATE,
     ),
     Fault(

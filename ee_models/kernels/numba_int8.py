@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -32,6 +32,7 @@ from .numba_vectors import (
     ROWS,
     VECTOR,
     WIDTH,
+    compiles_for,
     largest,
     load,
     prefetch,
@@ -51,12 +52,12 @@ _HEAD = 12 * COLUMNS  # bytes of a panel ahead of its weights: bias, scale and s
 # later; by the first two of several, half each, for the next panel, or it would stand idle during the second.
 _AHEAD = 4096
 _ASKING = 2
+_PACKED_AT_ONCE = 64  # panels: what is made of them on the way is small beside a model
 _WHOLE = ir.VectorType(INT32, WIDTH)
-_features = binding.get_host_cpu_features()
 # What multiplies bytes and adds up four: instructions for that; pairs of 16 bits; or what LLVM makes of it.
-if _features.get("avx512vnni") if WIDTH == 16 else _features.get("avxvnni"):
+if compiles_for("avx512vnni" if WIDTH == 16 else "avxvnni"):
     DOT = "vnni"
-elif _features.get("avx512bw" if WIDTH == 16 else "avx2"):
+elif compiles_for("avx512bw" if WIDTH == 16 else "avx2"):
     DOT = "pairs"
 else:
     DOT = "plain"
@@ -68,17 +69,33 @@ def pad_inputs(num_inputs: int) -> int:
 
 def pack(weight: Tensor, bias: Tensor | None) -> Tensor:
     """A weight [out, in] and its bias [out], float32, as panels [out / COLUMNS rounded up, bytes] uint8; the
-    largest weight of an output becomes 127."""
+    largest weight of an output becomes 127. Raises ValueError for weights that are not finite."""
     num_outputs, num_inputs = weight.shape
-    largest = weight.abs().amax(1, keepdim=True)
-    scale = torch.where(largest > 0, largest / 127, 1.0)
+    num_panels, num_bytes = -(-num_outputs // COLUMNS), _HEAD + pad_inputs(num_inputs) * COLUMNS
+    panels = weight.new_zeros(num_panels, num_bytes, dtype=torch.uint8)
+    for first in range(0, num_panels, _PACKED_AT_ONCE):
+        columns = slice(first * COLUMNS, (first + _PACKED_AT_ONCE) * COLUMNS)
+        of_bias = None if bias is None else bias[columns]
+        panels[first : first + _PACKED_AT_ONCE] = _pack(weight[columns], of_bias)
+    return panels
+
+
+def _pack(weight: Tensor, bias: Tensor | None) -> Tensor:
+    num_outputs, num_inputs = weight.shape
+    peak = weight.abs().amax(1, keepdim=True)
+    if not bool(torch.isfinite(peak).all()):
+        raise ValueError(
+            "a weight is not a finite number, which int8 has no place for; set quantization to null"
+        )
+    scale = torch.where(peak > 0, (peak / 127).clamp_(min=torch.finfo(torch.float32).tiny), 1.0)
     missing = -num_outputs % COLUMNS
-    whole = F.pad((weight / scale).round().to(torch.int8), (0, -num_inputs % GROUP, 0, missing))
-    panels = whole.reshape(-1, COLUMNS, whole.shape[1] // GROUP, GROUP).transpose(1, 2)
+    whole = (weight / scale).round_().clamp_(-127, 127).to(torch.int8)
+    whole = F.pad(whole, (0, -num_inputs % GROUP, 0, missing))
+    inner = whole.reshape(-1, COLUMNS, whole.shape[1] // GROUP, GROUP).transpose(1, 2)
     bias = weight.new_zeros(num_outputs) if bias is None else bias
     columns = (bias, scale[:, 0], whole[:num_outputs].sum(1, dtype=torch.int32))
-    head = [F.pad(each, (0, missing)).view(torch.uint8).reshape(len(panels), -1) for each in columns]
-    return torch.cat([*head, panels.reshape(len(panels), -1).view(torch.uint8)], 1).contiguous()
+    head = [F.pad(each, (0, missing)).view(torch.uint8).reshape(len(inner), -1) for each in columns]
+    return torch.cat([*head, inner.reshape(len(inner), -1).view(torch.uint8)], 1)
 
 
 def _dot(builder: Any, total: Any, x: Any, weight: Any) -> None:
@@ -178,14 +195,16 @@ _LARGEST, _SECOND = np.float32(127), np.float32(254)
 @_kernel
 def _split(x: int, num_inputs: int, terms: int) -> Any:
     """The terms [TERMS, in padded] uint8, at the address `terms`, of a token [in] at the address x -> its
-    scale."""
+    scale, NaN where it has a number that is not finite."""
     padded = num_inputs + -num_inputs % GROUP
     numbers = carray(pointer(x), num_inputs, np.float32)
     first = carray(pointer(terms), padded, np.uint8)
     second = carray(pointer(terms + padded), padded, np.uint8)
     peak = largest(x, num_inputs)
     inverse = _LARGEST / peak if peak > 0 else np.float32(0)
+    is_finite = peak < np.inf
     for i in range(num_inputs):
+        is_finite &= numbers[i] == numbers[i]
         number = numbers[i] * inverse
         whole = (number + _ROUNDS) - _ROUNDS
         rest = ((number - whole) * _SECOND + _ROUNDS) - _ROUNDS
@@ -193,7 +212,7 @@ def _split(x: int, num_inputs: int, terms: int) -> Any:
         second[i] = np.uint8(np.int32(rest) + 128)
     for i in range(num_inputs, padded):
         first[i] = second[i] = 128
-    return peak / _LARGEST
+    return peak / _LARGEST if is_finite else np.float32(np.nan)
 
 
 @_kernel

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import types
-from numba.core import cgutils
+from numba import config, types
+from numba.core import cgutils, codegen
 from numba.extending import intrinsic
 
 from . import stale  # noqa: F401 - before any kernel is loaded
@@ -23,6 +23,15 @@ INT, FLOAT, INT32 = ir.IntType(64), ir.FloatType(), ir.IntType(32)
 VECTOR = ir.VectorType(FLOAT, WIDTH)
 NONE = ir.Constant(ir.IntType(8).as_pointer(), None)  # numba's None
 ROWS = types.UniTuple(types.intp, 2)  # of a matrix: the address of its first, and bytes from one to the next
+
+
+def compiles_for(feature: str) -> bool:
+    """Whether numba compiles for CPUs that have `feature`, by LLVM's name: this one, unless its settings say
+    otherwise. LLVM takes other code for most instructions that are missing, but not for all."""
+    features = getattr(config, "CPU_FEATURES", None)
+    if features is None:
+        features = codegen.get_host_cpu_features()
+    return f"+{feature}" in features.split(",")
 
 
 def address(builder: Any, base: Any, offset: Any, to: Any) -> Any:

@@ -94,15 +94,14 @@ class EarlyExitSettings:
 class MicroBatch:
     """Some of a step's examples.
 
-    share            its predicting positions over the step's
-    compared         [rows] bool: whose last layer is compared with the original
-    compared_share   the predicting positions of those over the step's
+    share      its predicting positions over the step's
+    compared   [rows] bool: whose last layer is compared with the original, for the mean over all of its
+               rows; None: all
     """
 
     batch: Batch
     share: float
-    compared: Tensor
-    compared_share: float
+    compared: Tensor | None = None
 
 
 class ExitingModel(Trunk):
@@ -137,12 +136,14 @@ class ExitingModel(Trunk):
         batch, head = part.batch, self.head
         last, exits = self.states(batch)
         if self._settings.target == "labels":
-            of_last = hard_label_loss(last, batch.targets, head) * part.share
+            of_last = hard_label_loss(last, batch.targets, head)
+        elif part.compared is None:
+            of_last = soft_label_loss(last, self.original(batch), head.detach())
         else:
             rows, here = rows_of(batch, part.compared)
-            of_last = soft_label_loss(last[here], self.original(rows), head.detach()) * part.compared_share
-        losses = {"last": of_last}
-        losses |= {name: loss * part.share for name, loss in self.exit_losses(last, exits).items()}
+            of_last = soft_label_loss(last[here], self.original(rows), head.detach())
+        losses = {"last": of_last, **self.exit_losses(last, exits)}
+        losses = {name: loss * part.share for name, loss in losses.items()}
         total = torch.stack(list(losses.values())).sum()
         return total, {name: loss.detach() for name, loss in losses.items()}
 
@@ -240,7 +241,9 @@ class EarlyExitTask:
         size = self._settings.batch_size
         picked = grouped_indices(self._lengths, size, step, self._seed, rank, num_ranks)
         keep = layers_kept(self._dropout, len(picked), self._seed, step, rank)
-        drawn = torch.rand(len(picked), generator=seeded("originals", self._seed, step, rank))
+        drawn = None
+        if self._settings.original_share < 1:
+            drawn = torch.rand(len(picked), generator=seeded("originals", self._seed, step, rank))
         return self._split([self._examples[index] for index in picked], device, keep, drawn)
 
     @torch.no_grad()
@@ -298,25 +301,22 @@ class EarlyExitTask:
             )
             for part in parts
         ]
-        share = self._settings.original_share
-        compared = [
-            torch.ones(len(part), dtype=torch.bool)
-            if drawn is None
-            else drawn[part].argsort().argsort() < max(1, round(share * len(part)))
-            for part in parts
-        ]
-        places = [len(batch.targets) for batch in batches]
-        of_compared = [len(rows_of(batch, rows)[1]) for batch, rows in zip(batches, compared, strict=True)]
+        total = sum(len(batch.targets) for batch in batches)
+        compared = [None if drawn is None else self._lowest(drawn[part]).to(device) for part in parts]
         return [
-            MicroBatch(batch, num / sum(places), rows.to(device), num_compared / sum(of_compared))
-            for batch, num, rows, num_compared in zip(batches, places, compared, of_compared, strict=True)
+            MicroBatch(batch, len(batch.targets) / total, rows)
+            for batch, rows in zip(batches, compared, strict=True)
         ]
+
+    def _lowest(self, drawn: Tensor) -> Tensor:
+        """Which of the rows are compared with the original, [rows] bool: those of the lowest numbers, at
+        least one."""
+        return drawn.argsort().argsort() < max(1, round(self._settings.original_share * len(drawn)))
 
 
 def rows_of(batch: Batch, chosen: Tensor) -> tuple[Batch, Tensor]:
     """The rows that are `chosen` [rows] bool, no layer skipped -> (their batch, [its places]: which of
     `batch.places` they are)."""
-    chosen = chosen.to(batch.places.device)
     q_len = batch.token_ids.shape[1]
     row, position = batch.places // q_len, batch.places % q_len
     here = chosen[row].nonzero().squeeze(-1)

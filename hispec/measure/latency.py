@@ -268,6 +268,7 @@ def _facts(decoder: Decoder) -> Facts:
         "exact": linear.exact,
         "attention": decoder.attention.name,
         "kernels": type(decoder.kernels).__name__,
+        "linears": type(decoder.head).__name__,
         "device": decoder.device.type,
     }
 

@@ -58,8 +58,8 @@ def _divide(logits: Any, token_ids: Any, best: Any, sums: Any, out: Any) -> None
         peak = logits[row, best[row]]
         for i in range(out.shape[1]):
             logit = logits[row, token_ids[row, i]]
-            # Where it is -inf, exp32 would give its least number.
-            out[row, i] = exp32(logit - peak) / sums[row] if logit > -np.inf else ZERO
+            # Of -inf exp32 would give its least number. Without any likelihood sums are NaN, and so is this.
+            out[row, i] = (ZERO if logit == -np.inf else exp32(logit - peak)) / sums[row]
 
 
 def argmax(logits: Tensor) -> Tensor:

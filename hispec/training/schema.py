@@ -144,7 +144,8 @@ class EarlyExitConfig(Settings):
                       None: with all weights
     exit_loss_scale   weight of all exits together in what the trunk learns; the last layer's is 1
     trunk_lr_scale    the trunk's learning rate over loop.learning_rate
-    original_share    share of a micro-batch's rows on which target `self` compares with the model as it was
+    original_share    share of a micro-batch's rows, at least one, on which target `self` compares with the
+                      model as it was; that costs as much as a pass of the model's own
     dropout_max       layer dropout as with `layerskip`; 0 = none
     max_pass_tokens   tokens that pass through the model at once, padding included
     """

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from llvmlite import binding
 from torch import Tensor
 
+from ee_models.int8_linear import Int8Linear
+from ee_models.kernels import numba_vectors
 from ee_models.kernels.threads import KernelThreads
 from tests.helpers.support import threads
 from tests.helpers.vector_width import load_with_vectors_of
 
 MODULES = ["ee_models.kernels.numba_int8", "ee_models.int8_linear"]
 FEATURES = binding.get_host_cpu_features()
+CALLED = {"vnni": ["vpdpbusd"], "pairs": ["pmadd"], "plain": []}
 SHAPES = [(3 * 32, 48), (33, 5), (1, 1), (31, 64), (40, 1538)]
 
 
@@ -38,8 +40,10 @@ def modules(
 ) -> Iterator[list[ModuleType]]:
     width, dot = request.param
     with pytest.MonkeyPatch.context() as patch:
-        loaded = load_with_vectors_of(width, MODULES, tmp_path_factory.mktemp("compiled"), patch)
-        loaded[0].DOT = dot
+        cache = tmp_path_factory.mktemp("compiled")
+        loaded = load_with_vectors_of(width, MODULES, cache, patch, {"DOT": dot})
+        (code,) = loaded[0].multiply.inspect_llvm().values()
+        assert [name for name in ("vpdpbusd", "pmadd") if name in code] == CALLED[dot]
         yield loaded
 
 
@@ -78,8 +82,7 @@ def test_products_are_those_of_whole_numbers_and_a_rows_bits_its_own(modules: li
 
 
 def test_bits_are_the_same_on_every_cpu(modules: list[ModuleType]) -> None:
-    from ee_models.int8_linear import Int8Linear
-
+    assert modules[1].Int8Linear is not Int8Linear
     for num_outputs, num_inputs in SHAPES:
         weight, bias, x = randn(num_outputs, num_inputs), randn(num_outputs, seed=1), randn(7, num_inputs)
         layers = [kind(weight, bias, KernelThreads()) for kind in (Int8Linear, modules[1].Int8Linear)]
@@ -104,21 +107,11 @@ def test_zeros_give_the_bias_and_weights_of_zero_nothing(modules: list[ModuleTyp
     assert layer(x)[1, 3] == bias[3]
 
 
-def test_nothing_is_written_beside_the_outputs(
-    modules: list[ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_written_beside_the_outputs(modules: list[ModuleType]) -> None:
     """Outputs, terms and scales lie between bytes that are looked at again."""
     layer, x = modules[1].Int8Linear(randn(33, 7), None, KernelThreads()), randn(5, 7)
-    expected, guarded = layer(x), []
-
-    def between(make: Any) -> Any:
-        def made(*shape: Any, **kwargs: Any) -> Tensor:
-            around = make(shape[0] + 2, *shape[1:], **kwargs)
-            around.view(torch.uint8).fill_(99)
-            guarded.append(around)
-            return around[1:-1]
-
-        return made
+    expected = layer(x)
+    guarded: list[Tensor] = []
 
     class Input(torch.Tensor):
         def float(self) -> Input:
@@ -127,18 +120,52 @@ def test_nothing_is_written_beside_the_outputs(
         def contiguous(self) -> Input:
             return self
 
-        def new_empty(self, *shape: int) -> Tensor:
-            return between(torch.empty)(*shape)
+        def new_empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            around = torch.empty(shape[0] + 2, *shape[1:], dtype=dtype)
+            around.view(torch.uint8).fill_(99)
+            guarded.append(around)
+            return around[1:-1]
 
-    empty = torch.empty
-    found = x.as_subclass(Input)
-    with monkeypatch.context() as patch:
-        patch.setattr(modules[1].torch, "empty", lambda *shape, **kwargs: between(empty)(*shape, **kwargs))
-        patch.setattr(Input, "new_empty", lambda self, *shape: between(empty)(*shape))
-        found = layer(found)
+    found = layer(x.as_subclass(Input))
     assert torch.equal(found, expected) and len(guarded) == 3
     for around in guarded:
         assert bool((around[[0, -1]].contiguous().view(torch.uint8) == 99).all())
+
+
+def test_what_is_not_finite_stays_so_in_its_row_alone(modules: list[ModuleType]) -> None:
+    layer, x = modules[1].Int8Linear(randn(33, 9), None, KernelThreads()), randn(4, 9)
+    expected = layer(x)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        broken = x.clone()
+        broken[1, 7] = value
+        found = layer(broken)
+        assert bool(found[1].isnan().all()) and torch.equal(found[[0, 2, 3]], expected[[0, 2, 3]])
+        weight = randn(33, 9)
+        weight[2, 3] = value
+        with pytest.raises(ValueError, match=r"not a finite number.*set quantization to null"):
+            modules[1].Int8Linear(weight, None, KernelThreads())
+
+
+def test_the_smallest_weights_stay_within_int8(modules: list[ModuleType]) -> None:
+    weight = torch.tensor([[3e-45, -3e-45], [1e-40, 5e-41], [1.0, -0.5]])
+    out = modules[1].Int8Linear(weight, None, KernelThreads())(torch.ones(1, 2))
+    torch.testing.assert_close(out, weight.sum(1)[None], atol=1e-38, rtol=0.01)
+
+
+def test_weights_are_packed_in_pieces(modules: list[ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias = randn(200, 10), randn(200, seed=1)
+    whole = modules[0].pack(weight, bias)
+    monkeypatch.setattr(modules[0], "_PACKED_AT_ONCE", 2)
+    assert torch.equal(modules[0].pack(weight, bias), whole)
+
+
+def test_code_is_for_what_numba_compiles_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_vectors.config, "CPU_FEATURES", "+sse2,-avx512vnni")
+    assert numba_vectors.compiles_for("sse2")
+    assert not any(map(numba_vectors.compiles_for, ("avx512vnni", "avx2", "sse")))
+    monkeypatch.setattr(numba_vectors.config, "CPU_FEATURES", None)
+    monkeypatch.setattr(numba_vectors.config, "ENABLE_AVX", 0)
+    assert not numba_vectors.compiles_for("avx2")
 
 
 def test_bfloat16_comes_out_as_it_went_in(modules: list[ModuleType]) -> None:

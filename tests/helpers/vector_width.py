@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numba
 import pytest
@@ -14,10 +15,15 @@ from llvmlite import binding
 
 
 def load_with_vectors_of(
-    width: int, names: Sequence[str], cache: Path, monkeypatch: pytest.MonkeyPatch
+    width: int,
+    names: Sequence[str],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    constants: Mapping[str, Any] | None = None,
 ) -> list[ModuleType]:
     """Copies of the modules `names`, in which a vector has `width` numbers; LLVM splits what this CPU lacks.
-    `cache`: an empty folder for what they compile, which must not meet the code of the real ones."""
+    `cache`: an empty folder for what they compile, which must not meet the code of the real ones; constants:
+    of the first of `names`, before the others compile what it has."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(cache))
     loaded = []
     for name in ("ee_models.kernels.numba_vectors", *names):
@@ -30,5 +36,8 @@ def load_with_vectors_of(
                 patch.setattr(binding, "get_host_cpu_features", lambda: {"avx512f": width == 16})
             spec.loader.exec_module(module)
         loaded.append(module)
+        if len(loaded) == 2:
+            for constant, value in (constants or {}).items():
+                setattr(module, constant, value)
     assert width == loaded[0].WIDTH
     return loaded[1:]

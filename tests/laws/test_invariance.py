@@ -34,7 +34,7 @@ KINDS = [
 @pytest.fixture(scope="module", params=KINDS, ids=str)
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
     """A family, the number of threads, and what products are in. `wide` has a down projection of 1,536
-    inputs: oneDNN sums single rows of those in another order."""
+    inputs: some libraries sum single rows of those in another order."""
     family, num_threads, quantization = request.param
     path = tmp_path_factory.mktemp(family) / "model"
     if family == "wide":
