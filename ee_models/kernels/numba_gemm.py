@@ -17,7 +17,20 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from .numba_vectors import FLOAT, INT, NONE, ROWS, WIDTH, add_product, load, prefetch, rows_of, spread, store
+from .numba_vectors import (
+    FLOAT,
+    INT,
+    NONE,
+    ROWS,
+    WIDTH,
+    add_product,
+    for_count,
+    load,
+    prefetch,
+    rows_of,
+    spread,
+    store,
+)
 from .threads import pointer
 
 TOKENS = 12 if WIDTH == 16 else 6  # whose sums, with what is added to them, fill the CPU's vectors
@@ -49,15 +62,7 @@ def _multiply_tile_intrinsic(
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         num_tokens, *inputs = args
-        after = builder.append_basic_block("after")
-        switch = builder.switch(num_tokens, after)
-        for count in range(1, TOKENS + 1):
-            block = builder.append_basic_block(f"tokens_{count}")
-            switch.add_case(INT(count), block)
-            with builder.goto_block(block):
-                _tile(builder, count, *inputs)
-                builder.branch(after)
-        builder.position_at_end(after)
+        for_count(builder, num_tokens, TOKENS, lambda count: _tile(builder, count, *inputs))
         return NONE
 
     return types.none(types.intp, ROWS, types.intp, types.intp, types.intp, ROWS), generate
@@ -86,7 +91,8 @@ _multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
-def _copy(tile: Any, num_tokens: int, columns: int, out: int, bytes_per_out: int) -> None:
+def copy_tile(tile: Any, num_tokens: int, columns: int, out: int, bytes_per_out: int) -> None:
+    """The first columns of tile [tokens, COLUMNS] to rows at the address `out`."""
     for token in range(num_tokens):
         row = carray(pointer(out + token * bytes_per_out), columns, np.float32)
         for column in range(columns):
@@ -122,5 +128,5 @@ def multiply(
             else:  # what is past the last output must not be written over the next token's first ones
                 whole = np.empty((TOKENS, COLUMNS), np.float32)
                 _multiply_tile(count, rows, num_inputs, panel, its_bias, (whole.ctypes.data, 4 * COLUMNS))
-                _copy(whole, count, columns, to, bytes_per_out)
+                copy_tile(whole, count, columns, to, bytes_per_out)
             first += count

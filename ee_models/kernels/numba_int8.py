@@ -24,6 +24,7 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
+from .numba_gemm import copy_tile
 from .numba_vectors import (
     FLOAT,
     INT,
@@ -33,6 +34,7 @@ from .numba_vectors import (
     VECTOR,
     WIDTH,
     compiles_for,
+    for_count,
     largest,
     load,
     prefetch,
@@ -136,15 +138,7 @@ def _multiply_tile_intrinsic(
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         num_tokens, *inputs = args
-        after = builder.append_basic_block("after")
-        switch = builder.switch(num_tokens, after)
-        for count in range(1, TOKENS + 1):
-            block = builder.append_basic_block(f"tokens_{count}")
-            switch.add_case(INT(count), block)
-            with builder.goto_block(block):
-                _tile(builder, count, *inputs)
-                builder.branch(after)
-        builder.position_at_end(after)
+        for_count(builder, num_tokens, TOKENS, lambda count: _tile(builder, count, *inputs))
         return NONE
 
     return types.none(types.intp, ROWS, types.intp, types.intp, types.intp, ROWS, ROWS), generate
@@ -226,14 +220,6 @@ def split_tokens(x: int, num_inputs: int, terms: int, scales: int, first: int, l
 
 
 @_kernel
-def _copy(tile: Any, num_tokens: int, columns: int, out: int, bytes_per_out: int) -> None:
-    for token in range(num_tokens):
-        row = carray(pointer(out + token * bytes_per_out), columns, np.float32)
-        for column in range(columns):
-            row[column] = tile[token, column]
-
-
-@_kernel
 def multiply(
     terms: int,
     scales: int,
@@ -270,5 +256,5 @@ def multiply(
                 whole = np.empty((TOKENS, COLUMNS), np.float32)
                 to_whole = whole.ctypes.data, 4 * COLUMNS
                 _multiply_tile(count, rows, scales + 4 * first, groups, panel, to_whole, ahead)
-                _copy(whole, count, columns, to, bytes_per_out)
+                copy_tile(whole, count, columns, to, bytes_per_out)
             first += count

@@ -62,6 +62,19 @@ def rows_of(builder: Any, matrix: Any, count: int) -> list[Any]:
     return [builder.add(first, builder.mul(stride, INT(i))) for i in range(count)]
 
 
+def for_count(builder: Any, count: Any, most: int, emit: Callable[[int], None]) -> None:
+    """Code for each count of 1 to `most`, of which that for `count` runs; of any other none."""
+    after = builder.append_basic_block("after")
+    switch = builder.switch(count, after)
+    for number in range(1, most + 1):
+        block = builder.append_basic_block(f"count_{number}")
+        switch.add_case(INT(number), block)
+        with builder.goto_block(block):
+            emit(number)
+            builder.branch(after)
+    builder.position_at_end(after)
+
+
 def shuffle(builder: Any, x: Any, y: Any, order: Sequence[int]) -> Any:
     return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(INT32, len(order)), list(order)))
 

@@ -17,7 +17,8 @@ from ee_models.kernels.threads import KernelThreads
 from tests.helpers.support import threads
 from tests.helpers.vector_width import load_with_vectors_of
 
-MODULES = ["ee_models.kernels.numba_int8", "ee_models.int8_linear"]
+INT8 = "ee_models.kernels.numba_int8"
+MODULES = ["ee_models.kernels.numba_gemm", INT8, "ee_models.int8_linear"]
 FEATURES = binding.get_host_cpu_features()
 CALLED = {"vnni": ["vpdpbusd"], "pairs": ["pmadd"], "plain": []}
 SHAPES = [(3 * 32, 48), (33, 5), (1, 1), (31, 64), (40, 1538)]
@@ -41,7 +42,7 @@ def modules(
     width, dot = request.param
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("compiled")
-        loaded = load_with_vectors_of(width, MODULES, cache, patch, {"DOT": dot})
+        loaded = load_with_vectors_of(width, MODULES, cache, patch, {INT8: {"DOT": dot}})[1:]
         (code,) = loaded[0].multiply.inspect_llvm().values()
         assert [name for name in ("vpdpbusd", "pmadd") if name in code] == CALLED[dot]
         yield loaded

@@ -19,11 +19,11 @@ def load_with_vectors_of(
     names: Sequence[str],
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
-    constants: Mapping[str, Any] | None = None,
+    constants: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[ModuleType]:
     """Copies of the modules `names`, in which a vector has `width` numbers; LLVM splits what this CPU lacks.
     `cache`: an empty folder for what they compile, which must not meet the code of the real ones; constants:
-    of the first of `names`, before the others compile what it has."""
+    by module, set before those after it compile what it has."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(cache))
     loaded = []
     for name in ("ee_models.kernels.numba_vectors", *names):
@@ -36,8 +36,7 @@ def load_with_vectors_of(
                 patch.setattr(binding, "get_host_cpu_features", lambda: {"avx512f": width == 16})
             spec.loader.exec_module(module)
         loaded.append(module)
-        if len(loaded) == 2:
-            for constant, value in (constants or {}).items():
-                setattr(module, constant, value)
+        for constant, value in (constants or {}).get(name, {}).items():
+            setattr(module, constant, value)
     assert width == loaded[0].WIDTH
     return loaded[1:]
