@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -139,11 +140,8 @@ def timed(seconds: list[float]) -> Iterator[None]:
         original(*args)
         seconds.append(time.perf_counter() - start)
 
-    KernelThreads.run = timing  # type: ignore[method-assign]
-    try:
+    with patch.object(KernelThreads, "run", timing):
         yield
-    finally:
-        KernelThreads.run = original  # type: ignore[method-assign]
 
 
 def measure_step(decoder: Decoder, rows: int, steps: int) -> dict[str, float]:

@@ -230,11 +230,8 @@ class FusedLayers:
         call = _Call.from_buffer_copy(span.call)
         call.attention, call.units = ctypes.addressof(prepared.call), units.ctypes.data
         call.hidden, call.num_tokens = hidden.data_ptr(), num_tokens
-        call.positions, call.slots, call.num_slots = (
-            prepared.call.positions,
-            slots.data_ptr(),
-            kv.data.shape[2],
-        )
+        call.positions, call.slots = prepared.call.positions, slots.data_ptr()
+        call.num_slots = kv.data.shape[2]
         call.keys, call.values = kv.keys(kv_layer).data_ptr(), kv.values(kv_layer).data_ptr()
         call.bytes_per_kv_layer = 4 * kv.data.stride(0)
         num_threads = self._threads.count if num_tokens * span.num_products > _PARALLEL_FROM else 1

@@ -27,7 +27,7 @@ from ee_models.training.early_exit import (
 )
 from ee_models.training.examples import Example, grouped_indices
 from ee_models.training.loop import LoopSettings, train
-from ee_models.training.trunk import collate, load_trainable
+from ee_models.training.trunk import Batch, collate, load_trainable
 from tests.helpers.tiny import TINY_VOCAB, tiny_checkpoint
 from tests.helpers.training_adapters import make_modules
 
@@ -175,13 +175,20 @@ def test_target_self_holds_the_last_layer_to_the_model_without_lora(checkpoint: 
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
-def test_the_original_is_asked_about_a_share_of_rows(checkpoint: Checkpoint, share: float) -> None:
+def test_the_original_is_asked_about_a_share_of_rows(
+    checkpoint: Checkpoint, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = replace(SETTINGS, target="self", original_share=share, batch_size=13, max_pass_tokens=256)
     task = shaken(make_task(checkpoint, settings))
     parts = task.micro_batches(2, 0, 1, CPU)
     asked: list[int] = []
     original = task.module.original
-    task.module.original = lambda batch: asked.append(len(batch.token_ids)) or original(batch)  # type: ignore[method-assign]
+
+    def watched(batch: Batch) -> Tensor:
+        asked.append(len(batch.token_ids))
+        return original(batch)
+
+    monkeypatch.setattr(task.module, "original", watched)
     expected = 0.0
     with torch.no_grad():
         found = sum(task.module(part)[1]["last"] for part in parts)
