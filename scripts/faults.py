@@ -228,9 +228,16 @@ FAULTS = (
     Fault(
         "a query of another token's turn gets weight",
         "ee_models/attention/numba_pages.py",
-        "num_seen = min(count, lengths[k] - start) if k < end else 0",
-        "num_seen = min(count, lengths[k] - start)",
+        "i, end = (token - first) * group, (token - first + num_in_turn) * group",
+        "i, end = (token - first) * group, (last - first) * group",
         ("tests/ee_models/test_attention_trees.py",),
+    ),
+    Fault(
+        "weighted sums do not shrink with a new peak",
+        "ee_models/attention/numba_products.py",
+        "shrink, alike = exp(builder, builder.fsub(before, after)), spread(builder, after)",
+        "shrink, alike = FLOAT(1.0), spread(builder, after)",
+        ("tests/ee_models/test_attention.py",),
     ),
     Fault(
         "KV of a padding row written (numba)",

@@ -27,14 +27,13 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
-from ..kernels.numba_math import ONE, ZERO, exp32
+from ..kernels.numba_math import ONE
 from ..kernels.numba_vectors import WIDTH
 from ..kernels.threads import KernelThreads, address_of, pointer, take
-from .numba_products import COLUMNS, KEYS, QUERIES, add_weighted, dots
+from .numba_products import COLUMNS, FAR_BELOW, QUERIES, TILE, add_weighted, ask_for, score, transpose, weigh
 
-_TILE = 64
-_QUERIES_PER_UNIT = 16
-_FAR_BELOW = np.float32(-1e30)
+_TOKENS_PER_UNIT = 16  # at most
+_UNITS_PER_THREAD = 3  # at least, where there are tokens for it: one that is done takes what is left
 _NO_PATH = 1 << 62  # the start of a chain's path: the block table tells every slot
 # Multiplications of a call's scores from which other threads are worth their 3 microseconds.
 _PARALLEL_FROM = 1 << 17
@@ -50,7 +49,7 @@ _OPTIONS: dict[str, Any] = {
 def _find_slots(
     table: Any, block_size: int, path: Any, path_start: int, start: int, count: int, slots: Any
 ) -> None:
-    """Writes the slots of `count` positions from `start` on; up to a multiple of KEYS, the last again."""
+    """Writes the slots of `count` positions from `start` on; up to a multiple of WIDTH, the last again."""
     by_table = max(0, min(count, path_start - start))
     j = 0
     while j < by_table:  # block after block: a division for each position would take as long as its score
@@ -62,31 +61,42 @@ def _find_slots(
         j += rest
     for j in range(by_table, count):
         slots[j] = path[start + j - path_start]
-    for j in range(count, (count + KEYS - 1) // KEYS * KEYS):
+    for j in range(count, (count + WIDTH - 1) // WIDTH * WIDTH):
         slots[j] = slots[count - 1]
 
 
 @njit(**_OPTIONS)
-def _score(queries: Any, i: int, keys: Any, kv_head: int, slots: Any, count: int, scores: Any) -> None:
-    """scores[k, j] = query i + k . key of slot j, for QUERIES k and `count` j; what else is written to scores
-    means nothing."""
-    head_dim, bytes_per_query, bytes_per_key = queries.shape[1], queries.strides[0], keys.strides[0]
-    of_queries = (queries.ctypes.data + i * bytes_per_query, bytes_per_query)
-    of_keys = (keys.ctypes.data + kv_head * keys.strides[1], bytes_per_key)
-    for j in range(0, count, KEYS):
-        of_scores = (scores.ctypes.data + j * scores.strides[1], scores.strides[0])
-        dots(of_queries, of_keys, slots.ctypes.data + j * slots.strides[0], head_dim, of_scores)
-    for d in range(head_dim // WIDTH * WIDTH, head_dim):
-        for k in range(QUERIES):
-            for j in range(count):
-                scores[k, j] += queries[i + k, d] * keys[slots[j], kv_head, d]
+def _transpose(keys: Any, kv_head: int, slots: Any, count: int, out: Any) -> None:
+    """out[part, d, j] = key of slot j of each COLUMNS `count` slots, in dimension d; up to a multiple of
+    WIDTH, of whatever slots follow."""
+    head_dim, bytes_per_part, bytes_per_row = keys.shape[2], out.strides[0], out.strides[1]
+    of_keys = (keys.ctypes.data + kv_head * keys.strides[1], keys.strides[0])
+    for j in range(0, count, WIDTH):
+        to = out.ctypes.data + j // COLUMNS * bytes_per_part + 4 * (j % COLUMNS)
+        transpose(of_keys, slots.ctypes.data + j * slots.strides[0], head_dim, (to, bytes_per_row))
 
 
 @njit(**_OPTIONS)
-def _accumulate(weights: Any, values: Any, kv_head: int, slots: Any, count: int, sums: Any, i: int) -> None:
-    """sums[i + k] += weights[k, j] * value of slot j, for QUERIES k and one after another of `count` j."""
+def _score(queries: Any, i: int, num: int, keys: Any, count: int, scores: Any) -> None:
+    """scores[k, j] = query i + k . key j of a transposed tile, for `num` k and `count` j; what else is
+    written to scores means nothing."""
+    head_dim, bytes_per_row = queries.shape[1], queries.strides[0]
+    of_queries = (queries.ctypes.data + i * bytes_per_row, bytes_per_row)
+    for j in range(0, count, COLUMNS):
+        of_keys = (keys.ctypes.data + j // COLUMNS * keys.strides[0], keys.strides[1])
+        of_scores = (scores.ctypes.data + j * scores.strides[1], scores.strides[0])
+        score(num, of_queries, of_keys, head_dim, of_scores)
+
+
+@njit(**_OPTIONS)
+def _accumulate(
+    weights: Any, values: Any, kv_head: int, slots: Any, count: int, factors: Any, sums: Any, i: int, num: int
+) -> None:
+    """sums[i + k] = factors[i + k] * sums[i + k] + weights[k, j] * value of slot j, for `num` k and one after
+    another of `count` j."""
     head_dim, bytes_per_sum, bytes_per_value = sums.shape[1], sums.strides[0], values.strides[0]
     of_weights = (weights.ctypes.data, weights.strides[0])
+    of_factors = factors.ctypes.data + i * factors.strides[0]
     of_sums, of_values = (
         sums.ctypes.data + i * bytes_per_sum,
         values.ctypes.data + kv_head * values.strides[1],
@@ -94,55 +104,17 @@ def _accumulate(weights: Any, values: Any, kv_head: int, slots: Any, count: int,
     whole = head_dim // COLUMNS * COLUMNS
     for d in range(0, whole, COLUMNS):
         some_values, some_sums = (of_values + 4 * d, bytes_per_value), (of_sums + 4 * d, bytes_per_sum)
-        add_weighted(of_weights, some_values, slots.ctypes.data, count, some_sums)
-    for k in range(QUERIES):
-        o = sums[i + k]
-        for j in range(count if whole < head_dim else 0):
+        add_weighted(num, of_weights, some_values, slots.ctypes.data, count, of_factors, some_sums)
+    if whole == head_dim:
+        return
+    for k in range(num):
+        o, factor = sums[i + k], factors[i + k]
+        for d in range(whole, head_dim):
+            o[d] *= factor
+        for j in range(count):
             v, weight = values[slots[j], kv_head], weights[k, j]
             for d in range(whole, head_dim):
                 o[d] += weight * v[d]
-
-
-@njit(**_OPTIONS)
-def _highest(scores: Any, peak: Any, some: Any) -> Any:
-    """The largest of a tile's scores and `peak`; a maximum is the same in any order. `some` [16] is
-    overwritten: LLVM takes maxima of a vector's elements side by side, not those of one loop."""
-    for j in range(16):
-        a, b, c, d = scores[j], scores[j + 16], scores[j + 32], scores[j + 48]
-        a, c = (a if a > b else b), (c if c > d else d)
-        some[j] = a if a > c else c
-    for j in range(8):
-        some[j] = some[j] if some[j] > some[j + 8] else some[j + 8]
-    for j in range(8):
-        peak = some[j] if some[j] > peak else peak
-    return peak
-
-
-@njit(**_OPTIONS)
-def _sum(scores: Any, some: Any) -> Any:
-    """The sum of a tile's scores, in an order that vectors can follow; `some` as in _highest."""
-    for j in range(16):
-        some[j] = (scores[j] + scores[j + 16]) + (scores[j + 32] + scores[j + 48])
-    for j in range(8):
-        some[j] += some[j + 8]
-    for j in range(4):
-        some[j] += some[j + 4]
-    return (some[0] + some[2]) + (some[1] + some[3])
-
-
-@njit(**_OPTIONS)
-def _weigh(scores: Any, count: int, peak: Any, total: Any, some: Any) -> Any:
-    """Turns a tile's scores into weights exp(score - new peak), 0 from `count` on -> (new peak, new total,
-    factor for earlier sums)."""
-    for j in range(max(count, 0), _TILE):
-        scores[j] = _FAR_BELOW
-    new_peak = _highest(scores, peak, some)
-    shrink = exp32(peak - new_peak)
-    for j in range(_TILE):
-        scores[j] = exp32(scores[j] - new_peak)
-    for j in range(max(count, 0), _TILE):
-        scores[j] = ZERO
-    return new_peak, total * shrink + _sum(scores, some), shrink
 
 
 @njit(**_OPTIONS)
@@ -163,15 +135,17 @@ def _attend_unit(
 ) -> None:
     """Attention of tokens first..last-1 of one row, for the query heads that read `kv_head`.
 
-    Queries are (token, head) pairs, taken QUERIES at a time; of these, those of other tokens than the one in
-    turn get no weight.
+    Queries are (token, head) pairs, of which up to QUERIES are taken together.
     """
     head_dim, group = q.shape[2], q.shape[1] // keys.shape[1]
-    num_queries = (last - first) * group
-    padded = num_queries + QUERIES - 1
-    queries, sums = np.zeros((padded, head_dim), np.float32), np.zeros((padded, head_dim), np.float32)
-    peak, total = np.full(padded, _FAR_BELOW), np.zeros(padded, np.float32)
-    lengths = np.zeros(padded, np.int64)  # positions that each query sees
+    num_queries, bytes_per_row = (last - first) * group, 4 * head_dim
+    queries, sums = (
+        np.empty((num_queries, head_dim), np.float32),
+        np.zeros((num_queries, head_dim), np.float32),
+    )
+    peak, total = np.full(num_queries, np.float32(FAR_BELOW)), np.zeros(num_queries, np.float32)
+    shrink = np.empty(num_queries, np.float32)
+    lengths = np.empty(num_queries, np.int64)  # positions that each query sees
     context_len, shared = 0, path_starts[first]  # positions below `shared` have the same slots for all
     for token in range(first, last):
         context_len, shared = max(context_len, positions[token] + 1), min(shared, path_starts[token])
@@ -180,29 +154,42 @@ def _attend_unit(
         lengths[i] = positions[token] + 1
         for d in range(head_dim):
             queries[i, d] = q[token, head, d] * scale
-    slots, scores = np.empty(_TILE, np.int64), np.empty((QUERIES, _TILE), np.float32)
-    some = np.empty(16, np.float32)
-    for start in range(0, context_len, _TILE):
-        together = start + _TILE <= shared
+    slots, slots_ahead = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
+    tile_keys = np.empty((TILE // COLUMNS, head_dim, COLUMNS), np.float32)
+    scores = np.empty((QUERIES, TILE), np.float32)
+    of_peak, of_total, of_shrink = peak.ctypes.data, total.ctypes.data, shrink.ctypes.data
+    all_keys = (keys.ctypes.data + kv_head * keys.strides[1], keys.strides[0])
+    all_values = (values.ctypes.data + kv_head * values.strides[1], values.strides[0])
+    for start in range(0, context_len, TILE):
+        # Memory is slow beside these few sums: values, and the next tile's keys, are asked for ahead.
+        ahead = min(TILE, min(context_len, shared) - start - TILE)
+        if ahead > 0:
+            _find_slots(table, block_size, paths[first], shared, start + TILE, ahead, slots_ahead)
+        together = start + TILE <= shared
         num_in_turn = last - first if together else 1
         for token in range(first, last, num_in_turn):
-            count = min(_TILE, (context_len if together else positions[token] + 1) - start)
+            count = min(TILE, (context_len if together else positions[token] + 1) - start)
             if count <= 0:
                 continue
             _find_slots(table, block_size, paths[token], path_starts[token], start, count, slots)
-            end = (token - first + num_in_turn) * group
-            for i in range((token - first) * group, end, QUERIES):
-                longest = min(count, np.max(lengths[i : i + QUERIES]) - start)
-                if longest <= 0:
-                    continue
-                _score(queries, i, keys, kv_head, slots, longest, scores)
-                for k in range(i, i + QUERIES):
-                    num_seen = min(count, lengths[k] - start) if k < end else 0
-                    peak[k], total[k], shrink = _weigh(scores[k - i], num_seen, peak[k], total[k], some)
-                    o = sums[k]
-                    for d in range(head_dim):
-                        o[d] *= shrink
-                _accumulate(scores, values, kv_head, slots, longest, sums, i)
+            ask_for(all_values, slots.ctypes.data, count, bytes_per_row)
+            _transpose(keys, kv_head, slots, count, tile_keys)
+            if ahead > 0:
+                ask_for(all_keys, slots_ahead.ctypes.data, ahead, bytes_per_row)
+            i, end = (token - first) * group, (token - first + num_in_turn) * group
+            num_blocks = (end - i + QUERIES - 1) // QUERIES
+            for block in range(num_blocks):
+                num = (end - i) // (num_blocks - block)  # blocks as alike as can be
+                longest = min(count, np.max(lengths[i : i + num]) - start)
+                if longest > 0:
+                    _score(queries, i, num, tile_keys, longest, scores)
+                    for k in range(i, i + num):
+                        of_scores, seen = scores.ctypes.data + (k - i) * scores.strides[0], lengths[k] - start
+                        weigh(
+                            of_scores, min(count, seen), of_peak + 4 * k, of_total + 4 * k, of_shrink + 4 * k
+                        )
+                    _accumulate(scores, values, kv_head, slots, longest, shrink, sums, i, num)
+                i += num
     for i in range(num_queries):
         o, s, factor = out[first + i // group, kv_head * group + i % group], sums[i], ONE / total[i]
         for d in range(head_dim):
@@ -285,13 +272,13 @@ def _attend(call: Any) -> None:
 
 
 @njit(cache=True)
-def _cut(cu_q_lens: Any, positions: Any, queries_per_unit: int) -> Any:
+def _cut(cu_q_lens: Any, positions: Any, tokens_per_unit: int) -> Any:
     """units [n, 3]: (row, first token, last token + 1); and the number of (query, key) pairs in all."""
-    units = np.empty((positions.shape[0] // queries_per_unit + cu_q_lens.shape[0], 3), np.int64)
+    units = np.empty((positions.shape[0] // tokens_per_unit + cu_q_lens.shape[0], 3), np.int64)
     count, num_pairs = 0, 0
     for row in range(cu_q_lens.shape[0] - 1):
-        for first in range(cu_q_lens[row], cu_q_lens[row + 1], queries_per_unit):
-            last = min(first + queries_per_unit, cu_q_lens[row + 1])
+        for first in range(cu_q_lens[row], cu_q_lens[row + 1], tokens_per_unit):
+            last = min(first + tokens_per_unit, cu_q_lens[row + 1])
             units[count] = row, first, last
             num_pairs += (last - first) * (positions[last - 1] + 1)
             count += 1
@@ -327,13 +314,15 @@ class NumbaAttention:
 
     def _prepare(self, view: BatchView, kv: PagedKV) -> Prepared:
         positions, tables = view.positions.contiguous(), view.block_tables.contiguous()
-        units, num_pairs = _cut(view.cu_q_lens.numpy(), positions.numpy(), _QUERIES_PER_UNIT)
+        num_slots, num_kv_heads, head_dim = kv.data.shape[2:]
+        tokens_per_unit = -(-len(positions) * num_kv_heads // (_UNITS_PER_THREAD * self._threads.count))
+        tokens_per_unit = min(_TOKENS_PER_UNIT, max(1, tokens_per_unit))
+        units, num_pairs = _cut(view.cu_q_lens.numpy(), positions.numpy(), tokens_per_unit)
         paths, path_starts = view.paths, view.path_starts
         if paths is None or path_starts is None:
             paths, path_starts = positions.new_empty(len(positions), 0), torch.full_like(positions, _NO_PATH)
         arrays = tables, positions, torch.from_numpy(units), paths.contiguous(), path_starts.contiguous()
         addresses = dict(zip(_ARRAYS, (array.data_ptr() for array in arrays), strict=True))
-        num_slots, num_kv_heads, head_dim = kv.data.shape[2:]
         call = Call(
             **addresses,
             num_tokens=len(positions),

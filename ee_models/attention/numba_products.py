@@ -1,13 +1,15 @@
 """The two products of attention for numba kernels: scores q . k, and sums of weighted values. Keys and values
 are read where they lie, at the addresses of their slots.
 
-Each is a block of QUERIES queries whose sums stay in the vectors of the CPU, which LLVM does not find by
-itself in loops over arrays. How a sum is ordered depends on the width of a vector alone, never on what else
-is in the block.
+Each is a block of up to QUERIES queries whose sums stay in the vectors of the CPU, which LLVM does not find
+by itself in loops over arrays. A score adds up dimension after dimension, a weighted sum slot after slot: no
+sum depends on what else is in the block. Scores of many keys lie side by side in a vector, so that keys are
+transposed first, tile by tile; that takes no longer than adding up a vector's elements for each score.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -15,25 +17,30 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ..kernels.numba_math import exp
 from ..kernels.numba_vectors import (
     FLOAT,
     INT,
+    INT32,
     NONE,
     ROWS,
     VECTOR,
     WIDTH,
-    add_product,
+    add_rows,
+    for_count,
     load,
+    prefetch,
     rows_of,
     shuffle,
     spread,
     store,
-    sum_elements,
 )
 
-QUERIES = WIDTH // 4  # a block's sums then fill as many vectors as hide the time that one addition takes
-KEYS = WIDTH  # of a block of scores: what is stored by parts is slow to be loaded whole
-COLUMNS = 32  # of a block of sums
+QUERIES = 12 if WIDTH == 16 else 6  # of a block, whose sums fill the CPU's vectors
+COLUMNS = 2 * WIDTH  # scores or dimensions of a block
+TILE = 64  # positions whose scores are there at a time
+FAR_BELOW = -1e30  # any score; -inf would turn the difference of two peaks into NaN
+_LINE = 64  # bytes that memory is asked for at once
 
 
 def _row_of_slot(builder: Any, matrix: Any, slots: Any, place: Any) -> Any:
@@ -43,82 +50,160 @@ def _row_of_slot(builder: Any, matrix: Any, slots: Any, place: Any) -> Any:
     return builder.add(first, builder.mul(slot, stride))
 
 
-def _dots_of_four(
-    builder: Any, query_rows: list[Any], keys: Any, slots: Any, first: int, num_dims: Any
-) -> Any:
-    """Dots of QUERIES queries and the keys of slots first to first + 3, query by query, as one vector."""
-    key_rows = [_row_of_slot(builder, keys, slots, INT(first + j)) for j in range(4)]
-    zero = ir.Constant(VECTOR, [0.0] * WIDTH)
-    totals = [[cgutils.alloca_once_value(builder, zero) for _ in key_rows] for _ in query_rows]
-    with cgutils.for_range(builder, builder.udiv(num_dims, INT(WIDTH))) as loop:
-        offset = builder.mul(loop.index, INT(4 * WIDTH))
-        parts = [load(builder, row, offset) for row in key_rows]
-        for row, of_query in zip(query_rows, totals, strict=True):
-            query = load(builder, row, offset)
-            for part, total in zip(parts, of_query, strict=True):
-                add_product(builder, total, query, part)
-    return sum_elements(builder, [builder.load(total) for of_query in totals for total in of_query])
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Vector i has the i-th elements of WIDTH vectors: the first half shuffled with the second, as cards are,
+    until each element has come to its place."""
+    half = WIDTH // 2
+    low, high = ([start + i // 2 + i % 2 * WIDTH for i in range(WIDTH)] for start in (0, half))
+    for _ in range(half.bit_length()):
+        pairs = list(zip(rows[:half], rows[half:], strict=True))
+        rows = [shuffle(builder, x, y, order) for x, y in pairs for order in (low, high)]
+    return rows
 
 
-def _regroup(builder: Any, vectors: list[Any]) -> list[Any]:
-    """Vectors of the i-th four elements of each of QUERIES vectors."""
-    quads = [shuffle(builder, v, v, range(i, i + 4)) for v in vectors for i in range(0, WIDTH, 4)]
-    grouped = []
-    for i in range(QUERIES):
-        parts = quads[i::QUERIES]
-        while len(parts) > 1:
-            size = 2 * parts[0].type.count
-            parts = [
-                shuffle(builder, a, b, range(size)) for a, b in zip(parts[::2], parts[1::2], strict=True)
-            ]
-        grouped.append(parts[0])
-    return grouped
-
-
-def _dots_intrinsic(_context: Any, queries: Any, keys: Any, slots: Any, num_dims: Any, scores: Any) -> Any:
-    """scores[i, j] = queries[i] . keys[slots[j]] for QUERIES i and KEYS j, of the first num_dims // WIDTH *
-    WIDTH dimensions. Matrices are (address, bytes from row to row) of float32; slots an address of int64."""
+def _transpose_intrinsic(_context: Any, keys: Any, slots: Any, num_dims: Any, out: Any) -> Any:
+    """out[d, j] = keys[slots[j]][d] for WIDTH slots j. keys and out are ROWS of float32; slots an address of
+    int64."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        queries, keys, slots, num_dims, scores = args
-        query_rows = rows_of(builder, queries, QUERIES)
-        found = [_dots_of_four(builder, query_rows, keys, slots, j, num_dims) for j in range(0, KEYS, 4)]
-        for row, of_query in zip(rows_of(builder, scores, QUERIES), _regroup(builder, found), strict=True):
-            store(builder, of_query, row, INT(0))
+        keys, slots, num_dims, out = args
+        key_rows = [_row_of_slot(builder, keys, slots, INT(j)) for j in range(WIDTH)]
+        first, stride = (builder.extract_value(out, i) for i in range(2))
+        whole = builder.udiv(num_dims, INT(WIDTH))
+        with cgutils.for_range(builder, whole) as loop:
+            offset = builder.mul(loop.index, INT(4 * WIDTH))
+            columns = _transposed(builder, [load(builder, row, offset) for row in key_rows])
+            to = builder.add(first, builder.mul(builder.mul(loop.index, INT(WIDTH)), stride))
+            for d, column in enumerate(columns):
+                store(builder, column, to, builder.mul(stride, INT(d)))
+        with cgutils.for_range(builder, num_dims, start=builder.mul(whole, INT(WIDTH)), intp=INT) as loop:
+            to = builder.add(first, builder.mul(loop.index, stride))
+            for j, row in enumerate(key_rows):
+                number = load(builder, row, builder.mul(loop.index, INT(4)), FLOAT)
+                store(builder, number, to, INT(4 * j))
         return NONE
 
-    return types.none(ROWS, ROWS, types.intp, types.intp, ROWS), generate
+    return types.none(ROWS, types.intp, types.intp, ROWS), generate
+
+
+def _score_intrinsic(_context: Any, num: Any, queries: Any, keys: Any, num_dims: Any, scores: Any) -> Any:
+    """scores[i, :COLUMNS] = queries[i] . keys[:, :COLUMNS] for 1 to QUERIES queries i. keys: of a tile,
+    transposed. Matrices are ROWS."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        num, queries, keys, num_dims, scores = args
+        first, stride = (builder.extract_value(keys, i) for i in range(2))
+
+        def block(count: int) -> None:
+            zero = [ir.Constant(VECTOR, [0.0] * WIDTH)] * (COLUMNS // WIDTH)
+            add_rows(
+                builder,
+                rows_of(builder, queries, count),
+                num_dims,
+                lambda index: builder.add(first, builder.mul(index, stride)),
+                [zero] * count,
+                rows_of(builder, scores, count),
+            )
+
+        for_count(builder, num, QUERIES, block)
+        return NONE
+
+    return types.none(types.intp, ROWS, ROWS, types.intp, ROWS), generate
 
 
 def _add_weighted_intrinsic(
-    _context: Any, weights: Any, values: Any, slots: Any, num_slots: Any, sums: Any
+    _context: Any, num: Any, weights: Any, values: Any, slots: Any, num_slots: Any, factors: Any, sums: Any
 ) -> Any:
-    """sums[i, :COLUMNS] += weights[i, j] * values[slots[j], :COLUMNS] for QUERIES i and, one after another,
-    num_slots j; arguments as in dots."""
+    """sums[i, :COLUMNS] = factors[i] * sums[i, :COLUMNS] + weights[i, j] * values[slots[j], :COLUMNS], for
+    `num` queries i and, one after another, num_slots j; factors: an address, the others as above."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        weights, values, slots, num_slots, sums = args
+        num, weights, values, slots, num_slots, factors, sums = args
         columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
-        weight_rows, sum_rows = rows_of(builder, weights, QUERIES), rows_of(builder, sums, QUERIES)
-        totals = [
-            [cgutils.alloca_once_value(builder, load(builder, row, column)) for column in columns]
-            for row in sum_rows
-        ]
-        with cgutils.for_range(builder, num_slots) as loop:
-            value_row = _row_of_slot(builder, values, slots, loop.index)
-            parts = [load(builder, value_row, column) for column in columns]
-            for row, of_query in zip(weight_rows, totals, strict=True):
-                weight = load(builder, row, builder.mul(loop.index, INT(4)), FLOAT)
-                alike = spread(builder, weight)
-                for part, total in zip(parts, of_query, strict=True):
-                    add_product(builder, total, alike, part)
-        for row, of_query in zip(sum_rows, totals, strict=True):
-            for column, total in zip(columns, of_query, strict=True):
-                store(builder, builder.load(total), row, column)
+
+        def block(count: int) -> None:
+            begin, sum_rows = [], rows_of(builder, sums, count)
+            for i, row in enumerate(sum_rows):
+                factor = spread(builder, load(builder, factors, INT(4 * i), FLOAT))
+                begin.append([builder.fmul(load(builder, row, column), factor) for column in columns])
+            add_rows(
+                builder,
+                rows_of(builder, weights, count),
+                num_slots,
+                lambda index: _row_of_slot(builder, values, slots, index),
+                begin,
+                sum_rows,
+            )
+
+        for_count(builder, num, QUERIES, block)
         return NONE
 
-    return types.none(ROWS, ROWS, types.intp, types.intp, ROWS), generate
+    return types.none(types.intp, ROWS, ROWS, types.intp, types.intp, types.intp, ROWS), generate
 
 
-dots: Any = intrinsic(_dots_intrinsic)
+def _reduce(builder: Any, vectors: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
+    """All elements of the vectors, an even number of them, as one number: halves with halves."""
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        vectors = [combine(x, y) for x, y in zip(vectors[:half], vectors[half:], strict=True)]
+    vector, size = vectors[0], WIDTH
+    while size > 1:
+        size //= 2
+        vector = combine(*(shuffle(builder, vector, vector, range(at, at + size)) for at in (0, size)))
+    return builder.extract_element(vector, INT32(0))
+
+
+def _weigh_intrinsic(_context: Any, scores: Any, count: Any, peak: Any, total: Any, factor: Any) -> Any:
+    """Turns the TILE scores of a query into weights exp(score - new peak), 0 from `count` on, and brings its
+    peak, the total of its weights, and the factor that its earlier sums shrink by up to date. Addresses."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        scores, count, peak, total, factor = args
+        offsets = [INT(4 * j) for j in range(0, TILE, WIDTH)]
+        whole = ir.VectorType(INT32, WIDTH)
+        limit = spread(builder, builder.trunc(count, INT32))
+        far_below, zero = (ir.Constant(VECTOR, [number] * WIDTH) for number in (FAR_BELOW, 0.0))
+
+        def larger(x: Any, y: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+        is_seen, found = [], []
+        for i, offset in enumerate(offsets):
+            place = ir.Constant(whole, list(range(i * WIDTH, (i + 1) * WIDTH)))
+            is_seen.append(builder.icmp_signed("<", place, limit))
+            found.append(builder.select(is_seen[-1], load(builder, scores, offset), far_below))
+        before = load(builder, peak, INT(0), FLOAT)
+        after = larger(_reduce(builder, found, larger), before)
+        store(builder, after, peak, INT(0))
+        shrink, alike = exp(builder, builder.fsub(before, after)), spread(builder, after)
+        store(builder, shrink, factor, INT(0))
+        weights = []
+        for seen, offset, of_tile in zip(is_seen, offsets, found, strict=True):
+            weights.append(builder.select(seen, exp(builder, builder.fsub(of_tile, alike)), zero))
+            store(builder, weights[-1], scores, offset)
+        earlier = builder.fmul(load(builder, total, INT(0), FLOAT), shrink)
+        store(builder, builder.fadd(earlier, _reduce(builder, weights, builder.fadd)), total, INT(0))
+        return NONE
+
+    return types.none(*(types.intp,) * 5), generate
+
+
+def _ask_for_intrinsic(_context: Any, matrix: Any, slots: Any, num_slots: Any, num_bytes: Any) -> Any:
+    """Asks for the first num_bytes of the matrix's rows slots[j], for num_slots j."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        matrix, slots, num_slots, num_bytes = args
+        with cgutils.for_range(builder, num_slots) as loop:
+            row = _row_of_slot(builder, matrix, slots, loop.index)
+            with cgutils.for_range(builder, builder.udiv(num_bytes, INT(_LINE))) as line:
+                prefetch(builder, row, builder.mul(line.index, INT(_LINE)))
+        return NONE
+
+    return types.none(ROWS, types.intp, types.intp, types.intp), generate
+
+
+transpose: Any = intrinsic(_transpose_intrinsic)
+score: Any = intrinsic(_score_intrinsic)
 add_weighted: Any = intrinsic(_add_weighted_intrinsic)
+weigh: Any = intrinsic(_weigh_intrinsic)
+ask_for: Any = intrinsic(_ask_for_intrinsic)

@@ -12,24 +12,20 @@ from typing import Any
 import numpy as np
 import torch.nn.functional as F
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
 from .numba_vectors import (
-    FLOAT,
     INT,
     NONE,
     ROWS,
     WIDTH,
-    add_product,
+    add_rows,
     for_count,
     load,
     prefetch,
     rows_of,
-    spread,
-    store,
 )
 from .threads import pointer
 
@@ -71,20 +67,15 @@ def _multiply_tile_intrinsic(
 def _tile(builder: Any, count: int, x: Any, num_inputs: Any, panel: Any, bias: Any, out: Any) -> None:
     columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
     begin = [load(builder, bias, column) for column in columns]
-    x_rows = rows_of(builder, x, count)
-    totals = [[cgutils.alloca_once_value(builder, value) for value in begin] for _ in x_rows]
-    with cgutils.for_range(builder, num_inputs) as loop:
-        row = builder.add(panel, builder.mul(loop.index, INT(4 * COLUMNS)))
+
+    def find_row(index: Any) -> Any:
+        row = builder.add(panel, builder.mul(index, INT(4 * COLUMNS)))
         for column in columns:
             prefetch(builder, row, builder.add(column, INT(_AHEAD)))
-        parts = [load(builder, row, column) for column in columns]
-        for x_row, of_token in zip(x_rows, totals, strict=True):
-            alike = spread(builder, load(builder, x_row, builder.mul(loop.index, INT(4)), FLOAT))
-            for part, total in zip(parts, of_token, strict=True):
-                add_product(builder, total, alike, part)
-    for out_row, of_token in zip(rows_of(builder, out, count), totals, strict=True):
-        for column, total in zip(columns, of_token, strict=True):
-            store(builder, builder.load(total), out_row, column)
+        return row
+
+    x_rows, out_rows = rows_of(builder, x, count), rows_of(builder, out, count)
+    add_rows(builder, x_rows, num_inputs, find_row, [begin] * count, out_rows)
 
 
 _multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)

@@ -10,50 +10,62 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from . import stale  # noqa: F401 - before any kernel is loaded
 
 _f = np.float32
 ZERO, ONE = _f(0.0), _f(1.0)
-_LOWEST, _HIGHEST = _f(-87.0), _f(88.0)
-_LOG2_E, _HALF = _f(1.44269504), _f(0.5)
-_LN2_HIGH, _LN2_LOW = (
-    _f(0.693359375),
-    _f(-2.12194440e-4),
-)  # their sum is ln 2: a two-step reduction keeps the low bits
+_LOWEST, _HIGHEST, _LOG2_E = (float(_f(number)) for number in (-87.0, 88.0, 1.44269504))
+# Their sum is ln 2: a two-step reduction keeps the low bits.
+_LN2_HIGH, _LN2_LOW = (float(_f(number)) for number in (0.693359375, -2.12194440e-4))
 # Minimax polynomial for (exp(r) - 1 - r) / r^2 on |r| <= ln(2) / 2 (Cephes).
-_P0, _P1, _P2 = _f(1.9875691500e-4), _f(1.3981999507e-3), _f(8.3334519073e-3)
-_P3, _P4, _P5 = _f(4.1665795894e-2), _f(1.6666665459e-1), _f(5.0000001201e-1)
+_POLYNOMIAL = [
+    float(_f(number))
+    for number in (
+        *(1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3),
+        *(4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1),
+    )
+]
 
 
-def _power_of_two_intrinsic(_context: Any, exponent: Any) -> Any:
-    """2 ** exponent for a whole float32 exponent, by building its bits."""
+def exp(builder: Any, x: Any) -> Any:
+    """LLVM code for exp32 of a float, or of each in a vector."""
+    kind = x.type
+    size = getattr(kind, "count", 0)
+    whole_kind = ir.VectorType(ir.IntType(32), size) if size else ir.IntType(32)
+
+    def every(number: Any, of: Any = kind) -> Any:
+        return ir.Constant(of, [number] * size if size else number)
+
+    def add_product(p: Any, q: Any, r: Any) -> Any:
+        return builder.fadd(builder.fmul(p, q, flags=("contract",)), r, flags=("contract",))
+
+    x = builder.select(builder.fcmp_ordered(">", x, every(_LOWEST)), x, every(_LOWEST))
+    x = builder.select(builder.fcmp_ordered("<", x, every(_HIGHEST)), x, every(_HIGHEST))
+    name = f"llvm.floor.v{size}f32" if size else "llvm.floor.f32"
+    floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind]), name)
+    whole = builder.call(floor, [add_product(x, every(_LOG2_E), every(0.5))])
+    r = add_product(whole, every(-_LN2_HIGH), x)
+    r = add_product(whole, every(-_LN2_LOW), r)
+    p = every(_POLYNOMIAL[0])
+    for coefficient in _POLYNOMIAL[1:]:
+        p = add_product(p, r, every(coefficient))
+    p = builder.fadd(add_product(builder.fmul(p, r), r, r), every(1.0))
+    # 2 ** whole, by building its bits.
+    bits = builder.add(builder.fptosi(whole, whole_kind), every(127, whole_kind))
+    return builder.fmul(p, builder.bitcast(builder.shl(bits, every(23, whole_kind)), kind))
+
+
+def _exp32_intrinsic(_context: Any, x: Any) -> Any:
+    """exp(x) in float32, within 2 units in the last place; clamped to [exp(-87), exp(88)]."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        int32 = ir.IntType(32)
-        bits = builder.add(builder.fptosi(args[0], int32), ir.Constant(int32, 127))
-        return builder.bitcast(builder.shl(bits, ir.Constant(int32, 23)), ir.FloatType())
+        return exp(builder, args[0])
 
     return types.float32(types.float32), generate
 
 
-_power_of_two: Any = intrinsic(_power_of_two_intrinsic)
-
-
-@njit(inline="always", fastmath={"contract"})
-def exp32(x: Any) -> Any:
-    """exp(x) in float32, within 2 units in the last place; clamped to [exp(-87), exp(88)]."""
-    x = min(max(x, _LOWEST), _HIGHEST)
-    whole = np.floor(x * _LOG2_E + _HALF)
-    r = x - whole * _LN2_HIGH
-    r = r - whole * _LN2_LOW
-    p = _P0
-    p = p * r + _P1
-    p = p * r + _P2
-    p = p * r + _P3
-    p = p * r + _P4
-    p = p * r + _P5
-    p = p * r * r + r + ONE
-    return p * _power_of_two(whole)
+exp32: Any = intrinsic(_exp32_intrinsic)

@@ -93,6 +93,31 @@ def add_product(builder: Any, total: Any, x: Any, y: Any) -> None:
     builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
 
 
+def add_rows(
+    builder: Any,
+    factors: Sequence[Any],
+    num_rows: Any,
+    find_row: Callable[[Any], Any],
+    begin: Sequence[Sequence[Any]],
+    out: Sequence[Any],
+) -> None:
+    """out[t] = begin[t] + factors[t][i] * row i, one after another of num_rows i, for as many t as there are:
+    each begins as vectors side by side, factors and out are addresses, and find_row(i) is that of row i."""
+    columns = [INT(4 * WIDTH * i) for i in range(len(begin[0]))]
+    totals = [[cgutils.alloca_once_value(builder, value) for value in values] for values in begin]
+    with cgutils.for_range(builder, num_rows) as loop:
+        row = find_row(loop.index)
+        parts = [load(builder, row, column) for column in columns]
+        for its_factors, its_totals in zip(factors, totals, strict=True):
+            factor = load(builder, its_factors, builder.mul(loop.index, INT(4)), FLOAT)
+            alike = spread(builder, factor)
+            for part, total in zip(parts, its_totals, strict=True):
+                add_product(builder, total, alike, part)
+    for out_row, its_totals in zip(out, totals, strict=True):
+        for column, total in zip(columns, its_totals, strict=True):
+            store(builder, builder.load(total), out_row, column)
+
+
 def _halvings() -> list[tuple[list[int], list[int]]]:
     """Orders of the elements of two vectors x and y that are added to each other, step by step: in the end
     element i is the sum of all elements of the i-th of WIDTH vectors."""

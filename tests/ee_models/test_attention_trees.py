@@ -185,11 +185,12 @@ def test_a_nodes_bits_are_those_of_a_chain_wherever_its_path_crosses_a_tile(cont
 def test_a_nodes_bits_do_not_depend_on_slots_units_or_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     trees = random_forest(2)
     expected = tree_pass(trees).attend(NumbaAttention())
-    for num_threads, queries_per_unit, block_size in ((1, 1, 16), (2, 3, 1), (3, 16, 5), (5, 64, 64)):
+    for num_threads, tokens_per_unit, block_size in ((1, 1, 16), (2, 3, 1), (3, 16, 5), (5, 64, 64)):
         use_threads(num_threads, monkeypatch)
-        monkeypatch.setattr(numba_pages, "_QUERIES_PER_UNIT", queries_per_unit)
+        monkeypatch.setattr(numba_pages, "_TOKENS_PER_UNIT", tokens_per_unit)
+        monkeypatch.setattr(numba_pages, "_UNITS_PER_THREAD", 1)
         found = tree_pass(trees, block_size, seed=block_size, early=num_threads).attend(NumbaAttention())
-        assert torch.equal(found, expected), f"{queries_per_unit} queries in a unit, blocks of {block_size}"
+        assert torch.equal(found, expected), f"{tokens_per_unit} tokens in a unit, blocks of {block_size}"
 
 
 @pytest.mark.parametrize("name", ["numba", "sdpa"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -13,84 +13,114 @@ from numba import njit
 from tests.helpers.vector_width import load_with_vectors_of
 
 
-@pytest.fixture(params=[8, 16])
-def products(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    (module,) = load_with_vectors_of(
-        request.param, ["ee_models.attention.numba_products"], tmp_path, monkeypatch
-    )
-    return module
+@pytest.fixture(scope="module", params=[8, 16])
+def products(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Products]:
+    with pytest.MonkeyPatch.context() as patch:
+        names = ["ee_models.attention.numba_products"]
+        (module,) = load_with_vectors_of(request.param, names, tmp_path_factory.mktemp("products"), patch)
+        yield Products(module)
 
 
-def scores_of(products: ModuleType, queries: Any, keys: Any, slots: Any) -> Any:
-    dots, num_queries, num_keys = products.dots, products.QUERIES, products.KEYS
-
-    @njit
-    def run(queries: Any, keys: Any, slots: Any, out: Any) -> None:
-        of_keys = (keys.ctypes.data, keys.strides[0])
-        for i in range(0, len(queries), num_queries):
-            of_queries = (queries.ctypes.data + i * queries.strides[0], queries.strides[0])
-            for j in range(0, len(slots), num_keys):
-                address = out.ctypes.data + i * out.strides[0] + j * out.strides[1]
-                dots(
-                    of_queries,
-                    of_keys,
-                    slots.ctypes.data + j * slots.strides[0],
-                    queries.shape[1],
-                    (address, out.strides[0]),
-                )
-
-    out = np.zeros((len(queries), len(slots)), np.float32)
-    run(queries, keys, slots, out)
-    return out
+def rows(array: Any) -> tuple[int, int]:
+    return array.ctypes.data, array.strides[0]
 
 
-def sums_of(products: ModuleType, weights: Any, values: Any, slots: Any, before: Any) -> Any:
-    add_weighted, num_queries, columns = products.add_weighted, products.QUERIES, products.COLUMNS
+class Products:
+    """The intrinsics of a module over arrays; compiled once."""
 
-    @njit
-    def run(weights: Any, values: Any, slots: Any, out: Any) -> None:
-        for i in range(0, len(weights), num_queries):
-            of_weights = (weights.ctypes.data + i * weights.strides[0], weights.strides[0])
-            for d in range(0, out.shape[1], columns):
-                of_sums = (out.ctypes.data + i * out.strides[0] + d * out.strides[1], out.strides[0])
-                of_values = (values.ctypes.data + d * values.strides[1], values.strides[0])
-                add_weighted(of_weights, of_values, slots.ctypes.data, len(slots), of_sums)
+    def __init__(self, module: ModuleType) -> None:
+        self.width, self.columns, self.tile = module.WIDTH, module.COLUMNS, module.TILE
+        self.most_queries = module.QUERIES
+        transpose, score, add_weighted, weigh = (
+            getattr(module, name) for name in ("transpose", "score", "add_weighted", "weigh")
+        )
+        self._transpose = njit(lambda keys, slots, num_dims, out: transpose(keys, slots, num_dims, out))
+        self._score = njit(lambda num, queries, keys, dims, out: score(num, queries, keys, dims, out))
+        self._add = njit(
+            lambda num, x, values, at, count, by, out: add_weighted(num, x, values, at, count, by, out)
+        )
+        self._weigh = njit(lambda scores, count, at: weigh(scores, count, at, at + 4, at + 8))
 
-    out = before.copy()
-    run(weights, values, slots, out)
-    return out
+    def transposed(self, keys: Any, slots: Any) -> Any:
+        """[dims, width] of as many slots."""
+        out = np.zeros((keys.shape[1], self.width), np.float32)
+        self._transpose(rows(keys), slots.ctypes.data, keys.shape[1], rows(out))
+        return out
+
+    def scores(self, queries: Any, keys: Any) -> Any:
+        """[queries, columns] by transposed keys [dims, columns]."""
+        out = np.zeros((len(queries), self.columns), np.float32)
+        self._score(len(queries), rows(queries), rows(keys), len(keys), rows(out))
+        return out
+
+    def sums(self, weights: Any, values: Any, slots: Any, factors: Any, before: Any) -> Any:
+        out = before.copy()
+        at, by = slots.ctypes.data, factors.ctypes.data
+        self._add(len(weights), rows(weights), rows(values), at, len(slots), by, rows(out))
+        return out
+
+    def weights(self, scores: Any, count: int, peak: float, total: float) -> tuple[Any, Any]:
+        """The weights of a tile's scores; and the new peak, total and factor."""
+        weights, state = scores.copy(), np.array([peak, total, np.nan], np.float32)
+        self._weigh(weights.ctypes.data, count, state.ctypes.data)
+        return weights, state
 
 
 def normal(*shape: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-@pytest.mark.parametrize("num_dims", [16, 64, 128, 40])
-def test_dots_are_numpys(products: ModuleType, num_dims: int) -> None:
-    queries, keys = normal(2 * products.QUERIES, num_dims), normal(50, num_dims, seed=1)
-    slots = np.random.default_rng(2).permutation(50)[: 2 * products.KEYS]
-    whole = num_dims // products.KEYS * products.KEYS  # the rest is the caller's
-    expected = queries[:, :whole].astype(np.float64) @ keys[slots][:, :whole].astype(np.float64).T
-    np.testing.assert_allclose(scores_of(products, queries, keys, slots), expected, atol=3e-5)
+@pytest.mark.parametrize("num_dims", [1, 16, 34, 64, 128])
+def test_transposed_keys_are_keys(products: Products, num_dims: int) -> None:
+    keys, slots = normal(50, num_dims), np.random.default_rng(2).permutation(50)[: products.width]
+    assert (products.transposed(keys, slots) == keys[slots].T).all()
 
 
-def test_a_dots_bits_do_not_depend_on_what_is_beside(products: ModuleType) -> None:
-    queries, keys = normal(products.QUERIES, 64), normal(50, 64, seed=1)
-    slots = np.arange(products.KEYS)
-    found = scores_of(products, queries, keys, slots)
-    for shift in range(1, products.KEYS):
-        assert (scores_of(products, queries, keys, np.roll(slots, shift)) == np.roll(found, shift, 1)).all()
-    for shift in range(1, products.QUERIES):
-        turned = np.ascontiguousarray(np.roll(queries, shift, 0))
-        assert (scores_of(products, turned, keys, slots) == np.roll(found, shift, 0)).all()
+@pytest.mark.parametrize("num_dims", [1, 16, 34, 128])
+def test_scores_are_numpys(products: Products, num_dims: int) -> None:
+    keys = normal(num_dims, products.columns, seed=1)
+    for num in range(1, products.most_queries + 1):
+        queries = normal(num, num_dims, seed=num)
+        expected = queries.astype(np.float64) @ keys
+        np.testing.assert_allclose(products.scores(queries, keys), expected, atol=3e-5)
+
+
+def test_a_scores_bits_do_not_depend_on_what_is_beside(products: Products) -> None:
+    queries, keys = normal(products.most_queries, 64), normal(64, products.columns, seed=1)
+    found = products.scores(queries, keys)
+    for i, query in enumerate(queries):
+        for shift in (0, 1, products.width, products.columns - 1):
+            turned = np.ascontiguousarray(np.roll(keys, shift, 1))
+            assert (products.scores(query[None], turned) == np.roll(found[i], shift)).all()
 
 
 @pytest.mark.parametrize("num_slots", [0, 1, 2, 17, 64])
-def test_sums_are_numpys_and_weights_of_zero_add_nothing(products: ModuleType, num_slots: int) -> None:
-    weights, values = normal(2 * products.QUERIES, 64), normal(100, 64, seed=1)
-    slots, before = np.random.default_rng(2).permutation(100)[:64], normal(2 * products.QUERIES, 64, seed=3)
-    few = sums_of(products, weights, values, slots[:num_slots], before)
-    expected = before + weights[:, :num_slots].astype(np.float64) @ values[slots[:num_slots]]
-    np.testing.assert_allclose(few, expected, atol=3e-5)
-    weights[:, num_slots:] = 0
-    assert (sums_of(products, weights, values, slots, before) == few).all()
+def test_sums_are_numpys_and_weights_of_zero_add_nothing(products: Products, num_slots: int) -> None:
+    values, slots = normal(100, products.columns, seed=1), np.random.default_rng(2).permutation(100)[:64]
+    for num in range(1, products.most_queries + 1):
+        weights, before = normal(num, 64, seed=num), normal(num, products.columns, seed=num + 100)
+        factors = np.random.default_rng(num).random(num, np.float32)
+        few = products.sums(weights, values, slots[:num_slots], factors, before)
+        shrunk = factors[:, None].astype(np.float64) * before
+        expected = shrunk + weights[:, :num_slots].astype(np.float64) @ values[slots[:num_slots]]
+        np.testing.assert_allclose(few, expected, atol=3e-5)
+        weights[:, num_slots:] = 0
+        assert (products.sums(weights, values, slots, factors, before) == few).all()
+        alone = products.sums(weights[-1:], values, slots, factors[-1:], before[-1:])
+        assert (alone == few[-1]).all()
+
+
+@pytest.mark.parametrize("count", [-3, 0, 1, 15, 16, 17, 63, 64])
+@pytest.mark.parametrize("peak", [-1e30, 0.5, 9.0])
+def test_weights_are_a_softmaxs_and_only_of_what_is_seen(products: Products, count: int, peak: float) -> None:
+    scores = 3 * normal(products.tile)
+    seen = scores[: max(count, 0)].astype(np.float64)
+    scores[max(count, 0) :] = np.nan
+    weights, (new_peak, total, factor) = products.weights(scores, count, peak, 2.0)
+    expected = max([np.float32(peak), *scores[: max(count, 0)]])
+    assert new_peak == expected
+    np.testing.assert_allclose(weights[: len(seen)], np.exp(seen - expected), rtol=1e-6)
+    assert (weights[len(seen) :] == 0).all()
+    # Of a peak that is not there yet exp32 is not 0, but its least number: what it shrinks is 0.
+    np.testing.assert_allclose(factor, np.exp(np.float64(np.float32(peak)) - expected), rtol=1e-6, atol=1e-37)
+    np.testing.assert_allclose(total, 2.0 * factor + np.exp(seen - expected).sum(), rtol=1e-6)
