@@ -32,6 +32,10 @@ class HiddenBuffer:
     def num_bytes(self) -> int:
         return self._storage.nbytes
 
+    def rows(self, exit_index: int) -> Tensor:
+        """[rows * window, hidden]: where the hidden state at an index of 0 or more lies."""
+        return self._storage[exit_index, 1:]
+
     def write(self, exit_index: int, index: Tensor, hidden: Tensor) -> None:
         """Stores hidden [tokens, hidden] at index [tokens]."""
         # Indexing by a tensor would go to several threads on a CPU, for a few microseconds of work.

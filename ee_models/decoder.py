@@ -19,10 +19,11 @@ from .config import ModelConfig
 from .kernels import QkNorms, select_kernels
 from .linear import Linear
 from .linear_factory import LinearMaker
+from .pass_steps import Kind, PassStep
 from .quantized import Quantization
 
 if TYPE_CHECKING:
-    from .fused_layers import FusedLayers
+    from .fused_pass import FusedPasses
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Decoder:
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = torch.outer(positions, config.rope.inv_freq(config.head_dim))
         self._cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(self.device)
-        self._fused = self._fuse()
+        self.passes = self._fuse()
 
     @classmethod
     def load(
@@ -152,23 +153,37 @@ class Decoder:
             make_linear,
         )
 
-    def _fuse(self) -> FusedLayers | None:
-        """What runs a span of layers in one call, where something does."""
+    def _fuse(self) -> FusedPasses | None:
+        """What runs a pass in one call, where something does."""
         if not self.make_linear.makes_panels:
             return None
-        from .fused_layers import FusedLayers
+        from .fused_pass import FusedPasses
 
-        if not FusedLayers.can_run(self.attention, self.make_linear.threads):
+        if not FusedPasses.can_run(self.attention, self.make_linear.threads):
             return None
         config = self.config
-        return FusedLayers(
+        return FusedPasses(
             self.attention,
             self.make_linear.threads,
             self._cos_sin,
             config.rms_norm_eps,
             config.num_heads,
+            config.num_kv_heads,
             is_int8=self.make_linear.quantization == "int8",
         )
+
+    def layer_steps(self, lo: int, hi: int) -> list[PassStep]:
+        """Layers [lo, hi) as steps of a pass."""
+        return [PassStep(Kind.LAYER, self._layers[index], index) for index in range(lo, hi)]
+
+    def head_step(self) -> PassStep:
+        """`logits` as a step of a pass."""
+        return PassStep(Kind.HEAD, norm=self._final_norm, head=self.head)
+
+    @property
+    def embedding(self) -> Tensor:
+        """[vocab, hidden]; `embed` takes its rows."""
+        return self._embedding
 
     @property
     def _linears(self) -> list[Linear]:
@@ -205,8 +220,8 @@ class Decoder:
         """As `run_layers`, with the given weights; their KV goes to the layers of `kv` from `kv_layer` on."""
         if not layers:
             return hidden
-        if self._fused is not None and self._fused.attention is self.attention:
-            self._fused.run(layers, hidden, kv, kv_layer, view)
+        if self.passes is not None and self.passes.attention is self.attention:
+            self.passes.run_layers(layers, hidden, kv, kv_layer, view)
             return hidden
         prepared = self.attention.prepare(view, kv)
         delta: Tensor | None = None

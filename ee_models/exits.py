@@ -11,6 +11,7 @@ layers of the shared PagedKV: it is valid wherever the trunk's KV below it is, a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -23,22 +24,25 @@ from .checkpoint.exit_files import ExitInfo, ExitsFile
 from .checkpoint.loader import Checkpoint
 from .decoder import AttentionWeights, Decoder, LayerWeights, MlpWeights
 from .linear import Linear
+from .pass_steps import Kind, PassStep
 
 
 class Exit(Protocol):
     """An exit after `layer` layers. Every pass over that layer calls one of the two methods with the hidden
     states that it computed.
 
-    num_kv_layers: layers of KV of its own; methods are given the index of the first.
+    num_kv_layers: layers of KV of its own; methods are given the index of the first. vocabulary [n] int64:
+    the tokens that it has logits of; None = all.
     """
 
     layer: int
     num_kv_layers: int
     num_bytes: int
+    vocabulary: Tensor | None
 
     def logits(self, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> Tensor:
-        """hidden [tokens, hidden] after `layer` layers -> logits [tokens, vocab], -inf outside a reduced
-        vocabulary. Writes its KV; leaves `hidden` as it is."""
+        """hidden [tokens, hidden] after `layer` layers -> logits [tokens, n] of its vocabulary. Writes its
+        KV; leaves `hidden` as it is."""
 
     def fill(self, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> None:
         """Only writes its KV, at positions whose logits are not needed: prompts, and a draft's last token."""
@@ -62,7 +66,7 @@ class AdapterExit:
         self.num_kv_layers = len(blocks)
         self._decoder, self._blocks, self._norm = decoder, blocks, norm
         self._head = head or decoder.head
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         linears = [linear for block in blocks for linear in block.linears] + ([] if head is None else [head])
         self.num_bytes = norm.nbytes + sum(linear.num_bytes for linear in linears)
 
@@ -70,11 +74,7 @@ class AdapterExit:
         decoder = self._decoder
         if self._blocks:
             hidden = decoder.run_weights(self._blocks, hidden.clone(), kv, kv_layer, view)
-        logits = self._head(decoder.norm(hidden, self._norm))
-        if self._vocabulary is None:
-            return logits
-        # At full width, sampling, penalties and acceptance need not know; tokens left out have probability 0.
-        return decoder.kernels.widen(logits, self._vocabulary, decoder.config.vocab_size)
+        return self._head(decoder.norm(hidden, self._norm))
 
     def fill(self, hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView) -> None:
         if not self._blocks or self._blocks[-1].attention is None:
@@ -84,6 +84,22 @@ class AdapterExit:
             hidden = self._decoder.run_weights(first, hidden.clone(), kv, kv_layer, view)
         assert last.attention is not None
         self._decoder.write_kv(last.attention, hidden, kv, kv_layer + len(first), view)
+
+    def logit_steps(self, kv_layer: int) -> list[PassStep]:
+        """`logits` as steps of a pass, the last of it."""
+        blocks = [PassStep(Kind.LAYER, block, index) for index, block in enumerate(self._blocks, kv_layer)]
+        branch = [PassStep(Kind.BRANCH)] if blocks else []
+        return [*branch, *blocks, PassStep(Kind.HEAD, norm=self._norm, head=self._head)]
+
+    def fill_steps(self, kv_layer: int) -> list[PassStep]:
+        """`fill` as steps of a pass."""
+        if not self._blocks or self._blocks[-1].attention is None:
+            return []
+        *first, last = [
+            PassStep(Kind.LAYER, block, index) for index, block in enumerate(self._blocks, kv_layer)
+        ]
+        last = replace(last, kind=Kind.FILL)
+        return [PassStep(Kind.BRANCH), *first, last, PassStep(Kind.BACK)] if first else [last]
 
 
 def load_exits(

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from hispec import LLM, SamplingParams
 from hispec.decoding.acceptance import CoupledJudge, register_judge
+from hispec.sampling.logits import Logits
 
 
 class MarginJudge(CoupledJudge):
-    def find_unsure(self, logits: Tensor, own: Tensor) -> Tensor:
-        best, second = logits.float().softmax(-1).topk(2).values.unbind(-1)
+    def find_unsure(self, logits: Logits, own: Tensor) -> Tensor:
+        best, second = logits.wide().float().softmax(-1).topk(2).values.unbind(-1)
         return best < 2 * second
 
 

@@ -15,7 +15,8 @@ from ee_models.kernels import runs_numba, runs_triton
 
 from ..config import ACCEPTANCES, CheckConfig
 from ..errors import ConfigError
-from ..sampling import confidence, noise
+from ..sampling import noise
+from ..sampling.logits import Logits
 from ..sampling.sampler import draw
 from .batch import RoundBatch, Span, make_sampling_input
 from .draft_tree import DraftTree
@@ -129,19 +130,24 @@ def _at(values: Tensor, column: Tensor) -> Tensor:
 
 
 class Judge(Protocol):
-    """An acceptance rule, bound to a round: how tiers choose tokens, and which proposals they keep."""
+    """An acceptance rule, bound to a round: how tiers choose tokens, and which proposals they keep.
 
-    def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
-        """The `num` likeliest tokens [tokens, num] after each token of the span, from logits [tokens, vocab]:
-        drafts, and all of plain decoding."""
+    asks_probability: whether a check asks how likely its likeliest tokens are.
+    """
+
+    asks_probability: bool
+
+    def choose(self, logits: Logits, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
+        """The `num` likeliest tokens [tokens, num] after each token of the span: drafts, and all of plain
+        decoding."""
 
     def record_lookups(self, batch: RoundBatch, proposals: Proposals) -> None:
         """Takes note of drafts that were not chosen from logits."""
 
     def judge(
-        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
+        self, tier: Tier | None, logits: Logits, batch: RoundBatch, span: Span, proposals: Proposals
     ) -> Verdict:
-        """Judges proposals by logits [tokens, vocab] at their nodes. `tier` is the judging tier: Tier.CHECK,
+        """Judges proposals by the logits at their nodes. `tier` is the judging tier: Tier.CHECK,
         or None for verify, which has the last word."""
 
 
@@ -155,23 +161,26 @@ class CoupledJudge:
 
     def __init__(self, check_confidence: float | None = None) -> None:
         self._check_confidence = check_confidence
+        self.asks_probability = check_confidence is not None
 
-    def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
-        return batch.sampler.choose_top(logits, make_sampling_input(batch, span), num)
+    def choose(self, logits: Logits, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
+        if num == 1 and batch.sampler.takes_likeliest:
+            return logits.likeliest().unsqueeze(-1)
+        return batch.sampler.choose_top(logits.wide(), make_sampling_input(batch, span), num)
 
     def record_lookups(self, batch: RoundBatch, proposals: Proposals) -> None:
         """Nothing: who made a draft does not matter."""
 
-    def find_unsure(self, logits: Tensor, own: Tensor) -> Tensor | None:
-        """Where the check keeps a draft whatever it is: [tokens] bool by logits [tokens, vocab] and its own
-        choices [tokens]; None = nowhere. Another check rule is another method here: the output does not
-        depend on it, since verify keeps only its own choices."""
+    def find_unsure(self, logits: Logits, own: Tensor) -> Tensor | None:
+        """Where the check keeps a draft whatever it is: [tokens] bool by its logits and its own choices
+        [tokens]; None = nowhere. Another check rule is another method here: the output does not depend on it,
+        since verify keeps only its own choices."""
         if self._check_confidence is None:
             return None
-        return confidence.probability_of(logits, own.unsqueeze(-1)).squeeze(-1) < self._check_confidence
+        return logits.probability_of(own) < self._check_confidence
 
     def judge(
-        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
+        self, tier: Tier | None, logits: Logits, batch: RoundBatch, span: Span, proposals: Proposals
     ) -> Verdict:
         own = self.choose(logits, batch, span).squeeze(-1)
         unsure = self.find_unsure(logits, own) if tier is Tier.CHECK else None
@@ -219,9 +228,11 @@ class RejectionJudge:
     def num_bytes(self) -> int:
         return self._kept.nbytes
 
-    def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
+    asks_probability = False
+
+    def choose(self, logits: Logits, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
         assert num == 1, "drafts by rank are not drawn from the drafter's distribution"
-        q = batch.sampler.probabilities(logits, make_sampling_input(batch, span))
+        q = batch.sampler.probabilities(logits.wide(), make_sampling_input(batch, span))
         self._kept[Tier.DRAFT][span.flat] = q
         return draw(
             q.log(), batch.sampler.keys(span.rows, span.view.positions + 1, noise.Stream.CHOICE)
@@ -238,10 +249,10 @@ class RejectionJudge:
         kept[before, proposals.tokens(batch)] = kept.new_ones(())
 
     def judge(
-        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
+        self, tier: Tier | None, logits: Logits, batch: RoundBatch, span: Span, proposals: Proposals
     ) -> Verdict:
         assert proposals.tree.is_chain
-        p = batch.sampler.probabilities(logits, make_sampling_input(batch, span))
+        p = batch.sampler.probabilities(logits.wide(), make_sampling_input(batch, span))
         proposer = Tier.DRAFT
         if tier is Tier.CHECK:
             self._kept[Tier.CHECK][span.flat] = p

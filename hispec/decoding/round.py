@@ -33,12 +33,11 @@ import torch
 from torch import Tensor
 
 from ..config import Plan
-from ..sampling.confidence import max_probability
 from .acceptance import Judge, Proposals, Verdict
-from .batch import RoundBatch, RoundResult, Span
+from .batch import RoundBatch, RoundResult
 from .draft_tree import DraftTree
 from .drafter import Draft, Drafter, count_allowed, guarded
-from .stages import Stages, Tier
+from .stages import Pass, Stages, Tier
 
 
 def run_round(
@@ -127,13 +126,17 @@ class Round:
         is_live = first < batch.limits
         live = (nodes <= proposals.counts.unsqueeze(-1)) & is_live.unsqueeze(-1)
         span = stages.select(batch, tree, first, nodes, live)
-        hidden = self._resume(Tier.DRAFT, plan.draft_layer, span)
-        hidden = stages.run(hidden, plan.draft_layer, plan.check_layer, batch, span)
-        stages.leave(Tier.CHECK, span, hidden)
-        logits = stages.logits(hidden, plan.check_layer, span)
+        over = Pass(
+            plan.draft_layer,
+            plan.check_layer,
+            resume=Tier.DRAFT,
+            leave=Tier.CHECK,
+            asks_probability=self.judge.asks_probability or self.continue_confidence is not None,
+        )
+        logits = stages.compute(batch, span, over)
         verdict = self.judge.judge(Tier.CHECK, logits, batch, span, proposals)
         if self.continue_confidence is not None:
-            own = max_probability(logits, span.index_of(verdict.last))
+            own = logits.max_probability(span.index_of(verdict.last))
             verdict = replace(verdict, goes_on=own >= self.continue_confidence)
         self._keep_path(proposals, verdict, plan.check_layer)
         batch.put_tokens(first + verdict.num_accepted + 1, verdict.token, is_live)
@@ -152,9 +155,8 @@ class Round:
         has_check = plan.check_layer is not None
         nodes = shape.nodes[: max(1, tree.num_drafts)] if has_check else shape.nodes
         span = stages.select(batch, tree, proposals.first, nodes, nodes < num_live.unsqueeze(-1))
-        hidden = self._resume(Tier.CHECK if has_check else Tier.DRAFT, plan.top_layer, span)
-        hidden = stages.run(hidden, plan.top_layer, stages.num_layers, batch, span)
-        logits = stages.logits(hidden, stages.num_layers, span)
+        below = Tier.CHECK if has_check else Tier.DRAFT
+        logits = stages.compute(batch, span, Pass(plan.top_layer, stages.num_layers, resume=below))
         if plan.is_plain:
             accepted = last = torch.zeros_like(num_live)
             batch.tokens[:, 1:2] = span.spread(self.judge.choose(logits, batch, span)).view(-1, 1)
@@ -172,7 +174,7 @@ class Round:
             source=none,
             tentative=proposals.counts,
             accepted=accepted,
-            logits=logits if batch.keeps_logits else None,
+            logits=logits.wide() if batch.keeps_logits else None,
             span=span,
             nodes=shape.paths[last],
         )
@@ -185,11 +187,6 @@ class Round:
             return run(Proposals(tree, first, counts), *inputs)
 
         return self.batch.run_stage((name, self.plan), of_tensors, proposals.first, proposals.counts, *inputs)
-
-    def _resume(self, tier: Tier, layer: int, span: Span) -> Tensor:
-        """Hidden states [tokens, hidden] after `layer` layers, as `tier` left them; at layer 0,
-        embeddings."""
-        return self.stages.resume(tier, span) if layer else self.stages.embed(self.batch, span)
 
     def _keep_path(self, proposals: Proposals, verdict: Verdict, layer: int) -> None:
         """Moves the accepted path of a tree to the columns of a chain: its tokens, and its KV and hidden

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +16,17 @@ from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
 from ee_models.config import ModelConfig
-from ee_models.exits import Exit
+from ee_models.decoder import Decoder
+from ee_models.exits import AdapterExit, Exit
 from ee_models.kernels import runs_numba, runs_triton
+from ee_models.pass_steps import PassStep
 
+from ..sampling.logits import Logits
 from .batch import RoundBatch, Span, make_sampling_input
 from .draft_tree import DraftTree
+
+if TYPE_CHECKING:
+    from ee_models.fused_pass import Output, PassProgram
 
 
 class DecoderLike(Protocol):
@@ -43,6 +49,24 @@ class Tier(IntEnum):
 
     DRAFT = 0
     CHECK = 1
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Layers [lo, hi) over the tokens of a span.
+
+    resume             whose hidden states it begins with; at layer 0 with embeddings
+    leave              for whom it leaves those that it ends with; None = for nobody
+    token_ids          [tokens], to embed others than those of the window
+    asks_probability   whether the likeliest tokens' probability will be asked for
+    """
+
+    lo: int
+    hi: int
+    resume: Tier = Tier.DRAFT
+    leave: Tier | None = None
+    token_ids: Tensor | None = None
+    asks_probability: bool = False
 
 
 @dataclass
@@ -101,6 +125,7 @@ class Stages:
             self._exits[exit_.layer] = exit_, kv_layer
             kv_layer += exit_.num_kv_layers
         self._written = frozenset(self._exits if written is None else written)
+        self._programs: dict[tuple[int, int, bool], PassProgram | None] = {}
 
     @staticmethod
     def select(batch: RoundBatch, tree: DraftTree, first: Tensor, nodes: Tensor, live: Tensor) -> Span:
@@ -157,9 +182,81 @@ class Stages:
             row, column, flat, first, node, cell, (rows, q_len), paths, alive if is_static else None, view
         )
 
-    def embed(self, batch: RoundBatch, span: Span) -> Tensor:
-        """Embeddings [tokens, hidden] of the span's tokens."""
-        return self._decoder.embed(batch.tokens[span.rows, span.columns])
+    def compute(self, batch: RoundBatch, span: Span, over: Pass) -> Logits:
+        """Runs the pass over the span's tokens -> their logits at the exit after its layers. Writes the KV of
+        these layers, and of the exits on the way."""
+        program = self._program(over, True, batch, span)
+        if program is None:
+            return self.logits(self._run(batch, span, over), over.hi, span)
+        exit_, _ = self._exits.get(over.hi, (None, 0))
+        self.counts.adapter_passes += 0 if exit_ is None else exit_.num_kv_layers
+        out = self._run_program(program, batch, span, over)
+        assert out.logits is not None
+        vocabulary = None if exit_ is None else exit_.vocabulary
+        return Logits(out.logits, self.vocab_size, vocabulary, out.best, out.sums)
+
+    def advance(self, batch: RoundBatch, span: Span, over: Pass) -> None:
+        """As `compute`, for tokens whose logits are not needed."""
+        program = self._program(over, False, batch, span)
+        if program is None:
+            self.fill(self._run(batch, span, over), over.hi, span.view)
+        else:
+            self._run_program(program, batch, span, over)
+
+    def _run(self, batch: RoundBatch, span: Span, over: Pass) -> Tensor:
+        """A pass, one operation after the other, up to hidden [tokens, hidden]."""
+        if over.lo:
+            hidden = self.resume(over.resume, span)
+        else:
+            hidden = self._decoder.embed(_token_ids(batch, span, over))
+        hidden = self.run(hidden, over.lo, over.hi, batch, span)
+        if over.leave is not None:
+            self.leave(over.leave, span, hidden)
+        return hidden
+
+    def _program(self, over: Pass, reads: bool, batch: RoundBatch, span: Span) -> PassProgram | None:
+        """The pass as one call, where something runs it so; exits that are watched, and static shapes, it
+        does not know."""
+        if batch.watch is not None or span.live is not None:
+            return None
+        key = over.lo, over.hi, reads
+        if key not in self._programs:
+            self._programs[key] = self._make_program(*key)
+        return self._programs[key]
+
+    def _make_program(self, lo: int, hi: int, reads: bool) -> PassProgram | None:
+        decoder, exits = self._decoder, self._exits
+        if not isinstance(decoder, Decoder) or decoder.passes is None or hi <= lo:
+            return None
+        steps: list[PassStep] = []
+        for stop in sorted({layer for layer in self._written if lo < layer < hi} | {hi}):
+            steps += decoder.layer_steps(lo, stop)
+            lo = stop
+            exit_, kv_layer = exits.get(stop, (None, 0))
+            if exit_ is None:
+                steps += [decoder.head_step()] if reads and stop == hi else []
+            elif isinstance(exit_, AdapterExit):
+                read = reads and stop == hi
+                steps += exit_.logit_steps(kv_layer) if read else exit_.fill_steps(kv_layer)
+            else:
+                return None
+        return decoder.passes.program(steps)
+
+    def _run_program(self, program: PassProgram, batch: RoundBatch, span: Span, over: Pass) -> Output:
+        from ee_models.fused_pass import Rows  # here, since a machine with a GPU need not have numba
+
+        decoder, hidden, target = self._decoder, self._hidden, None
+        assert isinstance(decoder, Decoder) and decoder.passes is not None
+        self.count(over.lo, over.hi, span.num_tokens)
+        if over.lo:
+            assert hidden is not None
+            source = Rows(hidden.rows(over.resume), span.flat)
+        else:
+            source = Rows(decoder.embedding, _token_ids(batch, span, over))
+        if over.leave is not None:
+            assert hidden is not None
+            target = Rows(hidden.rows(over.leave), span.flat)
+        return decoder.passes.run(program, source, self._kv, span.view, target, True, over.asks_probability)
 
     def run(self, hidden: Tensor, lo: int, hi: int, batch: RoundBatch, span: Span) -> Tensor:
         """Runs layers [lo, hi) over hidden [tokens, hidden] of the span; writes their KV, and that of the
@@ -170,7 +267,7 @@ class Stages:
             if batch.watch is None or layer not in watched:
                 self.fill(hidden, layer, span.view)
                 return
-            logits = self.logits(hidden, layer, span)
+            logits = self.logits(hidden, layer, span).wide()
             chosen = batch.sampler.choose_top(logits, make_sampling_input(batch, span), 1)
             span.put(batch.watch.tokens[watched.index(layer)], span.columns.unsqueeze(-1), chosen)
 
@@ -190,13 +287,14 @@ class Stages:
         assert self._hidden is not None
         return self._hidden.read(tier, span.flat)
 
-    def logits(self, hidden: Tensor, exit_layer: int, span: Span) -> Tensor:
-        """[tokens, vocab], read at the exit after `exit_layer` layers; an adapter there writes its KV."""
+    def logits(self, hidden: Tensor, exit_layer: int, span: Span) -> Logits:
+        """Read at the exit after `exit_layer` layers; an adapter there writes its KV."""
         if exit_layer not in self._exits:
-            return self._decoder.logits(hidden, exit_layer)
+            return Logits(self._decoder.logits(hidden, exit_layer), self.vocab_size)
         exit_, kv_layer = self._exits[exit_layer]
         self.counts.adapter_passes += exit_.num_kv_layers
-        return exit_.logits(hidden, self._kv, kv_layer, span.view)
+        values = exit_.logits(hidden, self._kv, kv_layer, span.view)
+        return Logits(values, self.vocab_size, exit_.vocabulary)
 
     def fill(self, hidden: Tensor, exit_layer: int, view: BatchView) -> None:
         """Writes the KV of an adapter after `exit_layer` layers, as `logits` does, and computes nothing
@@ -261,6 +359,11 @@ class Stages:
         return packed_slots_of(
             batch.block_tables, rows, batch.starts.unsqueeze(-1) + columns, batch.block_size
         ).reshape(-1)
+
+
+def _token_ids(batch: RoundBatch, span: Span, over: Pass) -> Tensor:
+    """[tokens]: the span's tokens, as the window has them now, unless the pass has others."""
+    return batch.tokens[span.rows, span.columns] if over.token_ids is None else over.token_ids
 
 
 @cache  # never dropped: captured graphs read them at their addresses

@@ -3,6 +3,7 @@ own."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -13,41 +14,32 @@ from ..decoding.acceptance import Judge, Proposals
 from ..decoding.batch import RoundBatch, Span
 from ..decoding.draft_tree import DraftTree
 from ..decoding.drafter import Draft, Drafter, Source, count_allowed
-from ..decoding.stages import Stages, Tier
-from ..sampling import confidence
+from ..decoding.stages import Pass, Stages, Tier
+from ..sampling.logits import Logits
 
 
 class DraftHead(Protocol):
     """Turns tokens of the window into logits of the next: an early exit of the model, or a draft model."""
 
-    def feed(self, batch: RoundBatch, span: Span) -> Tensor:
+    def logits(self, batch: RoundBatch, span: Span, asks_probability: bool) -> Logits:
         """Runs its layers over the span's tokens, and keeps what later tokens need of them (KV, hidden
-        states) -> hidden [tokens, hidden]."""
+        states) -> their logits. asks_probability: as Pass has it."""
 
-    def logits(self, hidden: Tensor, span: Span) -> Tensor:
-        """[tokens, vocab] from what `feed` returned."""
-
-    def fill(self, hidden: Tensor, span: Span) -> None:
-        """Keeps what `logits` would keep (an adapter's KV), for tokens whose logits are not needed."""
+    def fill(self, batch: RoundBatch, span: Span) -> None:
+        """As `logits`, for tokens whose logits are not needed."""
 
 
 class ExitHead:
     """An early exit: layers [0, D) of the trunk. Hidden states are left for the tier that resumes there."""
 
     def __init__(self, stages: Stages, layer: int) -> None:
-        self._stages, self._layer = stages, layer
+        self._stages, self._pass = stages, Pass(0, layer, leave=Tier.DRAFT if layer else None)
 
-    def feed(self, batch: RoundBatch, span: Span) -> Tensor:
-        hidden = self._stages.run(self._stages.embed(batch, span), 0, self._layer, batch, span)
-        if self._layer:
-            self._stages.leave(Tier.DRAFT, span, hidden)
-        return hidden
+    def logits(self, batch: RoundBatch, span: Span, asks_probability: bool) -> Logits:
+        return self._stages.compute(batch, span, replace(self._pass, asks_probability=asks_probability))
 
-    def logits(self, hidden: Tensor, span: Span) -> Tensor:
-        return self._stages.logits(hidden, self._layer, span)
-
-    def fill(self, hidden: Tensor, span: Span) -> None:
-        self._stages.fill(hidden, self._layer, span.view)
+    def fill(self, batch: RoundBatch, span: Span) -> None:
+        self._stages.advance(batch, span, self._pass)
 
 
 class ComputedDrafter(Drafter):
@@ -98,11 +90,10 @@ class ComputedDrafter(Drafter):
         span = Stages.select(batch, tree, first, nodes, live)
         if span.num_tokens == 0:
             return torch.zeros_like(drafting), num_sure
-        hidden = self._head.feed(batch, span)
         if depth == tree.depth:
-            self._head.fill(hidden, span)
+            self._head.fill(batch, span)
             return drafting, num_sure
-        logits = self._head.logits(hidden, span)
+        logits = self._head.logits(batch, span, self._confidence is not None)
         num = tree.num_children(depth)
         span.put(
             batch.tokens,
@@ -110,6 +101,6 @@ class ComputedDrafter(Drafter):
             self._judge.choose(logits, batch, span, num),
         )
         if self._confidence is not None:  # of a chain: trees have a fixed shape
-            drafting = span.spread(confidence.max_probability(logits) >= self._confidence).squeeze(-1)
+            drafting = span.spread(logits.max_probability() >= self._confidence).squeeze(-1)
             num_sure = num_sure + drafting
         return drafting, num_sure

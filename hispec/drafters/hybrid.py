@@ -66,4 +66,4 @@ class HybridDrafter(Drafter):
             batch, tree, first, nodes, (counts > 0).unsqueeze(-1) & (nodes <= counts.unsqueeze(-1))
         )
         if span.num_tokens:
-            self._head.fill(self._head.feed(batch, span), span)
+            self._head.fill(batch, span)

@@ -12,7 +12,8 @@ from cache.view import BatchView
 
 from ..decoding.acceptance import Judge
 from ..decoding.batch import RoundBatch, Span
-from ..decoding.stages import DecoderLike, PassCounts, Stages
+from ..decoding.stages import DecoderLike, Pass, PassCounts, Stages
+from ..sampling.logits import Logits
 from .autoregressive import ComputedDrafter
 
 
@@ -25,6 +26,7 @@ class ModelHead:
         config = decoder.config
         self._decoder, self._num_layers = decoder, config.num_layers
         self._last_token, self._num_missing = config.vocab_size - 1, vocab_size - config.vocab_size
+        self._vocab_size = vocab_size
         self._kv = kv
         self._stages = Stages(decoder, config.num_layers, kv, None, counts)
 
@@ -32,20 +34,21 @@ class ModelHead:
     def num_bytes(self) -> int:
         return self._kv.num_bytes
 
-    def feed(self, batch: RoundBatch, span: Span) -> Tensor:
-        hidden = self._decoder.embed(self._known(batch.tokens[span.rows, span.columns]))
-        if batch.watch is not None:  # it watches exits of the target
-            batch = replace(batch, watch=None)
-        return self._stages.run(hidden, 0, self._num_layers, batch, span)
+    def logits(self, batch: RoundBatch, span: Span, asks_probability: bool) -> Logits:
+        over = replace(self._pass(batch, span), asks_probability=asks_probability)
+        logits = self._stages.compute(_unwatched(batch), span, over)
+        if self._num_missing == 0:
+            return logits
+        if self._num_missing < 0:
+            return Logits(logits.values[:, : self._vocab_size], self._vocab_size)
+        values = torch.nn.functional.pad(logits.values, (0, self._num_missing), value=float("-inf"))
+        return Logits(values, self._vocab_size)
 
-    def logits(self, hidden: Tensor, span: Span) -> Tensor:
-        logits = self._stages.logits(hidden, self._num_layers, span)
-        if self._num_missing <= 0:
-            return logits[:, : logits.shape[1] + self._num_missing]
-        return torch.nn.functional.pad(logits, (0, self._num_missing), value=float("-inf"))
+    def fill(self, batch: RoundBatch, span: Span) -> None:
+        self._stages.advance(_unwatched(batch), span, self._pass(batch, span))
 
-    def fill(self, hidden: Tensor, span: Span) -> None:
-        """Nothing: `feed` has written all KV."""
+    def _pass(self, batch: RoundBatch, span: Span) -> Pass:
+        return Pass(0, self._num_layers, token_ids=self._known(batch.tokens[span.rows, span.columns]))
 
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
         self._stages.prefill(self._known(token_ids), view)
@@ -57,6 +60,11 @@ class ModelHead:
         """Tokens within the draft model's vocabulary. A target may pad its own further; such a token is
         hardly ever chosen, but must not be out of range."""
         return token_ids.clamp(max=self._last_token)
+
+
+def _unwatched(batch: RoundBatch) -> RoundBatch:
+    """What a round watches are exits of the target."""
+    return batch if batch.watch is None else replace(batch, watch=None)
 
 
 class ModelDrafter(ComputedDrafter):

@@ -125,7 +125,7 @@ class Rig:
 
         def run() -> None:
             span = self._select(batch, tree, nodes)
-            chosen = self._judge.choose(head.logits(head.feed(batch, span), span), batch, span)
+            chosen = self._judge.choose(head.logits(batch, span, False), batch, span)
             batch.tokens[span.rows.unsqueeze(-1), span.columns.unsqueeze(-1) + 1] = chosen
 
         return self._stage(run)
@@ -138,7 +138,7 @@ class Rig:
 
         def run() -> None:
             span = self._select(batch, tree, tree.on(self._device).nodes)
-            head.fill(head.feed(batch, span), span)
+            head.fill(batch, span)
 
         return self._stage(run)
 
@@ -177,7 +177,7 @@ class Rig:
         said = torch.zeros_like(batch.tokens)
 
         def run() -> None:
-            logits = self._stages.logits(hidden, layer, span)
+            logits = self._stages.logits(hidden, layer, span).wide()
             span.put(
                 said,
                 span.columns.unsqueeze(-1),

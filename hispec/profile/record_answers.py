@@ -20,6 +20,7 @@ from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
 from ..drafters.ngram import NgramDrafter
 from ..sampling.confidence import likeliest, max_probability
+from ..sampling.logits import Logits
 from ..sampling.sampler import Sampler
 from ..utils.console import make_bar
 from .recording import NOTHING, Answer, Ints, LookedUp, Recording, Said
@@ -161,7 +162,8 @@ class _Reader:
             if layer in self._exit_at:
                 exit_, kv_layer = self._exit_at[layer]
                 if says:
-                    logits = exit_.logits(hidden, self._kv, kv_layer, view)
+                    values = exit_.logits(hidden, self._kv, kv_layer, view)
+                    logits = Logits(values, decoder.config.vocab_size, exit_.vocabulary).wide()
                 else:
                     exit_.fill(hidden, self._kv, kv_layer, view)
             if logits is not None and layer in self._ranked:

@@ -72,6 +72,11 @@ class Sampler:
         self._active = [processor for processor in self._processors if processor.num_lines]
 
     @property
+    def takes_likeliest(self) -> bool:
+        """Whether every row takes the largest of its logits as they are."""
+        return not (self._any_sampled or self._active)
+
+    @property
     def mode(self) -> tuple[object, ...]:
         """What the operations below depend on besides values of tensors: a graph captured in one mode must
         not be replayed in another."""

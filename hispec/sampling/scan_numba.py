@@ -1,5 +1,4 @@
-"""The likeliest token of logits and its probability on a CPU, float32: torch's argmax takes seven times as
-long, and a softmax writes a whole vocabulary for one number."""
+"""The likeliest token of logits and its probability on a CPU, float32, row by row."""
 
 from __future__ import annotations
 
@@ -11,45 +10,20 @@ from numba import njit
 from torch import Tensor
 
 from ee_models.kernels.numba_math import ZERO, exp32
-from ee_models.kernels.numba_vectors import highest
+from ee_models.kernels.numba_scan import scan_row
 
-_BLOCK = 1024  # logits; where all of a block are -inf, as of an exit with few tokens, it is passed over
 _ALL = np.empty(0, np.int64)
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc"})
-def _sum(scores: Any, peak: Any) -> Any:
-    total = ZERO
-    for token in range(scores.shape[0]):
-        total += exp32(scores[token] - peak)
-    return total
-
-
 @_kernel
 def _scan(logits: Any, rows: Any, best: Any, sums: Any) -> None:
-    """The likeliest token of each of `rows`, the lowest of equals; and the sums of exp(logit - its logit),
-    unless `sums` is empty. No rows: all."""
-    size = logits.shape[1]
-    peaks = np.empty((size + _BLOCK - 1) // _BLOCK, np.float32)
-    for row in range(best.shape[0]):
-        scores, peak, begin = logits[rows[row] if rows.shape[0] > 0 else row], np.float32(-np.inf), 0
-        for i in range(peaks.shape[0]):
-            block = scores[i * _BLOCK : (i + 1) * _BLOCK]
-            peaks[i] = highest(block.ctypes.data, block.shape[0])
-            if peaks[i] > peak:
-                peak, begin = peaks[i], i * _BLOCK
-        best[row] = begin
-        for token in range(begin, min(begin + _BLOCK, size)):
-            if scores[token] == peak:
-                best[row] = token
-                break
+    """As `scan_row` of each of `rows`; no sums if `sums` is empty. No rows: all."""
+    for i in range(best.shape[0]):
+        row = logits[rows[i] if rows.shape[0] > 0 else i]
+        best[i], total = scan_row(row.ctypes.data, row.shape[0], sums.shape[0] > 0)
         if sums.shape[0] > 0:
-            total = ZERO
-            for i in range(peaks.shape[0]):
-                if peaks[i] > -np.inf:
-                    total += _sum(scores[i * _BLOCK : (i + 1) * _BLOCK], peak)
-            sums[row] = total
+            sums[i] = total
 
 
 @_kernel
@@ -77,6 +51,7 @@ def max_probability(logits: Tensor, rows: Tensor | None) -> Tensor:
 
 def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     """Probabilities [n, m] of token_ids [n, m] by logits [n, vocab], of which each row has one above -inf."""
+    logits = logits.contiguous()
     best, sums = _best_and_sums(logits)
     out = np.empty(token_ids.shape, np.float32)
     _divide(logits.numpy(), token_ids.numpy(), best.numpy(), sums.numpy(), out)
@@ -88,5 +63,4 @@ def _best_and_sums(logits: Tensor, rows: Tensor | None = None) -> tuple[Tensor, 
     best, sums = np.empty(count, np.int64), np.empty(count, np.float32)
     if count > 0:
         _scan(logits.contiguous().numpy(), _ALL if rows is None else rows.numpy(), best, sums)
-    sums[sums == 0] = np.nan  # without a number above -inf there is no probability, as torch has it
     return torch.from_numpy(best), torch.from_numpy(sums)

@@ -18,6 +18,7 @@ from ee_models.checkpoint.loader import Checkpoint, open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit, head_name
 from ee_models.training.adapters import AdapterModule
+from hispec.sampling.logits import Logits
 from tests.helpers.adapters import loaded, make_exits, make_module
 from tests.helpers.tiny import FAMILIES, tiny_checkpoint
 
@@ -104,7 +105,7 @@ def over_pages(
             exit_.fill(hidden, kv, KV_LAYER, view)
             logits = torch.full((hidden.shape[0], 260), torch.nan)
         else:
-            logits = exit_.logits(hidden, kv, KV_LAYER, view)
+            logits = Logits(exit_.logits(hidden, kv, KV_LAYER, view), 260, exit_.vocabulary).wide()
         assert torch.equal(hidden, before), "the trunk's hidden states were changed"
         for (row, _, _), part in zip(
             parts, logits.split([last - first for _, first, last in parts]), strict=True

@@ -64,9 +64,9 @@ import sys, torch
 from pathlib import Path
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
-from ee_models import fused_layers, panel_linear
-from tests.ee_models.test_fused_layers import run
-panel_linear._PARALLEL_FROM = fused_layers._PARALLEL_FROM = 0
+from ee_models import fused_pass, panel_linear
+from tests.ee_models.test_fused_pass import run
+panel_linear._PARALLEL_FROM = fused_pass._PARALLEL_FROM = 0
 torch.set_num_threads(3)
 decoder = Decoder.load(open_checkpoint(Path(sys.argv[1])), torch.float32, torch.device("cpu"))
 assert decoder.make_linear.threads.count == 3

@@ -15,6 +15,7 @@ from hispec.config import Plan, SpeculativeConfig
 from hispec.drafters.autoregressive import ExitHead
 from hispec.engine.step_loop import StepLoop
 from hispec.runner.launchers import StaticLauncher
+from hispec.sampling.logits import Logits
 from hispec.sampling.logits_processors import Penalties
 from hispec.sampling.sampler import Sampler
 from hispec.sampling_params import SamplingParams
@@ -51,14 +52,14 @@ def test_a_copy_of_block_tables_that_was_interrupted_is_made_again(
 def test_memory_that_a_drafter_lacks_shrinks_the_batch_and_keeps_the_drafter(
     tiny_decoder: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, is_static: bool
 ) -> None:
-    feed = ExitHead.feed
+    logits = ExitHead.logits
 
-    def limited(self: ExitHead, batch: Any, span: Any) -> Tensor:
+    def limited(self: ExitHead, batch: Any, span: Any, asks_probability: bool) -> Logits:
         if int((batch.limits > 0).sum()) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return feed(self, batch, span)
+        return logits(self, batch, span, asks_probability)
 
-    monkeypatch.setattr(ExitHead, "feed", limited)
+    monkeypatch.setattr(ExitHead, "logits", limited)
     engine = make_engine(tiny_decoder, Plan(3, 6, 2, 2), is_static=is_static)
     assert run(engine, PROMPTS) == expected
     stats = engine.stats()

@@ -115,6 +115,7 @@ class HistoryExit:
     can say, None = all."""
 
     num_bytes = 0
+    vocabulary = None
 
     def __init__(
         self, layer: int, script: Script, num_kv_layers: int = 1, says: Tensor | None = None

@@ -12,13 +12,13 @@ import pytest
 import torch
 import yaml
 
-from cache.paged_kv import PagedKV
-from cache.view import BatchView
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 from hispec.cli import main
+from hispec.decoding.batch import RoundBatch, Span
+from hispec.decoding.stages import Pass, Stages
 from hispec.errors import ConfigError
 from hispec.latency.profile_file import LatencyProfile, kept_path, load, save
 from hispec.measure import latency as measuring
@@ -26,6 +26,7 @@ from hispec.measure.latency import Grid, latency_for, measure_latency, subject_o
 from hispec.measure.round_overhead import NoModel, overheads
 from hispec.measure.stage_bench import Rig
 from hispec.measure.timing import medians
+from hispec.sampling.logits import Logits
 from tests.helpers.adapters import loaded, make_exits
 from tests.helpers.recorded_graphs import RecordedGraphs, recordable
 
@@ -100,15 +101,14 @@ def test_the_memory_of_a_rig_is_laid_out_for_other_contexts(
 ) -> None:
     rig = Rig(tiny_decoder, [], list(range(40)), 4, 8)
     seen: list[tuple[int, int, int]] = []
-    run_layers = Decoder.run_layers
+    compute = Stages.compute
 
-    def watched(
-        self: Decoder, hidden: torch.Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView
-    ) -> torch.Tensor:
+    def watched(self: Stages, batch: RoundBatch, span: Span, over: Pass) -> Logits:
+        view = span.view
         seen.append((int(view.positions.min()), len(set(view.slots.tolist())), view.num_tokens))
-        return run_layers(self, hidden, lo, hi, kv, view)
+        return compute(self, batch, span, over)
 
-    monkeypatch.setattr(Decoder, "run_layers", watched)
+    monkeypatch.setattr(Stages, "compute", watched)
     rig.laid_out(10).verify(4, 2, 0)()
     rig.laid_out(80).verify(2, 8, 0)()
     rig.verify(1, 1, 0)()

@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 from ee_models.decoder import Decoder
+from hispec.decoding.batch import RoundBatch, Span
 from hispec.decoding.draft_tree import DraftTree
+from hispec.decoding.stages import Pass, PassCounts, Stages
 from hispec.measure.stage_bench import Rig
-
-Pass = tuple[int, int, int]
 
 
 @pytest.fixture
-def passes(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """(first layer, last + 1, positions) of every pass from now on."""
-    seen: list[Pass] = []
-    run_layers = Decoder.run_layers
-
-    def watched(
-        self: Decoder, hidden: torch.Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView
-    ) -> torch.Tensor:
-        assert int(view.positions.min()) >= 29 and view.max_context_len <= 46, (
-            "a stage runs right after the context"
-        )
-        seen.append((lo, hi, view.num_tokens))
-        return run_layers(self, hidden, lo, hi, kv, view)
-
-    monkeypatch.setattr(Decoder, "run_layers", lambda *args: run_layers(*args))
-    rig_prefill = Rig._prefill
-
-    def prefill(self: Rig, context: list[int]) -> None:
-        rig_prefill(self, context)
-        monkeypatch.setattr(Decoder, "run_layers", watched)
-
-    monkeypatch.setattr(Rig, "_prefill", prefill)
+    seen: list[tuple[int, int, int]] = []
+    for name in ("compute", "advance"):
+        monkeypatch.setattr(Stages, name, watched(getattr(Stages, name), seen))
     return seen
 
 
+def watched(run: Callable[..., Any], seen: list[tuple[int, int, int]]) -> Callable[..., Any]:
+    def wrapper(self: Stages, batch: RoundBatch, span: Span, over: Pass) -> Any:
+        view, before = span.view, self.counts.copy()
+        assert int(view.positions.min()) >= 29 and view.max_context_len <= 46, (
+            "a stage runs right after the context"
+        )
+        out = run(self, batch, span, over)
+        layers = over.hi - over.lo
+        assert self.counts.since(before) == PassCounts(layers, 0, layers * view.num_tokens)
+        seen.append((over.lo, over.hi, view.num_tokens))
+        return out
+
+    return wrapper
+
+
 def test_a_stage_is_timed_over_its_own_layers_and_positions(
-    tiny_decoder: Decoder, passes: list[Pass]
+    tiny_decoder: Decoder, passes: list[tuple[int, int, int]]
 ) -> None:
     rig = Rig(tiny_decoder, [], list(range(30)), 3, 17)
     for run, expected in (
@@ -83,11 +84,7 @@ def test_every_row_of_a_rig_has_the_context(tiny_decoder: Decoder) -> None:
                 torch.zeros(1, dtype=torch.int64),
                 torch.arange(3).unsqueeze(-1) == row,
             )
-            said.append(
-                rig._stages.logits(
-                    rig._stages.run(rig._stages.embed(batch, span), 0, 9, batch, span), 9, span
-                )
-            )
+            said.append(rig._stages.compute(batch, span, Pass(0, 9)).wide())
     kv = PagedKV(
         9,
         4,

@@ -22,6 +22,7 @@ from ee_models.checkpoint.loader import Checkpoint
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 from hispec.config import Plan
+from hispec.decoding.stages import Stages
 from hispec.engine import Engine
 from hispec.sampling_params import SamplingParams
 from tests.helpers.adapter_engines import CASES, MIXES, PROMPTS, RIGHT, Make, assert_always_accepted
@@ -240,6 +241,7 @@ def test_missing_kv_lowers_acceptance_and_changes_no_output(
             fill(self, wrong, kv, kv_layer, view)
 
     monkeypatch.setattr(AdapterExit, "fill", faulty)
+    monkeypatch.setattr(Stages, "_make_program", lambda *_: None)  # which fills exits without asking them
     engine = engine_of("right", Plan(3, None, 2, 1))
     assert run(engine, PROMPTS) == expected
     with pytest.raises(AssertionError, match="what is always right"):

@@ -136,7 +136,7 @@ def test_the_likeliest_tokens_and_their_probability_are_those_of_the_logits(tiny
     logits: list[torch.Tensor] = []
 
     class Watched:
-        layer, num_kv_layers, num_bytes = 4, 0, 0
+        layer, num_kv_layers, num_bytes, vocabulary = 4, 0, 0, None
 
         def logits(self, hidden: torch.Tensor, *args: object) -> torch.Tensor:
             logits.append(tiny_decoder.logits(hidden, 4))

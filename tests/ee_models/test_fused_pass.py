@@ -11,10 +11,11 @@ from torch import Tensor
 
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
-from ee_models import fused_layers
+from ee_models import fused_pass
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder, LayerWeights
-from ee_models.fused_layers import FusedLayers
+from ee_models.exits import AdapterExit
+from ee_models.fused_pass import FusedPasses, Rows
 from ee_models.kernels import threads as threads_module
 from ee_models.quantized import Quantization
 from tests.helpers.support import threads
@@ -43,11 +44,11 @@ def make_view(rows: list[tuple[int, int, int]]) -> BatchView:
 
 def run(decoder: Decoder, layers: list[LayerWeights], fused: bool) -> list[Tensor]:
     """Hidden states after each pass over `layers`, and the KV at the end."""
-    config, before = decoder.config, decoder._fused
+    config, before = decoder.config, decoder.passes
     kv = PagedKV(
         len(layers), TABLES.numel(), BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32, CPU
     )
-    decoder._fused, found = (before if fused else None), []
+    decoder.passes, found = (before if fused else None), []
     assert not fused or before is not None
     try:
         for rows in PASSES:
@@ -57,7 +58,7 @@ def run(decoder: Decoder, layers: list[LayerWeights], fused: bool) -> list[Tenso
                 hidden = decoder.run_weights(layers[lo:hi], hidden, kv, lo, view)
             found.append(hidden)
     finally:
-        decoder._fused = before
+        decoder.passes = before
     return [*found, kv.data]
 
 
@@ -71,7 +72,7 @@ def test_bits_are_those_of_single_operations(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fused_layers, "_PARALLEL_FROM", 0)
+    monkeypatch.setattr(fused_pass, "_PARALLEL_FROM", 0)
     tiny_checkpoint(tmp_path / "model", family, num_layers=3)
     with threads(num_threads):
         checkpoint = open_checkpoint(tmp_path / "model")
@@ -95,7 +96,7 @@ def test_small_passes_stay_on_one_thread_and_large_ones_do_not(
         pool = decoder.make_linear.threads
         monkeypatch.setattr(type(pool), "run", lambda self, kernel, data, count: used.append(count))
         for limit, count in ((0, 3), (1 << 60, 1)):
-            monkeypatch.setattr(fused_layers, "_PARALLEL_FROM", limit)
+            monkeypatch.setattr(fused_pass, "_PARALLEL_FROM", limit)
             run(decoder, decoder._layers, True)
             assert set(used) == {count}
             used.clear()
@@ -109,7 +110,62 @@ def test_where_threads_cannot_wait_operations_run_one_by_one(
         with_gnu = Decoder.load(open_checkpoint(tmp_path / "model"), torch.float32, CPU)
         monkeypatch.setattr(threads_module, "_find_gomp", lambda: (None, 0, 0))
         without = Decoder.load(open_checkpoint(tmp_path / "model"), torch.float32, CPU)
-        assert isinstance(with_gnu._fused, FusedLayers)
-        assert without._fused is None
-        found = [run(each, each._layers, each._fused is not None) for each in (with_gnu, without)]
+        assert isinstance(with_gnu.passes, FusedPasses)
+        assert without.passes is None
+        found = [run(each, each._layers, each.passes is not None) for each in (with_gnu, without)]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_exits_on_the_way_and_at_the_end_have_the_bits_of_single_operations(
+    num_threads: int, quantization: Quantization | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers [1, 3), an exit of two blocks filled on the way, one read at the end; from rows of a buffer,
+    left in others."""
+    monkeypatch.setattr(fused_pass, "_PARALLEL_FROM", 0)
+    tiny_checkpoint(tmp_path / "model", "llama", num_layers=3)
+    with threads(num_threads):
+        checkpoint = open_checkpoint(tmp_path / "model")
+        decoder = Decoder.load(checkpoint, torch.float32, CPU, quantization=quantization)
+        layers, passes = decoder._layers, decoder.passes
+        assert passes is not None
+        halves = [replace(layers[1], mlp=None), layers[0]]
+        vocabulary = torch.randperm(decoder.config.vocab_size)[:40]
+        head = decoder.make_linear(decoder.embedding[vocabulary], None)
+        on_the_way = AdapterExit(decoder, 2, halves, layers[0].mlp.norm, None, None)
+        at_the_end = AdapterExit(decoder, 3, [layers[2]], layers[1].mlp.norm, head, vocabulary)
+        steps = [*decoder.layer_steps(1, 2), *on_the_way.fill_steps(3), *decoder.layer_steps(2, 3)]
+        program = passes.program([*steps, *at_the_end.logit_steps(5)])
+        kvs = [
+            PagedKV(
+                6,
+                TABLES.numel(),
+                BLOCK_SIZE,
+                decoder.config.num_kv_heads,
+                decoder.config.head_dim,
+                torch.float32,
+                CPU,
+            )
+            for _ in range(2)
+        ]
+        for rows in PASSES:
+            view = make_view(rows)
+            states = torch.randn(90, decoder.config.hidden_size)
+            index = torch.randperm(90)[: view.num_tokens]
+            left, others = torch.zeros_like(states), torch.randperm(90)[: view.num_tokens]
+            before = states.clone()
+            out = passes.run(program, Rows(states, index), kvs[0], view, Rows(left, others), True, True)
+            assert torch.equal(states, before)
+            decoder.passes = None
+            hidden = decoder.run_layers(states[index], 1, 2, kvs[1], view)
+            on_the_way.fill(hidden, kvs[1], 3, view)
+            hidden = decoder.run_layers(hidden, 2, 3, kvs[1], view)
+            logits = at_the_end.logits(hidden, kvs[1], 5, view)
+            decoder.passes = passes
+            assert torch.equal(out.hidden, hidden) and torch.equal(left[others], hidden)
+            assert int((left != 0).any(1).sum()) == view.num_tokens
+            assert out.logits is not None and torch.equal(out.logits, logits)
+            assert torch.equal(out.best, logits.argmax(-1))
+            torch.testing.assert_close(1 / out.sums, logits.softmax(-1).amax(-1))
+            assert torch.equal(kvs[0].data, kvs[1].data)

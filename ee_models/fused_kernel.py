@@ -1,0 +1,239 @@
+"""The compiled half of `fused_pass`: what a pass is told, by address, and the way through its steps.
+
+Threads share a product by panels, attention by units, and what is between by tokens, each its own; they wait
+for each other wherever one reads what another has written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numba import cfunc, njit, types
+from numba.np.numpy_support import carray, from_dtype
+
+from .attention.numba_pages import CALL, attend_units
+from .kernels import numba_gemm, numba_int8
+from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
+from .kernels.numba_scan import scan_row
+from .kernels.threads import address_of, count_team, pointer, take, wait
+from .pass_steps import Kind
+
+LINEARS = ("qkv", "output", "gate_up", "down", "head")
+
+
+def _addresses_and_sizes(*names: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+class Step(ctypes.Structure):
+    """A step of a pass and its weights, by address; 0 = it has none such. `norm`: the one before attention,
+    or before the head; `num_inputs`: of `down`; `num_outputs`: of `head`."""
+
+    _fields_ = [
+        *_addresses_and_sizes("kind", "kv_layer", "norm", "q_norm", "k_norm", "mlp_norm"),
+        *_addresses_and_sizes("num_inputs", "num_outputs"),
+        *_addresses_and_sizes(*LINEARS, *(f"{name}_bias" for name in LINEARS)),
+    ]
+
+
+class Call(ctypes.Structure):
+    """A pass, by the addresses and sizes of what it reads and writes.
+
+    source, source_rows    where hidden states come from: row source_rows[t] is that of token t; 0 = they are
+                           in `hidden`
+    target, target_rows    where those after the last layer are left; 0 = nowhere but in `hidden`
+    terms, scales          of what a product in int8 reads; 0 = products are in float32
+    best, sums             what is told of logits, as scan_row does; 0 = nothing
+    """
+
+    _fields_ = [
+        *_addresses_and_sizes("next", "team_size", "barrier", "steps", "num_steps", "attention", "units"),
+        *_addresses_and_sizes("hidden", "aside", "num_tokens", "hidden_size", "num_heads", "num_kv_heads"),
+        *_addresses_and_sizes("head_dim", "source", "source_rows", "target", "target_rows"),
+        *_addresses_and_sizes("cos_sin", "num_positions", "positions", "slots", "num_slots"),
+        *_addresses_and_sizes("keys", "values", "bytes_per_kv_layer"),
+        *_addresses_and_sizes("normed", "qkv", "q", "attended", "delta", "gate_up", "activated"),
+        *_addresses_and_sizes("terms", "scales", "logits", "best", "sums"),
+        ("eps", ctypes.c_double),
+    ]
+
+
+_STEP, _CALL = np.dtype(Step), np.dtype(Call)
+_kernel = njit(error_model="numpy", nogil=True, cache=True)
+
+
+@_kernel
+def _copy_rows(
+    source: int, source_rows: int, target: int, target_rows: int, size: int, first: int, last: int
+) -> None:
+    """Row target_rows[t] of the matrix at `target` = row source_rows[t] of that at `source`, for tokens t of
+    first to last - 1; without rows (0), row t."""
+    from_rows = carray(pointer(source_rows), last, np.int64)
+    to_rows = carray(pointer(target_rows), last, np.int64)
+    for token in range(first, last):
+        at = from_rows[token] if source_rows != 0 else token
+        to = to_rows[token] if target_rows != 0 else token
+        numbers = carray(pointer(source + 4 * at * size), size, np.float32)
+        copied = carray(pointer(target + 4 * to * size), size, np.float32)
+        for i in range(size):
+            copied[i] = numbers[i]
+
+
+@_kernel
+def _add_delta(c: Any, hidden: int, first: int, last: int) -> None:
+    size, start = (last - first) * c.hidden_size, 4 * first * c.hidden_size
+    numbers = carray(pointer(hidden + start), size, np.float32)
+    delta = carray(pointer(c.delta + start), size, np.float32)
+    for i in range(size):
+        numbers[i] += delta[i]
+
+
+@_kernel
+def _norm(c: Any, hidden: int, weight: int, first: int, last: int, has_delta: bool) -> None:
+    """Adds `delta`, if there is one, to the hidden states of tokens first to last - 1 -> their norms."""
+    shape, start = (last - first, c.hidden_size), 4 * first * c.hidden_size
+    states = carray(pointer(hidden + start), shape, np.float32)
+    delta = carray(pointer(c.delta + start), (last - first if has_delta else 0, c.hidden_size), np.float32)
+    normed = carray(pointer(c.normed + start), shape, np.float32)
+    add_rms_norm(states, delta, carray(pointer(weight), c.hidden_size, np.float32), c.eps, normed)
+
+
+@_kernel
+def _rope_and_store(c: Any, step: Any, keys: int, values: int, first: int, last: int) -> None:
+    num_tokens, of_kv = last - first, (c.num_slots, c.num_kv_heads, c.head_dim)
+    size = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    norm_size = c.head_dim if step.q_norm != 0 else 0
+    start_q = 4 * first * c.num_heads * c.head_dim
+    rope_and_store(
+        carray(pointer(c.qkv + 4 * first * size), (num_tokens, size), np.float32),
+        carray(pointer(c.cos_sin), (c.num_positions, 2, c.head_dim // 2), np.float32),
+        carray(pointer(step.q_norm), norm_size, np.float32),
+        carray(pointer(step.k_norm), norm_size, np.float32),
+        c.eps,
+        carray(pointer(c.positions + 8 * first), num_tokens, np.int64),
+        carray(pointer(c.slots + 8 * first), num_tokens, np.int64),
+        carray(pointer(keys), of_kv, np.float32),
+        carray(pointer(values), of_kv, np.float32),
+        carray(pointer(c.q + start_q), (num_tokens, c.num_heads, c.head_dim), np.float32),
+    )
+
+
+@_kernel
+def _activate(c: Any, size: int, first: int, last: int) -> None:
+    gate_up = carray(pointer(c.gate_up + 8 * first * size), (last - first, 2 * size), np.float32)
+    silu_mul(gate_up, carray(pointer(c.activated + 4 * first * size), (last - first, size), np.float32))
+
+
+@_kernel
+def _split(c: Any, x: int, num_inputs: int, first: int, last: int) -> None:
+    """What a product in int8 reads of tokens first to last - 1 of x [tokens, in]."""
+    if c.terms != 0:
+        numba_int8.split_tokens(x, num_inputs, c.terms, c.scales, first, last)
+
+
+@_kernel
+def _multiply(
+    c: Any, x: int, inputs: int, panels: int, bias: int, out: int, outputs: int, share: int, shares: int
+) -> None:
+    """out [tokens, outputs] = bias + x [tokens, inputs] . weight, of one share; in int8 of what x was split
+    into."""
+    n = c.num_tokens
+    if c.terms != 0:
+        numba_int8.multiply(c.terms, c.scales, n, inputs, panels, out, outputs, share, shares)
+    else:
+        numba_gemm.multiply(x, n, inputs, panels, bias, out, outputs, share, shares)
+
+
+@_kernel
+def _multiply_all(
+    c: Any, x: int, inputs: int, panels: int, bias: int, out: int, outputs: int, share: int, shares: int
+) -> None:
+    """_multiply, once all have written what it reads, and until all are done."""
+    wait(c.barrier)
+    _multiply(c, x, inputs, panels, bias, out, outputs, share, shares)
+    wait(c.barrier)
+
+
+@_kernel
+def _attend(
+    c: Any, step: Any, attention: Any, next_unit: int, first: int, last: int, share: int, shares: int
+) -> None:
+    """The attention of a layer over its norms, to `delta`; or no more than its keys and values."""
+    width, size_q = c.hidden_size, c.num_heads * c.head_dim
+    size = size_q + 2 * c.num_kv_heads * c.head_dim
+    start = step.kv_layer * c.bytes_per_kv_layer
+    keys, values = c.keys + start, c.values + start
+    _split(c, c.normed, width, first, last)
+    _multiply_all(c, c.normed, width, step.qkv, step.qkv_bias, c.qkv, size, share, shares)
+    _rope_and_store(c, step, keys, values, first, last)
+    if step.kind == Kind.FILL:
+        return
+    wait(c.barrier)
+    attend_units(attention, next_unit, c.q, keys, values, c.attended)
+    if c.terms != 0:
+        wait(c.barrier)
+        _split(c, c.attended, size_q, first, last)
+    _multiply_all(c, c.attended, size_q, step.output, step.output_bias, c.delta, width, share, shares)
+
+
+@_kernel
+def _run_mlp(c: Any, step: Any, first: int, last: int, share: int, shares: int) -> None:
+    width, size = c.hidden_size, step.num_inputs
+    _split(c, c.normed, width, first, last)
+    _multiply_all(c, c.normed, width, step.gate_up, step.gate_up_bias, c.gate_up, 2 * size, share, shares)
+    _activate(c, size, first, last)
+    _split(c, c.activated, size, first, last)
+    _multiply_all(c, c.activated, size, step.down, step.down_bias, c.delta, width, share, shares)
+
+
+@_kernel
+def _read_logits(c: Any, step: Any, first: int, last: int, share: int, shares: int) -> None:
+    width, size = c.hidden_size, step.num_outputs
+    _split(c, c.normed, width, first, last)
+    _multiply_all(c, c.normed, width, step.head, step.head_bias, c.logits, size, share, shares)
+    best, sums = carray(pointer(c.best), last, np.int64), carray(pointer(c.sums), last, np.float32)
+    for token in range(first, last if c.best != 0 else first):
+        best[token], total = scan_row(c.logits + 4 * token * size, size, c.sums != 0)
+        if c.sums != 0:
+            sums[token] = total
+
+
+@cfunc(types.void(types.CPointer(from_dtype(_CALL))), cache=True, error_model="numpy")
+def run_pass(call: Any) -> None:
+    c = carray(call, 1)[0]
+    share, shares = take(address_of(call)), count_team(c.team_size)
+    n, width = c.num_tokens, c.hidden_size
+    first, last = share * n // shares, (share + 1) * n // shares
+    steps = carray(pointer(c.steps), c.num_steps, _STEP)
+    attention = carray(pointer(c.attention), 1, CALL)[0]
+    hidden, has_delta = c.hidden, False
+    if c.source != 0:
+        _copy_rows(c.source, c.source_rows, hidden, 0, width, first, last)
+    for i in range(c.num_steps):
+        step = steps[i]
+        if step.kind == Kind.BACK:
+            hidden, has_delta = c.hidden, False
+        elif step.kind == Kind.BRANCH:
+            if has_delta:
+                _add_delta(c, hidden, first, last)
+            _copy_rows(hidden, 0, c.aside, 0, width, first, last)
+            hidden, has_delta = c.aside, False
+        elif step.kind == Kind.HEAD:
+            _norm(c, hidden, step.norm, first, last, has_delta)
+            has_delta = False
+            _read_logits(c, step, first, last, share, shares)
+        else:
+            if step.norm != 0:
+                _norm(c, hidden, step.norm, first, last, has_delta)
+                _attend(c, step, attention, c.units + 8 * i, first, last, share, shares)
+                has_delta = step.kind == Kind.LAYER
+            if step.mlp_norm != 0:
+                _norm(c, hidden, step.mlp_norm, first, last, has_delta)
+                _run_mlp(c, step, first, last, share, shares)
+                has_delta = True
+    if has_delta:
+        _add_delta(c, hidden, first, last)
+    if c.target != 0:
+        _copy_rows(c.hidden, 0, c.target, c.target_rows, width, first, last)

@@ -1,0 +1,259 @@
+"""A pass over tokens on a CPU in one call: torch's threads walk through all of its steps together, and
+nothing of Python stands between these.
+
+The steps are those of `Decoder` and of exits, by the same functions: products over panels, in float32 or
+int8, numba's kernels and its attention. So are their bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.paged_kv import PagedKV
+from cache.view import BatchView
+
+from .attention import AttentionBackend
+from .attention.numba_pages import NumbaAttention
+from .fused_kernel import Call, Step, run_pass
+from .int8_linear import Int8Linear
+from .kernels import numba_int8
+from .kernels.threads import KernelThreads
+from .linear import Linear
+from .panel_linear import PanelLinear
+from .pass_steps import Kind, PassStep
+
+if TYPE_CHECKING:
+    from .decoder import LayerWeights
+
+# Multiplications of a pass's products from which other threads are worth their waiting for each other.
+_PARALLEL_FROM = 1 << 18
+_KEPT_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a matrix [rows, hidden]: row index[t] [tokens] int64 is that of token t."""
+
+    matrix: Tensor
+    index: Tensor
+
+
+@dataclass(frozen=True)
+class Output:
+    """Of a pass: hidden states [tokens, hidden] after its last layer; if it read a head, logits [tokens, n];
+    and as was asked for, which is the largest of each [tokens] int64, and the sum of exp(logit - largest)
+    [tokens]."""
+
+    hidden: Tensor
+    logits: Tensor | None
+    best: Tensor | None
+    sums: Tensor | None
+
+
+@dataclass(frozen=True)
+class PassProgram:
+    """Steps that are run together: as an array of Step; what each Call over them begins as; what a pass needs
+    memory for, in numbers a token, and in all; multiplications of its products, a token; its logits."""
+
+    steps: Sequence[PassStep]
+    table: Any
+    call: Call
+    sizes: dict[str, int]
+    num_numbers: int
+    num_products: int
+    num_logits: int
+
+
+class FusedPasses:
+    """Runs passes of which all linears are PanelLinears, or with `is_int8` all Int8Linears, with numba's
+    attention."""
+
+    def __init__(
+        self,
+        attention: AttentionBackend,
+        threads: KernelThreads,
+        cos_sin: Tensor,
+        eps: float,
+        num_heads: int,
+        num_kv_heads: int,
+        is_int8: bool,
+    ) -> None:
+        assert isinstance(attention, NumbaAttention)
+        self.attention, self._threads, self._is_int8 = attention, threads, is_int8
+        self._cos_sin, self._eps = cos_sin, eps
+        self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._of_layers: dict[tuple[int, ...], PassProgram] = {}
+        self._scratch: Tensor | None = None
+
+    @staticmethod
+    def can_run(attention: AttentionBackend, threads: KernelThreads) -> bool:
+        """Whether attention is numba's, and a kernel's threads can wait for each other."""
+        return isinstance(attention, NumbaAttention) and (threads.count == 1 or threads.barrier != 0)
+
+    def program(self, steps: Sequence[PassStep]) -> PassProgram:
+        """What is the same in all passes of these steps; it keeps their weights."""
+        table = (Step * len(steps))(*map(_step, steps))
+        hidden_size, head_dim = _hidden_size(steps), 2 * self._cos_sin.shape[-1]
+        size_q, size_kv = self._num_heads * head_dim, self._num_kv_heads * head_dim
+        intermediate = max(step.num_inputs for step in table)
+        sizes = {
+            "aside": hidden_size if any(step.kind == Kind.BRANCH for step in steps) else 0,
+            "normed": hidden_size,
+            "qkv": size_q + 2 * size_kv,
+            "q": size_q,
+            "attended": size_q,
+            "delta": hidden_size,
+            "gate_up": 2 * intermediate,
+            "activated": intermediate,
+        }
+        if self._is_int8:  # in numbers of four bytes, too
+            widest = numba_int8.pad_inputs(max(hidden_size, size_q, intermediate))
+            sizes |= {"terms": numba_int8.TERMS * widest // 4, "scales": 1}
+        call = Call(
+            steps=ctypes.addressof(table),
+            num_steps=len(steps),
+            hidden_size=hidden_size,
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=head_dim,
+            cos_sin=self._cos_sin.data_ptr(),
+            num_positions=len(self._cos_sin),
+            eps=self._eps,
+        )
+        linears = [linear for step in steps for linear in _linears(step).values()]
+        num_products = sum(linear.num_inputs * linear.num_outputs for linear in linears)
+        num_logits = sum(step.num_outputs for step in table)
+        return PassProgram(steps, table, call, sizes, sum(sizes.values()), num_products, num_logits)
+
+    def run_layers(
+        self, layers: Sequence[LayerWeights], hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView
+    ) -> None:
+        """As Decoder.run_weights, over at least one layer; adds to hidden [tokens, hidden] in place."""
+        key = kv_layer, *map(id, layers)  # ids stay their own, since the program keeps the layers
+        if key not in self._of_layers:
+            steps = [PassStep(Kind.LAYER, layer, index) for index, layer in enumerate(layers, start=kv_layer)]
+            self._of_layers[key] = self.program(steps)
+        self.run(self._of_layers[key], hidden, kv, view)
+
+    def run(
+        self,
+        program: PassProgram,
+        source: Tensor | Rows,
+        kv: PagedKV,
+        view: BatchView,
+        target: Rows | None = None,
+        wants_best: bool = False,
+        wants_sums: bool = False,
+    ) -> Output:
+        """Runs a pass at the places of `view`, and writes its KV.
+
+        source   hidden states [tokens, hidden], which are worked on in place; or where they are read
+        target   where those after the last layer are left, too
+        """
+        prepared = self.attention.prepare(view, kv)
+        prepared.call.num_heads = self._num_heads
+        if isinstance(source, Tensor):
+            hidden, num_tokens = source, source.shape[0]
+        else:
+            num_tokens = source.index.shape[0]
+            hidden = source.matrix.new_empty(num_tokens, program.call.hidden_size)
+        assert hidden.is_contiguous() and hidden.dtype == torch.float32, (hidden.stride(), hidden.dtype)
+        slots = view.slots.contiguous()
+        units = np.zeros(len(program.steps), np.int64)  # the next one of each layer's attention
+        call = Call.from_buffer_copy(program.call)
+        call.attention, call.units = ctypes.addressof(prepared.call), units.ctypes.data
+        call.hidden, call.num_tokens = hidden.data_ptr(), num_tokens
+        call.positions, call.slots = prepared.call.positions, slots.data_ptr()
+        call.num_slots = kv.data.shape[2]
+        call.keys, call.values = kv.keys(0).data_ptr(), kv.values(0).data_ptr()
+        call.bytes_per_kv_layer = 4 * kv.data.stride(0)
+        if isinstance(source, Rows):
+            call.source, call.source_rows = _addresses(source)
+        if target is not None:
+            call.target, call.target_rows = _addresses(target)
+        logits = best = sums = None
+        if program.num_logits:
+            logits = hidden.new_empty(num_tokens, program.num_logits)
+            call.logits = logits.data_ptr()
+            if wants_best or wants_sums:
+                best = view.slots.new_empty(num_tokens)
+                call.best = best.data_ptr()
+            if wants_sums:
+                sums = hidden.new_empty(num_tokens)
+                call.sums = sums.data_ptr()
+        num_threads = self._threads.count if num_tokens * program.num_products > _PARALLEL_FROM else 1
+        if num_threads > 1:
+            call.team_size, call.barrier = self._threads.team_size, self._threads.barrier
+        scratch = self._take_scratch(program, hidden)
+        begin = scratch.data_ptr()
+        for name, size in program.sizes.items():
+            setattr(call, name, begin)
+            begin += 64 * -(-size * num_tokens // 16)
+        self._threads.run(run_pass, ctypes.addressof(call), num_threads)
+        if num_tokens <= _KEPT_TOKENS:
+            self._scratch = scratch
+        return Output(hidden, logits, best, sums)
+
+    def _take_scratch(self, program: PassProgram, hidden: Tensor) -> Tensor:
+        """Memory for a pass. That of short ones is kept between them, since new memory costs a pass of few
+        tokens as much as all of its norms; while one runs it is not there, so that another thread's pass
+        makes its own."""
+        total = program.num_numbers * len(hidden) + 16 * len(program.sizes)
+        scratch, self._scratch = self._scratch, None
+        return hidden.new_empty(total) if scratch is None or scratch.numel() < total else scratch
+
+
+def _addresses(rows: Rows) -> tuple[int, int]:
+    assert rows.matrix.stride(-1) == 1 and rows.matrix.stride(-2) == rows.matrix.shape[-1]
+    assert rows.index.is_contiguous() and rows.index.dtype == torch.int64
+    return rows.matrix.data_ptr(), rows.index.data_ptr()
+
+
+def _linears(step: PassStep) -> dict[str, PanelLinear | Int8Linear]:
+    linears: dict[str, Linear] = {}
+    if step.layer is not None and step.layer.attention is not None:
+        linears |= {"qkv": step.layer.attention.qkv, "output": step.layer.attention.output}
+    if step.layer is not None and step.layer.mlp is not None:
+        linears |= {"gate_up": step.layer.mlp.gate_up, "down": step.layer.mlp.down}
+    if step.head is not None:
+        linears["head"] = step.head
+    found = {}
+    for name, linear in linears.items():
+        assert isinstance(linear, PanelLinear | Int8Linear)
+        found[name] = linear
+    return found
+
+
+def _hidden_size(steps: Sequence[PassStep]) -> int:
+    norms = [step.norm for step in steps] + [
+        half.norm for step in steps if step.layer for half in (step.layer.attention, step.layer.mlp) if half
+    ]
+    return next(len(norm) for norm in norms if norm is not None)
+
+
+def _step(step: PassStep) -> Step:
+    out = Step(kind=step.kind, kv_layer=step.kv_layer)
+    if step.norm is not None:
+        out.norm = step.norm.data_ptr()
+    if step.layer is not None and step.layer.attention is not None:
+        out.norm = step.layer.attention.norm.data_ptr()
+        if step.layer.attention.qk_norms is not None:
+            out.q_norm, out.k_norm = (norm.data_ptr() for norm in step.layer.attention.qk_norms)
+    if step.layer is not None and step.layer.mlp is not None and step.kind is Kind.LAYER:
+        out.mlp_norm = step.layer.mlp.norm.data_ptr()
+    for name, linear in _linears(step).items():
+        setattr(out, name, linear.panels.data_ptr())
+        if isinstance(linear, PanelLinear):  # panels of the other have their biases
+            setattr(out, f"{name}_bias", linear.bias.data_ptr())
+        if name == "down":
+            out.num_inputs = linear.num_inputs
+        if name == "head":
+            out.num_outputs = linear.num_outputs
+    return out

@@ -1,0 +1,56 @@
+"""Logits of a pass, of all tokens or of those that an exit has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ee_models.kernels import select_kernels
+
+from . import confidence
+
+
+class Logits:
+    """Logits `values` [tokens, n]: column i is of token vocabulary[i]; without a vocabulary of token i, and n
+    = vocab.
+
+    best, sums   what the pass has found out already: the largest column of each [tokens] int64, and the sum
+                 of exp(logit - largest) [tokens]; None = they are looked for when they are asked for
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        vocab_size: int,
+        vocabulary: Tensor | None = None,
+        best: Tensor | None = None,
+        sums: Tensor | None = None,
+    ) -> None:
+        self.values, self.vocabulary = values, vocabulary
+        self._vocab_size, self._best, self._sums = vocab_size, best, sums
+
+    def wide(self) -> Tensor:
+        """[tokens, vocab]: what a choice by noise, penalties and acceptance by probabilities ask for; -inf of
+        tokens that the exit does not have."""
+        if self.vocabulary is None:
+            return self.values
+        kernels = select_kernels(self.values.device, self.values.dtype)
+        return kernels.widen(self.values, self.vocabulary, self._vocab_size)
+
+    def likeliest(self) -> Tensor:
+        """The likeliest token of each [tokens] int64; of equal ones the first that the exit has."""
+        if self._best is None:
+            self._best = confidence.likeliest(self.values)
+        return self._best if self.vocabulary is None else self.vocabulary[self._best]
+
+    def max_probability(self, rows: Tensor | None = None) -> Tensor:
+        """Probability [n] float32 of the likeliest token, of all or of rows [n] int64."""
+        if self._sums is None:
+            return confidence.max_probability(self.values, rows)
+        return (self._sums if rows is None else self._sums[rows]).reciprocal()
+
+    def probability_of(self, token_ids: Tensor) -> Tensor:
+        """Probabilities [tokens] float32 of token_ids [tokens]."""
+        if self._sums is not None and torch.equal(token_ids, self.likeliest()):
+            return self.max_probability()
+        return confidence.probability_of(self.wide(), token_ids.unsqueeze(-1)).squeeze(-1)
