@@ -89,7 +89,11 @@ class AdapterExit:
         """`logits` as steps of a pass, the last of it."""
         blocks = [PassStep(Kind.LAYER, block, index) for index, block in enumerate(self._blocks, kv_layer)]
         branch = [PassStep(Kind.BRANCH)] if blocks else []
-        return [*branch, *blocks, PassStep(Kind.HEAD, norm=self._norm, head=self._head)]
+        return [
+            *branch,
+            *blocks,
+            PassStep(Kind.HEAD, norm=self._norm, head=self._head, vocabulary=self.vocabulary),
+        ]
 
     def fill_steps(self, kv_layer: int) -> list[PassStep]:
         """`fill` as steps of a pass."""

@@ -13,7 +13,7 @@ import numpy as np
 from numba import cfunc, njit, types
 from numba.np.numpy_support import carray, from_dtype
 
-from .attention.numba_pages import CALL, attend_units
+from .attention.numba_pages import CALL, NO_PATH, attend_units, cut_units
 from .kernels import numba_gemm, numba_int8
 from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
 from .kernels.numba_scan import scan_row
@@ -29,11 +29,11 @@ def _addresses_and_sizes(*names: str) -> list[tuple[str, Any]]:
 
 class Step(ctypes.Structure):
     """A step of a pass and its weights, by address; 0 = it has none such. `norm`: the one before attention,
-    or before the head; `num_inputs`: of `down`; `num_outputs`: of `head`."""
+    or before the head; `num_inputs`: of `down`; `num_outputs`, `vocabulary`: of `head`."""
 
     _fields_ = [
         *_addresses_and_sizes("kind", "kv_layer", "norm", "q_norm", "k_norm", "mlp_norm"),
-        *_addresses_and_sizes("num_inputs", "num_outputs"),
+        *_addresses_and_sizes("num_inputs", "num_outputs", "vocabulary"),
         *_addresses_and_sizes(*LINEARS, *(f"{name}_bias" for name in LINEARS)),
     ]
 
@@ -45,7 +45,9 @@ class Call(ctypes.Structure):
                            in `hidden`
     target, target_rows    where those after the last layer are left; 0 = nowhere but in `hidden`
     terms, scales          of what a product in int8 reads; 0 = products are in float32
-    best, sums             what is told of logits, as scan_row does; 0 = nothing
+    best, sums             what is told of logits, as scan_row does, the token for its place; 0 = nothing
+    cu_q_lens, tokens_per_unit   what attention's units are cut by
+    is_chain               whether its tokens have no paths; then path_starts are written here
     """
 
     _fields_ = [
@@ -56,6 +58,7 @@ class Call(ctypes.Structure):
         *_addresses_and_sizes("keys", "values", "bytes_per_kv_layer"),
         *_addresses_and_sizes("normed", "qkv", "q", "attended", "delta", "gate_up", "activated"),
         *_addresses_and_sizes("terms", "scales", "logits", "best", "sums"),
+        *_addresses_and_sizes("cu_q_lens", "tokens_per_unit", "is_chain"),
         ("eps", ctypes.c_double),
     ]
 
@@ -195,9 +198,23 @@ def _read_logits(c: Any, step: Any, first: int, last: int, share: int, shares: i
     _multiply_all(c, c.normed, width, step.head, step.head_bias, c.logits, size, share, shares)
     best, sums = carray(pointer(c.best), last, np.int64), carray(pointer(c.sums), last, np.float32)
     for token in range(first, last if c.best != 0 else first):
-        best[token], total = scan_row(c.logits + 4 * token * size, size, c.sums != 0)
+        place, total = scan_row(c.logits + 4 * token * size, size, c.sums != 0)
+        best[token] = (
+            carray(pointer(step.vocabulary), size, np.int64)[place] if step.vocabulary != 0 else place
+        )
         if c.sums != 0:
             sums[token] = total
+
+
+@_kernel
+def _prepare_attention(c: Any, attention: Any) -> None:
+    cu_q_lens = carray(pointer(c.cu_q_lens), attention.num_rows + 1, np.int64)
+    units = carray(pointer(attention.units), (attention.num_units, 3), np.int64)
+    attention.num_units = cut_units(cu_q_lens, c.tokens_per_unit, units)
+    if c.is_chain != 0:
+        starts = carray(pointer(attention.path_starts), c.num_tokens, np.int64)
+        for token in range(c.num_tokens):
+            starts[token] = NO_PATH
 
 
 @cfunc(types.void(types.CPointer(from_dtype(_CALL))), cache=True, error_model="numpy")
@@ -209,6 +226,8 @@ def run_pass(call: Any) -> None:
     steps = carray(pointer(c.steps), c.num_steps, _STEP)
     attention = carray(pointer(c.attention), 1, CALL)[0]
     hidden, has_delta = c.hidden, False
+    if share == 0:  # the others do not look at it before they have waited
+        _prepare_attention(c, attention)
     if c.source != 0:
         _copy_rows(c.source, c.source_rows, hidden, 0, width, first, last)
     for i in range(c.num_steps):

@@ -20,14 +20,15 @@ from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
 from .attention import AttentionBackend
-from .attention.numba_pages import NumbaAttention
+from .attention.numba_pages import Call as AttentionCall
+from .attention.numba_pages import NumbaAttention, most_units
 from .fused_kernel import Call, Step, run_pass
 from .int8_linear import Int8Linear
 from .kernels import numba_int8
 from .kernels.threads import KernelThreads
 from .linear import Linear
 from .panel_linear import PanelLinear
-from .pass_steps import Kind, PassStep
+from .pass_steps import Kind, Output, PassStep, Rows
 
 if TYPE_CHECKING:
     from .decoder import LayerWeights
@@ -38,33 +39,15 @@ _KEPT_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of a matrix [rows, hidden]: row index[t] [tokens] int64 is that of token t."""
-
-    matrix: Tensor
-    index: Tensor
-
-
-@dataclass(frozen=True)
-class Output:
-    """Of a pass: hidden states [tokens, hidden] after its last layer; if it read a head, logits [tokens, n];
-    and as was asked for, which is the largest of each [tokens] int64, and the sum of exp(logit - largest)
-    [tokens]."""
-
-    hidden: Tensor
-    logits: Tensor | None
-    best: Tensor | None
-    sums: Tensor | None
-
-
-@dataclass(frozen=True)
 class PassProgram:
-    """Steps that are run together: as an array of Step; what each Call over them begins as; what a pass needs
-    memory for, in numbers a token, and in all; multiplications of its products, a token; its logits."""
+    """Steps that are run together: as an array of Step; what each Call over them begins as, and that of its
+    attention; what a pass needs memory for, in numbers a token, and in all; multiplications of its products,
+    a token; its logits."""
 
     steps: Sequence[PassStep]
     table: Any
     call: Call
+    attention: AttentionCall
     sizes: dict[str, int]
     num_numbers: int
     num_products: int
@@ -127,10 +110,18 @@ class FusedPasses:
             num_positions=len(self._cos_sin),
             eps=self._eps,
         )
+        attention = AttentionCall(
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+        )
         linears = [linear for step in steps for linear in _linears(step).values()]
         num_products = sum(linear.num_inputs * linear.num_outputs for linear in linears)
         num_logits = sum(step.num_outputs for step in table)
-        return PassProgram(steps, table, call, sizes, sum(sizes.values()), num_products, num_logits)
+        return PassProgram(
+            steps, table, call, attention, sizes, sum(sizes.values()), num_products, num_logits
+        )
 
     def run_layers(
         self, layers: Sequence[LayerWeights], hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView
@@ -157,23 +148,18 @@ class FusedPasses:
         source   hidden states [tokens, hidden], which are worked on in place; or where they are read
         target   where those after the last layer are left, too
         """
-        prepared = self.attention.prepare(view, kv)
-        prepared.call.num_heads = self._num_heads
         if isinstance(source, Tensor):
             hidden, num_tokens = source, source.shape[0]
         else:
             num_tokens = source.index.shape[0]
             hidden = source.matrix.new_empty(num_tokens, program.call.hidden_size)
         assert hidden.is_contiguous() and hidden.dtype == torch.float32, (hidden.stride(), hidden.dtype)
-        slots = view.slots.contiguous()
-        units = np.zeros(len(program.steps), np.int64)  # the next one of each layer's attention
         call = Call.from_buffer_copy(program.call)
-        call.attention, call.units = ctypes.addressof(prepared.call), units.ctypes.data
         call.hidden, call.num_tokens = hidden.data_ptr(), num_tokens
-        call.positions, call.slots = prepared.call.positions, slots.data_ptr()
         call.num_slots = kv.data.shape[2]
         call.keys, call.values = kv.keys(0).data_ptr(), kv.values(0).data_ptr()
         call.bytes_per_kv_layer = 4 * kv.data.stride(0)
+        _held = self._place(program, call, kv, view)  # what it points to stays until it is done
         if isinstance(source, Rows):
             call.source, call.source_rows = _addresses(source)
         if target is not None:
@@ -200,6 +186,41 @@ class FusedPasses:
         if num_tokens <= _KEPT_TOKENS:
             self._scratch = scratch
         return Output(hidden, logits, best, sums)
+
+    def _place(self, program: PassProgram, call: Call, kv: PagedKV, view: BatchView) -> tuple[object, ...]:
+        """Tells the call where its tokens lie -> all that it then points to."""
+        positions, slots, tables = view.positions.contiguous(), view.slots.contiguous(), view.block_tables
+        tables, cu_q_lens = tables.contiguous(), view.cu_q_lens.contiguous()
+        (num_rows, num_blocks), num_tokens = tables.shape, call.num_tokens
+        call.tokens_per_unit = self.attention.tokens_per_unit(num_tokens, self._num_kv_heads)
+        num_units = most_units(num_tokens, num_rows, call.tokens_per_unit)
+        # The next unit of each layer's attention, path starts, units.
+        numbers = np.zeros(call.num_steps + num_tokens + 3 * num_units, np.int64)
+        begin = numbers.ctypes.data
+        of_attention = AttentionCall.from_buffer_copy(program.attention)
+        of_attention.tables, of_attention.num_rows, of_attention.num_blocks = (
+            tables.data_ptr(),
+            num_rows,
+            num_blocks,
+        )
+        of_attention.positions, of_attention.num_tokens = positions.data_ptr(), num_tokens
+        of_attention.num_slots, of_attention.block_size = call.num_slots, kv.block_size
+        of_attention.path_starts = begin + 8 * call.num_steps
+        of_attention.units, of_attention.num_units = of_attention.path_starts + 8 * num_tokens, num_units
+        paths = path_starts = None
+        if view.paths is None or view.path_starts is None:
+            call.is_chain = 1
+        else:
+            paths, path_starts = view.paths.contiguous(), view.path_starts.contiguous()
+            of_attention.paths, of_attention.path_len = paths.data_ptr(), paths.shape[1]
+            of_attention.path_starts = path_starts.data_ptr()
+        call.positions, call.slots, call.cu_q_lens = (
+            positions.data_ptr(),
+            slots.data_ptr(),
+            cu_q_lens.data_ptr(),
+        )
+        call.attention, call.units = ctypes.addressof(of_attention), begin
+        return positions, slots, tables, cu_q_lens, numbers, of_attention, paths, path_starts
 
     def _take_scratch(self, program: PassProgram, hidden: Tensor) -> Tensor:
         """Memory for a pass. That of short ones is kept between them, since new memory costs a pass of few
@@ -248,6 +269,8 @@ def _step(step: PassStep) -> Step:
             out.q_norm, out.k_norm = (norm.data_ptr() for norm in step.layer.attention.qk_norms)
     if step.layer is not None and step.layer.mlp is not None and step.kind is Kind.LAYER:
         out.mlp_norm = step.layer.mlp.norm.data_ptr()
+    if step.vocabulary is not None:
+        out.vocabulary = step.vocabulary.data_ptr()
     for name, linear in _linears(step).items():
         setattr(out, name, linear.panels.data_ptr())
         if isinstance(linear, PanelLinear):  # panels of the other have their biases

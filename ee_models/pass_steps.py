@@ -27,10 +27,32 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class PassStep:
-    """A step and what it reads: a layer, whose KV is layer `kv_layer` of the cache; or a norm and a head."""
+    """A step and what it reads: a layer, whose KV is layer `kv_layer` of the cache; or a norm, a head, and
+    the token of each of its outputs, [n] int64, None = all."""
 
     kind: Kind
     layer: LayerWeights | None = None
     kv_layer: int = 0
     norm: Tensor | None = None
     head: Linear | None = None
+    vocabulary: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a matrix [rows, hidden]: row index[t] [tokens] int64 is that of token t."""
+
+    matrix: Tensor
+    index: Tensor
+
+
+@dataclass(frozen=True)
+class Output:
+    """Of a pass: hidden states [tokens, hidden] after its last layer; if it read a head, logits [tokens, n];
+    and as was asked for, the likeliest token of each [tokens] int64, and the sum of exp(logit - its logit)
+    [tokens]."""
+
+    hidden: Tensor
+    logits: Tensor | None
+    best: Tensor | None
+    sums: Tensor | None

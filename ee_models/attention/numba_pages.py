@@ -34,7 +34,7 @@ from .numba_products import COLUMNS, FAR_BELOW, QUERIES, TILE, add_weighted, ask
 
 _TOKENS_PER_UNIT = 16  # at most
 _UNITS_PER_THREAD = 3  # at least, where there are tokens for it: one that is done takes what is left
-_NO_PATH = 1 << 62  # the start of a chain's path: the block table tells every slot
+NO_PATH = 1 << 62  # the start of a chain's path: the block table tells every slot
 # Multiplications of a call's scores from which other threads are worth their 3 microseconds.
 _PARALLEL_FROM = 1 << 17
 _OPTIONS: dict[str, Any] = {
@@ -271,18 +271,21 @@ def _attend(call: Any) -> None:
     attend_units(c, address_of(call), c.q, c.keys, c.values, c.out)
 
 
-@njit(cache=True)
-def _cut(cu_q_lens: Any, positions: Any, tokens_per_unit: int) -> Any:
-    """units [n, 3]: (row, first token, last token + 1); and the number of (query, key) pairs in all."""
-    units = np.empty((positions.shape[0] // tokens_per_unit + cu_q_lens.shape[0], 3), np.int64)
-    count, num_pairs = 0, 0
+@njit(**_OPTIONS)
+def cut_units(cu_q_lens: Any, tokens_per_unit: int, units: Any) -> int:
+    """Writes units [most, 3]: (row, first token, last token + 1) -> how many."""
+    count = 0
     for row in range(cu_q_lens.shape[0] - 1):
         for first in range(cu_q_lens[row], cu_q_lens[row + 1], tokens_per_unit):
-            last = min(first + tokens_per_unit, cu_q_lens[row + 1])
-            units[count] = row, first, last
-            num_pairs += (last - first) * (positions[last - 1] + 1)
+            units[count, 0], units[count, 1] = row, first
+            units[count, 2] = min(first + tokens_per_unit, cu_q_lens[row + 1])
             count += 1
-    return units[:count], num_pairs
+    return count
+
+
+def most_units(num_tokens: int, num_rows: int, tokens_per_unit: int) -> int:
+    """Units that so many tokens of so many rows can make."""
+    return num_tokens // tokens_per_unit + num_rows + 1
 
 
 @dataclass(frozen=True)
@@ -306,6 +309,11 @@ class NumbaAttention:
         self._threads = KernelThreads()
         self._last: Prepared | None = None
 
+    def tokens_per_unit(self, num_tokens: int, num_kv_heads: int) -> int:
+        """Of a row at most, in one unit."""
+        wanted = -(-num_tokens * num_kv_heads // (_UNITS_PER_THREAD * self._threads.count))
+        return min(_TOKENS_PER_UNIT, max(1, wanted))
+
     def prepare(self, view: BatchView, kv: PagedKV) -> Prepared:
         # A pass ends with its exit, which reads the same view.
         if self._last is None or self._last.view is not view or self._last.kv() is not kv:
@@ -315,12 +323,13 @@ class NumbaAttention:
     def _prepare(self, view: BatchView, kv: PagedKV) -> Prepared:
         positions, tables = view.positions.contiguous(), view.block_tables.contiguous()
         num_slots, num_kv_heads, head_dim = kv.data.shape[2:]
-        tokens_per_unit = -(-len(positions) * num_kv_heads // (_UNITS_PER_THREAD * self._threads.count))
-        tokens_per_unit = min(_TOKENS_PER_UNIT, max(1, tokens_per_unit))
-        units, num_pairs = _cut(view.cu_q_lens.numpy(), positions.numpy(), tokens_per_unit)
+        tokens_per_unit = self.tokens_per_unit(len(positions), num_kv_heads)
+        units = np.empty((most_units(len(positions), len(tables), tokens_per_unit), 3), np.int64)
+        num_units = cut_units(view.cu_q_lens.numpy(), tokens_per_unit, units)
+        num_pairs = int(positions.sum()) + len(positions)
         paths, path_starts = view.paths, view.path_starts
         if paths is None or path_starts is None:
-            paths, path_starts = positions.new_empty(len(positions), 0), torch.full_like(positions, _NO_PATH)
+            paths, path_starts = positions.new_empty(len(positions), 0), torch.full_like(positions, NO_PATH)
         arrays = tables, positions, torch.from_numpy(units), paths.contiguous(), path_starts.contiguous()
         addresses = dict(zip(_ARRAYS, (array.data_ptr() for array in arrays), strict=True))
         call = Call(
@@ -332,7 +341,7 @@ class NumbaAttention:
             block_size=kv.block_size,
             num_rows=tables.shape[0],
             num_blocks=tables.shape[1],
-            num_units=len(units),
+            num_units=num_units,
             path_len=paths.shape[1],
             scale=head_dim**-0.5,
         )

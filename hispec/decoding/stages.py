@@ -19,14 +19,14 @@ from ee_models.config import ModelConfig
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit, Exit
 from ee_models.kernels import runs_numba, runs_triton
-from ee_models.pass_steps import PassStep
+from ee_models.pass_steps import Output, PassStep, Rows
 
 from ..sampling.logits import Logits
 from .batch import RoundBatch, Span, make_sampling_input
 from .draft_tree import DraftTree
 
 if TYPE_CHECKING:
-    from ee_models.fused_pass import Output, PassProgram
+    from ee_models.fused_pass import PassProgram
 
 
 class DecoderLike(Protocol):
@@ -243,8 +243,6 @@ class Stages:
         return decoder.passes.program(steps)
 
     def _run_program(self, program: PassProgram, batch: RoundBatch, span: Span, over: Pass) -> Output:
-        from ee_models.fused_pass import Rows  # here, since a machine with a GPU need not have numba
-
         decoder, hidden, target = self._decoder, self._hidden, None
         assert isinstance(decoder, Decoder) and decoder.passes is not None
         self.count(over.lo, over.hi, span.num_tokens)

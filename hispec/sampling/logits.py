@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ee_models.kernels import select_kernels
@@ -14,8 +13,8 @@ class Logits:
     """Logits `values` [tokens, n]: column i is of token vocabulary[i]; without a vocabulary of token i, and n
     = vocab.
 
-    best, sums   what the pass has found out already: the largest column of each [tokens] int64, and the sum
-                 of exp(logit - largest) [tokens]; None = they are looked for when they are asked for
+    best, sums   what the pass has found out already: the likeliest token of each [tokens] int64, and the sum
+                 of exp(logit - its logit) [tokens]; None = they are looked for when they are asked for
     """
 
     def __init__(
@@ -40,8 +39,9 @@ class Logits:
     def likeliest(self) -> Tensor:
         """The likeliest token of each [tokens] int64; of equal ones the first that the exit has."""
         if self._best is None:
-            self._best = confidence.likeliest(self.values)
-        return self._best if self.vocabulary is None else self.vocabulary[self._best]
+            column = confidence.likeliest(self.values)
+            self._best = column if self.vocabulary is None else self.vocabulary[column]
+        return self._best
 
     def max_probability(self, rows: Tensor | None = None) -> Tensor:
         """Probability [n] float32 of the likeliest token, of all or of rows [n] int64."""
@@ -51,6 +51,6 @@ class Logits:
 
     def probability_of(self, token_ids: Tensor) -> Tensor:
         """Probabilities [tokens] float32 of token_ids [tokens]."""
-        if self._sums is not None and torch.equal(token_ids, self.likeliest()):
+        if self._sums is not None and token_ids.data_ptr() == self.likeliest().data_ptr():
             return self.max_probability()
         return confidence.probability_of(self.wide(), token_ids.unsqueeze(-1)).squeeze(-1)

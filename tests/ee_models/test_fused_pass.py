@@ -166,6 +166,7 @@ def test_exits_on_the_way_and_at_the_end_have_the_bits_of_single_operations(
             assert torch.equal(out.hidden, hidden) and torch.equal(left[others], hidden)
             assert int((left != 0).any(1).sum()) == view.num_tokens
             assert out.logits is not None and torch.equal(out.logits, logits)
-            assert torch.equal(out.best, logits.argmax(-1))
+            assert out.best is not None and torch.equal(out.best, vocabulary[logits.argmax(-1)])
+            assert out.sums is not None
             torch.testing.assert_close(1 / out.sums, logits.softmax(-1).amax(-1))
             assert torch.equal(kvs[0].data, kvs[1].data)
