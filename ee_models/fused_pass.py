@@ -204,6 +204,7 @@ class FusedPasses:
             num_blocks,
         )
         of_attention.positions, of_attention.num_tokens = positions.data_ptr(), num_tokens
+        of_attention.heads_per_unit = self.attention.heads_per_unit(num_rows, self._num_kv_heads)
         of_attention.num_slots, of_attention.block_size = call.num_slots, kv.block_size
         of_attention.path_starts = begin + 8 * call.num_steps
         of_attention.units, of_attention.num_units = of_attention.path_starts + 8 * num_tokens, num_units

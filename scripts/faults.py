@@ -255,8 +255,8 @@ FAULTS = (
     Fault(
         "a query of another token's turn gets weight",
         "ee_models/attention/numba_pages.py",
-        "i, end = (token - first) * group, (token - first + num_in_turn) * group",
-        "i, end = (token - first) * group, (last - first) * group",
+        "end = i + num_in_turn * group",
+        "end = (kv_head - first_head + 1) * num_per_head",
         ("tests/ee_models/test_attention_trees.py",),
     ),
     Fault(

@@ -118,6 +118,13 @@ def _accumulate(
 
 
 @njit(**_OPTIONS)
+def _query_at(i: int, num_per_head: int, group: int, first: int, first_head: int) -> Any:
+    """The token and the head of a unit's i-th query."""
+    kv_head, of_head = first_head + i // num_per_head, i % num_per_head
+    return first + of_head // group, kv_head * group + of_head % group
+
+
+@njit(**_OPTIONS)
 def _attend_unit(
     q: Any,
     keys: Any,
@@ -129,16 +136,19 @@ def _attend_unit(
     path_starts: Any,
     first: int,
     last: int,
-    kv_head: int,
+    first_head: int,
+    last_head: int,
     scale: Any,
     out: Any,
 ) -> None:
-    """Attention of tokens first..last-1 of one row, for the query heads that read `kv_head`.
+    """Attention of tokens first..last-1 of one row, for the query heads that read KV heads first_head to
+    last_head - 1, tile by tile.
 
-    Queries are (token, head) pairs, of which up to QUERIES are taken together.
+    Queries are (KV head, token, head of its group), of which up to QUERIES are taken together.
     """
     head_dim, group = q.shape[2], q.shape[1] // keys.shape[1]
-    num_queries, bytes_per_row = (last - first) * group, 4 * head_dim
+    num_per_head, bytes_per_row = (last - first) * group, 4 * head_dim
+    num_queries = num_per_head * (last_head - first_head)
     queries, sums = (
         np.empty((num_queries, head_dim), np.float32),
         np.zeros((num_queries, head_dim), np.float32),
@@ -150,7 +160,7 @@ def _attend_unit(
     for token in range(first, last):
         context_len, shared = max(context_len, positions[token] + 1), min(shared, path_starts[token])
     for i in range(num_queries):
-        token, head = first + i // group, kv_head * group + i % group
+        token, head = _query_at(i, num_per_head, group, first, first_head)
         lengths[i] = positions[token] + 1
         for d in range(head_dim):
             queries[i, d] = q[token, head, d] * scale
@@ -158,8 +168,6 @@ def _attend_unit(
     tile_keys = np.empty((TILE // COLUMNS, head_dim, COLUMNS), np.float32)
     scores = np.empty((QUERIES, TILE), np.float32)
     of_peak, of_total, of_shrink = peak.ctypes.data, total.ctypes.data, shrink.ctypes.data
-    all_keys = (keys.ctypes.data + kv_head * keys.strides[1], keys.strides[0])
-    all_values = (values.ctypes.data + kv_head * values.strides[1], values.strides[0])
     for start in range(0, context_len, TILE):
         # Memory is slow beside these few sums: values, and the next tile's keys, are asked for ahead.
         ahead = min(TILE, min(context_len, shared) - start - TILE)
@@ -172,26 +180,30 @@ def _attend_unit(
             if count <= 0:
                 continue
             _find_slots(table, block_size, paths[token], path_starts[token], start, count, slots)
-            ask_for(all_values, slots.ctypes.data, count, bytes_per_row)
-            _transpose(keys, kv_head, slots, count, tile_keys)
-            if ahead > 0:
-                ask_for(all_keys, slots_ahead.ctypes.data, ahead, bytes_per_row)
-            i, end = (token - first) * group, (token - first + num_in_turn) * group
-            num_blocks = (end - i + QUERIES - 1) // QUERIES
-            for block in range(num_blocks):
-                num = (end - i) // (num_blocks - block)  # blocks as alike as can be
-                longest = min(count, np.max(lengths[i : i + num]) - start)
-                if longest > 0:
-                    _score(queries, i, num, tile_keys, longest, scores)
-                    for k in range(i, i + num):
-                        of_scores, seen = scores.ctypes.data + (k - i) * scores.strides[0], lengths[k] - start
-                        weigh(
-                            of_scores, min(count, seen), of_peak + 4 * k, of_total + 4 * k, of_shrink + 4 * k
-                        )
-                    _accumulate(scores, values, kv_head, slots, longest, shrink, sums, i, num)
-                i += num
+            for kv_head in range(first_head, last_head):
+                all_keys = (keys.ctypes.data + kv_head * keys.strides[1], keys.strides[0])
+                all_values = (values.ctypes.data + kv_head * values.strides[1], values.strides[0])
+                ask_for(all_values, slots.ctypes.data, count, bytes_per_row)
+                _transpose(keys, kv_head, slots, count, tile_keys)
+                if ahead > 0:
+                    ask_for(all_keys, slots_ahead.ctypes.data, ahead, bytes_per_row)
+                i = (kv_head - first_head) * num_per_head + (token - first) * group
+                end = i + num_in_turn * group
+                num_blocks = (end - i + QUERIES - 1) // QUERIES
+                for block in range(num_blocks):
+                    num = (end - i) // (num_blocks - block)  # blocks as alike as can be
+                    longest = min(count, np.max(lengths[i : i + num]) - start)
+                    if longest > 0:
+                        _score(queries, i, num, tile_keys, longest, scores)
+                        for k in range(num):
+                            seen, at = min(count, lengths[i + k] - start), 4 * (i + k)
+                            of_scores = scores.ctypes.data + k * scores.strides[0]
+                            weigh(of_scores, seen, of_peak + at, of_total + at, of_shrink + at)
+                        _accumulate(scores, values, kv_head, slots, longest, shrink, sums, i, num)
+                    i += num
     for i in range(num_queries):
-        o, s, factor = out[first + i // group, kv_head * group + i % group], sums[i], ONE / total[i]
+        token, head = _query_at(i, num_per_head, group, first, first_head)
+        o, s, factor = out[token, head], sums[i], ONE / total[i]
         for d in range(head_dim):
             o[d] = s[d] * factor
 
@@ -220,7 +232,7 @@ class Call(ctypes.Structure):
                     "path_starts",
                 ),
                 *("num_tokens", "num_heads", "num_kv_heads", "head_dim", "num_slots", "block_size"),
-                *("num_rows", "num_blocks", "num_units", "path_len"),
+                *("num_rows", "num_blocks", "num_units", "heads_per_unit", "path_len"),
             )
         ),
         ("scale", ctypes.c_float),
@@ -243,11 +255,12 @@ def attend_units(c: Any, next_unit: int, q: int, keys: int, values: int, out: in
     units = carray(pointer(c.units), (c.num_units, 3), np.int64)
     paths = carray(pointer(c.paths), (c.num_tokens, c.path_len), np.int64)
     path_starts = carray(pointer(c.path_starts), c.num_tokens, np.int64)
+    num_parts = (c.num_kv_heads + c.heads_per_unit - 1) // c.heads_per_unit
     while True:
         taken = take(next_unit)
-        if taken >= c.num_units * c.num_kv_heads:
+        if taken >= c.num_units * num_parts:
             return
-        unit = units[taken // c.num_kv_heads]
+        unit, first_head = units[taken // num_parts], taken % num_parts * c.heads_per_unit
         _attend_unit(
             queries,
             all_keys,
@@ -259,7 +272,8 @@ def attend_units(c: Any, next_unit: int, q: int, keys: int, values: int, out: in
             path_starts,
             unit[1],
             unit[2],
-            taken % c.num_kv_heads,
+            first_head,
+            min(first_head + c.heads_per_unit, c.num_kv_heads),
             c.scale,
             outputs,
         )
@@ -314,6 +328,10 @@ class NumbaAttention:
         wanted = -(-num_tokens * num_kv_heads // (_UNITS_PER_THREAD * self._threads.count))
         return min(_TOKENS_PER_UNIT, max(1, wanted))
 
+    def heads_per_unit(self, num_rows: int, num_kv_heads: int) -> int:
+        """KV heads in one unit: all, whose keys and values lie side by side, where there are rows enough."""
+        return num_kv_heads if num_rows >= _UNITS_PER_THREAD * self._threads.count else 1
+
     def prepare(self, view: BatchView, kv: PagedKV) -> Prepared:
         # A pass ends with its exit, which reads the same view.
         if self._last is None or self._last.view is not view or self._last.kv() is not kv:
@@ -342,6 +360,7 @@ class NumbaAttention:
             num_rows=tables.shape[0],
             num_blocks=tables.shape[1],
             num_units=num_units,
+            heads_per_unit=self.heads_per_unit(len(tables), num_kv_heads),
             path_len=paths.shape[1],
             scale=head_dim**-0.5,
         )
