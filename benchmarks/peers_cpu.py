@@ -20,9 +20,10 @@ An engine whose packages are missing is left out. The engines:
 
 All weights come from the Q4_1 file: float32 and int8 are made of what it stores. No engine keeps a cache of
 prompts between or within runs. Each engine has a process of its own at each batch size, is warmed up with a
-batch, and decodes a part of the prompts when it is its turn; the others sleep meanwhile. Figures are of all
-parts together, prompts included; parts should be multiples of the largest batch. "Same" is how many tokens, of those asked for, an output begins with that are those
-of the first engine at the first batch size: near-ties fall otherwise in other arithmetic.
+batch, and decodes a part of the prompts, every so manieth, when it is its turn; the others sleep meanwhile.
+Figures are of all parts together, prompts included; a part should have a multiple of the largest batch.
+"Same" is how many tokens, of those asked for, an output begins with that are those of the first engine at the
+first batch size: near-ties fall otherwise in other arithmetic.
 """
 
 from __future__ import annotations
@@ -134,13 +135,11 @@ def measure(names: Sequence[str], setup: Setup, batch_size: int, num_parts: int)
     with ExitStack() as stack:
         workers = [stack.enter_context(closing(Worker(name, setup, batch_size))) for name in names]
         bar = stack.enter_context(make_bar(num_parts * len(workers), None, "run", True))
-        num = len(setup.prompts)
         for part in range(num_parts):
             turn = part % len(workers)
             for worker in workers[turn:] + workers[:turn]:
                 bar.set_description_str(f"batch {batch_size}, {worker.name}")
-                span = part * num // num_parts, (part + 1) * num // num_parts
-                runs[worker.name].append(worker.run(*span))
+                runs[worker.name].append(worker.run(part, num_parts))
                 bar.update()
     return runs
 

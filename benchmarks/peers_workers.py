@@ -39,9 +39,10 @@ def _serve(pipe: Connection, name: str, setup: Setup, batch_size: int) -> None:
         generate = ENGINES[name].open(setup, batch_size)
         generate(setup.prompts[:batch_size])
         pipe.send(None)
-        while (span := pipe.recv()) is not None:
+        while True:
+            part, num_parts = pipe.recv()
             start = time.perf_counter()
-            outputs = generate(setup.prompts[slice(*span)])
+            outputs = generate(setup.prompts[part::num_parts])
             pipe.send(Run(time.perf_counter() - start, outputs, _peak_bytes()))
     except EOFError:  # the measurement was broken off
         pass
@@ -60,9 +61,10 @@ class Worker:
         other_end.close()
         self._receive()
 
-    def run(self, first: int, last: int) -> Run:
-        """Decodes prompts first to last - 1. Raises EngineError, also for an output that isn't as long as was asked for."""
-        self._pipe.send((first, last))
+    def run(self, part: int, num_parts: int) -> Run:
+        """Decodes prompts `part`, `part` + num_parts, ... Raises EngineError, also for an output that isn't
+        as long as was asked for."""
+        self._pipe.send((part, num_parts))
         run = self._receive()
         if wrong := [len(output) for output in run.outputs if len(output) != self.max_tokens]:
             raise EngineError(
