@@ -20,6 +20,7 @@ from hispec.decoding.stages import Tier
 from hispec.engine import Engine
 from hispec.runner.plan_runtime import PlanRuntime
 from hispec.sampling import noise
+from hispec.sampling.logits import Logits
 
 _DRAWS = 1 << 14  # per tier; a power of 2
 _STRIDE = 977  # between the draws of neighbouring seeds
@@ -40,6 +41,8 @@ class SyntheticJudge:
     be fifty kernels that the real judge does not have.
     """
 
+    asks_probability = False
+
     def __init__(self, inner: CoupledJudge, agreement: Agreement, device: torch.device) -> None:
         self._inner = inner
         counter = torch.arange(_DRAWS, device=device)
@@ -52,14 +55,14 @@ class SyntheticJudge:
             for stream, rate in streams
         ]
 
-    def choose(self, logits: Tensor, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
+    def choose(self, logits: Logits, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
         return self._inner.choose(logits, batch, span, num)
 
     def record_lookups(self, batch: RoundBatch, proposals: Proposals) -> None:
         self._inner.record_lookups(batch, proposals)
 
     def judge(
-        self, tier: Tier | None, logits: Tensor, batch: RoundBatch, span: Span, proposals: Proposals
+        self, tier: Tier | None, logits: Logits, batch: RoundBatch, span: Span, proposals: Proposals
     ) -> Verdict:
         tree, counts = proposals.tree, proposals.counts
         assert tree.is_chain, "synthetic acceptance is of chains"

@@ -87,7 +87,7 @@ class Decoder:
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = torch.outer(positions, config.rope.inv_freq(config.head_dim))
         self._cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(self.device)
-        self.passes = self._fuse()
+        self._fused = self._fuse()
 
     @classmethod
     def load(
@@ -172,6 +172,12 @@ class Decoder:
             is_int8=self.make_linear.quantization == "int8",
         )
 
+    @property
+    def passes(self) -> FusedPasses | None:
+        """What runs a pass in one call; None where nothing does, or with another attention than its own."""
+        fused = self._fused
+        return fused if fused is not None and fused.attention is self.attention else None
+
     def layer_steps(self, lo: int, hi: int) -> list[PassStep]:
         """Layers [lo, hi) as steps of a pass."""
         return [PassStep(Kind.LAYER, self._layers[index], index) for index in range(lo, hi)]
@@ -220,8 +226,8 @@ class Decoder:
         """As `run_layers`, with the given weights; their KV goes to the layers of `kv` from `kv_layer` on."""
         if not layers:
             return hidden
-        if self.passes is not None and self.passes.attention is self.attention:
-            self.passes.run_layers(layers, hidden, kv, kv_layer, view)
+        if (passes := self.passes) is not None:
+            passes.run_layers(layers, hidden, kv, kv_layer, view)
             return hidden
         prepared = self.attention.prepare(view, kv)
         delta: Tensor | None = None

@@ -29,7 +29,7 @@ from .pass_steps import Kind, PassStep
 
 class Exit(Protocol):
     """An exit after `layer` layers. Every pass over that layer calls one of the two methods with the hidden
-    states that it computed.
+    states that it computed; of an AdapterExit it may run the steps that these stand for instead.
 
     num_kv_layers: layers of KV of its own; methods are given the index of the first. vocabulary [n] int64:
     the tokens that it has logits of; None = all.

@@ -41,6 +41,7 @@ class Step(ctypes.Structure):
 class Call(ctypes.Structure):
     """A pass, by the addresses and sizes of what it reads and writes.
 
+    next_units             the next unit of each step's attention, int64
     source, source_rows    where hidden states come from: row source_rows[t] is that of token t; 0 = they are
                            in `hidden`
     target, target_rows    where those after the last layer are left; 0 = nowhere but in `hidden`
@@ -51,8 +52,10 @@ class Call(ctypes.Structure):
     """
 
     _fields_ = [
-        *_addresses_and_sizes("next", "team_size", "barrier", "steps", "num_steps", "attention", "units"),
-        *_addresses_and_sizes("hidden", "aside", "num_tokens", "hidden_size", "num_heads", "num_kv_heads"),
+        *_addresses_and_sizes("next", "team_size", "barrier", "steps", "num_steps", "attention"),
+        *_addresses_and_sizes(
+            "next_units", "hidden", "aside", "num_tokens", "hidden_size", "num_heads", "num_kv_heads"
+        ),
         *_addresses_and_sizes("head_dim", "source", "source_rows", "target", "target_rows"),
         *_addresses_and_sizes("cos_sin", "num_positions", "positions", "slots", "num_slots"),
         *_addresses_and_sizes("keys", "values", "bytes_per_kv_layer"),
@@ -246,7 +249,7 @@ def run_pass(call: Any) -> None:
         else:
             if step.norm != 0:
                 _norm(c, hidden, step.norm, first, last, has_delta)
-                _attend(c, step, attention, c.units + 8 * i, first, last, share, shares)
+                _attend(c, step, attention, c.next_units + 8 * i, first, last, share, shares)
                 has_delta = step.kind == Kind.LAYER
             if step.mlp_norm != 0:
                 _norm(c, hidden, step.mlp_norm, first, last, has_delta)

@@ -154,6 +154,7 @@ class FusedPasses:
             num_tokens = source.index.shape[0]
             hidden = source.matrix.new_empty(num_tokens, program.call.hidden_size)
         assert hidden.is_contiguous() and hidden.dtype == torch.float32, (hidden.stride(), hidden.dtype)
+        assert num_tokens == view.num_tokens and (target is None or target.index.shape[0] == num_tokens)
         call = Call.from_buffer_copy(program.call)
         call.hidden, call.num_tokens = hidden.data_ptr(), num_tokens
         call.num_slots = kv.data.shape[2]
@@ -192,6 +193,7 @@ class FusedPasses:
         positions, slots, tables = view.positions.contiguous(), view.slots.contiguous(), view.block_tables
         tables, cu_q_lens = tables.contiguous(), view.cu_q_lens.contiguous()
         (num_rows, num_blocks), num_tokens = tables.shape, call.num_tokens
+        assert len(cu_q_lens) == num_rows + 1, (len(cu_q_lens), num_rows)
         call.tokens_per_unit = self.attention.tokens_per_unit(num_tokens, self._num_kv_heads)
         num_units = most_units(num_tokens, num_rows, call.tokens_per_unit)
         # The next unit of each layer's attention, path starts, units.
@@ -204,7 +206,7 @@ class FusedPasses:
             num_blocks,
         )
         of_attention.positions, of_attention.num_tokens = positions.data_ptr(), num_tokens
-        of_attention.heads_per_unit = self.attention.heads_per_unit(num_rows, self._num_kv_heads)
+        of_attention.many_units = self.attention.many_units
         of_attention.num_slots, of_attention.block_size = call.num_slots, kv.block_size
         of_attention.path_starts = begin + 8 * call.num_steps
         of_attention.units, of_attention.num_units = of_attention.path_starts + 8 * num_tokens, num_units
@@ -220,7 +222,7 @@ class FusedPasses:
             slots.data_ptr(),
             cu_q_lens.data_ptr(),
         )
-        call.attention, call.units = ctypes.addressof(of_attention), begin
+        call.attention, call.next_units = ctypes.addressof(of_attention), begin
         return positions, slots, tables, cu_q_lens, numbers, of_attention, paths, path_starts
 
     def _take_scratch(self, program: PassProgram, hidden: Tensor) -> Tensor:
@@ -233,8 +235,11 @@ class FusedPasses:
 
 
 def _addresses(rows: Rows) -> tuple[int, int]:
-    assert rows.matrix.stride(-1) == 1 and rows.matrix.stride(-2) == rows.matrix.shape[-1]
+    # What follows goes by address: nothing else would notice.
+    assert rows.matrix.is_contiguous() and rows.matrix.dtype == torch.float32
     assert rows.index.is_contiguous() and rows.index.dtype == torch.int64
+    index = rows.index.numpy()
+    assert index.size == 0 or (index.min() >= 0 and index.max() < len(rows.matrix)), index
     return rows.matrix.data_ptr(), rows.index.data_ptr()
 
 

@@ -22,6 +22,7 @@ from hispec.decoding.acceptance import CoupledJudge, register_judge
 from hispec.decoding.stages import PassCounts
 from hispec.drafters import make
 from hispec.errors import ConfigError, build
+from hispec.sampling.logits import Logits
 from tests.helpers import tiny
 from tests.helpers.support import transformers_greedy
 
@@ -95,7 +96,7 @@ def test_a_check_rule_decides_what_passes_the_check(tiny_text_model: Path) -> No
     from hispec import LLM, SamplingParams
 
     class Unsure(CoupledJudge):
-        def find_unsure(self, logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        def find_unsure(self, logits: Logits, own: torch.Tensor) -> torch.Tensor:
             return torch.ones_like(own, dtype=torch.bool)
 
     register_judge("unsure", lambda check: Unsure())

@@ -1,10 +1,10 @@
 """CPU attention that reads pages in place, float32.
 
-Work is cut into units of (row, KV head, a few tokens). A unit walks the context in tiles of 64 positions,
-counted from position 0, with an online softmax; its queries go through a tile a few at a time, so that keys
-and values are loaded once for all of these. The tiles, and the order of every sum for one query, depend on
-nothing but that query's own position: so a token's output has the same bits whatever else is in the pass, and
-whatever the block size.
+Work is cut into units of (row, a few tokens, one KV head or all). A unit walks the context in tiles of 64
+positions, counted from position 0, with an online softmax; its queries go through a tile a few at a time, so
+that keys and values are loaded once for all of these. The tiles, and the order of every sum for one query,
+depend on nothing but that query's own position: so a token's output has the same bits whatever else is in the
+pass, and whatever the block size.
 
 In a tree the nodes of a unit share the tiles in which they see the same slots. From there on they take turns,
 each with its own path in the tile: the arithmetic, and so the bits, are those of a chain of the node and its
@@ -67,8 +67,8 @@ def _find_slots(
 
 @njit(**_OPTIONS)
 def _transpose(keys: Any, kv_head: int, slots: Any, count: int, out: Any) -> None:
-    """out[part, d, j] = key of slot j of each COLUMNS `count` slots, in dimension d; up to a multiple of
-    WIDTH, of whatever slots follow."""
+    """out[j // COLUMNS, d, j % COLUMNS] = dimension d of the key of slot j, for `count` j, and as many more
+    as make a multiple of WIDTH."""
     head_dim, bytes_per_part, bytes_per_row = keys.shape[2], out.strides[0], out.strides[1]
     of_keys = (keys.ctypes.data + kv_head * keys.strides[1], keys.strides[0])
     for j in range(0, count, WIDTH):
@@ -232,7 +232,7 @@ class Call(ctypes.Structure):
                     "path_starts",
                 ),
                 *("num_tokens", "num_heads", "num_kv_heads", "head_dim", "num_slots", "block_size"),
-                *("num_rows", "num_blocks", "num_units", "heads_per_unit", "path_len"),
+                *("num_rows", "num_blocks", "num_units", "many_units", "path_len"),
             )
         ),
         ("scale", ctypes.c_float),
@@ -255,12 +255,13 @@ def attend_units(c: Any, next_unit: int, q: int, keys: int, values: int, out: in
     units = carray(pointer(c.units), (c.num_units, 3), np.int64)
     paths = carray(pointer(c.paths), (c.num_tokens, c.path_len), np.int64)
     path_starts = carray(pointer(c.path_starts), c.num_tokens, np.int64)
-    num_parts = (c.num_kv_heads + c.heads_per_unit - 1) // c.heads_per_unit
+    num_parts = 1 if c.num_units >= c.many_units else c.num_kv_heads
+    heads_per_part = c.num_kv_heads // num_parts
     while True:
         taken = take(next_unit)
         if taken >= c.num_units * num_parts:
             return
-        unit, first_head = units[taken // num_parts], taken % num_parts * c.heads_per_unit
+        unit, first_head = units[taken // num_parts], taken % num_parts * heads_per_part
         _attend_unit(
             queries,
             all_keys,
@@ -273,7 +274,7 @@ def attend_units(c: Any, next_unit: int, q: int, keys: int, values: int, out: in
             unit[1],
             unit[2],
             first_head,
-            min(first_head + c.heads_per_unit, c.num_kv_heads),
+            first_head + heads_per_part,
             c.scale,
             outputs,
         )
@@ -328,9 +329,10 @@ class NumbaAttention:
         wanted = -(-num_tokens * num_kv_heads // (_UNITS_PER_THREAD * self._threads.count))
         return min(_TOKENS_PER_UNIT, max(1, wanted))
 
-    def heads_per_unit(self, num_rows: int, num_kv_heads: int) -> int:
-        """KV heads in one unit: all, whose keys and values lie side by side, where there are rows enough."""
-        return num_kv_heads if num_rows >= _UNITS_PER_THREAD * self._threads.count else 1
+    @property
+    def many_units(self) -> int:
+        """Units from which each takes all KV heads, whose keys and values lie side by side."""
+        return _UNITS_PER_THREAD * self._threads.count
 
     def prepare(self, view: BatchView, kv: PagedKV) -> Prepared:
         # A pass ends with its exit, which reads the same view.
@@ -360,7 +362,7 @@ class NumbaAttention:
             num_rows=tables.shape[0],
             num_blocks=tables.shape[1],
             num_units=num_units,
-            heads_per_unit=self.heads_per_unit(len(tables), num_kv_heads),
+            many_units=self.many_units,
             path_len=paths.shape[1],
             scale=head_dim**-0.5,
         )

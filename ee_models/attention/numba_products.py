@@ -1,5 +1,5 @@
-"""The two products of attention for numba kernels: scores q . k, and sums of weighted values. Keys and values
-are read where they lie, at the addresses of their slots.
+"""What attention does with a tile, for numba kernels: keys transposed, scores q . k, the step of a softmax,
+sums of weighted values. Keys and values are read where they lie, at the addresses of their slots.
 
 Each is a block of up to QUERIES queries whose sums stay in the vectors of the CPU, which LLVM does not find
 by itself in loops over arrays. A score adds up dimension after dimension, a weighted sum slot after slot: no

@@ -118,33 +118,6 @@ def add_rows(
             store(builder, builder.load(total), out_row, column)
 
 
-def _halvings() -> list[tuple[list[int], list[int]]]:
-    """Orders of the elements of two vectors x and y that are added to each other, step by step: in the end
-    element i is the sum of all elements of the i-th of WIDTH vectors."""
-    quads = [list(range(start, start + 4)) for start in range(0, 2 * WIDTH, 4)]
-    pairs = list(zip(quads[: WIDTH // 4], quads[WIDTH // 4 :], strict=True))
-    low = [
-        [e for x, y in pairs for e in (x[0], y[0], x[1], y[1])],
-        [e for x, y in pairs for e in (x[0], x[1], y[0], y[1])],
-    ]
-    halvings = [(order, [e + 2 for e in order]) for order in low]
-    for _ in range((WIDTH // 4).bit_length() - 1):
-        halvings.append(
-            ([e for quad in quads[0::2] for e in quad], [e for quad in quads[1::2] for e in quad])
-        )
-    return halvings
-
-
-def sum_elements(builder: Any, vectors: Sequence[Any]) -> Any:
-    """The sums of the elements of each of WIDTH vectors, as one vector."""
-    for low, high in _halvings():
-        vectors = [
-            builder.fadd(shuffle(builder, x, y, low), shuffle(builder, x, y, high))
-            for x, y in zip(vectors[::2], vectors[1::2], strict=True)
-        ]
-    return vectors[0]
-
-
 def _sum_of_squares_intrinsic(_context: Any, x: Any, count: Any) -> Any:
     """x . x of `count` numbers at the address x, in one order wherever it is compiled into."""
 

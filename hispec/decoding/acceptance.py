@@ -159,6 +159,8 @@ class CoupledJudge:
     None = always. Verify keeps only what it would have chosen.
     """
 
+    asks_probability = False
+
     def __init__(self, check_confidence: float | None = None) -> None:
         self._check_confidence = check_confidence
         self.asks_probability = check_confidence is not None
@@ -211,6 +213,8 @@ class RejectionJudge:
     it would keep accepted tokens but drop corrected ones.
     """
 
+    asks_probability = False
+
     def __init__(
         self, num_rows: int, window: int, vocab_size: int, device: torch.device, has_check: bool
     ) -> None:
@@ -227,8 +231,6 @@ class RejectionJudge:
     @property
     def num_bytes(self) -> int:
         return self._kept.nbytes
-
-    asks_probability = False
 
     def choose(self, logits: Logits, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
         assert num == 1, "drafts by rank are not drawn from the drafter's distribution"

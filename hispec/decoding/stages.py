@@ -226,7 +226,8 @@ class Stages:
 
     def _make_program(self, lo: int, hi: int, reads: bool) -> PassProgram | None:
         decoder, exits = self._decoder, self._exits
-        if not isinstance(decoder, Decoder) or decoder.passes is None or hi <= lo:
+        # Whatever has methods of its own is asked by these.
+        if type(decoder) is not Decoder or decoder.passes is None or hi <= lo:
             return None
         steps: list[PassStep] = []
         for stop in sorted({layer for layer in self._written if lo < layer < hi} | {hi}):
@@ -235,7 +236,7 @@ class Stages:
             exit_, kv_layer = exits.get(stop, (None, 0))
             if exit_ is None:
                 steps += [decoder.head_step()] if reads and stop == hi else []
-            elif isinstance(exit_, AdapterExit):
+            elif type(exit_) is AdapterExit:
                 read = reads and stop == hi
                 steps += exit_.logit_steps(kv_layer) if read else exit_.fill_steps(kv_layer)
             else:
@@ -254,7 +255,10 @@ class Stages:
         if over.leave is not None:
             assert hidden is not None
             target = Rows(hidden.rows(over.leave), span.flat)
-        return decoder.passes.run(program, source, self._kv, span.view, target, True, over.asks_probability)
+        wants_best = batch.sampler.takes_likeliest
+        return decoder.passes.run(
+            program, source, self._kv, span.view, target, wants_best, over.asks_probability
+        )
 
     def run(self, hidden: Tensor, lo: int, hi: int, batch: RoundBatch, span: Span) -> Tensor:
         """Runs layers [lo, hi) over hidden [tokens, hidden] of the span; writes their KV, and that of the

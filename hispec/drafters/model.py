@@ -24,7 +24,7 @@ class ModelHead:
     def __init__(self, decoder: DecoderLike, kv: PagedKV, vocab_size: int, counts: PassCounts) -> None:
         """vocab_size: the target's; what is beyond the drafter's own can never be proposed."""
         config = decoder.config
-        self._decoder, self._num_layers = decoder, config.num_layers
+        self._num_layers = config.num_layers
         self._last_token, self._num_missing = config.vocab_size - 1, vocab_size - config.vocab_size
         self._vocab_size = vocab_size
         self._kv = kv

@@ -9,7 +9,12 @@ from ee_models.kernels import runs_numba, runs_triton
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """argmax over the vocabulary of logits [n, vocab] -> [n] int64."""
+    """argmax over the vocabulary of logits [n, vocab] -> [n] int64; of equal ones, of which bfloat16 has
+    many, the lowest token in every pass: torch's argmax on a GPU promises none."""
+    if runs_triton(logits.device):
+        from . import noise_triton
+
+        return noise_triton.argmax_with_noise(logits, None)
     if _are_scanned(logits):
         from . import scan_numba
 

@@ -27,14 +27,17 @@ class Logits:
     ) -> None:
         self.values, self.vocabulary = values, vocabulary
         self._vocab_size, self._best, self._sums = vocab_size, best, sums
+        self._wide: Tensor | None = None
 
     def wide(self) -> Tensor:
         """[tokens, vocab]: what a choice by noise, penalties and acceptance by probabilities ask for; -inf of
         tokens that the exit does not have."""
         if self.vocabulary is None:
             return self.values
-        kernels = select_kernels(self.values.device, self.values.dtype)
-        return kernels.widen(self.values, self.vocabulary, self._vocab_size)
+        if self._wide is None:
+            kernels = select_kernels(self.values.device, self.values.dtype)
+            self._wide = kernels.widen(self.values, self.vocabulary, self._vocab_size)
+        return self._wide
 
     def likeliest(self) -> Tensor:
         """The likeliest token of each [tokens] int64; of equal ones the first that the exit has."""
@@ -51,6 +54,9 @@ class Logits:
 
     def probability_of(self, token_ids: Tensor) -> Tensor:
         """Probabilities [tokens] float32 of token_ids [tokens]."""
-        if self._sums is not None and token_ids.data_ptr() == self.likeliest().data_ptr():
-            return self.max_probability()
+        best = self._best
+        if self._sums is not None and best is not None and best.shape == token_ids.shape:
+            is_best = best.data_ptr() == token_ids.data_ptr()  # it is asked of what was chosen
+            if is_best:
+                return self.max_probability()
         return confidence.probability_of(self.wide(), token_ids.unsqueeze(-1)).squeeze(-1)

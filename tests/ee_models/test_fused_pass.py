@@ -1,4 +1,4 @@
-"""Layers in one call give, bit for bit, what their operations give one by one, on any number of threads."""
+"""Passes in one call give, bit for bit, what their operations give one by one, on any number of threads."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def make_view(rows: list[tuple[int, int, int]]) -> BatchView:
 
 def run(decoder: Decoder, layers: list[LayerWeights], fused: bool) -> list[Tensor]:
     """Hidden states after each pass over `layers`, and the KV at the end."""
-    config, before = decoder.config, decoder.passes
+    config, before = decoder.config, decoder._fused
     kv = PagedKV(
         len(layers), TABLES.numel(), BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32, CPU
     )
-    decoder.passes, found = (before if fused else None), []
+    decoder._fused, found = (before if fused else None), []
     assert not fused or before is not None
     try:
         for rows in PASSES:
@@ -58,7 +58,7 @@ def run(decoder: Decoder, layers: list[LayerWeights], fused: bool) -> list[Tenso
                 hidden = decoder.run_weights(layers[lo:hi], hidden, kv, lo, view)
             found.append(hidden)
     finally:
-        decoder.passes = before
+        decoder._fused = before
     return [*found, kv.data]
 
 
@@ -157,12 +157,12 @@ def test_exits_on_the_way_and_at_the_end_have_the_bits_of_single_operations(
             before = states.clone()
             out = passes.run(program, Rows(states, index), kvs[0], view, Rows(left, others), True, True)
             assert torch.equal(states, before)
-            decoder.passes = None
+            decoder._fused = None
             hidden = decoder.run_layers(states[index], 1, 2, kvs[1], view)
             on_the_way.fill(hidden, kvs[1], 3, view)
             hidden = decoder.run_layers(hidden, 2, 3, kvs[1], view)
             logits = at_the_end.logits(hidden, kvs[1], 5, view)
-            decoder.passes = passes
+            decoder._fused = passes
             assert torch.equal(out.hidden, hidden) and torch.equal(left[others], hidden)
             assert int((left != 0).any(1).sum()) == view.num_tokens
             assert out.logits is not None and torch.equal(out.logits, logits)

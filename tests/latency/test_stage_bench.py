@@ -11,6 +11,8 @@ import torch
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 from ee_models.decoder import Decoder
+from ee_models.fused_pass import FusedPasses, PassProgram
+from ee_models.pass_steps import Kind
 from hispec.decoding.batch import RoundBatch, Span
 from hispec.decoding.draft_tree import DraftTree
 from hispec.decoding.stages import Pass, PassCounts, Stages
@@ -21,12 +23,31 @@ from hispec.measure.stage_bench import Rig
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """(first layer, last + 1, positions) of every pass from now on."""
     seen: list[tuple[int, int, int]] = []
+    ran: list[tuple[list[int], int]] = []  # layers and positions of every call
+    run_program = FusedPasses.run
+
+    def run(
+        self: FusedPasses, program: PassProgram, source: Any, kv: PagedKV, view: BatchView, *rest: Any
+    ) -> Any:
+        layers = [step.kv_layer for step in program.steps if step.kind is Kind.LAYER]
+        ran.append((layers, view.num_tokens))
+        return run_program(self, program, source, kv, view, *rest)
+
     for name in ("compute", "advance"):
-        monkeypatch.setattr(Stages, name, watched(getattr(Stages, name), seen))
+        monkeypatch.setattr(Stages, name, watched(getattr(Stages, name), seen, ran))
+    prefill = Rig._prefill
+
+    def prefill_first(self: Rig, context: list[int]) -> None:
+        prefill(self, context)
+        monkeypatch.setattr(FusedPasses, "run", run)
+
+    monkeypatch.setattr(Rig, "_prefill", prefill_first)
     return seen
 
 
-def watched(run: Callable[..., Any], seen: list[tuple[int, int, int]]) -> Callable[..., Any]:
+def watched(
+    run: Callable[..., Any], seen: list[tuple[int, int, int]], ran: list[tuple[list[int], int]]
+) -> Callable[..., Any]:
     def wrapper(self: Stages, batch: RoundBatch, span: Span, over: Pass) -> Any:
         view, before = span.view, self.counts.copy()
         assert int(view.positions.min()) >= 29 and view.max_context_len <= 46, (
@@ -34,6 +55,7 @@ def watched(run: Callable[..., Any], seen: list[tuple[int, int, int]]) -> Callab
         )
         out = run(self, batch, span, over)
         layers = over.hi - over.lo
+        assert ran.pop() == (list(range(over.lo, over.hi)), view.num_tokens) and not ran
         assert self.counts.since(before) == PassCounts(layers, 0, layers * view.num_tokens)
         seen.append((over.lo, over.hi, view.num_tokens))
         return out
