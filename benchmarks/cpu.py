@@ -1,5 +1,5 @@
-"""What a pass costs on this CPU, in float32 and int8, and where a plain step's time goes: `python
-benchmarks/cpu.py [--json FILE]`, about three minutes.
+"""What a pass costs on this CPU, with weights in float32, bfloat16 and int8, and where a plain step's time
+goes: `python benchmarks/cpu.py [--json FILE]`, about four minutes.
 
 Every figure is a median over interleaved repeats in one process. Run it on an idle machine: torch's threads
 wait for each other at every matrix product, so another busy process costs far more than its share.
@@ -26,10 +26,10 @@ from ee_models.attention import select_backend
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.kernels.threads import KernelThreads
-from ee_models.quantized import Quantization
 from hispec.config import EngineConfig
 from hispec.engine import Engine
 from hispec.loading.fetch import resolve_model
+from hispec.loading.target_model import load_decoder
 from hispec.sampling_params import SamplingParams
 from hispec.utils.environment import environment, peak_memory_bytes
 
@@ -76,7 +76,7 @@ def make_kv(decoder: Decoder, rows: int, context: int) -> PagedKV:
         BLOCK_SIZE,
         config.num_kv_heads,
         config.head_dim,
-        torch.float32,
+        decoder.kv_dtype,
         CPU,
     )
     kv.data.normal_(generator=torch.Generator().manual_seed(0))
@@ -174,10 +174,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     checkpoint = open_checkpoint(resolve_model(arguments.model))
-    kinds: dict[str, Quantization | None] = {"float32": None, "int8": "int8"}
+    kinds = {
+        "float32": EngineConfig(dtype="float32"),
+        "bfloat16": EngineConfig(dtype="bfloat16"),
+        "int8": EngineConfig(quantization="int8"),
+    }
     decoders = {
-        name: Decoder.load(checkpoint, torch.float32, CPU, max_positions=2048, quantization=kind)
-        for name, kind in kinds.items()
+        name: load_decoder(checkpoint, config, CPU, max_positions=2048) for name, config in kinds.items()
     }
     with torch.inference_mode():
         result: dict[str, Any] = {
@@ -195,7 +198,11 @@ def main() -> int:
         }
     passes = result["pass_ms"]
     result["figures"] = {
-        **{f"float32 / int8, {name}": ms["float32"] / ms["int8"] for name, ms in passes.items()},
+        **{
+            f"float32 / {kind}, {name}": ms["float32"] / ms[kind]
+            for kind in ("bfloat16", "int8")
+            for name, ms in passes.items()
+        },
         **{
             f"8 positions / 1, {name}": passes["1 x 8 tokens, and head"][name]
             / passes["1 x 1 tokens, and head"][name]

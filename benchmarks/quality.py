@@ -1,7 +1,8 @@
 """What early-exit training cost a model in quality, or any model beside the one that it was made of.
 
-    python benchmarks/quality.py MODEL [--quantization int8] [--against MODEL2] [--gsm8k FILE.jsonl]
-    [--text FILE.jsonl] [--prompts FILE.jsonl] [--limit N] [--batch-size 16] [--max-tokens 256] [--json FILE]
+    python benchmarks/quality.py MODEL [--quantization int8] [--dtype bfloat16] [--kv-cache-dtype float32]
+    [--against MODEL2] [--gsm8k FILE.jsonl] [--text FILE.jsonl] [--prompts FILE.jsonl] [--limit N]
+    [--batch-size 16] [--max-tokens 256] [--json FILE]
 
 --gsm8k     rows of `question` and `answer`: each model answers the questions greedily, as chats, and its
             final number is compared with the reference's
@@ -14,8 +15,8 @@
 
 Decoding is plain. Intervals are of 95 %: Wilson's for a share of right answers, else by bootstrap over rows,
 in which what two models say to a row stays together. Means over tasks give every task the same weight. MODEL2
-may be MODEL, of which --quantization then makes another. Both are in memory at once; tables are Markdown, and
-the JSON has every row.
+may be MODEL, of which --quantization, --dtype or --kv-cache-dtype then make another. Both are in memory at
+once; tables are Markdown, and the JSON has every row.
 """
 
 from __future__ import annotations
@@ -79,16 +80,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     decoders, answered, original = [], [], []
     for name, checkpoint in zip(models.names, models.checkpoints, strict=True):
-        kind = None if decoders else options.quantization
-        with LLM(name, max_num_seqs=options.batch_size, max_model_len=longest, quantization=kind) as llm:
+        settings = {} if decoders else _numbers(options)
+        with LLM(name, max_num_seqs=options.batch_size, max_model_len=longest, **settings) as llm:
             if questions:
                 answered.append(answers_of(llm, questions, max_tokens))
             if prompts and len(decoders) == 1:
                 original = answers_of(llm, prompts, max_tokens)
             decoders.append(llm.decoder)
-        dtype = str(decoders[-1].dtype).removeprefix("torch.")
-        shown = name if kind is None else f"{name} in {kind}"
-        result["models"].append({"name": shown, "fingerprint": fingerprint(checkpoint), "dtype": dtype})
+        dtypes = {
+            "dtype": str(decoders[-1].weights_dtype).removeprefix("torch."),
+            "kv_cache_dtype": str(decoders[-1].kv_dtype).removeprefix("torch."),
+        }
+        shown = ", ".join([name, *(f"{field}={value}" for field, value in settings.items())])
+        result["models"].append({"name": shown, "fingerprint": fingerprint(checkpoint)} | dtypes)
     if questions:
         result["gsm8k"] = {"file": options.gsm8k.name} | gsm8k_figures(questions, answered)
     if texts:
@@ -104,6 +108,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _numbers(options: argparse.Namespace) -> dict[str, str]:
+    """What MODEL is held in, as far as it was given."""
+    given = {name: getattr(options, name) for name in ("quantization", "dtype", "kv_cache_dtype")}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def at_least_one(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
@@ -117,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model")
     parser.add_argument("--against", metavar="MODEL2", help="the original, or any model of the same tokens")
     parser.add_argument("--quantization", choices=["int8"], help="of MODEL's weights")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of MODEL's weights")
+    parser.add_argument("--kv-cache-dtype", choices=["float32", "bfloat16"], help="of MODEL's KV")
     parser.add_argument("--gsm8k", type=Path, metavar="FILE")
     parser.add_argument("--text", type=Path, metavar="FILE")
     parser.add_argument("--field", default="question", help="of --text (default: question)")

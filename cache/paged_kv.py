@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +38,6 @@ class PagedKV:
         self.data = self._storage[:, :, :-1]
         # Views are made once: indexing a tensor costs as much as a small kernel, twice per layer and pass.
         self._keys, self._values = ([layer[part] for layer in self.data] for part in (0, 1))
-        self._host_arrays: list[tuple[Any, Any]] = []
 
     @staticmethod
     def bytes_per_block(
@@ -59,19 +57,10 @@ class PagedKV:
         """[slots, kv_heads, head_dim], a view."""
         return self._values[layer]
 
-    def host_arrays(self) -> list[tuple[Any, Any]]:
-        """(keys, values) of each layer as numpy arrays that share the memory; CPU only. Made once, on first
-        use."""
-        if not self._host_arrays:
-            self._host_arrays = [
-                (keys.numpy(), values.numpy()) for keys, values in zip(self._keys, self._values, strict=True)
-            ]
-        return self._host_arrays
-
     def release(self) -> None:
         """Gives the memory back; nothing can be read or written afterwards."""
         self.data = self._storage = self.data.new_empty(0)
-        self._keys, self._values, self._host_arrays = [], [], []
+        self._keys, self._values = [], []
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Writes keys and values [tokens, kv_heads, head_dim] at slots [tokens]; those at slot -1 are written

@@ -76,10 +76,13 @@ class Decoder:
         attention: AttentionBackend,
         max_positions: int,
         make_linear: LinearMaker,
+        weights_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.config = config
         self.make_linear = make_linear
         self.dtype, self.device = embedding.dtype, embedding.device
+        self.weights_dtype, self.kv_dtype = weights_dtype or self.dtype, kv_dtype or self.dtype
         self.attention = attention
         self.kernels = select_kernels(self.device, self.dtype)
         self._embedding, self._layers, self._final_norm, self.head = embedding, layers, final_norm, head
@@ -100,18 +103,21 @@ class Decoder:
         progress: Callable[[int, int], None] = lambda done, total: None,
         quantization: Quantization | None = None,
         exact: bool = False,
+        weights_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> Decoder:
         """Reads, fuses and packs the weights layer by layer, so that the model is never held twice.
 
-        max_positions: rows of the rotary table; None: the model's limit. `progress(layers done, layers)`.
-        quantization, exact: see LinearMaker. A tied head is quantized as a copy, which fewer bytes per token
-        make up for; the embedding stays as it is. Raises CheckpointError for tensors that are missing or
-        unreadable, ValueError for a dtype, quantization or backend that cannot run on `device`.
+        dtype: what is computed in; weights_dtype: what weights are rounded to before, kv_dtype: what KV is
+        kept in; None: dtype. max_positions: rows of the rotary table; None: the model's limit.
+        `progress(layers done, layers)`. quantization, exact: see LinearMaker. A tied head is held as a copy,
+        whose bytes a token reads; the embedding stays as it is. Raises CheckpointError for tensors that are
+        missing or unreadable, ValueError for a dtype, quantization or backend that cannot run on `device`.
         """
         config, make_linear = checkpoint.config, LinearMaker(device, dtype, quantization, exact)
 
         def read(name: str) -> Tensor:
-            return checkpoint.tensor(name).to(device=device, dtype=dtype)
+            return checkpoint.tensor(name).to(device, weights_dtype or dtype).to(dtype)
 
         def fuse(names: Sequence[str], kind: str) -> Tensor:
             parts = [read(f"{name}.{kind}") for name in names]
@@ -151,6 +157,8 @@ class Decoder:
             select_backend(attention, device, dtype, exact),
             max_positions or config.max_position_embeddings,
             make_linear,
+            weights_dtype,
+            kv_dtype,
         )
 
     def _fuse(self) -> FusedPasses | None:

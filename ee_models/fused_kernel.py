@@ -29,12 +29,14 @@ def _addresses_and_sizes(*names: str) -> list[tuple[str, Any]]:
 
 class Step(ctypes.Structure):
     """A step of a pass and its weights, by address; 0 = it has none such. `norm`: the one before attention,
-    or before the head; `num_inputs`: of `down`; `num_outputs`, `vocabulary`: of `head`."""
+    or before the head; `num_inputs`: of `down`; `num_outputs`, `vocabulary`: of `head`; `.._size`: bytes of
+    a weight of a product in float32."""
 
     _fields_ = [
         *_addresses_and_sizes("kind", "kv_layer", "norm", "q_norm", "k_norm", "mlp_norm"),
         *_addresses_and_sizes("num_inputs", "num_outputs", "vocabulary"),
         *_addresses_and_sizes(*LINEARS, *(f"{name}_bias" for name in LINEARS)),
+        *_addresses_and_sizes(*(f"{name}_size" for name in LINEARS)),
     ]
 
 
@@ -57,8 +59,8 @@ class Call(ctypes.Structure):
             "next_units", "hidden", "aside", "num_tokens", "hidden_size", "num_heads", "num_kv_heads"
         ),
         *_addresses_and_sizes("head_dim", "source", "source_rows", "target", "target_rows"),
-        *_addresses_and_sizes("cos_sin", "num_positions", "positions", "slots", "num_slots"),
-        *_addresses_and_sizes("keys", "values", "bytes_per_kv_layer"),
+        *_addresses_and_sizes("cos_sin", "num_positions", "positions", "slots"),
+        *_addresses_and_sizes("keys", "values", "bytes_per_kv_layer", "kv_size"),
         *_addresses_and_sizes("normed", "qkv", "q", "attended", "delta", "gate_up", "activated"),
         *_addresses_and_sizes("terms", "scales", "logits", "best", "sums"),
         *_addresses_and_sizes("cu_q_lens", "tokens_per_unit", "is_chain"),
@@ -108,7 +110,7 @@ def _norm(c: Any, hidden: int, weight: int, first: int, last: int, has_delta: bo
 
 @_kernel
 def _rope_and_store(c: Any, step: Any, keys: int, values: int, first: int, last: int) -> None:
-    num_tokens, of_kv = last - first, (c.num_slots, c.num_kv_heads, c.head_dim)
+    num_tokens = last - first
     size = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     norm_size = c.head_dim if step.q_norm != 0 else 0
     start_q = 4 * first * c.num_heads * c.head_dim
@@ -120,8 +122,9 @@ def _rope_and_store(c: Any, step: Any, keys: int, values: int, first: int, last:
         c.eps,
         carray(pointer(c.positions + 8 * first), num_tokens, np.int64),
         carray(pointer(c.slots + 8 * first), num_tokens, np.int64),
-        carray(pointer(keys), of_kv, np.float32),
-        carray(pointer(values), of_kv, np.float32),
+        keys,
+        values,
+        c.kv_size,
         carray(pointer(c.q + start_q), (num_tokens, c.num_heads, c.head_dim), np.float32),
     )
 
@@ -141,7 +144,16 @@ def _split(c: Any, x: int, num_inputs: int, first: int, last: int) -> None:
 
 @_kernel
 def _multiply(
-    c: Any, x: int, inputs: int, panels: int, bias: int, out: int, outputs: int, share: int, shares: int
+    c: Any,
+    x: int,
+    inputs: int,
+    panels: int,
+    size: int,
+    bias: int,
+    out: int,
+    outputs: int,
+    share: int,
+    shares: int,
 ) -> None:
     """out [tokens, outputs] = bias + x [tokens, inputs] . weight, of one share; in int8 of what x was split
     into."""
@@ -149,16 +161,25 @@ def _multiply(
     if c.terms != 0:
         numba_int8.multiply(c.terms, c.scales, n, inputs, panels, out, outputs, share, shares)
     else:
-        numba_gemm.multiply(x, n, inputs, panels, bias, out, outputs, share, shares)
+        numba_gemm.multiply(x, n, inputs, panels, size, bias, out, outputs, share, shares)
 
 
 @_kernel
 def _multiply_all(
-    c: Any, x: int, inputs: int, panels: int, bias: int, out: int, outputs: int, share: int, shares: int
+    c: Any,
+    x: int,
+    inputs: int,
+    panels: int,
+    size: int,
+    bias: int,
+    out: int,
+    outputs: int,
+    share: int,
+    shares: int,
 ) -> None:
     """_multiply, once all have written what it reads, and until all are done."""
     wait(c.barrier)
-    _multiply(c, x, inputs, panels, bias, out, outputs, share, shares)
+    _multiply(c, x, inputs, panels, size, bias, out, outputs, share, shares)
     wait(c.barrier)
 
 
@@ -172,7 +193,7 @@ def _attend(
     start = step.kv_layer * c.bytes_per_kv_layer
     keys, values = c.keys + start, c.values + start
     _split(c, c.normed, width, first, last)
-    _multiply_all(c, c.normed, width, step.qkv, step.qkv_bias, c.qkv, size, share, shares)
+    _multiply_all(c, c.normed, width, step.qkv, step.qkv_size, step.qkv_bias, c.qkv, size, share, shares)
     _rope_and_store(c, step, keys, values, first, last)
     if step.kind == Kind.FILL:
         return
@@ -181,24 +202,41 @@ def _attend(
     if c.terms != 0:
         wait(c.barrier)
         _split(c, c.attended, size_q, first, last)
-    _multiply_all(c, c.attended, size_q, step.output, step.output_bias, c.delta, width, share, shares)
+    _multiply_all(
+        c, c.attended, size_q, step.output, step.output_size, step.output_bias, c.delta, width, share, shares
+    )
 
 
 @_kernel
 def _run_mlp(c: Any, step: Any, first: int, last: int, share: int, shares: int) -> None:
     width, size = c.hidden_size, step.num_inputs
     _split(c, c.normed, width, first, last)
-    _multiply_all(c, c.normed, width, step.gate_up, step.gate_up_bias, c.gate_up, 2 * size, share, shares)
+    _multiply_all(
+        c,
+        c.normed,
+        width,
+        step.gate_up,
+        step.gate_up_size,
+        step.gate_up_bias,
+        c.gate_up,
+        2 * size,
+        share,
+        shares,
+    )
     _activate(c, size, first, last)
     _split(c, c.activated, size, first, last)
-    _multiply_all(c, c.activated, size, step.down, step.down_bias, c.delta, width, share, shares)
+    _multiply_all(
+        c, c.activated, size, step.down, step.down_size, step.down_bias, c.delta, width, share, shares
+    )
 
 
 @_kernel
 def _read_logits(c: Any, step: Any, first: int, last: int, share: int, shares: int) -> None:
     width, size = c.hidden_size, step.num_outputs
     _split(c, c.normed, width, first, last)
-    _multiply_all(c, c.normed, width, step.head, step.head_bias, c.logits, size, share, shares)
+    _multiply_all(
+        c, c.normed, width, step.head, step.head_size, step.head_bias, c.logits, size, share, shares
+    )
     best, sums = carray(pointer(c.best), last, np.int64), carray(pointer(c.sums), last, np.float32)
     for token in range(first, last if c.best != 0 else first):
         place, total = scan_row(c.logits + 4 * token * size, size, c.sums != 0)

@@ -21,7 +21,7 @@ from cache.view import BatchView
 
 from .attention import AttentionBackend
 from .attention.numba_pages import Call as AttentionCall
-from .attention.numba_pages import NumbaAttention, most_units
+from .attention.numba_pages import NumbaAttention, most_units, size_of_numbers
 from .fused_kernel import Call, Step, run_pass
 from .int8_linear import Int8Linear
 from .kernels import numba_int8
@@ -157,9 +157,9 @@ class FusedPasses:
         assert num_tokens == view.num_tokens and (target is None or target.index.shape[0] == num_tokens)
         call = Call.from_buffer_copy(program.call)
         call.hidden, call.num_tokens = hidden.data_ptr(), num_tokens
-        call.num_slots = kv.data.shape[2]
+        call.kv_size = size_of_numbers(kv)
         call.keys, call.values = kv.keys(0).data_ptr(), kv.values(0).data_ptr()
-        call.bytes_per_kv_layer = 4 * kv.data.stride(0)
+        call.bytes_per_kv_layer = call.kv_size * kv.data.stride(0)
         _held = self._place(program, call, kv, view)  # what it points to stays until it is done
         if isinstance(source, Rows):
             call.source, call.source_rows = _addresses(source)
@@ -207,7 +207,7 @@ class FusedPasses:
         )
         of_attention.positions, of_attention.num_tokens = positions.data_ptr(), num_tokens
         of_attention.many_units = self.attention.many_units
-        of_attention.num_slots, of_attention.block_size = call.num_slots, kv.block_size
+        of_attention.kv_size, of_attention.block_size = call.kv_size, kv.block_size
         of_attention.path_starts = begin + 8 * call.num_steps
         of_attention.units, of_attention.num_units = of_attention.path_starts + 8 * num_tokens, num_units
         paths = path_starts = None
@@ -281,6 +281,7 @@ def _step(step: PassStep) -> Step:
         setattr(out, name, linear.panels.data_ptr())
         if isinstance(linear, PanelLinear):  # panels of the other have their biases
             setattr(out, f"{name}_bias", linear.bias.data_ptr())
+            setattr(out, f"{name}_size", linear.panels.itemsize)
         if name == "down":
             out.num_inputs = linear.num_inputs
         if name == "head":

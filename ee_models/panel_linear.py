@@ -25,7 +25,8 @@ class _Call(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
-            *("next", "num_shares", "x", "num_tokens", "num_inputs", "panels", "bias", "out", "num_outputs"),
+            *("next", "num_shares", "x", "num_tokens", "num_inputs", "panels", "size", "bias", "out"),
+            "num_outputs",
         )
     ]
 
@@ -35,7 +36,10 @@ def _multiply(call: Any) -> None:
     c = carray(call, 1)[0]
     share = take(address_of(call))
     while share < c.num_shares:
-        multiply(c.x, c.num_tokens, c.num_inputs, c.panels, c.bias, c.out, c.num_outputs, share, c.num_shares)
+        multiply(
+            *(c.x, c.num_tokens, c.num_inputs, c.panels, c.size, c.bias, c.out, c.num_outputs),
+            *(share, c.num_shares),
+        )
         share = take(address_of(call))
 
 
@@ -48,7 +52,7 @@ class PanelLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, threads: KernelThreads) -> None:
         self.num_outputs, self.num_inputs = weight.shape
         self.panels, self.bias = pack(weight), pad_bias(bias, weight)
-        self.num_bytes = num_bytes(weight, bias)
+        self.num_bytes = weight.numel() * self.panels.itemsize + num_bytes(bias)
         self._threads = threads
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -64,6 +68,7 @@ class PanelLinear:
             num_tokens=num_tokens,
             num_inputs=self.num_inputs,
             panels=self.panels.data_ptr(),
+            size=self.panels.itemsize,
             bias=self.bias.data_ptr(),
             out=out.data_ptr(),
             num_outputs=self.num_outputs,

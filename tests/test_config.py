@@ -239,7 +239,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(
 
 def test_a_name_like_no_other_is_refused_without_a_guess() -> None:
     message = refusal(EngineConfig, {"zzzzzz": 1})
-    assert message.startswith("at.zzzzzz: unknown setting; known here: dtype, device, ")
+    assert message.startswith("at.zzzzzz: unknown setting; known here: dtype, kv_cache_dtype, device, ")
 
 
 def test_all_problems_are_named_in_one_error() -> None:

@@ -1,4 +1,4 @@
-"""CPU attention that reads pages in place, float32.
+"""CPU attention that reads pages in place: float32, over keys and values in float32 or bfloat16.
 
 Work is cut into units of (row, a few tokens, one KV head or all). A unit walks the context in tiles of 64
 positions, counted from position 0, with an online softmax; its queries go through a tile a few at a time, so
@@ -28,7 +28,7 @@ from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
 from ..kernels.numba_math import ONE
-from ..kernels.numba_vectors import WIDTH
+from ..kernels.numba_vectors import WIDTH, number_at
 from ..kernels.threads import KernelThreads, address_of, pointer, take
 from .numba_products import COLUMNS, FAR_BELOW, QUERIES, TILE, add_weighted, ask_for, score, transpose, weigh
 
@@ -66,14 +66,13 @@ def _find_slots(
 
 
 @njit(**_OPTIONS)
-def _transpose(keys: Any, kv_head: int, slots: Any, count: int, out: Any) -> None:
+def _transpose(keys: Any, size: int, slots: Any, count: int, out: Any) -> None:
     """out[j // COLUMNS, d, j % COLUMNS] = dimension d of the key of slot j, for `count` j, and as many more
-    as make a multiple of WIDTH."""
-    head_dim, bytes_per_part, bytes_per_row = keys.shape[2], out.strides[0], out.strides[1]
-    of_keys = (keys.ctypes.data + kv_head * keys.strides[1], keys.strides[0])
+    as make a multiple of WIDTH; keys: ROWS of one head, of numbers of `size` bytes."""
+    head_dim, bytes_per_part, bytes_per_row = out.shape[1], out.strides[0], out.strides[1]
     for j in range(0, count, WIDTH):
         to = out.ctypes.data + j // COLUMNS * bytes_per_part + 4 * (j % COLUMNS)
-        transpose(of_keys, slots.ctypes.data + j * slots.strides[0], head_dim, (to, bytes_per_row))
+        transpose(keys, size, slots.ctypes.data + j * slots.strides[0], head_dim, (to, bytes_per_row))
 
 
 @njit(**_OPTIONS)
@@ -90,21 +89,25 @@ def _score(queries: Any, i: int, num: int, keys: Any, count: int, scores: Any) -
 
 @njit(**_OPTIONS)
 def _accumulate(
-    weights: Any, values: Any, kv_head: int, slots: Any, count: int, factors: Any, sums: Any, i: int, num: int
+    weights: Any,
+    values: Any,
+    size: int,
+    slots: Any,
+    count: int,
+    factors: Any,
+    sums: Any,
+    i: int,
+    num: int,
 ) -> None:
     """sums[i + k] = factors[i + k] * sums[i + k] + weights[k, j] * value of slot j, for `num` k and one after
-    another of `count` j."""
-    head_dim, bytes_per_sum, bytes_per_value = sums.shape[1], sums.strides[0], values.strides[0]
+    another of `count` j; values: ROWS of one head, of numbers of `size` bytes."""
+    head_dim, bytes_per_sum, (of_values, bytes_per_value) = sums.shape[1], sums.strides[0], values
     of_weights = (weights.ctypes.data, weights.strides[0])
-    of_factors = factors.ctypes.data + i * factors.strides[0]
-    of_sums, of_values = (
-        sums.ctypes.data + i * bytes_per_sum,
-        values.ctypes.data + kv_head * values.strides[1],
-    )
+    of_factors, of_sums = factors.ctypes.data + i * factors.strides[0], sums.ctypes.data + i * bytes_per_sum
     whole = head_dim // COLUMNS * COLUMNS
     for d in range(0, whole, COLUMNS):
-        some_values, some_sums = (of_values + 4 * d, bytes_per_value), (of_sums + 4 * d, bytes_per_sum)
-        add_weighted(num, of_weights, some_values, slots.ctypes.data, count, of_factors, some_sums)
+        some_values, some_sums = (of_values + size * d, bytes_per_value), (of_sums + 4 * d, bytes_per_sum)
+        add_weighted(num, of_weights, some_values, size, slots.ctypes.data, count, of_factors, some_sums)
     if whole == head_dim:
         return
     for k in range(num):
@@ -112,9 +115,9 @@ def _accumulate(
         for d in range(whole, head_dim):
             o[d] *= factor
         for j in range(count):
-            v, weight = values[slots[j], kv_head], weights[k, j]
+            value, weight = of_values + slots[j] * bytes_per_value, weights[k, j]
             for d in range(whole, head_dim):
-                o[d] += weight * v[d]
+                o[d] += weight * number_at(value + size * d, size)
 
 
 @njit(**_OPTIONS)
@@ -127,8 +130,10 @@ def _query_at(i: int, num_per_head: int, group: int, first: int, first_head: int
 @njit(**_OPTIONS)
 def _attend_unit(
     q: Any,
-    keys: Any,
-    values: Any,
+    keys: int,
+    values: int,
+    num_kv_heads: int,
+    size: int,
     table: Any,
     block_size: int,
     positions: Any,
@@ -142,12 +147,12 @@ def _attend_unit(
     out: Any,
 ) -> None:
     """Attention of tokens first..last-1 of one row, for the query heads that read KV heads first_head to
-    last_head - 1, tile by tile.
+    last_head - 1, tile by tile. keys and values: addresses, of numbers of `size` bytes.
 
     Queries are (KV head, token, head of its group), of which up to QUERIES are taken together.
     """
-    head_dim, group = q.shape[2], q.shape[1] // keys.shape[1]
-    num_per_head, bytes_per_row = (last - first) * group, 4 * head_dim
+    head_dim, group = q.shape[2], q.shape[1] // num_kv_heads
+    num_per_head, bytes_per_row = (last - first) * group, size * head_dim
     num_queries = num_per_head * (last_head - first_head)
     queries, sums = (
         np.empty((num_queries, head_dim), np.float32),
@@ -181,10 +186,10 @@ def _attend_unit(
                 continue
             _find_slots(table, block_size, paths[token], path_starts[token], start, count, slots)
             for kv_head in range(first_head, last_head):
-                all_keys = (keys.ctypes.data + kv_head * keys.strides[1], keys.strides[0])
-                all_values = (values.ctypes.data + kv_head * values.strides[1], values.strides[0])
+                all_keys = (keys + kv_head * bytes_per_row, num_kv_heads * bytes_per_row)
+                all_values = (values + kv_head * bytes_per_row, num_kv_heads * bytes_per_row)
                 ask_for(all_values, slots.ctypes.data, count, bytes_per_row)
-                _transpose(keys, kv_head, slots, count, tile_keys)
+                _transpose(all_keys, size, slots, count, tile_keys)
                 if ahead > 0:
                     ask_for(all_keys, slots_ahead.ctypes.data, ahead, bytes_per_row)
                 i = (kv_head - first_head) * num_per_head + (token - first) * group
@@ -199,7 +204,7 @@ def _attend_unit(
                             seen, at = min(count, lengths[i + k] - start), 4 * (i + k)
                             of_scores = scores.ctypes.data + k * scores.strides[0]
                             weigh(of_scores, seen, of_peak + at, of_total + at, of_shrink + at)
-                        _accumulate(scores, values, kv_head, slots, longest, shrink, sums, i, num)
+                        _accumulate(scores, all_values, size, slots, longest, shrink, sums, i, num)
                     i += num
     for i in range(num_queries):
         token, head = _query_at(i, num_per_head, group, first, first_head)
@@ -213,6 +218,7 @@ _ARRAYS = ("tables", "positions", "units", "paths", "path_starts")  # of a pass,
 
 class Call(ctypes.Structure):
     """One call for all units of a pass at a layer: addresses of arrays, their sizes, and the next unit.
+    kv_size: bytes of a number of keys and values, 4 = float32, 2 = bfloat16.
     Units differ in size along a prompt, so each thread takes one when it is done with one."""
 
     _fields_ = [
@@ -231,7 +237,7 @@ class Call(ctypes.Structure):
                     "paths",
                     "path_starts",
                 ),
-                *("num_tokens", "num_heads", "num_kv_heads", "head_dim", "num_slots", "block_size"),
+                *("num_tokens", "num_heads", "num_kv_heads", "head_dim", "kv_size", "block_size"),
                 *("num_rows", "num_blocks", "num_units", "many_units", "path_len"),
             )
         ),
@@ -246,10 +252,8 @@ CALL = np.dtype(Call)
 def attend_units(c: Any, next_unit: int, q: int, keys: int, values: int, out: int) -> None:
     """Computes units of the pass of a Call until none is left, on any number of threads at once; next_unit:
     the address of the next unit's number. q, keys, values and out are those of one layer, by address."""
-    q_shape, kv_shape = (c.num_tokens, c.num_heads, c.head_dim), (c.num_slots, c.num_kv_heads, c.head_dim)
-    queries, outputs = carray(pointer(q), q_shape, np.float32), carray(pointer(out), q_shape, np.float32)
-    all_keys = carray(pointer(keys), kv_shape, np.float32)
-    all_values = carray(pointer(values), kv_shape, np.float32)
+    shape = (c.num_tokens, c.num_heads, c.head_dim)
+    queries, outputs = carray(pointer(q), shape, np.float32), carray(pointer(out), shape, np.float32)
     tables = carray(pointer(c.tables), (c.num_rows, c.num_blocks), np.int64)
     positions = carray(pointer(c.positions), c.num_tokens, np.int64)
     units = carray(pointer(c.units), (c.num_units, 3), np.int64)
@@ -264,8 +268,10 @@ def attend_units(c: Any, next_unit: int, q: int, keys: int, values: int, out: in
         unit, first_head = units[taken // num_parts], taken % num_parts * heads_per_part
         _attend_unit(
             queries,
-            all_keys,
-            all_values,
+            keys,
+            values,
+            c.num_kv_heads,
+            c.kv_size,
             tables[unit[0]],
             c.block_size,
             positions,
@@ -301,6 +307,15 @@ def cut_units(cu_q_lens: Any, tokens_per_unit: int, units: Any) -> int:
 def most_units(num_tokens: int, num_rows: int, tokens_per_unit: int) -> int:
     """Units that so many tokens of so many rows can make."""
     return num_tokens // tokens_per_unit + num_rows + 1
+
+
+def size_of_numbers(kv: PagedKV) -> int:
+    """Bytes of a number of a KV that numba's kernels read. Raises ValueError for one of another dtype."""
+    if kv.data.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"numba reads KV in float32 or bfloat16, not {kv.data.dtype}; use another kv_cache_dtype"
+        )
+    return kv.data.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -342,7 +357,7 @@ class NumbaAttention:
 
     def _prepare(self, view: BatchView, kv: PagedKV) -> Prepared:
         positions, tables = view.positions.contiguous(), view.block_tables.contiguous()
-        num_slots, num_kv_heads, head_dim = kv.data.shape[2:]
+        num_kv_heads, head_dim = kv.data.shape[3:]
         tokens_per_unit = self.tokens_per_unit(len(positions), num_kv_heads)
         units = np.empty((most_units(len(positions), len(tables), tokens_per_unit), 3), np.int64)
         num_units = cut_units(view.cu_q_lens.numpy(), tokens_per_unit, units)
@@ -357,7 +372,7 @@ class NumbaAttention:
             num_tokens=len(positions),
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            num_slots=num_slots,
+            kv_size=size_of_numbers(kv),
             block_size=kv.block_size,
             num_rows=tables.shape[0],
             num_blocks=tables.shape[1],

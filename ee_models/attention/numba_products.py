@@ -28,7 +28,9 @@ from ..kernels.numba_vectors import (
     WIDTH,
     add_rows,
     for_count,
+    for_size,
     load,
+    load_number,
     prefetch,
     rows_of,
     shuffle,
@@ -61,29 +63,33 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _transpose_intrinsic(_context: Any, keys: Any, slots: Any, num_dims: Any, out: Any) -> Any:
-    """out[d, j] = keys[slots[j]][d] for WIDTH slots j. keys and out are ROWS of float32; slots an address of
-    int64."""
+def _transpose_intrinsic(_context: Any, keys: Any, size: Any, slots: Any, num_dims: Any, out: Any) -> Any:
+    """out[d, j] = keys[slots[j]][d] for WIDTH slots j. keys and out are ROWS, keys of numbers of `size`
+    bytes, as for_size has them; slots an address of int64."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        keys, slots, num_dims, out = args
+        keys, size, slots, num_dims, out = args
         key_rows = [_row_of_slot(builder, keys, slots, INT(j)) for j in range(WIDTH)]
         first, stride = (builder.extract_value(out, i) for i in range(2))
         whole = builder.udiv(num_dims, INT(WIDTH))
-        with cgutils.for_range(builder, whole) as loop:
-            offset = builder.mul(loop.index, INT(4 * WIDTH))
-            columns = _transposed(builder, [load(builder, row, offset) for row in key_rows])
-            to = builder.add(first, builder.mul(builder.mul(loop.index, INT(WIDTH)), stride))
-            for d, column in enumerate(columns):
-                store(builder, column, to, builder.mul(stride, INT(d)))
-        with cgutils.for_range(builder, num_dims, start=builder.mul(whole, INT(WIDTH)), intp=INT) as loop:
-            to = builder.add(first, builder.mul(loop.index, stride))
-            for j, row in enumerate(key_rows):
-                number = load(builder, row, builder.mul(loop.index, INT(4)), FLOAT)
-                store(builder, number, to, INT(4 * j))
+
+        def copy(size: int) -> None:
+            with cgutils.for_range(builder, whole) as loop:
+                offset = builder.mul(loop.index, INT(size * WIDTH))
+                columns = _transposed(builder, [load_number(builder, size, row, offset) for row in key_rows])
+                to = builder.add(first, builder.mul(builder.mul(loop.index, INT(WIDTH)), stride))
+                for d, column in enumerate(columns):
+                    store(builder, column, to, builder.mul(stride, INT(d)))
+            with cgutils.for_range(builder, num_dims, start=builder.mul(whole, INT(WIDTH)), intp=INT) as loop:
+                to = builder.add(first, builder.mul(loop.index, stride))
+                for j, row in enumerate(key_rows):
+                    number = load_number(builder, size, row, builder.mul(loop.index, INT(size)), FLOAT)
+                    store(builder, number, to, INT(4 * j))
+
+        for_size(builder, size, copy)
         return NONE
 
-    return types.none(ROWS, types.intp, types.intp, ROWS), generate
+    return types.none(ROWS, types.intp, types.intp, types.intp, ROWS), generate
 
 
 def _score_intrinsic(_context: Any, num: Any, queries: Any, keys: Any, num_dims: Any, scores: Any) -> Any:
@@ -112,16 +118,25 @@ def _score_intrinsic(_context: Any, num: Any, queries: Any, keys: Any, num_dims:
 
 
 def _add_weighted_intrinsic(
-    _context: Any, num: Any, weights: Any, values: Any, slots: Any, num_slots: Any, factors: Any, sums: Any
+    _context: Any,
+    num: Any,
+    weights: Any,
+    values: Any,
+    size: Any,
+    slots: Any,
+    num_slots: Any,
+    factors: Any,
+    sums: Any,
 ) -> Any:
     """sums[i, :COLUMNS] = factors[i] * sums[i, :COLUMNS] + weights[i, j] * values[slots[j], :COLUMNS], for
-    `num` queries i and, one after another, num_slots j; factors: an address, the others as above."""
+    `num` queries i and, one after another, num_slots j; values are numbers of `size` bytes; factors: an
+    address, the others as above."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        num, weights, values, slots, num_slots, factors, sums = args
+        num, weights, values, size, slots, num_slots, factors, sums = args
         columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
 
-        def block(count: int) -> None:
+        def block(count: int, size: int) -> None:
             begin, sum_rows = [], rows_of(builder, sums, count)
             for i, row in enumerate(sum_rows):
                 factor = spread(builder, load(builder, factors, INT(4 * i), FLOAT))
@@ -133,12 +148,13 @@ def _add_weighted_intrinsic(
                 lambda index: _row_of_slot(builder, values, slots, index),
                 begin,
                 sum_rows,
+                size,
             )
 
-        for_count(builder, num, QUERIES, block)
+        for_size(builder, size, lambda size: for_count(builder, num, QUERIES, lambda num: block(num, size)))
         return NONE
 
-    return types.none(types.intp, ROWS, ROWS, types.intp, types.intp, types.intp, ROWS), generate
+    return types.none(types.intp, ROWS, ROWS, *(types.intp,) * 4, ROWS), generate
 
 
 def _reduce(builder: Any, vectors: list[Any], combine: Callable[[Any, Any], Any]) -> Any:

@@ -57,7 +57,7 @@ class SdpaAttention:
         queries = q[prepared.query_index].transpose(1, 2)
         # Heads are expanded by hand: with `enable_gqa` a mask sends torch to its slow path.
         keys, values = (
-            x[prepared.context_slots].transpose(1, 2).repeat_interleave(group, dim=1)
+            x[prepared.context_slots].to(q.dtype).transpose(1, 2).repeat_interleave(group, dim=1)
             for x in (kv.keys(layer), kv.values(layer))
         )
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=prepared.mask)

@@ -16,7 +16,7 @@ from cache.view import BatchView
 
 from . import QkNorms
 from .numba_math import ONE, exp32
-from .numba_vectors import sum_of_squares
+from .numba_vectors import copy_numbers, sum_of_squares
 
 _NOTHING, _NO_DELTA = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 _kernel = njit(fastmath={"contract"}, error_model="numpy", cache=True, nogil=True)
@@ -54,15 +54,19 @@ def rope_and_store(
     eps: Any,
     positions: Any,
     slots: Any,
-    keys: Any,
-    values: Any,
+    keys: int,
+    values: int,
+    kv_size: int,
     q: Any,
 ) -> None:
+    """Works in qkv, too. keys and values: addresses, of numbers of kv_size bytes."""
     num_heads, head_dim = q.shape[1], q.shape[2]
-    num_kv_heads, half = keys.shape[1], head_dim // 2
+    num_kv_heads, half = (qkv.shape[1] // head_dim - num_heads) // 2, head_dim // 2
+    bytes_per_head = kv_size * head_dim
     for token in range(qkv.shape[0]):
         cos, sin = cos_sin[positions[token], 0], cos_sin[positions[token], 1]
         slot = slots[token]
+        start = slot * num_kv_heads * bytes_per_head
         for head in range(num_heads + num_kv_heads):
             is_query = head < num_heads
             if not is_query and slot < 0:
@@ -73,18 +77,19 @@ def rope_and_store(
                 scale = _inverse_rms(x, eps)
                 for i in range(head_dim):
                     x[i] = x[i] * scale * norm[i]
-            y = q[token, head] if is_query else keys[slot, head - num_heads]
-            first, second, y_first, y_second = x[:half], x[half:], y[:half], y[half:]
+            first, second = x[:half], x[half:]
             for i in range(half):
-                y_first[i] = first[i] * cos[i] - second[i] * sin[i]
-            for i in range(half):
-                y_second[i] = second[i] * cos[i] + first[i] * sin[i]
+                before, after = first[i], second[i]
+                first[i] = before * cos[i] - after * sin[i]
+                second[i] = after * cos[i] + before * sin[i]
+            if is_query:
+                copy_numbers(x.ctypes.data, head_dim, q[token, head].ctypes.data, 4)
+            else:
+                to = keys + start + (head - num_heads) * bytes_per_head
+                copy_numbers(x.ctypes.data, head_dim, to, kv_size)
         if slot >= 0:
-            start = (num_heads + num_kv_heads) * head_dim
-            for head in range(num_kv_heads):
-                v, x = values[slot, head], qkv[token, start + head * head_dim : start + (head + 1) * head_dim]
-                for i in range(head_dim):
-                    v[i] = x[i]
+            of_values = qkv[token, (num_heads + num_kv_heads) * head_dim :]
+            copy_numbers(of_values.ctypes.data, num_kv_heads * head_dim, values + start, kv_size)
 
 
 @_kernel
@@ -121,14 +126,15 @@ class NumbaKernels:
     def rope_and_store(
         self, qkv: Tensor, rope: Tensor, norms: QkNorms, eps: float, kv: PagedKV, layer: int, view: BatchView
     ) -> Tensor:
-        keys, values = kv.host_arrays()[layer]
+        keys, values = kv.keys(layer), kv.values(layer)
         if view is not self._view:
             self._view, self._positions, self._slots = view, view.positions.numpy(), view.slots.numpy()
         num_kv_heads, head_dim = keys.shape[1:]
+        places, size = (keys.data_ptr(), values.data_ptr()), kv.data.dtype.itemsize
         q = np.empty((qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim), np.float32)
         q_weight, k_weight = (_NOTHING, _NOTHING) if norms is None else map(self._constant, norms)
         table, positions, slots = self._constant(rope), self._positions, self._slots
-        rope_and_store(qkv.numpy(), table, q_weight, k_weight, eps, positions, slots, keys, values, q)
+        rope_and_store(qkv.numpy(), table, q_weight, k_weight, eps, positions, slots, *places, size, q)
         return torch.from_numpy(q)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -43,8 +43,51 @@ def load(builder: Any, base: Any, offset: Any, what: Any = VECTOR) -> Any:
     return builder.load(address(builder, base, offset, what), align=4)
 
 
+def load_bfloat16(builder: Any, base: Any, offset: Any, what: Any = VECTOR) -> Any:
+    """Numbers that lie there in bfloat16, the upper half of a float32, as float32."""
+    bits, halves = _bits_of(what)
+    found = builder.load(address(builder, base, offset, halves), align=2)
+    return builder.bitcast(builder.shl(builder.zext(found, bits), _every(bits, 16)), what)
+
+
 def store(builder: Any, value: Any, base: Any, offset: Any) -> None:
     builder.store(value, address(builder, base, offset, value.type), align=4)
+
+
+def store_bfloat16(builder: Any, value: Any, base: Any, offset: Any) -> None:
+    """Of float32, the nearest bfloat16, of two the even one; NaN stays NaN."""
+    bits, halves = _bits_of(value.type)
+    whole, upper = builder.bitcast(value, bits), _every(bits, 16)
+    odd = builder.and_(builder.lshr(whole, upper), _every(bits, 1))
+    rounded = builder.lshr(builder.add(builder.add(whole, _every(bits, 0x7FFF)), odd), upper)
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    rounded = builder.select(is_nan, _every(bits, 0x7FC0), rounded)
+    builder.store(builder.trunc(rounded, halves), address(builder, base, offset, halves), align=2)
+
+
+def _bits_of(what: Any) -> tuple[Any, Any]:
+    """Whole numbers in the place of floats, of their size and of half of it."""
+    size = getattr(what, "count", 0)
+    whole, half = INT32, ir.IntType(16)
+    return (ir.VectorType(whole, size), ir.VectorType(half, size)) if size else (whole, half)
+
+
+def _every(kind: Any, number: int) -> Any:
+    size = getattr(kind, "count", 0)
+    return ir.Constant(kind, [number] * size if size else number)
+
+
+def for_size(builder: Any, size: Any, emit: Callable[[int], None]) -> None:
+    """Code for numbers of each size in bytes, of which that for `size` runs: 4 = float32, 2 = bfloat16."""
+    with builder.if_else(builder.icmp_unsigned("==", size, size.type(2))) as (narrow, wide):
+        with narrow:
+            emit(2)
+        with wide:
+            emit(4)
+
+
+def load_number(builder: Any, size: int, base: Any, offset: Any, what: Any = VECTOR) -> Any:
+    return (load if size == 4 else load_bfloat16)(builder, base, offset, what)
 
 
 def prefetch(builder: Any, base: Any, offset: Any) -> None:
@@ -100,14 +143,16 @@ def add_rows(
     find_row: Callable[[Any], Any],
     begin: Sequence[Sequence[Any]],
     out: Sequence[Any],
+    size: int = 4,
 ) -> None:
     """out[t] = begin[t] + factors[t][i] * row i, one after another of num_rows i, for as many t as there are:
-    each begins as vectors side by side, factors and out are addresses, and find_row(i) is that of row i."""
-    columns = [INT(4 * WIDTH * i) for i in range(len(begin[0]))]
+    each begins as vectors side by side, factors and out are addresses, and find_row(i) is that of row i.
+    size: bytes of a row's numbers, as for_size has them; all else is float32."""
+    of_row, columns = ([INT(each * WIDTH * i) for i in range(len(begin[0]))] for each in (size, 4))
     totals = [[cgutils.alloca_once_value(builder, value) for value in values] for values in begin]
     with cgutils.for_range(builder, num_rows) as loop:
         row = find_row(loop.index)
-        parts = [load(builder, row, column) for column in columns]
+        parts = [load_number(builder, size, row, column) for column in of_row]
         for its_factors, its_totals in zip(factors, totals, strict=True):
             factor = load(builder, its_factors, builder.mul(loop.index, INT(4)), FLOAT)
             alike = spread(builder, factor)
@@ -190,6 +235,47 @@ def _largest_intrinsic(_context: Any, x: Any, count: Any) -> Any:
     return types.float32(types.intp, types.intp), generate
 
 
+def _copy_numbers_intrinsic(_context: Any, source: Any, count: Any, target: Any, size: Any) -> Any:
+    """`count` float32 at the address `source` to numbers of `size` bytes, as for_size has them, at the
+    address `target`."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        source, count, target, size = args
+        whole = builder.udiv(count, INT(WIDTH))
+
+        def copy(size: int) -> None:
+            put = store if size == 4 else store_bfloat16
+            with cgutils.for_range(builder, whole) as loop:
+                numbers = load(builder, source, builder.mul(loop.index, INT(4 * WIDTH)))
+                put(builder, numbers, target, builder.mul(loop.index, INT(size * WIDTH)))
+            with cgutils.for_range(builder, count, start=builder.mul(whole, INT(WIDTH)), intp=INT) as loop:
+                number = load(builder, source, builder.mul(loop.index, INT(4)), FLOAT)
+                put(builder, number, target, builder.mul(loop.index, INT(size)))
+
+        for_size(builder, size, copy)
+        return NONE
+
+    return types.none(*(types.intp,) * 4), generate
+
+
+def _number_at_intrinsic(_context: Any, place: Any, size: Any) -> Any:
+    """The number of `size` bytes, as for_size has them, at the address `place`, as float32."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        place, size = args
+        found = cgutils.alloca_once(builder, FLOAT)
+
+        def read(size: int) -> None:
+            builder.store(load_number(builder, size, place, INT(0), FLOAT), found)
+
+        for_size(builder, size, read)
+        return builder.load(found)
+
+    return types.float32(types.intp, types.intp), generate
+
+
+copy_numbers: Any = intrinsic(_copy_numbers_intrinsic)
+number_at: Any = intrinsic(_number_at_intrinsic)
 largest: Any = intrinsic(_largest_intrinsic)
 highest: Any = intrinsic(_highest_intrinsic)
 sum_of_squares: Any = intrinsic(_sum_of_squares_intrinsic)

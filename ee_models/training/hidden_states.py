@@ -54,7 +54,7 @@ def trunk_states(
     view = BatchView(positions, slots, tables, cu_q_lens, max_q_len=longest, max_context_len=longest)
     config = decoder.config
     sizes = (tables.numel(), _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    kv = PagedKV(config.num_layers, *sizes, decoder.dtype, device)
+    kv = PagedKV(config.num_layers, *sizes, decoder.kv_dtype, device)
     token_ids = [token for example in examples for token in example.token_ids]
     hidden = decoder.embed(torch.tensor(token_ids, device=device))
     states, lo = {}, 0

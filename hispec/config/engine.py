@@ -12,7 +12,10 @@ from .base import Settings
 class EngineConfig(Settings):
     """How the engine runs. Sizes are in tokens unless named otherwise.
 
-    dtype                   "auto" = float32 on a CPU, the checkpoint's own on a GPU
+    dtype                   of weights; "auto" = float32 on a CPU, the checkpoint's own on a GPU. A CPU
+                            computes in float32 over weights of bfloat16, too
+    kv_cache_dtype          of keys and values; "auto" = dtype, and bfloat16 beside int8 on a CPU; on a GPU no
+                            other than dtype
     device                  "auto" = a GPU if there is one
     quantization            "int8" or "int4" weights, those of exits and draft models included; the
                             output is that of the quantized model. None = as stored. All but int8 on a CPU
@@ -31,7 +34,7 @@ class EngineConfig(Settings):
                             decoding included
     exact_verify            on a GPU, use slower kernels whose result for a token does not depend on what else
                             is in the pass, so that speculative and plain output agree bit for bit; on a CPU
-                            in float32 they always do
+                            they always do
     max_graphs              graphs kept, one per plan, number of rows, length of context and way of sampling;
                             the least recently used makes room
     max_graph_bytes         GPU memory reserved for graphs
@@ -42,6 +45,7 @@ class EngineConfig(Settings):
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
     quantization: Literal["int8", "int4"] | None = None
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 32

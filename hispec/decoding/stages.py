@@ -34,6 +34,7 @@ class DecoderLike(Protocol):
 
     config: ModelConfig
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: torch.device
     max_positions: int  # positions that its rotary table has
 

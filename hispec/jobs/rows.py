@@ -139,8 +139,13 @@ def parse_row(job: RunConfig, index: int, line: int, raw: bytes) -> Row | BadRow
         return BadRow(index, line, _digest(raw), cut(f"line {line}: {error}", _MAX_MESSAGE_LEN), row_id)
     prompt = [content.prompt, content.prompt_token_ids, content.model_dump()["messages"]]
     identity = [job.model, *prompt, sampling.model_dump()]
-    if job.engine.quantization is not None:  # another model, with other outputs
-        identity.append(job.engine.quantization)
+    # A model in other numbers has other outputs.
+    numbers = {name: getattr(job.engine, name) for name in ("quantization", "dtype", "kv_cache_dtype")}
+    identity += [
+        value if name == "quantization" else f"{name}={value}"
+        for name, value in numbers.items()
+        if value not in (None, "auto")
+    ]
     return Row(index, line, _digest(_canonical(identity)), content, sampling)
 
 

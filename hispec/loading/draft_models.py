@@ -62,6 +62,8 @@ class DraftModels:
                 max_positions=length,
                 quantization=target.make_linear.quantization,
                 exact=target.make_linear.exact,
+                weights_dtype=target.weights_dtype,
+                kv_dtype=target.kv_dtype,
             )
         return self._loaded[path]
 

@@ -9,6 +9,7 @@ import torch
 from ee_models.checkpoint.ee_package import holds_package
 from ee_models.checkpoint.loader import Checkpoint, CheckpointError, UnsupportedModelError, open_checkpoint
 from ee_models.decoder import Decoder
+from ee_models.kernels import runs_numba
 
 from ..config import EngineConfig
 from ..errors import ConfigError, shown
@@ -59,14 +60,33 @@ def select_device(name: str) -> torch.device:
     return device
 
 
+def _select_kv_dtype(config: EngineConfig, device: torch.device, weights_dtype: torch.dtype) -> torch.dtype:
+    """What KV is kept in. Raises ConfigError where kernels would not read it."""
+    if config.kv_cache_dtype == "auto":
+        # Beside int8's rounding of weights that of bfloat16 is lost, and attention reads half of the bytes.
+        is_small = runs_numba(device) and config.quantization == "int8"
+        return torch.bfloat16 if is_small else weights_dtype
+    kv_dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
+    if kv_dtype != weights_dtype and not runs_numba(device):
+        raise ConfigError(
+            f"engine.kv_cache_dtype={config.kv_cache_dtype!r} with weights in"
+            f" {str(weights_dtype).removeprefix('torch.')} on {device}: only HiSpec's kernels of a CPU"
+            " read KV of another dtype than the weights'; leave it at auto"
+        )
+    return kv_dtype
+
+
 def load_decoder(
     checkpoint: Checkpoint, config: EngineConfig, device: torch.device, max_positions: int
 ) -> Decoder:
     """The model of a checkpoint, as `config` says. Raises CheckpointError or ConfigError."""
     if config.dtype != "auto":
-        dtype: torch.dtype = getattr(torch, config.dtype)
-    else:  # on a CPU float32 is the fastest here, and exact
-        dtype = torch.float32 if device.type == "cpu" else checkpoint.dtype
+        weights_dtype: torch.dtype = getattr(torch, config.dtype)
+    else:
+        weights_dtype = torch.float32 if device.type == "cpu" else checkpoint.dtype
+    # HiSpec's kernels of a CPU compute in float32, over weights and KV that may be smaller.
+    widens = runs_numba(device) and weights_dtype == torch.bfloat16 and config.quantization != "int4"
+    dtype = torch.float32 if widens else weights_dtype
     try:
         return Decoder.load(
             checkpoint,
@@ -76,6 +96,8 @@ def load_decoder(
             max_positions=max_positions,
             quantization=config.quantization,
             exact=config.exact_verify,
+            weights_dtype=weights_dtype,
+            kv_dtype=_select_kv_dtype(config, device, weights_dtype),
         )
     except CheckpointError:
         raise

@@ -263,7 +263,8 @@ def _facts(decoder: Decoder) -> Facts:
     }
     linear = decoder.make_linear
     return sizes | {
-        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "dtype": str(decoder.weights_dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(decoder.kv_dtype).removeprefix("torch."),
         "quantization": linear.quantization,
         "exact": linear.exact,
         "attention": decoder.attention.name,

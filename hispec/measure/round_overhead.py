@@ -33,7 +33,7 @@ class NoModel:
         self.config = replace(
             like.config, num_layers=1, max_position_embeddings=self.max_positions, sliding_window=None
         )
-        self.dtype, self.device = like.dtype, like.device
+        self.dtype, self.kv_dtype, self.device = like.dtype, like.kv_dtype, like.device
         self._hidden = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device)
         self._logits = torch.zeros(1, self.config.vocab_size, dtype=self.dtype, device=self.device)
 

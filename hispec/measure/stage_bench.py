@@ -70,7 +70,7 @@ class Rig:
             _BLOCK_SIZE,
             config.num_kv_heads,
             config.head_dim,
-            decoder.dtype,
+            decoder.kv_dtype,
             decoder.device,
         )
         hidden = HiddenBuffer(len(Tier), rows, window, config.hidden_size, decoder.dtype, decoder.device)

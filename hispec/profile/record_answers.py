@@ -115,7 +115,7 @@ class _Reader:
             _BLOCK_SIZE,
             config.num_kv_heads,
             config.head_dim,
-            decoder.dtype,
+            decoder.kv_dtype,
             decoder.device,
         )
 

@@ -35,7 +35,7 @@ class Models:
 
         def of(model: DecoderLike, num_layers: int) -> int:
             shape = block_size, model.config.num_kv_heads, model.config.head_dim
-            return PagedKV.bytes_per_block(num_layers, *shape, model.dtype)
+            return PagedKV.bytes_per_block(num_layers, *shape, model.kv_dtype)
 
         model, draft_model = of(self.decoder, self.num_kv_layers), self.draft_model
         return model if draft_model is None else model + of(draft_model, draft_model.config.num_layers)
@@ -92,4 +92,4 @@ class EngineSizes:
     def make_kv(self, decoder: DecoderLike, num_layers: int) -> PagedKV:
         """KV of `num_layers` layers of this model's shape."""
         shape = self.num_blocks, self.block_size, decoder.config.num_kv_heads, decoder.config.head_dim
-        return PagedKV(num_layers, *shape, decoder.dtype, decoder.device)
+        return PagedKV(num_layers, *shape, decoder.kv_dtype, decoder.device)

@@ -242,8 +242,19 @@ def test_quantized_weights_are_those_of_the_model_asked_about(
     )
     own, original = ([row["nats"][at] for row in result["text"]["rows"]] for at in (0, 1))
     assert own != original == [row["nats"][1] for row in plain["text"]["rows"]]
-    assert result["models"][0]["name"].endswith("model in int8")
+    assert result["models"][0]["name"].endswith("model, quantization=int8")
+    assert [model["kv_cache_dtype"] for model in result["models"]] == ["bfloat16", "float32"]
     assert "same likeliest token" in capsys.readouterr().out
+
+
+def test_weights_and_kv_in_bfloat16_are_those_of_the_model_asked_about(folder: Path) -> None:
+    against = ["--against", str(folder / "model"), *parts(folder, "text")]
+    lost = []
+    for numbers in (["--kv-cache-dtype", "bfloat16"], ["--dtype", "bfloat16"]):
+        result = run(folder, *against, *numbers)
+        assert result["models"][0]["kv_cache_dtype"] == "bfloat16"
+        lost.append(result["text"]["kl"]["value"])
+    assert 0 < lost[0] < lost[1] < 0.1
 
 
 def test_a_model_has_lost_nothing_against_itself(folder: Path) -> None:

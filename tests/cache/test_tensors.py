@@ -58,18 +58,6 @@ def test_keys_and_values_of_a_layer_are_views() -> None:
     assert kv.data.sum() == 8 * 1.0 + 8 * 2.0
 
 
-def test_host_arrays_share_the_memory_of_keys_and_values() -> None:
-    kv = make_kv()
-    arrays = kv.host_arrays()
-    assert kv.host_arrays() is arrays
-    kv.write(2, torch.tensor([5]), *random_tokens(1))
-    for layer, (keys, values) in enumerate(arrays):
-        assert torch.equal(torch.from_numpy(keys), kv.data[layer, 0])
-        assert torch.equal(torch.from_numpy(values), kv.data[layer, 1])
-    arrays[0][1][7] = 3.0
-    assert kv.data[0, 1, 7].eq(3.0).all()
-
-
 def test_unwritten_kv_is_zero_since_tiles_read_it_with_weight_zero() -> None:
     assert not make_kv().data.any()
 
@@ -77,7 +65,6 @@ def test_unwritten_kv_is_zero_since_tiles_read_it_with_weight_zero() -> None:
 def test_released_kv_memory_is_held_by_nothing() -> None:
     kv = make_kv()
     memory = weakref.ref(kv.data)
-    kv.host_arrays()  # made on first use, and kept
     kv.release()
     gc.collect()
     assert memory() is None

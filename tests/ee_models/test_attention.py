@@ -106,6 +106,16 @@ class Pass:
             torch.cat([row.queries[row.context_len - row.q_len : row.context_len] for row in rows]), kv, view
         )
 
+    def in_bfloat16(self) -> tuple[Pass, Pass]:
+        """The pass over KV rounded to bfloat16: kept in that, and in float32."""
+        passes = []
+        for dtype in (torch.bfloat16, torch.float32):
+            shape = self.kv.num_layers, self.kv.num_blocks, self.kv.block_size, *self.kv.data.shape[3:]
+            kv = PagedKV(*shape, dtype, CPU)
+            kv.data.copy_(self.kv.data.bfloat16())
+            passes.append(Pass(self.queries, kv, self.view))
+        return passes[0], passes[1]
+
     def attend(self, backend: AttentionBackend) -> Tensor:
         return backend.attend(self.queries, self.kv, LAYER, backend.prepare(self.view, self.kv))
 
@@ -183,6 +193,25 @@ def test_backends_agree_for_long_queries_and_whole_prompts(
     q_len: int, context_len: int, threads: None
 ) -> None:
     check_backends([Row.random(context_len, q_len, (4, 2, 16)), Row.random(q_len, q_len, (4, 2, 16))])
+
+
+@pytest.mark.parametrize("heads", INVARIANT_HEADS)
+def test_kv_in_bfloat16_gives_the_bits_of_its_numbers_in_float32(
+    heads: tuple[int, int, int], threads: None
+) -> None:
+    rows = [Row.random(context_len, q_len, heads) for context_len, q_len in ((130, 1), (65, 20), (9, 9))]
+    small, whole = Pass.of(rows).in_bfloat16()
+    for backend in (NumbaAttention(), SdpaAttention()):
+        found = small.attend(backend)
+        assert torch.equal(found, whole.attend(backend))
+        assert not torch.equal(found, Pass.of(rows).attend(backend))
+
+
+def test_kv_that_numba_cannot_read_is_refused() -> None:
+    batch = Pass.of([Row.random(9, 9, (4, 2, 16))])
+    kv = PagedKV(LAYER + 1, batch.kv.num_blocks, 16, 2, 16, torch.float16, CPU)
+    with pytest.raises(ValueError, match=r"in float32 or bfloat16, not torch\.float16; use another kv_cache"):
+        Pass(batch.queries, kv, batch.view).attend(NumbaAttention())
 
 
 @pytest.mark.parametrize("q_lens", [[1, 4, 2], [0, 3, 0], [5, 0, 0, 1], [0, 0, 2], [17, 0, 1, 33]])

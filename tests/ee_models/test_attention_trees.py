@@ -214,6 +214,11 @@ def test_a_node_sees_its_ancestors_and_itself_and_nothing_else_of_the_tree(
         batch.kv.data[LAYER, :, slot] = old
 
 
+def test_trees_over_kv_in_bfloat16_give_the_bits_of_its_numbers_in_float32() -> None:
+    small, whole = tree_pass(random_forest(3)).in_bfloat16()
+    assert torch.equal(small.attend(NumbaAttention()), whole.attend(NumbaAttention()))
+
+
 @pytest.mark.parametrize("name", ["numba", "sdpa"])
 def test_what_stands_in_a_path_past_the_tokens_own_position_is_not_read(name: str) -> None:
     backend, trees = select_backend(name, CPU, torch.float32), random_forest(3)

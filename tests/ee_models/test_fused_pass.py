@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def run(decoder: Decoder, layers: list[LayerWeights], fused: bool) -> list[Tenso
     """Hidden states after each pass over `layers`, and the KV at the end."""
     config, before = decoder.config, decoder._fused
     kv = PagedKV(
-        len(layers), TABLES.numel(), BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32, CPU
+        len(layers), TABLES.numel(), BLOCK_SIZE, config.num_kv_heads, config.head_dim, decoder.kv_dtype, CPU
     )
     decoder._fused, found = (before if fused else None), []
     assert not fused or before is not None
@@ -62,13 +63,22 @@ def run(decoder: Decoder, layers: list[LayerWeights], fused: bool) -> list[Tenso
     return [*found, kv.data]
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+# Products in float32, in float32 over weights of bfloat16, and in int8, with KV in bfloat16 or not.
+NUMBERS: list[dict[str, Any]] = [
+    {},
+    {"weights_dtype": torch.bfloat16, "kv_dtype": torch.bfloat16},
+    {"quantization": "int8"},
+    {"quantization": "int8", "kv_dtype": torch.bfloat16},
+]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_are_those_of_single_operations(
     family: str,
     num_threads: int,
-    quantization: Quantization | None,
+    numbers: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -76,7 +86,7 @@ def test_bits_are_those_of_single_operations(
     tiny_checkpoint(tmp_path / "model", family, num_layers=3)
     with threads(num_threads):
         checkpoint = open_checkpoint(tmp_path / "model")
-        decoder = Decoder.load(checkpoint, torch.float32, CPU, quantization=quantization)
+        decoder = Decoder.load(checkpoint, torch.float32, CPU, **numbers)
         layers = decoder._layers
         # As the blocks of exits are, too: without attention, or without MLP, wherever it stands.
         halves = [replace(layers[0], attention=None), replace(layers[1], mlp=None), layers[2]]

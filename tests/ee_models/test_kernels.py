@@ -16,11 +16,14 @@ from cache.view import BatchView
 from ee_models.kernels import select_kernels
 from ee_models.kernels.cpu import NumbaKernels
 from ee_models.kernels.numba_math import exp32
+from ee_models.kernels.numba_vectors import copy_numbers
 from ee_models.kernels.reference import ReferenceKernels
 
 CPU = torch.device("cpu")
 EPS = 1e-5
 NUMBA, REFERENCE = NumbaKernels(), ReferenceKernels()
+KV_DTYPES = torch.float32, torch.bfloat16
+copy = njit(lambda source, count, target, size: copy_numbers(source, count, target, size))
 # Token counts and sizes around vector lengths and their remainders.
 TOKENS_AND_SIZES = [(1, 1), (1, 48), (3, 7), (1, 576), (5, 130), (16, 576), (66, 577), (2, 4096)]
 HEADS = [(4, 2, 8), (9, 3, 64), (6, 6, 10), (3, 1, 128), (2, 1, 2)]
@@ -56,10 +59,13 @@ class Rope:
         self.slots[torch.randperm(num_tokens, generator=generator)[:num_padding]] = -1
 
     def run(
-        self, kernels: NumbaKernels | ReferenceKernels, tokens: slice = slice(None)
+        self,
+        kernels: NumbaKernels | ReferenceKernels,
+        tokens: slice = slice(None),
+        dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Tensor]:
-        """Of these tokens: queries, and the whole KV afterwards."""
-        kv = PagedKV(*self.kv_shape, torch.float32, CPU)
+        """Of these tokens: queries, and the whole KV afterwards, which is kept in `dtype`."""
+        kv = PagedKV(*self.kv_shape, dtype, CPU)
         kv.data.copy_(self.initial)
         positions, slots = self.positions[tokens], self.slots[tokens]
         view = BatchView(
@@ -115,6 +121,38 @@ def test_rope_and_store_equals_the_reference(
     assert torch.equal(
         data[1, 1][case.slots[case.slots >= 0]], expected_data[1, 1][case.slots[case.slots >= 0]]
     ), "values are copied, not computed"
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_kv_in_bfloat16_is_that_in_float32_rounded(heads: tuple[int, int, int]) -> None:
+    case = Rope(40, heads, with_norms=True, num_padding=3)
+    (queries, data), (small_queries, small) = (case.run(NUMBA, dtype=dtype) for dtype in KV_DTYPES)
+    assert torch.equal(small, data.bfloat16()) and torch.equal(small_queries, queries)
+    assert not torch.equal(small.float(), data)
+
+
+def test_a_token_without_a_slot_writes_nothing_not_even_beside_the_slots() -> None:
+    case = Rope(7, HEADS[0], with_norms=False, num_padding=7)
+    kv = PagedKV(*case.kv_shape, torch.float32, CPU)
+    kv._storage.fill_(9.0)
+    slots, counts = case.slots, torch.tensor([0, 7])
+    view = BatchView(case.positions, slots, torch.zeros(1, 1, dtype=torch.int64), counts, 7, 200)
+    NUMBA.rope_and_store(case.qkv.clone(), case.cos_sin, None, EPS, kv, 1, view)
+    assert (kv._storage == 9.0).all()
+
+
+def test_bfloat16_rounds_as_torch_does() -> None:
+    halfway = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF], dtype=torch.int32)
+    others = torch.tensor([0.0, -0.0, 1e-40, -1e-45, 65504.0, torch.inf, -torch.inf, 3.4e38])
+    numbers = torch.cat((halfway.view(torch.float32), others, randn(100)))
+    for count in (1, 5, 16, 17, len(numbers)):
+        found = torch.zeros(len(numbers) + 1, dtype=torch.bfloat16)
+        copy(numbers.data_ptr(), count, found.data_ptr(), 2)
+        assert torch.equal(found[:count].view(torch.int16), numbers[:count].bfloat16().view(torch.int16))
+        assert not found[count:].any(), "what lies after the last was written"
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    copy(nans.data_ptr(), 3, found.data_ptr(), 2)
+    assert found[:3].isnan().all()
 
 
 @pytest.mark.parametrize(("num_tokens", "size"), TOKENS_AND_SIZES)

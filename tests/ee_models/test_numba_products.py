@@ -34,17 +34,19 @@ class Products:
         transpose, score, add_weighted, weigh = (
             getattr(module, name) for name in ("transpose", "score", "add_weighted", "weigh")
         )
-        self._transpose = njit(lambda keys, slots, num_dims, out: transpose(keys, slots, num_dims, out))
+        self._transpose = njit(lambda keys, size, slots, dims, out: transpose(keys, size, slots, dims, out))
         self._score = njit(lambda num, queries, keys, dims, out: score(num, queries, keys, dims, out))
         self._add = njit(
-            lambda num, x, values, at, count, by, out: add_weighted(num, x, values, at, count, by, out)
+            lambda num, x, values, size, at, count, by, out: add_weighted(
+                num, x, values, size, at, count, by, out
+            )
         )
         self._weigh = njit(lambda scores, count, at: weigh(scores, count, at, at + 4, at + 8))
 
     def transposed(self, keys: Any, slots: Any) -> Any:
         """[dims, width] of as many slots."""
         out = np.zeros((keys.shape[1], self.width), np.float32)
-        self._transpose(rows(keys), slots.ctypes.data, keys.shape[1], rows(out))
+        self._transpose(rows(keys), keys.itemsize, slots.ctypes.data, keys.shape[1], rows(out))
         return out
 
     def scores(self, queries: Any, keys: Any) -> Any:
@@ -56,7 +58,7 @@ class Products:
     def sums(self, weights: Any, values: Any, slots: Any, factors: Any, before: Any) -> Any:
         out = before.copy()
         at, by = slots.ctypes.data, factors.ctypes.data
-        self._add(len(weights), rows(weights), rows(values), at, len(slots), by, rows(out))
+        self._add(len(weights), rows(weights), rows(values), values.itemsize, at, len(slots), by, rows(out))
         return out
 
     def weights(self, scores: Any, count: int, peak: float, total: float) -> tuple[Any, Any]:
@@ -74,6 +76,23 @@ def normal(*shape: int, seed: int = 0) -> Any:
 def test_transposed_keys_are_keys(products: Products, num_dims: int) -> None:
     keys, slots = normal(50, num_dims), np.random.default_rng(2).permutation(50)[: products.width]
     assert (products.transposed(keys, slots) == keys[slots].T).all()
+
+
+@pytest.mark.parametrize("num_dims", [1, 16, 34, 64])
+def test_keys_and_values_in_bfloat16_are_the_numbers_that_they_stand_for(
+    products: Products, num_dims: int
+) -> None:
+    upper = np.random.default_rng(0).integers(0, 1 << 16, (70, num_dims), np.uint16)
+    upper[(upper & 0x7F80) == 0x7F80] = 0x3F80  # no NaN: they have no order and no equals
+    whole, slots = (upper.astype(np.uint32) << 16).view(np.float32), np.random.default_rng(1).permutation(70)
+    found = [products.transposed(keys, slots[: products.width]) for keys in (upper, whole)]
+    assert (found[0] == found[1]).all() and (found[0] == whole[slots[: products.width]].T).all()
+    halves = np.random.default_rng(0).integers(0x3C00, 0x4100, (70, products.columns), np.uint16)
+    values = (halves.astype(np.uint32) << 16).view(np.float32)
+    for num in (1, products.most_queries):
+        weights, before, factors = normal(num, 64), normal(num, products.columns), np.ones(num, np.float32)
+        sums = [products.sums(weights, each, slots[:64], factors, before) for each in (halves, values)]
+        assert (sums[0] == sums[1]).all()
 
 
 @pytest.mark.parametrize("num_dims", [1, 16, 34, 128])

@@ -43,6 +43,28 @@ def test_products_are_float64s_and_a_rows_bits_its_own(modules: list[ModuleType]
                 assert torch.equal(layer(x[40 - rows :]), layer_out[40 - rows :])
 
 
+def test_a_weight_of_bfloat16s_numbers_lies_in_half_the_bytes_and_gives_the_same_bits(
+    modules: list[ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gemm, panel_linear = modules
+    for num_outputs, num_inputs in ((3 * 32, 48), (33, 5), (1, 1)):
+        weight, bias, x = randn(num_outputs, num_inputs).bfloat16().float(), randn(num_outputs), randn(40, 99)
+        x = x[:, :num_inputs].contiguous()
+        small = panel_linear.PanelLinear(weight, bias, KernelThreads())
+        with monkeypatch.context() as patch:
+            patch.setattr(gemm, "_fits_bfloat16", lambda _: False)
+            whole = panel_linear.PanelLinear(weight, bias, KernelThreads())
+        assert small.panels.dtype == torch.bfloat16 and whole.panels.dtype == torch.float32
+        assert whole.num_bytes - small.num_bytes == 2 * weight.numel()
+        assert torch.equal(small(x), whole(x))
+
+
+def test_a_weight_that_bfloat16_would_round_stays_as_it_is(modules: list[ModuleType]) -> None:
+    weight = randn(40, 7).bfloat16().float()
+    weight[39, 6] = 1 + 2**-8
+    assert modules[1].PanelLinear(weight, None, KernelThreads()).panels.dtype == torch.float32
+
+
 def test_nothing_is_written_beside_the_outputs(modules: list[ModuleType]) -> None:
     panel_linear = modules[1]
     layer = panel_linear.PanelLinear(randn(33, 7), None, KernelThreads())

@@ -40,7 +40,7 @@ class ScriptedDecoder:
 
     def __init__(self, script: Script, num_layers: int = 9, vocab_size: int = 50) -> None:
         self.config = tiny_config(num_layers, vocab_size)
-        self.dtype, self.device = torch.float32, torch.device("cpu")
+        self.dtype, self.kv_dtype, self.device = torch.float32, torch.float32, torch.device("cpu")
         self._script = script
         self.max_positions = self.config.max_position_embeddings
         self.computed: list[tuple[int, int, int]] = []  # (layer, slot, token) in order of computation

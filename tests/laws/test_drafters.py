@@ -264,6 +264,7 @@ class SecondBest:
             decoder.device,
             decoder.max_positions,
         )
+        self.kv_dtype = decoder.kv_dtype
         self.embed, self.run_layers, self._decoder = decoder.embed, decoder.run_layers, decoder
 
     def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ KINDS = [
     ("qwen3", 1, None),
     ("wide", 2, "int8"),
     ("qwen3", 1, "int8"),
+    ("wide", 2, "bfloat16"),
+    ("qwen3", 1, "bfloat16"),
 ]
 
 
@@ -35,7 +38,7 @@ KINDS = [
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
     """A family, the number of threads, and what products are in. `wide` has a down projection of 1,536
     inputs: some libraries sum single rows of those in another order."""
-    family, num_threads, quantization = request.param
+    family, num_threads, numbers = request.param
     path = tmp_path_factory.mktemp(family) / "model"
     if family == "wide":
         tiny_checkpoint(path, "llama", num_layers=2, hidden=64, intermediate_size=1536)
@@ -43,7 +46,12 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         tiny_checkpoint(path, family, num_layers=3)
     with threads(num_threads):
         checkpoint = open_checkpoint(path)
-        yield Decoder.load(checkpoint, torch.float32, torch.device("cpu"), quantization=quantization)
+        options: dict[str, Any] = {}
+        if numbers == "int8":
+            options = {"quantization": "int8", "kv_dtype": torch.bfloat16}
+        elif numbers == "bfloat16":
+            options = {"weights_dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
+        yield Decoder.load(checkpoint, torch.float32, torch.device("cpu"), **options)
 
 
 class Runner:
@@ -63,7 +71,7 @@ class Runner:
             block_size,
             config.num_kv_heads,
             config.head_dim,
-            torch.float32,
+            decoder.kv_dtype,
             torch.device("cpu"),
         )
 

@@ -51,7 +51,7 @@ class CountingDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.config, self.dtype, self.device = decoder.config, decoder.dtype, decoder.device
-        self.max_positions = decoder.max_positions
+        self.max_positions, self.kv_dtype = decoder.max_positions, decoder.kv_dtype
         self.runs: Counter[tuple[int, int, int]] = Counter()
         self.layer_positions = 0
         self.forget = False

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 
 from ee_models.errors import CheckpointError
+from ee_models.kernels import runs_numba
+from ee_models.panel_linear import PanelLinear
 from hispec import LLM, ConfigError
+from hispec.config import EngineConfig
 from hispec.loading.known_models import ModelNotFetchedError, nearest_known
-from hispec.loading.target_model import open_model
+from hispec.loading.target_model import load_decoder, open_model
+from tests.helpers.tiny import tiny_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +59,61 @@ def test_another_spelling_gets_the_known_name(name: str) -> None:
 
 def test_a_name_like_no_other_gets_no_guess() -> None:
     assert [nearest_known(name) for name in ("gpt2", "llama", "mistralai/Mistral-7B-v0.1")] == ["", "", ""]
+
+
+CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
+DTYPES: tuple[Literal["float32", "bfloat16"], ...] = "float32", "bfloat16"
+
+
+def dtypes(path: Path, **settings: Any) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """What is computed in, what weights are rounded to, what KV is kept in."""
+    decoder = load_decoder(open_model(path), EngineConfig(**settings), CPU, 64)
+    return decoder.dtype, decoder.weights_dtype, decoder.kv_dtype
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (F32, F32, F32)),
+        ({"dtype": "float32"}, (F32, F32, F32)),
+        ({"dtype": "bfloat16"}, (F32, BF16, BF16)),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "float32"}, (F32, BF16, F32)),
+        ({"kv_cache_dtype": "bfloat16"}, (F32, F32, BF16)),
+        ({"quantization": "int8"}, (F32, F32, BF16)),
+        ({"quantization": "int8", "kv_cache_dtype": "float32"}, (F32, F32, F32)),
+        ({"quantization": "int8", "dtype": "bfloat16"}, (F32, BF16, BF16)),
+    ],
+    ids=str,
+)
+def test_a_cpu_computes_in_float32_over_what_is_asked_for(
+    settings: dict[str, Any], expected: tuple[torch.dtype, ...], tmp_path: Path
+) -> None:
+    assert dtypes(tiny_checkpoint(tmp_path / "model", num_layers=2), **settings) == expected
+
+
+def test_weights_are_rounded_to_the_dtype_that_they_are_held_in(tmp_path: Path) -> None:
+    checkpoint = open_model(tiny_checkpoint(tmp_path / "model", num_layers=2))
+    whole, small = (load_decoder(checkpoint, EngineConfig(dtype=each), CPU, 64) for each in DTYPES)
+    assert torch.equal(small.embedding, whole.embedding.bfloat16().float())
+    assert not torch.equal(small.embedding, whole.embedding)
+    assert isinstance(small.head, PanelLinear) and small.head.panels.dtype == BF16
+    assert small.row_invariant and small.num_bytes < 0.75 * whole.num_bytes
+
+
+def test_without_numba_a_cpu_computes_in_the_dtype_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_checkpoint(tmp_path / "model", num_layers=2)
+    for module in ("hispec.loading.target_model", "ee_models.linear_factory"):
+        monkeypatch.setattr(f"{module}.runs_numba", lambda _: False)
+    assert runs_numba(CPU)
+    assert dtypes(path, dtype="bfloat16") == (BF16, BF16, BF16)
+    with pytest.raises(
+        ConfigError, match=r"^engine\.kv_cache_dtype='bfloat16' with weights in float32 on cpu: "
+    ):
+        dtypes(path, kv_cache_dtype="bfloat16")
+
+
+def test_a_kv_cache_dtype_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype"):
+        LLM("smollm2", kv_cache_dtype="int8")
