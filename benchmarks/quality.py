@@ -31,6 +31,7 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
+from benchmarks.arguments import at_least_one
 from benchmarks.quality_figures import gsm8k_figures, prompts_figures, text_figures
 from benchmarks.quality_inputs import Models, examples_of, prompts_of, questions_of
 from benchmarks.quality_scores import answers_of, score
@@ -102,12 +103,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         scores = score(decoders, read, options.batch_size, "answers of the original")
         result["prompts"] = {"file": options.prompts.name} | prompts_figures(prompts, read, scores)
     return result
-
-
-def at_least_one(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
