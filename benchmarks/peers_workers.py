@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.peers_engines import ENGINES, EngineError, Setup, TokenIds
+from benchmarks.peers_engines import ENGINES, Engine, EngineError, Setup, TokenIds
 from hispec.utils.environment import peak_memory_bytes
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -32,11 +33,11 @@ def _peak_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
-def _serve(pipe: Connection, name: str, setup: Setup, batch_size: int) -> None:
+def _serve(pipe: Connection, engine: Engine, setup: Setup, batch_size: int) -> None:
     """Opens the engine, decodes one batch to warm up, and then what prompts it is told to. What it
     sends after each of these is a Run, or the text of an error."""
     try:
-        generate = ENGINES[name].open(setup, batch_size)
+        generate = engine.open(setup, batch_size)
         generate(setup.prompts[:batch_size])
         pipe.send(None)
         while True:
@@ -56,7 +57,8 @@ class Worker:
     def __init__(self, name: str, setup: Setup, batch_size: int) -> None:
         self.name, self.max_tokens = name, setup.max_tokens
         self._pipe, other_end = SPAWN.Pipe()
-        self._process = SPAWN.Process(target=_serve, args=(other_end, name, setup, batch_size), daemon=True)
+        arguments = other_end, ENGINES[name], setup, batch_size
+        self._process = SPAWN.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         other_end.close()
         self._receive()
@@ -64,7 +66,8 @@ class Worker:
     def run(self, part: int, num_parts: int) -> Run:
         """Decodes prompts `part`, `part` + num_parts, ... Raises EngineError, also for an output that isn't
         as long as was asked for."""
-        self._pipe.send((part, num_parts))
+        with suppress(OSError):  # its process has died; what it left is found out below
+            self._pipe.send((part, num_parts))
         run = self._receive()
         if wrong := [len(output) for output in run.outputs if len(output) != self.max_tokens]:
             raise EngineError(
@@ -82,7 +85,7 @@ class Worker:
     def _receive(self) -> Any:
         try:
             message = self._pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self._process.join()
             raise EngineError(
                 f"{self.name}: its process ended with exit code {self._process.exitcode}"

@@ -32,6 +32,7 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
+from benchmarks.arguments import at_least_one
 from benchmarks.quality_figures import gsm8k_figures, prompts_figures, text_figures
 from benchmarks.quality_inputs import Models, examples_of, prompts_of, questions_of
 from benchmarks.quality_scores import answers_of, score
@@ -112,12 +113,6 @@ def _numbers(options: argparse.Namespace) -> dict[str, str]:
     """What MODEL is held in, as far as it was given."""
     given = {name: getattr(options, name) for name in ("quantization", "dtype", "kv_cache_dtype")}
     return {name: value for name, value in given.items() if value is not None}
-
-
-def at_least_one(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -210,9 +210,9 @@ class Stages:
             hidden = self.resume(over.resume, span)
         else:
             hidden = self._decoder.embed(_token_ids(batch, span, over))
-        hidden = self.run(hidden, over.lo, over.hi, batch, span)
+        hidden = self._run_layers(hidden, over.lo, over.hi, batch, span)
         if over.leave is not None:
-            self.leave(over.leave, span, hidden)
+            self._leave(over.leave, span, hidden)
         return hidden
 
     def _program(self, over: Pass, reads: bool, batch: RoundBatch, span: Span) -> PassProgram | None:
@@ -247,7 +247,7 @@ class Stages:
     def _run_program(self, program: PassProgram, batch: RoundBatch, span: Span, over: Pass) -> Output:
         decoder, hidden, target = self._decoder, self._hidden, None
         assert isinstance(decoder, Decoder) and decoder.passes is not None
-        self.count(over.lo, over.hi, span.num_tokens)
+        self._count(over.lo, over.hi, span.num_tokens)
         if over.lo:
             assert hidden is not None
             source = Rows(hidden.rows(over.resume), span.flat)
@@ -261,7 +261,7 @@ class Stages:
             program, source, self._kv, span.view, target, wants_best, over.asks_probability
         )
 
-    def run(self, hidden: Tensor, lo: int, hi: int, batch: RoundBatch, span: Span) -> Tensor:
+    def _run_layers(self, hidden: Tensor, lo: int, hi: int, batch: RoundBatch, span: Span) -> Tensor:
         """Runs layers [lo, hi) over hidden [tokens, hidden] of the span; writes their KV, and that of the
         exits between lo and hi. Watched exits between them note what they would have chosen."""
         watched = () if batch.watch is None else batch.watch.layers
@@ -276,11 +276,11 @@ class Stages:
 
         return self._through(hidden, lo, hi, span.view, {*self._written, *watched}, pass_by)
 
-    def count(self, lo: int, hi: int, num_tokens: int) -> None:
+    def _count(self, lo: int, hi: int, num_tokens: int) -> None:
         self.counts.layer_passes += hi - lo
         self.counts.layer_positions += (hi - lo) * num_tokens
 
-    def leave(self, tier: Tier, span: Span, hidden: Tensor) -> None:
+    def _leave(self, tier: Tier, span: Span, hidden: Tensor) -> None:
         """Stores hidden [tokens, hidden] for the tier that resumes from it."""
         assert self._hidden is not None
         self._hidden.write(tier, span.flat, hidden)
@@ -330,7 +330,7 @@ class Stages:
         """Runs layers [lo, hi), and calls pass_by(hidden, layer) after those of `stops` that lie between;
         None writes the KV of the exits there."""
         for stop in sorted({layer for layer in stops if lo < layer < hi} | {hi}):
-            self.count(lo, stop, view.num_tokens)
+            self._count(lo, stop, view.num_tokens)
             hidden = self._decoder.run_layers(hidden, lo, stop, self._kv, view)
             if stop < hi:
                 pass_by(hidden, stop) if pass_by else self.fill(hidden, stop, view)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from ee_models.checkpoint.exit_files import ExitsFile
 from ee_models.checkpoint.loader import Checkpoint
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
+from ee_models.pass_steps import Kind, PassStep
 from hispec.config import Plan
 from hispec.decoding.stages import Stages
 from hispec.engine import Engine
@@ -244,6 +246,46 @@ def test_missing_kv_lowers_acceptance_and_changes_no_output(
     monkeypatch.setattr(Stages, "_make_program", lambda *_: None)  # which fills exits without asking them
     engine = engine_of("right", Plan(3, None, 2, 1))
     assert run(engine, PROMPTS) == expected
+    with pytest.raises(AssertionError, match="what is always right"):
+        assert_always_accepted(engine)
+
+
+def leave_out(*kinds: Kind) -> Callable[[list[PassStep]], list[PassStep]]:
+    return lambda steps: [step for step in steps if step.kind not in kinds]
+
+
+def a_layer_off(steps: list[PassStep]) -> list[PassStep]:
+    return [replace(step, kv_layer=step.kv_layer - 1) if step.layer else step for step in steps]
+
+
+# Which steps of a pass in one call are wrong, what is made of them, and whether the output shows it.
+WRONG_STEPS: dict[str, tuple[str, Callable[[list[PassStep]], list[PassStep]], bool]] = {
+    "nothing is filled": ("fill_steps", lambda steps: [], False),
+    "the last block is not filled": ("fill_steps", leave_out(Kind.FILL), False),
+    "filled a layer of KV off": ("fill_steps", a_layer_off, False),
+    "filled from what the last block alone makes": ("fill_steps", leave_out(Kind.LAYER), False),
+    "what fills goes into the trunk": ("fill_steps", leave_out(Kind.BRANCH, Kind.BACK), True),
+    "read without its blocks": ("logit_steps", leave_out(Kind.LAYER), False),
+    "read a layer of KV off": ("logit_steps", a_layer_off, False),
+    "what is read goes into the trunk": ("logit_steps", leave_out(Kind.BRANCH), True),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_STEPS)
+def test_wrong_steps_lower_acceptance_or_change_the_output(
+    engine_of: Make,
+    tiny_decoder: Decoder,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    """The tests above can fail where a pass is one call, too."""
+    assert tiny_decoder.passes is not None
+    method, wrong, is_seen = WRONG_STEPS[fault]
+    steps = getattr(AdapterExit, method)
+    monkeypatch.setattr(AdapterExit, method, lambda self, kv_layer: wrong(steps(self, kv_layer)))
+    engine = engine_of("right", Plan(3, None, 2, 1))
+    assert (run(engine, PROMPTS) != expected) == is_seen
     with pytest.raises(AssertionError, match="what is always right"):
         assert_always_accepted(engine)
 
