@@ -193,7 +193,7 @@ class FusedPasses:
         positions, slots, tables = view.positions.contiguous(), view.slots.contiguous(), view.block_tables
         tables, cu_q_lens = tables.contiguous(), view.cu_q_lens.contiguous()
         (num_rows, num_blocks), num_tokens = tables.shape, call.num_tokens
-        assert len(cu_q_lens) == num_rows + 1, (len(cu_q_lens), num_rows)
+        assert cu_q_lens.shape[0] == num_rows + 1, (cu_q_lens.shape, num_rows)
         call.tokens_per_unit = self.attention.tokens_per_unit(num_tokens, self._num_kv_heads)
         num_units = most_units(num_tokens, num_rows, call.tokens_per_unit)
         # The next unit of each layer's attention, path starts, units.
@@ -229,7 +229,7 @@ class FusedPasses:
         """Memory for a pass. That of short ones is kept between them, since new memory costs a pass of few
         tokens as much as all of its norms; while one runs it is not there, so that another thread's pass
         makes its own."""
-        total = program.num_numbers * len(hidden) + 16 * len(program.sizes)
+        total = program.num_numbers * hidden.shape[0] + 16 * len(program.sizes)
         scratch, self._scratch = self._scratch, None
         return hidden.new_empty(total) if scratch is None or scratch.numel() < total else scratch
 
@@ -238,8 +238,8 @@ def _addresses(rows: Rows) -> tuple[int, int]:
     # What follows goes by address: nothing else would notice.
     assert rows.matrix.is_contiguous() and rows.matrix.dtype == torch.float32
     assert rows.index.is_contiguous() and rows.index.dtype == torch.int64
-    index = rows.index.numpy()
-    assert index.size == 0 or (index.min() >= 0 and index.max() < len(rows.matrix)), index
+    num_rows = rows.matrix.shape[0]
+    assert all(0 <= place < num_rows for place in rows.index.tolist()), rows.index
     return rows.matrix.data_ptr(), rows.index.data_ptr()
 
 

@@ -70,9 +70,9 @@ class Round:
     def run(self) -> RoundResult:
         """The whole round: R cycles of a draft and a check, then one verify."""
         plan, batch = self.plan, self.batch
-        num_put = torch.zeros_like(batch.limits)  # [rows]: columns that hold x_n and tentative tokens
         if plan.is_plain:
-            return self.verify(Proposals(DraftTree.of(plan), num_put, num_put), batch.limits.clamp(max=1))
+            return self.decode()
+        num_put = torch.zeros_like(batch.limits)  # [rows]: columns that hold x_n and tentative tokens
         drafted = num_put.new_full((len(num_put), plan.num_checks), -1)
         kept, source = torch.zeros_like(drafted), torch.zeros_like(drafted)
         for cycle in range(plan.num_checks):
@@ -100,6 +100,20 @@ class Round:
         tentative = Proposals(DraftTree.chain(most), torch.zeros_like(num_put), num_put)
         result = self._run_stage("verify", self.verify, tentative, num_put)
         return replace(result, drafted=drafted, kept=kept, source=source)
+
+    def decode(self) -> RoundResult:
+        """Plain decoding: all layers over x_n of each row, and the token after it."""
+        batch, stages, tree = self.batch, self.stages, DraftTree.chain(0)
+        counts, first = batch.limits.clamp(max=1), torch.zeros_like(batch.limits)
+        nodes, live = tree.on(first.device).nodes, counts.bool().unsqueeze(-1)
+        span = stages.select(batch, tree, first, nodes, live)
+        logits = stages.compute(batch, span, Pass(0, stages.num_layers))
+        batch.tokens[:, 1:2] = span.spread(self.judge.choose(logits, batch, span)).view(-1, 1)
+        none = torch.full_like(live, -1, dtype=torch.int64)
+        wide = logits.wide() if batch.keeps_logits else None
+        return RoundResult(
+            batch.tokens, counts, none, none, none, first, first, wide, span, nodes=first.unsqueeze(-1)
+        )
 
     def draft(self, first: Tensor) -> Draft:
         """Up to K drafts of each row after column first [rows]: what the drafter proposes, cut to what the
@@ -157,14 +171,10 @@ class Round:
         span = stages.select(batch, tree, proposals.first, nodes, nodes < num_live.unsqueeze(-1))
         below = Tier.CHECK if has_check else Tier.DRAFT
         logits = stages.compute(batch, span, Pass(plan.top_layer, stages.num_layers, resume=below))
-        if plan.is_plain:
-            accepted = last = torch.zeros_like(num_live)
-            batch.tokens[:, 1:2] = span.spread(self.judge.choose(logits, batch, span)).view(-1, 1)
-        else:
-            verdict = self.judge.judge(None, logits, batch, span, proposals)
-            accepted, last = verdict.num_accepted, verdict.last
-            self._keep_path(proposals, verdict, stages.num_layers)
-            batch.put_tokens(accepted + 1, verdict.token, accepted < num_live)
+        verdict = self.judge.judge(None, logits, batch, span, proposals)
+        accepted = verdict.num_accepted
+        self._keep_path(proposals, verdict, stages.num_layers)
+        batch.put_tokens(accepted + 1, verdict.token, accepted < num_live)
         none = num_live.new_full((len(num_live), plan.num_checks), -1)
         return RoundResult(
             tokens=batch.tokens,
@@ -176,7 +186,7 @@ class Round:
             accepted=accepted,
             logits=logits.wide() if batch.keeps_logits else None,
             span=span,
-            nodes=shape.paths[last],
+            nodes=shape.paths[verdict.last],
         )
 
     def _run_stage(self, name: str, run: Callable[..., Any], proposals: Proposals, *inputs: Tensor) -> Any:

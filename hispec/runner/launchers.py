@@ -53,6 +53,7 @@ class Rows:
     context_len    positions that any row may reach
     keeps_logits   whether logits are read after the round
     watches        whether the predictions of exits that are not in use are recorded
+    most_places    places that any row may process
     """
 
     inputs: np.ndarray[Any, np.dtype[np.int64]]
@@ -60,6 +61,7 @@ class Rows:
     context_len: int
     keeps_logits: bool
     watches: bool = False
+    most_places: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class PackedLauncher:
             watch=_watch(runtime, plan, rows, num_rows, self._device),
         )
         result = _run_round(runtime, plan, batch)
-        packed = pack(result, batch.watch)
+        packed = pack(result, batch.watch, on_host=self._device.type == "cpu")
         return Flight(runtime, plan, rows, result, partial(unpack, packed, plan), batch.tokens)
 
     def launch_next(self, flight: Flight, context_len: int) -> Flight | None:

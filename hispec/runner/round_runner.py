@@ -93,8 +93,7 @@ class RoundRunner:
         assert all(request.is_ready for request in requests), "all but the last committed token are computed"
         self._load_sampler(running)
         rows = self._make_rows(choice, limits)
-        places = np.minimum(rows.inputs[Input.CAP], rows.inputs[Input.ROOM])
-        if runtime.drafter is not None and places.max() > 1:  # else no row may speculate
+        if runtime.drafter is not None and rows.most_places > 1:  # else no row may speculate
             try:
                 with guarded(runtime.drafter):
                     runtime.drafter.follow([(request.number, request.token_ids) for request in running])
@@ -277,16 +276,18 @@ class RoundRunner:
 
     def _make_rows(self, choice: Choice, limits: Mapping[int, int]) -> Rows:
         running, plan = self._scheduler.running, choice.plan
-        inputs = np.zeros((len(Input), len(running)), np.int64)
+        inputs, context_len, most_places = [], 0, 0
         for row, request in enumerate(running):
             start, room = len(request.token_ids) - 1, request.max_tokens - request.num_output
             cap = min(limits.get(row, 0), request.cap(choice.window(request.number)))
             drafts = choice.most_drafts.get(request.number, plan.num_draft_tokens)
-            inputs[:, row] = request.token_ids[-1], start, cap, room, drafts  # in the order of Input
-        context_len = int((inputs[Input.START] + np.minimum(inputs[Input.CAP], inputs[Input.ROOM])).max())
+            inputs.append((request.token_ids[-1], start, cap, room, drafts))  # in the order of Input
+            places = min(cap, room)
+            context_len, most_places = max(context_len, start + places), max(most_places, places)
         requests = tuple((row, running[row]) for row in sorted(limits))
         keeps_logits = any(request.params.logprobs is not None for _, request in requests)
-        return Rows(inputs, requests, context_len, keeps_logits, choice.watches)
+        of_inputs = np.array(inputs, np.int64).T
+        return Rows(of_inputs, requests, context_len, keeps_logits, choice.watches, most_places)
 
     def _load_sampler(self, running: Sequence[Request]) -> None:
         """Gives the sampler the parameters and tokens of each row, if other requests are in the rows now."""
