@@ -169,7 +169,7 @@ class Decoder:
             config.rms_norm_eps,
             config.num_heads,
             config.num_kv_heads,
-            is_int8=self.make_linear.quantization == "int8",
+            bits=self.make_linear.bits,
         )
 
     @property

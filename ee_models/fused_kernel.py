@@ -14,7 +14,7 @@ from numba import cfunc, njit, types
 from numba.np.numpy_support import carray, from_dtype
 
 from .attention.numba_pages import CALL, NO_PATH, attend_units, cut_units
-from .kernels import numba_gemm, numba_int8
+from .kernels import numba_gemm, numba_int
 from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
 from .kernels.numba_scan import scan_row
 from .kernels.threads import address_of, count_team, pointer, take, wait
@@ -45,7 +45,8 @@ class Call(ctypes.Structure):
     source, source_rows    where hidden states come from: row source_rows[t] is that of token t; 0 = they are
                            in `hidden`
     target, target_rows    where those after the last layer are left; 0 = nowhere but in `hidden`
-    terms, scales          of what a product in int8 reads; 0 = products are in float32
+    bits                   of weights in whole numbers, 8 or 4; 0 = products are in float32
+    terms, scales          of what a product in whole numbers reads; 0 = there is none
     best, sums             what is told of logits, as scan_row does, the token for its place; 0 = nothing
     cu_q_lens, tokens_per_unit   what attention's units are cut by
     is_chain               whether its tokens have no paths; then path_starts are written here
@@ -60,7 +61,7 @@ class Call(ctypes.Structure):
         *_addresses_and_sizes("cos_sin", "num_positions", "positions", "slots", "num_slots"),
         *_addresses_and_sizes("keys", "values", "bytes_per_kv_layer"),
         *_addresses_and_sizes("normed", "qkv", "q", "attended", "delta", "gate_up", "activated"),
-        *_addresses_and_sizes("terms", "scales", "logits", "best", "sums"),
+        *_addresses_and_sizes("bits", "terms", "scales", "logits", "best", "sums"),
         *_addresses_and_sizes("cu_q_lens", "tokens_per_unit", "is_chain"),
         ("eps", ctypes.c_double),
     ]
@@ -134,20 +135,20 @@ def _activate(c: Any, size: int, first: int, last: int) -> None:
 
 @_kernel
 def _split(c: Any, x: int, num_inputs: int, first: int, last: int) -> None:
-    """What a product in int8 reads of tokens first to last - 1 of x [tokens, in]."""
+    """What a product in whole numbers reads of tokens first to last - 1 of x [tokens, in]."""
     if c.terms != 0:
-        numba_int8.split_tokens(x, num_inputs, c.terms, c.scales, first, last)
+        numba_int.split_tokens(c.bits, x, num_inputs, c.terms, c.scales, first, last)
 
 
 @_kernel
 def _multiply(
     c: Any, x: int, inputs: int, panels: int, bias: int, out: int, outputs: int, share: int, shares: int
 ) -> None:
-    """out [tokens, outputs] = bias + x [tokens, inputs] . weight, of one share; in int8 of what x was split
-    into."""
+    """out [tokens, outputs] = bias + x [tokens, inputs] . weight, of one share; in whole numbers of what x
+    was split into."""
     n = c.num_tokens
     if c.terms != 0:
-        numba_int8.multiply(c.terms, c.scales, n, inputs, panels, out, outputs, share, shares)
+        numba_int.multiply(c.bits, c.terms, c.scales, n, inputs, panels, out, outputs, share, shares)
     else:
         numba_gemm.multiply(x, n, inputs, panels, bias, out, outputs, share, shares)
 

@@ -2,7 +2,7 @@
 nothing of Python stands between these.
 
 The steps are those of `Decoder` and of exits, by the same functions: products over panels, in float32 or
-int8, numba's kernels and its attention. So are their bits.
+whole numbers, numba's kernels and its attention. So are their bits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ from .attention import AttentionBackend
 from .attention.numba_pages import Call as AttentionCall
 from .attention.numba_pages import NumbaAttention, most_units
 from .fused_kernel import Call, Step, run_pass
-from .int8_linear import Int8Linear
-from .kernels import numba_int8
+from .int_linear import IntLinear
+from .kernels.numba_int import bytes_per_token
 from .kernels.threads import KernelThreads
 from .linear import Linear
 from .panel_linear import PanelLinear
@@ -55,8 +55,8 @@ class PassProgram:
 
 
 class FusedPasses:
-    """Runs passes of which all linears are PanelLinears, or with `is_int8` all Int8Linears, with numba's
-    attention."""
+    """Runs passes of which all linears are PanelLinears, or with `bits` all IntLinears of so many, with
+    numba's attention."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class FusedPasses:
         eps: float,
         num_heads: int,
         num_kv_heads: int,
-        is_int8: bool,
+        bits: Literal[8, 4] | None,
     ) -> None:
         assert isinstance(attention, NumbaAttention)
-        self.attention, self._threads, self._is_int8 = attention, threads, is_int8
+        self.attention, self._threads, self._bits = attention, threads, bits
         self._cos_sin, self._eps = cos_sin, eps
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
         self._of_layers: dict[tuple[int, ...], PassProgram] = {}
@@ -96,10 +96,11 @@ class FusedPasses:
             "gate_up": 2 * intermediate,
             "activated": intermediate,
         }
-        if self._is_int8:  # in numbers of four bytes, too
-            widest = numba_int8.pad_inputs(max(hidden_size, size_q, intermediate))
-            sizes |= {"terms": numba_int8.TERMS * widest // 4, "scales": 1}
+        if self._bits is not None:  # in numbers of four bytes, too
+            widest = max(hidden_size, size_q, intermediate)
+            sizes |= {"terms": bytes_per_token(self._bits, widest) // 4, "scales": 1}
         call = Call(
+            bits=self._bits or 0,
             steps=ctypes.addressof(table),
             num_steps=len(steps),
             hidden_size=hidden_size,
@@ -243,7 +244,7 @@ def _addresses(rows: Rows) -> tuple[int, int]:
     return rows.matrix.data_ptr(), rows.index.data_ptr()
 
 
-def _linears(step: PassStep) -> dict[str, PanelLinear | Int8Linear]:
+def _linears(step: PassStep) -> dict[str, PanelLinear | IntLinear]:
     linears: dict[str, Linear] = {}
     if step.layer is not None and step.layer.attention is not None:
         linears |= {"qkv": step.layer.attention.qkv, "output": step.layer.attention.output}
@@ -253,7 +254,7 @@ def _linears(step: PassStep) -> dict[str, PanelLinear | Int8Linear]:
         linears["head"] = step.head
     found = {}
     for name, linear in linears.items():
-        assert isinstance(linear, PanelLinear | Int8Linear)
+        assert isinstance(linear, PanelLinear | IntLinear)
         found[name] = linear
     return found
 

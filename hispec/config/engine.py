@@ -15,8 +15,8 @@ class EngineConfig(Settings):
     dtype                   "auto" = float32 on a CPU, the checkpoint's own on a GPU
     device                  "auto" = a GPU if there is one
     quantization            "int8" or "int4" weights, those of exits and draft models included; the
-                            output is that of the quantized model. None = as stored. All but int8 on a CPU
-                            need torchao
+                            output is that of the quantized model. None = as stored. On a GPU they need
+                            torchao
     max_num_seqs            requests that run together at most: rows of a round
     max_model_len           prompt + output of one request at most; None = the model's own limit
     block_size              positions per KV block

@@ -62,7 +62,7 @@ def run(decoder: Decoder, layers: list[LayerWeights], fused: bool) -> list[Tenso
     return [*found, kv.data]
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_are_those_of_single_operations(
@@ -116,7 +116,7 @@ def test_where_threads_cannot_wait_operations_run_one_by_one(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_exits_on_the_way_and_at_the_end_have_the_bits_of_single_operations(
     num_threads: int, quantization: Quantization | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,8 @@ KINDS = [
     ("qwen3", 1, None),
     ("wide", 2, "int8"),
     ("qwen3", 1, "int8"),
+    ("wide", 1, "int4"),
+    ("qwen3", 2, "int4"),
 ]
 
 

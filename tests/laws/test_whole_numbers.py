@@ -1,4 +1,5 @@
-"""Law 1 on a model whose products are in int8: its own plain decoding, token for token, whatever happens."""
+"""Law 1 on models whose products are in int8 or int4: their own plain decoding, token for token, whatever
+happens."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def decoder(tiny_path: Path) -> Decoder:
-    return Decoder.load(open_checkpoint(tiny_path), torch.float32, torch.device("cpu"), quantization="int8")
+@pytest.fixture(scope="module", params=["int8", "int4"])
+def decoder(request: pytest.FixtureRequest, tiny_path: Path) -> Decoder:
+    checkpoint = open_checkpoint(tiny_path)
+    return Decoder.load(checkpoint, torch.float32, torch.device("cpu"), quantization=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,9 @@ def alone(decoder: Decoder) -> list[list[int]]:
     return [run(make_engine(decoder), [each], own)[0] for each, own in zip(PROMPTS, PARAMS, strict=True)]
 
 
-def test_int8_is_a_model_of_its_own(decoder: Decoder, alone: list[list[int]], tiny_decoder: Decoder) -> None:
+def test_a_quantized_model_is_one_of_its_own(
+    decoder: Decoder, alone: list[list[int]], tiny_decoder: Decoder
+) -> None:
     assert decoder.row_invariant
     wide = [run(make_engine(tiny_decoder), [each], own)[0] for each, own in zip(PROMPTS, PARAMS, strict=True)]
     assert wide != alone, "or nothing was quantized"
