@@ -10,7 +10,7 @@ README = ROOT / "README.md"
 PACKAGES = ["hispec", "ee_models", "cache"]
 TRAIN = ["accelerate>=1.10", "peft>=0.17"]  # hispec train
 PLOTS = ["matplotlib>=3.9"]  # pictures of hispec profile, report and simulate
-QUANTIZE = ["torchao>=0.18"]  # engine.quantization, but int8 on a CPU
+QUANTIZE = ["torchao>=0.18"]  # engine.quantization on a GPU
 
 setup(
     name="hispec",

@@ -1,8 +1,8 @@
 """What early-exit training cost a model in quality, or any model beside the one that it was made of.
 
-    python benchmarks/quality.py MODEL [--quantization int8] [--dtype bfloat16] [--kv-cache-dtype float32]
-    [--against MODEL2] [--gsm8k FILE.jsonl] [--text FILE.jsonl] [--prompts FILE.jsonl] [--limit N]
-    [--batch-size 16] [--max-tokens 256] [--json FILE]
+    python benchmarks/quality.py MODEL [--quantization int8|int4] [--dtype bfloat16]
+    [--kv-cache-dtype float32] [--against MODEL2] [--gsm8k FILE.jsonl] [--text FILE.jsonl]
+    [--prompts FILE.jsonl] [--limit N] [--batch-size 16] [--max-tokens 256] [--json FILE]
 
 --gsm8k     rows of `question` and `answer`: each model answers the questions greedily, as chats, and its
             final number is compared with the reference's
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("model")
     parser.add_argument("--against", metavar="MODEL2", help="the original, or any model of the same tokens")
-    parser.add_argument("--quantization", choices=["int8"], help="of MODEL's weights")
+    parser.add_argument("--quantization", choices=["int8", "int4"], help="of MODEL's weights")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of MODEL's weights")
     parser.add_argument("--kv-cache-dtype", choices=["float32", "bfloat16"], help="of MODEL's KV")
     parser.add_argument("--gsm8k", type=Path, metavar="FILE")

@@ -147,7 +147,7 @@ class Decoder:
             layers.append(LayerWeights(attention_weights, mlp_weights))
             progress(index + 1, config.num_layers)
         embedding = read("model.embed_tokens.weight")
-        head = make_linear(embedding, None) if config.tie_word_embeddings else linear("lm_head")
+        head = make_linear.head(embedding if config.tie_word_embeddings else read("lm_head.weight"))
         return cls(
             config,
             embedding,
@@ -177,7 +177,6 @@ class Decoder:
             config.rms_norm_eps,
             config.num_heads,
             config.num_kv_heads,
-            is_int8=self.make_linear.quantization == "int8",
         )
 
     @property

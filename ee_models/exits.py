@@ -143,7 +143,7 @@ def _load(file: ExitsFile, info: ExitInfo, decoder: Decoder, checkpoint: Checkpo
         ids = tensors["vocabulary"].long()
         vocabulary = ids.to(decoder.device)
         weight = checkpoint.tensor(head_name(checkpoint))[ids]
-        head = decoder.make_linear(weight.to(device=decoder.device, dtype=decoder.dtype), None)
+        head = decoder.make_linear.head(weight.to(device=decoder.device, dtype=decoder.dtype))
     return AdapterExit(decoder, info.layer, blocks, read("norm"), head, vocabulary)
 
 

@@ -14,7 +14,7 @@ from numba import cfunc, njit, types
 from numba.np.numpy_support import carray, from_dtype
 
 from .attention.numba_pages import CALL, NO_PATH, attend_units, cut_units
-from .kernels import numba_gemm, numba_int8
+from .kernels import numba_gemm, numba_int
 from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
 from .kernels.numba_scan import scan_row
 from .kernels.threads import address_of, count_team, pointer, take, wait
@@ -30,10 +30,10 @@ def _addresses_and_sizes(*names: str) -> list[tuple[str, Any]]:
 class Step(ctypes.Structure):
     """A step of a pass and its weights, by address; 0 = it has none such. `norm`: the one before attention,
     or before the head; `num_inputs`: of `down`; `num_outputs`, `vocabulary`: of `head`; `.._size`: bytes of
-    a weight of a product in float32."""
+    a weight of a product in float32; `bits`: of weights in whole numbers, 8 or 4, 0 = they are float32's."""
 
     _fields_ = [
-        *_addresses_and_sizes("kind", "kv_layer", "norm", "q_norm", "k_norm", "mlp_norm"),
+        *_addresses_and_sizes("kind", "bits", "kv_layer", "norm", "q_norm", "k_norm", "mlp_norm"),
         *_addresses_and_sizes("num_inputs", "num_outputs", "vocabulary"),
         *_addresses_and_sizes(*LINEARS, *(f"{name}_bias" for name in LINEARS)),
         *_addresses_and_sizes(*(f"{name}_size" for name in LINEARS)),
@@ -47,7 +47,7 @@ class Call(ctypes.Structure):
     source, source_rows    where hidden states come from: row source_rows[t] is that of token t; 0 = they are
                            in `hidden`
     target, target_rows    where those after the last layer are left; 0 = nowhere but in `hidden`
-    terms, scales          of what a product in int8 reads; 0 = products are in float32
+    terms, scales          of what a product in whole numbers reads; 0 = there is none
     best, sums             what is told of logits, as scan_row does, the token for its place; 0 = nothing
     cu_q_lens, tokens_per_unit   what attention's units are cut by
     is_chain               whether its tokens have no paths; then path_starts are written here
@@ -136,107 +136,55 @@ def _activate(c: Any, size: int, first: int, last: int) -> None:
 
 
 @_kernel
-def _split(c: Any, x: int, num_inputs: int, first: int, last: int) -> None:
-    """What a product in int8 reads of tokens first to last - 1 of x [tokens, in]."""
-    if c.terms != 0:
-        numba_int8.split_tokens(x, num_inputs, c.terms, c.scales, first, last)
-
-
-@_kernel
-def _multiply(
-    c: Any,
-    x: int,
-    inputs: int,
-    panels: int,
-    size: int,
-    bias: int,
-    out: int,
-    outputs: int,
-    share: int,
-    shares: int,
-) -> None:
-    """out [tokens, outputs] = bias + x [tokens, inputs] . weight, of one share; in int8 of what x was split
-    into."""
-    n = c.num_tokens
-    if c.terms != 0:
-        numba_int8.multiply(c.terms, c.scales, n, inputs, panels, out, outputs, share, shares)
+def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outputs: int, part: Any) -> None:
+    """out [tokens, outputs] = bias + x [tokens, inputs] . weight (panels, size, bias), all together: begins
+    with this thread's tokens of x, and returns once all of `out` is there."""
+    n, (panels, size, bias), (first, last, share, shares) = c.num_tokens, weight, part
+    if bits != 0:
+        numba_int.split_tokens(bits, x, inputs, c.terms, c.scales, first, last)
+    wait(c.barrier)
+    if bits != 0:
+        numba_int.multiply(bits, c.terms, c.scales, n, inputs, panels, out, outputs, share, shares)
     else:
         numba_gemm.multiply(x, n, inputs, panels, size, bias, out, outputs, share, shares)
-
-
-@_kernel
-def _multiply_all(
-    c: Any,
-    x: int,
-    inputs: int,
-    panels: int,
-    size: int,
-    bias: int,
-    out: int,
-    outputs: int,
-    share: int,
-    shares: int,
-) -> None:
-    """_multiply, once all have written what it reads, and until all are done."""
-    wait(c.barrier)
-    _multiply(c, x, inputs, panels, size, bias, out, outputs, share, shares)
     wait(c.barrier)
 
 
 @_kernel
-def _attend(
-    c: Any, step: Any, attention: Any, next_unit: int, first: int, last: int, share: int, shares: int
-) -> None:
+def _attend(c: Any, step: Any, attention: Any, next_unit: int, part: Any) -> None:
     """The attention of a layer over its norms, to `delta`; or no more than its keys and values."""
     width, size_q = c.hidden_size, c.num_heads * c.head_dim
     size = size_q + 2 * c.num_kv_heads * c.head_dim
     start = step.kv_layer * c.bytes_per_kv_layer
     keys, values = c.keys + start, c.values + start
-    _split(c, c.normed, width, first, last)
-    _multiply_all(c, c.normed, width, step.qkv, step.qkv_size, step.qkv_bias, c.qkv, size, share, shares)
-    _rope_and_store(c, step, keys, values, first, last)
+    weight = step.qkv, step.qkv_size, step.qkv_bias
+    _project(c, step.bits, c.normed, width, weight, c.qkv, size, part)
+    _rope_and_store(c, step, keys, values, part[0], part[1])
     if step.kind == Kind.FILL:
         return
     wait(c.barrier)
     attend_units(attention, next_unit, c.q, keys, values, c.attended)
-    if c.terms != 0:
+    if step.bits != 0:  # it begins with whole tokens, of which others have computed heads
         wait(c.barrier)
-        _split(c, c.attended, size_q, first, last)
-    _multiply_all(
-        c, c.attended, size_q, step.output, step.output_size, step.output_bias, c.delta, width, share, shares
-    )
+    weight = step.output, step.output_size, step.output_bias
+    _project(c, step.bits, c.attended, size_q, weight, c.delta, width, part)
 
 
 @_kernel
-def _run_mlp(c: Any, step: Any, first: int, last: int, share: int, shares: int) -> None:
+def _run_mlp(c: Any, step: Any, part: Any) -> None:
     width, size = c.hidden_size, step.num_inputs
-    _split(c, c.normed, width, first, last)
-    _multiply_all(
-        c,
-        c.normed,
-        width,
-        step.gate_up,
-        step.gate_up_size,
-        step.gate_up_bias,
-        c.gate_up,
-        2 * size,
-        share,
-        shares,
-    )
-    _activate(c, size, first, last)
-    _split(c, c.activated, size, first, last)
-    _multiply_all(
-        c, c.activated, size, step.down, step.down_size, step.down_bias, c.delta, width, share, shares
-    )
+    weight = step.gate_up, step.gate_up_size, step.gate_up_bias
+    _project(c, step.bits, c.normed, width, weight, c.gate_up, 2 * size, part)
+    _activate(c, size, part[0], part[1])
+    weight = step.down, step.down_size, step.down_bias
+    _project(c, step.bits, c.activated, size, weight, c.delta, width, part)
 
 
 @_kernel
-def _read_logits(c: Any, step: Any, first: int, last: int, share: int, shares: int) -> None:
-    width, size = c.hidden_size, step.num_outputs
-    _split(c, c.normed, width, first, last)
-    _multiply_all(
-        c, c.normed, width, step.head, step.head_size, step.head_bias, c.logits, size, share, shares
-    )
+def _read_logits(c: Any, step: Any, part: Any) -> None:
+    size, (first, last, _, _) = step.num_outputs, part
+    weight = step.head, step.head_size, step.head_bias
+    _project(c, step.bits, c.normed, c.hidden_size, weight, c.logits, size, part)
     best, sums = carray(pointer(c.best), last, np.int64), carray(pointer(c.sums), last, np.float32)
     for token in range(first, last if c.best != 0 else first):
         place, total = scan_row(c.logits + 4 * token * size, size, c.sums != 0)
@@ -264,6 +212,7 @@ def run_pass(call: Any) -> None:
     share, shares = take(address_of(call)), count_team(c.team_size)
     n, width = c.num_tokens, c.hidden_size
     first, last = share * n // shares, (share + 1) * n // shares
+    part = first, last, share, shares
     steps = carray(pointer(c.steps), c.num_steps, _STEP)
     attention = carray(pointer(c.attention), 1, CALL)[0]
     hidden, has_delta = c.hidden, False
@@ -283,15 +232,15 @@ def run_pass(call: Any) -> None:
         elif step.kind == Kind.HEAD:
             _norm(c, hidden, step.norm, first, last, has_delta)
             has_delta = False
-            _read_logits(c, step, first, last, share, shares)
+            _read_logits(c, step, part)
         else:
             if step.norm != 0:
                 _norm(c, hidden, step.norm, first, last, has_delta)
-                _attend(c, step, attention, c.next_units + 8 * i, first, last, share, shares)
+                _attend(c, step, attention, c.next_units + 8 * i, part)
                 has_delta = step.kind == Kind.LAYER
             if step.mlp_norm != 0:
                 _norm(c, hidden, step.mlp_norm, first, last, has_delta)
-                _run_mlp(c, step, first, last, share, shares)
+                _run_mlp(c, step, part)
                 has_delta = True
     if has_delta:
         _add_delta(c, hidden, first, last)

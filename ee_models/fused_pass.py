@@ -2,7 +2,7 @@
 nothing of Python stands between these.
 
 The steps are those of `Decoder` and of exits, by the same functions: products over panels, in float32 or
-int8, numba's kernels and its attention. So are their bits.
+whole numbers, numba's kernels and its attention. So are their bits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .attention import AttentionBackend
 from .attention.numba_pages import Call as AttentionCall
 from .attention.numba_pages import NumbaAttention, most_units, size_of_numbers
 from .fused_kernel import Call, Step, run_pass
-from .int8_linear import Int8Linear
-from .kernels import numba_int8
+from .int_linear import IntLinear
+from .kernels.numba_int import bytes_per_token
 from .kernels.threads import KernelThreads
 from .linear import Linear
 from .panel_linear import PanelLinear
@@ -55,8 +55,7 @@ class PassProgram:
 
 
 class FusedPasses:
-    """Runs passes of which all linears are PanelLinears, or with `is_int8` all Int8Linears, with numba's
-    attention."""
+    """Runs passes of which all linears are PanelLinears or IntLinears, with numba's attention."""
 
     def __init__(
         self,
@@ -66,10 +65,9 @@ class FusedPasses:
         eps: float,
         num_heads: int,
         num_kv_heads: int,
-        is_int8: bool,
     ) -> None:
         assert isinstance(attention, NumbaAttention)
-        self.attention, self._threads, self._is_int8 = attention, threads, is_int8
+        self.attention, self._threads = attention, threads
         self._cos_sin, self._eps = cos_sin, eps
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
         self._of_layers: dict[tuple[int, ...], PassProgram] = {}
@@ -96,9 +94,9 @@ class FusedPasses:
             "gate_up": 2 * intermediate,
             "activated": intermediate,
         }
-        if self._is_int8:  # in numbers of four bytes, too
-            widest = numba_int8.pad_inputs(max(hidden_size, size_q, intermediate))
-            sizes |= {"terms": numba_int8.TERMS * widest // 4, "scales": 1}
+        if bits := {step.bits for step in table} - {0}:  # in numbers of four bytes, too
+            widest = max(hidden_size, size_q, intermediate)
+            sizes |= {"terms": max(bytes_per_token(each, widest) for each in bits) // 4, "scales": 1}
         call = Call(
             steps=ctypes.addressof(table),
             num_steps=len(steps),
@@ -243,7 +241,7 @@ def _addresses(rows: Rows) -> tuple[int, int]:
     return rows.matrix.data_ptr(), rows.index.data_ptr()
 
 
-def _linears(step: PassStep) -> dict[str, PanelLinear | Int8Linear]:
+def _linears(step: PassStep) -> dict[str, PanelLinear | IntLinear]:
     linears: dict[str, Linear] = {}
     if step.layer is not None and step.layer.attention is not None:
         linears |= {"qkv": step.layer.attention.qkv, "output": step.layer.attention.output}
@@ -253,7 +251,7 @@ def _linears(step: PassStep) -> dict[str, PanelLinear | Int8Linear]:
         linears["head"] = step.head
     found = {}
     for name, linear in linears.items():
-        assert isinstance(linear, PanelLinear | Int8Linear)
+        assert isinstance(linear, PanelLinear | IntLinear)
         found[name] = linear
     return found
 
@@ -277,7 +275,9 @@ def _step(step: PassStep) -> Step:
         out.mlp_norm = step.layer.mlp.norm.data_ptr()
     if step.vocabulary is not None:
         out.vocabulary = step.vocabulary.data_ptr()
-    for name, linear in _linears(step).items():
+    linears = _linears(step)
+    (out.bits,) = {getattr(linear, "bits", 0) for linear in linears.values()} or {0}
+    for name, linear in linears.items():
         setattr(out, name, linear.panels.data_ptr())
         if isinstance(linear, PanelLinear):  # panels of the other have their biases
             setattr(out, f"{name}_bias", linear.bias.data_ptr())

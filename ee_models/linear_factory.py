@@ -1,11 +1,11 @@
-"""LinearMaker: makes all linears of a model of one kind: in panels, in int8, plain, row-invariant or
-quantized."""
+"""LinearMaker: makes all linears of a model of one kind: in panels, in whole numbers, plain, row-invariant
+or quantized."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -44,10 +44,14 @@ class LinearMaker:
 
     @property
     def makes_panels(self) -> bool:
-        """Whether linears are PanelLinears or, with int8, Int8Linears: what several layers run over in one
+        """Whether linears are PanelLinears or, with `bits`, IntLinears: what several layers run over in one
         call."""
-        kinds = (None, "int8")
-        return runs_numba(self.device) and self.dtype == torch.float32 and self.quantization in kinds
+        return runs_numba(self.device) and self.dtype == torch.float32
+
+    @property
+    def bits(self) -> Literal[8, 4] | None:
+        """Those of a quantized model's weights."""
+        return None if self.quantization is None else 8 if self.quantization == "int8" else 4
 
     @cached_property
     def threads(self) -> KernelThreads:
@@ -56,13 +60,18 @@ class LinearMaker:
 
         return KernelThreads()
 
-    def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        if self.quantization == "int8" and self.device.type == "cpu":
-            from .int8_linear import Int8Linear
+    def head(self, weight: Tensor) -> Linear:
+        """The Linear of a head [vocab, hidden]. On a CPU it stays in int8 where layers are in int4: what is
+        lost in it is lost for every token, and files in four bits keep it in more, too."""
+        if self.bits is not None and self.device.type == "cpu":
+            return self._int_linear(weight, None, 8)
+        return self(weight, None)
 
-            return Int8Linear(weight, bias, self.threads)
-        if self.quantization is not None:
-            return quantized_linear(weight, bias, self.quantization)
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if self.bits is not None and self.device.type == "cpu":
+            return self._int_linear(weight, bias, self.bits)
+        if self.bits is not None:
+            return quantized_linear(weight, bias, self.bits)
         if self.exact and self.device.type != "cpu":
             from .kernels.triton_linear import InvariantLinear
 
@@ -72,3 +81,8 @@ class LinearMaker:
 
             return PanelLinear(weight, bias, self.threads)
         return PlainLinear(weight, bias)
+
+    def _int_linear(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> Linear:
+        from .int_linear import IntLinear
+
+        return IntLinear(weight, bias, bits, self.threads)

@@ -1,4 +1,4 @@
-"""Linears that torchao (extra `quantize`) holds in int4, and on a GPU in int8; a CPU's int8 is `int8_linear`.
+"""Linears of a GPU that torchao (extra `quantize`) holds in int8 or int4; a CPU's are in `int_linear`.
 
 A quantized model is another model: what speculation keeps is plain decoding's output of that same model.
 """
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
 
 Quantization = Literal["int8", "int4"]
-# A GPU applies int8's scale of a row to finished sums, in which float16 overflows; a CPU does not compute in
-# it; int4's kernels take bfloat16.
+# A GPU applies int8's scale of a row to finished sums, in which float16 overflows, and its int4 kernel takes
+# bfloat16; a CPU does not compute in float16.
 _DTYPES = {"int8": (torch.float32, torch.bfloat16), "int4": (torch.bfloat16,)}
+_CPU_DTYPES = (torch.float32, torch.bfloat16)
 _GROUP_SIZES = (128, 64, 32)  # inputs that share a scale, the fewest scales first
-_CPU_OUTPUTS = 16  # int4's kernel of a CPU takes multiples of it
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +35,7 @@ class QuantizedLinear(ProbedLinear):
     """A product with a weight [out, in] that torchao holds in `bits`; x, bias and output keep the weight's
     dtype.
 
-    int8 has one scale per output, int4 a scale and a zero point per group of inputs; `takes_int4` tells
-    whether a weight can be held in int4.
+    int8 has one scale per output, int4 a scale and a zero point per group of inputs.
     """
 
     holds_copy = True
@@ -50,22 +49,12 @@ class QuantizedLinear(ProbedLinear):
         return self._product(x)
 
 
-def quantized_linear(weight: Tensor, bias: Tensor | None, quantization: Quantization) -> Linear:
+def quantized_linear(weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> Linear:
     """A Linear over weight [out, in]; one that int4 does not fit stays in its dtype, which is logged once."""
-    assert (quantization, weight.device.type) != ("int8", "cpu"), "Int8Linear's"
-    if quantization == "int8":
-        return QuantizedLinear(weight, bias, 8)
-    if takes_int4(weight):
-        return QuantizedLinear(weight, bias, 4)
+    if bits == 8 or _group_size(weight) is not None:
+        return QuantizedLinear(weight, bias, bits)
     _log_kept(weight.shape[0], weight.shape[1], weight.dtype)
     return PlainLinear(weight, bias)
-
-
-def takes_int4(weight: Tensor) -> bool:
-    """Whether int4's groups, and on a CPU its kernel, fit a weight [out, in]."""
-    return _group_size(weight) is not None and (
-        weight.device.type != "cpu" or weight.shape[0] % _CPU_OUTPUTS == 0
-    )
 
 
 def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -75,24 +64,25 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
         raise ValueError(
             f"{what} is unknown; known: {', '.join(_DTYPES)}, or None for the weights as they are"
         )
-    dtypes = [str(each).removeprefix("torch.") for each in _DTYPES[quantization]]
-    if dtype not in _DTYPES[quantization]:
+    known = _CPU_DTYPES if device.type == "cpu" else _DTYPES[quantization]
+    if dtype not in known:
+        dtypes = [str(each).removeprefix("torch.") for each in known]
         other = ", or quantization to int8" if quantization == "int4" and dtype in _DTYPES["int8"] else ""
         raise ValueError(
             f"{what} computes in {' or '.join(dtypes)}, not in {dtype} on {device}; set dtype to"
             f" {dtypes[-1]}{other}"
         )
+    if device.type == "cpu":
+        if not runs_numba(device):
+            raise ValueError(f"{what} needs numba on a CPU: pip install numba")
+        return
     if quantization == "int4" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise ValueError(
             f"{what} needs a GPU of compute capability 8.0 or more, which {device} is not; set quantization"
             " to int8"
         )
-    if quantization == "int8" and device.type == "cpu":
-        if not runs_numba(device):
-            raise ValueError(f"{what} needs numba on a CPU: pip install numba")
-        return
     try:
-        _config(4 if quantization == "int4" else 8, _GROUP_SIZES[0], device)
+        _config(4 if quantization == "int4" else 8, _GROUP_SIZES[0])
     except ImportError as error:
         raise ValueError(
             f"{what} needs torchao 0.18 or later: {install_command('quantize')} ({error})"
@@ -100,7 +90,7 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
 
 
 def _quantize(weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> nn.Linear:
-    config = _config(bits, _group_size(weight), weight.device)
+    config = _config(bits, _group_size(weight))
     from torchao.quantization import quantize_
 
     module = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
@@ -111,20 +101,16 @@ def _quantize(weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> nn.Li
     return module
 
 
-def _config(bits: Literal[8, 4], group_size: int | None, device: torch.device) -> AOBaseConfig:
+def _config(bits: Literal[8, 4], group_size: int | None) -> AOBaseConfig:
     """torchao's description of the format. Raises ImportError where torchao lacks it."""
     with without_warnings():
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
     # Without set_inductor_config=False torchao would change the compiler's settings of the whole process.
     if bits == 8:
         return Int8WeightOnlyConfig(set_inductor_config=False)
-    if device.type != "cpu":  # the one layout whose kernel comes with torch itself
-        return Int4WeightOnlyConfig(
-            group_size=group_size, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
-        )
-    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
-
-    return PrototypeInt4WeightOnlyConfig(group_size=group_size, set_inductor_config=False)
+    return Int4WeightOnlyConfig(  # the one layout whose kernel comes with torch itself
+        group_size=group_size, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+    )
 
 
 @contextlib.contextmanager
@@ -154,10 +140,9 @@ def _num_bytes(tensor: Tensor) -> int:
 def _log_kept(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     _log.warning(
         "quantization='int4': linears of %d inputs and %d outputs stay in %s; int4 takes inputs that one of"
-        " %s divides, and on a CPU outputs that %d divides",
+        " %s divides",
         inputs,
         outputs,
         dtype,
         ", ".join(map(str, _GROUP_SIZES)),
-        _CPU_OUTPUTS,
     )

@@ -16,7 +16,7 @@ GATE = ("tests/decoding/test_gate.py",)
 STATIC = ("tests/laws/test_static.py",)
 CONTROL = ("tests/laws/test_control.py",)
 EARLY_EXIT = ("tests/training/test_early_exit.py",)
-INT8 = ("tests/ee_models/test_int8_linear.py",)
+INTEGERS = ("tests/ee_models/test_int_linear.py",)
 PACKAGE = ("tests/training/test_command_ee.py",)
 
 
@@ -138,48 +138,97 @@ FAULTS = (
         "ee_models/kernels/numba_int8.py",
         "load(builder, scales, INT(4 * token), FLOAT)",
         "load(builder, scales, INT(4 * max(0, token - 1)), FLOAT)",
-        INT8,
+        INTEGERS,
     ),
     Fault(
         "bytes are multiplied pair by pair, the odd ones without their signs",
         "ee_models/kernels/numba_int8.py",
         "builder.ashr(weight, eight)\n",
         "builder.lshr(weight, eight)\n",
-        INT8,
+        INTEGERS,
     ),
     Fault(
         "bytes are multiplied one by one, the last twice",
         "ee_models/kernels/numba_int8.py",
         "bits] * WIDTH) for bits in (24 - 8 * byte, 24))",
         "bits] * WIDTH) for bits in (24 - 8 * max(1, byte), 24))",
-        INT8,
+        INTEGERS,
     ),
     Fault(
         "int8 forgets the second term of a token",
         "ee_models/kernels/numba_int8.py",
         "product = builder.fadd(first, builder.fmul(second, second_unit))",
         "product = first",
-        INT8,
+        INTEGERS,
     ),
     Fault(
         "int8 takes 128 away once too little",
         "ee_models/kernels/numba_int8.py",
         "[7] * WIDTH",
         "[6] * WIDTH",
-        INT8,
+        INTEGERS,
     ),
     Fault(
-        "a share of int8 panels begins one too late",
-        "ee_models/kernels/numba_int8.py",
+        "a share of int8 or int4 panels begins one too late",
+        "ee_models/kernels/numba_int.py",
         "range(share * num_panels // num_shares, (share + 1)",
         "range(share * num_panels // num_shares + (share > 0), (share + 1)",
-        INT8,
+        INTEGERS,
     ),
     Fault(
-        "layers in one call multiply what was split before attention",
+        "int4 takes the scales and minima of the first group for all",
+        "ee_models/kernels/numba_int4.py",
+        "_load_half(builder, group, ",
+        "_load_half(builder, builder.add(panel, INT(HEAD)), ",
+        INTEGERS,
+    ),
+    Fault(
+        "int4 takes a token's minima times its neighbour's sums",
+        "ee_models/kernels/numba_int4.py",
+        "spread(builder, load(builder, row, of_group, FLOAT))",
+        "spread(builder, load(builder, rows[0], of_group, FLOAT))",
+        INTEGERS,
+    ),
+    Fault(
+        "int4 leaves out the minimum of a group",
+        "ee_models/kernels/numba_int4.py",
+        "add_product(builder, total[i], minimum,",
+        "add_product(builder, total[i], _alike(0.0),",
+        INTEGERS,
+    ),
+    Fault(
+        "a token in int4 takes its neighbour's scale",
+        "ee_models/kernels/numba_int4.py",
+        "load(builder, scales, INT(4 * token), FLOAT)",
+        "load(builder, scales, INT(4 * max(0, token - 1)), FLOAT)",
+        INTEGERS,
+    ),
+    Fault(
+        "int4's sums of a token leave out the last input of a group",
+        "ee_models/kernels/numba_int4.py",
+        "range(group * GROUP, (group + 1) * GROUP)",
+        "range(group * GROUP, (group + 1) * GROUP - 1)",
+        INTEGERS,
+    ),
+    Fault(
+        "a scale in float16 loses its lowest bits",
+        "ee_models/kernels/numba_int4.py",
+        "0x8FFFE000",
+        "0x8FFF0000",
+        INTEGERS,
+    ),
+    Fault(
+        "layers in one call split tokens for int4 as for int8",
         "ee_models/fused_kernel.py",
-        "_split(c, c.attended, size_q, first, last)",
-        "pass",
+        "numba_int.split_tokens(bits, x,",
+        "numba_int.split_tokens(8, x,",
+        ("tests/ee_models/test_fused_pass.py",),
+    ),
+    Fault(
+        "layers in one call project what attention has read, not what it found",
+        "ee_models/fused_kernel.py",
+        "_project(c, step.bits, c.attended, size_q,",
+        "_project(c, step.bits, c.q, size_q,",
         ("tests/ee_models/test_fused_pass.py",),
     ),
     Fault(

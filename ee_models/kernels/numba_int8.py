@@ -1,4 +1,4 @@
-"""Matrix products on a CPU in int8: x [tokens, in], as two terms of int8, times a weight of int8 in panels.
+"""Matrix products on a CPU in int8: of tokens, as two terms, with weights that have a scale for each output.
 
 A token is scale * (a + b / 254): a and b are whole numbers of -127 to 127, a the nearest to what it stands
 for and b what a leaves. With a alone a small model answers otherwise; with b the error is that of the
@@ -24,7 +24,6 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from .numba_gemm import copy_tile
 from .numba_vectors import (
     FLOAT,
     INT,
@@ -44,18 +43,14 @@ from .numba_vectors import (
 )
 from .threads import pointer
 
-TERMS = 2
+_TERMS = 2
 TOKENS = 6 if WIDTH == 16 else 3  # whose sums, with what is added to them, fill the CPU's vectors
 COLUMNS = 2 * WIDTH
 GROUP = 4  # inputs that are multiplied together
 MAX_INPUTS = 1 << 17  # of which 127 * 127 add up to less than 2 ** 31
-_HEAD = 12 * COLUMNS  # bytes of a panel ahead of its weights: bias, scale and sum of each column
-# Memory is asked for while what is there is multiplied: by one tile of tokens for what comes so many bytes
-# later; by the first two of several, half each, for the next panel, or it would stand idle during the second.
-_AHEAD = 4096
-_ASKING = 2
-_PACKED_AT_ONCE = 64  # panels: what is made of them on the way is small beside a model
-_WHOLE = ir.VectorType(INT32, WIDTH)
+# Bytes of a panel ahead of its groups: bias, scale and sum of each column; of a group; of one of a token's.
+HEAD, GROUP_BYTES, TOKEN_GROUP_BYTES = 12 * COLUMNS, GROUP * COLUMNS, _TERMS * GROUP
+WHOLE = ir.VectorType(INT32, WIDTH)
 # What multiplies bytes and adds up four: instructions for that; pairs of 16 bits; or what LLVM makes of it.
 if compiles_for("avx512vnni" if WIDTH == 16 else "avxvnni"):
     DOT = "vnni"
@@ -65,36 +60,16 @@ else:
     DOT = "plain"
 
 
-def pad_inputs(num_inputs: int) -> int:
-    return num_inputs + -num_inputs % GROUP
-
-
-def pack(weight: Tensor, bias: Tensor | None) -> Tensor:
+def make_panels(weight: Tensor, bias: Tensor) -> Tensor:
     """A weight [out, in] and its bias [out], float32, as panels [out / COLUMNS rounded up, bytes] uint8; the
-    largest weight of an output becomes 127. Raises ValueError for weights that are not finite."""
-    num_outputs, num_inputs = weight.shape
-    num_panels, num_bytes = -(-num_outputs // COLUMNS), _HEAD + pad_inputs(num_inputs) * COLUMNS
-    panels = weight.new_zeros(num_panels, num_bytes, dtype=torch.uint8)
-    for first in range(0, num_panels, _PACKED_AT_ONCE):
-        columns = slice(first * COLUMNS, (first + _PACKED_AT_ONCE) * COLUMNS)
-        of_bias = None if bias is None else bias[columns]
-        panels[first : first + _PACKED_AT_ONCE] = _pack(weight[columns], of_bias)
-    return panels
-
-
-def _pack(weight: Tensor, bias: Tensor | None) -> Tensor:
+    largest weight of an output becomes 127."""
     num_outputs, num_inputs = weight.shape
     peak = weight.abs().amax(1, keepdim=True)
-    if not bool(torch.isfinite(peak).all()):
-        raise ValueError(
-            "a weight is not a finite number, which int8 has no place for; set quantization to null"
-        )
     scale = torch.where(peak > 0, (peak / 127).clamp_(min=torch.finfo(torch.float32).tiny), 1.0)
     missing = -num_outputs % COLUMNS
     whole = (weight / scale).round_().clamp_(-127, 127).to(torch.int8)
     whole = F.pad(whole, (0, -num_inputs % GROUP, 0, missing))
     inner = whole.reshape(-1, COLUMNS, whole.shape[1] // GROUP, GROUP).transpose(1, 2)
-    bias = weight.new_zeros(num_outputs) if bias is None else bias
     columns = (bias, scale[:, 0], whole[:num_outputs].sum(1, dtype=torch.int32))
     head = [F.pad(each, (0, missing)).view(torch.uint8).reshape(len(inner), -1) for each in columns]
     return torch.cat([*head, inner.reshape(len(inner), -1).view(torch.uint8)], 1)
@@ -105,7 +80,7 @@ def _dot(builder: Any, total: Any, x: Any, weight: Any) -> None:
     weight, with one."""
     before = builder.load(total)
     if DOT == "vnni":
-        kind = ir.FunctionType(_WHOLE, [_WHOLE] * 3)
+        kind = ir.FunctionType(WHOLE, [WHOLE] * 3)
         name = f"llvm.x86.avx512.vpdpbusd.{32 * WIDTH}"
         after = builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [before, x, weight])
     elif DOT == "pairs":
@@ -113,7 +88,7 @@ def _dot(builder: Any, total: Any, x: Any, weight: Any) -> None:
         pairs = ir.VectorType(ir.IntType(16), 2 * WIDTH)
         eight = ir.Constant(pairs, [8] * (2 * WIDTH))
         name = "llvm.x86.avx512.pmaddw.d.512" if WIDTH == 16 else "llvm.x86.avx2.pmadd.wd"
-        kind = ir.FunctionType(_WHOLE, [pairs] * 2)
+        kind = ir.FunctionType(WHOLE, [pairs] * 2)
         add_products = cgutils.get_or_insert_function(builder.module, kind, name)
         x, weight = builder.bitcast(x, pairs), builder.bitcast(weight, pairs)
         of_x = builder.and_(x, ir.Constant(pairs, [255] * (2 * WIDTH))), builder.lshr(x, eight)
@@ -123,7 +98,7 @@ def _dot(builder: Any, total: Any, x: Any, weight: Any) -> None:
     else:
         after = before
         for byte in range(GROUP):
-            up, down = (ir.Constant(_WHOLE, [bits] * WIDTH) for bits in (24 - 8 * byte, 24))
+            up, down = (ir.Constant(WHOLE, [bits] * WIDTH) for bits in (24 - 8 * byte, 24))
             of_x = builder.lshr(builder.shl(x, up), down)
             after = builder.add(after, builder.mul(of_x, builder.ashr(builder.shl(weight, up), down)))
     builder.store(after, total)
@@ -132,9 +107,8 @@ def _dot(builder: Any, total: Any, x: Any, weight: Any) -> None:
 def _multiply_tile_intrinsic(
     _context: Any, num_tokens: Any, terms: Any, scales: Any, num_groups: Any, panel: Any, out: Any, ahead: Any
 ) -> Any:
-    """out[t, :COLUMNS] = bias + scale * (terms[t] . panel) for 1 to TOKENS tokens t. terms: ROWS, a row for
-    each term; scales and panel: addresses; out: ROWS; ahead: ROWS of memory that is asked for, one a group of
-    inputs."""
+    """out[t, :COLUMNS] = bias + scale * (terms[t] . panel) for 1 to TOKENS tokens t. terms and out: ROWS;
+    scales and panel: addresses; ahead: ROWS of memory that is asked for, one a group of inputs."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         num_tokens, *inputs = args
@@ -148,16 +122,21 @@ def _tile(
     builder: Any, count: int, terms: Any, scales: Any, num_groups: Any, panel: Any, out: Any, ahead: Any
 ) -> None:
     columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
-    term_rows = rows_of(builder, terms, TERMS * count)
-    zero = ir.Constant(_WHOLE, [0] * WIDTH)
+    padded = builder.mul(num_groups, INT(GROUP))
+    term_rows = [
+        builder.add(row, builder.mul(padded, INT(term)))
+        for row in rows_of(builder, terms, count)
+        for term in range(_TERMS)
+    ]
+    zero = ir.Constant(WHOLE, [0] * WIDTH)
     totals = [[cgutils.alloca_once_value(builder, zero) for _ in columns] for _ in term_rows]
-    weights = builder.add(panel, INT(_HEAD))
+    weights = builder.add(panel, INT(HEAD))
     with cgutils.for_range(builder, num_groups) as loop:
-        row = builder.add(weights, builder.mul(loop.index, INT(GROUP * COLUMNS)))
+        row = builder.add(weights, builder.mul(loop.index, INT(GROUP_BYTES)))
         asked, step = (builder.extract_value(ahead, i) for i in range(2))
         for column in columns:
             prefetch(builder, asked, builder.add(builder.mul(loop.index, step), column))
-        parts = [load(builder, row, column, _WHOLE) for column in columns]
+        parts = [load(builder, row, column, WHOLE) for column in columns]
         for term_row, of_term in zip(term_rows, totals, strict=True):
             offset = builder.mul(loop.index, INT(GROUP))
             alike = spread(builder, load(builder, term_row, offset, INT32))
@@ -167,10 +146,10 @@ def _tile(
     second_unit = ir.Constant(VECTOR, [float(np.float32(1 / 254))] * WIDTH)
     for i, column in enumerate(columns):
         bias, scale = (load(builder, panel, INT(4 * (COLUMNS * k + WIDTH * i))) for k in range(2))
-        added = load(builder, panel, INT(4 * (2 * COLUMNS + WIDTH * i)), _WHOLE)
-        added = builder.shl(added, ir.Constant(_WHOLE, [7] * WIDTH))
+        added = load(builder, panel, INT(4 * (2 * COLUMNS + WIDTH * i)), WHOLE)
+        added = builder.shl(added, ir.Constant(WHOLE, [7] * WIDTH))
         for token, out_row in enumerate(rows):
-            sums = (builder.load(totals[TERMS * token + term][i]) for term in range(TERMS))
+            sums = (builder.load(totals[_TERMS * token + term][i]) for term in range(_TERMS))
             first, second = (builder.sitofp(builder.sub(total, added), VECTOR) for total in sums)
             product = builder.fadd(first, builder.fmul(second, second_unit))
             of_token = spread(builder, load(builder, scales, INT(4 * token), FLOAT))
@@ -178,19 +157,18 @@ def _tile(
             store(builder, builder.fadd(product, bias), out_row, column)
 
 
-_multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)
-_kernel = njit(error_model="numpy", nogil=True, cache=True)
+multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)
 
 # Added to a float32 of less than 2 ** 22 and taken away again, it leaves the nearest whole number.
-_ROUNDS = np.float32(1.5 * 2**23)
+ROUNDS = np.float32(1.5 * 2**23)
 _LARGEST, _SECOND = np.float32(127), np.float32(254)
 
 
-@_kernel
-def _split(x: int, num_inputs: int, terms: int) -> Any:
-    """The terms [TERMS, in padded] uint8, at the address `terms`, of a token [in] at the address x -> its
-    scale, NaN where it has a number that is not finite."""
-    padded = num_inputs + -num_inputs % GROUP
+@njit(error_model="numpy", nogil=True, cache=True)
+def split(x: int, num_inputs: int, terms: int, groups: int) -> Any:
+    """The terms [_TERMS, groups * GROUP] uint8, at the address `terms`, of a token [in] at the address x ->
+    its scale, NaN where it has a number that is not finite."""
+    padded = groups * GROUP
     numbers = carray(pointer(x), num_inputs, np.float32)
     first = carray(pointer(terms), padded, np.uint8)
     second = carray(pointer(terms + padded), padded, np.uint8)
@@ -200,61 +178,10 @@ def _split(x: int, num_inputs: int, terms: int) -> Any:
     for i in range(num_inputs):
         is_finite &= numbers[i] == numbers[i]
         number = numbers[i] * inverse
-        whole = (number + _ROUNDS) - _ROUNDS
-        rest = ((number - whole) * _SECOND + _ROUNDS) - _ROUNDS
+        whole = (number + ROUNDS) - ROUNDS
+        rest = ((number - whole) * _SECOND + ROUNDS) - ROUNDS
         first[i] = np.uint8(np.int32(whole) + 128)
         second[i] = np.uint8(np.int32(rest) + 128)
     for i in range(num_inputs, padded):
         first[i] = second[i] = 128
     return peak / _LARGEST if is_finite else np.float32(np.nan)
-
-
-@_kernel
-def split_tokens(x: int, num_inputs: int, terms: int, scales: int, first: int, last: int) -> None:
-    """Of tokens first to last - 1 of x [tokens, in]: terms [tokens, TERMS, in padded] and scales [tokens];
-    all by address."""
-    padded = num_inputs + -num_inputs % GROUP
-    found = carray(pointer(scales), last, np.float32)
-    for token in range(first, last):
-        found[token] = _split(x + 4 * token * num_inputs, num_inputs, terms + TERMS * padded * token)
-
-
-@_kernel
-def multiply(
-    terms: int,
-    scales: int,
-    num_tokens: int,
-    num_inputs: int,
-    panels: int,
-    out: int,
-    num_outputs: int,
-    share: int,
-    num_shares: int,
-) -> None:
-    """out [tokens, out] = bias + x [tokens, in] . weight, of one share of the panels; x as terms [tokens,
-    TERMS, in padded] and scales [tokens]; all by address."""
-    num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
-    padded = num_inputs + -num_inputs % GROUP
-    bytes_per_panel, bytes_per_out = _HEAD + padded * COLUMNS, 4 * num_outputs
-    num_tiles = (num_tokens + TOKENS - 1) // TOKENS
-    for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
-        panel = panels + number * bytes_per_panel
-        columns = min(COLUMNS, num_outputs - number * COLUMNS)
-        first, asking = 0, min(num_tiles, _ASKING)
-        for tile in range(num_tiles):
-            count = (num_tokens - first) // (num_tiles - tile)  # tiles as alike as can be
-            rows = terms + first * TERMS * padded, padded
-            to, groups = out + first * bytes_per_out + number * 4 * COLUMNS, padded // GROUP
-            ahead = panel + bytes_per_panel, 0
-            if asking == 1:
-                ahead = panel + _HEAD + _AHEAD, GROUP * COLUMNS
-            elif tile < asking:
-                ahead = panel + bytes_per_panel + tile * bytes_per_panel // asking, GROUP * COLUMNS // asking
-            if columns == COLUMNS:
-                _multiply_tile(count, rows, scales + 4 * first, groups, panel, (to, bytes_per_out), ahead)
-            else:  # what is past the last output must not be written over the next token's first ones
-                whole = np.empty((TOKENS, COLUMNS), np.float32)
-                to_whole = whole.ctypes.data, 4 * COLUMNS
-                _multiply_tile(count, rows, scales + 4 * first, groups, panel, to_whole, ahead)
-                copy_tile(whole, count, columns, to, bytes_per_out)
-            first += count

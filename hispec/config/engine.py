@@ -14,12 +14,12 @@ class EngineConfig(Settings):
 
     dtype                   of weights; "auto" = float32 on a CPU, the checkpoint's own on a GPU. A CPU
                             computes in float32 over weights of bfloat16, too
-    kv_cache_dtype          of keys and values; "auto" = dtype, and bfloat16 beside int8 on a CPU; on a GPU no
-                            other than dtype
+    kv_cache_dtype          of keys and values; "auto" = dtype, and bfloat16 beside int8 and int4 on a CPU; on
+                            a GPU no other than dtype
     device                  "auto" = a GPU if there is one
     quantization            "int8" or "int4" weights, those of exits and draft models included; the
-                            output is that of the quantized model. None = as stored. All but int8 on a CPU
-                            need torchao
+                            output is that of the quantized model. None = as stored. On a GPU they need
+                            torchao
     max_num_seqs            requests that run together at most: rows of a round
     max_model_len           prompt + output of one request at most; None = the model's own limit
     block_size              positions per KV block

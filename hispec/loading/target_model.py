@@ -63,8 +63,8 @@ def select_device(name: str) -> torch.device:
 def _select_kv_dtype(config: EngineConfig, device: torch.device, weights_dtype: torch.dtype) -> torch.dtype:
     """What KV is kept in. Raises ConfigError where kernels would not read it."""
     if config.kv_cache_dtype == "auto":
-        # Beside int8's rounding of weights that of bfloat16 is lost, and attention reads half of the bytes.
-        is_small = runs_numba(device) and config.quantization == "int8"
+        # Beside the rounding of weights that of bfloat16 is lost, and attention reads half of the bytes.
+        is_small = runs_numba(device) and config.quantization is not None
         return torch.bfloat16 if is_small else weights_dtype
     kv_dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
     if kv_dtype != weights_dtype and not runs_numba(device):
@@ -85,8 +85,9 @@ def load_decoder(
     else:
         weights_dtype = torch.float32 if device.type == "cpu" else checkpoint.dtype
     # HiSpec's kernels of a CPU compute in float32, over weights and KV that may be smaller.
-    widens = runs_numba(device) and weights_dtype == torch.bfloat16 and config.quantization != "int4"
+    widens = runs_numba(device) and weights_dtype == torch.bfloat16
     dtype = torch.float32 if widens else weights_dtype
+    kv_dtype = _select_kv_dtype(config, device, weights_dtype)
     try:
         return Decoder.load(
             checkpoint,
@@ -97,7 +98,7 @@ def load_decoder(
             quantization=config.quantization,
             exact=config.exact_verify,
             weights_dtype=weights_dtype,
-            kv_dtype=_select_kv_dtype(config, device, weights_dtype),
+            kv_dtype=kv_dtype,
         )
     except CheckpointError:
         raise

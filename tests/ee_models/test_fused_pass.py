@@ -106,12 +106,13 @@ def run(
     return [*found, kv.data]
 
 
-# Products in float32, in float32 over weights of bfloat16, and in int8, with KV in bfloat16 or not.
+# Products in float32, in float32 over weights of bfloat16, in int8 and in int4, with KV in bfloat16 or not.
 NUMBERS: list[dict[str, Any]] = [
     {},
     {"weights_dtype": torch.bfloat16, "kv_dtype": torch.bfloat16},
     {"quantization": "int8"},
     {"quantization": "int8", "kv_dtype": torch.bfloat16},
+    {"quantization": "int4", "kv_dtype": torch.bfloat16},
 ]
 
 
@@ -190,7 +191,7 @@ BLOCKS: dict[str, Callable[[list[LayerWeights]], list[LayerWeights]]] = {
 }
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("num_threads", [1, 3])
 # With biases, norms of heads, both kinds of groups: all that a layer's weights may have.
 @pytest.mark.parametrize("family", ["llama", "biased_llama", "smollm2", "qwen2", "qwen3"])
@@ -211,7 +212,7 @@ def test_exits_on_the_way_and_at_the_end_have_the_bits_of_single_operations(
         layers, passes = decoder._layers, decoder.passes
         assert passes is not None
         vocabulary = torch.randperm(decoder.config.vocab_size)[:40]
-        head = decoder.make_linear(decoder.embedding[vocabulary], None)
+        head = decoder.make_linear.head(decoder.embedding[vocabulary])
         for number, blocks in enumerate(BLOCKS.values()):
             of_head = (head, vocabulary) if number % 2 else (None, None)
             on_the_way = AdapterExit(decoder, 2, blocks(layers), layers[0].mlp.norm, None, None)

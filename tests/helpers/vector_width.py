@@ -31,6 +31,8 @@ def load_with_vectors_of(
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, name, module)
+        package, _, own = name.rpartition(".")
+        monkeypatch.setattr(sys.modules[package], own, module)  # which `from . import` looks at
         with monkeypatch.context() as patch:
             if not loaded:  # numba asks too
                 patch.setattr(binding, "get_host_cpu_features", lambda: {"avx512f": width == 16})

@@ -31,6 +31,8 @@ KINDS = [
     ("qwen3", 1, "int8"),
     ("wide", 2, "bfloat16"),
     ("qwen3", 1, "bfloat16"),
+    ("wide", 1, "int4"),
+    ("qwen3", 2, "int4"),
 ]
 
 
@@ -47,8 +49,8 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with threads(num_threads):
         checkpoint = open_checkpoint(path)
         options: dict[str, Any] = {}
-        if numbers == "int8":
-            options = {"quantization": "int8", "kv_dtype": torch.bfloat16}
+        if numbers in ("int8", "int4"):
+            options = {"quantization": numbers, "kv_dtype": torch.bfloat16}
         elif numbers == "bfloat16":
             options = {"weights_dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
         yield Decoder.load(checkpoint, torch.float32, torch.device("cpu"), **options)

@@ -28,6 +28,7 @@ PARAMS = [
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int8, KV in bfloat16": {"quantization": "int8", "kv_dtype": torch.bfloat16},
+    "int4, KV in bfloat16": {"quantization": "int4", "kv_dtype": torch.bfloat16},
     "bfloat16": {"weights_dtype": torch.bfloat16, "kv_dtype": torch.bfloat16},
 }
 

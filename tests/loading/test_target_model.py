@@ -80,6 +80,7 @@ def dtypes(path: Path, **settings: Any) -> tuple[torch.dtype, torch.dtype, torch
         ({"dtype": "bfloat16", "kv_cache_dtype": "float32"}, (F32, BF16, F32)),
         ({"kv_cache_dtype": "bfloat16"}, (F32, F32, BF16)),
         ({"quantization": "int8"}, (F32, F32, BF16)),
+        ({"quantization": "int4"}, (F32, F32, BF16)),
         ({"quantization": "int8", "kv_cache_dtype": "float32"}, (F32, F32, F32)),
         ({"quantization": "int8", "dtype": "bfloat16"}, (F32, BF16, BF16)),
     ],

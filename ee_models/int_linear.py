@@ -1,16 +1,17 @@
-"""Int8Linear: a linear of a CPU that multiplies in int8, whose rows keep their bits."""
+"""IntLinear: a linear of a CPU that multiplies in whole numbers, whose rows keep their bits."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numba import cfunc, types
 from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor, uint8
 
-from .kernels.numba_int8 import MAX_INPUTS, TERMS, multiply, pack, pad_inputs, split_tokens
+from .kernels.numba_int import bytes_per_token, multiply, pack, split_tokens
+from .kernels.numba_int8 import MAX_INPUTS
 from .kernels.threads import KernelThreads, address_of, take
 
 # Multiplications of a product, and inputs to split, from which other threads are worth their 3 microseconds.
@@ -23,7 +24,18 @@ class _Call(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
-            *("next", "num_shares", "x", "terms", "scales", "num_tokens", "num_inputs", "panels", "out"),
+            *(
+                "next",
+                "num_shares",
+                "bits",
+                "x",
+                "terms",
+                "scales",
+                "num_tokens",
+                "num_inputs",
+                "panels",
+                "out",
+            ),
             "num_outputs",
         )
     ]
@@ -38,7 +50,7 @@ def _split(call: Any) -> None:
     share = take(address_of(call))
     while share < c.num_shares:
         first, last = share * c.num_tokens // c.num_shares, (share + 1) * c.num_tokens // c.num_shares
-        split_tokens(c.x, c.num_inputs, c.terms, c.scales, first, last)
+        split_tokens(c.bits, c.x, c.num_inputs, c.terms, c.scales, first, last)
         share = take(address_of(call))
 
 
@@ -48,37 +60,42 @@ def _multiply(call: Any) -> None:
     share = take(address_of(call))
     while share < c.num_shares:
         multiply(
-            c.terms, c.scales, c.num_tokens, c.num_inputs, c.panels, c.out, c.num_outputs, share, c.num_shares
+            *(c.bits, c.terms, c.scales, c.num_tokens, c.num_inputs, c.panels, c.out, c.num_outputs),
+            *(share, c.num_shares),
         )
         share = take(address_of(call))
 
 
-class Int8Linear:
-    """A product with a weight [out, in], one scale per output; of tokens, one scale each and two terms (see
-    `numba_int8`). x and output keep the weight's dtype; what lies between is float32."""
+class IntLinear:
+    """A product with a weight [out, in] in int8 or int4; of tokens, one scale each and two terms (see
+    `numba_int`). x and output keep the weight's dtype; what lies between is float32."""
 
     row_invariant = True
     holds_copy = True
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, threads: KernelThreads) -> None:
-        """Raises ValueError for more inputs than an int32 can add up, and for weights that are not finite."""
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4], threads: KernelThreads
+    ) -> None:
+        """Raises ValueError for more inputs than int8 can add up, and for weights that are not finite, or in
+        int4 too large for float16."""
         self.num_outputs, self.num_inputs = weight.shape
-        if self.num_inputs > MAX_INPUTS:
+        if bits == 8 and self.num_inputs > MAX_INPUTS:
             raise ValueError(
                 f"a linear has {self.num_inputs} inputs, and int8 on a CPU adds up at most {MAX_INPUTS}; set"
                 " quantization to null"
             )
-        self.panels = pack(weight.float(), None if bias is None else bias.float())
+        self.panels = pack(bits, weight.float(), None if bias is None else bias.float())
         self.num_bytes = self.panels.nbytes
-        self._dtype, self._threads = weight.dtype, threads
+        self.bits, self._dtype, self._threads = bits, weight.dtype, threads
 
     def __call__(self, x: Tensor) -> Tensor:
         # What follows goes by address: nothing else would notice.
         assert x.shape[1] == self.num_inputs and x.dtype == self._dtype, (x.shape, x.dtype, self.num_inputs)
         x, num_tokens = x.float().contiguous(), x.shape[0]
-        terms = x.new_empty(num_tokens, TERMS, pad_inputs(self.num_inputs), dtype=uint8)
+        terms = x.new_empty(num_tokens, bytes_per_token(self.bits, self.num_inputs), dtype=uint8)
         scales, out = x.new_empty(num_tokens), x.new_empty(num_tokens, self.num_outputs)
         call = _Call(
+            bits=self.bits,
             x=x.data_ptr(),
             terms=terms.data_ptr(),
             scales=scales.data_ptr(),

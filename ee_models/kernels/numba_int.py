@@ -1,0 +1,117 @@
+"""Matrix products on a CPU in whole numbers: x [tokens, in] times a weight in panels, in int8 or int4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from numba.np.numpy_support import carray
+from torch import Tensor
+
+from . import numba_int4, numba_int8
+from .numba_gemm import copy_tile
+from .numba_int8 import COLUMNS
+from .threads import pointer
+
+# Memory is asked for while what is there is multiplied: by one tile of tokens for what comes so many bytes
+# later; by the first two of several, half each, for the next panel, or it would stand idle during the second.
+_AHEAD = 4096
+_ASKING = 2
+_PACKED_AT_ONCE = 64  # panels: what is made of them on the way is small beside a model
+_kernel = njit(error_model="numpy", nogil=True, cache=True)
+
+
+@_kernel
+def count_bytes(bits: int, num_inputs: int) -> Any:
+    """Groups of inputs; bytes of a panel ahead of them, of one of them, and of a token's whole numbers."""
+    if bits == 4:
+        groups = (num_inputs + numba_int4.GROUP - 1) // numba_int4.GROUP
+        return groups, numba_int4.HEAD, numba_int4.GROUP_BYTES, groups * numba_int4.TOKEN_GROUP_BYTES
+    groups = (num_inputs + numba_int8.GROUP - 1) // numba_int8.GROUP
+    return groups, numba_int8.HEAD, numba_int8.GROUP_BYTES, groups * numba_int8.TOKEN_GROUP_BYTES
+
+
+def bytes_per_token(bits: int, num_inputs: int) -> int:
+    """Of a token's whole numbers; a multiple of four."""
+    return int(count_bytes.py_func(bits, num_inputs)[3])
+
+
+def pack(bits: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A weight [out, in] and its bias [out], float32, as panels [out / COLUMNS rounded up, bytes] uint8.
+    Raises ValueError for weights that `bits` have no place for."""
+    limit = numba_int4.LARGEST if bits == 4 else torch.finfo(torch.float32).max
+    num_outputs, num_inputs = weight.shape
+    groups, head, group_bytes, _ = count_bytes.py_func(bits, num_inputs)
+    bias = weight.new_zeros(num_outputs) if bias is None else bias
+    panels = weight.new_zeros(-(-num_outputs // COLUMNS), head + groups * group_bytes, dtype=torch.uint8)
+    for first in range(0, len(panels), _PACKED_AT_ONCE):
+        columns = slice(first * COLUMNS, (first + _PACKED_AT_ONCE) * COLUMNS)
+        if not bool((weight[columns].abs() <= limit).all()):
+            what = "finite number" if bits == 8 else f"number of at most {limit:g} in size"
+            raise ValueError(
+                f"a weight is not a {what}, and int{bits} has no place for others; set quantization to null"
+            )
+        make_panels = numba_int4.make_panels if bits == 4 else numba_int8.make_panels
+        panels[first : first + _PACKED_AT_ONCE] = make_panels(weight[columns], bias[columns])
+    return panels
+
+
+@_kernel
+def split_tokens(bits: int, x: int, num_inputs: int, terms: int, scales: int, first: int, last: int) -> None:
+    """Of tokens first to last - 1 of x [tokens, in]: terms [tokens, bytes], the whole numbers that a weight
+    of `bits` is multiplied by, and scales [tokens]; all by address."""
+    groups, _, _, bytes_per_token = count_bytes(bits, num_inputs)
+    found = carray(pointer(scales), last, np.float32)
+    for token in range(first, last):
+        own, to = x + 4 * token * num_inputs, terms + token * bytes_per_token
+        if bits == 4:
+            found[token] = numba_int4.split(own, num_inputs, to, groups)
+        else:
+            found[token] = numba_int8.split(own, num_inputs, to, groups)
+
+
+@_kernel
+def multiply(
+    bits: int,
+    terms: int,
+    scales: int,
+    num_tokens: int,
+    num_inputs: int,
+    panels: int,
+    out: int,
+    num_outputs: int,
+    share: int,
+    num_shares: int,
+) -> None:
+    """out [tokens, out] = bias + x [tokens, in] . weight, of one share of the panels; x as split_tokens
+    leaves it; all by address."""
+    groups, head, group_bytes, bytes_per_token = count_bytes(bits, num_inputs)
+    num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
+    bytes_per_panel, bytes_per_out = head + groups * group_bytes, 4 * num_outputs
+    most = numba_int4.TOKENS if bits == 4 else numba_int8.TOKENS
+    num_tiles = (num_tokens + most - 1) // most
+    spare = np.empty((most, COLUMNS), np.float32)
+    for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
+        panel = panels + number * bytes_per_panel
+        columns = min(COLUMNS, num_outputs - number * COLUMNS)
+        first, asking = 0, min(num_tiles, _ASKING)
+        for tile in range(num_tiles):
+            count = (num_tokens - first) // (num_tiles - tile)  # tiles as alike as can be
+            rows, its_scales = (terms + first * bytes_per_token, bytes_per_token), scales + 4 * first
+            to = out + first * bytes_per_out + number * 4 * COLUMNS, bytes_per_out
+            ahead = panel + bytes_per_panel, 0
+            if asking == 1:
+                ahead = panel + head + _AHEAD, group_bytes
+            elif tile < asking:
+                ahead = panel + bytes_per_panel + tile * bytes_per_panel // asking, group_bytes // asking
+            # What is past the last output must not be written over the next token's first ones.
+            whole = to if columns == COLUMNS else (spare.ctypes.data, 4 * COLUMNS)
+            if bits == 4:
+                numba_int4.multiply_tile(count, rows, its_scales, groups, panel, whole, ahead)
+            else:
+                numba_int8.multiply_tile(count, rows, its_scales, groups, panel, whole, ahead)
+            if columns < COLUMNS:
+                copy_tile(spare, count, columns, *to)
+            first += count

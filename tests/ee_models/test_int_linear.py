@@ -1,0 +1,259 @@
+"""Products in int8 and int4, for vectors of both widths and every way to multiply: against whole numbers in
+float64, bit for bit whatever is beside, and the same bits on every CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Literal
+
+import pytest
+import torch
+from llvmlite import binding
+from torch import Tensor
+
+from ee_models.int_linear import IntLinear
+from ee_models.kernels import numba_int, numba_int4, numba_vectors
+from ee_models.kernels.threads import KernelThreads
+from tests.helpers.support import threads
+from tests.helpers.vector_width import load_with_vectors_of
+
+Bits = Literal[8, 4]
+INT8 = "ee_models.kernels.numba_int8"
+MODULES = [
+    "ee_models.kernels.numba_gemm",
+    INT8,
+    "ee_models.kernels.numba_int4",
+    "ee_models.kernels.numba_int",
+    "ee_models.int_linear",
+]
+FEATURES = binding.get_host_cpu_features()
+CALLED = {"vnni": ["vpdpbusd", "pmadd"], "pairs": ["pmadd"], "plain": []}
+SHAPES = [(3 * 32, 48), (33, 5), (1, 1), (31, 64), (40, 1538), (32, 31), (31, 32), (65, 33), (1, 100)]
+
+
+def ways() -> list[tuple[int, str]]:
+    """(width of vectors, how int8 is multiplied) that this CPU can run."""
+    needed = {
+        (8, "pairs"): "avx2",
+        (16, "pairs"): "avx512bw",
+        (8, "vnni"): "avxvnni",
+        (16, "vnni"): "avx512vnni",
+    }
+    return [(8, "plain"), (16, "plain"), *(way for way, feature in needed.items() if FEATURES.get(feature))]
+
+
+@pytest.fixture(params=ways(), ids=str, scope="module")
+def modules(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[ModuleType]]:
+    """numba_int8, numba_int and int_linear."""
+    width, dot = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("compiled")
+        _, int8, _, both, linear = load_with_vectors_of(width, MODULES, cache, patch, {INT8: {"DOT": dot}})
+        (code,) = both.multiply.inspect_llvm().values()
+        assert [name for name in ("vpdpbusd", "pmadd") if name in code] == CALLED[dot]
+        yield [int8, both, linear]
+
+
+@pytest.fixture(params=[8, 4], ids="int{}".format)
+def bits(request: pytest.FixtureRequest) -> Bits:
+    return request.param  # type: ignore[no-any-return]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def int4_weight(num_outputs: int, num_inputs: int) -> Tensor:
+    """One that int4 holds as it is, each group of an output on a scale of its own."""
+    weight, generator = torch.empty(num_outputs, num_inputs), torch.Generator().manual_seed(2)
+    for first in range(0, num_inputs, numba_int4.GROUP):
+        group = weight[:, first : first + numba_int4.GROUP]
+        q = torch.randint(0, 16, group.shape, generator=generator).float()
+        q[:, -1], q[:, 0] = 15, 0
+        scale, minimum = torch.rand(2, num_outputs, 1, generator=generator).half().float()
+        group.copy_((scale + 0.5).half() * q - (6 * minimum).half())
+    return weight
+
+
+def products(bits: Bits, weight: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a weight in whole numbers and x as it is, in float64; and how far off half a unit of x in each input
+    may be, with what float32 rounds away."""
+    held, units, rounded = weight.double(), 32767, 1e-5
+    if bits == 8:
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        held, units, rounded = (weight / scale).round().double() * scale.double(), 127 * 254, 1e-6
+    unit = x.abs().amax(1, keepdim=True).double() / units
+    exact = x.double() @ held.T + bias.double()
+    size = x.double().abs() @ held.abs().T if bits == 4 else exact.abs()
+    return exact, 0.501 * unit * held.abs().sum(1) + rounded * (size + bias.abs())
+
+
+def test_products_are_those_of_whole_numbers_and_a_rows_bits_its_own(
+    modules: list[ModuleType], bits: Bits
+) -> None:
+    int8, _, int_linear = modules
+    assert int8.COLUMNS in (16, 32)
+    for num_threads in (1, 3):
+        for num_outputs, num_inputs in SHAPES:
+            make_weight = randn if bits == 8 else int4_weight
+            weight, bias, x = (
+                make_weight(num_outputs, num_inputs),
+                randn(num_outputs, seed=1),
+                randn(40, num_inputs),
+            )
+            x *= torch.logspace(-3, 3, 40)[:, None]  # a scale of its own for each token
+            with threads(num_threads):
+                layer = int_linear.IntLinear(weight, bias, bits, KernelThreads())
+            out, (expected, tolerance) = layer(x), products(bits, weight, bias, x)
+            assert bool(((out - expected).abs() <= tolerance).all())
+            for rows in range(0, 41, 1 if num_inputs < 100 else 7):
+                assert torch.equal(layer(x[:rows]), out[:rows])
+                assert torch.equal(layer(x[40 - rows :]), out[40 - rows :])
+
+
+def test_bits_are_the_same_on_every_cpu(modules: list[ModuleType], bits: Bits) -> None:
+    assert modules[2].IntLinear is not IntLinear
+    for num_outputs, num_inputs in SHAPES:
+        weight, bias, x = randn(num_outputs, num_inputs), randn(num_outputs, seed=1), randn(7, num_inputs)
+        layers = [kind(weight, bias, bits, KernelThreads()) for kind in (IntLinear, modules[2].IntLinear)]
+        assert torch.equal(layers[0](x), layers[1](x))
+
+
+def test_the_largest_numbers_do_not_overflow(modules: list[ModuleType]) -> None:
+    num_inputs = modules[0].MAX_INPUTS
+    signs = torch.tensor([[1.0], [-1.0]])
+    layer = modules[2].IntLinear(signs.expand(2, num_inputs), None, 8, KernelThreads())
+    torch.testing.assert_close(layer(3.0 * signs.expand(2, num_inputs)), 3.0 * num_inputs * signs @ signs.T)
+    with pytest.raises(ValueError, match="set quantization to null"):
+        modules[2].IntLinear(torch.ones(1, num_inputs + 1), None, 8, KernelThreads())
+    weight = torch.full((2, 2 * numba_int4.GROUP), 15 * 4096.0)  # and so nothing but the largest q
+    weight[:, :: numba_int4.GROUP] = 0.0
+    layer = modules[2].IntLinear(weight, None, 4, KernelThreads())
+    torch.testing.assert_close(layer(3.0 * signs.expand(2, len(weight[0]))), 3.0 * signs * weight.sum(1))
+
+
+def test_zeros_give_the_bias_and_weights_of_zero_nothing(modules: list[ModuleType], bits: Bits) -> None:
+    weight, bias = randn(33, 7), randn(33, seed=1)
+    weight[3] = 0.0
+    layer = modules[2].IntLinear(weight, bias, bits, KernelThreads())
+    x = torch.stack([torch.zeros(7), torch.ones(7)])
+    assert torch.equal(layer(x)[0], bias)
+    assert layer(x)[1, 3] == bias[3]
+
+
+def test_nothing_is_written_beside_the_outputs(modules: list[ModuleType], bits: Bits) -> None:
+    """Outputs, terms and scales lie between bytes that are looked at again."""
+    layer, x = modules[2].IntLinear(randn(33, 7), None, bits, KernelThreads()), randn(5, 7)
+    expected = layer(x)
+    guarded: list[Tensor] = []
+
+    class Input(torch.Tensor):
+        def float(self) -> Input:
+            return self
+
+        def contiguous(self) -> Input:
+            return self
+
+        def new_empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            around = torch.empty(shape[0] + 2, *shape[1:], dtype=dtype)
+            around.view(torch.uint8).fill_(99)
+            guarded.append(around)
+            return around[1:-1]
+
+    found = layer(x.as_subclass(Input))
+    assert torch.equal(found, expected) and len(guarded) == 3
+    for around in guarded:
+        assert bool((around[[0, -1]].contiguous().view(torch.uint8) == 99).all())
+
+
+def test_what_is_not_finite_stays_so_in_its_row_alone(modules: list[ModuleType], bits: Bits) -> None:
+    layer, x = modules[2].IntLinear(randn(33, 9), None, bits, KernelThreads()), randn(4, 9)
+    expected = layer(x)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        broken = x.clone()
+        broken[1, 7] = value
+        found = layer(broken)
+        assert bool(found[1].isnan().all()) and torch.equal(found[[0, 2, 3]], expected[[0, 2, 3]])
+
+
+def test_weights_that_have_no_place_are_refused(bits: Bits) -> None:
+    said = "finite number" if bits == 8 else "number of at most 65504 in size"
+    for value in (torch.nan, torch.inf, -torch.inf, *([65520.0] if bits == 4 else [])):
+        weight = randn(33, 9)
+        weight[2, 3] = value
+        with pytest.raises(ValueError, match=rf"not a {said}, and int{bits}.*set quantization to null"):
+            IntLinear(weight, None, bits, KernelThreads())
+
+
+def test_the_smallest_weights_stay_what_they_are(modules: list[ModuleType], bits: Bits) -> None:
+    weight = torch.tensor([[3e-45, -3e-45], [1e-40, 5e-41], [1.0, -0.5]])
+    out = modules[2].IntLinear(weight, None, bits, KernelThreads())(torch.ones(1, 2))
+    torch.testing.assert_close(out, weight.sum(1)[None], atol=1e-38 if bits == 8 else 1e-7, rtol=0.01)
+
+
+def test_weights_are_packed_in_pieces(
+    modules: list[ModuleType], bits: Bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = randn(200, 10), randn(200, seed=1)
+    whole = modules[1].pack(bits, weight, bias)
+    monkeypatch.setattr(modules[1], "_PACKED_AT_ONCE", 2)
+    assert torch.equal(modules[1].pack(bits, weight, bias), whole)
+
+
+def test_code_is_for_what_numba_compiles_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_vectors.config, "CPU_FEATURES", "+sse2,-avx512vnni")
+    assert numba_vectors.compiles_for("sse2")
+    assert not any(map(numba_vectors.compiles_for, ("avx512vnni", "avx2", "sse")))
+    monkeypatch.setattr(numba_vectors.config, "CPU_FEATURES", None)
+    monkeypatch.setattr(numba_vectors.config, "ENABLE_AVX", 0)
+    assert not numba_vectors.compiles_for("avx2")
+
+
+def test_bfloat16_comes_out_as_it_went_in(modules: list[ModuleType], bits: Bits) -> None:
+    weight, x = randn(33, 7).bfloat16(), randn(5, 7).bfloat16()
+    out = modules[2].IntLinear(weight, None, bits, KernelThreads())(x)
+    assert out.dtype == torch.bfloat16
+    wide = modules[2].IntLinear(weight.float(), None, bits, KernelThreads())(x.float())
+    assert torch.equal(out, wide.bfloat16())
+
+
+def test_inputs_of_another_width_or_dtype_are_refused(modules: list[ModuleType], bits: Bits) -> None:
+    layer = modules[2].IntLinear(randn(33, 7), None, bits, KernelThreads())
+    for x in (randn(5, 8), randn(5, 7).double()):
+        with pytest.raises(AssertionError):
+            layer(x)
+
+
+# ---- what int4 holds of a weight ----
+
+
+def held(weight: Tensor) -> Tensor:
+    return IntLinear(weight, None, 4, KernelThreads())(torch.eye(weight.shape[1])).T
+
+
+@pytest.mark.parametrize("steps", range(8, 16))
+def test_int4_finds_the_scale_of_what_a_file_holds_in_4_bits(steps: int) -> None:
+    """As in GGUF files: groups of 32 with a scale in float16, of which some use fewer than 16 numbers."""
+    q = torch.randint(0, steps + 1, (64, 4, 32), generator=torch.Generator().manual_seed(steps))
+    q[:, :, 0], q[:, :, 1] = 0, steps
+    scale = randn(64, 4, 1).abs().half().float() + 0.125
+    weight = ((q - 8) * scale.half().float()).flatten(1)
+    error = (held(weight) - weight).view(64, 4, 32).abs() / scale
+    assert float(error.max()) < 0.01  # of a step: what a minimum is rounded by
+
+
+def test_int4_is_never_further_off_than_the_whole_range_in_15_steps() -> None:
+    weight = randn(64, 96)
+    groups = weight.view(64, 3, 32)
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    scale = (high - low) / 15
+    plain = ((groups - low) / scale).round() * scale + low
+    errors = [(each.reshape(64, 3, 32) - groups).square().sum(2) for each in (held(weight), plain)]
+    assert bool((errors[0] <= 1.05 * errors[1]).all())  # of which float16 may cost a little
+
+
+def test_a_weight_in_int4_takes_5_bits() -> None:
+    assert numba_int.pack(4, randn(64, 320), None).nbytes == 64 * (320 * 5 // 8 + 4)
