@@ -30,8 +30,9 @@ sys.path.insert(
 from benchmarks.arguments import at_least_one
 from benchmarks.markdown import table
 from ee_models.errors import CheckpointError
-from hispec.errors import ConfigError, HiSpecError
+from hispec.errors import ConfigError, HiSpecError, build
 from hispec.jobs.bench_inputs import good_rows
+from hispec.jobs.rows import count_rows
 from hispec.jobs.schema import Job
 from hispec.utils.environment import environment, hardware_text
 from hispec.utils.files import check_target, write_json
@@ -103,7 +104,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("this system does not bind processes to cores, as Linux does")
     cores = sorted(os.sched_getaffinity(0))
-    job = Job.model_validate({"model": options.model, "input": {"path": str(options.prompts)}})
+    given = {"model": options.model, "input": {"path": options.prompts}, "output": {"path": "unused"}}
+    job = build(Job, given)
+    count_rows(job.input)
     prompts = [(row.prompt, row.is_chat) for row in good_rows(job)[: options.limit]]
     if min(len(prompts), options.batch_size) < len(cores):
         raise ConfigError(

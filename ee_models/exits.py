@@ -121,7 +121,7 @@ def _load(file: ExitsFile, info: ExitInfo, decoder: Decoder, checkpoint: Checkpo
     tensors = file.tensors(info, checkpoint.config)
 
     def read(name: str) -> Tensor:
-        return tensors[name].to(device=decoder.device, dtype=decoder.dtype)
+        return tensors[name].to(decoder.device, decoder.weights_dtype).to(decoder.dtype)
 
     def linear(*names: str) -> Linear:
         return decoder.make_linear(torch.cat([read(name) for name in names]), None)
@@ -143,7 +143,7 @@ def _load(file: ExitsFile, info: ExitInfo, decoder: Decoder, checkpoint: Checkpo
         ids = tensors["vocabulary"].long()
         vocabulary = ids.to(decoder.device)
         weight = checkpoint.tensor(head_name(checkpoint))[ids]
-        head = decoder.make_linear.head(weight.to(device=decoder.device, dtype=decoder.dtype))
+        head = decoder.make_linear.head(weight.to(decoder.device, decoder.weights_dtype).to(decoder.dtype))
     return AdapterExit(decoder, info.layer, blocks, read("norm"), head, vocabulary)
 
 

@@ -21,9 +21,10 @@ from cache.view import BatchView
 
 from .attention import AttentionBackend
 from .attention.numba_pages import Call as AttentionCall
-from .attention.numba_pages import NumbaAttention, most_units, size_of_numbers
+from .attention.numba_pages import NumbaAttention, most_units
 from .fused_kernel import Call, Step, run_pass
 from .int_linear import IntLinear
+from .kernels.cpu import size_of_numbers
 from .kernels.numba_int import bytes_per_token
 from .kernels.threads import KernelThreads
 from .linear import Linear

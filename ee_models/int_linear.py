@@ -67,7 +67,7 @@ def _multiply(call: Any) -> None:
 
 
 class IntLinear:
-    """A product with a weight [out, in] in int8 or int4; of tokens, one scale each and two terms (see
+    """A product with a weight [out, in] in int8 or int4; of tokens, a scale and whole numbers each (see
     `numba_int`). x and output keep the weight's dtype; what lies between is float32."""
 
     row_invariant = True

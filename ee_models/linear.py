@@ -7,7 +7,6 @@ disagree with plain decoding over a rounding error. HiSpec's own products give t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -42,57 +41,28 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
         self.num_bytes = num_bytes(weight, bias)
-        self.row_invariant = probe_rows(self, "plain", weight) == (1, True)
+        self.row_invariant = keeps_rows(self, weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
 
 
-class ProbedLinear(ABC):
-    """Base of linears whose products, by `_run`, keep a row's bits from `_min_rows` rows on."""
-
-    _min_rows = 1
-
-    def __call__(self, x: Tensor) -> Tensor:
-        # A single row would take a kernel of its own, with another order of sums.
-        if x.shape[0] < self._min_rows:
-            return self._run(torch.cat((x, x)))[:1]
-        return self._run(x)
-
-    @abstractmethod
-    def _run(self, x: Tensor) -> Tensor:
-        """The product, of at least `_min_rows` rows."""
+_probes: dict[tuple[tuple[int, ...], torch.dtype, int], bool] = {}
 
 
-_probes: dict[tuple[str, tuple[int, ...], torch.dtype, int], tuple[int, bool]] = {}
+def keeps_rows(linear: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
+    """Whether a library's product gives a row the same bits whatever the number of rows.
 
-
-def probe_rows(linear: Callable[[Tensor], Tensor], kind: str, weight: Tensor) -> tuple[int, bool]:
-    """(fewest rows to compute at once so that bits do not depend on their number, whether such a number was
-    found).
-
-    Probed once per kind, shape, dtype and number of threads; on a GPU never, and not claimed: its libraries
-    choose a kernel anew for each number of rows.
+    Probed once per shape, dtype and number of threads; on a GPU never, and not claimed: its libraries choose
+    a kernel anew for each number of rows.
     """
     if weight.device.type != "cpu":
-        return 1, False
-    key = (kind, tuple(weight.shape), weight.dtype, torch.get_num_threads())
+        return False
+    key = (tuple(weight.shape), weight.dtype, torch.get_num_threads())
     if key not in _probes:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(max(_PROBED_ROWS), weight.shape[1], generator=generator).to(weight.dtype)
-        _probes[key] = next(((rows, True) for rows in (1, 2) if _invariant_from(linear, x, rows)), (1, False))
+        alone = torch.cat([linear(x[i : i + 1]) for i in range(min(x.shape[0], 66))])
+        together = (linear(x[:rows])[: alone.shape[0]] for rows in _PROBED_ROWS)
+        _probes[key] = all(torch.equal(each, alone[: each.shape[0]]) for each in together)
     return _probes[key]
-
-
-def _invariant_from(linear: Callable[[Tensor], Tensor], x: Tensor, min_rows: int) -> bool:
-    """Whether every pass of `min_rows` rows or more gives the same bits per row."""
-    alone = torch.cat(
-        [linear(x[i : i + 1].expand(min_rows, -1).contiguous())[:1] for i in range(min(x.shape[0], 66))]
-    )
-    for rows in _PROBED_ROWS:
-        if rows < min_rows:
-            continue
-        together = linear(x[:rows])
-        if not torch.equal(together[: alone.shape[0]], alone[:rows]):
-            return False
-    return True

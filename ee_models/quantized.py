@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .errors import install_command
 from .kernels import runs_numba
-from .linear import Linear, PlainLinear, ProbedLinear, num_bytes, probe_rows
+from .linear import Linear, PlainLinear, num_bytes
 
 if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
@@ -31,21 +31,21 @@ _GROUP_SIZES = (128, 64, 32)  # inputs that share a scale, the fewest scales fir
 _log = logging.getLogger(__name__)
 
 
-class QuantizedLinear(ProbedLinear):
+class QuantizedLinear:
     """A product with a weight [out, in] that torchao holds in `bits`; x, bias and output keep the weight's
     dtype.
 
     int8 has one scale per output, int4 a scale and a zero point per group of inputs.
     """
 
+    row_invariant = False
     holds_copy = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> None:
         self._product = _quantize(weight, bias, bits)
         self.num_bytes = _num_bytes(self._product.weight) + num_bytes(bias)
-        self._min_rows, self.row_invariant = probe_rows(self._product, f"int{bits}", weight)
 
-    def _run(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return self._product(x)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
+from ..kernels.cpu import size_of_numbers
 from ..kernels.numba_math import ONE
 from ..kernels.numba_vectors import WIDTH, number_at
 from ..kernels.threads import KernelThreads, address_of, pointer, take
@@ -307,15 +308,6 @@ def cut_units(cu_q_lens: Any, tokens_per_unit: int, units: Any) -> int:
 def most_units(num_tokens: int, num_rows: int, tokens_per_unit: int) -> int:
     """Units that so many tokens of so many rows can make."""
     return num_tokens // tokens_per_unit + num_rows + 1
-
-
-def size_of_numbers(kv: PagedKV) -> int:
-    """Bytes of a number of a KV that numba's kernels read. Raises ValueError for one of another dtype."""
-    if kv.data.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"numba reads KV in float32 or bfloat16, not {kv.data.dtype}; use another kv_cache_dtype"
-        )
-    return kv.data.dtype.itemsize
 
 
 @dataclass(frozen=True)

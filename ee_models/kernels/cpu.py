@@ -109,6 +109,15 @@ def widen(logits: Any, vocabulary: Any, out: Any) -> None:
             out[row, vocabulary[i]] = logits[row, i]
 
 
+def size_of_numbers(kv: PagedKV) -> int:
+    """Bytes of a number of a KV that numba's kernels read. Raises ValueError for one of another dtype."""
+    if kv.data.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"numba reads KV in float32 or bfloat16, not {kv.data.dtype}; use another kv_cache_dtype"
+        )
+    return kv.data.dtype.itemsize
+
+
 class NumbaKernels:
     """Keeps the numpy arrays of weights, and of a pass's positions and slots: making one costs as much as a
     kernel."""
@@ -130,7 +139,7 @@ class NumbaKernels:
         if view is not self._view:
             self._view, self._positions, self._slots = view, view.positions.numpy(), view.slots.numpy()
         num_kv_heads, head_dim = keys.shape[1:]
-        places, size = (keys.data_ptr(), values.data_ptr()), kv.data.dtype.itemsize
+        places, size = (keys.data_ptr(), values.data_ptr()), size_of_numbers(kv)
         q = np.empty((qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim), np.float32)
         q_weight, k_weight = (_NOTHING, _NOTHING) if norms is None else map(self._constant, norms)
         table, positions, slots = self._constant(rope), self._positions, self._slots

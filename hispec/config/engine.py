@@ -13,7 +13,7 @@ class EngineConfig(Settings):
     """How the engine runs. Sizes are in tokens unless named otherwise.
 
     dtype                   of weights; "auto" = float32 on a CPU, the checkpoint's own on a GPU. A CPU
-                            computes in float32 over weights of bfloat16, too
+                            computes in float32, whatever they are held in
     kv_cache_dtype          of keys and values; "auto" = dtype, and bfloat16 beside int8 and int4 on a CPU; on
                             a GPU no other than dtype
     device                  "auto" = a GPU if there is one

@@ -83,8 +83,9 @@ def count_done(path: Path, rows: Iterator[Row | BadRow]) -> tuple[int, int]:
                 if row is not None:
                     what = f"line {num_done + 1} is not the result of input line {row.line}"
                 raise ConfigError(
-                    f"output.resume: {path} does not belong to this job: {what} (another prompt, sampling or"
-                    " model); set output.overwrite=true to replace the file, or choose another output.path"
+                    f"output.resume: {path} does not belong to this job: {what} (another prompt, sampling,"
+                    " model, quantization, dtype or kv_cache_dtype); set output.overwrite=true to replace the"
+                    " file, or choose another output.path"
                 )
             num_done += 1
             num_bytes += len(raw)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..config import Settings
+from ..config import EngineConfig, Settings
 from ..errors import ConfigError, build, cut, shown
 from ..prompts import Role, join_parts
 from ..sampling_params import SamplingParams
@@ -139,14 +139,18 @@ def parse_row(job: RunConfig, index: int, line: int, raw: bytes) -> Row | BadRow
         return BadRow(index, line, _digest(raw), cut(f"line {line}: {error}", _MAX_MESSAGE_LEN), row_id)
     prompt = [content.prompt, content.prompt_token_ids, content.model_dump()["messages"]]
     identity = [job.model, *prompt, sampling.model_dump()]
-    # A model in other numbers has other outputs.
-    numbers = {name: getattr(job.engine, name) for name in ("quantization", "dtype", "kv_cache_dtype")}
-    identity += [
-        value if name == "quantization" else f"{name}={value}"
-        for name, value in numbers.items()
-        if value not in (None, "auto")
-    ]
+    identity += _numbers(job.engine)
     return Row(index, line, _digest(_canonical(identity)), content, sampling)
+
+
+def _numbers(engine: EngineConfig) -> list[str]:
+    """What makes another model, with other outputs, of the job's: not float32, which a CPU takes anyway."""
+    kv_dtype = engine.kv_cache_dtype
+    if engine.quantization is not None and kv_dtype == "auto":
+        kv_dtype = "bfloat16"
+    found: list[str] = [] if engine.quantization is None else [engine.quantization]
+    found += [f"dtype={engine.dtype}"] if engine.dtype in ("bfloat16", "float16") else []
+    return found + (["kv_cache_dtype=bfloat16"] if kv_dtype == "bfloat16" else [])
 
 
 def _row_sampling(job: RunConfig, index: int, overrides: dict[str, Any]) -> SamplingParams:

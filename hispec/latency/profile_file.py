@@ -216,6 +216,8 @@ def check(profile: LatencyProfile, expected: Subject, max_num_seqs: int, path: P
         raise ConfigError(f"the latency profile {path} {what}; {_AGAIN} {path}")
 
     def same(mine: Mapping[str, object], its: Mapping[str, object], what: str, where: str) -> None:
+        if its and (unknown := sorted(mine.keys() - its.keys())):
+            refuse(f"is stale: {where}it does not say {', '.join(unknown)}, as an older hispec's does not")
         for name in sorted(mine.keys() | its.keys()):
             if mine.get(name) != its.get(name):
                 refuse(f"is of {what}: {where}{name} is {its.get(name)!r} there and {mine.get(name)!r} here")

@@ -63,9 +63,11 @@ def select_device(name: str) -> torch.device:
 def _select_kv_dtype(config: EngineConfig, device: torch.device, weights_dtype: torch.dtype) -> torch.dtype:
     """What KV is kept in. Raises ConfigError where kernels would not read it."""
     if config.kv_cache_dtype == "auto":
+        if not runs_numba(device):
+            return weights_dtype
         # Beside the rounding of weights that of bfloat16 is lost, and attention reads half of the bytes.
-        is_small = runs_numba(device) and config.quantization is not None
-        return torch.bfloat16 if is_small else weights_dtype
+        is_small = config.quantization is not None or weights_dtype == torch.bfloat16
+        return torch.bfloat16 if is_small else torch.float32
     kv_dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
     if kv_dtype != weights_dtype and not runs_numba(device):
         raise ConfigError(
@@ -85,7 +87,7 @@ def load_decoder(
     else:
         weights_dtype = torch.float32 if device.type == "cpu" else checkpoint.dtype
     # HiSpec's kernels of a CPU compute in float32, over weights and KV that may be smaller.
-    widens = runs_numba(device) and weights_dtype == torch.bfloat16
+    widens = runs_numba(device) and weights_dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if widens else weights_dtype
     kv_dtype = _select_kv_dtype(config, device, weights_dtype)
     try:

@@ -270,6 +270,7 @@ def _facts(decoder: Decoder) -> Facts:
         "attention": decoder.attention.name,
         "kernels": type(decoder.kernels).__name__,
         "linears": type(decoder.head).__name__,
+        "num_bytes": decoder.num_bytes,  # weights of bfloat16's numbers are held in it
         "device": decoder.device.type,
     }
 

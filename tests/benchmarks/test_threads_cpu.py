@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks import threads_cpu
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs to bind processes to cores")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="needs to bind processes to cores"
+)
 
 
 @pytest.fixture
@@ -34,7 +36,9 @@ def test_both_ways_are_measured_and_told(
     assert list(runs) == ["one engine", "an engine for each core"] and result["prompts"] == 4
     assert all(len(each) == 2 and min(each) > 0 for each in runs.values())
     printed = capsys.readouterr().out
-    assert "| one engine | " in printed and "| an engine for each core | " in printed and "| 1.00 |" in printed
+    assert (
+        "| one engine | " in printed and "| an engine for each core | " in printed and "| 1.00 |" in printed
+    )
 
 
 def test_what_cannot_be_measured_is_refused_before_a_model_is_loaded(

@@ -17,6 +17,7 @@ from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import Checkpoint, open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit, head_name
+from ee_models.panel_linear import PanelLinear
 from ee_models.training.adapters import AdapterModule
 from hispec.sampling.logits import Logits
 from tests.helpers.adapters import loaded, make_exits, make_module
@@ -218,6 +219,14 @@ def test_adapters_take_the_decoders_dtype(tmp_path: Path, checkpoint: Checkpoint
         inside
     ].square().mean().sqrt()
     assert error < 0.05
+
+
+def test_adapters_are_held_as_the_decoders_weights_are(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        decoder = Decoder.load(checkpoint, torch.float32, CPU, weights_dtype=dtype)
+        exit_ = make_exit(tmp_path / str(dtype), checkpoint, decoder, SHAPES["reduced_vocabulary"])
+        head = exit_.logit_steps(2)[-1].head
+        assert isinstance(head, PanelLinear) and head.panels.dtype == dtype
 
 
 def test_outside_a_reduced_vocabulary_nothing_can_be_said(

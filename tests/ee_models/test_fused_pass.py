@@ -208,7 +208,8 @@ def test_exits_on_the_way_and_at_the_end_have_the_bits_of_single_operations(
     tiny_checkpoint(tmp_path / "model", family, num_layers=3)
     with threads(num_threads):
         checkpoint = open_checkpoint(tmp_path / "model")
-        decoder = Decoder.load(checkpoint, torch.float32, CPU, quantization=quantization)
+        kv_dtype = torch.float32 if quantization == "int8" else torch.bfloat16
+        decoder = Decoder.load(checkpoint, torch.float32, CPU, quantization=quantization, kv_dtype=kv_dtype)
         layers, passes = decoder._layers, decoder.passes
         assert passes is not None
         vocabulary = torch.randperm(decoder.config.vocab_size)[:40]

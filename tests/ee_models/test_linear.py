@@ -14,7 +14,7 @@ from ee_models import linear
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.kernels.threads import KernelThreads
-from ee_models.linear import PlainLinear, ProbedLinear
+from ee_models.linear import PlainLinear
 from ee_models.linear_factory import LinearMaker
 from ee_models.panel_linear import PanelLinear
 from tests.helpers.support import threads
@@ -78,22 +78,22 @@ class Fake:
 @pytest.mark.parametrize(
     ("differs", "found"),
     [
-        (lambda rows: False, (1, True)),
-        (lambda rows: rows == 1, (2, True)),  # only a single row takes a path of its own: computed as two
-        (lambda rows: rows == 2, (1, False)),
-        (lambda rows: rows >= 8, (1, False)),
-        (lambda rows: rows > 64, (1, False)),
-        (lambda rows: rows % 2 == 1, (1, False)),
-        (lambda rows: rows % 16 == 0, (1, False)),
+        (lambda rows: False, True),
+        (lambda rows: rows == 1, False),
+        (lambda rows: rows == 2, False),
+        (lambda rows: rows >= 8, False),
+        (lambda rows: rows > 64, False),
+        (lambda rows: rows % 2 == 1, False),
+        (lambda rows: rows % 16 == 0, False),
     ],
     ids=["never", "one row", "two rows", "from 8", "over 64", "odd", "whole vectors"],
 )
 def test_the_probe_finds_bits_that_depend_on_the_number_of_rows(
-    differs: Callable[[int], bool], found: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
+    differs: Callable[[int], bool], found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "_probes", {})
     weight = randn(5, 6)
-    assert linear.probe_rows(Fake(weight, differs), "fake", weight) == found
+    assert linear.keeps_rows(Fake(weight, differs), weight) is found
 
 
 def test_the_probe_runs_once_per_shape_and_anew_for_another_number_of_threads(
@@ -110,7 +110,7 @@ def test_the_probe_runs_once_per_shape_and_anew_for_another_number_of_threads(
     def num_new_calls(out_features: int) -> int:
         before = num_calls
         weight = randn(out_features, 6)
-        linear.probe_rows(Fake(weight, never), "fake", weight)
+        linear.keeps_rows(Fake(weight, never), weight)
         return num_calls - before
 
     assert num_new_calls(5) > 0
@@ -120,26 +120,11 @@ def test_the_probe_runs_once_per_shape_and_anew_for_another_number_of_threads(
     assert num_new_calls(5) > 0
 
 
-def test_a_single_row_is_computed_as_two_where_the_probe_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-
-    class Probed(ProbedLinear):
-        def _run(self, x: Tensor) -> Tensor:
-            sizes.append(x.shape[0])
-            return x * 2
-
-    layer, x = Probed(), randn(3, 3)
-    layer._min_rows = 2
-    assert torch.equal(layer(x[:1]), x[:1] * 2)
-    assert torch.equal(layer(x), x * 2)
-    assert sizes == [2, 3]
-
-
 def test_a_decoder_without_numba_computes_the_same_with_plain_linears(
     tiny_path: Path, tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ee_models.linear_factory.runs_numba", lambda _: False)
-    monkeypatch.setattr(linear, "probe_rows", lambda *_: (1, False))
+    monkeypatch.setattr(linear, "keeps_rows", lambda *_: False)
     plain = Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU)
     assert isinstance(plain.head, PlainLinear)
     assert isinstance(tiny_decoder.head, PanelLinear)

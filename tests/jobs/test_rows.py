@@ -100,7 +100,18 @@ def test_the_content_hash_tells_prompt_sampling_and_model_apart() -> None:
         content_hash({"prompt": "a"}, "other"),
     ]
     others += [content_hash({"prompt": "a"}, quantization=kind) for kind in ("int8", "int4")]
-    assert base not in others and len(set(others)) == 5
+    others += [
+        content_hash({"prompt": "a"}, **engine)
+        for engine in (
+            {"quantization": "int8", "kv_cache_dtype": "float32"},
+            {"kv_cache_dtype": "bfloat16"},
+            {"dtype": "bfloat16"},
+            {"dtype": "float16"},
+        )
+    ]
+    assert base not in others and len(set(others)) == 9
+    same: list[dict[str, Any]] = [{"dtype": "float32"}, {"kv_cache_dtype": "float32"}, {"max_num_seqs": 3}]
+    assert {content_hash({"prompt": "a"}, **engine) for engine in same} == {base}
 
 
 def test_blank_lines_count_as_lines_but_are_no_rows(tmp_path: Path) -> None:

@@ -60,6 +60,11 @@ def test_every_plan_gives_plain_decoding(
     assert run(make_engine(decoder, plan, **sizes), PROMPTS, PARAMS) == alone
 
 
+@pytest.mark.parametrize("plan", [Plan(3, None, 2, 1, 2), Plan(2, 5, 2, 2, 3)], ids=str)
+def test_trees_give_plain_decoding(decoder: Decoder, alone: list[list[int]], plan: Plan) -> None:
+    assert run(make_engine(decoder, plan), PROMPTS, PARAMS) == alone
+
+
 @pytest.mark.parametrize("plan", [Plan(), Plan(3, 6, 2, 2)], ids=str)
 def test_forced_preemption_changes_nothing(decoder: Decoder, alone: list[list[int]], plan: Plan) -> None:
     assert run(make_engine(decoder, plan, num_kv_blocks=14), PROMPTS, PARAMS) == alone

@@ -12,7 +12,8 @@ from ee_models.errors import CheckpointError
 from ee_models.kernels import runs_numba
 from ee_models.panel_linear import PanelLinear
 from hispec import LLM, ConfigError
-from hispec.config import EngineConfig
+from hispec.config import DraftConfig, EngineConfig, SpeculativeConfig
+from hispec.loading.draft_models import DraftModels
 from hispec.loading.known_models import ModelNotFetchedError, nearest_known
 from hispec.loading.target_model import load_decoder, open_model
 from tests.helpers.tiny import tiny_checkpoint
@@ -81,6 +82,8 @@ def dtypes(path: Path, **settings: Any) -> tuple[torch.dtype, torch.dtype, torch
         ({"kv_cache_dtype": "bfloat16"}, (F32, F32, BF16)),
         ({"quantization": "int8"}, (F32, F32, BF16)),
         ({"quantization": "int4"}, (F32, F32, BF16)),
+        ({"dtype": "float16"}, (F32, torch.float16, F32)),
+        ({"dtype": "float16", "quantization": "int8"}, (F32, torch.float16, BF16)),
         ({"quantization": "int8", "kv_cache_dtype": "float32"}, (F32, F32, F32)),
         ({"quantization": "int8", "dtype": "bfloat16"}, (F32, BF16, BF16)),
     ],
@@ -99,6 +102,20 @@ def test_weights_are_rounded_to_the_dtype_that_they_are_held_in(tmp_path: Path) 
     assert not torch.equal(small.embedding, whole.embedding)
     assert isinstance(small.head, PanelLinear) and small.head.panels.dtype == BF16
     assert small.row_invariant and small.num_bytes < 0.75 * whole.num_bytes
+
+
+def test_a_draft_model_is_held_as_its_target_is(tmp_path: Path) -> None:
+    target, draft = (
+        tiny_checkpoint(tmp_path / name, num_layers=2, seed=len(name)) for name in ("big", "small")
+    )
+    decoder = load_decoder(
+        open_model(target), EngineConfig(dtype="bfloat16", kv_cache_dtype="float32"), CPU, 64
+    )
+    config = SpeculativeConfig(draft=DraftConfig(kind="model", path=str(draft)), num_draft_tokens=2)
+    model = DraftModels("auto").load(config, decoder, None, 64)
+    assert model is not None and isinstance(model.head, PanelLinear)
+    assert (model.dtype, model.weights_dtype, model.kv_dtype) == (F32, BF16, F32)
+    assert model.head.panels.dtype == BF16
 
 
 def test_without_numba_a_cpu_computes_in_the_dtype_of_the_weights(
