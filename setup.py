@@ -11,6 +11,8 @@ PACKAGES = ["hispec", "ee_models", "cache"]
 TRAIN = ["accelerate>=1.10", "peft>=0.17"]  # hispec train
 PLOTS = ["matplotlib>=3.9"]  # pictures of hispec profile, report and simulate
 QUANTIZE = ["torchao>=0.18"]  # engine.quantization on a GPU
+DATA = ["pyarrow>=18"]  # jobs with Parquet, CSV and .zst files
+RAY = ["ray[data]>=2.44"]  # hispec.integrations.ray_data
 
 setup(
     name="hispec",
@@ -44,10 +46,14 @@ setup(
         "train": TRAIN,
         "plots": PLOTS,
         "quantize": QUANTIZE,
+        "data": DATA,
+        "ray": RAY,
         "test": [
             *TRAIN,
             *PLOTS,
             *QUANTIZE,
+            *DATA,
+            *RAY,
             "pytest>=8.0",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
