@@ -179,6 +179,15 @@ class LLM:
         rounding."""
         return self.decoder.row_invariant
 
+    def fingerprints(self, speculative: SpeculativeConfig | None = None) -> dict[str, str]:
+        """Checksums of the model ("model"), and of the trained exits that a plan names, by what names them.
+        Raises ExitsError."""
+        return self.engine.pretrained.fingerprints(speculative)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of a token by itself; its number if the model has no tokenizer."""
+        return str(token_id) if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
+
     def stats(self) -> dict[str, Any]:
         return self.engine.stats()
 

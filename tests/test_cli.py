@@ -369,7 +369,8 @@ def test_ctrl_c_anywhere_is_a_message_and_exit_code_130(
 @pytest.mark.parametrize(
     ("first", "way_on"),
     [
-        ([], "output.resume=true"),
+        ([], ""),
+        (["output.resume=false"], "output.resume=true"),
         (["output.overwrite=true"], "output.resume=true output.overwrite=false"),
         (["output.resume=true"], ""),
     ],

@@ -31,7 +31,7 @@ LEVELS: list[set[str]] = [
     {"decoding", "latency"},
     {"sampling"},
     {"sampling_params"},
-    {"config", "prompts"},
+    {"config", "prompts", "openai"},
     {"outputs", "stats", "detokenizer", "utils"},
     {"errors", "version"},
 ]

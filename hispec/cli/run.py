@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from .common import ALL_FAILED, OK, PRESET, add_command, add_options
+
+FLAGS = (
+    ("--new", "output.overwrite", "start anew, in place of an existing output"),
+    ("--only-missing", "output.only_missing", "keep an output of other settings, do what it lacks"),
+    ("--retry-failed", "output.retry_failed", "do the rows of the output again that have errors"),
+)
 
 
 def add(commands: Any) -> None:
@@ -14,6 +21,9 @@ def add(commands: Any) -> None:
         commands, "run", _run, "run an offline job", description, config="JOB.yaml", has_bar=True
     )
     add_options(run, PRESET)
+    for flag, setting, text in FLAGS:
+        run.add_argument(flag, dest="set", action="append_const", const=f"{setting}=true", help=text)
+    run.add_argument("--dry-run", action="store_true", help="check all rows, estimate time and memory")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -22,10 +32,16 @@ def _run(options: argparse.Namespace) -> int:
     job = load_job(options.job, options.set, options.preset)
     from ..jobs.report import print_job
     from ..jobs.runner import run_job
+    from ..jobs.schema import STANDARD
 
+    if options.dry_run:
+        from ..jobs.dry_run import dry_run, print_dry_run
+
+        print_dry_run(dry_run(job, progress=not options.no_progress))
+        return OK
     try:
         report = run_job(job, progress=not options.no_progress)
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(str(interrupt) or "No row was run; give the same command again") from None
-    print_job(report)
+    print_job(report, sys.stderr if job.output.path == STANDARD else None)
     return ALL_FAILED if report.all_failed else OK

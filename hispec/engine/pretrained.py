@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ee_models.checkpoint.exit_files import fingerprint
 from ee_models.checkpoint.loader import load_tokenizer
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
@@ -57,6 +58,10 @@ class Pretrained:
         self.tokenizer: PreTrainedTokenizerBase | None = (
             None if skip_tokenizer_init else load_tokenizer(self.checkpoint)
         )
+
+    def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:
+        """As `LLM.fingerprints`."""
+        return {"model": fingerprint(self.checkpoint), **self.trained_exits.fingerprints(speculative)}
 
     def for_plan(self, speculative: SpeculativeConfig | None) -> dict[str, Any]:
         """What an engine needs for a plan, or for all plans that a controller may choose from, as arguments

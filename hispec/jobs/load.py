@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from ..config import TRAITS, SpeculativeConfig
 from ..errors import ConfigError, Model, build, cut, shown
-from .schema import Job, RunConfig
+from .schema import STANDARD, Job, RunConfig
 
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
@@ -186,7 +186,11 @@ def _make_beside(path: Path, values: Any, place: Sequence[str]) -> None:
     elif isinstance(values, dict) and first in values:
         if rest:
             _make_beside(path, values[first], rest)
-        elif isinstance(values[first], str) and values[first].strip():
+        elif isinstance(names := values[first], list):
+            values[first] = [
+                str(path.parent / Path(name).expanduser()) if _names_a_file(name) else name for name in names
+            ]
+        elif _names_a_file(values[first]):
             beside = path.parent / Path(values[first]).expanduser()
             # A draft model may be a folder beside this file, or a name as `model` takes it.
             is_draft_model = any(
@@ -194,6 +198,10 @@ def _make_beside(path: Path, values: Any, place: Sequence[str]) -> None:
             )
             if not is_draft_model or beside.exists():
                 values[first] = str(beside)
+
+
+def _names_a_file(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and value != str(STANDARD)
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:

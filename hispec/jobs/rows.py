@@ -1,25 +1,25 @@
-"""Input rows: one JSON object per line, read lazily, checked one by one."""
+"""Input rows: read lazily, checked one by one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..config import EngineConfig, Settings
+from ..config import Settings
 from ..errors import ConfigError, build, cut, shown
 from ..prompts import Role, join_parts
 from ..sampling_params import SamplingParams
 from ..utils.files import parse_json
+from .inputs import Record, read_records, take_columns
+from .openai_batch import is_openai, read_openai_line
 from .schema import InputConfig, RunConfig
 
-_BOM = b"\xef\xbb\xbf"
+_CONTENT = ("prompt", "prompt_token_ids", "messages", "sampling")
 _MAX_MESSAGE_LEN = 1000  # characters: a message quotes what was given, and that may be a whole document
 Prompt = str | list[int] | list[dict[str, str]]
 
@@ -71,13 +71,17 @@ class InputLine(Settings):
 
 @dataclass(frozen=True)
 class Row:
-    """A valid row. `index` counts rows from 0; `line` counts lines from 1, blank ones too."""
+    """A valid row. `index` counts rows from 0; `line` counts lines of its file from 1, blank ones too."""
 
     index: int
     line: int
     content_hash: str
     input: InputLine
     sampling: SamplingParams
+
+    @property
+    def id(self) -> str | int | None:
+        return self.input.id
 
     @property
     def request_id(self) -> str:
@@ -105,52 +109,92 @@ class BadRow:
     message: str
     id: str | int | None = None
 
+    @property
+    def is_chat(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What tells a row from others: its id, if it has one, and a hash of its prompt and its own sampling."""
+
+    id: str | int | None
+    content_hash: str
+
 
 def count_rows(config: InputConfig) -> int:
-    """Rows that a run will read. Raises ConfigError if the file can't be read or has none."""
-    path = config.path
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"input.path: {path} is not a regular file")
-    try:
-        num_rows = sum(1 for _ in islice(_lines(path), config.limit))
-    except OSError as error:
-        raise ConfigError(f"input.path: cannot read {path}: {error.strerror}") from None
-    if not num_rows:
-        example = 'it needs one JSON object per line, such as {"prompt": "Hello"}'
-        raise ConfigError(f"input.path: {path} has no rows; {example}")
+    """Rows that a run will read. Raises ConfigError if a file can't be read or there are none."""
+    num_rows = sum(1 for _ in read_records(config))
+    check_not_empty(config, num_rows)
     return num_rows
 
 
-def read_rows(job: RunConfig, config: InputConfig) -> Iterator[Row | BadRow]:
-    """The rows in order, invalid ones as BadRow; lazily, one line at a time."""
-    for index, (line, raw) in enumerate(islice(_lines(config.path), config.limit)):
-        yield parse_row(job, index, line, raw)
+def check_not_empty(config: InputConfig, num_rows: int) -> None:
+    """Raises ConfigError if there are no rows."""
+    if not num_rows:
+        example = 'it needs one JSON object per line, such as {"prompt": "Hello"}'
+        raise ConfigError(f"input.path: {config} has no rows; {example}")
 
 
-def parse_row(job: RunConfig, index: int, line: int, raw: bytes) -> Row | BadRow:
-    """The row in the bytes of line number `line`."""
-    row_id = None
+def read_rows(job: RunConfig, config: InputConfig, done: Sequence[int] = b"") -> Iterator[Row | BadRow]:
+    """The rows in order, invalid ones as BadRow; lazily, one line at a time. done: by index, whether a row is
+    to be passed over."""
+    for index, record in enumerate(read_records(config)):
+        if index >= len(done) or not done[index]:
+            yield parse_row(job, config, index, record)
+
+
+def has_openai_lines(config: InputConfig) -> bool:
+    """Whether the input, by its first row, is a file of OpenAI's Batch API. Raises ConfigError."""
+    first = next(read_records(config), None)
+    if first is None or config.format not in ("auto", "openai") or not isinstance(first.content, bytes):
+        return False
     try:
-        values = _decode(raw)
-        row_id = values.get("id") if type(values.get("id")) in (str, int) else None
+        values = json.loads(first.content)
+    except (ValueError, RecursionError):
+        return config.format == "openai"
+    return isinstance(values, dict) and is_openai(config, values)
+
+
+def identify(config: InputConfig, record: Record) -> Identity:
+    """The identity of a row, valid or not. Fast: a job that is resumed asks for it of all its rows."""
+    values: Any = record.content
+    if isinstance(values, bytes):
+        raw = values
+        try:
+            values = json.loads(raw)
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            return Identity(None, _digest(raw))
+    if config.columns is not None:
+        values = {field: values.get(column) for field, column in config.columns.items()}
+    if is_openai(config, values):
+        row_id, content = values.get("custom_id"), [values.get("url"), values.get("body")]
+    else:
+        row_id, content = values.get("id"), [values.get(name) for name in _CONTENT]
+    text = _ENCODER.encode(content).encode("utf-8", "surrogatepass")
+    return Identity(row_id if type(row_id) in (str, int) else None, _digest(text))
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def parse_row(job: RunConfig, config: InputConfig, index: int, record: Record) -> Row | BadRow:
+    """The row of a record."""
+    identity = identify(config, record)
+    try:
+        is_table = isinstance(record.content, dict)
+        values = record.content if isinstance(record.content, dict) else _decode(record.content)
+        values = take_columns(config, values, is_table)
+        if is_openai(config, values):
+            values = read_openai_line(values)
         content = build(InputLine, values)
         sampling = _row_sampling(job, index, content.sampling)
     except ConfigError as error:
-        return BadRow(index, line, _digest(raw), cut(f"line {line}: {error}", _MAX_MESSAGE_LEN), row_id)
-    prompt = [content.prompt, content.prompt_token_ids, content.model_dump()["messages"]]
-    identity = [job.model, *prompt, sampling.model_dump()]
-    identity += _numbers(job.engine)
-    return Row(index, line, _digest(_canonical(identity)), content, sampling)
-
-
-def _numbers(engine: EngineConfig) -> list[str]:
-    """What makes another model, with other outputs, of the job's: not float32, which a CPU takes anyway."""
-    kv_dtype = engine.kv_cache_dtype
-    if engine.quantization is not None and kv_dtype == "auto":
-        kv_dtype = "bfloat16"
-    found: list[str] = [] if engine.quantization is None else [engine.quantization]
-    found += [f"dtype={engine.dtype}"] if engine.dtype in ("bfloat16", "float16") else []
-    return found + (["kv_cache_dtype=bfloat16"] if kv_dtype == "bfloat16" else [])
+        message = cut(f"{record.where}: {error}", _MAX_MESSAGE_LEN)
+        return BadRow(index, record.line, identity.content_hash, message, identity.id)
+    return Row(index, record.line, identity.content_hash, content, sampling)
 
 
 def _row_sampling(job: RunConfig, index: int, overrides: dict[str, Any]) -> SamplingParams:
@@ -164,15 +208,6 @@ def _row_sampling(job: RunConfig, index: int, overrides: dict[str, Any]) -> Samp
         digest = hashlib.blake2b(f"{job.engine.seed}:{index}".encode(), digest_size=8).digest()
         values["seed"] = int.from_bytes(digest, "big") >> 2  # 62 bits: output i of n adds i
     return SamplingParams.of(values)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(line number, bytes) of the lines that are not blank, stripped."""
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            raw = (raw.removeprefix(_BOM) if number == 1 else raw).strip()
-            if raw:
-                yield number, raw
 
 
 def _decode(raw: bytes) -> dict[str, Any]:

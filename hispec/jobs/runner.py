@@ -1,4 +1,4 @@
-"""Runs a job: keeps the engine fed from a file of any length, writes results in order, measures."""
+"""Runs a job: keeps the engine fed from a file of any length, writes results, measures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,24 @@ from ..errors import RequestError, cut
 from ..outputs import RequestOutput
 from ..utils.console import make_bar
 from ..utils.environment import environment, watch_others
-from .output import OrderedWriter, Outcome, RowError, count_done, output_row, prepare_output
+from .inputs import describe_input
+from .manifest import Manifest, make_manifest
+from .openai_batch import openai_row
+from .output import (
+    Outcome,
+    RowError,
+    RowWriter,
+    drop_rows,
+    output_format,
+    output_row,
+    prepare_output,
+    rows_path,
+)
 from .rates import Rates
-from .rows import BadRow, Row, count_rows, read_rows
-from .schema import Job
+from .resume import Work, find_work, read_line
+from .rows import BadRow, Row, read_rows
+from .schema import STANDARD, Job
+from .tables import make_output
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -32,9 +46,10 @@ if TYPE_CHECKING:
 REQUESTS_PER_ROW = 4  # requests in the engine per row of its batch: enough that it never runs dry
 RESULTS_WAITING_PER_ROW = 64  # results that may wait in memory for those of slower earlier prompts
 WARM_UP_ROWS = 8
+SECONDS_BETWEEN_RATES = 0.5  # that the bar shows: asking the engine for its counts takes time
 MOST_REASONS = 1000  # different reasons of errors that are counted: there may be millions of rows
 MOST_REASON = 200  # characters of each
-_LINE = re.compile(r"^line \d+: ")
+_LINE = re.compile(r"^(?:[^:]+, )?line \d+: ")
 
 
 @dataclass
@@ -56,7 +71,7 @@ class Timed:
         if isinstance(outcome, RowError) or outcome.error is not None:
             self.num_errors += 1
             reason = outcome.message if isinstance(outcome, RowError) else outcome.error
-            reason = cut(_LINE.sub("", reason or ""), MOST_REASON)
+            reason = reason_of(reason or "")
             if reason in self.reasons or len(self.reasons) < MOST_REASONS:
                 self.reasons[reason] += 1
             return
@@ -68,6 +83,11 @@ class Timed:
     @property
     def tokens_per_s(self) -> float:
         return self.completion_tokens / self.seconds if self.seconds else 0.0
+
+
+def reason_of(message: str) -> str:
+    """What many messages have in common, for counting them: without the line."""
+    return cut(_LINE.sub("", message), MOST_REASON)
 
 
 @dataclass
@@ -104,27 +124,40 @@ class JobInterrupted(KeyboardInterrupt):
 
 
 def run_job(job: Job, *, progress: bool = True) -> JobReport:
-    """Runs every row of the job's input and writes its output file; `progress` shows a bar on stderr.
+    """Runs every row of the job's input that is not done yet and writes its output; `progress` shows a bar
+    on stderr.
 
     Raises ConfigError (before the model is loaded, wherever that is possible), CheckpointError, OutputError
     if the output can't be written any more, and JobInterrupted on Ctrl-C. Bad rows raise nothing: they are
     rows of the output.
     """
-    num_rows, num_done, num_bytes = count_rows(job.input), 0, 0
-    prepare_output(job)
-    if job.output.resume:
-        num_done, num_bytes = count_done(job.output.path, read_rows(job, job.input))
-    report = JobReport(job, num_rows, resumed=num_done)
-    if num_done == num_rows:
-        OrderedWriter(job.output.path, num_done, num_bytes).close()  # cuts off a torn line after the last row
+    before = prepare_output(job)
+    work = find_work(job, keeps=before is not None)
+    report = JobReport(job, work.num_rows, resumed=work.num_done)
+    if before is not None and work.num_done == work.num_rows:
+        _tidy_up(job, before, work)
         return report
     report.environment = environment()
     with closing(job.make_llm(**{"enable_prefix_caching": False} if job.output.compare_plain else {})) as llm:
-        _run(llm, job, report, num_bytes, progress)
+        manifest = make_manifest(job, before, llm.fingerprints(job.speculative))
+        manifest.input, manifest.rows = describe_input(job.input), work.num_rows
+        _run(llm, job, report, work, manifest, progress)
     return report
 
 
-def _run(llm: LLM, job: Job, report: JobReport, num_bytes: int, progress: bool) -> None:
+def _tidy_up(job: Job, before: Manifest, work: Work) -> None:
+    """What a run has left to do that was cut short after its last row."""
+    rows, path = rows_path(job), job.output.path
+    if rows.stat().st_size != work.num_bytes:
+        RowWriter(rows, work.num_bytes).close()
+    if rows != path and (not path.exists() or path.stat().st_mtime_ns < rows.stat().st_mtime_ns):
+        make_output(job)
+    if (before.rows, before.done, before.finished is None) != (work.num_rows, work.num_done, False):
+        before.rows = work.num_rows
+        before.write(path, num_done=work.num_done, num_errors=work.num_failed)
+
+
+def _run(llm: LLM, job: Job, report: JobReport, work: Work, manifest: Manifest, progress: bool) -> None:
     if job.output.compare_plain:
         llm.set_tracing(False)  # a trace is of the job's own pass
         for speculative in (None, job.speculative):
@@ -133,14 +166,29 @@ def _run(llm: LLM, job: Job, report: JobReport, num_bytes: int, progress: bool) 
         llm.set_tracing(True)
     digests: dict[int, bytes] = {}
     llm.reset_stats()
-    with OrderedWriter(job.output.path, report.resumed, num_bytes, job.output.way_on) as writer:
+    path = job.output.path
+    if work.retries:
+        work.num_bytes = drop_rows(rows_path(job), work.num_bytes, _has_error)
+    turns = work.turns() if job.output.order == "input" else None
+    with RowWriter(rows_path(job), work.num_bytes, turns, job.output.sync_s, job.output.way_on) as writer:
+
+        def note() -> None:
+            if path != STANDARD:
+                num_errors = work.num_failed + report.timed.num_errors
+                manifest.write(path, num_done=work.num_done + writer.num_written, num_errors=num_errors)
+
+        note()
         try:
-            _write_rows(llm, job, report, writer, digests, progress)
+            _write_rows(llm, job, report, work, writer, digests, progress)
         except KeyboardInterrupt:
             raise JobInterrupted(
-                f"{writer.next_index} of {report.num_rows} rows are done, whole lines of {job.output.path};"
-                f" {job.output.way_on}"
+                f"{work.num_done + writer.num_written} of {report.num_rows} rows are done, whole lines of"
+                f" {rows_path(job)}; {job.output.way_on}"
             ) from None
+        finally:
+            with suppress(OSError):  # the rows say more than it
+                note()
+        make_output(job)
     report.stats = llm.stats()
     report.rates = Rates.of(report.stats, job.speculative)
     if job.output.compare_plain and digests:
@@ -153,17 +201,32 @@ def _run(llm: LLM, job: Job, report: JobReport, num_bytes: int, progress: bool) 
             ) from None
 
 
+def _has_error(line: bytes) -> bool:
+    found = read_line(line)
+    return found is not None and found[1]
+
+
 def _write_rows(
-    llm: LLM, job: Job, report: JobReport, writer: OrderedWriter, digests: dict[int, bytes], progress: bool
+    llm: LLM,
+    job: Job,
+    report: JobReport,
+    work: Work,
+    writer: RowWriter,
+    digests: dict[int, bytes],
+    progress: bool,
 ) -> None:
-    """The job's own pass: every row that is not done yet, each written when its turn comes."""
+    """The job's own pass: every row that is not done yet."""
+    is_openai = output_format(job) == "openai"
 
     def finish(row: Row | BadRow, outcome: Outcome) -> None:
         if job.output.compare_plain and isinstance(outcome, RequestOutput):
             digests[row.index] = digest(outcome)
-        writer.add(row.index, output_row(row, outcome, job.output))
+        if is_openai:
+            writer.add(row.index, openai_row(row, outcome, job.model, llm.token_text))
+        else:
+            writer.add(row.index, output_row(row, outcome, job.output))
 
-    rows = islice(read_rows(job, job.input), report.resumed, None)
+    rows = read_rows(job, job.input, work.done)
     with _bar(report.num_rows, report.resumed, "rows", progress) as bar:
         drive(llm, rows, job.engine, finish, report.timed, bar, lambda: writer.num_waiting)
 
@@ -201,13 +264,16 @@ def drive(
     """
     source = iter(rows)
     running: dict[str, Row] = {}
-    exhausted = False
+    exhausted, shown_at = False, 0.0
     started, others = time.perf_counter(), watch_others()
 
     def end(row: Row | BadRow, outcome: Outcome) -> None:
         finish(row, outcome)
         timed.count(outcome, time.perf_counter() - started)
-        bar.set_postfix_str(f"{timed.tokens_per_s:.1f} tokens/s, {timed.num_errors} errors", refresh=False)
+        nonlocal shown_at
+        if not bar.disable and timed.seconds >= shown_at:
+            shown_at = timed.seconds + SECONDS_BETWEEN_RATES
+            bar.set_postfix_str(_progress(llm, timed), refresh=False)
         bar.update()
 
     while running or not exhausted:
@@ -229,6 +295,16 @@ def drive(
             except RequestError as error:
                 end(row, RowError("refused", str(error).removeprefix(f"{row.request_id}: ")))
     timed.others = others()
+
+
+def _progress(llm: LLM, timed: Timed) -> str:
+    """Speed, errors and acceptance so far, in words."""
+    words = f"{timed.tokens_per_s:.1f} tokens/s, {timed.num_errors} errors"
+    counts = llm.stats()
+    if not counts["drafted"]:
+        return words
+    kept, gained = counts["draft_accepted"] / counts["drafted"], counts["committed"] / counts["rounds"]
+    return f"{words}, {kept:.0%} of drafts kept, {gained:.2f} tokens/round"
 
 
 def warm_up(llm: LLM, job: Job) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -27,18 +27,52 @@ def _as_path(value: Any) -> Any:
     return Path(value).expanduser()
 
 
+def _as_paths(value: Any) -> Any:
+    if not isinstance(value, list):
+        return _as_path(value)
+    if not value:
+        raise ValueError("must name at least one file")
+    return [_as_path(one) for one in value]
+
+
 FilePath = Annotated[Path, BeforeValidator(_as_path)]
+FilePaths = Annotated[Path | list[Path], BeforeValidator(_as_paths)]
+
+
+STANDARD = Path("-")  # standard input or output
+COMPRESSED = (".gz", ".zst")
+Format = Literal["auto", "jsonl", "openai", "parquet", "csv"]
+RowField = Literal["id", "prompt", "prompt_token_ids", "messages", "sampling", "metadata"]
+
+
+def format_of(path: Path) -> str:
+    """The format that a file's name tells: jsonl where it tells nothing."""
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED]
+    return suffixes[-1][1:] if suffixes and suffixes[-1] in (".parquet", ".csv") else "jsonl"
 
 
 class InputConfig(Settings):
-    """Where the prompts are: a UTF-8 file of one JSON object per line.
+    """Where the prompts are.
 
-    path   relative to the job file (on the command line: to the working directory)
-    limit  use this many rows from the start; None = all
+    path     a file, a pattern such as `shard-*.jsonl`, "-" for standard input, or a list of these; relative
+             to the job file (on the command line: to the working directory)
+    format   auto: by the name's ending, and of JSON lines by the first row
+    columns  {field of a row: key or column that has it}; all others are passed over. None = as rows name them
+    limit    use this many rows from the start; None = all
     """
 
-    path: FilePath
+    path: FilePaths
+    format: Format = "auto"
+    columns: Annotated[dict[RowField, Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     limit: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def paths(self) -> list[Path]:
+        """As given: patterns are not resolved."""
+        return self.path if isinstance(self.path, list) else [self.path]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.paths))
 
 
 class Destination(Settings):
@@ -64,20 +98,54 @@ class Destination(Settings):
 
 
 class OutputConfig(Destination):
-    """Where the results go: one JSON object per input row, in input order.
+    """Where the results go: one row per input row.
 
-    path           relative to the working directory; missing folders are created
-    overwrite      replace an existing file
-    resume         go on where an interrupted run of the same job stopped
+    path           relative to the working directory; missing folders are created; "-" for standard output
+    overwrite      start anew, in place of an existing file
+    resume         go on where an interrupted run stopped
+    only_missing   keep the rows of an existing file although other settings made them, and do the others
+    retry_failed   do those rows of an existing file again that have an error
+    order          input: rows are written in the order of the input; finished: as soon as they end
+    sync_s         seconds that rows may wait for being put on the disk itself; 0 = each at once, None = as
+                   the operating system likes. What is written survives a crash of the program in any case
+    format         auto: by the name's ending, and that of the input where it is openai
     compare_plain  run the same prompts through plain decoding too, and report speed and identity; turns
                    prefix caching off in both runs, so that neither is served from the other's cache
     echo_input     repeat the prompt in its output row
     token_ids      add the token ids of each output
     """
 
+    resume: bool = True
+    only_missing: bool = False
+    retry_failed: bool = False
+    order: Literal["input", "finished"] = "input"
+    sync_s: Annotated[float, Field(ge=0.0, le=3600.0)] | None = 1.0
+    format: Format = "auto"
     compare_plain: bool = False
     echo_input: bool = True
     token_ids: bool = False
+
+    @model_validator(mode="after")
+    def _one_intention(self) -> Self:
+        if self.overwrite:
+            for name in ("resume", "only_missing", "retry_failed"):
+                if name in self.model_fields_set and getattr(self, name):
+                    raise ValueError(
+                        f"overwrite=true and {name}=true contradict each other; keep one of them"
+                    )
+        return self
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what an existing file holds is kept."""
+        return self.resume and not self.overwrite
+
+    @property
+    def way_on(self) -> str:
+        if self.keeps:
+            return "the same command goes on from there"
+        unset = " output.overwrite=false" if self.overwrite else ""
+        return f"the same command with --set output.resume=true{unset} goes on from there"
 
 
 class RunConfig(Settings):

@@ -44,6 +44,15 @@ class TrainedExits:
         ExitsError."""
         return [self._load(path, layer, decoder) for layer in layers]
 
+    def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:
+        """{"exits of FOLDER": checksum of its tensors} of a plan's exits; "exits" alone for those that come
+        with the model or with HiSpec. Raises ExitsError."""
+        paths = {path for _, path, _ in self._named(speculative)}
+        return {
+            "exits" if path is None else f"exits of {path}": self.file(path).about.tensors_sha256
+            for path in sorted(paths, key=str)
+        }
+
     def layers(self, path: str | None) -> list[int]:
         """Where the folder at `path`, or with None what comes with HiSpec, has exits for this model. Raises
         ExitsError."""

@@ -24,6 +24,7 @@ from ee_models.training.loop import write_atomically
 
 from ..config import EngineConfig
 from ..errors import ConfigError, RequestError, build, shown
+from ..jobs.manifest import AnotherJobsOutput
 from ..jobs.rows import Message
 from ..jobs.runner import run_job
 from ..jobs.schema import InputConfig, Job, OutputConfig
@@ -298,15 +299,15 @@ def _generate(
     print(f"{what}: {len(rows)} rows to {target}", file=sys.stderr)
     try:
         run_job(job, progress=progress)
-    except ConfigError as error:
-        if "output.resume" not in str(error):
-            raise
+    except AnotherJobsOutput as error:
         raise ConfigError(
             f"{target} holds what other prompts or settings gave; choose another output.work, or delete the"
             " file"
         ) from error
     with target.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
+        answers = {answer["id"]: answer for answer in map(json.loads, file)}
+    for row in rows:  # the file may hold those of more rows
+        yield answers[row["id"]]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:

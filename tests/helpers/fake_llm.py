@@ -28,6 +28,7 @@ class FakeLLM:
 
     instances: ClassVar[list[FakeLLM]] = []
     row_invariant: ClassVar[bool] = True
+    weights: ClassVar[str] = "some"
     on_step: ClassVar[Callable[[int], None] | None] = None  # called with the number of the step, before it
     wrong_when_speculative: ClassVar[bool] = (
         False  # speculative output differs from plain: what a broken round does
@@ -79,6 +80,12 @@ class FakeLLM:
                 done.append(request)
         self.requests = [request for request in self.requests if request not in done]
         return [self._result(request) for request in reversed(done)]
+
+    def fingerprints(self, speculative: Any = None) -> dict[str, str]:
+        return {"model": self.weights}
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
 
     def has_unfinished(self) -> bool:
         return bool(self.requests)

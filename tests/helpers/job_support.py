@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from hispec.errors import build
+from hispec.jobs.inputs import Record
 from hispec.jobs.rows import BadRow, Row, parse_row
 from hispec.jobs.runner import JobReport, run_job
-from hispec.jobs.schema import Job, RunConfig
+from hispec.jobs.schema import InputConfig, Job, RunConfig
 from tests.helpers.fake_llm import FakeLLM
 
 THREE_TIER = {"draft": {"layer": 2}, "check": {"layer": 5}, "num_draft_tokens": 3, "num_checks": 2}
@@ -29,6 +30,7 @@ def install_fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
         ("on_step", None),
         ("row_invariant", True),
         ("wrong_when_speculative", False),
+        ("weights", "some"),
     ):
         monkeypatch.setattr(FakeLLM, name, value)
 
@@ -68,7 +70,8 @@ def texts_of(job: Job) -> list[str]:
 def parse(raw: bytes | dict[str, Any], **sampling: Any) -> Row | BadRow:
     """Line 7 of an input, as row 3."""
     config = build(RunConfig, {"model": "fake", "sampling": sampling})
-    return parse_row(config, 3, 7, raw if isinstance(raw, bytes) else json.dumps(raw).encode())
+    line = raw if isinstance(raw, bytes) else json.dumps(raw).encode()
+    return parse_row(config, InputConfig(path=Path("in.jsonl")), 3, Record(None, 7, line))
 
 
 def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from hispec.errors import ConfigError
-from hispec.jobs.output import OrderedWriter, OutputError
-from hispec.jobs.runner import JobInterrupted
+from hispec.jobs.output import OutputError, RowWriter
 from hispec.jobs.schema import OutputConfig
 from tests.helpers.fake_llm import FakeLLM
-from tests.helpers.job_support import install_fake_llm, interrupt_at, make_job, prompts, rows_of, run
+from tests.helpers.job_support import install_fake_llm, make_job, prompts, rows_of, run
 
 
 @pytest.fixture(autouse=True)
@@ -20,10 +19,19 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_llm(monkeypatch)
 
 
-def test_an_existing_output_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:
-    job = make_job(tmp_path, prompts(2))
+@pytest.mark.parametrize(
+    ("resume", "words"),
+    [
+        (False, r"exists; set output\.resume=true.*output\.overwrite=true"),
+        (True, r"out\.jsonl\.manifest\.json, by which.*does not; start anew with --new"),
+    ],
+)
+def test_an_existing_output_is_an_error_before_the_model_is_loaded(
+    tmp_path: Path, resume: bool, words: str
+) -> None:
+    job = make_job(tmp_path, prompts(2), output={"resume": resume})
     job.output.path.write_text("results of a week\n")
-    with pytest.raises(ConfigError, match=r"exists; set output\.resume=true.*output\.overwrite=true"):
+    with pytest.raises(ConfigError, match=words):
         run(job)
     assert job.output.path.read_text() == "results of a week\n" and not FakeLLM.instances
 
@@ -112,10 +120,10 @@ def test_an_input_without_rows_is_an_error_before_the_model_is_loaded(
 def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl"
     path.touch()
-    words = "it has 1 whole lines, one per row that is done; free some space, and do this$"
+    words = "it has 1 whole lines of this run, one per row that is done; free some space, and do this$"
     with (
         pytest.raises(OutputError, match=words),
-        OrderedWriter(path, way_on="do this") as writer,
+        RowWriter(path, way_on="do this") as writer,
     ):
         writer.add(0, {"index": 0})
         real = writer._file
@@ -136,77 +144,20 @@ def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path: Path, monkeypatch: py
 def test_rows_wait_for_their_turn(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.touch()
-    with OrderedWriter(path) as writer:
-        writer.add(2, {"index": 2})
+    with RowWriter(path, turns=iter([0, 1, 4])) as writer:
+        writer.add(4, {"index": 4})
         writer.add(1, {"index": 1})
         assert path.read_bytes() == b"" and writer.num_waiting == 2
         writer.add(0, {"index": 0})
-        assert len(path.read_bytes().splitlines()) == 3 == writer.next_index
+        assert len(path.read_bytes().splitlines()) == 3 == writer.num_written
 
 
-@pytest.mark.parametrize("step", [1, 9, 40, 77])
-def test_an_interrupted_job_keeps_whole_lines_and_a_resumed_one_ends_as_if_nothing_had_happened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
-    sampling = {"temperature": 0.8, "max_tokens": 40}  # sampled: seeds must not depend on when a row runs
-    lines = [*prompts(30), b"broken\n", *prompts(3)]
-    job = make_job(tmp_path, lines, sampling=sampling)
-    run(job)
-    expected = job.output.path.read_bytes()
-    job.output.path.unlink()
-    interrupt_at(step, monkeypatch)
-    with pytest.raises(JobInterrupted, match=r"\d+ of 34 rows are done.*output\.resume=true"):
-        run(job)
-    part = job.output.path.read_bytes()
-    assert expected.startswith(part) and (not part or part.endswith(b"\n"))
-    monkeypatch.setattr(FakeLLM, "on_step", None)
-    report = run(make_job(tmp_path, lines, sampling=sampling, output={"resume": True}))
-    assert job.output.path.read_bytes() == expected
-    assert report.resumed == len(part.splitlines())
-
-
-def test_a_torn_last_line_is_done_again(tmp_path: Path) -> None:
-    job = make_job(tmp_path, prompts(10), output={"resume": True})
-    run(job)
-    expected = job.output.path.read_bytes()
-    beginnings = [expected[:keep] for keep in (0, 1, len(expected) // 2, len(expected) - 1)]
-    for part in (*beginnings, expected + expected[:9]):
-        job.output.path.write_bytes(part)
-        report = run(job)
-        assert job.output.path.read_bytes() == expected
-        assert report.resumed == part.count(b"\n")
-
-
-def test_a_complete_output_is_resumed_without_the_model(tmp_path: Path) -> None:
-    job = make_job(tmp_path, prompts(5), output={"resume": True})
-    run(job)
-    FakeLLM.instances.clear()
-    assert run(job).resumed == 5 and not FakeLLM.instances
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"model": "another"}, {"sampling": {"max_tokens": 39, "temperature": 0.0}}, {"input": {"limit": 2}}],
-)
-def test_resuming_the_output_of_another_job_is_an_error_that_changes_nothing(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
-    job = make_job(tmp_path, prompts(5), output={"resume": True})
-    run(job)
-    before = job.output.path.read_bytes()
-    FakeLLM.instances.clear()
-    with pytest.raises(ConfigError, match=r"does not belong to this job.*output\.overwrite=true"):
-        run(make_job(tmp_path, prompts(5), output={"resume": True}, **change))
-    assert job.output.path.read_bytes() == before and not FakeLLM.instances
-
-
-@pytest.mark.parametrize("content", [b"notes\n", b"[1]\n", b'{"index": 0}\n', b"\xff\n"])
-def test_resuming_a_file_that_is_no_output_is_an_error(tmp_path: Path, content: bytes) -> None:
-    job = make_job(tmp_path, prompts(5), output={"resume": True})
-    job.output.path.write_bytes(content)
-    with pytest.raises(ConfigError, match="line 1 is not the result of input line 1"):
-        run(job)
-    assert job.output.path.read_bytes() == content
+def test_rows_that_are_written_as_they_end_do_not_wait(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with RowWriter(path) as writer:
+        for index in (2, 0):
+            writer.add(index, {"index": index})
+        assert path.read_bytes() == b'{"index": 2}\n{"index": 0}\n' and not writer.num_waiting
 
 
 @pytest.mark.parametrize("trace", ["out.jsonl", "sub/../out.jsonl"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hispec.jobs.output import OrderedWriter, output_row
+from hispec.jobs.output import RowWriter, output_row
 from hispec.jobs.report import print_job
 from hispec.jobs.runner import REQUESTS_PER_ROW, WARM_UP_ROWS, JobInterrupted
 from hispec.jobs.schema import OutputConfig
@@ -69,14 +69,14 @@ def test_finished_rows_that_wait_for_a_slow_one_are_bounded(
         "tests.helpers.fake_llm.answer", lambda ids, sampling, at=0: [97] * (sampling.max_tokens or 1)
     )
     most_waiting = 0
-    add = OrderedWriter.add
+    add = RowWriter.add
 
-    def watched(self: OrderedWriter, index: int, row: dict[str, Any]) -> None:
+    def watched(self: RowWriter, index: int, row: dict[str, Any]) -> None:
         nonlocal most_waiting
         add(self, index, row)
         most_waiting = max(most_waiting, self.num_waiting)
 
-    monkeypatch.setattr(OrderedWriter, "add", watched)
+    monkeypatch.setattr(RowWriter, "add", watched)
     slow = {"prompt": "slow", "sampling": {"max_tokens": 1000}}
     job = make_job(
         tmp_path, [slow] + [{"prompt": "quick", "sampling": {"max_tokens": 1}} for _ in range(300)]

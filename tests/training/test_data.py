@@ -428,7 +428,10 @@ def test_a_second_run_generates_nothing_again(
     request.getfixturevalue("no_model")
     assert examples_of(make_config(model, tmp_path, sources), tmp_path, tokenizer) == first
     assert {path.name: path.read_bytes() for path in (tmp_path / "work").iterdir()} == before
-    assert sorted(before) == ["answers.jsonl", "prompts.jsonl", "written.in.jsonl", "written.jsonl"]
+    assert sorted(before) == [
+        *("answers.jsonl", "answers.jsonl.manifest.json", "prompts.jsonl"),
+        *("written.in.jsonl", "written.jsonl", "written.jsonl.manifest.json"),
+    ]
 
 
 @pytest.mark.parametrize("killed_at", [3, 30, 60])
@@ -459,7 +462,7 @@ def test_a_killed_run_goes_on_row_by_row_and_ends_the_same(
         patch.setattr(LLM, "step", counted)
         with pytest.raises(Killed):
             examples_of(config, tmp_path, tokenizer)
-    done = {path: path.read_bytes() for path in (tmp_path / "work").iterdir()}
+    done = {path: path.read_bytes() for path in (tmp_path / "work").glob("*.jsonl")}
     resumed = examples_of(config, tmp_path, tokenizer)
     assert all(path.read_bytes().startswith(content) for path, content in done.items()), (
         "rows that were done were not kept"

@@ -1,0 +1,167 @@
+"""What a job would do: all rows checked, time and memory estimated from a few of them, nothing written."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING
+
+from tqdm import tqdm
+
+from ..errors import RequestError
+from ..utils.console import count, make_bar, make_console, make_table
+from .output import output_row, prepare_output
+from .resume import find_work
+from .rows import BadRow, Row, read_rows
+from .runner import MOST_REASONS, Timed, drive, reason_of, warm_up
+from .schema import Job
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+SAMPLE_S = 20.0  # seconds that the sample may take
+
+
+@dataclass
+class DryRun:
+    """num_rows, num_done    of the input; done before
+    reasons        of rows that cannot be served, with their numbers
+    num_good       rows that would be done, with prompt_tokens and, at most, max_tokens in all
+    sample         rows that were done to measure, of prompts sample_prompt_tokens long in all
+    seconds        estimated for all rows; None if the sample did not end in time
+    output_bytes   estimated likewise
+    memory         bytes by purpose
+    """
+
+    job: Job
+    num_rows: int
+    num_done: int
+    reasons: Counter[str] = field(default_factory=Counter)
+    num_good: int = 0
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    sample: Timed = field(default_factory=Timed)
+    seconds: float | None = None
+    output_bytes: float | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+
+
+def dry_run(job: Job, *, progress: bool = True) -> DryRun:
+    """Checks every row that is not done with the model's own tokenizer and limits, and decodes a few. Raises
+    what `run_job` raises before it writes."""
+    before = prepare_output(job)
+    work = find_work(job, keeps=before is not None)
+    found = DryRun(job, work.num_rows, work.num_done)
+    if work.num_done == work.num_rows:
+        return found
+    with closing(job.make_llm()) as llm:
+        rows = list(_sample(llm, job, found, work.done, progress))
+        found.memory = llm.memory()
+        _measure(llm, job, found, rows)
+    return found
+
+
+def _sample(llm: LLM, job: Job, found: DryRun, done: bytearray, progress: bool) -> list[Row]:
+    """Checks all rows -> as many as run together, spread over the good ones."""
+    wanted, step, seen = job.engine.max_num_seqs, 1, 0
+    sample: list[Row] = []
+    with make_bar(found.num_rows, "checking", "row", progress, initial=found.num_done) as bar:
+        for row in read_rows(job, job.input, done):
+            bar.update()
+            reason = reason_of(row.message) if isinstance(row, BadRow) else _refusal(llm, row, found)
+            if reason is not None or isinstance(row, BadRow):
+                reason = reason or ""
+                if reason in found.reasons or len(found.reasons) < MOST_REASONS:
+                    found.reasons[reason] += 1
+                continue
+            if seen % step == 0:
+                sample.append(row)
+                if len(sample) == 2 * wanted:  # every second of them from here on
+                    sample, step = sample[::2], 2 * step
+            seen += 1
+    return sample[:wanted]
+
+
+def _refusal(llm: LLM, row: Row, found: DryRun) -> str | None:
+    """Why the engine would refuse a row; None for a good one, whose tokens are counted."""
+    try:
+        num_prompt = len(llm.encode(row.prompt, chat=row.is_chat))
+        llm.add(row.prompt, row.sampling, row.request_id, chat=row.is_chat)
+    except RequestError as error:
+        return reason_of(str(error).removeprefix(f"{row.request_id}: "))
+    llm.abort(row.request_id)
+    found.num_good += 1
+    found.prompt_tokens += num_prompt
+    found.max_tokens += row.sampling.n * (row.sampling.max_tokens or 0)
+    return None
+
+
+def _measure(llm: LLM, job: Job, found: DryRun, rows: list[Row]) -> None:
+    """Decodes `rows` together, for SAMPLE_S at most, and extends what was seen to all good rows."""
+    if not rows:
+        return
+    warm_up(llm, job)
+    num_bytes = 0
+    started = time.perf_counter()
+
+    class Late(Exception):
+        pass
+
+    def finish(row: Row | BadRow, outcome: object) -> None:
+        nonlocal num_bytes
+        num_bytes += len(str(output_row(row, outcome, job.output)).encode())  # type: ignore[arg-type]
+        if time.perf_counter() - started > SAMPLE_S:
+            raise Late
+
+    with tqdm(disable=True) as bar:
+        try:
+            drive(llm, rows, job.engine, finish, found.sample, bar)
+        except Late:
+            llm.abort([row.request_id for row in rows])
+    ended = found.sample.num_results
+    if ended:
+        # The last rows of a sample run alone; those of a job do not, so that this is rather too long.
+        found.seconds = found.sample.seconds / ended * found.num_good
+        found.output_bytes = num_bytes / ended * found.num_good
+
+
+def print_dry_run(found: DryRun, file: IO[str] | None = None) -> None:
+    """What was found, on stdout unless `file` is given."""
+    table = make_table("")
+    table.show_header = False
+    table.add_column(overflow="fold")
+    num_bad = sum(found.reasons.values())
+    lines = {
+        "rows": f"{found.num_rows}: {found.num_good} to do, {num_bad} that cannot be served,"
+        f" {found.num_done} done before"
+    }
+    if found.reasons:
+        lines["errors"] = "\n".join(f"{rows} × {reason}" for reason, rows in found.reasons.most_common(5))
+    if found.num_good:
+        lines["tokens"] = f"{found.prompt_tokens} in prompts, at most {found.max_tokens} new"
+    if found.seconds is not None and found.output_bytes is not None:
+        lines["time"] = (
+            f"about {_duration(found.seconds)}, from {count(found.sample.num_results, 'row')} decoded in"
+            f" {found.sample.seconds:.1f} s"
+        )
+        lines["output"] = f"about {found.output_bytes / 1e6:.1f} MB in {found.job.output.path}"
+    elif found.num_good:
+        lines["time"] = f"not known: none of the rows tried ended within {SAMPLE_S:.0f} s"
+    if found.memory:
+        parts = [
+            f"{name.removesuffix('_bytes').replace('_', ' ')} {value / 1e6:.0f} MB"
+            for name, value in found.memory.items()
+            if value >= 1e6
+        ]
+        lines["memory"] = ", ".join(parts) or "below 1 MB"
+    for name, value in lines.items():
+        table.add_row(name, value)
+    make_console(file).print(table)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,178 @@
+"""The files of a job's input, as records: lines of JSON, or rows of a table."""
+
+from __future__ import annotations
+
+import atexit
+import glob
+import gzip
+import io
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+from ..errors import ConfigError
+from ..utils.files import parse_json
+from .schema import STANDARD, InputConfig, format_of
+
+_BOM = b"\xef\xbb\xbf"
+_BATCH = 1024  # rows of a table that are in memory at once
+JSON_FIELDS = ("prompt_token_ids", "messages", "sampling", "metadata")  # of which CSV has the JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What stands for one row. line: of its file, from 1, blank ones too; in a table the row. content: the
+    line, stripped, or the row's columns. file: its name where the input has several, else None."""
+
+    file: str | None
+    line: int
+    content: bytes | dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        return f"line {self.line}" if self.file is None else f"{self.file}, line {self.line}"
+
+
+def find_files(config: InputConfig) -> list[Path]:
+    """The files of the input, in the order of `path`, those of a pattern by name. Standard input is read to
+    its end into a temporary file first. Raises ConfigError."""
+    files: list[Path] = []
+    for path in config.paths:
+        if path == STANDARD:
+            files.append(_standard_input())
+        elif path.exists() or not glob.has_magic(str(path)):
+            files.append(path)
+        else:
+            found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+            if not found:
+                raise ConfigError(f"input.path: no file is named like {path}")
+            files += found
+    for path in files:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"input.path: {path} is not a regular file")
+    if len({path.resolve() for path in files}) < len(files):
+        raise ConfigError(f"input.path: {config} names a file twice; name each once")
+    return files
+
+
+@cache
+def _standard_input() -> Path:
+    with tempfile.NamedTemporaryFile(prefix="hispec-stdin-", delete=False) as copy:
+        atexit.register(Path(copy.name).unlink, missing_ok=True)
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+    return Path(copy.name)
+
+
+def describe_input(config: InputConfig) -> list[dict[str, Any]]:
+    """The files and their sizes in bytes, for a manifest."""
+    return [{"path": str(path), "bytes": path.stat().st_size} for path in find_files(config)]
+
+
+def read_records(config: InputConfig) -> Iterator[Record]:
+    """The records of all files, lazily, up to `limit`. Raises ConfigError if a file can't be read."""
+    return islice(_all_records(config), config.limit)
+
+
+def _all_records(config: InputConfig) -> Iterator[Record]:
+    files = find_files(config)
+    for path in files:
+        kind = format_of(path) if config.format == "auto" else config.format
+        name = path.name if len(files) > 1 else None
+        read = {"parquet": _parquet_rows, "csv": _csv_rows}.get(kind, _lines)
+        try:
+            for line, content in read(path):
+                yield Record(name, line, content)
+        except (OSError, EOFError, zlib.error) as error:
+            words = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"input.path: cannot read {path}: {words}") from None
+        except ValueError as error:  # pyarrow's are such
+            raise ConfigError(f"input.path: cannot read {path} as {kind}: {error}") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(line number, bytes) of the lines that are not blank, stripped."""
+    with _opened(path) as file:
+        for number, raw in enumerate(file, start=1):
+            raw = (raw.removeprefix(_BOM) if number == 1 else raw).strip()
+            if raw:
+                yield number, raw
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    arrow = import_arrow(f"input.path: reading {path}")
+    with arrow.parquet.ParquetFile(path) as file:
+        yield from _numbered(file.iter_batches(_BATCH))
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every value is a text, or missing where it is empty."""
+    csv = import_arrow(f"input.path: reading {path}").csv
+    parsing = csv.ParseOptions(newlines_in_values=True)
+    with _opened(path) as file:
+        names = csv.open_csv(file, parse_options=parsing).schema.names
+    types = csv.ConvertOptions(column_types=dict.fromkeys(names, "string"), strings_can_be_null=True)
+    with _opened(path) as file:
+        yield from _numbered(csv.open_csv(file, parse_options=parsing, convert_options=types))
+
+
+def _numbered(batches: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    number = 0
+    for batch in batches:
+        for values in batch.to_pylist():
+            number += 1
+            yield number, values
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    """The bytes of a file, decompressed where its name says that they are compressed."""
+    if path.suffix.lower() == ".gz":
+        with gzip.open(path, "rb") as file:
+            yield file
+    elif path.suffix.lower() == ".zst":
+        arrow = import_arrow(f"input.path: reading {path}")
+        with path.open("rb") as raw, arrow.CompressedInputStream(raw, "zstd") as stream:
+            yield io.BufferedReader(stream, 1 << 20)
+    else:
+        with path.open("rb") as file:
+            yield file
+
+
+def import_arrow(what: str) -> Any:
+    """pyarrow, with its modules csv and parquet. Raises ConfigError if it is not installed; what: what needs
+    it, in words."""
+    try:
+        import pyarrow
+        import pyarrow.csv
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"{what} needs pyarrow: pip install '.[data]'") from None
+    return pyarrow
+
+
+def take_columns(config: InputConfig, values: dict[str, Any], is_table: bool) -> dict[str, Any]:
+    """The fields of a row by their own names, missing ones left out; in a CSV file those that are no texts
+    are JSON. Raises ConfigError."""
+    if config.columns is not None:
+        values = {field: values.get(column) for field, column in config.columns.items()}
+    if not is_table:
+        return {name: value for name, value in values.items() if value is not None or config.columns is None}
+    values = {name: value for name, value in values.items() if value is not None}
+    for name in JSON_FIELDS:
+        if isinstance(value := values.get(name), str):
+            try:
+                values[name] = parse_json(value)
+            except ValueError as error:
+                raise ConfigError(f"{name}: not valid JSON: {error}") from None
+    if isinstance(own := values.get("sampling"), dict):
+        # A table gives every row the fields of all; those of others are missing.
+        values["sampling"] = {name: value for name, value in own.items() if value is not None}
+    return values

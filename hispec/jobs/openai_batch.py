@@ -1,0 +1,66 @@
+"""Lines of OpenAI's Batch API: requests in, responses out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, nearest, shown
+from ..openai.requests import CHAT, COMPLETIONS, read_body
+from ..openai.responses import error_body, response_body
+from ..outputs import RequestOutput
+from .schema import InputConfig
+
+if TYPE_CHECKING:
+    from .output import RowError
+    from .rows import BadRow, Row
+
+KEYS = ("custom_id", "method", "url", "body")
+
+
+def is_openai(config: InputConfig, values: Mapping[str, Any]) -> bool:
+    """Whether a line is a request of the Batch API."""
+    if config.format == "auto":
+        return "custom_id" in values and "body" in values
+    return config.format == "openai"
+
+
+def read_openai_line(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an InputLine. Raises ConfigError."""
+    for name in values:
+        if name not in KEYS:
+            raise ConfigError(f"{name}: unknown key{nearest(name, KEYS)}; known: {', '.join(KEYS)}")
+    custom_id = values.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise ConfigError(f"custom_id: must be a text, got {shown(custom_id)}")
+    if values.get("method", "POST") != "POST":
+        raise ConfigError(f"method: must be POST, got {shown(values['method'])}")
+    if (url := values.get("url")) not in (CHAT, COMPLETIONS):
+        raise ConfigError(f"url: must be {CHAT} or {COMPLETIONS}, got {shown(url)}")
+    try:
+        return {"id": custom_id, **read_body(url, values.get("body"))}
+    except ConfigError as error:
+        raise ConfigError(f"body.{error}".replace("body.body", "body")) from None
+
+
+def openai_row(
+    row: Row | BadRow,
+    outcome: RequestOutput | RowError,
+    model: str,
+    token_text: Callable[[int], str],
+) -> dict[str, Any]:
+    """The line of the output file for a row: its `id` holds the row's content hash."""
+    name = f"batch_req_{row.content_hash}"
+    if isinstance(outcome, RequestOutput):
+        kind = "chatcmpl" if row.is_chat else "cmpl"
+        response_id = f"{kind}-{row.content_hash}"
+        status, body = (
+            200,
+            response_body(outcome, row.is_chat, model, int(time.time()), response_id, token_text),
+        )
+    else:
+        refused = outcome.type != "failed"
+        status, body = (400 if refused else 500), error_body(outcome.message, refused)
+    response = {"status_code": status, "request_id": f"req_{row.content_hash}", "body": body}
+    return {"id": name, "custom_id": row.id, "response": response, "error": None}

@@ -1,0 +1,135 @@
+"""What of a job is done already, found before the model is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError, shown
+from .inputs import read_records
+from .manifest import AnotherJobsOutput
+from .output import rows_path
+from .row_index import RowIndex
+from .rows import Identity, check_not_empty, identify
+from .schema import Job
+
+# The ends of lines that `output_row` and `openai_row` write. Millions of them are read before a job goes on,
+# so they are not parsed whole.
+_TEXT = rb'"(?:[^"\\]|\\.)*"'
+_HEAD = re.compile(rb'\{"index": \d+, "id": (null|-?\d+|' + _TEXT + rb"), ")
+_OPENAI_HEAD = re.compile(
+    rb'\{"id": "batch_req_([0-9a-f]{32})", "custom_id": (null|-?\d+|'
+    + _TEXT
+    + rb'), "response": \{"status_code": (\d+),'
+)
+_HASH = b', "hash": "'
+_HEX = re.compile(rb"[0-9a-f]{32}")
+_TAIL = len(_HASH) + 32 + len(b'"}\n')
+
+
+@dataclass
+class Work:
+    """num_rows    rows of the input
+    done        for each of them 1 if it is done
+    num_done    how many are
+    num_failed  rows of the output with errors that are kept
+    num_bytes   the beginning of the output's rows that consists of whole lines
+    retries     whether lines with errors are to be taken out of it first
+    """
+
+    num_rows: int
+    done: bytearray
+    num_done: int
+    num_failed: int
+    num_bytes: int
+    retries: bool
+
+    def turns(self) -> Iterator[int]:
+        """The rows that are not done."""
+        return (index for index in range(self.num_rows) if not self.done[index])
+
+
+def find_work(job: Job, keeps: bool) -> Work:
+    """Reads the input, and of the output what is kept. Raises ConfigError for an id that two rows have, an
+    output of which a line is none of ours, and a row whose id is done with another prompt or sampling."""
+    path = rows_path(job)
+    work = Work(0, bytearray(), 0, 0, 0, False)
+    with RowIndex() as index:
+        if keeps:
+            for identity, failed, work.num_bytes in read_output(path):
+                if failed and job.output.retry_failed:
+                    work.retries = True
+                    continue
+                work.num_failed += failed
+                index.add_done(identity)
+        for number, record in enumerate(read_records(job.input)):
+            work.num_rows = number + 1
+            index.add_row(number, record.line, identify(job.input, record))
+        check_not_empty(job.input, work.num_rows)
+        if clash := index.find_repeated_id():
+            more = f" (in all {clash.count} rows have one that an earlier row has)" if clash.count > 1 else ""
+            raise ConfigError(
+                f"input.path: {job.input}: lines {clash.other_line} and {clash.line} have the same id{more};"
+                " give each row its own, or none"
+            )
+        if index.has_done and not job.output.only_missing and (clash := index.find_changed()):
+            more = f" ({clash.count} such rows)" if clash.count > 1 else ""
+            raise AnotherJobsOutput(
+                f"output.path: {path} has a result for the id of line {clash.line}{more}, of another"
+                " prompt or sampling. Start anew with --new (output.overwrite=true), keep the results there"
+                " with --only-missing (output.only_missing=true), or choose another output.path"
+            )
+        work.done = bytearray(work.num_rows)
+        for number in index.done_rows():
+            work.done[number] = 1
+            work.num_done += 1
+    return work
+
+
+def read_output(path: Path) -> Iterator[tuple[Identity, bool, int]]:
+    """(row, whether it has an error, bytes up to its end) of each line. What a crash may leave at the end, a
+    line without its end or zeros, is passed over. Raises AnotherJobsOutput for any other line that is none of
+    ours, ConfigError if the file can't be read."""
+    num_bytes = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                found = read_line(line)
+                if found is None:
+                    is_last = not line.endswith(b"\n") or not file.peek(1)
+                    if is_last and (not line.endswith(b"\n") or b"\0" in line):
+                        return
+                    raise AnotherJobsOutput(
+                        f"output.path: line {number} of {path} is no row of an output:"
+                        f" {shown(line.decode('utf-8', 'replace'))}; take it out and its row is done again,"
+                        " start anew with --new (output.overwrite=true), or choose another output.path"
+                    )
+                num_bytes += len(line)
+                yield *found, num_bytes
+    except OSError as error:
+        raise ConfigError(f"output.path: cannot read {path}: {error.strerror}") from None
+
+
+def read_line(line: bytes) -> tuple[Identity, bool] | None:
+    """The row of a line of an output, and whether it has an error; None for what is no such line."""
+    if not line.endswith(b"}\n") or b"\0" in line:
+        return None
+    if head := _OPENAI_HEAD.match(line):
+        identity, failed = _identity(head[2], head[1]), head[3] != b"200"
+    else:
+        head = _HEAD.match(line)
+        digits = line[-_TAIL + len(_HASH) : -3]
+        if head is None or line[-_TAIL : -_TAIL + len(_HASH)] != _HASH or not _HEX.fullmatch(digits):
+            return None
+        identity, failed = _identity(head[1], digits), not line.endswith(b'"error": null', 0, -_TAIL)
+    return None if identity is None else (identity, failed)
+
+
+def _identity(row_id: bytes, content_hash: bytes) -> Identity | None:
+    try:
+        return Identity(json.loads(row_id), content_hash.decode())
+    except ValueError:
+        return None

@@ -1,0 +1,111 @@
+"""Outputs that can only be made as a whole, from the lines of rows beside them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+from .inputs import import_arrow
+from .output import OutputError, output_format, rows_path
+from .schema import Job
+
+_BATCH = 1024  # rows that are in memory at once
+# What has no type of its own is JSON.
+COLUMNS = {
+    "index": "int64",
+    "id": "string",
+    "prompt": "string",
+    "prompt_token_ids": "string",
+    "messages": "string",
+    "metadata": "string",
+    "text": "string",
+    "finish_reason": "string",
+    "stop_reason": "string",
+    "outputs": "string",
+    "prompt_tokens": "int64",
+    "completion_tokens": "int64",
+    "error_type": "string",
+    "error": "string",
+    "hash": "string",
+}
+
+
+def make_output(job: Job) -> None:
+    """Makes the job's output of its rows, whole or not at all, where it is not the file of rows itself.
+    Raises OutputError."""
+    path, rows = job.output.path, rows_path(job)
+    if rows == path:
+        return
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if output_format(job) in ("parquet", "csv"):
+            _write_table(job, rows, draft)
+        else:
+            with rows.open("rb") as source, _compressed(draft, path.suffix) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+        os.replace(draft, path)
+    except OSError as error:
+        raise OutputError(
+            f"cannot make {path}: {error.strerror or error}; all rows are in {rows}; free some space, and"
+            f" {job.output.way_on}"
+        ) from error
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+
+
+def _write_table(job: Job, rows: Path, draft: Path) -> None:
+    arrow = import_arrow(f"output.path: writing {job.output.path}")
+    schema = arrow.schema([(name, getattr(arrow, kind)()) for name, kind in COLUMNS.items()])
+    with rows.open("rb") as source, _compressed(draft, job.output.path.suffix) as target:
+        is_parquet = output_format(job) == "parquet"
+        make = arrow.parquet.ParquetWriter if is_parquet else arrow.csv.CSVWriter
+        with make(target, schema) as writer:
+            while columns := [_columns(json.loads(line)) for line in islice(source, _BATCH)]:
+                writer.write_batch(arrow.RecordBatch.from_pylist(columns, schema=schema))
+
+
+def _columns(row: dict[str, Any]) -> dict[str, Any]:
+    outputs, usage, error = row["outputs"], row["usage"] or {}, row["error"] or {}
+    first = outputs[0] if outputs else {}
+    return {
+        "index": row["index"],
+        "id": None if row["id"] is None else str(row["id"]),
+        "prompt": row.get("prompt"),
+        **{name: _as_json(row.get(name)) for name in ("prompt_token_ids", "messages", "metadata")},
+        "text": first.get("text"),
+        "finish_reason": first.get("finish_reason"),
+        "stop_reason": None if first.get("stop_reason") is None else str(first["stop_reason"]),
+        "outputs": _as_json(outputs),
+        "prompt_tokens": usage.get("prompt_tokens"),
+        "completion_tokens": usage.get("completion_tokens"),
+        "error_type": error.get("type"),
+        "error": error.get("message"),
+        "hash": row["hash"],
+    }
+
+
+def _as_json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False)
+
+
+@contextmanager
+def _compressed(path: Path, suffix: str) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    """A new file, what is written to it compressed as `suffix` says."""
+    if suffix.lower() == ".gz":
+        with gzip.open(path, "wb") as file:
+            yield file
+    elif suffix.lower() == ".zst":
+        arrow = import_arrow(f"output.path: writing {path}")
+        with path.open("wb") as raw, arrow.CompressedOutputStream(raw, "zstd") as stream:
+            yield stream
+    else:
+        with path.open("wb") as file:
+            yield file

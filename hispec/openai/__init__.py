@@ -1,0 +1,1 @@
+"""OpenAI's API in words of HiSpec: for files of its Batch API, and for servers."""

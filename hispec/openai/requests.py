@@ -1,0 +1,92 @@
+"""Bodies of OpenAI's requests to prompts and sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError, nearest, shown
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_SAME = (  # of SamplingParams, under the same name
+    *("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+)
+_IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+_READ = ("max_tokens", "max_completion_tokens", "stop", "logprobs", "top_logprobs", "stream")
+# Values of settings that HiSpec lacks with which they ask for nothing.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "stream_options": (),
+    "functions": ([],),
+    "reasoning_effort": (),
+}
+
+
+def read_body(url: str, body: Any) -> dict[str, Any]:
+    """{"messages" | "prompt" | "prompt_token_ids": ..., "sampling": fields of SamplingParams that the body
+    sets}. Null is as if it were not given; `model` is not looked at. Raises ConfigError that names the
+    parameter."""
+    if not isinstance(body, Mapping):
+        raise ConfigError(f"body: expected a JSON object, got {shown(body)}")
+    given = {name: value for name, value in body.items() if value is not None}
+    is_chat = url == CHAT
+    prompt_name = "messages" if is_chat else "prompt"
+    known = (prompt_name, *_SAME, *_IGNORED, *_READ, *_HARMLESS)
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"{name}: unknown parameter{nearest(name, known)}; leave it out")
+        if name in _HARMLESS and value not in _HARMLESS[name]:
+            raise ConfigError(f"{name}={shown(value)} is not supported; leave it out")
+    if given.get("stream"):
+        raise ConfigError("stream=true: a batch has no streams; leave it out")
+    if prompt_name not in given:
+        raise ConfigError(f"{prompt_name}: required, but not given")
+    read: dict[str, Any] = {"sampling": _read_sampling(given, is_chat)}
+    prompt = given[prompt_name]
+    if is_chat or isinstance(prompt, str):
+        return read | {prompt_name: prompt}
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return read | {"prompt_token_ids": prompt}
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        return read | {"prompt": prompt[0]}
+    raise ConfigError(
+        f"prompt: must be one string or one list of token ids, got {shown(prompt)}; one a request"
+    )
+
+
+def _read_sampling(given: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
+    sampling = {name: given[name] for name in _SAME if name in given}
+    limits = {given[name] for name in ("max_tokens", "max_completion_tokens") if _is_int(given.get(name))}
+    if len(limits) > 1:
+        raise ConfigError(
+            f"max_tokens={given['max_tokens']} and max_completion_tokens={given['max_completion_tokens']}"
+            " contradict each other; keep one of them"
+        )
+    for name in ("max_tokens", "max_completion_tokens"):
+        if name in given:
+            sampling["max_tokens"] = given[name]
+    if "stop" in given:
+        sampling["stop"] = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
+    wanted = given.get("logprobs")
+    if is_chat:
+        if wanted is not None and not isinstance(wanted, bool):
+            raise ConfigError(f"logprobs: must be true or false, got {shown(wanted)}")
+        if "top_logprobs" in given and not wanted:
+            raise ConfigError("top_logprobs needs logprobs=true")
+        if wanted:
+            sampling["logprobs"] = given.get("top_logprobs", 0)
+    elif wanted is not None:
+        sampling["logprobs"] = wanted
+    return sampling
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int

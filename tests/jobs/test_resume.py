@@ -1,0 +1,288 @@
+"""Jobs that go on: whatever cut them short, every row is there once."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hispec.errors import ConfigError
+from hispec.jobs.manifest import manifest_path
+from hispec.jobs.output import RowWriter
+from hispec.jobs.resume import read_line
+from hispec.jobs.runner import JobInterrupted
+from tests.helpers.fake_llm import FakeLLM
+from tests.helpers.job_support import install_fake_llm, interrupt_at, make_job, prompts, rows_of, run
+
+SAMPLED = {"temperature": 0.8, "max_tokens": 40}  # seeds must not depend on when a row runs
+
+
+@pytest.fixture(autouse=True)
+def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_llm(monkeypatch)
+
+
+def manifest(job: Any) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(manifest_path(job.output.path).read_text())
+    return values
+
+
+@pytest.mark.parametrize("order", ["input", "finished"])
+@pytest.mark.parametrize("step", [1, 9, 40, 77])
+def test_the_same_command_goes_on_and_ends_as_if_nothing_had_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, order: str
+) -> None:
+    lines = [*prompts(30), b"broken\n", {"prompt": "no id"}, {"prompt": "no id"}]
+    job = make_job(tmp_path, lines, sampling=SAMPLED, output={"order": order})
+    run(job)
+    expected = job.output.path.read_bytes()
+    job.output.path.unlink()
+    interrupt_at(step, monkeypatch)
+    with pytest.raises(JobInterrupted, match=r"\d+ of 33 rows are done.*the same command goes on"):
+        run(job)
+    part = job.output.path.read_bytes()
+    assert not part or part.endswith(b"\n")
+    assert manifest(job)["done"] == part.count(b"\n") and manifest(job)["finished"] is None
+    monkeypatch.setattr(FakeLLM, "on_step", None)
+    report = run(job)
+    assert report.resumed == part.count(b"\n")
+    done = job.output.path.read_bytes()
+    assert sorted(done.splitlines()) == sorted(expected.splitlines())
+    if order == "input":
+        assert done == expected
+    assert manifest(job)["finished"] is not None and manifest(job)["done"] == 33 == manifest(job)["rows"]
+    assert manifest(job)["errors"] == 1
+
+
+def test_what_has_ended_is_never_only_in_memory_where_rows_are_written_as_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tests.helpers.fake_llm.answer", lambda ids, sampling, at=0: [97] * (sampling.max_tokens or 1)
+    )
+    slow = {"id": "slow", "prompt": "slow", "sampling": {"max_tokens": 500}}
+    quick = [{"id": at, "prompt": "quick", "sampling": {"max_tokens": 1}} for at in range(100)]
+    interrupt_at(300, monkeypatch)
+    for order, written in (("finished", 100), ("input", 0)):
+        job = make_job(tmp_path, [slow, *quick], output={"order": order, "path": str(tmp_path / order)})
+        with pytest.raises(JobInterrupted):
+            run(job)
+        assert len(rows_of(job)) == written
+
+
+@pytest.mark.parametrize("tail", [b"", b"\0" * 7, b'{"index": 3, "id', b'{"index"' + b"\0" * 40 + b"\n"])
+def test_a_torn_end_is_done_again(tmp_path: Path, tail: bytes) -> None:
+    job = make_job(tmp_path, prompts(10))
+    run(job)
+    expected = job.output.path.read_bytes()
+    ends = [at + 1 for at, byte in enumerate(expected) if byte == 10]
+    for cut in (0, 1, ends[0], ends[3] - 1, ends[3], ends[3] + 30, len(expected) - 1, len(expected)):
+        whole = max([end for end in ends if end <= cut], default=0)
+        job.output.path.write_bytes(expected[: whole if tail else cut] + tail)
+        report = run(job)
+        assert job.output.path.read_bytes() == expected
+        assert report.resumed == expected[:whole].count(b"\n")
+
+
+def test_a_complete_output_is_left_as_it_is_without_the_model(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(5))
+    run(job)
+    before = job.output.path.read_bytes()
+    FakeLLM.instances.clear()
+    assert run(job).resumed == 5 and not FakeLLM.instances
+    assert job.output.path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"notes\n", b"[1]\n", b'{"index": 0}\n', b"\xff\n"])
+def test_a_line_of_somebody_elses_is_an_error_that_changes_nothing(tmp_path: Path, content: bytes) -> None:
+    job = make_job(tmp_path, prompts(5))
+    run(job)
+    lines = job.output.path.read_bytes().splitlines(keepends=True)
+    for at in (0, 2, 5):
+        foreign = b"".join([*lines[:at], content, *lines[at:]])
+        job.output.path.write_bytes(foreign)
+        with pytest.raises(ConfigError, match=f"line {at + 1} of .*out.jsonl is no row of an output"):
+            run(job)
+        assert job.output.path.read_bytes() == foreign
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"model": "another"}, "model was 'fake' and is 'another'"),
+    ({"sampling": {"max_tokens": 39, "temperature": 0.0}}, "sampling.max_tokens was 40 and is 39"),
+    ({"engine": {"max_num_seqs": 4, "seed": 5}}, "engine.seed was 0 and is 5"),
+    ({"engine": {"max_num_seqs": 4, "quantization": "int8"}}, "engine.quantization was None and is 'int8'"),
+    ({"engine": {"max_num_seqs": 4, "dtype": "bfloat16"}}, "engine.dtype was None and is 'bfloat16'"),
+    ({"output": {"token_ids": True}}, "output.token_ids was None and is True"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES)
+def test_other_settings_are_refused_by_name_and_nothing_is_changed(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    job = make_job(tmp_path, prompts(5))
+    run(job)
+    before = job.output.path.read_bytes()
+    FakeLLM.instances.clear()
+    with pytest.raises(ConfigError, match=f"{words}.*--new.*--only-missing"):
+        run(make_job(tmp_path, prompts(6), **change))
+    assert job.output.path.read_bytes() == before and not FakeLLM.instances
+
+
+def test_another_models_weights_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, prompts(5))
+    run(job)
+    before, known = job.output.path.read_bytes(), manifest(job)
+    monkeypatch.setattr(FakeLLM, "weights", "trained on")
+    with pytest.raises(ConfigError, match=r"fingerprint\.model was 'some' and is 'trained on'"):
+        run(make_job(tmp_path, prompts(6)))
+    assert job.output.path.read_bytes() == before and manifest(job) == known
+
+
+def test_plans_and_sizes_may_change(tmp_path: Path) -> None:
+    run(make_job(tmp_path, prompts(3)))
+    plan = {"draft": {"layer": 2}, "num_draft_tokens": 3}
+    job = make_job(tmp_path, prompts(6), speculative=plan, engine={"max_num_seqs": 2, "dtype": "float32"})
+    assert run(job).resumed == 3 and len(rows_of(job)) == 6
+    with pytest.raises(ConfigError, match="speculative was None"):
+        run(make_job(tmp_path, prompts(7), speculative=plan | {"acceptance": "rejection"}))
+
+
+def test_only_missing_keeps_what_other_settings_made(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(4))
+    run(job)
+    before = job.output.path.read_bytes()
+    longer = {"sampling": {"max_tokens": 50, "temperature": 0.0}}
+    job = make_job(tmp_path, prompts(6), output={"only_missing": True}, **longer)
+    assert run(job).resumed == 4
+    assert job.output.path.read_bytes().startswith(before) and len(rows_of(job)) == 6
+    assert manifest(job)["settings"]["sampling.max_tokens"] == 50
+    assert [one["sampling.max_tokens"] for one in manifest(job)["earlier"]] == [40]
+
+
+def test_new_starts_anew(tmp_path: Path) -> None:
+    run(make_job(tmp_path, prompts(9)))
+    job = make_job(tmp_path, prompts(4), output={"overwrite": True}, model="another")
+    assert (
+        run(job).resumed == 0 and len(rows_of(job)) == 4 and manifest(job)["settings"]["model"] == "another"
+    )
+
+
+def test_rows_that_failed_are_done_again_where_the_job_says_so(tmp_path: Path) -> None:
+    lines: list[Any] = [*prompts(3), {"id": "empty", "prompt": ""}, b"broken\n", *prompts(6)[3:]]
+    job = make_job(tmp_path, lines)
+    run(job)
+    good = [line for line in job.output.path.read_bytes().splitlines() if b'"error": null' in line]
+    assert run(job).resumed == 8
+    retried = make_job(tmp_path, lines, output={"retry_failed": True})
+    report = run(retried)
+    assert report.resumed == 6 and report.timed.num_errors == 2
+    assert job.output.path.read_bytes().splitlines()[:6] == good and len(rows_of(job)) == 8
+    mended = [*lines]
+    mended[4] = {"prompt": "whole again"}
+    job = make_job(tmp_path, mended, output={"retry_failed": True})
+    run(job)
+    assert Counter(row["id"] for row in rows_of(job) if row["id"]) == Counter(
+        [*(f"p{at}" for at in range(6)), "empty"]
+    )
+    assert sum(row["error"] is not None for row in rows_of(job)) == 1 == manifest(job)["errors"]
+
+
+def test_an_id_that_two_rows_have_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:
+    lines = [*prompts(4), {"prompt": "x"}, b"\n", {"id": "p2", "prompt": "y"}, {"id": "p0", "prompt": "y"}]
+    with pytest.raises(ConfigError, match=r"lines 1 and 8 have the same id \(in all 2 rows"):
+        run(make_job(tmp_path, lines))
+    assert not FakeLLM.instances
+    run(make_job(tmp_path, [{"id": 1, "prompt": "x"}, {"id": "1", "prompt": "x"}]))
+
+
+def test_a_row_whose_prompt_has_changed_is_refused_by_its_line(tmp_path: Path) -> None:
+    lines = prompts(5)
+    run(make_job(tmp_path, lines))
+    lines[3] = {"id": "p3", "prompt": "another"}
+    with pytest.raises(ConfigError, match="has a result for the id of line 4, of another prompt"):
+        run(make_job(tmp_path, lines))
+    job = make_job(tmp_path, lines, output={"only_missing": True})
+    assert run(job).resumed == 5
+
+
+def test_a_second_run_on_the_same_output_is_refused(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(5))
+    run(job)
+    with (
+        RowWriter(job.output.path, job.output.path.stat().st_size),
+        pytest.raises(ConfigError, match="is being written by another process"),
+    ):
+        run(make_job(tmp_path, prompts(6)))
+    assert len(rows_of(job)) == 5
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"format": 99, "settings": {}}', b'{"settings": 3}'])
+def test_a_manifest_that_cannot_be_read_is_an_error(tmp_path: Path, content: bytes) -> None:
+    job = make_job(tmp_path, prompts(2))
+    run(job)
+    manifest_path(job.output.path).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"manifest.json is not a manifest.*--new"):
+        run(job)
+
+
+KEYS = st.sampled_from([None, *string.ascii_lowercase[:6], *range(4)])
+ROWS = st.lists(
+    st.tuples(KEYS, st.sampled_from("xyz")),
+    min_size=1,
+    max_size=12,
+    unique_by=lambda row: object() if row[0] is None else row[0],
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(first=ROWS, second=ROWS, cut=st.floats(0, 1), seed=st.integers(0, 9))
+def test_rows_may_come_go_and_change_places(
+    tmp_path: Path, first: list[Any], second: list[Any], cut: float, seed: int
+) -> None:
+    """Against a count by hand: what stands in the output is what the first run left of its rows, and of the
+    second input what is missing there."""
+    wording = {key: prompt for key, prompt in first if key is not None}  # an id keeps its prompt
+    second = [(key, wording.get(key, prompt)) for key, prompt in second]
+    second += random.Random(seed).sample(first, len(first) // 2)
+    second = list({key if key is not None else object(): (key, prompt) for key, prompt in second}.values())
+
+    def lines(rows: list[Any]) -> list[Any]:
+        return [{"prompt": prompt} | ({} if key is None else {"id": key}) for key, prompt in rows]
+
+    job = make_job(tmp_path, lines(first), output={"overwrite": True})
+    run(job)
+    content = job.output.path.read_bytes()
+    job.output.path.write_bytes(content[: int(cut * len(content))])
+    kept = Counter(
+        (row["id"], row["prompt"])
+        for row in map(json.loads, content[: int(cut * len(content))].splitlines(keepends=True)[:-1])
+    )
+    if content[: int(cut * len(content))].endswith(b"\n"):
+        last = json.loads(content[: int(cut * len(content))].splitlines()[-1])
+        kept[last["id"], last["prompt"]] += 1
+    job = make_job(tmp_path, lines(second))
+    run(job)
+    found = Counter((row["id"], row["prompt"]) for row in rows_of(job))
+    assert found == kept | Counter(second)
+
+
+@given(st.text(), st.text())
+def test_lines_are_read_back_without_parsing_them_whole(row_id: str, text: str) -> None:
+    for shown in (row_id, len(row_id), None):
+        row = {"index": 3, "id": shown, "prompt": text, "outputs": [], "usage": None, "error": None}
+        line = json.dumps(row | {"hash": "0" * 32}, ensure_ascii=False) + "\n"
+        found = read_line(line.encode("utf-8", "surrogatepass"))
+        assert found is not None and found[0].id == shown and not found[1]
+    failed = json.dumps(row | {"error": {"message": text}, "hash": "a" * 32}) + "\n"
+    found = read_line(failed.encode())
+    assert found is not None and found[1] and found[0].content_hash == "a" * 32
