@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sqlite3
 import tempfile
 from collections.abc import Iterator
@@ -116,5 +115,5 @@ class RowIndex:
 def _key(identity: Identity) -> bytes:
     if identity.id is None:
         return b"\0" + bytes.fromhex(identity.content_hash)
-    text = json.dumps(identity.id, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text = f"{type(identity.id).__name__} {identity.id}".encode("utf-8", "surrogatepass")
     return b"\1" + hashlib.blake2b(text, digest_size=16).digest()

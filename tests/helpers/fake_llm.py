@@ -4,7 +4,7 @@ alone."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 from hispec.errors import RequestError
@@ -86,6 +86,10 @@ class FakeLLM:
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self.requests = [request for request in self.requests if request[0] not in ids]
 
     def has_unfinished(self) -> bool:
         return bool(self.requests)

@@ -1,0 +1,107 @@
+"""A dry run finds what a job would find, and writes nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hispec.cli import main
+from hispec.errors import ConfigError
+from hispec.jobs import dry_run as module
+from hispec.jobs.dry_run import dry_run, print_dry_run
+from tests.helpers.fake_llm import FakeLLM
+from tests.helpers.job_support import install_fake_llm, make_job, prompts, run
+
+
+@pytest.fixture(autouse=True)
+def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_llm(monkeypatch)
+
+
+def printed(found: module.DryRun) -> str:
+    text = io.StringIO()
+    print_dry_run(found, text)
+    return " ".join(text.getvalue().split())
+
+
+def test_rows_tokens_time_and_memory_are_told_and_nothing_is_written(tmp_path: Path) -> None:
+    lines = [*prompts(20), b"{broken\n", {"prompt": ""}, {"id": "x", "prompt": "a", "sampling": {"n": 2}}]
+    job = make_job(tmp_path, lines)
+    found = dry_run(job, progress=False)
+    good = [*(line["prompt"] for line in prompts(20)), "a"]
+    assert (found.num_rows, found.num_good, found.num_done) == (23, 21, 0)
+    assert found.prompt_tokens == sum(map(len, good)) and found.max_tokens == 22 * 40
+    assert sum(found.reasons.values()) == 2 and any("the prompt is empty" in why for why in found.reasons)
+    assert found.sample.num_results == 4  # as many as run together
+    assert found.seconds is not None and found.output_bytes is not None
+    assert found.seconds == pytest.approx(found.sample.seconds / 4 * 21)
+    assert list(tmp_path.iterdir()) == [job.input.path]
+    text = printed(found)
+    assert "23: 21 to do, 2 that cannot be served, 0 done before" in text and "at most 880 new" in text
+
+
+def test_what_is_done_is_counted_and_left_alone(tmp_path: Path) -> None:
+    run(make_job(tmp_path, prompts(6)))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    found = dry_run(make_job(tmp_path, prompts(6)), progress=False)
+    assert found.num_done == 6 and len(FakeLLM.instances) == 1  # that of the run
+    job = make_job(tmp_path, prompts(9))
+    found = dry_run(job, progress=False)
+    assert (found.num_done, found.num_good) == (6, 3)
+    assert {path: path.read_bytes() for path in before if path != job.input.path} == {
+        path: content for path, content in before.items() if path != job.input.path
+    }
+
+
+def test_rows_that_take_too_long_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAMPLE_S", -1.0)
+    found = dry_run(make_job(tmp_path, prompts(20)), progress=False)
+    assert found.sample.num_results <= 1 and found.num_good == 20
+    monkeypatch.setattr(module, "drive", lambda *_: None)
+    text = printed(dry_run(make_job(tmp_path, prompts(20)), progress=False))
+    assert "not known" in text
+
+
+def test_problems_of_the_job_are_found(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="have the same id"):
+        dry_run(make_job(tmp_path, [*prompts(3), *prompts(1)]), progress=False)
+    assert not FakeLLM.instances
+
+
+def write_job(folder: Path, lines: list[Any]) -> str:
+    job = make_job(folder, lines)
+    path = folder / "job.yaml"
+    values = {
+        "model": "fake",
+        "input": {"path": str(job.input.path)},
+        "output": {"path": str(job.output.path)},
+    }
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+def test_the_flags_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path, [*prompts(4), {"prompt": ""}])
+    assert main(["run", job, "--dry-run", "--no-progress"]) == 0
+    assert "5: 4 to do, 1 that cannot be served" in capsys.readouterr().out
+    assert main(["run", job, "--no-progress"]) == 0
+    assert main(["run", job, "--no-progress", "--set", "sampling.max_tokens=3"]) == 2
+    assert "sampling.max_tokens was None and is 3" in capsys.readouterr().err
+    assert main(["run", job, "--no-progress", "--set", "sampling.max_tokens=3", "--only-missing"]) == 0
+    assert main(["run", job, "--no-progress", "--set", "sampling.max_tokens=3", "--new"]) == 0
+    assert main(["run", job, "--no-progress", "--set", "sampling.max_tokens=3", "--retry-failed"]) == 1
+    assert "5: 0 with outputs, 1 with errors, 4 done before" in " ".join(capsys.readouterr().out.split())
+    assert main(["run", job, "--new", "--retry-failed"]) == 2
+    assert "contradict each other" in capsys.readouterr().err
+
+
+def test_the_schema_is_that_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert set(schema["required"]) == {"model", "input", "output"} and schema["additionalProperties"] is False
+    output = schema["$defs"]["OutputConfig"]["properties"]
+    assert output["order"]["enum"] == ["input", "finished"] and output["sync_s"]["default"] == 1.0

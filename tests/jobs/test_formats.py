@@ -1,0 +1,354 @@
+"""Inputs and outputs of other formats: what goes in comes out."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+
+from hispec.errors import ConfigError, build
+from hispec.jobs import inputs
+from hispec.jobs.load import load_job
+from hispec.jobs.manifest import manifest_path
+from hispec.jobs.output import OutputError
+from hispec.jobs.schema import Job
+from tests.helpers.fake_llm import FakeLLM
+from tests.helpers.job_support import install_fake_llm, make_job, prompts, rows_of, run
+
+LINES = [
+    {"id": "a", "prompt": 'one, "two"\nthree', "sampling": {"max_tokens": 5}, "metadata": {"tag": [1]}},
+    {"id": "b", "messages": [{"role": "user", "content": "hé"}]},
+    {"id": "c", "prompt_token_ids": [104, 105]},
+    {"id": "d", "prompt": ""},
+]
+
+
+@pytest.fixture(autouse=True)
+def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_llm(monkeypatch)
+
+
+def job_of(folder: Path, source: Any, output: str = "out.jsonl", **fields: Any) -> Job:
+    given = {"path": str(source)} if isinstance(source, Path | str) else {"path": list(map(str, source))}
+    values = {
+        "model": "fake",
+        "engine": {"max_num_seqs": 4},
+        "sampling": {"max_tokens": 40, "temperature": 0.0},
+        "input": given | fields.pop("input", {}),
+        "output": {"path": output if output == "-" else str(folder / output)} | fields.pop("output", {}),
+    }
+    return build(Job, values | fields)
+
+
+def results(job: Job) -> list[Any]:
+    return [(row["id"], [one["text"] for one in row["outputs"]], row.get("metadata")) for row in rows_of(job)]
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> list[Any]:
+    (tmp_path / "plain").mkdir()
+    job = make_job(tmp_path / "plain", LINES)
+    run(job)
+    return results(job)
+
+
+def write(path: Path, lines: list[dict[str, Any]] = LINES) -> Path:
+    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    columns = ("id", "prompt", "messages", "prompt_token_ids", "sampling", "metadata")
+    if path.suffix == ".parquet":
+        pa.parquet.write_table(pa.Table.from_pylist([dict.fromkeys(columns) | line for line in lines]), path)
+        return path
+    if ".csv" in path.suffixes:
+        rows = [
+            {name: value if isinstance(value, str) else json.dumps(value) for name, value in line.items()}
+            for line in lines
+        ]
+        stream = io.BytesIO()
+        pa.csv.write_csv(pa.Table.from_pylist([dict.fromkeys(columns) | row for row in rows]), stream)
+        text = stream.getvalue()
+    if path.suffix == ".zst":
+        with pa.CompressedOutputStream(str(path), "zstd") as stream:
+            stream.write(text)
+    else:
+        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["in.jsonl.gz", "in.jsonl.zst", "in.parquet", "in.csv", "in.csv.gz", "in.CSV.zst"]
+)
+def test_every_format_gives_the_same_rows(tmp_path: Path, name: str, expected: list[Any]) -> None:
+    lines = LINES
+    if "csv" in name.lower():  # in which an empty text is a missing one
+        lines = LINES[:3]
+        path = write(tmp_path / name.lower(), lines)
+        path = path.rename(tmp_path / name)
+    else:
+        path = write(tmp_path / name, lines)
+    job = job_of(tmp_path, path)
+    run(job)
+    assert results(job) == expected[: len(lines)]
+    FakeLLM.instances.clear()
+    assert run(job).resumed == len(lines) and not FakeLLM.instances
+
+
+def test_several_files_are_one_input_and_their_rows_named_by_file(tmp_path: Path) -> None:
+    for number in (2, 1):
+        write(tmp_path / f"shard-{number}.jsonl", [{"id": f"{number}{at}", "prompt": "x"} for at in range(3)])
+    (tmp_path / "more.jsonl").write_text('{"prompt": "y"}\n{broken\n')
+    job = job_of(tmp_path, [tmp_path / "shard-*.jsonl", tmp_path / "more.jsonl"])
+    run(job)
+    assert [row["id"] for row in rows_of(job)] == ["10", "11", "12", "20", "21", "22", None, None]
+    assert rows_of(job)[-1]["error"]["message"].startswith("more.jsonl, line 2: not valid JSON")
+    files = json.loads(manifest_path(job.output.path).read_text())["input"]
+    assert [Path(file["path"]).name for file in files] == ["shard-1.jsonl", "shard-2.jsonl", "more.jsonl"]
+    assert files[2]["bytes"] == (tmp_path / "more.jsonl").stat().st_size == 24
+
+
+@pytest.mark.parametrize(
+    ("paths", "words"),
+    [
+        (["none-*.jsonl"], "no file is named like .*none-"),
+        (["in.jsonl", "in.*"], "names a file twice"),
+        (["in.jsonl", "."], "is not a regular file"),
+        ([], "must name at least one file"),
+    ],
+)
+def test_files_that_are_not_there_are_named(tmp_path: Path, paths: list[str], words: str) -> None:
+    write(tmp_path / "in.jsonl")
+    with pytest.raises(ConfigError, match=words):
+        run(job_of(tmp_path, [tmp_path / path for path in paths]))
+    assert not FakeLLM.instances
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("in.jsonl.gz", b"no gzip", "cannot read .*in.jsonl.gz"),
+        ("in.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:30], "cannot read .*in.jsonl.gz"),
+        ("in.jsonl.zst", b"no zstd", "cannot read .*in.jsonl.zst"),
+        ("in.parquet", b"no parquet", "cannot read .*in.parquet"),
+        ("in.csv", b"a,b\n1\n", "cannot read .*in.csv as csv"),
+        ("in.csv", b"", "cannot read .*in.csv as csv"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        run(job_of(tmp_path, tmp_path / name))
+    assert not FakeLLM.instances
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.csv"])
+def test_prompts_may_stand_in_other_columns(tmp_path: Path, name: str) -> None:
+    lines = [
+        {"question": "what", "key": "k1", "answer": "42"},
+        {"question": "why", "key": "k2", "answer": "so"},
+    ]
+    path = tmp_path / name
+    if name == "in.jsonl":
+        write(path, lines)
+    elif name == "in.csv":
+        pa.csv.write_csv(pa.Table.from_pylist(lines), path)
+    else:
+        pa.parquet.write_table(pa.Table.from_pylist(lines), path)
+    job = job_of(tmp_path, path, input={"columns": {"prompt": "question", "id": "key"}})
+    run(job)
+    assert [(row["id"], row["prompt"], row["error"]) for row in rows_of(job)] == [
+        ("k1", "what", None),
+        ("k2", "why", None),
+    ]
+    with pytest.raises(ConfigError, match=r"input\.columns"):
+        job_of(tmp_path, path, input={"columns": {"promt": "question"}})
+
+
+def test_standard_input_and_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    inputs._standard_input.cache_clear()
+    text = b"".join(json.dumps(line).encode() + b"\n" for line in prompts(5))
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(text)))
+    monkeypatch.chdir(tmp_path)
+    job = job_of(tmp_path, "-", "-")
+    report = run(job)
+    rows = [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
+    assert [row["id"] for row in rows] == [f"p{at}" for at in range(5)]
+    assert report.num_rows == 5 and not list(tmp_path.iterdir())
+    inputs._standard_input.cache_clear()
+
+
+def test_names_in_a_job_file_are_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("model: m\ninput: {path: [a.jsonl, '-', /b/*.jsonl]}\noutput: {path: o}\n")
+    assert load_job(path).input.paths == [tmp_path / "a.jsonl", Path("-"), Path("/b/*.jsonl")]
+    path.write_text("model: m\ninput: {path: '-'}\noutput: {path: o}\n")
+    assert load_job(path).input.paths == [Path("-")]
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.csv", "out.csv.gz", "out.jsonl.gz", "out.jsonl.zst"])
+def test_outputs_that_are_made_as_a_whole(tmp_path: Path, name: str, expected: list[Any]) -> None:
+    source = write(tmp_path / "in.jsonl", LINES[:3])
+    job = job_of(tmp_path, source, name)
+    run(job)
+    write(source)  # one more row: the job goes on from the rows beside its output
+    FakeLLM.instances.clear()
+    assert run(job).resumed == 3
+    assert len(FakeLLM.instances) == 1
+    path = job.output.path
+    if "jsonl" in name:
+        raw = pa.input_stream(str(path), compression="zstd" if name.endswith("zst") else "gzip").read()
+        assert raw == path.with_name(f"{name}.rows.jsonl").read_bytes()
+        return
+    table = pa.parquet.read_table(path) if name == "out.parquet" else pa.csv.read_csv(path)
+    rows = table.to_pylist()
+    assert [row["id"] for row in rows] == ["a", "b", "c", "d"]
+    assert [row["text"] or None for row in rows] == [(texts or [None])[0] for _, texts, _ in expected]
+    assert [row["error_type"] or None for row in rows] == [None, None, None, "refused"]
+    assert json.loads(rows[0]["metadata"]) == {"tag": [1]} and rows[2]["prompt_tokens"] == 2
+    path.unlink()  # made again without the model
+    FakeLLM.instances.clear()
+    run(job)
+    assert path.exists() and not FakeLLM.instances
+    path.with_name(f"{name}.rows.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"exists, but .*rows.jsonl, from which a job goes on, does not"):
+        run(job)
+
+
+def test_a_disk_that_is_full_at_the_end_loses_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(tmp_path, write(tmp_path / "in.jsonl"), "out.jsonl.gz")
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hispec.jobs.tables.shutil.copyfileobj", full)
+        with pytest.raises(OutputError, match=r"cannot make .*out.jsonl.gz.*all rows are in .*rows.jsonl"):
+            run(job)
+    assert not job.output.path.exists() and not list(tmp_path.glob(".*"))
+    FakeLLM.instances.clear()
+    assert run(job).resumed == 4 and job.output.path.exists() and not FakeLLM.instances
+
+
+def test_pyarrow_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for job in (
+        job_of(tmp_path, tmp_path / "in.csv"),
+        job_of(tmp_path, write(tmp_path / "in.jsonl"), "o.parquet"),
+    ):
+        (tmp_path / "in.csv").write_text("prompt\na\n")
+        with pytest.raises(ConfigError, match=r"needs pyarrow: pip install '\.\[data\]'"):
+            run(job)
+
+
+# ---- OpenAI's Batch API ----
+
+
+def request(custom_id: Any, body: Any, url: str = "/v1/chat/completions", **fields: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body} | fields
+
+
+CHAT = {"model": "gpt-4o-mini", "messages": [{"role": "user", "content": "hé"}]}
+
+
+def openai_rows(folder: Path, lines: list[Any], **fields: Any) -> list[dict[str, Any]]:
+    job = make_job(folder, lines, **fields)
+    run(job)
+    return rows_of(job)
+
+
+def test_openai_requests_become_openai_responses(tmp_path: Path) -> None:
+    lines = [
+        request("1", CHAT | {"max_completion_tokens": 6, "n": 2, "user": "me"}),
+        request("2", {"prompt": "hello", "max_tokens": 4}, "/v1/completions"),
+        request("3", {"prompt": [104, 105], "stop": "z"}, "/v1/completions"),
+        request("4", CHAT | {"stream": True}),
+        request("5", CHAT | {"tools": [{"type": "function"}]}),
+        request("6", {"prompt": ""}, "/v1/completions"),
+    ]
+    chat, text, ids, *bad = openai_rows(tmp_path, lines)
+    assert [row["custom_id"] for row in (chat, text, ids, *bad)] == [str(at) for at in range(1, 7)]
+    assert set(chat) == {"id", "custom_id", "response", "error"} and chat["error"] is None
+    assert chat["response"]["status_code"] == 200 and chat["response"]["request_id"]
+    body = chat["response"]["body"]
+    assert (body["object"], body["model"], len(body["choices"])) == ("chat.completion", "fake", 2)
+    choice = body["choices"][0]
+    assert choice["message"]["role"] == "assistant" and len(choice["message"]["content"]) == 6
+    assert choice["finish_reason"] == "length" and choice["index"] == 0 and choice["logprobs"] is None
+    prompt = len("<user>hé")
+    assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": 12, "total_tokens": prompt + 12}
+    body = text["response"]["body"]
+    assert body["object"] == "text_completion" and len(body["choices"][0]["text"]) == 4
+    assert ids["response"]["body"]["usage"]["prompt_tokens"] == 2
+    assert [row["response"]["status_code"] for row in bad] == [400] * 3
+    errors = [row["response"]["body"]["error"] for row in bad]
+    assert {error["type"] for error in errors} == {"invalid_request_error"}
+    assert "stream=true" in errors[0]["message"] and "body.tools=" in errors[1]["message"]
+    assert "the prompt is empty" in errors[2]["message"]
+
+
+def test_openai_jobs_go_on_and_do_failed_rows_again(tmp_path: Path) -> None:
+    lines = [request(str(at), CHAT) for at in range(5)] + [request("bad", {"prompt": ""}, "/v1/completions")]
+    job = make_job(tmp_path, lines)
+    run(job)
+    whole = job.output.path.read_bytes().splitlines(keepends=True)
+    job.output.path.write_bytes(b"".join(whole[:3]) + whole[3][:50])
+    assert run(job).resumed == 3 and len(rows_of(job)) == 6
+    job = make_job(tmp_path, lines, output={"retry_failed": True})
+    report = run(job)
+    assert report.resumed == 5 and report.timed.num_errors == 1 and len(rows_of(job)) == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (request(7, CHAT), "custom_id: must be a text, got 7"),
+        (request("", CHAT), "custom_id: must be a text"),
+        (request("a", CHAT, method="GET"), "method: must be POST, got 'GET'"),
+        (request("a", CHAT, "/v1/embeddings"), "url: must be /v1/chat/completions or"),
+        (request("a", 3), "body: expected a JSON object, got 3"),
+        (request("a", {"model": "m"}), "body.messages: required"),
+        (
+            request("a", CHAT | {"temprature": 1}),
+            "body.temprature: unknown parameter (did you mean",
+        ),
+        (request("a", CHAT | {"max_tokens": 3, "max_completion_tokens": 4}), "contradict each other"),
+        (request("a", CHAT | {"top_logprobs": 3}), "top_logprobs needs logprobs=true"),
+        (request("a", CHAT | {"logprobs": 3}), "logprobs: must be true or false"),
+        (request("a", CHAT | {"response_format": {"type": "json_object"}}), "response_format="),
+        (request("a", CHAT | {"temperature": -1}), "temperature: must be at least 0"),
+        (
+            request("a", {"prompt": ["a", "b"]}, "/v1/completions"),
+            "must be one string or one list of token ids",
+        ),
+        (request("a", CHAT, extra=1), "extra: unknown key"),
+    ],
+)
+def test_openai_requests_that_cannot_be_served_say_why(
+    tmp_path: Path, line: dict[str, Any], words: str
+) -> None:
+    good, bad = openai_rows(tmp_path, [request("good", CHAT), line])
+    assert good["response"]["status_code"] == 200 and bad["response"]["status_code"] == 400
+    assert words in bad["response"]["body"]["error"]["message"]
+
+
+def test_what_asks_for_nothing_is_let_pass(tmp_path: Path) -> None:
+    nothing = {
+        "stream": False,
+        "tools": [],
+        "response_format": {"type": "text"},
+        "stop": None,
+        "suffix": None,
+    }
+    (row,) = openai_rows(tmp_path, [request("a", CHAT | nothing)])
+    assert row["response"]["status_code"] == 200
