@@ -17,6 +17,7 @@ STATIC = ("tests/laws/test_static.py",)
 CONTROL = ("tests/laws/test_control.py",)
 EARLY_EXIT = ("tests/training/test_early_exit.py",)
 INTEGERS = ("tests/ee_models/test_int_linear.py",)
+JOBS = ("tests/jobs/test_resume.py", "tests/jobs/test_output.py")
 PACKAGE = ("tests/training/test_command_ee.py",)
 
 
@@ -745,5 +746,61 @@ FAULTS = (
         "torch.where(num_put < batch.limits, proposals.counts, -1)",
         "proposals.counts",
         GATE,
+    ),
+    Fault(
+        "jobs: of equal rows without ids all are done as soon as one is",
+        "hispec/jobs/row_index.py",
+        "FROM done) USING (key, nth)",
+        "FROM done) USING (key)",
+        JOBS,
+    ),
+    Fault(
+        "jobs: rows with ids are known by their content",
+        "hispec/jobs/row_index.py",
+        "if identity.id is None:\n        return",
+        "if True:\n        return",
+        JOBS,
+    ),
+    Fault(
+        "jobs: what a crash left at the end stays in the output",
+        "hispec/jobs/output.py",
+        "self._file.truncate(num_bytes)",
+        "self._file.truncate(path.stat().st_size)",
+        JOBS,
+    ),
+    Fault(
+        "jobs: a line without its end counts as done",
+        "hispec/jobs/resume.py",
+        'if not line.endswith(b"}\\n") or',
+        "if",
+        JOBS,
+    ),
+    Fault(
+        "jobs: rows in input order are written as they come",
+        "hispec/jobs/output.py",
+        "while self._next in self._waiting:",
+        "while (self._next := next(iter(self._waiting), None)) in self._waiting:",
+        JOBS,
+    ),
+    Fault(
+        "jobs: rows are done again beside their errors",
+        "hispec/jobs/runner.py",
+        "if work.retries:",
+        "if False:",
+        JOBS,
+    ),
+    Fault(
+        "jobs: other settings are not looked at",
+        "hispec/jobs/output.py",
+        "if not output.only_missing:",
+        "if False:",
+        JOBS,
+    ),
+    Fault(
+        "jobs: another model's weights are not looked at",
+        "hispec/jobs/manifest.py",
+        "if not job.output.only_missing:",
+        "if False:",
+        JOBS,
     ),
 )

@@ -1,0 +1,128 @@
+"""What a job costs beside `LLM.generate` of the same prompts: reading, checking, writing, its bar.
+
+    python benchmarks/job_speed.py MODEL --prompts prompts.jsonl [--limit N] [--quantization int8]
+    [--batch-size 32] [--max-tokens 64] [--repeats 3] [--json FILE]
+
+Plain decoding, greedy, the end of a text ignored. Both use one model, loaded before, and take turns:
+generate() gets all prompts, a job reads them from the file and writes its rows to a temporary one, put on the
+disk every second. Tokens per second, prompts included, are medians of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run from a checkout: nothing needs to be installed
+
+from benchmarks.arguments import at_least_one
+from benchmarks.markdown import table
+from ee_models.errors import CheckpointError
+from hispec import LLM
+from hispec.errors import ConfigError, HiSpecError, build
+from hispec.jobs.bench_inputs import good_rows
+from hispec.jobs.rows import count_rows
+from hispec.jobs.runner import run_job
+from hispec.jobs.schema import Job
+from hispec.utils.environment import environment, hardware_text
+from hispec.utils.files import check_target, write_json
+
+USER_ERROR = 2
+
+
+class Shared(LLM):
+    """An LLM that a job may close without an end to it."""
+
+    def close(self) -> None: ...
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Raises ConfigError or CheckpointError."""
+    if options.json is not None:
+        check_target("--json", options.json)
+    runs: dict[str, list[float]] = {"LLM.generate": [], "job": []}
+    engine = {"quantization": options.quantization, "max_num_seqs": options.batch_size}
+    with tempfile.TemporaryDirectory(prefix="hispec-job-speed-") as folder:
+        values = {
+            "model": options.model,
+            # Else the second turn would find the first one's prompts.
+            "engine": engine | {"enable_prefix_caching": False},
+            "sampling": {"temperature": 0.0, "max_tokens": options.max_tokens, "ignore_eos": True},
+            "input": {"path": str(options.prompts), "limit": options.limit},
+            "output": {"path": f"{folder}/out.jsonl", "overwrite": True},
+        }
+        job = build(Job, values)
+        count_rows(job.input)
+        rows = good_rows(job)
+        if len({row.is_chat for row in rows}) > 1:
+            raise ConfigError(
+                f"--prompts: {options.prompts} has conversations and other prompts; one kind each"
+            )
+        prompts: list[Any] = [row.prompt for row in rows]
+        sampling = [row.sampling for row in rows]
+        llm = Shared(job.model, **job.engine.model_dump())
+        generate = llm.chat if rows[0].is_chat else llm.generate
+        object.__setattr__(job, "make_llm", lambda **_: llm)  # a job loads its own
+        generate(prompts[: options.batch_size], sampling[: options.batch_size])  # to warm up
+        for turn in range(options.repeats):
+            for name in sorted(runs, reverse=turn % 2 == 0):
+                started = time.perf_counter()
+                if name == "job":
+                    num_tokens = run_job(job).timed.completion_tokens
+                else:
+                    outputs = generate(prompts, sampling)
+                    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                runs[name].append(num_tokens / (time.perf_counter() - started))
+        LLM.close(llm)
+    return {
+        "benchmark": "job_speed",
+        "environment": environment(),
+        "prompts": len(rows),
+        "options": {"model": options.model, "max_tokens": options.max_tokens} | engine,
+        "tokens_per_s": runs,
+    }
+
+
+def print_result(result: dict[str, Any]) -> None:
+    medians = {name: statistics.median(runs) for name, runs in result["tokens_per_s"].items()}
+    rows = [
+        [name, f"{speed:.1f}", f"{speed / medians['LLM.generate']:.3f}"] for name, speed in medians.items()
+    ]
+    print(hardware_text(result["environment"]))
+    print(*table(["", "tokens/s", "of LLM.generate"], rows), sep="\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--limit", type=at_least_one, metavar="N", help="the first N prompts")
+    parser.add_argument("--quantization", choices=["int8", "int4"])
+    parser.add_argument("--batch-size", type=at_least_one, default=32)
+    parser.add_argument("--max-tokens", type=at_least_one, default=64)
+    parser.add_argument("--repeats", type=at_least_one, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    try:
+        result = measure(options)
+        if options.json is not None:
+            write_json(options.json, result)
+    except (HiSpecError, CheckpointError, OSError) as error:
+        print(f"job_speed: {error}", file=sys.stderr)
+        return USER_ERROR
+    print_result(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
