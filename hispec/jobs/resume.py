@@ -69,23 +69,28 @@ def find_work(job: Job, keeps: bool) -> Work:
             work.num_rows = number + 1
             index.add_row(number, record.line, identify(job.input, record))
         check_not_empty(job.input, work.num_rows)
-        if clash := index.find_repeated_id():
-            more = f" (in all {clash.count} rows have one that an earlier row has)" if clash.count > 1 else ""
+        if repeated := index.find_repeated_id():
+            first_line, second_line = repeated.lines
+            more = f" (in all {repeated.count} rows have one that an earlier row has)"
             raise ConfigError(
-                f"input.path: {job.input}: lines {clash.other_line} and {clash.line} have the same id{more};"
-                " give each row its own, or none"
+                f"input.path: {job.input}: lines {first_line} and {second_line} have the same id"
+                f"{more if repeated.count > 1 else ''}; give each row its own, or none"
             )
-        if index.has_done and not job.output.only_missing and (clash := index.find_changed()):
-            more = f" ({clash.count} such rows)" if clash.count > 1 else ""
+        work.done = bytearray(work.num_rows)
+        num_changed, first, line = 0, work.num_rows, 0
+        for number, of_line, is_same in index.done_rows():
+            work.done[number] = 1
+            work.num_done += 1
+            if not is_same:
+                num_changed += 1
+                first, line = min((first, line), (number, of_line))
+        if num_changed and not job.output.only_missing:
+            more = f" ({num_changed} such rows)" if num_changed > 1 else ""
             raise AnotherJobsOutput(
-                f"output.path: {path} has a result for the id of line {clash.line}{more}, of another"
+                f"output.path: {path} has a result for the id of line {line}{more}, of another"
                 " prompt or sampling. Start anew with --new (output.overwrite=true), keep the results there"
                 " with --only-missing (output.only_missing=true), or choose another output.path"
             )
-        work.done = bytearray(work.num_rows)
-        for number in index.done_rows():
-            work.done[number] = 1
-            work.num_done += 1
     return work
 
 
@@ -130,6 +135,8 @@ def read_line(line: bytes) -> tuple[Identity, bool] | None:
 
 def _identity(row_id: bytes, content_hash: bytes) -> Identity | None:
     try:
+        if row_id[:1] == b'"' and b"\\" not in row_id:  # most are, and JSON takes its time
+            return Identity(row_id[1:-1].decode(), content_hash.decode())
         return Identity(json.loads(row_id), content_hash.decode())
     except ValueError:
         return None

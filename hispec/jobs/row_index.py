@@ -22,12 +22,11 @@ CREATE TABLE row (number INTEGER PRIMARY KEY, key BLOB, content BLOB, line INTEG
 
 
 @dataclass(frozen=True)
-class Clash:
-    """Two rows that one key has, or a done row and one of the input whose contents differ."""
+class Repeated:
+    """An id that the input has more than once. lines: of the first two rows; count: rows too many, of all
+    ids."""
 
-    number: int
-    line: int
-    other_line: int | None
+    lines: tuple[int, int]
     count: int
 
 
@@ -43,7 +42,7 @@ class RowIndex:
         self._database.execute("BEGIN")
         self._done: list[tuple[bytes, bytes]] = []
         self._rows: list[tuple[int, bytes, bytes, int]] = []
-        self.has_done = False
+        self.has_done = self._has_ids = False
 
     def __enter__(self) -> RowIndex:
         return self
@@ -63,6 +62,7 @@ class RowIndex:
 
     def add_row(self, number: int, line: int, identity: Identity) -> None:
         """Takes row `number` of the input."""
+        self._has_ids |= identity.id is not None
         if self.has_done or identity.id is not None:  # else nothing will be asked of it
             content = bytes.fromhex(identity.content_hash)
             self._rows.append((number, _key(identity), content, line))
@@ -74,46 +74,39 @@ class RowIndex:
         self._database.executemany("INSERT INTO row VALUES (?, ?, ?, ?)", self._rows)
         self._done, self._rows = [], []
 
-    def find_repeated_id(self) -> Clash | None:
-        """The first id that the input has twice. count: rows too many, of all ids."""
+    def find_repeated_id(self) -> Repeated | None:
+        """The first id of the input that another row has too."""
         self._flush()
-        first_byte = "substr(key, 1, 1) = x'01'"
-        repeated = self._database.execute(
-            f"SELECT key, min(number), count(*) FROM row WHERE {first_byte} GROUP BY key HAVING count(*) > 1"
-        ).fetchall()
-        if not repeated:
+        if not self._has_ids:
             return None
-        key, _, _ = min(repeated, key=lambda found: found[1])
-        (_, first), (number, second) = self._database.execute(
-            "SELECT number, line FROM row WHERE key = ? ORDER BY number LIMIT 2", (key,)
+        found = self._database.execute(
+            "SELECT key, min(number), count(*) FROM row WHERE substr(key, 1, 1) = x'01'"
+            " GROUP BY key HAVING count(*) > 1 ORDER BY min(number)"
         ).fetchall()
-        return Clash(number, second, first, sum(count - 1 for _, _, count in repeated))
-
-    def find_changed(self) -> Clash | None:
-        """The first row of the input whose id is done with another content. count: all of them."""
-        self._flush()
-        changed = self._database.execute(
-            "SELECT min(row.number), count(*) FROM row JOIN done USING (key)"
-            " WHERE row.content != done.content"
-        ).fetchone()
-        if not changed or changed[0] is None:
+        if not found:
             return None
-        (line,) = self._database.execute("SELECT line FROM row WHERE number = ?", changed[:1]).fetchone()
-        return Clash(changed[0], line, None, changed[1])
+        lines = self._database.execute(
+            "SELECT line FROM row WHERE key = ? ORDER BY number LIMIT 2", found[0][:1]
+        ).fetchall()
+        return Repeated((lines[0][0], lines[1][0]), sum(count - 1 for _, _, count in found))
 
-    def done_rows(self) -> Iterator[int]:
-        """The numbers of the rows of the input that are done."""
+    def done_rows(self) -> Iterator[tuple[int, int, bool]]:
+        """(number, line, whether the output has it with the same content) of the rows of the input that are
+        done, in no order."""
         self._flush()
-        numbered = "key, row_number() OVER (PARTITION BY key ORDER BY {}) AS nth"
-        for (number,) in self._database.execute(
-            f"SELECT number FROM (SELECT number, {numbered.format('number')} FROM row)"
-            f" JOIN (SELECT {numbered.format('rowid')} FROM done) USING (key, nth)"
-        ):
-            yield number
+        if not self.has_done:
+            return
+        nth = "SELECT *, row_number() OVER (PARTITION BY key ORDER BY {}) AS nth FROM"
+        yield from self._database.execute(
+            "SELECT number, line, row.content = done.content"
+            f" FROM ({nth.format('number')} row) AS row JOIN ({nth.format('rowid')} done) AS done"
+            " USING (key, nth)"
+        )
 
 
 def _key(identity: Identity) -> bytes:
     if identity.id is None:
         return b"\0" + bytes.fromhex(identity.content_hash)
-    text = f"{type(identity.id).__name__} {identity.id}".encode("utf-8", "surrogatepass")
-    return b"\1" + hashlib.blake2b(text, digest_size=16).digest()
+    text = f"{identity.id}".encode("utf-8", "surrogatepass")
+    kind = b"\1s" if isinstance(identity.id, str) else b"\1i"
+    return kind + (text if len(text) <= 32 else hashlib.blake2b(text, digest_size=33).digest())

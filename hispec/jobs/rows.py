@@ -162,7 +162,7 @@ def identify(config: InputConfig, record: Record) -> Identity:
     if isinstance(values, bytes):
         raw = values
         try:
-            values = json.loads(raw)
+            values = _DECODER.decode(raw.decode())
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
@@ -177,6 +177,7 @@ def identify(config: InputConfig, record: Record) -> Identity:
     return Identity(row_id if type(row_id) in (str, int) else None, _digest(text))
 
 
+_DECODER = json.JSONDecoder()
 _ENCODER = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=str)
 
 
