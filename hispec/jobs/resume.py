@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from ..errors import ConfigError, shown
@@ -14,7 +15,7 @@ from .manifest import AnotherJobsOutput
 from .output import rows_path
 from .row_index import RowIndex
 from .rows import Identity, check_not_empty, identify
-from .schema import Job
+from .schema import InputConfig, Job
 
 # The ends of lines that `output_row` and `openai_row` write. Millions of them are read before a job goes on,
 # so they are not parsed whole.
@@ -67,31 +68,35 @@ def find_work(job: Job, keeps: bool) -> Work:
                 index.add_done(identity)
         for number, record in enumerate(read_records(job.input)):
             work.num_rows = number + 1
-            index.add_row(number, record.line, identify(job.input, record))
+            index.add_row(number, identify(job.input, record))
         check_not_empty(job.input, work.num_rows)
         if repeated := index.find_repeated_id():
-            first_line, second_line = repeated.lines
+            first, second = (_where(job.input, number) for number in (repeated.first, repeated.second))
             more = f" (in all {repeated.count} rows have one that an earlier row has)"
             raise ConfigError(
-                f"input.path: {job.input}: lines {first_line} and {second_line} have the same id"
+                f"input.path: {job.input}: {first} and {second} have the same id"
                 f"{more if repeated.count > 1 else ''}; give each row its own, or none"
             )
         work.done = bytearray(work.num_rows)
-        num_changed, first, line = 0, work.num_rows, 0
-        for number, of_line, is_same in index.done_rows():
+        num_changed, changed = 0, work.num_rows
+        for number, is_same in index.done_rows():
             work.done[number] = 1
             work.num_done += 1
             if not is_same:
-                num_changed += 1
-                first, line = min((first, line), (number, of_line))
+                num_changed, changed = num_changed + 1, min(changed, number)
         if num_changed and not job.output.only_missing:
             more = f" ({num_changed} such rows)" if num_changed > 1 else ""
             raise AnotherJobsOutput(
-                f"output.path: {path} has a result for the id of line {line}{more}, of another"
-                " prompt or sampling. Start anew with --new (output.overwrite=true), keep the results there"
-                " with --only-missing (output.only_missing=true), or choose another output.path"
+                f"output.path: {path} has a result for the id of {_where(job.input, changed)}{more}, of"
+                " another prompt or sampling. Start anew with --new (output.overwrite=true), keep the results"
+                " there with --only-missing (output.only_missing=true), or choose another output.path"
             )
     return work
+
+
+def _where(config: InputConfig, number: int) -> str:
+    """Where a row of the input stands, in words."""
+    return next(islice(read_records(config), number, None)).where
 
 
 def read_output(path: Path) -> Iterator[tuple[Identity, bool, int]]:

@@ -17,16 +17,17 @@ _CACHE_KIB = 64 << 10
 _TABLES = """
 PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA temp_store = FILE; PRAGMA cache_size = -{cache};
 CREATE TABLE done (key BLOB, content BLOB);
-CREATE TABLE row (number INTEGER PRIMARY KEY, key BLOB, content BLOB, line INTEGER);
+CREATE TABLE row (number INTEGER PRIMARY KEY, key BLOB, content BLOB);
 """
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """An id that the input has more than once. lines: of the first two rows; count: rows too many, of all
-    ids."""
+    """An id that the input has more than once. first, second: the numbers of two rows that have it; count:
+    rows too many, of all ids."""
 
-    lines: tuple[int, int]
+    first: int
+    second: int
     count: int
 
 
@@ -41,7 +42,7 @@ class RowIndex:
         self._database.executescript(_TABLES.format(cache=_CACHE_KIB))
         self._database.execute("BEGIN")
         self._done: list[tuple[bytes, bytes]] = []
-        self._rows: list[tuple[int, bytes, bytes, int]] = []
+        self._rows: list[tuple[int, bytes, bytes]] = []
         self.has_done = self._has_ids = False
 
     def __enter__(self) -> RowIndex:
@@ -60,18 +61,18 @@ class RowIndex:
         if len(self._done) == _CHUNK:
             self._flush()
 
-    def add_row(self, number: int, line: int, identity: Identity) -> None:
+    def add_row(self, number: int, identity: Identity) -> None:
         """Takes row `number` of the input."""
         self._has_ids |= identity.id is not None
         if self.has_done or identity.id is not None:  # else nothing will be asked of it
             content = bytes.fromhex(identity.content_hash)
-            self._rows.append((number, _key(identity), content, line))
+            self._rows.append((number, _key(identity), content))
             if len(self._rows) == _CHUNK:
                 self._flush()
 
     def _flush(self) -> None:
         self._database.executemany("INSERT INTO done VALUES (?, ?)", self._done)
-        self._database.executemany("INSERT INTO row VALUES (?, ?, ?, ?)", self._rows)
+        self._database.executemany("INSERT INTO row VALUES (?, ?, ?)", self._rows)
         self._done, self._rows = [], []
 
     def find_repeated_id(self) -> Repeated | None:
@@ -85,20 +86,20 @@ class RowIndex:
         ).fetchall()
         if not found:
             return None
-        lines = self._database.execute(
-            "SELECT line FROM row WHERE key = ? ORDER BY number LIMIT 2", found[0][:1]
+        (first,), (second,) = self._database.execute(
+            "SELECT number FROM row WHERE key = ? ORDER BY number LIMIT 2", found[0][:1]
         ).fetchall()
-        return Repeated((lines[0][0], lines[1][0]), sum(count - 1 for _, _, count in found))
+        return Repeated(first, second, sum(count - 1 for _, _, count in found))
 
-    def done_rows(self) -> Iterator[tuple[int, int, bool]]:
-        """(number, line, whether the output has it with the same content) of the rows of the input that are
+    def done_rows(self) -> Iterator[tuple[int, bool]]:
+        """(number, whether the output has it with the same content) of the rows of the input that are
         done, in no order."""
         self._flush()
         if not self.has_done:
             return
         nth = "SELECT *, row_number() OVER (PARTITION BY key ORDER BY {}) AS nth FROM"
         yield from self._database.execute(
-            "SELECT number, line, row.content = done.content"
+            "SELECT number, row.content = done.content"
             f" FROM ({nth.format('number')} row) AS row JOIN ({nth.format('rowid')} done) AS done"
             " USING (key, nth)"
         )

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -136,11 +137,13 @@ def check_not_empty(config: InputConfig, num_rows: int) -> None:
         raise ConfigError(f"input.path: {config} has no rows; {example}")
 
 
-def read_rows(job: RunConfig, config: InputConfig, done: Sequence[int] = b"") -> Iterator[Row | BadRow]:
+def read_rows(
+    job: RunConfig, config: InputConfig, done: Sequence[int] | None = None
+) -> Iterator[Row | BadRow]:
     """The rows in order, invalid ones as BadRow; lazily, one line at a time. done: by index, whether a row is
-    to be passed over."""
-    for index, record in enumerate(read_records(config)):
-        if index >= len(done) or not done[index]:
+    to be passed over; rows beyond it, which came to the file since it was made, are not read."""
+    for index, record in enumerate(islice(read_records(config), None if done is None else len(done))):
+        if done is None or not done[index]:
             yield parse_row(job, config, index, record)
 
 

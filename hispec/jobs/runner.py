@@ -188,7 +188,13 @@ def _run(llm: LLM, job: Job, report: JobReport, work: Work, manifest: Manifest, 
         finally:
             with suppress(OSError):  # the rows say more than it
                 note()
-        make_output(job)
+        try:
+            make_output(job)
+        except KeyboardInterrupt:
+            raise JobInterrupted(
+                f"all {report.num_rows} rows are done, in {rows_path(job)}; only {job.output.path} is not"
+                " made of them yet, which the same command does"
+            ) from None
     report.stats = llm.stats()
     report.rates = Rates.of(report.stats, job.speculative)
     if job.output.compare_plain and digests:

@@ -20,6 +20,7 @@ from hispec.jobs import inputs
 from hispec.jobs.load import load_job
 from hispec.jobs.manifest import manifest_path
 from hispec.jobs.output import OutputError
+from hispec.jobs.runner import JobInterrupted
 from hispec.jobs.schema import Job
 from tests.helpers.fake_llm import FakeLLM
 from tests.helpers.job_support import install_fake_llm, make_job, prompts, rows_of, run
@@ -234,6 +235,23 @@ def test_a_disk_that_is_full_at_the_end_loses_no_rows(
     with monkeypatch.context() as patch:
         patch.setattr("hispec.jobs.tables.shutil.copyfileobj", full)
         with pytest.raises(OutputError, match=r"cannot make .*out.jsonl.gz.*all rows are in .*rows.jsonl"):
+            run(job)
+    assert not job.output.path.exists() and not list(tmp_path.glob(".*"))
+    FakeLLM.instances.clear()
+    assert run(job).resumed == 4 and job.output.path.exists() and not FakeLLM.instances
+
+
+def test_ctrl_c_while_the_output_is_made_loses_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(tmp_path, write(tmp_path / "in.jsonl"), "out.parquet")
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hispec.jobs.tables._columns", interrupted)
+        with pytest.raises(JobInterrupted, match=r"all 4 rows are done, in .*rows.jsonl; only .*out.parquet"):
             run(job)
     assert not job.output.path.exists() and not list(tmp_path.glob(".*"))
     FakeLLM.instances.clear()

@@ -199,10 +199,15 @@ def test_rows_that_failed_are_done_again_where_the_job_says_so(tmp_path: Path) -
 
 def test_an_id_that_two_rows_have_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:
     lines = [*prompts(4), {"prompt": "x"}, b"\n", {"id": "p2", "prompt": "y"}, {"id": "p0", "prompt": "y"}]
-    with pytest.raises(ConfigError, match=r"lines 1 and 8 have the same id \(in all 2 rows"):
+    with pytest.raises(ConfigError, match=r"line 1 and line 8 have the same id \(in all 2 rows"):
         run(make_job(tmp_path, lines))
     assert not FakeLLM.instances
     run(make_job(tmp_path, [{"id": 1, "prompt": "x"}, {"id": "1", "prompt": "x"}]))
+    (tmp_path / "more.jsonl").write_text('{"id": 1, "prompt": "x"}\n')
+    paths = [str(tmp_path / "in.jsonl"), str(tmp_path / "more.jsonl")]
+    job = make_job(tmp_path, [{"id": 1, "prompt": "x"}], input={"path": paths}, output={"overwrite": True})
+    with pytest.raises(ConfigError, match=r"in\.jsonl, line 1 and more\.jsonl, line 1 have the same id"):
+        run(job)
 
 
 def test_a_row_whose_prompt_has_changed_is_refused_by_its_line(tmp_path: Path) -> None:
@@ -213,6 +218,23 @@ def test_a_row_whose_prompt_has_changed_is_refused_by_its_line(tmp_path: Path) -
         run(make_job(tmp_path, lines))
     job = make_job(tmp_path, lines, output={"only_missing": True})
     assert run(job).resumed == 5
+
+
+def test_rows_that_come_to_the_input_while_it_runs_are_for_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, prompts(40))
+
+    def extend(step: int) -> None:
+        if step == 5:
+            with job.input.path.open("a") as file:  # type: ignore[union-attr]
+                file.write('{"id": "late", "prompt": "late"}\n')
+
+    monkeypatch.setattr(FakeLLM, "on_step", extend)
+    assert run(job).num_rows == 40 == len(rows_of(job))
+    monkeypatch.setattr(FakeLLM, "on_step", None)
+    report = run(job)
+    assert (report.resumed, report.num_rows) == (40, 41) and rows_of(job)[-1]["id"] == "late"
 
 
 def test_a_second_run_on_the_same_output_is_refused(tmp_path: Path) -> None:
