@@ -763,7 +763,7 @@ FAULTS = (
     ),
     Fault(
         "jobs: what a crash left at the end stays in the output",
-        "hispec/jobs/output.py",
+        "hispec/jobs/writer.py",
         "self._file.truncate(num_bytes)",
         "self._file.truncate(path.stat().st_size)",
         JOBS,
@@ -777,16 +777,16 @@ FAULTS = (
     ),
     Fault(
         "jobs: rows in input order are written as they come",
-        "hispec/jobs/output.py",
+        "hispec/jobs/writer.py",
         "while self._next in self._waiting:",
         "for self._next in list(self._waiting):",
         JOBS,
     ),
     Fault(
-        "jobs: rows are done again beside their errors",
-        "hispec/jobs/runner.py",
-        "if work.retries:",
-        "if False:",
+        "jobs: rows are not done again although the job says so",
+        "hispec/jobs/resume.py",
+        "if line is None or (line.failed and job.output.retry_failed):",
+        "if line is None:",
         JOBS,
     ),
     Fault(

@@ -6,13 +6,14 @@ import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 
 from ..errors import RequestError
+from ..outputs import RequestOutput
 from ..utils.console import count, make_bar, make_console, make_table
-from .output import output_row, prepare_output
+from .output import Outcome, check_output, find_before, output_row
 from .resume import find_work
 from .rows import BadRow, Row, read_rows
 from .runner import MOST_REASONS, Timed, drive, reason_of, warm_up
@@ -28,7 +29,8 @@ SAMPLE_S = 20.0  # seconds that the sample may take
 class DryRun:
     """num_rows, num_done    of the input; done before
     reasons        of rows that cannot be served, with their numbers
-    num_good       rows that would be done, with prompt_tokens and, at most, max_tokens in all
+    num_good       rows that would be done, with prompt_tokens and, at most, max_tokens in all, but for
+                   num_unlimited of them, which may fill the context
     sample         rows that were done to measure, of prompts sample_prompt_tokens long in all
     seconds        estimated for all rows; None if the sample did not end in time
     output_bytes   estimated likewise
@@ -42,6 +44,7 @@ class DryRun:
     num_good: int = 0
     prompt_tokens: int = 0
     max_tokens: int = 0
+    num_unlimited: int = 0
     sample: Timed = field(default_factory=Timed)
     seconds: float | None = None
     output_bytes: float | None = None
@@ -51,7 +54,8 @@ class DryRun:
 def dry_run(job: Job, *, progress: bool = True) -> DryRun:
     """Checks every row that is not done with the model's own tokenizer and limits, and decodes a few. Raises
     what `run_job` raises before it writes."""
-    before = prepare_output(job)
+    check_output(job)
+    before = find_before(job)
     work = find_work(job, keeps=before is not None)
     found = DryRun(job, work.num_rows, work.num_done)
     if work.num_done == work.num_rows:
@@ -94,6 +98,7 @@ def _refusal(llm: LLM, row: Row, found: DryRun) -> str | None:
     llm.abort(row.request_id)
     found.num_good += 1
     found.prompt_tokens += num_prompt
+    found.num_unlimited += row.sampling.max_tokens is None
     found.max_tokens += row.sampling.n * (row.sampling.max_tokens or 0)
     return None
 
@@ -104,27 +109,41 @@ def _measure(llm: LLM, job: Job, found: DryRun, rows: list[Row]) -> None:
         return
     warm_up(llm, job)
     num_bytes = 0
-    started = time.perf_counter()
 
-    class Late(Exception):
-        pass
-
-    def finish(row: Row | BadRow, outcome: object) -> None:
+    def finish(row: Row | BadRow, outcome: Outcome) -> None:
         nonlocal num_bytes
-        num_bytes += len(str(output_row(row, outcome, job.output)).encode())  # type: ignore[arg-type]
-        if time.perf_counter() - started > SAMPLE_S:
-            raise Late
+        num_bytes += len(str(output_row(row, outcome, job.output)).encode())
 
+    limited = cast("LLM", _Limited(llm, time.perf_counter() + SAMPLE_S))
     with tqdm(disable=True) as bar:
         try:
-            drive(llm, rows, job.engine, finish, found.sample, bar)
-        except Late:
+            drive(limited, rows, job.engine, finish, found.sample, bar)
+        except _Late:
             llm.abort([row.request_id for row in rows])
     ended = found.sample.num_results
     if ended:
         # The last rows of a sample run alone; those of a job do not, so that this is rather too long.
         found.seconds = found.sample.seconds / ended * found.num_good
         found.output_bytes = num_bytes / ended * found.num_good
+
+
+class _Late(Exception):
+    pass
+
+
+class _Limited:
+    """An LLM that steps until a time, and then raises _Late."""
+
+    def __init__(self, llm: LLM, ends_s: float) -> None:
+        self._llm, self._ends_s = llm, ends_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def step(self) -> list[RequestOutput]:
+        if time.perf_counter() > self._ends_s:
+            raise _Late
+        return self._llm.step()
 
 
 def print_dry_run(found: DryRun, file: IO[str] | None = None) -> None:
@@ -141,6 +160,9 @@ def print_dry_run(found: DryRun, file: IO[str] | None = None) -> None:
         lines["errors"] = "\n".join(f"{rows} × {reason}" for reason, rows in found.reasons.most_common(5))
     if found.num_good:
         lines["tokens"] = f"{found.prompt_tokens} in prompts, at most {found.max_tokens} new"
+        if found.num_unlimited:
+            without = count(found.num_unlimited, "row")
+            lines["tokens"] += f", besides those of {without} without max_tokens"
     if found.seconds is not None and found.output_bytes is not None:
         lines["time"] = (
             f"about {_duration(found.seconds)}, from {count(found.sample.num_results, 'row')} decoded in"

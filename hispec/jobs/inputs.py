@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import csv
 import glob
 import gzip
 import io
@@ -16,14 +17,15 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
-from ..errors import ConfigError
+from ..errors import ConfigError, cut
 from ..utils.files import parse_json
 from .schema import STANDARD, InputConfig, format_of
 
 _BOM = b"\xef\xbb\xbf"
 _BATCH = 1024  # rows of a table that are in memory at once
+_LARGEST_VALUE = 1 << 30  # characters of a value in CSV
 JSON_FIELDS = ("prompt_token_ids", "messages", "sampling", "metadata")  # of which CSV has the JSON
 
 
@@ -93,7 +95,7 @@ def _all_records(config: InputConfig) -> Iterator[Record]:
         except (OSError, EOFError, zlib.error) as error:
             words = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"input.path: cannot read {path}: {words}") from None
-        except ValueError as error:  # pyarrow's are such
+        except (ValueError, csv.Error) as error:  # pyarrow's are such
             raise ConfigError(f"input.path: cannot read {path} as {kind}: {error}") from None
 
 
@@ -109,26 +111,23 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     arrow = import_arrow(f"input.path: reading {path}")
     with arrow.parquet.ParquetFile(path) as file:
-        yield from _numbered(file.iter_batches(_BATCH))
+        rows = (row for batch in file.iter_batches(_BATCH) for row in batch.to_pylist())
+        yield from enumerate(rows, start=1)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every value is a text, or missing where it is empty."""
-    csv = import_arrow(f"input.path: reading {path}").csv
-    parsing = csv.ParseOptions(newlines_in_values=True)
-    with _opened(path) as file:
-        names = csv.open_csv(file, parse_options=parsing).schema.names
-    types = csv.ConvertOptions(column_types=dict.fromkeys(names, "string"), strings_can_be_null=True)
-    with _opened(path) as file:
-        yield from _numbered(csv.open_csv(file, parse_options=parsing, convert_options=types))
-
-
-def _numbered(batches: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    number = 0
-    for batch in batches:
-        for values in batch.to_pylist():
-            number += 1
-            yield number, values
+    """Every value is a text, or missing where it is empty. pyarrow takes NA and null for missing ones, and no
+    value of a megabyte."""
+    csv.field_size_limit(_LARGEST_VALUE)
+    with _opened(path) as file, io.TextIOWrapper(cast("IO[bytes]", file), "utf-8-sig", newline="") as text:
+        rows = csv.reader(text, strict=True)
+        names = next(rows, [])
+        if len(set(names)) < len(names) or not names:
+            raise ValueError(f"its first line must name each column once, got {cut(', '.join(names))}")
+        for number, values in enumerate(filter(None, rows), start=1):
+            if len(values) != len(names):
+                raise ValueError(f"row {number} has {len(values)} values, the first line {len(names)} names")
+            yield number, {name: value or None for name, value in zip(names, values, strict=True)}
 
 
 @contextmanager
@@ -147,11 +146,10 @@ def _opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
 
 
 def import_arrow(what: str) -> Any:
-    """pyarrow, with its modules csv and parquet. Raises ConfigError if it is not installed; what: what needs
+    """pyarrow, with its module parquet. Raises ConfigError if it is not installed; what: what needs
     it, in words."""
     try:
         import pyarrow
-        import pyarrow.csv
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(f"{what} needs pyarrow: pip install '.[data]'") from None

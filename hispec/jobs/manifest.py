@@ -49,7 +49,7 @@ class Manifest(BaseModel):
         self.done, self.errors, self.updated = num_done, num_errors, _now()
         self.started = self.started or self.updated
         self.finished = self.updated if self.done >= self.rows else None
-        write_json(manifest_path(output), self.model_dump())
+        write_json(manifest_path(output), self.model_dump(), sync=True)
 
 
 def manifest_path(output: Path) -> Path:

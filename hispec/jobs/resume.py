@@ -20,7 +20,7 @@ from .schema import InputConfig, Job
 # The ends of lines that `output_row` and `openai_row` write. Millions of them are read before a job goes on,
 # so they are not parsed whole.
 _TEXT = rb'"(?:[^"\\]|\\.)*"'
-_HEAD = re.compile(rb'\{"index": \d+, "id": (null|-?\d+|' + _TEXT + rb"), ")
+_HEAD = re.compile(rb'\{"index": (\d{1,18}), "id": (null|-?\d+|' + _TEXT + rb"), ")
 _OPENAI_HEAD = re.compile(
     rb'\{"id": "batch_req_([0-9a-f]{32})", "custom_id": (null|-?\d+|'
     + _TEXT
@@ -38,7 +38,7 @@ class Work:
     num_done    how many are
     num_failed  rows of the output with errors that are kept
     num_bytes   the beginning of the output's rows that consists of whole lines
-    retries     whether lines with errors are to be taken out of it first
+    rewrites    whether lines are to be taken out of it first: those of rows that are done again
     """
 
     num_rows: int
@@ -46,7 +46,7 @@ class Work:
     num_done: int
     num_failed: int
     num_bytes: int
-    retries: bool
+    rewrites: bool
 
     def turns(self) -> Iterator[int]:
         """The rows that are not done."""
@@ -60,12 +60,12 @@ def find_work(job: Job, keeps: bool) -> Work:
     work = Work(0, bytearray(), 0, 0, 0, False)
     with RowIndex() as index:
         if keeps:
-            for identity, failed, work.num_bytes in read_output(path):
-                if failed and job.output.retry_failed:
-                    work.retries = True
+            for line, work.num_bytes in read_output(path):
+                if line is None or (line.failed and job.output.retry_failed):
+                    work.rewrites = True
                     continue
-                work.num_failed += failed
-                index.add_done(identity)
+                work.num_failed += line.failed
+                index.add_done(line.number, line.identity)
         for number, record in enumerate(read_records(job.input)):
             work.num_rows = number + 1
             index.add_row(number, identify(job.input, record))
@@ -88,8 +88,9 @@ def find_work(job: Job, keeps: bool) -> Work:
             more = f" ({num_changed} such rows)" if num_changed > 1 else ""
             raise AnotherJobsOutput(
                 f"output.path: {path} has a result for the id of {_where(job.input, changed)}{more}, of"
-                " another prompt or sampling. Start anew with --new (output.overwrite=true), keep the results"
-                " there with --only-missing (output.only_missing=true), or choose another output.path"
+                " another prompt or sampling. If it has an error, do it again with --retry-failed; else start"
+                " anew with --new (output.overwrite=true), keep the results there with --only-missing"
+                " (output.only_missing=true), or choose another output.path"
             )
     return work
 
@@ -99,43 +100,59 @@ def _where(config: InputConfig, number: int) -> str:
     return next(islice(read_records(config), number, None)).where
 
 
-def read_output(path: Path) -> Iterator[tuple[Identity, bool, int]]:
-    """(row, whether it has an error, bytes up to its end) of each line. What a crash may leave at the end, a
-    line without its end or zeros, is passed over. Raises AnotherJobsOutput for any other line that is none of
-    ours, ConfigError if the file can't be read."""
+def read_output(path: Path) -> Iterator[tuple[OutputLine | None, int]]:
+    """(line, bytes up to its end) of each line; None for one of which a power failure has left zeros. A last
+    line without its end is passed over. Raises AnotherJobsOutput for any other line that is none of ours,
+    ConfigError if the file can't be read."""
     num_bytes = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    return
                 found = read_line(line)
-                if found is None:
-                    is_last = not line.endswith(b"\n") or not file.peek(1)
-                    if is_last and (not line.endswith(b"\n") or b"\0" in line):
-                        return
+                if found is None and b"\0" not in line:
                     raise AnotherJobsOutput(
                         f"output.path: line {number} of {path} is no row of an output:"
                         f" {shown(line.decode('utf-8', 'replace'))}; take it out and its row is done again,"
                         " start anew with --new (output.overwrite=true), or choose another output.path"
                     )
                 num_bytes += len(line)
-                yield *found, num_bytes
+                yield found, num_bytes
     except OSError as error:
         raise ConfigError(f"output.path: cannot read {path}: {error.strerror}") from None
 
 
-def read_line(line: bytes) -> tuple[Identity, bool] | None:
-    """The row of a line of an output, and whether it has an error; None for what is no such line."""
+@dataclass(frozen=True, slots=True)
+class OutputLine:
+    """A row of an output: its number in the input of then (-1 = it does not say), and whether it has an
+    error."""
+
+    number: int
+    identity: Identity
+    failed: bool
+
+
+def is_to_drop(job: Job, line: bytes) -> bool:
+    """Whether a line is taken out of an output, because its row is done again."""
+    found = read_line(line)
+    return found is None or (found.failed and job.output.retry_failed)
+
+
+def read_line(line: bytes) -> OutputLine | None:
+    """The row of a line of an output; None for what is no such line."""
     if not line.endswith(b"}\n") or b"\0" in line:
         return None
     if head := _OPENAI_HEAD.match(line):
-        identity, failed = _identity(head[2], head[1]), head[3] != b"200"
+        number, identity, failed = -1, _identity(head[2], head[1]), head[3] != b"200"
     else:
         head = _HEAD.match(line)
         digits = line[-_TAIL + len(_HASH) : -3]
         if head is None or line[-_TAIL : -_TAIL + len(_HASH)] != _HASH or not _HEX.fullmatch(digits):
             return None
-        identity, failed = _identity(head[1], digits), not line.endswith(b'"error": null', 0, -_TAIL)
-    return None if identity is None else (identity, failed)
+        number, identity = int(head[1]), _identity(head[2], digits)
+        failed = not line.endswith(b'"error": null', 0, -_TAIL)
+    return None if identity is None else OutputLine(number, identity, failed)
 
 
 def _identity(row_id: bytes, content_hash: bytes) -> Identity | None:

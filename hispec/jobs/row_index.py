@@ -16,7 +16,7 @@ _CHUNK = 10_000  # rows that are handed to the database at once
 _CACHE_KIB = 64 << 10
 _TABLES = """
 PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA temp_store = FILE; PRAGMA cache_size = -{cache};
-CREATE TABLE done (key BLOB, content BLOB);
+CREATE TABLE done (number INTEGER, key BLOB, content BLOB);
 CREATE TABLE row (number INTEGER PRIMARY KEY, key BLOB, content BLOB);
 """
 
@@ -33,7 +33,8 @@ class Repeated:
 
 class RowIndex:
     """Rows by their key: the id, or for rows without one their content. The k-th row of a key is done if the
-    output has k of them, so rows may come in another order than before, and more or fewer of them. A context
+    output has k of them, those in their old places first, so rows may come in another order than before, and
+    more or fewer of them. A context
     manager; what it writes is a temporary file."""
 
     def __init__(self) -> None:
@@ -41,9 +42,10 @@ class RowIndex:
         self._database = sqlite3.connect(Path(self._folder.name) / "rows.sqlite", isolation_level=None)
         self._database.executescript(_TABLES.format(cache=_CACHE_KIB))
         self._database.execute("BEGIN")
-        self._done: list[tuple[bytes, bytes]] = []
+        self._done: list[tuple[int, bytes, bytes]] = []
         self._rows: list[tuple[int, bytes, bytes]] = []
         self.has_done = self._has_ids = False
+        self._num_done = 0
 
     def __enter__(self) -> RowIndex:
         return self
@@ -54,10 +56,11 @@ class RowIndex:
         self._database.close()
         self._folder.cleanup()
 
-    def add_done(self, identity: Identity) -> None:
-        """Takes a row of the output."""
+    def add_done(self, number: int, identity: Identity) -> None:
+        """Takes a row of the output, with its number in the input of then."""
         self.has_done = True
-        self._done.append((_key(identity), bytes.fromhex(identity.content_hash)))
+        self._num_done += 1
+        self._done.append((number, _key(identity), bytes.fromhex(identity.content_hash)))
         if len(self._done) == _CHUNK:
             self._flush()
 
@@ -71,7 +74,7 @@ class RowIndex:
                 self._flush()
 
     def _flush(self) -> None:
-        self._database.executemany("INSERT INTO done VALUES (?, ?)", self._done)
+        self._database.executemany("INSERT INTO done VALUES (?, ?, ?)", self._done)
         self._database.executemany("INSERT INTO row VALUES (?, ?, ?)", self._rows)
         self._done, self._rows = [], []
 
@@ -92,16 +95,29 @@ class RowIndex:
         return Repeated(first, second, sum(count - 1 for _, _, count in found))
 
     def done_rows(self) -> Iterator[tuple[int, bool]]:
-        """(number, whether the output has it with the same content) of the rows of the input that are
-        done, in no order."""
+        """(number, whether the output has it with the same content) of the rows of the input that are done,
+        in no order."""
         self._flush()
         if not self.has_done:
             return
-        nth = "SELECT *, row_number() OVER (PARTITION BY key ORDER BY {}) AS nth FROM"
+        # First those in their old places: of equal rows without ids these are done and no others, since a
+        # row's seed follows from its number.
+        same = "row.number = done.number AND row.key = done.key"
+        num_found = 0
+        for found in self._database.execute(
+            f"SELECT DISTINCT row.number, row.content = done.content FROM done JOIN row ON {same}"
+        ):
+            num_found += 1
+            yield found
+        if num_found == self._num_done:
+            return
+        self._database.execute("CREATE INDEX done_number ON done (number)")
+        nth = "SELECT *, row_number() OVER (PARTITION BY key ORDER BY {}) AS nth FROM {} WHERE NOT EXISTS"
+        rows = f"{nth.format('number', 'row')} (SELECT 1 FROM done WHERE {same})"
+        done = f"{nth.format('rowid', 'done')} (SELECT 1 FROM row WHERE {same})"
         yield from self._database.execute(
-            "SELECT number, row.content = done.content"
-            f" FROM ({nth.format('number')} row) AS row JOIN ({nth.format('rowid')} done) AS done"
-            " USING (key, nth)"
+            "SELECT row.number, row.content = done.content"
+            f" FROM ({rows}) AS row JOIN ({done}) AS done USING (key, nth)"
         )
 
 

@@ -193,6 +193,8 @@ def parse_row(job: RunConfig, config: InputConfig, index: int, record: Record) -
         values = take_columns(config, values, is_table)
         if is_openai(config, values):
             values = read_openai_line(values)
+            if "messages" in values and "max_tokens" not in job.sampling.model_fields_set:
+                values["sampling"] = {"max_tokens": None} | values["sampling"]  # as OpenAI has it
         content = build(InputLine, values)
         sampling = _row_sampling(job, index, content.sampling)
     except ConfigError as error:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -27,18 +27,19 @@ from .openai_batch import openai_row
 from .output import (
     Outcome,
     RowError,
-    RowWriter,
-    drop_rows,
+    check_output,
+    error_of,
+    find_before,
     output_format,
     output_row,
-    prepare_output,
     rows_path,
 )
 from .rates import Rates
-from .resume import Work, find_work, read_line
+from .resume import Work, find_work, is_to_drop
 from .rows import BadRow, Row, read_rows
 from .schema import STANDARD, Job
 from .tables import make_output
+from .writer import RowWriter, drop_lines, hold
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -131,25 +132,33 @@ def run_job(job: Job, *, progress: bool = True) -> JobReport:
     if the output can't be written any more, and JobInterrupted on Ctrl-C. Bad rows raise nothing: they are
     rows of the output.
     """
-    before = prepare_output(job)
-    work = find_work(job, keeps=before is not None)
-    report = JobReport(job, work.num_rows, resumed=work.num_done)
-    if before is not None and work.num_done == work.num_rows:
-        _tidy_up(job, before, work)
-        return report
-    report.environment = environment()
-    with closing(job.make_llm(**{"enable_prefix_caching": False} if job.output.compare_plain else {})) as llm:
+    check_output(job)
+    with ExitStack() as stack:
+        held = None
+        if job.output.path != STANDARD and rows_path(job).exists():
+            held = stack.enter_context(closing(hold(rows_path(job))))  # from before it is read
+        before = find_before(job)
+        work = find_work(job, keeps=before is not None)
+        report = JobReport(job, work.num_rows, resumed=work.num_done)
+        if before is not None and work.num_done == work.num_rows:
+            _tidy_up(job, before, work, held)
+            return report
+        report.environment = environment()
+        settings = {"enable_prefix_caching": False} if job.output.compare_plain else {}
+        llm = stack.enter_context(closing(job.make_llm(**settings)))
         manifest = make_manifest(job, before, llm.fingerprints(job.speculative))
         manifest.input, manifest.rows = describe_input(job.input), work.num_rows
-        _run(llm, job, report, work, manifest, progress)
+        _run(llm, job, report, work, held, manifest, progress)
     return report
 
 
-def _tidy_up(job: Job, before: Manifest, work: Work) -> None:
+def _tidy_up(job: Job, before: Manifest, work: Work, held: Any) -> None:
     """What a run has left to do that was cut short after its last row."""
     rows, path = rows_path(job), job.output.path
+    if work.rewrites:
+        held, work.num_bytes = drop_lines(rows, held, work.num_bytes, partial(is_to_drop, job))
     if rows.stat().st_size != work.num_bytes:
-        RowWriter(rows, work.num_bytes).close()
+        RowWriter(rows, work.num_bytes, held=held).close()
     if rows != path and (not path.exists() or path.stat().st_mtime_ns < rows.stat().st_mtime_ns):
         make_output(job)
     if (before.rows, before.done, before.finished is None) != (work.num_rows, work.num_done, False):
@@ -157,7 +166,9 @@ def _tidy_up(job: Job, before: Manifest, work: Work) -> None:
         before.write(path, num_done=work.num_done, num_errors=work.num_failed)
 
 
-def _run(llm: LLM, job: Job, report: JobReport, work: Work, manifest: Manifest, progress: bool) -> None:
+def _run(
+    llm: LLM, job: Job, report: JobReport, work: Work, held: Any, manifest: Manifest, progress: bool
+) -> None:
     if job.output.compare_plain:
         llm.set_tracing(False)  # a trace is of the job's own pass
         for speculative in (None, job.speculative):
@@ -167,10 +178,11 @@ def _run(llm: LLM, job: Job, report: JobReport, work: Work, manifest: Manifest, 
     digests: dict[int, bytes] = {}
     llm.reset_stats()
     path = job.output.path
-    if work.retries:
-        work.num_bytes = drop_rows(rows_path(job), work.num_bytes, _has_error)
-    turns = work.turns() if job.output.order == "input" else None
-    with RowWriter(rows_path(job), work.num_bytes, turns, job.output.sync_s, job.output.way_on) as writer:
+    rows, output = rows_path(job), job.output
+    if work.rewrites:
+        held, work.num_bytes = drop_lines(rows, held, work.num_bytes, partial(is_to_drop, job))
+    turns = work.turns() if output.order == "input" else None
+    with RowWriter(rows, work.num_bytes, turns, output.sync_s, output.way_on, held) as writer:
 
         def note() -> None:
             if path != STANDARD:
@@ -207,11 +219,6 @@ def _run(llm: LLM, job: Job, report: JobReport, work: Work, manifest: Manifest, 
             ) from None
 
 
-def _has_error(line: bytes) -> bool:
-    found = read_line(line)
-    return found is not None and found[1]
-
-
 def _write_rows(
     llm: LLM,
     job: Job,
@@ -227,13 +234,14 @@ def _write_rows(
     def finish(row: Row | BadRow, outcome: Outcome) -> None:
         if job.output.compare_plain and isinstance(outcome, RequestOutput):
             digests[row.index] = digest(outcome)
+        outcome = error_of(outcome)
         if is_openai:
             writer.add(row.index, openai_row(row, outcome, job.model, llm.token_text))
         else:
             writer.add(row.index, output_row(row, outcome, job.output))
 
     rows = read_rows(job, job.input, work.done)
-    with _bar(report.num_rows, report.resumed, "rows", progress) as bar:
+    with make_bar(report.num_rows, "rows", "row", progress, initial=report.resumed) as bar:
         drive(llm, rows, job.engine, finish, report.timed, bar, lambda: writer.num_waiting)
 
 
@@ -249,7 +257,7 @@ def _compare(llm: LLM, job: Job, report: JobReport, digests: dict[int, bytes], p
         num_identical += isinstance(outcome, RequestOutput) and digest(outcome) == digests[row.index]
 
     rows = (row for row in read_rows(job, job.input) if row.index in digests)
-    with _bar(len(digests), 0, "plain", progress) as bar:
+    with make_bar(len(digests), "plain", "row", progress) as bar:
         drive(llm, rows, job.engine, finish, timed, bar)
     return Comparison(timed, num_identical, len(digests), llm.row_invariant)
 
@@ -330,8 +338,3 @@ def digest(result: RequestOutput) -> bytes:
     """Equal for equal token ids and reasons to stop: what two runs must agree in."""
     content = [(output.token_ids, output.finish_reason, output.stop_reason) for output in result.outputs]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).digest()
-
-
-def _bar(total: int, done: int, name: str, progress: bool) -> tqdm[Any]:
-    interval = 0.2 if sys.stderr.isatty() else 30.0  # a log file gets a line twice a minute
-    return make_bar(total, name, "row", progress, initial=done, mininterval=interval)

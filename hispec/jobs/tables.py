@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import os
 import shutil
@@ -10,11 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from .inputs import import_arrow
-from .output import OutputError, output_format, rows_path
+from .output import output_format, rows_path
 from .schema import Job
+from .writer import OutputError
 
 _BATCH = 1024  # rows that are in memory at once
 # What has no type of its own is JSON.
@@ -62,12 +65,16 @@ def make_output(job: Job) -> None:
 
 
 def _write_table(job: Job, rows: Path, draft: Path) -> None:
-    arrow = import_arrow(f"output.path: writing {job.output.path}")
-    schema = arrow.schema([(name, getattr(arrow, kind)()) for name, kind in COLUMNS.items()])
     with rows.open("rb") as source, _compressed(draft, job.output.path.suffix) as target:
-        is_parquet = output_format(job) == "parquet"
-        make = arrow.parquet.ParquetWriter if is_parquet else arrow.csv.CSVWriter
-        with make(target, schema) as writer:
+        if output_format(job) == "csv":
+            with io.TextIOWrapper(cast("IO[bytes]", target), "utf-8", newline="") as text:
+                table = csv.DictWriter(text, COLUMNS)
+                table.writeheader()
+                table.writerows(_columns(json.loads(line)) for line in source)
+            return
+        arrow = import_arrow(f"output.path: writing {job.output.path}")
+        schema = arrow.schema([(name, getattr(arrow, kind)()) for name, kind in COLUMNS.items()])
+        with arrow.parquet.ParquetWriter(target, schema) as writer:
             while columns := [_columns(json.loads(line)) for line in islice(source, _BATCH)]:
                 writer.write_batch(arrow.RecordBatch.from_pylist(columns, schema=schema))
 

@@ -12,6 +12,8 @@ from tqdm import tqdm
 
 from .environment import busy_text
 
+_LINE = "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+_LOG_S = 30.0  # seconds between lines of progress in a log
 NOT_A_TERMINAL_WIDTH = 140  # columns: rich would take 80 and break paths
 
 
@@ -34,17 +36,29 @@ def make_table(*titles: str, num_left: int = 1) -> Table:
     return table
 
 
+class _Lines:
+    """What a bar writes, as whole lines: a log has no place to draw over."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        if text := text.strip():
+            self._file.write(f"{text}\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
 def make_bar(total: int, description: str | None, unit: str, shown: bool, **options: Any) -> tqdm[Any]:
-    """A progress bar on stderr; options: further ones of tqdm."""
-    return tqdm(
-        total=total,
-        desc=description,
-        unit=unit,
-        disable=not shown,
-        file=sys.stderr,
-        dynamic_ncols=True,
-        **options,
-    )
+    """Progress on stderr: a bar, or where that is no terminal a line now and then. options: further ones of
+    tqdm."""
+    if sys.stderr.isatty():
+        options = {"file": sys.stderr, "dynamic_ncols": True} | options
+    else:
+        options = {"file": _Lines(sys.stderr), "bar_format": _LINE, "mininterval": _LOG_S} | options
+        description = description and f"{description}: "  # which tqdm adds in its own format
+    return tqdm(total=total, desc=description, unit=unit, disable=not shown, **options)
 
 
 def count(amount: int, noun: str) -> str:

@@ -25,21 +25,37 @@ def cache_dir() -> Path:
     return Path.home() / ".cache" / "hispec"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Puts `content` at `path`, or leaves what was there. Raises OSError."""
+def write_atomically(path: Path, content: bytes, sync: bool = False) -> None:
+    """Puts `content` at `path`, or leaves what was there; with `sync` a power failure changes nothing of
+    that. Raises OSError."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_bytes(content)
+        if sync:
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
         os.replace(draft, path)
+        if sync:
+            sync_folder(path.parent)
     finally:
         with suppress(OSError):
             draft.unlink()
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes `value` whole or not at all. Raises OSError."""
+def sync_folder(folder: Path) -> None:
+    """Puts the names in a folder on the disk, where the system does that."""
+    with suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def write_json(path: Path, value: Any, sync: bool = False) -> None:
+    """Writes `value` as `write_atomically` does. Raises OSError."""
     text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomically(path, text.encode() + b"\n")
+    write_atomically(path, text.encode() + b"\n", sync)
 
 
 def parse_json(content: str | bytes) -> Any:

@@ -60,10 +60,14 @@ def test_what_is_done_is_counted_and_left_alone(tmp_path: Path) -> None:
 def test_rows_that_take_too_long_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAMPLE_S", -1.0)
     found = dry_run(make_job(tmp_path, prompts(20)), progress=False)
-    assert found.sample.num_results <= 1 and found.num_good == 20
-    monkeypatch.setattr(module, "drive", lambda *_: None)
-    text = printed(dry_run(make_job(tmp_path, prompts(20)), progress=False))
-    assert "not known" in text
+    assert found.sample.num_results == 0 and found.num_good == 20 and found.seconds is None
+    assert "not known" in printed(found) and not FakeLLM.instances[0].requests
+
+
+def test_rows_without_a_limit_are_counted_by_themselves(tmp_path: Path) -> None:
+    found = dry_run(make_job(tmp_path, [{"prompt": "a", "sampling": {"max_tokens": None}}]), progress=False)
+    assert found.num_unlimited == 1 and found.max_tokens == 0
+    assert "besides those of 1 row without max_tokens" in printed(found)
 
 
 def test_problems_of_the_job_are_found(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from hispec.errors import ConfigError, build
 from hispec.jobs import inputs
 from hispec.jobs.load import load_job
 from hispec.jobs.manifest import manifest_path
-from hispec.jobs.output import OutputError
+from hispec.jobs.rows import Row, read_rows
 from hispec.jobs.runner import JobInterrupted
 from hispec.jobs.schema import Job
+from hispec.jobs.writer import OutputError
 from tests.helpers.fake_llm import FakeLLM
 from tests.helpers.job_support import install_fake_llm, make_job, prompts, rows_of, run
 
@@ -138,8 +140,11 @@ def test_files_that_are_not_there_are_named(tmp_path: Path, paths: list[str], wo
         ("in.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:30], "cannot read .*in.jsonl.gz"),
         ("in.jsonl.zst", b"no zstd", "cannot read .*in.jsonl.zst"),
         ("in.parquet", b"no parquet", "cannot read .*in.parquet"),
-        ("in.csv", b"a,b\n1\n", "cannot read .*in.csv as csv"),
-        ("in.csv", b"", "cannot read .*in.csv as csv"),
+        ("in.csv", b"a,b\n1\n", "cannot read .*in.csv as csv: row 1 has 1 values, the first line 2 names"),
+        ("in.csv", b"", "cannot read .*in.csv as csv: its first line must name each column once"),
+        ("in.csv", b"a,a\n1,2\n", "must name each column once, got a, a"),
+        ("in.csv", b'prompt\n"a"b\n', "cannot read .*in.csv as csv"),
+        ("in.csv", b"prompt\n\xff\n", "cannot read .*in.csv as csv"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -147,6 +152,26 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, content:
     with pytest.raises(ConfigError, match=words):
         run(job_of(tmp_path, tmp_path / name))
     assert not FakeLLM.instances
+
+
+def test_csv_has_texts_of_any_spelling_and_length(tmp_path: Path) -> None:
+    words = ["NA", "null", "nan", "N/A", "None", "1e5", "true", "x" * 3_000_000]
+    (tmp_path / "in.csv").write_text("id,prompt\n" + "".join(f"{word[:9]},{word}\n" for word in words))
+    job = job_of(tmp_path, tmp_path / "in.csv")
+    run(job)
+    assert [(row["id"], row["prompt"]) for row in rows_of(job)] == [(word[:9], word) for word in words]
+
+
+def test_a_cut_off_zst_is_an_error_and_one_of_two_parts_is_read(tmp_path: Path) -> None:
+    parts = [write(tmp_path / f"{name}.jsonl.zst", [{"prompt": name * 99}]) for name in "ab"]
+    whole = tmp_path / "in.jsonl.zst"
+    whole.write_bytes(b"".join(part.read_bytes() for part in parts))
+    job = job_of(tmp_path, whole)
+    run(job)
+    assert [row["prompt"][0] for row in rows_of(job)] == ["a", "b"]
+    whole.write_bytes(parts[0].read_bytes()[:-3])
+    with pytest.raises(ConfigError, match=r"cannot read .*in.jsonl.zst|has no rows"):
+        run(job_of(tmp_path, whole, "other.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.csv"])
@@ -261,10 +286,10 @@ def test_ctrl_c_while_the_output_is_made_loses_no_rows(
 def test_pyarrow_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for job in (
-        job_of(tmp_path, tmp_path / "in.csv"),
+        job_of(tmp_path, tmp_path / "in.parquet"),
         job_of(tmp_path, write(tmp_path / "in.jsonl"), "o.parquet"),
     ):
-        (tmp_path / "in.csv").write_text("prompt\na\n")
+        (tmp_path / "in.parquet").write_text("")
         with pytest.raises(ConfigError, match=r"needs pyarrow: pip install '\.\[data\]'"):
             run(job)
 
@@ -313,6 +338,42 @@ def test_openai_requests_become_openai_responses(tmp_path: Path) -> None:
     assert {error["type"] for error in errors} == {"invalid_request_error"}
     assert "stream=true" in errors[0]["message"] and "body.tools=" in errors[1]["message"]
     assert "the prompt is empty" in errors[2]["message"]
+
+
+def test_openai_requests_that_fail_while_they_are_served_have_500_and_are_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = FakeLLM._result
+    lines = [request(str(at), CHAT) for at in range(3)]
+
+    def failing(asked: list[Any]) -> Any:
+        made = result(asked)
+        return replace(made, outputs=[], error="gave up") if asked[0] == "row-1" else made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeLLM, "_result", staticmethod(failing))
+        rows = openai_rows(tmp_path, lines)
+    assert [row["response"]["status_code"] for row in rows] == [200, 500, 200]
+    error = rows[1]["response"]["body"]["error"]
+    assert (error["type"], error["message"]) == ("server_error", "gave up")
+    job = make_job(tmp_path, lines, output={"retry_failed": True})
+    assert run(job).resumed == 2
+    assert [row["response"]["status_code"] for row in rows_of(job)] == [200] * 3
+
+
+def test_openai_chats_end_by_themselves_unless_the_job_or_the_body_says_otherwise(tmp_path: Path) -> None:
+    for sampling, body, wanted in (
+        ({}, {}, None),
+        ({}, {"max_tokens": 3}, 3),
+        ({"max_tokens": 7}, {}, 7),
+        ({"max_tokens": 7}, {"max_completion_tokens": 3}, 3),
+    ):
+        job = make_job(tmp_path, [request("a", CHAT | body)], sampling=sampling)
+        (row,) = read_rows(job, job.input)
+        assert isinstance(row, Row) and row.sampling.max_tokens == wanted
+    text = make_job(tmp_path, [request("a", {"prompt": "x"}, "/v1/completions")], sampling={})
+    (row,) = read_rows(text, text.input)
+    assert isinstance(row, Row) and row.sampling.max_tokens == 16  # OpenAI's too
 
 
 def test_openai_jobs_go_on_and_do_failed_rows_again(tmp_path: Path) -> None:

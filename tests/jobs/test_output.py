@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hispec.errors import ConfigError
-from hispec.jobs.output import OutputError, RowWriter
 from hispec.jobs.schema import OutputConfig
+from hispec.jobs.writer import OutputError, RowWriter
 from tests.helpers.fake_llm import FakeLLM
 from tests.helpers.job_support import install_fake_llm, make_job, prompts, rows_of, run
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import string
+import threading
+import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,10 @@ from hypothesis import strategies as st
 
 from hispec.errors import ConfigError
 from hispec.jobs.manifest import manifest_path
-from hispec.jobs.output import RowWriter
 from hispec.jobs.resume import read_line
 from hispec.jobs.runner import JobInterrupted
+from hispec.jobs.writer import RowWriter
+from hispec.outputs import RequestOutput
 from tests.helpers.fake_llm import FakeLLM
 from tests.helpers.job_support import install_fake_llm, interrupt_at, make_job, prompts, rows_of, run
 
@@ -197,6 +202,122 @@ def test_rows_that_failed_are_done_again_where_the_job_says_so(tmp_path: Path) -
     assert sum(row["error"] is not None for row in rows_of(job)) == 1 == manifest(job)["errors"]
 
 
+def fail_rows(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+    """The engine gives these rows up."""
+    result, ids = FakeLLM._result, {f"row-{number}" for number in numbers}
+
+    def failing(request: list[Any]) -> RequestOutput:
+        made = result(request)
+        return replace(made, outputs=[], error="gave up") if request[0] in ids else made
+
+    monkeypatch.setattr(FakeLLM, "_result", staticmethod(failing))
+
+
+def test_of_equal_rows_those_are_done_again_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a seed of its own: none comes twice, and none is left out."""
+    lines = [{"prompt": "same prompt"} for _ in range(10)]
+    with monkeypatch.context() as patch:
+        fail_rows(patch, 2, 5)
+        run(make_job(tmp_path, lines, sampling=SAMPLED))
+    job = make_job(tmp_path, lines, sampling=SAMPLED, output={"retry_failed": True})
+    assert run(job).resumed == 8
+    texts = [row["outputs"][0]["text"] for row in rows_of(job)]
+    assert len(texts) == 10 == len(set(texts))
+    kept = [line for line in job.output.path.read_bytes().splitlines(True) if json.loads(line)["index"] % 3]
+    job.output.path.write_bytes(b"".join(kept))
+    assert run(job).resumed == 6
+    assert {row["outputs"][0]["text"] for row in rows_of(job)} == set(texts) and len(rows_of(job)) == 10
+
+
+@pytest.mark.parametrize("flag", ["resume", "retry_failed", "overwrite"])
+def test_a_run_beside_another_is_refused_and_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    with monkeypatch.context() as patch:
+        fail_rows(patch, 1)
+        job = make_job(tmp_path, prompts(4))
+        run(job)
+    FakeLLM.instances.clear()
+    with RowWriter(job.output.path, job.output.path.stat().st_size) as first:
+        with pytest.raises(ConfigError, match="is being written by another process"):
+            run(make_job(tmp_path, prompts(5), output={flag: True}))
+        first.add(9, {"mine": True})
+    assert not FakeLLM.instances and b'"mine"' in job.output.path.read_bytes()
+    assert len(job.output.path.read_bytes().splitlines()) == 5
+
+
+def test_what_another_process_has_written_while_the_model_was_loaded_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, init = make_job(tmp_path, prompts(3)), FakeLLM.__init__
+
+    def other_run(self: FakeLLM, *arguments: Any, **fields: Any) -> None:
+        job.output.path.write_bytes(b"rows of another run\n")
+        init(self, *arguments, **fields)
+
+    monkeypatch.setattr(FakeLLM, "__init__", other_run)
+    with pytest.raises(ConfigError, match=r"another process has written .*out\.jsonl meanwhile"):
+        run(job)
+    assert job.output.path.read_bytes() == b"rows of another run\n"
+
+
+def test_zeros_that_a_power_failure_left_are_rows_to_do_again(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(6))
+    run(job)
+    lines = job.output.path.read_bytes().splitlines(keepends=True)
+    half = len(lines[2]) // 2
+    lost = lines[0] + b"\0" * (len(lines[1]) + half) + lines[2][half:] + b"".join(lines[3:])
+    job.output.path.write_bytes(lost)
+    assert run(job).resumed == 4
+    assert sorted(row["index"] for row in rows_of(job)) == list(range(6))
+
+
+def test_rows_settings_and_names_are_put_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, fsync = set(), os.fsync
+
+    def watched(number: int) -> None:
+        synced.add(os.fstat(number).st_ino)
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    job = make_job(tmp_path, prompts(2))
+    run(job)
+    for path in (job.output.path, manifest_path(job.output.path), tmp_path):
+        assert path.stat().st_ino in synced
+
+
+def test_an_error_of_the_disk_after_the_last_row_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def broken(number: int) -> None:
+        failed.set()
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
+        patch.setattr(os, "fsync", broken)
+        writer = RowWriter(tmp_path / "out.jsonl", sync_s=0.001)
+        writer.add(0, {"index": 0})
+        assert failed.wait(60)
+        while writer._broken is None:
+            time.sleep(0.001)
+        patch.setattr(os, "fsync", lambda number: None)
+        writer.close()
+
+
+def test_a_bad_row_that_was_mended_is_done_again_where_the_job_says_so(tmp_path: Path) -> None:
+    run(make_job(tmp_path, [{"id": "a", "promt": "x"}, {"id": "b", "prompt": "y"}]))
+    mended = [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"}]
+    with pytest.raises(ConfigError, match="do it again with --retry-failed"):
+        run(make_job(tmp_path, mended))
+    job = make_job(tmp_path, mended, output={"retry_failed": True})
+    assert run(job).resumed == 1
+    assert {row["id"]: row["error"] for row in rows_of(job)} == {"a": None, "b": None}
+
+
 def test_an_id_that_two_rows_have_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:
     lines = [*prompts(4), {"prompt": "x"}, b"\n", {"id": "p2", "prompt": "y"}, {"id": "p0", "prompt": "y"}]
     with pytest.raises(ConfigError, match=r"line 1 and line 8 have the same id \(in all 2 rows"):
@@ -235,17 +356,6 @@ def test_rows_that_come_to_the_input_while_it_runs_are_for_the_next_run(
     monkeypatch.setattr(FakeLLM, "on_step", None)
     report = run(job)
     assert (report.resumed, report.num_rows) == (40, 41) and rows_of(job)[-1]["id"] == "late"
-
-
-def test_a_second_run_on_the_same_output_is_refused(tmp_path: Path) -> None:
-    job = make_job(tmp_path, prompts(5))
-    run(job)
-    with (
-        RowWriter(job.output.path, job.output.path.stat().st_size),
-        pytest.raises(ConfigError, match="is being written by another process"),
-    ):
-        run(make_job(tmp_path, prompts(6)))
-    assert len(rows_of(job)) == 5
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"format": 99, "settings": {}}', b'{"settings": 3}'])
@@ -304,7 +414,7 @@ def test_lines_are_read_back_without_parsing_them_whole(row_id: str, text: str) 
         row = {"index": 3, "id": shown, "prompt": text, "outputs": [], "usage": None, "error": None}
         line = json.dumps(row | {"hash": "0" * 32}, ensure_ascii=False) + "\n"
         found = read_line(line.encode("utf-8", "surrogatepass"))
-        assert found is not None and found[0].id == shown and not found[1]
+        assert found is not None and found.identity.id == shown and not found.failed and found.number == 3
     failed = json.dumps(row | {"error": {"message": text}, "hash": "a" * 32}) + "\n"
     found = read_line(failed.encode())
-    assert found is not None and found[1] and found[0].content_hash == "a" * 32
+    assert found is not None and found.failed and found.identity.content_hash == "a" * 32

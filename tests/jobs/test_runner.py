@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from hispec.jobs.output import RowWriter, output_row
+from hispec.jobs.output import output_row
 from hispec.jobs.report import print_job
-from hispec.jobs.runner import REQUESTS_PER_ROW, WARM_UP_ROWS, JobInterrupted
+from hispec.jobs.runner import REQUESTS_PER_ROW, WARM_UP_ROWS, JobInterrupted, run_job
 from hispec.jobs.schema import OutputConfig
+from hispec.jobs.writer import RowWriter
 from hispec.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from hispec.sampling_params import SamplingParams
 from tests.helpers.fake_llm import FakeLLM, answer
@@ -84,6 +85,17 @@ def test_finished_rows_that_wait_for_a_slow_one_are_bounded(
     run(job)
     assert len(rows_of(job)) == 301
     assert 8 <= most_waiting <= 8 + 4 * REQUESTS_PER_ROW
+
+
+def test_progress_in_a_log_is_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hispec.utils.console._LOG_S", 0.0)
+    run_job(make_job(tmp_path, prompts(20), speculative=THREE_TIER))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and not any("\r" in line for line in lines)
+    assert all(line.startswith("rows: ") for line in lines) and "100% 20/20" in lines[-1]
+    assert "errors, 50% of drafts kept, 1.00 tokens/round" in lines[-1]
 
 
 def test_a_bad_row_becomes_an_error_row_and_the_rest_is_unharmed(tmp_path: Path) -> None:

@@ -1,0 +1,193 @@
+"""Appends rows to a file that no other process writes meanwhile, so that a crash takes none but the last."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, HiSpecError
+from ..utils.files import sync_folder
+from .schema import STANDARD
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+class OutputError(HiSpecError):
+    """The output can't be written any more; what is written is whole."""
+
+
+class RowWriter:
+    """Appends rows as whole lines: in the order of their indices, in whatever order they come, or as they
+    come. Unbuffered: what is written survives a crash of the program. A context manager, on whose exit the
+    file ends with a whole line and is put on the disk."""
+
+    def __init__(
+        self,
+        path: Path,
+        num_bytes: int = 0,
+        turns: Iterator[int] | None = None,
+        sync_s: float | None = None,
+        way_on: str = "",
+        held: Any = None,
+    ) -> None:
+        """Keeps the first `num_bytes` bytes of the file; makes the file, and its folders, if there is none.
+
+        held     the file as `hold` has opened it, if it was there; it is closed in the end
+        turns    the indices of the rows that will come, in the order in which they are to stand; None = as
+                 they come
+        sync_s   as in OutputConfig
+        way_on   how a job goes on that could not write any more, in words
+
+        Raises OSError, and ConfigError if another process writes the file.
+        """
+        self.num_written = 0
+        self._path, self._way_on, self._turns = path, way_on, turns
+        self._next = next(turns, None) if turns is not None else None
+        self._end = num_bytes
+        self._waiting: dict[int, bytes] = {}
+        self._is_file = path != STANDARD
+        self._file: Any = sys.stdout.buffer
+        if self._is_file:
+            self._file = held or hold(path)
+            if held is None and self._file.seek(0, os.SEEK_END) != num_bytes:
+                self._file.close()
+                raise ConfigError(
+                    f"output.path: another process has written {path} meanwhile; the same command goes on"
+                )
+        self._syncs = self._is_file and sync_s is not None
+        self._syncs_each = self._syncs and sync_s == 0
+        self._broken: OSError | None = None
+        self._is_dirty = False
+        self._stop = threading.Event()
+        if self._is_file:
+            self._file.truncate(num_bytes)
+        if self._syncs:
+            sync_folder(path.parent)
+        if self._syncs and not self._syncs_each:
+            # Beside the engine, which would otherwise wait for the disk.
+            threading.Thread(target=self._sync_often, args=(sync_s,), name="sync", daemon=True).start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that came before their turn."""
+        return len(self._waiting)
+
+    def add(self, index: int, row: dict[str, Any]) -> None:
+        """Writes the row, or keeps it until all that stand before it are written. Raises OutputError."""
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        line = text.encode("utf-8", "backslashreplace")
+        if self._turns is None:
+            self._write(line)
+            return
+        self._waiting[index] = line
+        while self._next in self._waiting:
+            self._write(self._waiting[self._next])
+            del self._waiting[self._next]
+            self._next = next(self._turns, None)
+
+    def _write(self, line: bytes) -> None:
+        written = 0
+        while written < len(line):
+            try:
+                if self._broken is not None:
+                    raise self._broken
+                written += self._file.write(line[written:])
+            except OSError as error:
+                raise OutputError(
+                    f"cannot write {self._path} any more: {error.strerror}; it has {self.num_written} whole"
+                    f" lines of this run, one per row that is done; free some space, and {self._way_on}"
+                ) from error
+        self._end += len(line)
+        self.num_written += 1
+        self._is_dirty = True
+        if not self._is_file:
+            self._file.flush()
+        elif self._syncs_each:
+            self._sync()
+
+    def _sync_often(self, sync_s: float) -> None:
+        while not self._stop.wait(sync_s):
+            self._sync()
+
+    def _sync(self) -> None:
+        if self._is_dirty:
+            self._is_dirty = False
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:  # told where a row is written next
+                self._broken = error
+            except ValueError:  # closed meanwhile
+                return
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cuts off what was not written whole. Raises OSError."""
+        self._stop.set()
+        if not self._is_file:
+            self._file.flush()
+            return
+        try:
+            self._file.truncate(self._end)
+            if self._broken is not None:
+                raise self._broken
+            if self._syncs:
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+def hold(path: Path) -> Any:
+    """The file at `path`, made if there is none, open for appending; until it is closed, or this process
+    ends, no other can hold it. Raises OSError, and ConfigError if another process holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab", buffering=0)
+    if fcntl is not None:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ConfigError(
+                f"output.path: {path} is being written by another process; wait for its end, or choose"
+                " another path"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+    return file
+
+
+def drop_lines(path: Path, held: Any, num_bytes: int, is_dropped: Callable[[bytes], bool]) -> tuple[Any, int]:
+    """Takes lines out of the first `num_bytes` bytes of a held file, which are whole ones, and all that
+    follows them; at once, or not at all -> the file as it is then, held, and its bytes. Raises OSError."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    kept = hold(draft)
+    try:
+        kept.truncate(0)
+        with path.open("rb") as source:
+            while source.tell() < num_bytes:
+                line = source.readline()
+                if not is_dropped(line):
+                    kept.write(line)
+        os.fsync(kept.fileno())
+        os.replace(draft, path)
+        sync_folder(path.parent)
+    except BaseException:
+        kept.close()
+        with suppress(OSError):
+            draft.unlink()
+        raise
+    held.close()
+    return kept, kept.tell()
