@@ -131,7 +131,7 @@ def check_same(output: Path, old: dict[str, Any], new: dict[str, Any], prints: b
     are compared, else all others."""
     names = {name for name in {*old, *new} if name.startswith(_PRINT) is prints}
     differences = [
-        f"{name} was {shown(old.get(name))} and is {shown(new.get(name))}"
+        f"{name} was {_shown(old, name)} and is {_shown(new, name)}"
         for name in sorted(names)
         if old.get(name) != new.get(name)
     ]
@@ -141,6 +141,10 @@ def check_same(output: Path, old: dict[str, Any], new: dict[str, Any], prints: b
             " --new (output.overwrite=true), keep its rows and do only those that are missing with"
             " --only-missing (output.only_missing=true), or choose another output.path"
         )
+
+
+def _shown(settings: dict[str, Any], name: str) -> str:
+    return shown(settings[name]) if name in settings else "not set"
 
 
 def _now() -> str:

@@ -94,7 +94,7 @@ def test_the_flags_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "5: 4 to do, 1 that cannot be served" in capsys.readouterr().out
     assert main(["run", job, "--no-progress"]) == 0
     assert main(["run", job, "--no-progress", "--set", "sampling.max_tokens=3"]) == 2
-    assert "sampling.max_tokens was None and is 3" in capsys.readouterr().err
+    assert "sampling.max_tokens was not set and is 3" in capsys.readouterr().err
     assert main(["run", job, "--no-progress", "--set", "sampling.max_tokens=3", "--only-missing"]) == 0
     assert main(["run", job, "--no-progress", "--set", "sampling.max_tokens=3", "--new"]) == 0
     assert main(["run", job, "--no-progress", "--set", "sampling.max_tokens=3", "--retry-failed"]) == 1

@@ -122,9 +122,12 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"model": "another"}, "model was 'fake' and is 'another'"),
     ({"sampling": {"max_tokens": 39, "temperature": 0.0}}, "sampling.max_tokens was 40 and is 39"),
     ({"engine": {"max_num_seqs": 4, "seed": 5}}, "engine.seed was 0 and is 5"),
-    ({"engine": {"max_num_seqs": 4, "quantization": "int8"}}, "engine.quantization was None and is 'int8'"),
-    ({"engine": {"max_num_seqs": 4, "dtype": "bfloat16"}}, "engine.dtype was None and is 'bfloat16'"),
-    ({"output": {"token_ids": True}}, "output.token_ids was None and is True"),
+    (
+        {"engine": {"max_num_seqs": 4, "quantization": "int8"}},
+        "engine.quantization was not set and is 'int8'",
+    ),
+    ({"engine": {"max_num_seqs": 4, "dtype": "bfloat16"}}, "engine.dtype was not set and is 'bfloat16'"),
+    ({"output": {"token_ids": True}}, "output.token_ids was not set and is True"),
 ]
 
 
@@ -158,7 +161,7 @@ def test_plans_and_sizes_may_change(tmp_path: Path) -> None:
     plan = {"draft": {"layer": 2}, "num_draft_tokens": 3}
     job = make_job(tmp_path, prompts(6), speculative=plan, engine={"max_num_seqs": 2, "dtype": "float32"})
     assert run(job).resumed == 3 and len(rows_of(job)) == 6
-    with pytest.raises(ConfigError, match="speculative was None"):
+    with pytest.raises(ConfigError, match="speculative was not set"):
         run(make_job(tmp_path, prompts(7), speculative=plan | {"acceptance": "rejection"}))
 
 
