@@ -200,6 +200,7 @@ def drive(
     `num_waiting` says how many finished rows are held back; while there are too many, no new row is taken.
     """
     source = iter(rows)
+    num_rows = engine.max_num_seqs * llm.num_workers
     running: dict[str, Row] = {}
     exhausted = False
     started, others = time.perf_counter(), watch_others()
@@ -211,8 +212,8 @@ def drive(
         bar.update()
 
     while running or not exhausted:
-        has_room = len(running) < REQUESTS_PER_ROW * engine.max_num_seqs
-        holds_back = bool(running) and num_waiting() >= RESULTS_WAITING_PER_ROW * engine.max_num_seqs
+        has_room = len(running) < REQUESTS_PER_ROW * num_rows
+        holds_back = bool(running) and num_waiting() >= RESULTS_WAITING_PER_ROW * num_rows
         if exhausted or holds_back or not has_room:
             for result in llm.step():
                 end(running.pop(result.request_id), result)
@@ -228,7 +229,8 @@ def drive(
                 running[row.request_id] = row
             except RequestError as error:
                 end(row, RowError("refused", str(error).removeprefix(f"{row.request_id}: ")))
-    timed.others = others()
+    if llm.num_workers == 1:  # else workers would count among the others
+        timed.others = others()
 
 
 def warm_up(llm: LLM, job: Job) -> None:
