@@ -20,7 +20,9 @@ from .launch import Launcher, Process
 from .messages import Hello, NewRequest, Start
 
 _log = logging.getLogger(__name__)
-_MOST_DEATHS = 3  # of workers that served a request; before the last it was served alone
+# Of workers that served a request, which was served alone before the last; of workers one after the other
+# before they were ready.
+_MOST_DEATHS = 3
 _PATIENCE_S = 5.0  # that workers have to end, their traces written
 
 
@@ -96,7 +98,7 @@ class Dispatcher:
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
-        self._is_closing = False
+        self._is_closing, self._unready_deaths = False, 0
         self._after_start: dict[str, tuple[Any, ...]] = {}  # calls that later workers must hear of, too
         self._thread = threading.Thread(target=self._run, name="hispec-workers", daemon=True)
         self._thread.start()
@@ -118,6 +120,15 @@ class Dispatcher:
             except Empty:
                 if not self._thread.is_alive():
                     return []
+
+    def pids(self) -> dict[str, int]:
+        """Ids of the processes, by name."""
+        nursery = self._launcher.nursery_pid
+        workers = sorted((each.place, each.process.pid) for each in self._workers)
+        return {
+            **({} if nursery is None else {"nursery": nursery}),
+            **{f"worker {place}": pid for place, pid in workers},
+        }
 
     def close(self) -> None:
         """Ends the workers and the thread, in bounded time. Idempotent."""
@@ -248,11 +259,13 @@ class Dispatcher:
             call.end_for(worker)
         for task in reversed(worker.tasks.values()):
             self._do_again(task, how)
-        if worker.is_ready:
+        self._unready_deaths = 0 if worker.is_ready else self._unready_deaths + 1
+        if worker.failure is None and self._unready_deaths < _MOST_DEATHS:
             _log.warning("worker %d %s; another takes its place", worker.place, how)
             self._replace(worker.place)
         else:
-            self._go_without(worker.failure or WorkerError(f"a worker {how} before it was ready"))
+            text = f"{self._unready_deaths} workers ended before they were ready, the last {how}"
+            self._go_without(worker.failure or WorkerError(text))
 
     def _replace(self, place: int) -> None:
         self.num_replaced += 1

@@ -53,6 +53,10 @@ class Launcher:
             self.close()
             raise
 
+    @property
+    def nursery_pid(self) -> int | None:
+        return None if self._nursery is None else self._nursery.pid
+
     def start(self, start: Start) -> Process:
         """A new worker, which is not ready yet. Raises WorkerError."""
         if not self._setup.forks:

@@ -229,6 +229,10 @@ class WorkerPool:
             self._last_memory = sum_memory(self._ask("memory"), shares_weights=self._setup.forks)
         return self._last_memory
 
+    def pids(self) -> dict[str, int]:
+        """Ids of the processes, by name; workers by place, the nursery if there is one."""
+        return {} if self.is_closed else self._dispatcher.pids()
+
     def close(self) -> None:
         """Ends all requests and all processes, in bounded time. Idempotent."""
         if self.is_closed:

@@ -37,13 +37,12 @@ def pool(llm: LLM) -> WorkerPool:
 
 
 def worker_pids(llm: LLM) -> list[int]:
-    return [worker.process.pid for worker in pool(llm)._dispatcher._workers]
+    return [pid for name, pid in pool(llm).pids().items() if name != "nursery"]
 
 
 def all_pids(llm: LLM) -> list[int]:
     """Those of workers, and of the process that forks them."""
-    nursery = pool(llm)._dispatcher._launcher._nursery
-    return worker_pids(llm) + ([] if nursery is None else [nursery.pid])
+    return list(pool(llm).pids().values())
 
 
 def is_alive(pid: int) -> bool:

@@ -52,6 +52,14 @@ def test_a_stream_goes_on_where_a_killed_worker_left_it(two: LLM, one: LLM) -> N
     assert [entry for delta in deltas for entry in delta.logprobs or []] == output.logprobs
 
 
+def test_workers_that_die_before_they_are_ready_are_replaced_too(two: LLM, one: LLM) -> None:
+    for _ in range(2):
+        before = worker_pids(two)
+        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda before=before: len(worker_pids(two)) == 2 and worker_pids(two) != before)
+    assert generate(two) == generate(one) and len(worker_pids(two)) == 2
+
+
 def test_a_killed_nursery_is_replaced_when_it_is_needed(two: LLM, one: LLM) -> None:
     launcher = pool(two)._dispatcher._launcher
     nursery = launcher._nursery

@@ -188,3 +188,13 @@ def test_a_nursery_has_one_thread_and_workers_share_its_pages(tiny_path: Path) -
         assert make_shares(1, config)[0].device == "cpu"
     finally:
         launcher.close()
+
+
+def test_workers_are_bound_to_their_cores(two: LLM) -> None:
+    """With the threads that they have started; their shares are `test_shares.py`'s."""
+    generate(two)
+    shares = pool(two)._shares
+    for share, pid in zip(shares, worker_pids(two), strict=True):
+        wanted = os.sched_getaffinity(0) if share.cores is None else set(share.cores)
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            assert os.sched_getaffinity(int(thread)) == wanted
