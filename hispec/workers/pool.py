@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ee_models.checkpoint.loader import load_tokenizer
 
 from ..config import EngineConfig, SchedulingConfig, SpeculativeConfig
+from ..config.draft_kinds import OWN_KINDS
+from ..config.speculative import OWN_ACCEPTANCES
 from ..errors import ConfigError, WorkerError, build, closed
 from ..loading.target_model import open_model
 from ..outputs import Delta
@@ -58,7 +60,7 @@ class WorkerPool:
         if a process ends before it serves."""
         config = build(EngineConfig, engine, "engine")
         order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
-        plan = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
+        plan = _make_plan(speculative)
         checkpoint = open_model(model, revision)
         self.generation_defaults = checkpoint.generation_defaults
         self.tokenizer: PreTrainedTokenizerBase | None = (
@@ -195,7 +197,7 @@ class WorkerPool:
         """As Engine.set_speculative, in all workers or in none. Exits and draft models that were not named
         when the LLM was made are loaded by each for itself."""
         self._check_open("set_speculative")
-        config = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
+        config = _make_plan(speculative)
         self._check_idle("the plan cannot change")
         try:
             self._ask("set_speculative", config, is_lasting=True)
@@ -261,6 +263,23 @@ class WorkerPool:
     def _check_idle(self, what: str) -> None:
         if self._ids:
             raise ConfigError(f"{what} while {len(self._ids)} requests are unfinished; abort them first")
+
+
+def _make_plan(speculative: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig | None:
+    """Raises ConfigError, for what only this process knows, too."""
+    if speculative is None:
+        return None
+    plan = build(SpeculativeConfig, speculative, "speculative")
+    for name, value, known in (
+        ("draft.kind", plan.draft.kind, OWN_KINDS),
+        ("acceptance", plan.acceptance, OWN_ACCEPTANCES),
+    ):
+        if value not in known:
+            raise ConfigError(
+                f"speculative.{name}={value!r} was registered in this process, and workers are others; set"
+                " workers to 1"
+            )
+    return plan
 
 
 def _start_all(launcher: Launcher, setup: Setup, shares: Sequence[Share]) -> tuple[list[Process], Hello]:

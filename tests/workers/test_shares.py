@@ -10,6 +10,8 @@ import torch
 
 from hispec import LLM
 from hispec.config import EngineConfig
+from hispec.config.draft_kinds import KINDS, TRAITS
+from hispec.config.speculative import ACCEPTANCES
 from hispec.engine.kv_sizing import host_num_blocks
 from hispec.errors import ConfigError, build
 from hispec.jobs.schema import Job
@@ -100,3 +102,22 @@ def test_kv_takes_its_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -
     config = EngineConfig(max_num_seqs=1000)
     found = [host_num_blocks(config, 10, 1000, sharers) for sharers in (1, 2, 3)]
     assert found == [60, 30, 20] and memory.free_memory_bytes() > 0
+
+
+def test_what_this_process_has_registered_is_refused(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares, "_cores", lambda: ([0, 1], 2))
+    monkeypatch.setitem(TRAITS, "mine", TRAITS["ngram"])
+    KINDS.append("mine")
+    ACCEPTANCES.append("ours")
+    try:
+        for plan, words in (
+            ({"draft": {"kind": "mine"}}, "speculative.draft.kind='mine' was registered in this process"),
+            ({"draft": {"kind": "ngram"}, "acceptance": "ours"}, "speculative.acceptance='ours' was"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                LLM(str(tiny_path), workers=2, device="cpu", speculative=plan)
+    finally:
+        KINDS.remove("mine")
+        ACCEPTANCES.remove("ours")
