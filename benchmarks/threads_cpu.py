@@ -1,25 +1,23 @@
-"""One engine on all cores of this CPU beside an engine for each: what threads cost that share every pass.
+"""One process on all cores of this CPU beside workers that share them: what threads cost that share every
+pass, and what memory workers take.
 
     python benchmarks/threads_cpu.py MODEL --prompts prompts.jsonl [--limit N] [--quantization int8]
-    [--batch-size 64] [--max-tokens 64] [--repeats 3] [--json FILE]
+    [--workers N] [--batch-size 64] [--max-tokens 64] [--repeats 3] [--json FILE]
 
-Plain decoding, greedy, the end of a text ignored. The engine on all cores has --batch-size rows and all
-prompts; each of the others one thread, bound to a core, its share of the rows, and of the prompts every n-th
-(the time is that of the last to finish). They take turns, and sleep while it is another's. Tokens per second
-are medians of the repeats, prompts included. Needs a system that binds processes to cores (Linux).
+Plain decoding, greedy, the end of a text ignored. The one process has --batch-size rows, each of --workers
+(default: auto) its share of them. They take turns over all prompts, each as often first. Tokens per second
+are medians of the repeats, prompts included. Memory is that of all processes of the workers' LLM, this one
+among them, before the other one is loaded: a page of several processes counts for each in part (PSS; Linux).
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,127 +28,92 @@ sys.path.insert(
 from benchmarks.arguments import at_least_one
 from benchmarks.markdown import table
 from ee_models.errors import CheckpointError
+from hispec.config import EngineConfig
 from hispec.errors import ConfigError, HiSpecError, build
 from hispec.jobs.bench_inputs import good_rows
 from hispec.jobs.rows import count_rows
 from hispec.jobs.schema import Job
 from hispec.utils.environment import environment, hardware_text
 from hispec.utils.files import check_target, write_json
+from hispec.utils.memory import proportional_bytes
 
 USER_ERROR = 2
-SPAWN = multiprocessing.get_context("spawn")
-
-
-def _serve(
-    pipe: Connection, cores: list[int], settings: dict[str, Any], prompts: list[tuple[Any, bool]]
-) -> None:
-    """Decodes all prompts whenever it is told to, on these cores with a thread each. What it sends after
-    loading is None, then new tokens each time; or the text of an error."""
-    os.sched_setaffinity(0, cores)
-    import torch
-
-    torch.set_num_threads(len(cores))
-    from hispec import LLM, SamplingParams
-
-    try:
-        max_tokens = settings.pop("max_tokens")
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        with LLM(**settings, enable_prefix_caching=False) as llm:
-            token_ids = [llm.encode(prompt, chat=is_chat) for prompt, is_chat in prompts]
-            llm.generate(token_ids[: settings["max_num_seqs"]], params, use_tqdm=False)  # to warm up
-            pipe.send(None)
-            while True:
-                pipe.recv()
-                outputs = llm.generate(token_ids, params, use_tqdm=False)
-                pipe.send(sum(len(output.outputs[0].token_ids) for output in outputs))
-    except EOFError:  # the measurement is over
-        pass
-    except Exception as error:
-        pipe.send(f"{type(error).__name__}: {error}")
-
-
-class Engine:
-    """An engine in a process of its own."""
-
-    def __init__(self, cores: list[int], settings: dict[str, Any], prompts: list[tuple[Any, bool]]) -> None:
-        self._pipe, other_end = SPAWN.Pipe()
-        self._process = SPAWN.Process(target=_serve, args=(other_end, cores, settings, prompts), daemon=True)
-        self._process.start()
-        other_end.close()
-
-    def start(self) -> None:
-        self._pipe.send(None)
-
-    def wait(self) -> int:
-        """The new tokens of a run, or 0 once it is loaded. Raises ConfigError with what it died of."""
-        try:
-            answer = self._pipe.recv()
-        except EOFError:
-            self._process.join()
-            raise ConfigError(f"an engine's process ended with exit code {self._process.exitcode}") from None
-        if isinstance(answer, str):
-            raise ConfigError(answer)
-        return answer or 0
-
-    def close(self) -> None:
-        self._pipe.close()
-        self._process.join(20)
+ONE = "one process"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Raises ConfigError for what cannot be measured, before a model is loaded."""
     if options.json is not None:
         check_target("--json", options.json)
-    if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError("this system does not bind processes to cores, as Linux does")
-    cores = sorted(os.sched_getaffinity(0))
     given = {"model": options.model, "input": {"path": options.prompts}, "output": {"path": "unused"}}
     job = build(Job, given)
     count_rows(job.input)
     prompts = [(row.prompt, row.is_chat) for row in good_rows(job)[: options.limit]]
-    if min(len(prompts), options.batch_size) < len(cores):
+    from hispec import LLM, SamplingParams
+    from hispec.workers.pool import WorkerPool
+    from hispec.workers.shares import make_shares
+
+    settings = {"quantization": options.quantization, "device": "cpu", "enable_prefix_caching": False}
+    number = len(make_shares(options.workers or "auto", build(EngineConfig, settings)))
+    if min(len(prompts), options.batch_size) < number or number < 2:
         raise ConfigError(
-            f"{len(prompts)} prompts and --batch-size={options.batch_size}: there must be one for each"
-            f" of {len(cores)} cores"
+            f"{len(prompts)} prompts and --batch-size={options.batch_size}: there must be two workers or"
+            f" more, and one of each for each of {number}"
         )
-    settings = {"model": options.model, "quantization": options.quantization}
-    shares = {"one engine": [cores], "an engine for each core": [[core] for core in cores]}
-    runs: dict[str, list[float]] = {name: [] for name in shares}
-    with ExitStack() as stack:
-        engines: dict[str, list[Engine]] = {}
-        for name, of_engines in shares.items():
-            rows = -(-options.batch_size // len(of_engines))
-            own = settings | {"max_num_seqs": rows, "max_tokens": options.max_tokens}
-            engines[name] = [
-                stack.enter_context(closing(Engine(of_engine, own, prompts[at :: len(of_engines)])))
-                for at, of_engine in enumerate(of_engines)
-            ]
-            for engine in engines[name]:
-                engine.wait()
-        for _ in range(options.repeats):
-            for name, together in engines.items():
-                start = time.perf_counter()
-                for engine in together:
-                    engine.start()
-                num_tokens = sum(engine.wait() for engine in together)
-                runs[name].append(num_tokens / (time.perf_counter() - start))
+    rows = -(-options.batch_size // number)
+    params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
+    with LLM(options.model, workers=number, max_num_seqs=rows, **settings) as workers:
+        assert isinstance(workers.engine, WorkerPool)
+        token_ids = [workers.encode(prompt, chat=is_chat) for prompt, is_chat in prompts]
+        workers.generate(token_ids, params, use_tqdm=False)  # to warm up, and to touch memory
+        pids = {"parent": os.getpid(), **workers.engine.pids()}
+        memory = {
+            "of_processes": {name: proportional_bytes(pid) for name, pid in pids.items()},
+            **workers.memory(),
+        }
+        with LLM(options.model, max_num_seqs=options.batch_size, **settings) as one:
+            one.generate(token_ids[: options.batch_size], params, use_tqdm=False)
+            order = [(ONE, one), (f"{number} workers", workers)]
+            runs: dict[str, list[float]] = {name: [] for name, _ in order}
+            for _ in range(options.repeats):
+                for name, llm in order:
+                    start = time.perf_counter()
+                    outputs = llm.generate(token_ids, params, use_tqdm=False)
+                    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                    runs[name].append(num_tokens / (time.perf_counter() - start))
+                order.reverse()
     return {
         "benchmark": "threads_cpu",
         "environment": environment(),
         "prompts": len(prompts),
-        "options": {"batch_size": options.batch_size, "max_tokens": options.max_tokens} | settings,
+        "workers": number,
+        "options": {
+            "batch_size": options.batch_size,
+            "max_tokens": options.max_tokens,
+            "model": options.model,
+        }
+        | settings,
         "tokens_per_s": runs,
+        "memory": memory,
     }
 
 
 def print_result(result: dict[str, Any]) -> None:
-    of_cores = statistics.median(result["tokens_per_s"]["an engine for each core"])
+    of_one = statistics.median(result["tokens_per_s"][ONE])
     rows = [
-        [name, f"{statistics.median(runs):.1f}", f"{statistics.median(runs) / of_cores:.2f}"]
+        [name, f"{statistics.median(runs):.1f}", f"{statistics.median(runs) / of_one:.2f}"]
         for name, runs in result["tokens_per_s"].items()
     ]
     print(hardware_text(result["environment"]))
-    print(*table(["", "tokens/s", "of an engine for each core"], rows), sep="\n")
+    print(*table(["", "tokens/s", f"of {ONE}"], rows), sep="\n")
+    memory = result["memory"]
+    parts = {name: size for name, size in memory["of_processes"].items() if size is not None}
+    parts |= {
+        "all": sum(parts.values()),
+        "of that weights": memory["weights_bytes"],
+        "KV": memory["kv_bytes"],
+    }
+    print(", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts.items()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE")
     parser.add_argument("--limit", type=at_least_one, metavar="N", help="the first N prompts")
     parser.add_argument("--quantization", choices=["int8", "int4"])
+    parser.add_argument("--workers", type=at_least_one, metavar="N")
     parser.add_argument("--batch-size", type=at_least_one, default=64)
     parser.add_argument("--max-tokens", type=at_least_one, default=64)
     parser.add_argument("--repeats", type=at_least_one, default=3)

@@ -53,6 +53,10 @@ class ClosedError(HiSpecError, RuntimeError):
     """An LLM or Engine was to compute something after its close()."""
 
 
+class WorkerError(HiSpecError, RuntimeError):
+    """A process of an LLM with several workers could not start, or ended and could not be replaced."""
+
+
 def closed(call: str) -> ClosedError:
     """call: the class and the method."""
     name = call.partition(".")[0]

@@ -9,17 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from .config import SchedulingConfig, SpeculativeConfig
+from .config import EngineConfig, SchedulingConfig, SpeculativeConfig
+from .config.workers import Workers, check_workers
 from .detokenizer import IncrementalText
 from .engine import Engine
-from .errors import ConfigError, RequestError, closed
+from .errors import ConfigError, RequestError, build, closed
 from .outputs import Delta, GrowingOutput, PendingRequest, RequestOutput
 from .prompts import Message, Prompt, encode_prompt, split_prompts
 from .sampling_params import SamplingParams
 from .scheduling.lengths import LengthPredictor
+from .workers.pool import WorkerPool
+from .workers.shares import make_shares
 
 if TYPE_CHECKING:
+    from ee_models.decoder import Decoder
+
     from .latency.model import LatencyModel
+    from .loading.draft_models import DraftModels
+    from .loading.trained_exits import TrainedExits
 
 _UNFINISHED = "a request of this id is unfinished; ids must be unique while they live"
 Params = SamplingParams | dict[str, Any] | Sequence[SamplingParams | dict[str, Any] | None] | None
@@ -34,11 +41,14 @@ class LLM:
                  first served
     length_predictor   of output lengths, for policies that ask; None = learnt from ended requests
     skip_tokenizer_init   take and give token ids only
+    workers      processes that serve requests, each with its share of the cores, or a GPU; all with one copy
+                 of the weights on Linux's CPUs; "auto" = as many as there are cores or GPUs
+                 (docs/scaling.md). Of max_num_seqs and num_kv_blocks each has its own
     engine       fields of EngineConfig: dtype, device, max_num_seqs, max_model_len, block_size,
                  num_kv_blocks, ...
 
     Raises ConfigError or CheckpointError (both ValueErrors; ExitsError is one of the latter) before anything
-    is computed.
+    is computed; WorkerError if a worker's process ends before it serves.
     """
 
     def __init__(
@@ -50,22 +60,31 @@ class LLM:
         length_predictor: LengthPredictor | None = None,
         skip_tokenizer_init: bool = False,
         revision: str | None = None,
+        workers: Workers = 1,
         **engine: Any,
     ) -> None:
-        self.engine = Engine.from_pretrained(
-            model,
-            speculative=speculative,
-            scheduling=scheduling,
-            length_predictor=length_predictor,
-            skip_tokenizer_init=skip_tokenizer_init,
-            revision=revision,
-            measure_latency=_measure_latency,
+        try:
+            check_workers(workers)
+        except ValueError as error:
+            raise ConfigError(f"workers: {error}") from None
+        shares = [] if workers == 1 else make_shares(workers, build(EngineConfig, engine, "engine"))
+        self.num_workers = max(1, len(shares))
+        arguments: dict[str, Any] = {
+            "speculative": speculative,
+            "scheduling": scheduling,
+            "length_predictor": length_predictor,
+            "skip_tokenizer_init": skip_tokenizer_init,
+            "revision": revision,
             **engine,
-        )
-        loaded = self.engine.pretrained
-        self.decoder, self.tokenizer = loaded.decoder, loaded.tokenizer
-        self.trained_exits, self.draft_models = loaded.trained_exits, loaded.draft_models
-        self._defaults = loaded.checkpoint.generation_defaults
+        }
+        self.engine: Engine | WorkerPool
+        if self.num_workers > 1:
+            self.engine = pool = WorkerPool(model, shares, **arguments)
+            self.tokenizer, self._defaults = pool.tokenizer, pool.generation_defaults
+        else:
+            self.engine = one = Engine.from_pretrained(model, measure_latency=_measure_latency, **arguments)
+            self.tokenizer = one.pretrained.tokenizer
+            self._defaults = one.pretrained.checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}
         self._of_sequence: dict[str, PendingRequest] = {}
         self._arrived: list[Delta] = []  # from the engine, not handed on yet
@@ -177,18 +196,32 @@ class LLM:
     def row_invariant(self) -> bool:
         """Whether a token's logits have the same bits whatever else is in its pass; else equal up to
         rounding."""
-        return self.decoder.row_invariant
+        return (self.engine if isinstance(self.engine, WorkerPool) else self.decoder).row_invariant
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model. As those below, raises ConfigError with several workers, whose processes have it."""
+        return self.engine.pretrained.decoder
+
+    @property
+    def trained_exits(self) -> TrainedExits:
+        return self.engine.pretrained.trained_exits
+
+    @property
+    def draft_models(self) -> DraftModels:
+        return self.engine.pretrained.draft_models
 
     def fingerprints(self, speculative: SpeculativeConfig | None = None) -> dict[str, str]:
         """Checksums of the model ("model"), and of the trained exits that a plan names, by what names them.
         Raises ExitsError."""
-        return self.engine.pretrained.fingerprints(speculative)
+        return self.engine.fingerprints(speculative)
 
     def token_text(self, token_id: int) -> str:
         """The text of a token by itself; its number if the model has no tokenizer."""
         return str(token_id) if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
 
     def stats(self) -> dict[str, Any]:
+        """As Engine.stats(); with several workers their sums, and "workers": each by itself."""
         return self.engine.stats()
 
     def reset_stats(self) -> None:
@@ -201,11 +234,7 @@ class LLM:
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose."""
-        return {
-            "weights_bytes": self.decoder.num_bytes,
-            "draft_model_bytes": self.draft_models.num_bytes,
-            **self.engine.memory(),
-        }
+        return self.engine.memory()
 
     def close(self) -> None:
         """Ends all requests and releases the KV memory. Idempotent. What computes raises ClosedError after
@@ -239,7 +268,10 @@ class LLM:
                 stream = IncrementalText(self.tokenizer, params.stop) if self.tokenizer is not None else None
                 pending.sequences[sequence_id] = GrowingOutput()
                 self._of_sequence[sequence_id] = pending
-                self.engine.add_request(token_ids, one, sequence_id, stream)
+                if isinstance(self.engine, WorkerPool):
+                    self.engine.add_request(token_ids, one, sequence_id, stream, request_id in self._streams)
+                else:
+                    self.engine.add_request(token_ids, one, sequence_id, stream)
         except BaseException as error:
             self._abort(request_id)
             if isinstance(error, RequestError):

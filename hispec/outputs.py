@@ -3,7 +3,7 @@ RequestOutputs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -102,6 +102,17 @@ class GrowingOutput:
     @property
     def last(self) -> Delta | None:
         return self.deltas[-1] if self.deltas else None
+
+    def make_delta(self) -> Delta:
+        """All Deltas as one."""
+        deltas, last = self.deltas, self.deltas[-1]
+        logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
+        return replace(
+            last,
+            token_ids=[token for delta in deltas for token in delta.token_ids],
+            text="".join([delta.text for delta in deltas]),
+            logprobs=logprobs if any(delta.logprobs is not None for delta in deltas) else None,
+        )
 
     def make_output(self, index: int, wants_logprobs: bool) -> CompletionOutput:
         deltas, last = self.deltas, self.deltas[-1]

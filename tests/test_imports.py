@@ -24,6 +24,7 @@ LEVELS: list[set[str]] = [
     {"profile", "training", "simulate", "integrations"},
     {"jobs"},
     {"llm"},
+    {"workers"},
     {"measure"},
     {"engine"},
     {"runner", "trace", "loading"},

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from llvmlite import ir
@@ -23,7 +24,7 @@ from numba.extending import intrinsic
 
 
 class KernelThreads:
-    """As many threads as torch uses when this is made.
+    """As many threads as torch uses when this is made, or as `resize` says later.
 
     count      how many
     barrier    the address of a function at which a kernel's threads wait for each other; 0 = there is none,
@@ -32,12 +33,24 @@ class KernelThreads:
                are asked for where its settings say so; 0 = there is none
     """
 
+    _all: ClassVar[WeakSet[KernelThreads]] = WeakSet()
+
     def __init__(self) -> None:
         self.count = torch.get_num_threads()
         self._parallel, self.barrier, self.team_size = _find_gomp()
         self._pool = None
         if self._parallel is None and self.count > 1:
             self._pool = ThreadPoolExecutor(self.count - 1, thread_name_prefix="kernel")
+        KernelThreads._all.add(self)
+
+    @staticmethod
+    def resize(count: int) -> None:
+        """Torch, and all KernelThreads on its threads, use so many from now on: for a process that was forked
+        from one that used a single thread. A pool of Python's keeps its size."""
+        torch.set_num_threads(count)
+        for threads in KernelThreads._all:
+            if threads.barrier:
+                threads.count = count
 
     def run(self, kernel: Any, data: int, num_threads: int) -> None:
         """Calls kernel(data) on up to `num_threads` threads, this one among them, and waits for all. kernel:

@@ -17,10 +17,10 @@ def add(commands: Any) -> None:
         _report,
         "show what an engine decided and did",
         "Sum up a trace (engine.trace=FILE) and draw it: plans, speed, acceptance and load over time"
-        " (docs/control.md).",
+        " (docs/control.md). Of several, such as those of a job's workers, all as one.",
         has_set=False,
     )
-    report.add_argument("trace", type=Path, metavar="TRACE")
+    report.add_argument("traces", type=Path, nargs="+", metavar="TRACE")
     picture = "the picture (default: beside the trace, with the suffix .png)"
     report.add_argument("-o", "--output", type=Path, metavar="FILE.png", help=picture)
     add_options(report, ("--json", Path, "FILE", "write the summary as JSON"))
@@ -29,6 +29,7 @@ def add(commands: Any) -> None:
 def _report(options: argparse.Namespace) -> int:
     from ee_models.errors import install_command
 
+    from ..trace.merge import merge
     from ..trace.plots import draw_trace
     from ..trace.report import print_report
     from ..trace.summary import summarize
@@ -36,9 +37,11 @@ def _report(options: argparse.Namespace) -> int:
     from ..utils.files import write_json
     from ..utils.plots import check_matplotlib, has_matplotlib
 
-    trace = read_trace(options.trace)  # first: what is no file has no name to take the picture's from
-    picture = options.trace.with_suffix(".png") if options.output is None else options.output
-    _check_targets(options.trace, picture, options.json)
+    # First: what is no file has no name to take the picture's from.
+    trace = merge([read_trace(path) for path in options.traces])
+    picture = options.traces[0].with_suffix(".png") if options.output is None else options.output
+    for path in options.traces:
+        _check_targets(path, picture, options.json)
     if options.output is not None:
         check_matplotlib("-o")
     summary = summarize(trace)

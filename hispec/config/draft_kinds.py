@@ -12,6 +12,7 @@ from .base import one_of
 
 # The kinds that come with HiSpec; registered ones follow.
 KINDS: list[str] = ["exit", "adapter", "ngram", "hybrid", "model"]
+OWN_KINDS = tuple(KINDS)  # before any is registered
 DraftKind = Annotated[str, one_of(KINDS)]
 
 

@@ -14,6 +14,7 @@ from .plan import Plan
 # Ways to accept; those that come with HiSpec, then registered ones
 # (hispec.decoding.acceptance.register_judge).
 ACCEPTANCES: list[str] = ["coupled", "rejection"]
+OWN_ACCEPTANCES = tuple(ACCEPTANCES)  # before any is registered
 _MOST_DRAFTS = 64  # of a tree, per cycle
 
 

@@ -59,6 +59,7 @@ class Engine:
         length_predictor: LengthPredictor | None = None,
         eos_token_ids: Sequence[int] = (),
         name: str = "",
+        sharers: int = 1,
         is_static: bool | None = None,
         graph_device: GraphDevice | None = None,
     ) -> None:
@@ -70,6 +71,7 @@ class Engine:
         scheduling                in which order requests are served; None = first come, first served
         length_predictor          of output lengths, for policies that ask; None = learnt from ended requests
         name                      of the model, for the trace
+        sharers                   engines that share the memory for KV, this one among them
         is_static, graph_device   whether rounds have static shapes, and where they are captured; None = as
                                   suits the decoder's device
         """
@@ -83,9 +85,9 @@ class Engine:
         self._counters = PassCounts(), PassCounts()  # of the model, and of a draft model
         self._plans = PlanCache(config, self.max_model_len, self._counters)
         spec = PlanSpec(Models(decoder, tuple(exits), draft_model), speculative, plan, latency)
-        check_num_blocks(config, spec.models)
+        check_num_blocks(config, spec.models, sharers)
         num_blocks = config.num_kv_blocks or default_num_blocks(
-            config, spec.models, self.max_model_len, lambda: self._plans.make(1, spec)
+            config, spec.models, self.max_model_len, lambda: self._plans.make(1, spec), sharers
         )
         self._pool = BlockPool(num_blocks, config.block_size)
         is_cheaper = cheaper_to_move(latency, config.max_prefill_tokens)
@@ -93,7 +95,7 @@ class Engine:
         self._scheduler = make_scheduler(scheduling, config, self._pool, length_predictor, self._offloader)
         max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
         tables = RowTables(config.max_num_seqs, max_blocks)
-        self._admission = Admission(
+        self.admission = Admission(
             model.vocab_size,
             self.max_model_len,
             num_blocks,
@@ -151,15 +153,29 @@ class Engine:
                 " (hispec/scheduling/lengths.py); leave it out to learn lengths from ended requests"
             )
         loaded = Pretrained(model, config, plan, revision, skip_tokenizer_init, measure_latency)
+        return cls.of_pretrained(loaded, config, plan, order, length_predictor, name=str(model))
+
+    @classmethod
+    def of_pretrained(
+        cls,
+        loaded: Pretrained,
+        config: EngineConfig,
+        speculative: SpeculativeConfig | None,
+        scheduling: SchedulingConfig | None,
+        length_predictor: LengthPredictor | None,
+        **more: Any,
+    ) -> Engine:
+        """The engine of what was loaded before, with this very config but for sizes, seed and trace; `more`
+        are arguments of Engine. Raises ConfigError, ExitsError or CheckpointError."""
         made = cls(
             loaded.decoder,
             config,
-            plan,
-            **loaded.for_plan(plan),
-            scheduling=order,
+            speculative,
+            **loaded.for_plan(speculative),
+            scheduling=scheduling,
             length_predictor=length_predictor,
             eos_token_ids=loaded.checkpoint.config.eos_token_ids,
-            name=str(model),
+            **more,
         )
         made._pretrained = loaded
         return made
@@ -209,6 +225,11 @@ class Engine:
             raise ConfigError("this Engine was made of a decoder at hand; Engine.from_pretrained loads more")
         return self._pretrained
 
+    def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:
+        """Checksums of the model ("model"), and of the trained exits that a plan names, by what names them.
+        Raises ExitsError, and ConfigError as `pretrained` does."""
+        return self.pretrained.fingerprints(speculative)
+
     @property
     def plan(self) -> Plan:
         return self._runtime.plan
@@ -223,11 +244,13 @@ class Engine:
         params: SamplingParams,
         request_id: str | None = None,
         text: TextStream | None = None,
+        arrival_s: float | None = None,
     ) -> str:
         """Queues a request -> its id. Raises RequestError, naming all that is wrong with it; the engine goes
         on.
 
         `params.n` must be 1: a sequence is one request. `text` follows the output for stop strings and text.
+        `arrival_s`: since when it waits, on the clock of `time.monotonic`; None = it comes now.
         """
         self._check_open("add_request")
         requests, gained, problems = self._loop.requests, self._loop.gained, []
@@ -238,10 +261,11 @@ class Engine:
             problems.append("a request of this id is unfinished; ids must be unique while they live")
         if self._is_draining:
             problems.append("the engine is draining and takes no more requests")
-        admission = self._admission
+        admission = self.admission
         admission.check(request_id, prompt_token_ids, params, text, problems)
         # Only now: a request that is refused must not change the seeds of those after it.
         request = admission.make_request(next(self._numbers), request_id, prompt_token_ids, params, text)
+        request.arrival_s = request.arrival_s if arrival_s is None else arrival_s
         with self._loop.repaired():
             self._scheduler.add(request)
             requests[request_id] = request
@@ -351,10 +375,14 @@ class Engine:
         self._recorder.is_tracing = on
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated, by purpose; on a GPU including those of up to eight earlier plans, whose graphs
-        are kept."""
-        graphs = self._rounds.graphs
-        return {**self._plans.memory(), **({"graph_bytes": graphs.num_bytes} if graphs is not None else {})}
+        """Bytes allocated, by purpose; those of weights if this engine has loaded them; on a GPU including
+        those of up to eight earlier plans, whose graphs are kept."""
+        graphs, loaded = self._rounds.graphs, self._pretrained
+        return {
+            **({} if loaded is None else loaded.memory()),
+            **self._plans.memory(),
+            **({} if graphs is None else {"graph_bytes": graphs.num_bytes}),
+        }
 
     def check(self) -> None:
         """Asserts the integrity of blocks and rows; for tests, at any time between steps."""

@@ -17,30 +17,35 @@ from ..utils.memory import free_bytes, free_memory_bytes, peak_bytes
 
 
 def default_num_blocks(
-    config: EngineConfig, models: Models, max_model_len: int, make: Callable[[], PlanRuntime]
+    config: EngineConfig,
+    models: Models,
+    max_model_len: int,
+    make: Callable[[], PlanRuntime],
+    sharers: int = 1,
 ) -> int:
     """Enough KV blocks for max_num_seqs sequences of max_model_len, or as many as there is memory for. On a
     GPU the largest passes are run first, by what `make` gives over a single block, to see what memory they
-    need besides. Raises ConfigError if not one block fits.
+    need besides. sharers: as in `check_num_blocks`. Raises ConfigError if not one block fits.
     """
     bytes_per_block, device = models.kv_bytes_per_block(config.block_size), models.decoder.device
     if device.type != "cuda":
-        return host_num_blocks(config, bytes_per_block, max_model_len)
+        return host_num_blocks(config, bytes_per_block, max_model_len, sharers)
     trial = make()
     peak = peak_bytes(device, lambda: try_largest_passes(config, models.decoder, max_model_len, trial))
     trial.release()
     return num_blocks_beside(config, free_bytes(device), peak, bytes_per_block, max_model_len)
 
 
-def check_num_blocks(config: EngineConfig, models: Models) -> None:
-    """Raises ConfigError if num_kv_blocks are more than there is memory for."""
+def check_num_blocks(config: EngineConfig, models: Models, sharers: int = 1) -> None:
+    """Raises ConfigError if num_kv_blocks are more than there is memory for. sharers: engines that share a
+    host's memory, each with as many blocks."""
     per_block, device = models.kv_bytes_per_block(config.block_size), models.decoder.device
-    free = free_bytes(device) if device.type == "cuda" else free_memory_bytes()
-    num_blocks = config.num_kv_blocks or 0
+    free = free_bytes(device) if device.type == "cuda" else free_memory_bytes() // sharers
+    num_blocks, of_each = config.num_kv_blocks or 0, f" for each of {sharers} workers" if sharers > 1 else ""
     if num_blocks * per_block > free:
         raise ConfigError(
             f"engine.num_kv_blocks={num_blocks} take {_mb(num_blocks * per_block)}, but {_mb(free)} of memory"
-            f" are free; choose at most {free // per_block}, or leave it out"
+            f" are free{of_each}; choose at most {free // per_block}, or leave it out"
         )
 
 
@@ -70,11 +75,11 @@ def max_model_len(config: EngineConfig, max_position_embeddings: int, sliding_wi
     return config.max_model_len or limit
 
 
-def host_num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int) -> int:
-    """KV blocks for max_num_seqs sequences of max_model_len, within half of the free memory. Raises
-    ConfigError if not one fits."""
+def host_num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, sharers: int = 1) -> int:
+    """KV blocks for max_num_seqs sequences of max_model_len, within half of the free memory, of which
+    `sharers` have equal parts. Raises ConfigError if not one fits."""
     wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
-    affordable = free_memory_bytes() // 2 // bytes_per_block
+    affordable = free_memory_bytes() // 2 // sharers // bytes_per_block
     if affordable < 1:
         raise ConfigError(
             f"one KV block takes {bytes_per_block} bytes, more than half of the free memory; choose a smaller"

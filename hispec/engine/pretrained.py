@@ -50,7 +50,7 @@ class Pretrained:
         self.trained_exits.check(speculative)
         self.draft_models = DraftModels(config.attention)
         self.draft_models.check(speculative)
-        self._max_num_seqs, self._measure_latency = config.max_num_seqs, measure_latency
+        self._max_num_seqs, self.measure_latency = config.max_num_seqs, measure_latency
         self._max_model_len = max_model_len(
             config, model_config.max_position_embeddings, model_config.sliding_window
         )
@@ -70,6 +70,10 @@ class Pretrained:
         exits = self.trained_exits.load(speculative, self.decoder)
         draft_model = self.draft_models.load(speculative, self.decoder, self.tokenizer, self._max_model_len)
         latency = None
-        if speculative is not None and speculative.control == "goodput" and self._measure_latency:
-            latency = self._measure_latency(speculative, self.decoder, exits, draft_model, self._max_num_seqs)
+        if speculative is not None and speculative.control == "goodput" and self.measure_latency:
+            latency = self.measure_latency(speculative, self.decoder, exits, draft_model, self._max_num_seqs)
         return {"exits": exits, "draft_model": draft_model, "latency": latency}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights; those of exits belong to plans."""
+        return {"weights_bytes": self.decoder.num_bytes, "draft_model_bytes": self.draft_models.num_bytes}

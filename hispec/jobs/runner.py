@@ -277,6 +277,7 @@ def drive(
     `num_waiting` says how many finished rows are held back; while there are too many, no new row is taken.
     """
     source = iter(rows)
+    num_rows = engine.max_num_seqs * llm.num_workers
     running: dict[str, Row] = {}
     exhausted, shown_at = False, 0.0
     started, others = time.perf_counter(), watch_others()
@@ -291,8 +292,8 @@ def drive(
         bar.update()
 
     while running or not exhausted:
-        has_room = len(running) < REQUESTS_PER_ROW * engine.max_num_seqs
-        holds_back = bool(running) and num_waiting() >= RESULTS_WAITING_PER_ROW * engine.max_num_seqs
+        has_room = len(running) < REQUESTS_PER_ROW * num_rows
+        holds_back = bool(running) and num_waiting() >= RESULTS_WAITING_PER_ROW * num_rows
         if exhausted or holds_back or not has_room:
             for result in llm.step():
                 end(running.pop(result.request_id), result)
@@ -308,7 +309,8 @@ def drive(
                 running[row.request_id] = row
             except RequestError as error:
                 end(row, RowError("refused", str(error).removeprefix(f"{row.request_id}: ")))
-    timed.others = others()
+    if llm.num_workers == 1:  # else workers would count among the others
+        timed.others = others()
 
 
 def _progress(llm: LLM, timed: Timed) -> str:

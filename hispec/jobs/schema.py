@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..config import EngineConfig, SchedulingConfig, Settings, SpeculativeConfig
+from ..config.workers import Workers
 from ..errors import shown
 from ..sampling_params import SamplingParams
 
@@ -164,7 +165,7 @@ class RunConfig(Settings):
     sampling: SamplingParams = SamplingParams()
 
     def make_llm(self, **engine: Any) -> LLM:
-        """The LLM with these settings; engine: overrides single engine settings."""
+        """The LLM with these settings; engine: overrides single engine settings, or adds arguments of LLM."""
         from ..llm import LLM
 
         settings = {**self.engine.model_dump(), **engine}
@@ -172,10 +173,18 @@ class RunConfig(Settings):
 
 
 class Job(RunConfig):
-    """One offline job: every prompt of `input` through the model, results to `output`."""
+    """One offline job: every prompt of `input` through the model, results to `output`.
 
+    workers  processes that share the work, each with its part of the cores, or a GPU; "auto" = as many as
+             there are cores or GPUs (docs/scaling.md)
+    """
+
+    workers: Workers = 1
     input: InputConfig
     output: OutputConfig
+
+    def make_llm(self, **engine: Any) -> LLM:
+        return super().make_llm(workers=self.workers, **engine)
 
     @model_validator(mode="after")
     def _comparable(self) -> Job:

@@ -28,7 +28,7 @@ class Lines:
             if path.exists() and not path.is_file():
                 raise ConfigError(f"engine.trace: {path} is not a regular file; choose another path")
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and not _is_ours(path):
+            if path.exists() and not is_ours(path):
                 raise ConfigError(
                     f"engine.trace: {path} exists and is no trace of HiSpec; move it away, or choose another"
                     " path"
@@ -69,7 +69,7 @@ class Lines:
                 self._file.close()
 
 
-def _is_ours(path: Path) -> bool:
+def is_ours(path: Path) -> bool:
     """Whether the file is a trace, or empty. Raises OSError."""
     with path.open("rb") as file:
         start = file.read(len(_START))

@@ -29,13 +29,14 @@ class _Line(Settings):
 
 class Header(_Line):
     """Whose trace it is. `routes`: their names, by number, until a line of type "routes" gives others, which
-    the engine writes whenever its plan is set."""
+    the engine writes whenever its plan is set. `started`: when all times begin, on the machine's clock."""
 
     model: str
     policy: str
     max_num_seqs: Annotated[int, Field(ge=1)]
     routes: Tuple[str]
     environment: dict[str, Any]
+    started: float | None = None
 
 
 class RoutesChange(_Line):

@@ -62,6 +62,7 @@ class TraceWriter:
             "max_num_seqs": max_num_seqs,
             "routes": list(routes),
             "environment": dict(environment),
+            "started": round(self._started_s, 6),
         }
         self._lines.add(header, now=True)
 
@@ -103,7 +104,8 @@ class TraceWriter:
         """
 
         def elapsed(at: float | None) -> float | None:
-            return None if at is None else round(at - self._started_s, 6)
+            # A request may have come to a worker that died before this one began.
+            return None if at is None else max(0.0, round(at - self._started_s, 6))
 
         self._lines.add(
             {

@@ -29,13 +29,15 @@ class FakeLLM:
     instances: ClassVar[list[FakeLLM]] = []
     row_invariant: ClassVar[bool] = True
     weights: ClassVar[str] = "some"
+    num_workers: ClassVar[int] = 1
     on_step: ClassVar[Callable[[int], None] | None] = None  # called with the number of the step, before it
     wrong_when_speculative: ClassVar[bool] = (
         False  # speculative output differs from plain: what a broken round does
     )
 
-    def __init__(self, model: str, *, speculative: Any = None, **engine: Any) -> None:
+    def __init__(self, model: str, *, speculative: Any = None, workers: Any = 1, **engine: Any) -> None:
         self.model, self.speculative, self.engine = model, speculative, engine
+        self.workers = workers
         self.requests: list[list[Any]] = []
         self.num_steps = self.num_added = self.most_unfinished = 0
         self.added: list[str] = []

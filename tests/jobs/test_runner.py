@@ -247,3 +247,16 @@ def test_ctrl_c_during_the_comparison_says_that_the_rows_are_done(
     with pytest.raises(JobInterrupted, match="all 8 rows are done"):
         run(job)
     assert len(rows_of(job)) == 8
+
+
+def test_all_workers_are_fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for workers in (1, 3):
+        monkeypatch.setattr(FakeLLM, "num_workers", workers)
+        job = make_job(
+            tmp_path, prompts(60), engine={"max_num_seqs": 2}, workers=3, output={"overwrite": True}
+        )
+        report = run(job)
+        llm = FakeLLM.instances[-1]
+        assert llm.workers == 3 and llm.most_unfinished == REQUESTS_PER_ROW * 2 * workers
+        assert report.timed.num_results == 60
+        assert workers == 1 or report.timed.others is None, "workers are no other programs"

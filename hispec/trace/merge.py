@@ -1,0 +1,58 @@
+"""Traces of several workers as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .lines import is_ours
+from .records import Decision, RequestRecord, Rounds, Trace
+
+
+def trace_of_worker(path: Path, number: int) -> Path:
+    """Where the worker of this number writes, such as trace.0.jsonl for trace.jsonl."""
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
+def drop_traces_of_workers(path: Path) -> None:
+    """Deletes those of an earlier run, which may have had more workers."""
+    for old in path.parent.glob(f"{path.stem}.*{path.suffix}"):
+        number = old.name.removeprefix(f"{path.stem}.").removesuffix(path.suffix)
+        if number.isdecimal() and old.is_file() and is_ours(old):
+            old.unlink()
+
+
+def merge(traces: Sequence[Trace]) -> Trace:
+    """One trace with the rounds, decisions and requests of all, by their times; as many rows as all have."""
+    if len(traces) == 1:
+        return traces[0]
+    begins = [trace.header.started for trace in traces]
+    first = min((begin for begin in begins if begin is not None), default=0.0)
+    decisions: list[Decision] = []
+    rounds: list[Rounds] = []
+    requests: list[RequestRecord] = []
+    for at, (trace, begin) in enumerate(zip(traces, begins, strict=True)):
+        later = 0.0 if begin is None else begin - first
+        decisions += [one.model_copy(update={"t": one.t + later}) for one in trace.decisions]
+        rounds += [one.model_copy(update={"t": one.t + later}) for one in trace.rounds]
+        requests += [_shifted(one, later, one.number * len(traces) + at) for one in trace.requests]
+    header = traces[0].header
+    return Trace(
+        header.model_copy(update={"max_num_seqs": sum(trace.header.max_num_seqs for trace in traces)}),
+        list(dict.fromkeys(route for trace in traces for route in trace.routes)),
+        sorted(decisions, key=lambda one: one.t),
+        sorted(rounds, key=lambda one: one.t),
+        sorted(requests, key=lambda one: one.finished),
+        is_cut=any(trace.is_cut for trace in traces),
+    )
+
+
+def _shifted(request: RequestRecord, later: float, number: int) -> RequestRecord:
+    first = request.first_token
+    changed = {
+        "number": number,
+        "arrival": request.arrival + later,
+        "first_token": None if first is None else first + later,
+        "finished": request.finished + later,
+    }
+    return request.model_copy(update=changed)

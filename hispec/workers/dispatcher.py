@@ -1,0 +1,323 @@
+"""The thread that talks to workers: deals requests out, and gives those of a dead worker to others."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ..errors import WorkerError
+from ..outputs import Delta
+from .launch import Launcher, Process
+from .messages import Hello, NewRequest, Start
+
+_log = logging.getLogger(__name__)
+# Of workers that served a request, which was served alone before the last; of workers one after the other
+# before they were ready.
+_MOST_DEATHS = 3
+_PATIENCE_S = 5.0  # that workers have to end, their traces written
+
+
+@dataclass(eq=False)
+class Task:
+    """An unfinished request, how many workers died of it, and of a stream what was handed on of it."""
+
+    request: NewRequest
+    deaths: int = 0
+    given_tokens: int = 0
+    given_text: int = 0
+    skip_tokens: int = 0
+    skip_text: int = 0
+
+
+@dataclass(eq=False)
+class Call:
+    """A method that all workers run. done: gets all replies at once, those of the dead left out."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    waits_for: set[Worker] = field(default_factory=set)
+    replies: list[Any] = field(default_factory=list)
+    done: SimpleQueue[list[Any]] = field(default_factory=SimpleQueue)
+
+    def end_for(self, worker: Worker, *reply: Any) -> None:
+        self.waits_for.discard(worker)
+        self.replies += reply
+        if not self.waits_for:
+            self.done.put(self.replies)
+
+
+@dataclass(eq=False)
+class Worker:
+    """place: which of the pool's; calls: those that it has not replied to, in order."""
+
+    process: Process
+    place: int
+    is_ready: bool = False
+    is_alone: bool = False  # with a request that may be what others died of
+    tasks: dict[int, Task] = field(default_factory=dict)
+    calls: deque[Call] = field(default_factory=deque)
+    last_words: str | None = None
+    failure: Exception | None = None  # that it could not start of
+
+
+class Dispatcher:
+    """Owns all pipes, in its own thread, where no interrupt comes. Others call `post`, and read `outbox`.
+
+    outbox      (number of a request, Delta), as they came; `news` gets something after each, and when
+    failure     is set: why nothing will come any more
+    start_of    what a new worker is started with, by its place and how many were replaced
+    room        requests that a worker has at most; None = all are dealt out at once
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        workers: list[Process],
+        start_of: Callable[[int, int], Start],
+        room: int | None,
+    ) -> None:
+        """workers: those that are ready."""
+        self.outbox: deque[tuple[int, Delta]] = deque()
+        self.news: SimpleQueue[None] = SimpleQueue()
+        self.failure: Exception | None = None
+        self.num_replaced = 0
+        self._launcher, self._start_of, self._room = launcher, start_of, room
+        self._workers = [Worker(process, place, is_ready=True) for place, process in enumerate(workers)]
+        self._queue: deque[Task] = deque()
+        self._suspects: deque[Task] = deque()  # workers died of twice
+        self._tasks: dict[int, Task] = {}
+        self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._is_closing, self._unready_deaths = False, 0
+        self._after_start: dict[str, tuple[Any, ...]] = {}  # calls that later workers must hear of, too
+        self._thread = threading.Thread(target=self._run, name="hispec-workers", daemon=True)
+        self._thread.start()
+
+    def post(self, what: Callable[..., None], *arguments: Any) -> None:
+        """Has a method of this object called in its thread."""
+        self._inbox.append((what, arguments))
+        with suppress(OSError):  # full, so that it will wake; or closed
+            self._waker.send(b"x")
+
+    def ask(self, name: str, *arguments: Any, is_lasting: bool = False) -> list[Any]:
+        """What a method of `serve.Server` returns or raises in each worker; of none, once there is a
+        `failure`. is_lasting: workers that start later are to hear of it, too."""
+        call = Call(name, arguments)
+        self.post(self._call_all, call, is_lasting)
+        while True:
+            try:
+                return call.done.get(timeout=1.0)
+            except Empty:
+                if not self._thread.is_alive():
+                    return []
+
+    def pids(self) -> dict[str, int]:
+        """Ids of the processes, by name."""
+        nursery = self._launcher.nursery_pid
+        workers = sorted((each.place, each.process.pid) for each in self._workers)
+        return {
+            **({} if nursery is None else {"nursery": nursery}),
+            **{f"worker {place}": pid for place, pid in workers},
+        }
+
+    def close(self) -> None:
+        """Ends the workers and the thread, in bounded time. Idempotent."""
+        self._is_closing = True
+        self.post(lambda: None)
+        if threading.current_thread() is not self._thread:  # it may collect what closes this
+            self._thread.join(4 * _PATIENCE_S)
+
+    def add(self, request: NewRequest) -> None:
+        self._tasks[request.number] = task = Task(request)
+        self._queue.append(task)
+
+    def abort(self, numbers: list[int]) -> None:
+        gone = {number: task for number in numbers if (task := self._tasks.pop(number, None)) is not None}
+        for waiting in (self._queue, self._suspects):
+            if any(task in waiting for task in gone.values()):
+                kept = [task for task in waiting if task.request.number not in gone]
+                waiting.clear()
+                waiting.extend(kept)
+        for worker in self._workers:
+            if own := [number for number in gone if worker.tasks.pop(number, None) is not None]:
+                self._send(worker, own)
+
+    def _call_all(self, call: Call, is_lasting: bool) -> None:
+        if is_lasting:
+            self._after_start[call.name] = call.arguments
+        call.waits_for = set(self._workers)
+        if not self._workers:
+            call.done.put([])
+        for worker in self._workers:
+            self._call(worker, call)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                connections: dict[Any, Worker] = {each.process.connection: each for each in self._workers}
+                for ready in wait([self._woken, *connections]):
+                    if ready is self._woken:
+                        self._woken.recv(4096)
+                    else:
+                        self._receive(connections[ready])
+                while self._inbox:
+                    what, arguments = self._inbox.popleft()
+                    what(*arguments)
+                self._deal()
+        except Exception as error:
+            _log.exception("the thread that talks to workers failed")
+            self._fail(error)
+        finally:
+            self._end()
+
+    def _receive(self, worker: Worker) -> None:
+        try:
+            message = worker.process.connection.recv()
+        except (EOFError, OSError):
+            self._bury(worker)
+            return
+        if isinstance(message, list):
+            for number, delta in message:
+                self._take(worker, number, delta)
+        elif isinstance(message, tuple):
+            worker.calls.popleft().end_for(worker, *message)
+        elif isinstance(message, Hello):
+            worker.is_ready = True
+        elif isinstance(message, str):
+            worker.last_words = message
+        else:
+            worker.failure = message
+
+    def _take(self, worker: Worker, number: int, delta: Delta) -> None:
+        task = worker.tasks.get(number)
+        if task is None:  # aborted
+            return
+        skipped, cut = min(task.skip_tokens, len(delta.token_ids)), min(task.skip_text, len(delta.text))
+        task.skip_tokens, task.skip_text = task.skip_tokens - skipped, task.skip_text - cut
+        if skipped or cut:  # of a stream that another worker had begun: the same tokens come again
+            logprobs = None if delta.logprobs is None else delta.logprobs[skipped:]
+            token_ids, text = delta.token_ids[skipped:], delta.text[cut:]
+            delta = replace(delta, token_ids=token_ids, text=text, logprobs=logprobs)
+        task.given_tokens += len(delta.token_ids)
+        task.given_text += len(delta.text)
+        if delta.finish_reason is not None:
+            del worker.tasks[number], self._tasks[number]
+        if delta.token_ids or delta.text or delta.finish_reason is not None:
+            self._put(number, delta)
+
+    def _put(self, number: int, delta: Delta) -> None:
+        self.outbox.append((number, delta))
+        self.news.put(None)
+
+    def _deal(self) -> None:
+        """Gives requests to whoever has the fewest, up to its room; suspects to a worker of their own."""
+        for worker in self._workers:
+            worker.is_alone = worker.is_alone and bool(worker.tasks)
+        free = [worker for worker in self._workers if worker.is_ready and not worker.is_alone]
+        while self._suspects and free:
+            worker = min(free, key=lambda each: len(each.tasks))
+            free.remove(worker)
+            if worker.tasks:  # it gets nothing new until it has ended these
+                break
+            worker.is_alone = True
+            self._give(worker, self._suspects.popleft())
+        while self._queue and free:
+            worker = min(free, key=lambda each: len(each.tasks))
+            if self._room is not None and len(worker.tasks) >= self._room:
+                break
+            self._give(worker, self._queue.popleft())
+
+    def _give(self, worker: Worker, task: Task) -> None:
+        worker.tasks[task.request.number] = task
+        self._send(worker, task.request)
+
+    @staticmethod
+    def _send(worker: Worker, message: Any) -> None:
+        with suppress(OSError):  # it has died: its pipe tells
+            worker.process.connection.send(message)
+
+    def _call(self, worker: Worker, call: Call) -> None:
+        worker.calls.append(call)
+        self._send(worker, (call.name, call.arguments))
+
+    def _bury(self, worker: Worker) -> None:
+        """Does what a dead worker leaves: gives its requests to others, and starts another."""
+        self._workers.remove(worker)
+        ending = self._launcher.bury(worker.process)
+        how = worker.last_words or ending
+        for call in worker.calls:
+            call.end_for(worker)
+        for task in reversed(worker.tasks.values()):
+            self._do_again(task, how)
+        self._unready_deaths = 0 if worker.is_ready else self._unready_deaths + 1
+        if worker.failure is None and self._unready_deaths < _MOST_DEATHS:
+            _log.warning("worker %d %s; another takes its place", worker.place, how)
+            self._replace(worker.place)
+        else:
+            text = f"{self._unready_deaths} workers ended before they were ready, the last {how}"
+            self._go_without(worker.failure or WorkerError(text))
+
+    def _replace(self, place: int) -> None:
+        self.num_replaced += 1
+        try:
+            worker = Worker(self._launcher.start(self._start_of(place, self.num_replaced)), place)
+        except Exception as error:
+            self._go_without(error)
+            return
+        self._workers.append(worker)
+        for name, arguments in self._after_start.items():
+            self._call(worker, Call(name, arguments, {worker}))
+
+    def _go_without(self, error: Exception) -> None:
+        if self._workers:
+            _log.warning("a worker cannot be replaced, %d go on: %s", len(self._workers), error)
+        else:
+            self._fail(error)
+
+    def _do_again(self, task: Task, how: str) -> None:
+        task.deaths += 1
+        task.skip_tokens, task.skip_text = task.given_tokens, task.given_text
+        if task.deaths >= _MOST_DEATHS:
+            error = f"{task.deaths} workers died while they served it, the last this request alone: it {how}"
+            del self._tasks[task.request.number]
+            self._put(task.request.number, Delta("", [], "", None, "error", None, error=error))
+        elif task.deaths == _MOST_DEATHS - 1:
+            self._suspects.appendleft(task)
+        else:
+            self._queue.appendleft(task)
+
+    def _fail(self, error: Exception) -> None:
+        """From now on nothing comes."""
+        self.failure = error
+        for worker in self._workers:
+            for call in worker.calls:
+                call.end_for(worker)
+        self.news.put(None)
+
+    def _end(self) -> None:
+        for worker in self._workers:
+            self._send(worker, None)
+        alive: list[Any] = [worker.process.connection for worker in self._workers]
+        until = time.monotonic() + _PATIENCE_S
+        while alive and (left := until - time.monotonic()) > 0.0:
+            for connection in list[Any](wait(alive, left)):
+                try:
+                    connection.recv()
+                except (EOFError, OSError):
+                    alive.remove(connection)
+        for worker in self._workers:
+            self._launcher.bury(worker.process)
+        self._launcher.close()
+        self._workers.clear()
+        self._woken.close()
+        self._waker.close()

@@ -1,0 +1,75 @@
+"""What processes of an LLM tell each other; all of it goes through pipes that nobody else has."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import EngineConfig, SchedulingConfig, SpeculativeConfig
+from ..engine.admission import Admission
+from ..errors import WorkerError
+from ..sampling_params import SamplingParams
+from ..scheduling.lengths import LengthPredictor
+from .shares import Share
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all workers are made of: as the arguments of LLM.
+
+    sharers   workers that share the memory for KV
+    forks     the process loads the model and forks workers; else it is one
+    """
+
+    model: str | Path
+    config: EngineConfig
+    speculative: SpeculativeConfig | None
+    scheduling: SchedulingConfig | None
+    length_predictor: LengthPredictor | None
+    revision: str | None
+    skip_tokenizer_init: bool
+    sharers: int
+    forks: bool
+
+
+@dataclass(frozen=True)
+class Start:
+    """One worker: its share, and where it differs from Setup."""
+
+    share: Share
+    config: EngineConfig
+    speculative: SpeculativeConfig | None
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A worker that has started: what it takes, and how large it is."""
+
+    admission: Admission
+    row_invariant: bool
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """A request for a worker.
+
+    has_text    whether its output becomes text, and stop strings end it
+    is_stream   each of its Deltas is wanted as it comes; else one, with all of them
+    """
+
+    number: int
+    token_ids: list[int]
+    params: SamplingParams
+    has_text: bool
+    is_stream: bool
+    arrival_s: float
+
+
+def portable(error: BaseException) -> Exception:
+    """The error as another process can have it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = WorkerError(f"{type(error).__name__}: {error}")
+    return error if isinstance(error, Exception) else WorkerError(f"{type(error).__name__}: {error}")

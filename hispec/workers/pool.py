@@ -1,0 +1,322 @@
+"""WorkerPool: what an Engine does, by several processes that each have one."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from queue import Empty
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ee_models.checkpoint.loader import load_tokenizer
+
+from ..config import EngineConfig, SchedulingConfig, SpeculativeConfig
+from ..config.draft_kinds import OWN_KINDS
+from ..config.speculative import OWN_ACCEPTANCES
+from ..errors import ConfigError, WorkerError, build, closed
+from ..loading.target_model import open_model
+from ..outputs import Delta
+from ..sampling_params import SamplingParams
+from ..scheduling.lengths import LengthPredictor
+from ..scheduling.request import TextStream
+from ..trace.merge import drop_traces_of_workers, trace_of_worker
+from .dispatcher import Dispatcher
+from .launch import Launcher, Process, check_setup
+from .messages import Hello, NewRequest, Setup, Start
+from .shares import Share
+from .totals import sum_memory, sum_stats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class WorkerPool:
+    """Serves requests as one Engine would, with the same output. Not thread-safe: one thread calls it.
+
+    Each worker has `max_num_seqs` rows and `num_kv_blocks` of its own. Requests wait here, and a worker gets
+    a few more than it has rows for; with a policy other than fcfs, which is to choose among all of them, they
+    are dealt out as they come.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        shares: Sequence[Share],
+        *,
+        speculative: SpeculativeConfig | dict[str, Any] | None = None,
+        scheduling: SchedulingConfig | dict[str, Any] | None = None,
+        length_predictor: LengthPredictor | None = None,
+        skip_tokenizer_init: bool = False,
+        revision: str | None = None,
+        **engine: Any,
+    ) -> None:
+        """A worker for each of `shares`; other arguments, and what is raised, as those of LLM. WorkerError
+        if a process ends before it serves."""
+        config = build(EngineConfig, engine, "engine")
+        order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
+        plan = _make_plan(speculative)
+        checkpoint = open_model(model, revision)
+        self.generation_defaults = checkpoint.generation_defaults
+        self.tokenizer: PreTrainedTokenizerBase | None = (
+            None if skip_tokenizer_init else load_tokenizer(checkpoint)
+        )
+        on_cpu = shares[0].device == "cpu"
+        setup = Setup(
+            model=model,
+            config=config.model_copy(update={"device": "cpu"}) if on_cpu else config,
+            speculative=plan,
+            scheduling=order,
+            length_predictor=length_predictor,
+            revision=revision,
+            skip_tokenizer_init=skip_tokenizer_init,
+            sharers=len(shares) if on_cpu else 1,
+            forks=on_cpu and sys.platform == "linux",
+        )
+        check_setup(setup)
+        if config.trace is not None:
+            drop_traces_of_workers(Path(config.trace))
+        self._setup, self._shares = setup, list(shares)
+        self._speculative = plan
+        self.is_closed = False
+        self._counter = itertools.count()
+        self._numbers: dict[str, int] = {}  # of unfinished requests
+        self._ids: dict[int, str] = {}
+        self._taken: list[tuple[int, Delta]] = []  # out of the outbox, not returned yet
+        launcher = Launcher(setup)
+        try:
+            workers, hello = _start_all(launcher, setup, self._shares)
+        except BaseException:
+            launcher.close()
+            raise
+        self._admission, self.row_invariant = hello.admission, hello.row_invariant
+        # Enough that a worker never runs dry, few enough that all end at about the same time.
+        room = None
+        if order is None or order.policy == "fcfs":
+            room = config.max_num_seqs + max(2, config.max_num_seqs // 4)
+        start_of = partial(_start_of, setup, self._shares, hello.admission.num_blocks)
+        self._dispatcher = Dispatcher(launcher, workers, start_of, room)
+        weakref.finalize(self, self._dispatcher.close)
+        self._last_stats, self._last_memory = self.stats(), self.memory()
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._shares)
+
+    @property
+    def max_model_len(self) -> int:
+        return self._admission.max_model_len
+
+    @property
+    def pretrained(self) -> NoReturn:
+        """Raises ConfigError: the model is in other processes."""
+        raise ConfigError(
+            f"workers={len(self._shares)}: the model is in other processes; with 1 it is in this one"
+        )
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        text: TextStream | None = None,
+        is_stream: bool = False,
+    ) -> str:
+        """As Engine.add_request. is_stream: each Delta is wanted as it comes; else one with all of them. Of
+        `text` only whether there is one matters: workers make their own."""
+        self._check_open("add_request")
+        problems = []
+        if isinstance(request_id, str) and request_id in self._numbers:
+            problems.append("a request of this id is unfinished; ids must be unique while they live")
+        self._admission.check(request_id, prompt_token_ids, params, text, problems)
+        number = next(self._counter)
+        if params.seed is None:  # as one engine derives it, whoever serves the request
+            params = params.model_copy(update={"seed": (self._admission.seed + number) % 2**63})
+        prompt = list(prompt_token_ids)
+        request = NewRequest(number, prompt, params, text is not None, is_stream, time.monotonic())
+        self._numbers[request_id], self._ids[number] = number, request_id
+        self._dispatcher.post(self._dispatcher.add, request)
+        return request_id
+
+    def step(self) -> list[Delta]:
+        """Waits until a request has gained something, and returns what all have; [] if there is none. As with
+        Engine.step nothing is lost by an interrupt. Raises WorkerError, or what the last worker could not
+        start of, once there is none left."""
+        self._check_open("step")
+        dispatcher, taken = self._dispatcher, self._taken
+        while True:
+            while dispatcher.outbox:
+                if not taken or taken[-1] is not dispatcher.outbox[0]:
+                    taken.append(dispatcher.outbox[0])
+                dispatcher.outbox.popleft()
+                with suppress(Empty):
+                    dispatcher.news.get_nowait()
+            deltas = [
+                replace(delta, request_id=request_id)
+                for number, delta in taken
+                if (request_id := self._ids.get(number)) is not None
+            ]
+            if deltas or not self._ids:
+                break
+            if dispatcher.failure is not None:
+                raise dispatcher.failure
+            dispatcher.news.get()
+        live = [number for number, _ in taken if number in self._ids]
+        try:
+            self._taken = []
+            for delta in deltas:
+                if delta.finish_reason is not None:
+                    del self._ids[self._numbers.pop(delta.request_id)]
+            return deltas
+        except BaseException:  # they did not reach the caller
+            self._taken = taken
+            for number, delta in zip(live, deltas, strict=True):
+                self._ids[number], self._numbers[delta.request_id] = delta.request_id, number
+            raise
+
+    def abort(self, request_ids: str | Iterable[str], *, notify: bool = False) -> None:
+        """Ends requests at once, without a Delta; unknown and finished ids are passed over."""
+        self._check_open("abort")
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        numbers = [self._numbers[request_id] for request_id in ids if request_id in self._numbers]
+        self._dispatcher.post(self._dispatcher.abort, numbers)
+        for request_id in ids:  # in an order in which it can be interrupted, and called again
+            if (number := self._numbers.get(request_id)) is not None:
+                self._ids.pop(number, None)
+                del self._numbers[request_id]
+
+    def has_unfinished(self) -> bool:
+        return bool(self._ids)
+
+    def set_speculative(self, speculative: SpeculativeConfig | dict[str, Any] | None) -> None:
+        """As Engine.set_speculative, in all workers or in none. Exits and draft models that were not named
+        when the LLM was made are loaded by each for itself."""
+        self._check_open("set_speculative")
+        config = _make_plan(speculative)
+        self._check_idle("the plan cannot change")
+        try:
+            self._ask("set_speculative", config, is_lasting=True)
+        except Exception:
+            self._ask("set_speculative", self._speculative, is_lasting=True)
+            raise
+        self._speculative = config
+
+    def set_tracing(self, on: bool) -> None:
+        """As Engine.set_tracing."""
+        self._check_idle("set_tracing() cannot be called")
+        if not self.is_closed:
+            self._ask("set_tracing", on, is_lasting=True)
+
+    def stats(self) -> dict[str, Any]:
+        """Those of all workers as one; "workers": of each by itself; "workers_replaced": how many died. What
+        a dead worker had counted is lost."""
+        if not self.is_closed:
+            each = self._ask("stats")
+            replaced = self._dispatcher.num_replaced
+            self._last_stats = {**sum_stats(each), "workers": each, "workers_replaced": replaced}
+        return self._last_stats
+
+    def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:
+        """As Engine.fingerprints."""
+        found: dict[str, str] = self._ask("fingerprints", speculative)[0]
+        return found
+
+    def reset_stats(self) -> None:
+        if not self.is_closed:
+            self._ask("reset_stats")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes allocated, by purpose, in all workers."""
+        if not self.is_closed:
+            self._last_memory = sum_memory(self._ask("memory"), shares_weights=self._setup.forks)
+        return self._last_memory
+
+    def pids(self) -> dict[str, int]:
+        """Ids of the processes, by name; workers by place, the nursery if there is one."""
+        return {} if self.is_closed else self._dispatcher.pids()
+
+    def close(self) -> None:
+        """Ends all requests and all processes, in bounded time. Idempotent."""
+        if self.is_closed:
+            return
+        with suppress(Exception):  # what can still be read afterwards
+            self.stats()
+        self.is_closed = True
+        self._numbers.clear()
+        self._ids.clear()
+        self._dispatcher.close()
+
+    def _ask(self, name: str, *arguments: Any, is_lasting: bool = False) -> list[Any]:
+        """What a method returns in each worker. Raises what it raises in one, or what ended the last."""
+        replies = self._dispatcher.ask(name, *arguments, is_lasting=is_lasting)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        if not replies:
+            raise self._dispatcher.failure or WorkerError("no worker is left")
+        return replies
+
+    def _check_open(self, method: str) -> None:
+        if self.is_closed:
+            raise closed(f"LLM.{method}")
+
+    def _check_idle(self, what: str) -> None:
+        if self._ids:
+            raise ConfigError(f"{what} while {len(self._ids)} requests are unfinished; abort them first")
+
+
+def _make_plan(speculative: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig | None:
+    """Raises ConfigError, for what only this process knows, too."""
+    if speculative is None:
+        return None
+    plan = build(SpeculativeConfig, speculative, "speculative")
+    for name, value, known in (
+        ("draft.kind", plan.draft.kind, OWN_KINDS),
+        ("acceptance", plan.acceptance, OWN_ACCEPTANCES),
+    ):
+        if value not in known:
+            raise ConfigError(
+                f"speculative.{name}={value!r} was registered in this process, and workers are others; set"
+                " workers to 1"
+            )
+    return plan
+
+
+def _start_all(launcher: Launcher, setup: Setup, shares: Sequence[Share]) -> tuple[list[Process], Hello]:
+    """All workers, and what the first one says of itself. It starts alone: it chooses how many KV blocks each
+    has, and keeps what it measures for the others."""
+    first = launcher.start(_start_of(setup, shares, None, 0))
+    hello = _await_hello(launcher, first)
+    num_blocks = hello.admission.num_blocks
+    others = [launcher.start(_start_of(setup, shares, num_blocks, place)) for place in range(1, len(shares))]
+    for process in others:
+        _await_hello(launcher, process)
+    return [first, *others], hello
+
+
+def _await_hello(launcher: Launcher, process: Process) -> Hello:
+    """Raises what the worker says that it cannot start of."""
+    try:
+        answer = process.connection.recv()
+    except (OSError, EOFError):
+        raise WorkerError(f"a worker {launcher.bury(process)} before it was ready") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _start_of(
+    setup: Setup, shares: Sequence[Share], num_blocks: int | None, place: int, num_replaced: int = 0
+) -> Start:
+    """What the worker at a place is started with. One that replaces another has a trace of its own."""
+    share, config = shares[place], setup.config
+    changed: dict[str, Any] = {"device": share.device, "num_kv_blocks": num_blocks or config.num_kv_blocks}
+    if config.trace is not None:
+        number = place if num_replaced == 0 else len(shares) - 1 + num_replaced
+        changed["trace"] = str(trace_of_worker(Path(config.trace), number))
+    return Start(share, config.model_copy(update=changed), setup.speculative)

@@ -1,0 +1,135 @@
+"""A process of an LLM with several workers: one that loads the model and forks workers, or a worker."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import NoReturn
+
+from ..config import EngineConfig
+from ..engine import Engine
+from ..engine.pretrained import Pretrained
+from ..sampling_params import SamplingParams
+from .messages import Hello, Setup, Start, portable
+from .serve import Server
+
+_log = logging.getLogger(__name__)
+_WARM_UP_TOKENS = 4
+
+
+def main(handle: int) -> NoReturn:
+    """Runs in a process of its own, with a socket to the LLM's."""
+    # Ctrl-C is for the LLM's process, which says what becomes of this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(handle)
+    setup: Setup = connection.recv()
+    if not setup.forks:
+        _work(connection, setup, None, connection.recv())
+    try:
+        loaded = _load(setup)
+        _warm_up(loaded, setup)
+    except Exception as error:
+        connection.send(portable(error))
+        os._exit(1)
+    connection.send(None)
+    # What is there now is never freed, and its pages are not written to: workers share them.
+    gc.collect()
+    with suppress(OSError, AttributeError):  # what loading has freed
+        ctypes.CDLL(None).malloc_trim(0)
+    gc.freeze()
+    _nurse(connection, setup, loaded)
+
+
+def _nurse(control: Connection, setup: Setup, loaded: Pretrained) -> NoReturn:
+    """Forks a worker for each Start that comes; ends it, and says how it ended, when its id comes. Ends, and
+    all workers with it, when the LLM's process does."""
+    children: set[int] = set()
+    while True:
+        try:
+            asked = control.recv()
+        except (EOFError, OSError):
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+            os._exit(0)
+        if isinstance(asked, Start):
+            handle = recv_handle(control)
+            child = os.fork()
+            if child == 0:
+                control.close()
+                _work(Connection(handle), setup, loaded, asked)
+            os.close(handle)
+            children.add(child)
+            control.send(child)
+        elif asked not in children:  # of a nursery before this one
+            control.send(None)
+        else:
+            os.kill(asked, signal.SIGKILL)
+            _, status = os.waitpid(asked, 0)
+            children.discard(asked)
+            control.send(os.waitstatus_to_exitcode(status))
+
+
+def _work(connection: Connection, setup: Setup, loaded: Pretrained | None, start: Start) -> NoReturn:
+    """Serves as a worker until it is told to end, or there is nobody left to tell it."""
+    try:
+        start.share.take()
+        loaded = loaded or _load(setup, start.config)
+        from ..measure.latency import latency_for_control
+
+        loaded.measure_latency = latency_for_control
+        engine = Engine.of_pretrained(
+            loaded,
+            start.config,
+            start.speculative,
+            setup.scheduling,
+            setup.length_predictor,
+            name=str(setup.model),
+            sharers=setup.sharers,
+        )
+        connection.send(Hello(engine.admission, loaded.decoder.row_invariant))
+    except Exception as error:
+        connection.send(portable(error))
+        os._exit(1)
+    try:
+        Server(connection, engine).run()
+    except BaseException as error:  # the requests that it has go to another
+        traceback.print_exc()
+        connection.send(f"failed with {type(error).__name__}: {error}")
+        os._exit(1)
+
+
+def _load(setup: Setup, config: EngineConfig | None = None) -> Pretrained:
+    loaded = Pretrained(
+        setup.model,
+        config or setup.config,
+        setup.speculative,
+        setup.revision,
+        setup.skip_tokenizer_init,
+        measure_latency=None,
+    )
+    loaded.for_plan(setup.speculative)  # reads exits and draft models
+    return loaded
+
+
+def _warm_up(loaded: Pretrained, setup: Setup) -> None:
+    """Decodes a few tokens, on this thread alone, so that workers find kernels compiled."""
+    plan = setup.speculative if setup.speculative and setup.speculative.control == "fixed" else None
+    sizes = {"max_num_seqs": 1, "num_kv_blocks": None, "max_model_len": None, "trace": None, "warm_up": False}
+    longest = 64 if plan is None else 64 + plan.plan(loaded.checkpoint.config.num_layers).window
+    sizes["num_kv_blocks"] = -(-longest // setup.config.block_size)
+    config = setup.config.model_copy(update=sizes)
+    try:
+        with Engine.of_pretrained(loaded, config, plan, None, None) as engine:
+            params = SamplingParams(temperature=0.0, max_tokens=_WARM_UP_TOKENS, ignore_eos=True)
+            engine.add_request([0] * 8, params)
+            while engine.has_unfinished():
+                engine.step()
+    except Exception as error:  # a worker that meets the same says so
+        _log.debug("warming up failed: %s", error)

@@ -1,0 +1,113 @@
+"""A worker's loop: takes requests from a pipe, runs the engine, and sends what ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
+
+from ..detokenizer import IncrementalText
+from ..engine import Engine
+from ..outputs import Delta, GrowingOutput
+from .messages import NewRequest, portable
+
+
+class Server:
+    """Serves one engine.
+
+    It takes NewRequests; lists of the numbers of requests to abort; (name, arguments) of methods of itself,
+    whose results or exceptions it sends; and None, which ends the process. It sends lists of
+    (number, Delta).
+    """
+
+    def __init__(self, connection: Connection, engine: Engine) -> None:
+        self._connection, self._engine = connection, engine
+        self._tokenizer = engine.pretrained.tokenizer
+        self._growing: dict[int, GrowingOutput] = {}  # of requests that are no streams
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+
+    def run(self) -> NoReturn:
+        threading.Thread(target=self._receive, daemon=True).start()
+        while True:
+            self._handle_messages()
+            if self._engine.has_unfinished() and (deltas := self._step()):
+                self._connection.send(deltas)
+
+    def _receive(self) -> None:
+        """In a thread of its own, so that nobody waits to send, and the end of the LLM's process ends this
+        one at once, whatever it computes."""
+        while True:
+            try:
+                self._inbox.put(self._connection.recv())
+            except (EOFError, OSError):
+                os._exit(0)
+
+    def _handle_messages(self) -> None:
+        """All that have come; waits for one if there is nothing else to do."""
+        if not self._engine.has_unfinished():
+            self._handle(self._inbox.get())
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except Empty:
+                return
+            self._handle(message)
+
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, NewRequest):
+            self._add(message)
+        elif isinstance(message, list):
+            self._engine.abort([str(number) for number in message], notify=False)
+            for number in message:
+                self._growing.pop(number, None)
+        elif message is None:
+            self._engine.close()
+            os._exit(0)
+        else:
+            name, arguments = message
+            try:
+                reply = getattr(self, name)(*arguments)
+            except Exception as error:
+                reply = portable(error)
+            self._connection.send((reply,))
+
+    def _add(self, request: NewRequest) -> None:
+        text = None
+        if request.has_text and self._tokenizer is not None:
+            text = IncrementalText(self._tokenizer, request.params.stop)
+        if not request.is_stream:
+            self._growing[request.number] = GrowingOutput()
+        name = str(request.number)
+        self._engine.add_request(request.token_ids, request.params, name, text, request.arrival_s)
+
+    def _step(self) -> list[tuple[int, Delta]]:
+        deltas = []
+        for delta in self._engine.step():
+            number = int(delta.request_id)
+            if (growing := self._growing.get(number)) is None:
+                deltas.append((number, delta))
+                continue
+            growing.add(delta)
+            if delta.finish_reason is not None:
+                deltas.append((number, self._growing.pop(number).make_delta()))
+        return deltas
+
+    def stats(self) -> dict[str, Any]:
+        return self._engine.stats()
+
+    def fingerprints(self, speculative: Any) -> dict[str, str]:
+        return self._engine.fingerprints(speculative)
+
+    def reset_stats(self) -> None:
+        self._engine.reset_stats()
+
+    def memory(self) -> dict[str, int]:
+        return self._engine.memory()
+
+    def set_speculative(self, speculative: Any) -> None:
+        self._engine.set_speculative(speculative)
+
+    def set_tracing(self, on: bool) -> None:
+        self._engine.set_tracing(on)

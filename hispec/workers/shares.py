@@ -1,0 +1,116 @@
+"""How many workers there are, and what each of them has of the machine."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..config import EngineConfig
+from ..errors import ConfigError, shown
+from ..utils.memory import free_memory_bytes
+
+_BYTES_PER_WORKER = 2 << 30  # of free memory that `auto` wants for each: KV, and what a process takes besides
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of one worker.
+
+    cores    that its threads are bound to; None = the system places them
+    threads  how many
+    device   as in EngineConfig
+    """
+
+    cores: tuple[int, ...] | None
+    threads: int
+    device: str
+
+    def take(self) -> None:
+        """Makes this process, which has no threads yet that compute, use its share."""
+        if self.device != "cpu":
+            return
+        from ee_models.kernels.threads import KernelThreads
+
+        if self.cores is not None:
+            os.sched_setaffinity(0, self.cores)
+        KernelThreads.resize(self.threads)
+
+
+def make_shares(workers: int | str, config: EngineConfig) -> list[Share]:
+    """A share for each worker: on a CPU of its cores, on GPUs one of them. "auto": as many workers as there
+    are cores, each of one thread, as far as there are 2 GiB of free memory for each; or as many as there are
+    GPUs. Raises ConfigError for more workers than GPUs."""
+    if config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available()):
+        return _gpus(workers, config)
+    cores, count = _cores()
+    if workers == "auto":
+        workers = max(1, min(count, free_memory_bytes() // _BYTES_PER_WORKER))
+    assert isinstance(workers, int)
+    most = _threads_wanted()
+    if cores is None:
+        return [Share(None, min(max(1, count // workers), most), "cpu")] * workers
+    shares = []
+    for at in range(workers):
+        # With more workers than cores, they share them one after the other.
+        begin, end = at * count // workers, max((at + 1) * count // workers, at * count // workers + 1)
+        own = tuple(cores[begin:end])
+        shares.append(Share(own, min(len(own), most), "cpu"))
+    return shares
+
+
+def _gpus(workers: int | str, config: EngineConfig) -> list[Share]:
+    if ":" in config.device:
+        if workers in (1, "auto"):
+            return [Share(None, 1, config.device)]
+        raise ConfigError(
+            f"workers={workers}: each has a GPU of its own, but engine.device={config.device!r} names one;"
+            " leave it at auto or cuda, or set workers to 1"
+        )
+    count = torch.cuda.device_count()
+    number = max(1, count) if workers == "auto" else int(workers)
+    if number > count and number > 1:
+        raise ConfigError(
+            f"workers={workers}: each has a GPU of its own, and there are {count}; choose at most {count},"
+            " or auto"
+        )
+    return [Share(None, 1, f"cuda:{at}") for at in range(number)]
+
+
+def _cores() -> tuple[list[int] | None, int]:
+    """The cores that this process may use, and how many of them at once. The first is None where threads
+    cannot be bound to cores, or where a container may use fewer at once than it sees."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None, os.cpu_count() or 1
+    cores = sorted(os.sched_getaffinity(0))
+    quota = _quota()
+    if quota is not None and quota < len(cores):
+        return None, quota
+    return cores, len(cores)
+
+
+def _quota() -> int | None:
+    """How many cores a container may use at once; None if nothing limits it."""
+    try:
+        quota, period = _CPU_MAX.read_text(encoding="ascii").split()
+        return max(1, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # "max", or no such file
+        return None
+
+
+def _threads_wanted() -> int:
+    """OMP_NUM_THREADS: the most threads of a process, if the user has set it."""
+    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if not text:
+        return MOST_THREADS
+    try:
+        return max(1, int(text))
+    except ValueError:
+        raise ConfigError(f"OMP_NUM_THREADS={shown(text)} is no number of threads; unset it") from None
+
+
+MOST_THREADS = 1 << 10

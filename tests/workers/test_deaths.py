@@ -1,0 +1,115 @@
+"""Workers that die: others take their place and their requests; one request that kills each fails alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from hispec import LLM, SamplingParams
+from hispec.errors import ConfigError, WorkerError
+from hispec.workers.dispatcher import Dispatcher
+from tests.workers.support import DEADLY, SMALL, Deadly, linux, pool, wait_until, worker_pids
+from tests.workers.test_outputs import GREEDY, PROMPTS, SAMPLED, generate, plain
+
+LONG = SAMPLED.model_copy(update={"max_tokens": 100, "ignore_eos": True})
+pytestmark = linux
+
+
+def test_requests_of_a_killed_worker_are_done_again_each_once(two: LLM, one: LLM) -> None:
+    with_seeds = LONG.model_copy(update={"seed": 3})
+    wanted = {str(at): output.outputs for at, output in enumerate(generate(one, with_seeds))}
+    for at, prompt in enumerate(PROMPTS):
+        two.add(prompt, with_seeds, str(at))
+    done = {}
+    killed = set()
+    while two.has_unfinished():
+        for output in two.step():
+            assert output.request_id not in done and output.error is None
+            done[output.request_id] = plain(output).outputs
+        if len(done) in (2, 5) and len(done) not in killed:
+            killed.add(len(done))
+            os.kill(worker_pids(two)[0], signal.SIGKILL)
+    assert done == wanted and killed
+    assert two.stats()["workers_replaced"] == len(killed)
+    assert generate(two, with_seeds) == generate(one, with_seeds)
+
+
+def test_a_stream_goes_on_where_a_killed_worker_left_it(two: LLM, one: LLM) -> None:
+    params = LONG.model_copy(update={"seed": 4})
+    (wanted,) = generate(one, params, ["a stream"])
+    deltas = []
+    for delta in two.stream("a stream", params):
+        deltas.append(delta)
+        if len(deltas) in (2, 3):
+            (busy,) = (each for each in pool(two)._dispatcher._workers if each.tasks)
+            os.kill(busy.process.pid, signal.SIGKILL)
+    (output,) = wanted.outputs
+    assert [token for delta in deltas for token in delta.token_ids] == output.token_ids
+    assert "".join(delta.text for delta in deltas) == output.text
+    assert [entry for delta in deltas for entry in delta.logprobs or []] == output.logprobs
+
+
+def test_workers_that_die_before_they_are_ready_are_replaced_too(two: LLM, one: LLM) -> None:
+    for _ in range(2):
+        before = worker_pids(two)
+        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda before=before: len(worker_pids(two)) == 2 and worker_pids(two) != before)
+    assert generate(two) == generate(one) and len(worker_pids(two)) == 2
+
+
+def test_a_killed_nursery_is_replaced_when_it_is_needed(two: LLM, one: LLM) -> None:
+    launcher = pool(two)._dispatcher._launcher
+    nursery = launcher._nursery
+    assert nursery is not None
+    os.kill(nursery.pid, signal.SIGKILL)
+    wanted = generate(one)
+    assert generate(two) == wanted
+    os.kill(worker_pids(two)[1], signal.SIGKILL)
+    wait_until(lambda: launcher._nursery is not None and launcher._nursery is not nursery)
+    assert generate(two) == wanted
+    wait_until(lambda: all(worker.is_ready for worker in pool(two)._dispatcher._workers))
+
+
+def test_a_request_that_kills_each_worker_fails_alone(tiny_path: Path) -> None:
+    prompts = [[5, 6, 8 + at] for at in range(6)]
+    prompts[2].append(DEADLY)
+    with LLM(
+        str(tiny_path), workers=2, scheduling={"policy": "sjf"}, length_predictor=Deadly(), **SMALL
+    ) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output.error is None for output in outputs] == [at != 2 for at in range(6)]
+        assert outputs[2].error is not None
+        assert "3 workers died while they served it" in outputs[2].error and "SIGKILL" in outputs[2].error
+        assert llm.stats()["workers_replaced"] == 3
+        assert all(len(output.outputs[0].token_ids) > 0 for at, output in enumerate(outputs) if at != 2)
+
+
+class Unpicklable(Deadly):
+    def __init__(self) -> None:
+        self.function = lambda: None
+
+
+def test_a_predictor_that_cannot_be_sent_is_refused(tiny_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"length_predictor=.* cannot be sent to other processes"):
+        LLM(str(tiny_path), workers=2, length_predictor=Unpicklable(), **SMALL)
+
+
+def test_without_a_worker_left_step_says_why(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(tiny_path), workers=2, **SMALL) as llm:
+        dispatcher: Dispatcher = pool(llm)._dispatcher
+
+        def start(_: object) -> None:
+            raise WorkerError("no memory for another")
+
+        monkeypatch.setattr(dispatcher._launcher, "start", start)
+        llm.add("a", SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True), "a")
+        for pid in worker_pids(llm):
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="no memory for another"):
+            while llm.has_unfinished():
+                llm.step()
+        with pytest.raises(WorkerError, match="no memory for another"):
+            llm.stats()
