@@ -15,15 +15,16 @@ import pytest
 
 from hispec.jobs.manifest import manifest_path
 
-NUM_ROWS = 60
+NUM_ROWS = 120
 ROOT = Path(__file__).parents[2]
 
 
-def write_job(folder: Path, model: Path, order: str) -> Path:
+def write_job(folder: Path, model: Path, order: str, workers: int) -> Path:
     rows = [{"id": f"r{at}", "prompt": f"row {at} " * (1 + at % 5)} for at in range(NUM_ROWS)]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = {
         "model": str(model),
+        "workers": workers,
         "engine": {"max_num_seqs": 4, "max_model_len": 160, "num_kv_blocks": 60},
         "speculative": {"draft": {"layer": 3}, "check": {"layer": 6}},
         "sampling": {"max_tokens": 60, "temperature": 0.7, "ignore_eos": True},
@@ -43,9 +44,9 @@ def start(job: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def kill_and_finish(folder: Path, model: Path, kills: int, seed: int, order: str) -> None:
+def kill_and_finish(folder: Path, model: Path, kills: int, seed: int, order: str, workers: int) -> None:
     """Kills a run some time after it has begun to write, `kills` times, and lets the last one end."""
-    job, output = write_job(folder, model, order), folder / "out.jsonl"
+    job, output = write_job(folder, model, order, workers), folder / "out.jsonl"
     random_delay = random.Random(seed)
     num_killed = 0
     for _ in range(20 * kills):
@@ -72,10 +73,12 @@ def kill_and_finish(folder: Path, model: Path, kills: int, seed: int, order: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["input", "finished"])
-def test_a_killed_job_ends_with_every_row_once(tmp_path: Path, tiny_path: Path, order: str) -> None:
-    kill_and_finish(tmp_path, tiny_path, 25, 7, order)
+@pytest.mark.parametrize(("order", "workers"), [("input", 1), ("finished", 2)])
+def test_a_killed_job_ends_with_every_row_once(
+    tmp_path: Path, tiny_path: Path, order: str, workers: int
+) -> None:
+    kill_and_finish(tmp_path, tiny_path, 25, 7, order, workers)
 
 
 def test_a_job_that_is_killed_once_ends_with_every_row_once(tmp_path: Path, tiny_path: Path) -> None:
-    kill_and_finish(tmp_path, tiny_path, 1, 3, "finished")
+    kill_and_finish(tmp_path, tiny_path, 1, 3, "finished", 1)
