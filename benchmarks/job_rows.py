@@ -40,6 +40,7 @@ class StandIn:
     """Has of `hispec.LLM` what a job uses."""
 
     row_invariant = True
+    num_workers = 1
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.waiting: list[str] = []
