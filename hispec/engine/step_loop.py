@@ -24,6 +24,7 @@ from ..scheduling.policy import Service
 from ..scheduling.request import Gain, Request
 from ..scheduling.scheduler import Chunk, Scheduler
 from ..stats import EngineStats
+from ..utils.clock import seconds_since
 from ..utils.memory import is_out_of_memory
 from .recorder import Recorder
 
@@ -84,7 +85,7 @@ class StepLoop:
                 is_due = self._recorder.control.is_due
                 self.flight = None if is_due else self._rounds.launch_next(flight, self.stats)
                 self.read(flight)
-                self.stats.round_s += time.perf_counter() - started
+                self.stats.round_s += seconds_since(started)
 
     @contextmanager
     def repaired(self) -> Iterator[None]:
@@ -130,6 +131,8 @@ class StepLoop:
         outcomes = flight.outcomes()
         began_s, self._read_s = max(flight.launched_s, self._read_s), time.perf_counter()
         seconds = self._read_s - began_s
+        if seconds < 0.0:  # the clock has gone back: nobody knows how long it took
+            seconds = math.nan
         self.stats.steps += 1
         rows = [
             (request, row, outcomes[row])
@@ -171,11 +174,11 @@ class StepLoop:
             if step.chunks:
                 self._prefill(step.chunks)
             prefilled = time.perf_counter()
-            self.stats.prefill_s += prefilled - started
+            self.stats.prefill_s += max(0.0, prefilled - started)
             what, concerned = "a round", ready
             if ready:
                 self.flight = self._rounds.launch(runtime, self._choice, step.limits, self.stats)
-            self.stats.round_s += time.perf_counter() - prefilled
+            self.stats.round_s += seconds_since(prefilled)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -185,7 +188,7 @@ class StepLoop:
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         started, tables = time.perf_counter(), self._tables.tensor[: len(self._scheduler.running)]
         prefill(self._plans.runtime, chunks, tables, self._block_size, self.stats)
-        seconds = time.perf_counter() - started
+        seconds = seconds_since(started)
         for chunk in chunks:
             self.stats.prefill_tokens += chunk.end - chunk.start
             self._scheduler.commit(chunk.request, chunk.end, release=False)

@@ -133,7 +133,9 @@ class Request:
         return self.text.release(final=self.finish_reason is not None) if self.text is not None else ""
 
     def note_times(self, now_s: float) -> None:
-        """Notes when it had its first token, and when it ended."""
+        """Notes when it had its first token, and when it ended: never before what came before it, even if the
+        clock goes back."""
+        now_s = max(now_s, self.arrival_s, self.first_token_s or self.arrival_s)
         if self.first_token_s is None and self.num_output:
             self.first_token_s = now_s
         if self.finished_s is None and self.finish_reason is not None:
