@@ -84,7 +84,14 @@ class StepLoop:
                 started = time.perf_counter()
                 is_due = self._recorder.control.is_due
                 self.flight = None if is_due else self._rounds.launch_next(flight, self.stats)
-                self.read(flight)
+                try:
+                    self.read(flight)
+                except Exception as error:  # of logprobs, for one
+                    if not is_out_of_memory(error):
+                        raise
+                    self._repair()
+                    live = [request for _, request in flight.rows.requests if request.finish_reason is None]
+                    self._reduce_capacity(live, "a round", error)
                 self.stats.round_s += seconds_since(started)
 
     @contextmanager
@@ -134,11 +141,14 @@ class StepLoop:
         if seconds < 0.0:  # the clock has gone back: nobody knows how long it took
             seconds = math.nan
         self.stats.steps += 1
-        rows = [
+        live = [
             (request, row, outcomes[row])
             for row, request in flight.rows.requests
             if request.finish_reason is None  # else it ended after the round was launched
         ]
+        rows = [each for each in live if math.isfinite(each[2].evidence)]
+        if len(rows) < len(live):
+            self.flight = None  # it goes on from what was not committed
         is_timed = self._is_timed and flight.is_timed
         self._recorder.record_round(flight, self._choice, rows, seconds if is_timed else math.nan)
         self._is_timed = True
@@ -153,6 +163,9 @@ class StepLoop:
             self._commit(request, row, outcome, flight.result)
         if self.flight is None:
             self._rounds.advance_sampler(flight)
+        for request, _, outcome in live:
+            if not math.isfinite(outcome.evidence):
+                self._give_up_numbers(request, outcome.evidence)
 
     def _start(self) -> None:
         """Computes a chunk of waiting prompts, and launches a round for the requests that are ready."""
@@ -238,9 +251,31 @@ class StepLoop:
             if request.finish_reason != "abort":
                 request.finish_reason, gain.error = "error", f"{type(problem).__name__}: {problem}"
 
+    def _give_up_numbers(self, request: Request, seen: float) -> None:
+        """For a request whose round gave logits that are no numbers, and was not committed.
+
+        It may have them from drafts, since attention multiplies what a token does not see by 0, or from
+        another request, by the prefix cache. So it starts over by itself, with plain decoding and without the
+        cache; if that ends in the same way, the request ends.
+        """
+        self._rounds.reset_sampler()
+        if not request.is_suspect:
+            _log.warning(
+                "the model's logits are %s for %s: it starts over, plainly", seen, request.request_id
+            )
+            self._scheduler.start_over(request)
+            return
+        self._gain(request).error = (
+            f"the model's logits are {seen} after {request.num_output} output tokens (position"
+            f" {len(request.token_ids)}), so that no token can be chosen: its numbers overflow in this dtype,"
+            " or its weights are damaged; try engine.dtype=float32, or fetch the model again"
+        )
+        request.finish_reason = "error"
+        self.finish(request)
+
     def _reduce_capacity(self, requests: Sequence[Request], what: str, error: BaseException) -> None:
         """After memory ran out for these requests at once: smaller chunks of prefill, or fewer rows from now
-        on. A request that fails alone ends."""
+        on. A request that fails alone ends, and the others go on as at first: it was too large."""
         scheduler = self._scheduler
         self._rounds.drop_graphs()
         if self._plans.runtime.models.decoder.device.type == "cuda":
@@ -258,3 +293,4 @@ class StepLoop:
                 self._gain(request).error = f"out of memory, even alone: {error}; {what_to_do}"
                 request.finish_reason = "error"
                 self.finish(request)
+            scheduler.widen()

@@ -42,6 +42,7 @@ class Request:
     num_cached     prompt positions found in the prefix cache at its last admission
     row            its row of the batch; None while it waits
     drafter_failed whether it continues with plain decoding because the drafter failed
+    is_suspect     whether its logits were no numbers: it started over, plainly and out of the prefix cache
     gaps           by ExtraKV, the first position without KV of an exit or a draft model, because the request
                    was in no round of it since; backfilled before the next one
     """
@@ -69,6 +70,7 @@ class Request:
     num_preemptions: int = 0
     num_cached: int = 0
     drafter_failed: bool = False
+    is_suspect: bool = False
     gaps: dict[ExtraKV, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -97,7 +99,8 @@ class Request:
 
     def cap(self, window: int) -> int:
         """As `round_limit`, however much it may still output."""
-        return window if self.params.speculative and not self.drafter_failed else 1
+        is_plain = not self.params.speculative or self.drafter_failed or self.is_suspect
+        return 1 if is_plain else window
 
     def append(self, token_ids: Sequence[int]) -> int:
         """Appends committed tokens in order up to the one that ends the request -> how many were appended.
