@@ -119,6 +119,14 @@ class BlockPool:
         while blocks:
             self._release(blocks.pop())
 
+    def retract(self, table: BlockTable) -> None:
+        """Takes what `table` holds out of the prefix cache: what its blocks hold is not to be trusted. Tables
+        that share them keep them."""
+        for block in table.blocks:
+            key, self._key[block] = self._key[block], None
+            if key is not None:
+                del self._published[key]
+
     def forget(self) -> None:
         """Empties the prefix cache, whose blocks no longer hold what they are published for. Raises
         ValueError while a table holds blocks."""

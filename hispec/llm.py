@@ -13,6 +13,7 @@ from .config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from .config.workers import Workers, check_workers
 from .detokenizer import IncrementalText
 from .engine import Engine
+from .engine.admission import list_ids
 from .errors import ConfigError, RequestError, build, closed
 from .outputs import Delta, GrowingOutput, PendingRequest, RequestOutput
 from .prompts import Message, Prompt, encode_prompt, split_prompts
@@ -177,9 +178,10 @@ class LLM:
         return bool(self._pending or self._finished)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Ends requests at once, without an output; unknown and finished ids are passed over."""
+        """Ends requests at once, without an output; unknown and finished ids are passed over. Raises
+        RequestError for what is no id."""
         self._check_open("abort")
-        self._abort(request_ids)
+        self._abort(list_ids(request_ids))
 
     def encode(self, prompt: Prompt | Sequence[Message], chat: bool = False) -> list[int]:
         """Token ids of a prompt, or of a conversation through the chat template. Raises RequestError."""

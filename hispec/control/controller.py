@@ -15,6 +15,7 @@ import numpy as np
 from ..config import GoodputConfig, Plan
 from ..errors import ConfigError
 from ..latency.model import LatencyModel
+from ..utils.clock import seconds_since
 from .choice import Choice, Observation, Route
 from .forecast import Forecast, Forecaster, Selection
 from .probes import Probes, ShadowSchedule
@@ -102,7 +103,7 @@ class GoodputControl:
         self._is_shadowed = self._may_shadow and self._shadows.rounds_left(self._round_index) <= 0.0
         if self._is_shadowed:
             self._shadows.advance(self._round_index)
-        self._overhead_s += time.perf_counter() - start
+        self._overhead_s += seconds_since(start)
         return self._shadowed if self._is_shadowed else self._running.choice
 
     def observe(self, seen: Observation) -> None:
@@ -121,7 +122,7 @@ class GoodputControl:
             self._tokens, self._seconds = self._tokens + seen.tokens, self._seconds + seen.seconds
         if len(self._buffer) >= _MOST_BUFFERED:
             self._learn()
-        self._overhead_s += time.perf_counter() - start
+        self._overhead_s += seconds_since(start)
 
     def failed(self, route: int) -> None:
         self._probes.record_failure(route, self._round_index)

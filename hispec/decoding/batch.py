@@ -219,6 +219,8 @@ class RoundResult:
     drafted, kept, source      [rows, cycles]: drafts that could be judged, -1 = the row had no such cycle; of
                                them, those that the tier above kept; who made them, by drafter.Source
     tentative, accepted        [rows]: tokens put before verify; of them, those that it kept
+    evidence                   [rows] float32: the sum of the full model's logits of the tokens to commit. If
+                               it is nan or infinite, so is one of these, and the tokens mean nothing
     logits, span, nodes        of verify: logits [tokens, vocab] of the tokens of `span`, None if the batch
                                does not keep them; nodes [rows, depth + 1] on the accepted path
     """
@@ -230,6 +232,7 @@ class RoundResult:
     source: Tensor
     tentative: Tensor
     accepted: Tensor
+    evidence: Tensor
     logits: Tensor | None
     span: Span
     nodes: Tensor

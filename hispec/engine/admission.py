@@ -120,6 +120,17 @@ class Admission:
             )
 
 
+def list_ids(request_ids: str | Iterable[str]) -> list[str]:
+    """One id, or those of an iterable, as a list. Raises RequestError for what is none."""
+    if isinstance(request_ids, str):
+        return [request_ids]
+    ids = list(request_ids) if isinstance(request_ids, Iterable) else [request_ids]
+    for each in ids:
+        if not isinstance(each, str):
+            raise RequestError(f"request_ids must be a string or strings, not {described(each)}")
+    return ids
+
+
 def _wrong_types(request_id: object, prompt: object, params: object, text: object) -> Iterator[str]:
     if not isinstance(request_id, str):
         yield f"request_id must be a string, not {described(request_id)}"

@@ -30,7 +30,7 @@ from ..scheduling.lengths import LengthPredictor
 from ..scheduling.make import make_scheduler
 from ..scheduling.request import TextStream
 from ..stats import EngineStats
-from .admission import Admission
+from .admission import Admission, list_ids
 from .kv_offload import KVOffloader, cheaper_to_move
 from .kv_sizing import check_num_blocks, default_num_blocks, max_model_len
 from .pretrained import MeasureLatency, Pretrained
@@ -291,9 +291,10 @@ class Engine:
 
     def abort(self, request_ids: str | Iterable[str], *, notify: bool = True) -> None:
         """Ends requests at once; unknown and finished ids are passed over. With `notify` each gets a last
-        Delta with the next step, and its id is free again after that; without, no further Delta."""
+        Delta with the next step, and its id is free again after that; without, no further Delta. Raises
+        RequestError for what is no id."""
         self._check_open("abort")
-        self._abort([request_ids] if isinstance(request_ids, str) else list(request_ids), notify)
+        self._abort(list_ids(request_ids), notify)
 
     def _abort(self, request_ids: Sequence[str], notify: bool) -> None:
         with self._loop.repaired():

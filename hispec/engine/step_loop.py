@@ -24,6 +24,7 @@ from ..scheduling.policy import Service
 from ..scheduling.request import Gain, Request
 from ..scheduling.scheduler import Chunk, Scheduler
 from ..stats import EngineStats
+from ..utils.clock import seconds_since
 from ..utils.memory import is_out_of_memory
 from .recorder import Recorder
 
@@ -83,8 +84,15 @@ class StepLoop:
                 started = time.perf_counter()
                 is_due = self._recorder.control.is_due
                 self.flight = None if is_due else self._rounds.launch_next(flight, self.stats)
-                self.read(flight)
-                self.stats.round_s += time.perf_counter() - started
+                try:
+                    self.read(flight)
+                except Exception as error:  # of logprobs, for one
+                    if not is_out_of_memory(error):
+                        raise
+                    self._repair()
+                    live = [request for _, request in flight.rows.requests if request.finish_reason is None]
+                    self._reduce_capacity(live, "a round", error)
+                self.stats.round_s += seconds_since(started)
 
     @contextmanager
     def repaired(self) -> Iterator[None]:
@@ -130,12 +138,17 @@ class StepLoop:
         outcomes = flight.outcomes()
         began_s, self._read_s = max(flight.launched_s, self._read_s), time.perf_counter()
         seconds = self._read_s - began_s
+        if seconds < 0.0:  # the clock has gone back: nobody knows how long it took
+            seconds = math.nan
         self.stats.steps += 1
-        rows = [
+        live = [
             (request, row, outcomes[row])
             for row, request in flight.rows.requests
             if request.finish_reason is None  # else it ended after the round was launched
         ]
+        rows = [each for each in live if math.isfinite(each[2].evidence)]
+        if len(rows) < len(live):
+            self.flight = None  # it goes on from what was not committed
         is_timed = self._is_timed and flight.is_timed
         self._recorder.record_round(flight, self._choice, rows, seconds if is_timed else math.nan)
         self._is_timed = True
@@ -150,6 +163,9 @@ class StepLoop:
             self._commit(request, row, outcome, flight.result)
         if self.flight is None:
             self._rounds.advance_sampler(flight)
+        for request, _, outcome in live:
+            if not math.isfinite(outcome.evidence):
+                self._give_up_numbers(request, outcome.evidence)
 
     def _start(self) -> None:
         """Computes a chunk of waiting prompts, and launches a round for the requests that are ready."""
@@ -171,11 +187,11 @@ class StepLoop:
             if step.chunks:
                 self._prefill(step.chunks)
             prefilled = time.perf_counter()
-            self.stats.prefill_s += prefilled - started
+            self.stats.prefill_s += max(0.0, prefilled - started)
             what, concerned = "a round", ready
             if ready:
                 self.flight = self._rounds.launch(runtime, self._choice, step.limits, self.stats)
-            self.stats.round_s += time.perf_counter() - prefilled
+            self.stats.round_s += seconds_since(prefilled)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -185,7 +201,7 @@ class StepLoop:
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         started, tables = time.perf_counter(), self._tables.tensor[: len(self._scheduler.running)]
         prefill(self._plans.runtime, chunks, tables, self._block_size, self.stats)
-        seconds = time.perf_counter() - started
+        seconds = seconds_since(started)
         for chunk in chunks:
             self.stats.prefill_tokens += chunk.end - chunk.start
             self._scheduler.commit(chunk.request, chunk.end, release=False)
@@ -235,9 +251,31 @@ class StepLoop:
             if request.finish_reason != "abort":
                 request.finish_reason, gain.error = "error", f"{type(problem).__name__}: {problem}"
 
+    def _give_up_numbers(self, request: Request, seen: float) -> None:
+        """For a request whose round gave logits that are no numbers, and was not committed.
+
+        It may have them from drafts, since attention multiplies what a token does not see by 0, or from
+        another request, by the prefix cache. So it starts over by itself, with plain decoding and without the
+        cache; if that ends in the same way, the request ends.
+        """
+        self._rounds.reset_sampler()
+        if not request.is_suspect:
+            _log.warning(
+                "the model's logits are %s for %s: it starts over, plainly", seen, request.request_id
+            )
+            self._scheduler.start_over(request)
+            return
+        self._gain(request).error = (
+            f"the model's logits are {seen} after {request.num_output} output tokens (position"
+            f" {len(request.token_ids)}), so that no token can be chosen: its numbers overflow in this dtype,"
+            " or its weights are damaged; try engine.dtype=float32, or fetch the model again"
+        )
+        request.finish_reason = "error"
+        self.finish(request)
+
     def _reduce_capacity(self, requests: Sequence[Request], what: str, error: BaseException) -> None:
         """After memory ran out for these requests at once: smaller chunks of prefill, or fewer rows from now
-        on. A request that fails alone ends."""
+        on. A request that fails alone ends, and the others go on as at first: it was too large."""
         scheduler = self._scheduler
         self._rounds.drop_graphs()
         if self._plans.runtime.models.decoder.device.type == "cuda":
@@ -255,3 +293,4 @@ class StepLoop:
                 self._gain(request).error = f"out of memory, even alone: {error}; {what_to_do}"
                 request.finish_reason = "error"
                 self.finish(request)
+            scheduler.widen()

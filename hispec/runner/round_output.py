@@ -3,6 +3,7 @@ the controller."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,8 @@ from ..decoding.batch import RoundResult, Watch
 from ..decoding.drafter import Source
 from ..scheduling.policy import Service
 
+_FLOAT, _INT = struct.Struct("f"), struct.Struct("i")
+
 
 @dataclass(frozen=True)
 class RowOutcome:
@@ -26,6 +29,7 @@ class RowOutcome:
                             tier above kept, and the Source of the drafts
     shadows                 four counts of each exit that was watched, in the order of control.choice.Shadow:
                             places, right, drafts, agreed
+    evidence                RoundResult's; where it is not finite, token_ids mean nothing
     """
 
     token_ids: list[int]
@@ -35,6 +39,7 @@ class RowOutcome:
     kept: list[int]
     source: list[int]
     shadows: list[int] = field(default_factory=list)
+    evidence: float = 0.0
 
     def make_service(self, passes: float, seconds: float) -> Service:
         """What the round gave the row, for a scheduling policy. Some tentative tokens are the check's own, so
@@ -52,9 +57,10 @@ class RowOutcome:
 
 def pack(result: RoundResult, watch: Watch | None, on_host: bool = False) -> Tensor:
     """All that the host reads of a round as one tensor [rows, ...], so that one copy brings it there: counts,
-    tentative, accepted; by cycle drafted, kept, source; tokens; counts of watched exits. on_host: the result
-    lies there, and nothing is captured."""
-    columns = (each.unsqueeze(1) for each in (result.counts, result.tentative, result.accepted))
+    tentative, accepted, the bits of the evidence; by cycle drafted, kept, source; tokens; counts of watched
+    exits. on_host: the result lies there, and nothing is captured."""
+    bits = result.evidence.view(torch.int32).to(torch.int64)
+    columns = (each.unsqueeze(1) for each in (result.counts, result.tentative, result.accepted, bits))
     parts = [*columns, result.drafted, result.kept, result.source, result.tokens[:, 1:]]
     if watch is not None:
         parts.append(watch.count_agreements(result.tokens, result.counts).flatten(1))
@@ -85,7 +91,7 @@ def unpack(packed: Tensor, plan: Plan) -> list[RowOutcome]:
 
 
 def _outcome(values: Sequence[int], num_checks: int, window: int) -> RowOutcome:
-    count, tentative, accepted, *rest = values
+    count, tentative, accepted, bits, *rest = values
     drafted, kept, source = (rest[at * num_checks : (at + 1) * num_checks] for at in range(3))
     num_cycles = num_checks - drafted.count(-1)  # they come first
     tokens = rest[3 * num_checks : 3 * num_checks + window]
@@ -97,6 +103,7 @@ def _outcome(values: Sequence[int], num_checks: int, window: int) -> RowOutcome:
         kept[:num_cycles],
         source[:num_cycles],
         rest[3 * num_checks + window :],
+        _FLOAT.unpack(_INT.pack(bits))[0],
     )
 
 

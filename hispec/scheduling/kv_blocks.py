@@ -86,7 +86,7 @@ class KVBlocks:
             return 0 if self._resume(request, num_positions) else None
         self._pool.free(request.table)  # holds blocks only after an interrupt
         table, num_cached = BlockTable(), 0
-        if self._enable_prefix_caching:
+        if self._enable_prefix_caching and not request.is_suspect:
             # The last token is never taken from the cache: a round begins by processing it.
             table, num_cached = self._pool.allocate(request.token_ids[:-1])
         # Both at once: after an interrupt, blocks beside another length would pass for computed.

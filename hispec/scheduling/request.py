@@ -42,6 +42,7 @@ class Request:
     num_cached     prompt positions found in the prefix cache at its last admission
     row            its row of the batch; None while it waits
     drafter_failed whether it continues with plain decoding because the drafter failed
+    is_suspect     whether its logits were no numbers: it started over, plainly and out of the prefix cache
     gaps           by ExtraKV, the first position without KV of an exit or a draft model, because the request
                    was in no round of it since; backfilled before the next one
     """
@@ -69,6 +70,7 @@ class Request:
     num_preemptions: int = 0
     num_cached: int = 0
     drafter_failed: bool = False
+    is_suspect: bool = False
     gaps: dict[ExtraKV, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -97,7 +99,8 @@ class Request:
 
     def cap(self, window: int) -> int:
         """As `round_limit`, however much it may still output."""
-        return window if self.params.speculative and not self.drafter_failed else 1
+        is_plain = not self.params.speculative or self.drafter_failed or self.is_suspect
+        return 1 if is_plain else window
 
     def append(self, token_ids: Sequence[int]) -> int:
         """Appends committed tokens in order up to the one that ends the request -> how many were appended.
@@ -133,7 +136,9 @@ class Request:
         return self.text.release(final=self.finish_reason is not None) if self.text is not None else ""
 
     def note_times(self, now_s: float) -> None:
-        """Notes when it had its first token, and when it ended."""
+        """Notes when it had its first token, and when it ended: never before what came before it, even if the
+        clock goes back."""
+        now_s = max(now_s, self.arrival_s, self.first_token_s or self.arrival_s)
         if self.first_token_s is None and self.num_output:
             self.first_token_s = now_s
         if self.finished_s is None and self.finish_reason is not None:

@@ -63,6 +63,7 @@ class Scheduler:
         self.num_preemptions = self.num_cached_tokens = 0
         self._pool, self._policy = pool, policy
         self._max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
+        self._sizes = max_num_seqs, max_prefill_tokens  # as they are configured
         self._enable_prefix_caching = enable_prefix_caching
         self._predictor: LengthPredictor = predictor or OnlineLengths()
         self._waiting = WaitingOrder(self._key)
@@ -153,7 +154,7 @@ class Scheduler:
         """Sets a request's computed length, which grows nowhere else, and publishes its full blocks to the
         prefix cache. release: after a round, whether to free the blocks reserved beyond that length."""
         request.num_computed = num_computed
-        if self._enable_prefix_caching:
+        if self._enable_prefix_caching and not request.is_suspect:
             # Only blocks that lack nobody's KV: of a drafter that failed, for example.
             num_complete = min(num_computed, *request.gaps.values()) if request.gaps else num_computed
             self._pool.publish(request.table, request.token_ids, num_complete)
@@ -170,6 +171,20 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         for request in self._in_order(self.running)[max_num_seqs:]:
             self._pause(request)
+
+    def widen(self) -> None:
+        """Takes back what `shrink`, and whoever set max_prefill_tokens, have lowered."""
+        self._max_num_seqs, self.max_prefill_tokens = self._sizes
+
+    def start_over(self, request: Request) -> None:
+        """Has a running request wait for a row, and its KV computed again: what there is of it is not to be
+        trusted, here and in the prefix cache, which it stays out of."""
+        request.is_suspect = True
+        self._pool.retract(request.table)
+        self._pool.free(request.table)
+        request.num_computed = 0
+        self._leave_row(request)
+        self._waiting.add(request)
 
     def reserve(self, request: Request, num_positions: int) -> bool:
         """Extends the request's blocks to so many positions, from free blocks only. False if too few."""

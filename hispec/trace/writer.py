@@ -50,7 +50,7 @@ class TraceWriter:
 
         clock   seconds; that of `RequestMetrics`
         """
-        self._clock, self._started_s = clock, clock()
+        self._clock, self._started_s, self._latest_s = clock, clock(), 0.0
         self._group: _Group | None = None
         self._lines = Lines(path, clock)
         self._finalizer = weakref.finalize(self, self._lines.close)
@@ -135,7 +135,8 @@ class TraceWriter:
             self._group = None
 
     def _elapsed_s(self) -> float:
-        return round(self._clock() - self._started_s, 6)
+        self._latest_s = max(self._latest_s, round(self._clock() - self._started_s, 6))  # never back
+        return self._latest_s
 
 
 class _Group:

@@ -20,6 +20,6 @@ def test_rows_and_a_resume_are_measured_and_told(
     assert job_rows.main(["--rows", "3000", "--resume", "--json", str(target)]) == 0
     result = json.loads(target.read_text())
     assert result["rows"] == 3000 and list(result["memory_bytes"]) == ["300", "1500", "3000"]
-    assert 1900 <= result["resumed_rows"] <= 2000 and result["rows_per_s"] > 0.0
+    assert 1900 <= result["resumed_rows"] <= 2100 and result["rows_per_s"] > 0.0
     printed = capsys.readouterr().out
     assert "| rows | 3,000 |" in printed and "seconds to go on after" in printed

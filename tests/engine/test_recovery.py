@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,3 +203,14 @@ def test_an_exit_beyond_the_model_is_refused_and_the_old_plan_stays(tiny_decoder
     with pytest.raises(ConfigError, match="layer 12 of a model of 9"):
         engine.set_speculative(None, plan=Plan(3, 12, 2, 2))
     assert engine.plan == Plan(3, 8, 2, 2)
+
+
+@pytest.mark.parametrize("ids", [5, None, 1.5, [5], ["a", None], b"a", [["a"]]])
+def test_what_is_no_id_cannot_be_aborted_and_says_so(llm: LLM, ids: Any) -> None:
+    llm.add("one", GREEDY, "a")
+    for abort in (llm.abort, llm.engine.abort):
+        with pytest.raises(RequestError, match="request_ids must be a string or strings, not "):
+            abort(ids)
+    assert llm.has_unfinished() and llm.engine.has_unfinished()
+    llm.abort(iter(["a", "unknown"]))
+    assert not llm.has_unfinished() and not llm.engine.has_unfinished()
