@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointError, UnsupportedModelError, unsupported
+from .errors import CheckpointError, UnsupportedModelError, reason, shown, unsupported
 from .families import SUPPORTED_SETTINGS, Family, check_settings, find_family
 from .rope import RopeConfig, read_rope
 
@@ -134,9 +134,7 @@ def make_transformers_config(fields: Mapping[str, Any]) -> PretrainedConfig:
         AttributeError,
         ArithmeticError,
     ) as error:
-        raise CheckpointError(
-            f"{config_class.__name__} refuses the config: {' '.join(str(error).split())}"
-        ) from error
+        raise CheckpointError(f"{config_class.__name__} refuses the config: {reason(error)}") from error
 
 
 def _is_count(value: object) -> bool:
@@ -184,7 +182,7 @@ def _read_token_ids(
         ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
         if any(isinstance(item, bool) or not isinstance(item, int) for item in ids):
             raise CheckpointError(
-                f"{field} is {value!r}; it must be a token id, a list of token ids, or null"
+                f"{field} is {shown(value)}; it must be a token id, a list of token ids, or null"
             )
         return tuple(dict.fromkeys(item for item in ids if item >= 0))
 

@@ -15,9 +15,25 @@ class TrainingError(ValueError):
     """Training cannot start, go on or be saved; the message says why and what to do."""
 
 
+def cut(text: str, most: int) -> str:
+    """`text` in one line, or its beginning in at most `most` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def shown(value: object) -> str:
+    """`value` as a message repeats it: its repr, cut, since it may be a whole document."""
+    return cut(repr(value), 100)
+
+
+def reason(error: BaseException) -> str:
+    """What another library says, in one line and cut."""
+    return cut(str(error), 300)
+
+
 def unsupported(field: str, value: object, supported: str) -> UnsupportedModelError:
     """The error for a setting that is not implemented: field, value, and what is supported."""
-    return UnsupportedModelError(f"{field} is {value!r}; supported: {supported}")
+    return UnsupportedModelError(f"{field} is {shown(value)}; supported: {supported}")
 
 
 def install_command(extra: str) -> str:

@@ -19,6 +19,10 @@ EARLY_EXIT = ("tests/training/test_early_exit.py",)
 INTEGERS = ("tests/ee_models/test_int_linear.py",)
 JOBS = ("tests/jobs/test_resume.py", "tests/jobs/test_output.py")
 PACKAGE = ("tests/training/test_command_ee.py",)
+NUMBERS = ("tests/faults/test_numbers.py",)
+STAGES = ("tests/faults/test_stages.py",)
+CLOCKS = ("tests/faults/test_clocks.py",)
+FILES = ("tests/faults/test_files.py",)
 
 
 @dataclass(frozen=True)
@@ -802,5 +806,103 @@ FAULTS = (
         "if not job.output.only_missing:",
         "if False:",
         JOBS,
+    ),
+    Fault(
+        "no numbers: nobody looks at the logits that are chosen",
+        "hispec/decoding/round.py",
+        "return torch.where(is_committed, chosen, 0.0).sum(-1)",
+        "return torch.where(is_committed, chosen, 0.0).nan_to_num(0.0, 0.0, 0.0).sum(-1)",
+        NUMBERS,
+    ),
+    Fault(
+        "no numbers: those of tokens that are not committed count",
+        "hispec/decoding/round.py",
+        "return torch.where(is_committed, chosen, 0.0).sum(-1)",
+        "return chosen.sum(-1)",
+        NUMBERS,
+    ),
+    Fault(
+        "no numbers: a row takes its batch along",
+        "hispec/engine/step_loop.py",
+        "            if not math.isfinite(outcome.evidence):",
+        "            if len(rows) < len(live):",
+        NUMBERS,
+    ),
+    Fault(
+        "no numbers: drafts are not suspected",
+        "hispec/engine/step_loop.py",
+        "if not request.is_suspect:",
+        "if False:",
+        NUMBERS,
+    ),
+    Fault(
+        "no numbers: a round ahead of the host goes on from what was not committed",
+        "hispec/engine/step_loop.py",
+        "            self.flight = None  # it goes on from what was not committed",
+        "            pass",
+        NUMBERS,
+    ),
+    Fault(
+        "no numbers: a request that starts over takes its prefix from the cache again",
+        "hispec/scheduling/kv_blocks.py",
+        "if self._enable_prefix_caching and not request.is_suspect:",
+        "if self._enable_prefix_caching:",
+        NUMBERS,
+    ),
+    Fault(
+        "no numbers: what is not to be trusted stays in the prefix cache",
+        "hispec/scheduling/scheduler.py",
+        "        self._pool.retract(request.table)",
+        "        pass",
+        NUMBERS,
+    ),
+    Fault(
+        "no numbers: what is not to be trusted comes into the prefix cache again",
+        "hispec/scheduling/scheduler.py",
+        "if self._enable_prefix_caching and not request.is_suspect:",
+        "if self._enable_prefix_caching:",
+        NUMBERS,
+    ),
+    Fault(
+        "memory: after a request that fits nowhere the others stay one by one",
+        "hispec/engine/step_loop.py",
+        "            scheduler.widen()",
+        "            pass",
+        STAGES,
+    ),
+    Fault(
+        "memory: what logprobs lack stops the engine",
+        "hispec/engine/step_loop.py",
+        'self._reduce_capacity(live, "a round", error)',
+        "raise",
+        STAGES,
+    ),
+    Fault(
+        "a clock that goes back makes negative service",
+        "hispec/engine/step_loop.py",
+        "        if seconds < 0.0:",
+        "        if seconds < -math.inf:",
+        CLOCKS,
+    ),
+    Fault(
+        "a clock that goes back ends requests before they came",
+        "hispec/scheduling/request.py",
+        "now_s = max(now_s, self.arrival_s, self.first_token_s or self.arrival_s)",
+        "pass",
+        CLOCKS,
+    ),
+    Fault(
+        "files: a name that no system takes is looked for",
+        "ee_models/checkpoint/weights.py",
+        "if not os.path.isfile(path):",
+        "if not path.is_file():",
+        FILES,
+    ),
+    Fault(
+        "files: a message repeats a whole document",
+        "ee_models/errors.py",
+        "return cut(repr(value), 100)",
+        "return repr(value)",
+        FILES,
     ),
 )

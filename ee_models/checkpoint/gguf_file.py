@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig, make_transformers_config
-from ..errors import CheckpointError, unsupported
+from ..errors import CheckpointError, reason, unsupported
 from ..families import SUPPORTED_GGUF_SETTINGS, Family, check_settings, find_gguf_family
 from ..rope import RopeConfig
 from .gguf_tokenizer import read_tokenizer
@@ -94,7 +94,8 @@ def _open_reader(path: Path) -> GGUFReader:
         reader = GGUFReader(path)
     except (OSError, ValueError, LookupError, OverflowError, TypeError) as error:
         raise CheckpointError(
-            f"{path.name} ({path.stat().st_size} bytes) is no complete GGUF file: {error}; fetch it again"
+            f"{path.name} ({path.stat().st_size} bytes) is no complete GGUF file: {reason(error)}; fetch it"
+            " again"
         ) from error
     if reader.byte_order != "I":
         raise CheckpointError(
@@ -129,7 +130,7 @@ def _read_metadata(reader: GGUFReader) -> dict[str, Any]:
         return {name: field.contents() for name, field in fields if field.types[:1] != [GGUFValueType.ARRAY]}
     except UnicodeDecodeError as error:
         raise CheckpointError(
-            f"the GGUF metadata holds text that is not UTF-8: {error}; convert the file anew"
+            f"the GGUF metadata holds text that is not UTF-8: {reason(error)}; convert the file anew"
         ) from error
 
 

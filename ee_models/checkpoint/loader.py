@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig, make_transformers_config
-from ..errors import CheckpointError, UnsupportedModelError, unsupported
+from ..errors import CheckpointError, UnsupportedModelError, reason, shown, unsupported
 from .gguf_file import GgufSource
 from .weights import (
     INDEX_FILE,
@@ -112,8 +112,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
                 " and pass token ids"
             ) from None
         raise CheckpointError(
-            f"cannot load the tokenizer of {checkpoint.path}: {type(error).__name__}: {error}; mend its"
-            " files, or do without (skip_tokenizer_init) and pass token ids"
+            f"cannot load the tokenizer of {checkpoint.path}: {type(error).__name__}: {reason(error)}; mend"
+            " its files, or do without (skip_tokenizer_init) and pass token ids"
         ) from error
 
 
@@ -190,7 +190,7 @@ def _read_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in defaults.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(
-                f"generation_config.json sets {name} to {value!r}; it must be a number; mend it, or"
+                f"generation_config.json sets {name} to {shown(value)}; it must be a number; mend it, or"
                 " take it out"
             )
     return defaults
@@ -242,4 +242,6 @@ def _fetch(model: str | Path, revision: str | None) -> Path:
             " online, or give the path of a folder that holds the model"
         ) from error
     except Exception as error:  # of disks, of proxies, and of the hub's transports, which share no base class
-        raise CheckpointError(f"the download from the hub failed: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"the download from the hub failed: {type(error).__name__}: {reason(error)}"
+        ) from error

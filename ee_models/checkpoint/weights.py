@@ -7,6 +7,7 @@ the weights and one tensor.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..errors import CheckpointError
+from ..errors import CheckpointError, cut, reason, shown
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -112,7 +113,9 @@ def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[
             problems.append(f"{name} has shape {list(info.shape)}, the config says {list(expected[name])}")
     if problems:
         more = len(problems) - _LISTED_PROBLEMS
-        listed = "; ".join(problems[:_LISTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+        listed = "; ".join(cut(each, 200) for each in problems[:_LISTED_PROBLEMS]) + (
+            f"; and {more} more" if more > 0 else ""
+        )
         raise CheckpointError(
             f"weights and config disagree in {len(problems)} tensor(s): {listed}; take both from one place"
         )
@@ -152,9 +155,9 @@ class SafetensorsSource:
         astray = [name for name, file in self._files.items() if name not in headers[file]]
         if astray:
             raise CheckpointError(
-                f"{INDEX_FILE} places {astray[0]!r} (and {len(astray) - 1} more) in"
-                f" {self._files[astray[0]]!r}, which does not hold it; the download is incomplete or mixes"
-                " two checkpoints"
+                f"{INDEX_FILE} places {shown(astray[0])} (and {len(astray) - 1} more) in"
+                f" {shown(self._files[astray[0]])}, which does not hold it; the download is incomplete or"
+                " mixes two checkpoints"
             )
         self.index = {name: headers[file][name] for name, file in self._files.items()}
 
@@ -168,7 +171,9 @@ class SafetensorsSource:
                 # What get_tensor returns is a view that would keep the whole file mapped.
                 return file.get_tensor(name).clone()
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"cannot read {name} from {path}: {error}; fetch it again") from error
+            raise CheckpointError(
+                f"cannot read {name} from {path}: {reason(error)}; fetch it again"
+            ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -176,7 +181,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path.name} as JSON: {error}; fetch it again") from error
+        raise CheckpointError(f"cannot read {path.name} as JSON: {reason(error)}; fetch it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.name} holds a {type(content).__name__}; it must hold an object")
     return content
@@ -185,9 +190,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     from safetensors import SafetensorError, safe_open
 
-    if not path.is_file():
+    if not os.path.isfile(path):  # which also knows names that no system takes
         raise CheckpointError(
-            f"the shard {path.name!r} that {INDEX_FILE} names is missing; fetch the rest of the model"
+            f"the shard {shown(path.name)} that {INDEX_FILE} names is missing; fetch the rest of the model"
         )
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -195,8 +200,10 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             parts = {name: file.get_slice(name) for name in names}
             return {name: TensorInfo(tuple(x.get_shape()), x.get_dtype()) for name, x in parts.items()}
     except (SafetensorError, OSError, ValueError) as error:
-        reason = f"{path.name} ({path.stat().st_size} bytes) is no complete safetensors file: {error}"
-        raise CheckpointError(f"{reason}; fetch it again") from error
+        raise CheckpointError(
+            f"{path.name} ({path.stat().st_size} bytes) is no complete safetensors file: {reason(error)};"
+            " fetch it again"
+        ) from error
 
 
 def _read_shard_index(path: Path) -> dict[str, str]:
@@ -211,8 +218,8 @@ def _read_shard_index(path: Path) -> dict[str, str]:
         rooted = PurePosixPath(str(file)).is_absolute() or PureWindowsPath(str(file)).anchor
         if not isinstance(file, str) or rooted or ".." in parts or not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{path.name} places {name!r} in {file!r}; only .safetensors files within the model's folder"
-                " are read"
+                f"{path.name} places {shown(name)} in {shown(file)}; only .safetensors files within the"
+                " model's folder are read"
             )
     return weight_map
 

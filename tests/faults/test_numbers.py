@@ -117,7 +117,9 @@ def test_a_draft_model_of_nan_costs_speed_alone(decoder: Decoder, tiny_path: Pat
 
 
 @pytest.mark.parametrize("bad", [12, 13, 15])
-def test_a_prefix_that_another_request_has_spoilt_is_computed_again(decoder: Decoder, bad: int) -> None:
+def test_a_prefix_that_another_request_has_spoilt_is_computed_again(
+    decoder: Decoder, bad: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Attention multiplies what a token does not see by 0, which of nan is nan: so what stands shortly before
     the bad token is spoilt, and others find it, while the rest of a long prompt is still to be computed."""
     stem, tail = PROMPTS[2][:bad], random_prompts((60,), vocab=250)[0]
@@ -131,7 +133,9 @@ def test_a_prefix_that_another_request_has_spoilt_is_computed_again(decoder: Dec
         tokens, errors = run_on(engine, prompts, PARAMS, others=(spoiler,))
         assert engine.stats()["cached_tokens"] >= 2 * bad
         assert (tokens, errors) == (wanted, [None] * 3)
+        caplog.clear()
         assert run(engine, prompts, PARAMS) == wanted
+    assert "starts over" not in caplog.text, "it is found again"
 
 
 def test_one_failure_that_does_not_come_again_costs_nothing_but_time(
