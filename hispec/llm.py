@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from .config import EngineConfig, SchedulingConfig, SpeculativeConfig
+from .config.ray_cluster import RayConfig
 from .config.workers import Workers, check_workers
 from .detokenizer import IncrementalText
 from .engine import Engine
@@ -20,7 +21,8 @@ from .prompts import Message, Prompt, encode_prompt, split_prompts
 from .sampling_params import SamplingParams
 from .scheduling.lengths import LengthPredictor
 from .workers.pool import WorkerPool
-from .workers.shares import make_shares
+from .workers.ray_cluster import RayCluster
+from .workers.shares import Share, make_shares
 
 if TYPE_CHECKING:
     from ee_models.decoder import Decoder
@@ -45,6 +47,7 @@ class LLM:
     workers      processes that serve requests, each with its share of the cores, or a GPU; all with one copy
                  of the weights on Linux's CPUs; "auto" = as many as there are cores or GPUs
                  (docs/scaling.md). Of max_num_seqs and num_kv_blocks each has its own
+    ray          a RayConfig or its fields: workers on the machines of a Ray cluster, in place of `workers`
     engine       fields of EngineConfig: dtype, device, max_num_seqs, max_model_len, block_size,
                  num_kv_blocks, ...
 
@@ -62,14 +65,15 @@ class LLM:
         skip_tokenizer_init: bool = False,
         revision: str | None = None,
         workers: Workers = 1,
+        ray: RayConfig | dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
         try:
             check_workers(workers)
         except ValueError as error:
             raise ConfigError(f"workers: {error}") from None
-        shares = [] if workers == 1 else make_shares(workers, build(EngineConfig, engine, "engine"))
-        self.num_workers = max(1, len(shares))
+        place = _place_of_workers(workers, ray, engine)
+        self.num_workers = 1
         arguments: dict[str, Any] = {
             "speculative": speculative,
             "scheduling": scheduling,
@@ -79,8 +83,14 @@ class LLM:
             **engine,
         }
         self.engine: Engine | WorkerPool
-        if self.num_workers > 1:
-            self.engine = pool = WorkerPool(model, shares, **arguments)
+        if place is not None:
+            try:
+                self.engine = pool = WorkerPool(model, place, **arguments)
+            except BaseException:
+                if isinstance(place, RayCluster):
+                    place.close()
+                raise
+            self.num_workers = pool.num_workers
             self.tokenizer, self._defaults = pool.tokenizer, pool.generation_defaults
         else:
             self.engine = one = Engine.from_pretrained(model, measure_latency=_measure_latency, **arguments)
@@ -365,6 +375,23 @@ class LLM:
         if values is None:
             values, where = self._defaults, "generation_config.json"
         return SamplingParams.of(values, where)
+
+
+def _place_of_workers(
+    workers: Workers, ray: RayConfig | dict[str, Any] | None, engine: dict[str, Any]
+) -> list[Share] | RayCluster | None:
+    """Where workers are; None if this process needs none. Raises ConfigError."""
+    if ray is not None:
+        cluster = build(RayConfig, ray, "ray")
+        if workers != 1:
+            raise ConfigError(
+                f"workers={workers} are of this machine, and `ray` has a number of its own: set ray.workers"
+            )
+        return RayCluster(cluster, build(EngineConfig, engine, "engine"))
+    if workers == 1:
+        return None
+    shares = make_shares(workers, build(EngineConfig, engine, "engine"))
+    return shares if len(shares) > 1 else None
 
 
 def _measure_latency(*arguments: Any) -> LatencyModel:

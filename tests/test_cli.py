@@ -18,6 +18,7 @@ import pytest
 from ee_models.errors import CheckpointError
 from hispec import __version__
 from hispec.cli import main
+from hispec.errors import ConfigError
 from tests.helpers.fake_llm import FakeLLM
 from tests.helpers.job_support import install_fake_llm, interrupt_at
 
@@ -484,3 +485,20 @@ def test_bench_measures_the_best_plans_of_a_profile(
         profile.write_text(content)
         assert main(arguments) == 2
         assert words in capsys.readouterr().err
+
+
+def test_the_flag_for_ray_says_where_workers_are_in_place_of_the_file(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def no_run(job: Any, progress: bool) -> None:
+        seen.append((job.workers, job.ray.address, job.ray.num_cpus))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("hispec.jobs.runner.run_job", no_run)
+    with job.open("a", encoding="utf-8") as file:
+        file.write("\nworkers: 4\nray: {num_cpus: 3}\n")
+    for flags in (["--ray"], ["--ray", "head:6379"], ["--ray", "--set", "ray.num_cpus=2"]):
+        assert main(["run", str(job), *flags]) == 2
+    assert seen == [(1, "auto", 3), (1, "head:6379", 3), (1, "auto", 2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import Any
 
@@ -23,13 +24,23 @@ def add(commands: Any) -> None:
     add_options(run, PRESET)
     for flag, setting, text in FLAGS:
         run.add_argument(flag, dest="set", action="append_const", const=f"{setting}=true", help=text)
+    run.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="workers on the machines of a Ray cluster: of this machine's, of HOST:PORT, or local",
+    )
     run.add_argument("--dry-run", action="store_true", help="check all rows, estimate time and memory")
 
 
 def _run(options: argparse.Namespace) -> int:
     from ..jobs.load import load_job
 
-    job = load_job(options.job, options.set, options.preset)
+    settings = list(options.set or ())
+    if options.ray is not None:  # it says where workers are, in place of the file's `workers`
+        settings = ["workers=1", f"ray.address={json.dumps(options.ray)}", *settings]
+    job = load_job(options.job, settings, options.preset)
     from ..jobs.report import print_job
     from ..jobs.runner import run_job
     from ..jobs.schema import STANDARD

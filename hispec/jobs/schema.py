@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..config import EngineConfig, SchedulingConfig, Settings, SpeculativeConfig
+from ..config.ray_cluster import RayConfig
 from ..config.workers import Workers
 from ..errors import shown
 from ..sampling_params import SamplingParams
@@ -177,14 +178,16 @@ class Job(RunConfig):
 
     workers  processes that share the work, each with its part of the cores, or a GPU; "auto" = as many as
              there are cores or GPUs (docs/scaling.md)
+    ray      workers on the machines of a Ray cluster instead; None = none
     """
 
     workers: Workers = 1
+    ray: RayConfig | None = None
     input: InputConfig
     output: OutputConfig
 
     def make_llm(self, **engine: Any) -> LLM:
-        return super().make_llm(workers=self.workers, **engine)
+        return super().make_llm(workers=self.workers, ray=self.ray, **engine)
 
     @model_validator(mode="after")
     def _comparable(self) -> Job:

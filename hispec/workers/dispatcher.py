@@ -72,6 +72,8 @@ class Worker:
 class Dispatcher:
     """Owns all pipes, in its own thread, where no interrupt comes. Others call `post`, and read `outbox`.
 
+    workers     by place, of which the first num_ready are
+
     outbox      (number of a request, Delta), as they came; `news` gets something after each, and when
     failure     is set: why nothing will come any more
     start_of    what a new worker is started with, by its place and how many were replaced
@@ -82,16 +84,18 @@ class Dispatcher:
         self,
         launcher: Launcher,
         workers: list[Process],
+        num_ready: int,
         start_of: Callable[[int, int], Start],
         room: int | None,
     ) -> None:
-        """workers: those that are ready."""
         self.outbox: deque[tuple[int, Delta]] = deque()
         self.news: SimpleQueue[None] = SimpleQueue()
         self.failure: Exception | None = None
         self.num_replaced = 0
         self._launcher, self._start_of, self._room = launcher, start_of, room
-        self._workers = [Worker(process, place, is_ready=True) for place, process in enumerate(workers)]
+        self._workers = [
+            Worker(process, place, is_ready=place < num_ready) for place, process in enumerate(workers)
+        ]
         self._queue: deque[Task] = deque()
         self._suspects: deque[Task] = deque()  # workers died of twice
         self._tasks: dict[int, Task] = {}
@@ -110,8 +114,8 @@ class Dispatcher:
             self._waker.send(b"x")
 
     def ask(self, name: str, *arguments: Any, is_lasting: bool = False) -> list[Any]:
-        """What a method of `serve.Server` returns or raises in each worker; of none, once there is a
-        `failure`. is_lasting: workers that start later are to hear of it, too."""
+        """What a method of `serve.Server` returns or raises in each worker that is ready; of none, once there
+        is a `failure`, or if all died. is_lasting: workers that start later are to hear of it, too."""
         call = Call(name, arguments)
         self.post(self._call_all, call, is_lasting)
         while True:
@@ -119,16 +123,14 @@ class Dispatcher:
                 return call.done.get(timeout=1.0)
             except Empty:
                 if not self._thread.is_alive():
-                    return []
+                    raise self.failure or WorkerError("the LLM was closed meanwhile") from None
 
     def pids(self) -> dict[str, int]:
-        """Ids of the processes, by name."""
+        """Ids of the processes of this machine, by name."""
         nursery = self._launcher.nursery_pid
-        workers = sorted((each.place, each.process.pid) for each in self._workers)
-        return {
-            **({} if nursery is None else {"nursery": nursery}),
-            **{f"worker {place}": pid for place, pid in workers},
-        }
+        workers = [(each.place, each.process.pid) for each in self._workers]
+        found = {"nursery": nursery, **{f"worker {place}": pid for place, pid in workers}}
+        return {name: pid for name, pid in found.items() if pid is not None}
 
     def close(self) -> None:
         """Ends the workers and the thread, in bounded time. Idempotent."""
@@ -155,11 +157,16 @@ class Dispatcher:
     def _call_all(self, call: Call, is_lasting: bool) -> None:
         if is_lasting:
             self._after_start[call.name] = call.arguments
-        call.waits_for = set(self._workers)
-        if not self._workers:
+        # Those that start yet have nothing to tell, and may have to wait for a machine.
+        ready = [worker for worker in self._workers if worker.is_ready] or self._workers
+        call.waits_for = set(ready)
+        if not ready:
             call.done.put([])
         for worker in self._workers:
-            self._call(worker, call)
+            if worker in call.waits_for:
+                self._call(worker, call)
+            elif is_lasting:
+                self._call(worker, Call(call.name, call.arguments, {worker}))
 
     def _run(self) -> None:
         try:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import ConfigError, WorkerError, shown
 from .messages import Setup, Start
@@ -28,17 +28,44 @@ _CODE = (
 
 @dataclass(eq=False)
 class Process:
-    """A worker's process, and the socket to it."""
+    """A worker's process, and the socket to it. pid: None = it is on another machine, or may be."""
 
     connection: Connection
-    pid: int
+    pid: int | None
     popen: subprocess.Popen[bytes] | None = None  # None: the nursery's child
 
 
-class Launcher:
-    """Starts workers. On a CPU of Linux a nursery loads the model, on one thread, and is forked for each of
-    them: they share the pages of the weights until somebody writes to them, which nobody does. Elsewhere each
-    loads the model for itself."""
+class Launcher(Protocol):
+    """Starts workers.
+
+    nursery_pid   of a process that all of them come from
+    waits_for     what a worker that is not ready may be waiting for, in words
+    """
+
+    @property
+    def nursery_pid(self) -> int | None: ...
+
+    @property
+    def waits_for(self) -> str: ...
+
+    def start(self, start: Start) -> Process:
+        """A new worker, which is not ready yet. Raises WorkerError."""
+
+    def bury(self, process: Process) -> str:
+        """Ends a worker, if it has not ended -> how it did, in words."""
+
+    def close(self) -> None:
+        """Ends all processes: those that do not end by themselves once their sockets are closed, after some
+        seconds."""
+
+
+class LocalLauncher:
+    """Starts workers on this machine.
+
+    On a CPU of Linux a nursery loads the model, on one thread, and is forked for each of them: they share the
+    pages of the weights until somebody writes to them, which nobody does. Elsewhere each loads the model for
+    itself.
+    """
 
     def __init__(self, setup: Setup) -> None:
         """Loads the model, if workers are forked. Raises ConfigError or CheckpointError, as loading does, and
@@ -57,8 +84,11 @@ class Launcher:
     def nursery_pid(self) -> int | None:
         return None if self._nursery is None else self._nursery.pid
 
+    @property
+    def waits_for(self) -> str:
+        return "it loads the model"
+
     def start(self, start: Start) -> Process:
-        """A new worker, which is not ready yet. Raises WorkerError."""
         if not self._setup.forks:
             process = self._spawn(start.share.threads)
             _send(process, start)
@@ -79,7 +109,6 @@ class Launcher:
         return Process(Connection(ours.detach()), pid)
 
     def bury(self, process: Process) -> str:
-        """Ends a worker, if it has not ended -> how it did, in words."""
         process.connection.close()
         if process.popen is not None:
             self._started.remove(process)
@@ -95,8 +124,6 @@ class Launcher:
         return "ended"  # nobody can tell how; it does once its socket is closed
 
     def close(self) -> None:
-        """Ends all processes: those that do not end by themselves once their sockets are closed, after some
-        seconds."""
         if self._nursery is not None:
             self._end_of_nursery()
         for process in self._started:

@@ -19,17 +19,19 @@ from ee_models.checkpoint.loader import load_tokenizer
 from ..config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from ..config.draft_kinds import OWN_KINDS
 from ..config.speculative import OWN_ACCEPTANCES
-from ..errors import ConfigError, WorkerError, build, closed
+from ..errors import ConfigError, build, closed
 from ..loading.target_model import open_model
 from ..outputs import Delta
 from ..sampling_params import SamplingParams
 from ..scheduling.lengths import LengthPredictor
 from ..scheduling.request import TextStream
-from ..trace.merge import drop_traces_of_workers, trace_of_worker
+from ..trace.merge import drop_traces_of_workers
 from .dispatcher import Dispatcher
-from .launch import Launcher, Process, check_setup
-from .messages import Hello, NewRequest, Setup, Start
+from .launch import Launcher, LocalLauncher, check_setup
+from .messages import NewRequest, Setup
+from .ray_cluster import RayCluster, RayLauncher
 from .shares import Share
+from .start import start_all, start_of
 from .totals import sum_memory, sum_stats
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class WorkerPool:
     def __init__(
         self,
         model: str | Path,
-        shares: Sequence[Share],
+        place: Sequence[Share] | RayCluster,
         *,
         speculative: SpeculativeConfig | dict[str, Any] | None = None,
         scheduling: SchedulingConfig | dict[str, Any] | None = None,
@@ -56,8 +58,10 @@ class WorkerPool:
         revision: str | None = None,
         **engine: Any,
     ) -> None:
-        """A worker for each of `shares`; other arguments, and what is raised, as those of LLM. WorkerError
-        if a process ends before it serves."""
+        """place: the shares of this machine, or a cluster with its own, which this object closes. Other
+        arguments, and what is raised, as those of LLM; WorkerError if a process ends before it serves."""
+        cluster = None if isinstance(place, Sequence) else place
+        shares = place if isinstance(place, Sequence) else place.shares
         config = build(EngineConfig, engine, "engine")
         order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
         plan = _make_plan(speculative)
@@ -75,8 +79,8 @@ class WorkerPool:
             length_predictor=length_predictor,
             revision=revision,
             skip_tokenizer_init=skip_tokenizer_init,
-            sharers=len(shares) if on_cpu else 1,
-            forks=on_cpu and sys.platform == "linux",
+            sharers=(len(shares) if cluster is None else cluster.sharers) if on_cpu else 1,
+            forks=on_cpu and cluster is None and sys.platform == "linux",
         )
         check_setup(setup)
         if config.trace is not None:
@@ -88,9 +92,10 @@ class WorkerPool:
         self._numbers: dict[str, int] = {}  # of unfinished requests
         self._ids: dict[int, str] = {}
         self._taken: list[tuple[int, Delta]] = []  # out of the outbox, not returned yet
-        launcher = Launcher(setup)
+        launcher: Launcher = LocalLauncher(setup) if cluster is None else RayLauncher(cluster, setup)
         try:
-            workers, hello = _start_all(launcher, setup, self._shares)
+            # Of a cluster one that serves is enough: others may have to wait for machines.
+            workers, num_ready, hello = start_all(launcher, setup, self._shares, waits=cluster is None)
         except BaseException:
             launcher.close()
             raise
@@ -99,8 +104,8 @@ class WorkerPool:
         room = None
         if order is None or order.policy == "fcfs":
             room = config.max_num_seqs + max(2, config.max_num_seqs // 4)
-        start_of = partial(_start_of, setup, self._shares, hello.admission.num_blocks)
-        self._dispatcher = Dispatcher(launcher, workers, start_of, room)
+        start_again = partial(start_of, setup, self._shares, hello.admission.num_blocks)
+        self._dispatcher = Dispatcher(launcher, workers, num_ready, start_again, room)
         weakref.finalize(self, self._dispatcher.close)
         self._last_stats, self._last_memory = self.stats(), self.memory()
 
@@ -237,7 +242,7 @@ class WorkerPool:
         return self._last_memory
 
     def pids(self) -> dict[str, int]:
-        """Ids of the processes, by name; workers by place, the nursery if there is one."""
+        """Ids of the processes of this machine, by name; workers by place, the nursery if there is one."""
         return {} if self.is_closed else self._dispatcher.pids()
 
     def close(self) -> None:
@@ -253,12 +258,14 @@ class WorkerPool:
 
     def _ask(self, name: str, *arguments: Any, is_lasting: bool = False) -> list[Any]:
         """What a method returns in each worker. Raises what it raises in one, or what ended the last."""
-        replies = self._dispatcher.ask(name, *arguments, is_lasting=is_lasting)
+        replies: list[Any] = []
+        while not replies:  # all that were asked have died, and others take their places
+            if self._dispatcher.failure is not None:
+                raise self._dispatcher.failure
+            replies = self._dispatcher.ask(name, *arguments, is_lasting=is_lasting)
         for reply in replies:
             if isinstance(reply, Exception):
                 raise reply
-        if not replies:
-            raise self._dispatcher.failure or WorkerError("no worker is left")
         return replies
 
     def _check_open(self, method: str) -> None:
@@ -285,38 +292,3 @@ def _make_plan(speculative: SpeculativeConfig | dict[str, Any] | None) -> Specul
                 " workers to 1"
             )
     return plan
-
-
-def _start_all(launcher: Launcher, setup: Setup, shares: Sequence[Share]) -> tuple[list[Process], Hello]:
-    """All workers, and what the first one says of itself. It starts alone: it chooses how many KV blocks each
-    has, and keeps what it measures for the others."""
-    first = launcher.start(_start_of(setup, shares, None, 0))
-    hello = _await_hello(launcher, first)
-    num_blocks = hello.admission.num_blocks
-    others = [launcher.start(_start_of(setup, shares, num_blocks, place)) for place in range(1, len(shares))]
-    for process in others:
-        _await_hello(launcher, process)
-    return [first, *others], hello
-
-
-def _await_hello(launcher: Launcher, process: Process) -> Hello:
-    """Raises what the worker says that it cannot start of."""
-    try:
-        answer = process.connection.recv()
-    except (OSError, EOFError):
-        raise WorkerError(f"a worker {launcher.bury(process)} before it was ready") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-def _start_of(
-    setup: Setup, shares: Sequence[Share], num_blocks: int | None, place: int, num_replaced: int = 0
-) -> Start:
-    """What the worker at a place is started with. One that replaces another has a trace of its own."""
-    share, config = shares[place], setup.config
-    changed: dict[str, Any] = {"device": share.device, "num_kv_blocks": num_blocks or config.num_kv_blocks}
-    if config.trace is not None:
-        number = place if num_replaced == 0 else len(shares) - 1 + num_replaced
-        changed["trace"] = str(trace_of_worker(Path(config.trace), number))
-    return Start(share, config.model_copy(update=changed), setup.speculative)

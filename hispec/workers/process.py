@@ -31,7 +31,7 @@ def main(handle: int) -> NoReturn:
     connection = Connection(handle)
     setup: Setup = connection.recv()
     if not setup.forks:
-        _work(connection, setup, None, connection.recv())
+        os._exit(work(connection, setup, None, connection.recv()))
     try:
         loaded = _load(setup)
         _warm_up(loaded, setup)
@@ -63,7 +63,7 @@ def _nurse(control: Connection, setup: Setup, loaded: Pretrained) -> NoReturn:
             child = os.fork()
             if child == 0:
                 control.close()
-                _work(Connection(handle), setup, loaded, asked)
+                os._exit(work(Connection(handle), setup, loaded, asked))
             os.close(handle)
             children.add(child)
             control.send(child)
@@ -76,8 +76,9 @@ def _nurse(control: Connection, setup: Setup, loaded: Pretrained) -> NoReturn:
             control.send(os.waitstatus_to_exitcode(status))
 
 
-def _work(connection: Connection, setup: Setup, loaded: Pretrained | None, start: Start) -> NoReturn:
-    """Serves as a worker until it is told to end, or there is nobody left to tell it."""
+def work(connection: Connection, setup: Setup, loaded: Pretrained | None, start: Start) -> int:
+    """Serves as a worker until it is told to end -> the exit code of its process. The process ends at once if
+    there is nobody left to tell it."""
     try:
         start.share.take()
         loaded = loaded or _load(setup, start.config)
@@ -96,13 +97,14 @@ def _work(connection: Connection, setup: Setup, loaded: Pretrained | None, start
         connection.send(Hello(engine.admission, loaded.decoder.row_invariant))
     except Exception as error:
         connection.send(portable(error))
-        os._exit(1)
+        return 1
     try:
         Server(connection, engine).run()
+        return 0
     except BaseException as error:  # the requests that it has go to another
         traceback.print_exc()
         connection.send(f"failed with {type(error).__name__}: {error}")
-        os._exit(1)
+        return 1
 
 
 def _load(setup: Setup, config: EngineConfig | None = None) -> Pretrained:

@@ -6,7 +6,7 @@ import os
 import threading
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn
+from typing import Any
 
 from ..detokenizer import IncrementalText
 from ..engine import Engine
@@ -18,8 +18,7 @@ class Server:
     """Serves one engine.
 
     It takes NewRequests; lists of the numbers of requests to abort; (name, arguments) of methods of itself,
-    whose results or exceptions it sends; and None, which ends the process. It sends lists of
-    (number, Delta).
+    whose results or exceptions it sends; and None, which ends it. It sends lists of (number, Delta).
     """
 
     def __init__(self, connection: Connection, engine: Engine) -> None:
@@ -28,10 +27,10 @@ class Server:
         self._growing: dict[int, GrowingOutput] = {}  # of requests that are no streams
         self._inbox: SimpleQueue[Any] = SimpleQueue()
 
-    def run(self) -> NoReturn:
+    def run(self) -> None:
+        """Serves until it is told to end, and closes the engine."""
         threading.Thread(target=self._receive, daemon=True).start()
-        while True:
-            self._handle_messages()
+        while self._handle_messages():
             if self._engine.has_unfinished() and (deltas := self._step()):
                 self._connection.send(deltas)
 
@@ -44,16 +43,20 @@ class Server:
             except (EOFError, OSError):
                 os._exit(0)
 
-    def _handle_messages(self) -> None:
-        """All that have come; waits for one if there is nothing else to do."""
-        if not self._engine.has_unfinished():
-            self._handle(self._inbox.get())
+    def _handle_messages(self) -> bool:
+        """Does what all that have come ask for; waits for one if there is nothing else to do -> whether to go
+        on."""
+        waits = not self._engine.has_unfinished()
         while True:
             try:
-                message = self._inbox.get_nowait()
+                message = self._inbox.get(block=waits)
             except Empty:
-                return
+                return True
+            if message is None:
+                self._engine.close()
+                return False
             self._handle(message)
+            waits = False
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, NewRequest):
@@ -62,9 +65,6 @@ class Server:
             self._engine.abort([str(number) for number in message], notify=False)
             for number in message:
                 self._growing.pop(number, None)
-        elif message is None:
-            self._engine.close()
-            os._exit(0)
         else:
             name, arguments = message
             try:

@@ -20,7 +20,7 @@ from hispec.config import EngineConfig
 from hispec.errors import ConfigError, WorkerError
 from hispec.outputs import RequestOutput
 from hispec.workers import launch
-from hispec.workers.launch import Launcher
+from hispec.workers.launch import LocalLauncher
 from hispec.workers.messages import Setup
 from hispec.workers.shares import make_shares
 from tests.helpers.interrupts import Interrupts
@@ -181,7 +181,7 @@ def test_a_nursery_has_one_thread_and_workers_share_its_pages(tiny_path: Path) -
     """A fork with threads would lose them, and hang whoever waits for one."""
     config = EngineConfig(**SMALL)
     setup = Setup(tiny_path, config, None, None, None, None, False, sharers=1, forks=True)
-    launcher = Launcher(setup)
+    launcher = LocalLauncher(setup)
     try:
         assert launcher._nursery is not None
         assert len(os.listdir(f"/proc/{launcher._nursery.pid}/task")) == 1
