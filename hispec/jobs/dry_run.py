@@ -13,10 +13,10 @@ from tqdm import tqdm
 from ..errors import RequestError
 from ..outputs import RequestOutput
 from ..utils.console import count, make_bar, make_console, make_table
+from .drive import MOST_REASONS, Timed, drive, reason_of, warm_up
 from .output import Outcome, check_output, find_before, output_row
 from .resume import find_work
 from .rows import BadRow, Row, read_rows
-from .runner import MOST_REASONS, Timed, drive, reason_of, warm_up
 from .schema import Job
 
 if TYPE_CHECKING:

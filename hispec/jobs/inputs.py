@@ -22,6 +22,7 @@ from typing import IO, Any, cast
 from ..errors import ConfigError, cut
 from ..utils.files import parse_json
 from .schema import STANDARD, InputConfig, format_of
+from .uris import fetch, name_of
 
 _BOM = b"\xef\xbb\xbf"
 _BATCH = 1024  # rows of a table that are in memory at once
@@ -44,11 +45,13 @@ class Record:
 
 
 def find_files(config: InputConfig) -> list[Path]:
-    """The files of the input, in the order of `path`, those of a pattern by name. Standard input is read to
-    its end into a temporary file first. Raises ConfigError."""
+    """The files of the input, in the order of `path`, those of a pattern by name. Standard input, and what is
+    elsewhere, is copied to temporary files first. Raises ConfigError."""
     files: list[Path] = []
     for path in config.paths:
-        if path == STANDARD:
+        if isinstance(path, str):
+            files += fetch(path)
+        elif path == STANDARD:
             files.append(_standard_input())
         elif path.exists() or not glob.has_magic(str(path)):
             files.append(path)
@@ -75,7 +78,7 @@ def _standard_input() -> Path:
 
 def describe_input(config: InputConfig) -> list[dict[str, Any]]:
     """The files and their sizes in bytes, for a manifest."""
-    return [{"path": str(path), "bytes": path.stat().st_size} for path in find_files(config)]
+    return [{"path": name_of(path), "bytes": path.stat().st_size} for path in find_files(config)]
 
 
 def read_records(config: InputConfig) -> Iterator[Record]:
@@ -94,9 +97,9 @@ def _all_records(config: InputConfig) -> Iterator[Record]:
                 yield Record(name, line, content)
         except (OSError, EOFError, zlib.error) as error:
             words = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(f"input.path: cannot read {path}: {words}") from None
+            raise ConfigError(f"input.path: cannot read {name_of(path)}: {words}") from None
         except (ValueError, csv.Error) as error:  # pyarrow's are such
-            raise ConfigError(f"input.path: cannot read {path} as {kind}: {error}") from None
+            raise ConfigError(f"input.path: cannot read {name_of(path)} as {kind}: {error}") from None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

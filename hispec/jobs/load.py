@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from ..config import TRAITS, SpeculativeConfig
 from ..errors import ConfigError, Model, build, cut, shown
 from .schema import STANDARD, Job, RunConfig
+from .uris import is_uri
 
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
@@ -201,7 +202,7 @@ def _make_beside(path: Path, values: Any, place: Sequence[str]) -> None:
 
 
 def _names_a_file(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and value != str(STANDARD)
+    return isinstance(value, str) and bool(value.strip()) and value != str(STANDARD) and not is_uri(value)
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:

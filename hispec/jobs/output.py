@@ -61,6 +61,8 @@ def check_output(job: Job) -> None:
     to start leaves and destroys nothing.
     """
     output, kind = job.output, output_format(job)
+    if output.path == STANDARD and output.upload is not None:
+        raise ConfigError('output.upload: standard output ("-") is not kept; name a file in output.path')
     if output.path == STANDARD:
         if output.compare_plain or kind in ("parquet", "csv"):
             raise ConfigError(

@@ -12,8 +12,9 @@ from ..errors import build
 from ..utils.console import count, make_console, make_table, number, percent, print_if_busy
 from ..utils.environment import OTHERS_SHARE, hardware_text
 from .bench import plans_of
+from .drive import Timed
 from .rates import Rates, floor_warning, plan_text, shares_text
-from .runner import JobReport, Timed
+from .runner import JobReport
 
 ENGINE_NAMES = {"two_tier": "two-tier", "three_tier": "three-tier"}  # others are shown as they are
 _NOT_INVARIANT = (
@@ -76,7 +77,10 @@ def _job_lines(report: JobReport) -> dict[str, str]:
         lines["plans"] = f"{shares_text(shares)} of the rounds"
     if report.rates is not None and not report.all_failed:
         lines |= _rate_lines(report.rates, report.stats["num_layers"])
-    return lines | {"output": str(job.output.path)}
+    place = str(job.output.path)
+    if job.output.upload is not None:
+        place += f"\n{job.output.upload.partition('?')[0]}"
+    return lines | {"output": place}
 
 
 def _reasons(timed: Timed, most: int = 3) -> str:

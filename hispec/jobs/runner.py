@@ -1,32 +1,23 @@
-"""Runs a job: keeps the engine fed from a file of any length, writes results, measures."""
+"""Runs a job: finds what is left to do, has it done, writes results, and goes on where it was cut short."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
-from ..config import EngineConfig
-from ..errors import RequestError, cut
 from ..outputs import RequestOutput
 from ..utils.console import make_bar
-from ..utils.environment import environment, watch_others
+from ..utils.environment import environment
+from .drive import Timed, drive, warm_up
 from .inputs import describe_input
 from .manifest import Manifest, make_manifest
 from .openai_batch import openai_row
 from .output import (
     Outcome,
-    RowError,
     check_output,
     error_of,
     find_before,
@@ -39,56 +30,11 @@ from .resume import Work, find_work, is_to_drop
 from .rows import BadRow, Row, read_rows
 from .schema import STANDARD, Job
 from .tables import make_output
+from .upload import Upload
 from .writer import RowWriter, drop_lines, hold
 
 if TYPE_CHECKING:
     from ..llm import LLM
-
-REQUESTS_PER_ROW = 4  # requests in the engine per row of its batch: enough that it never runs dry
-RESULTS_WAITING_PER_ROW = 64  # results that may wait in memory for those of slower earlier prompts
-WARM_UP_ROWS = 8
-SECONDS_BETWEEN_RATES = 0.5  # that the bar shows: asking the engine for its counts takes time
-MOST_REASONS = 1000  # different reasons of errors that are counted: there may be millions of rows
-MOST_REASON = 200  # characters of each
-_LINE = re.compile(r"^(?:[^:]+, )?line \d+: ")
-
-
-@dataclass
-class Timed:
-    """One timed pass over the rows."""
-
-    seconds: float = 0.0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    num_results: int = 0
-    num_errors: int = 0
-    num_full: int = 0  # rows with an output that max_model_len ended
-    reasons: Counter[str] = field(default_factory=Counter)  # of errors
-    others: float | None = None  # cores that other programs kept busy meanwhile
-
-    def count(self, outcome: Outcome, seconds: float) -> None:
-        """Adds a row that ended `seconds` after the start."""
-        self.seconds = seconds
-        if isinstance(outcome, RowError) or outcome.error is not None:
-            self.num_errors += 1
-            reason = outcome.message if isinstance(outcome, RowError) else outcome.error
-            reason = reason_of(reason or "")
-            if reason in self.reasons or len(self.reasons) < MOST_REASONS:
-                self.reasons[reason] += 1
-            return
-        self.num_results += 1
-        self.num_full += any(output.is_full for output in outcome.outputs)
-        self.prompt_tokens += len(outcome.prompt_token_ids)
-        self.completion_tokens += sum(len(output.token_ids) for output in outcome.outputs)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.completion_tokens / self.seconds if self.seconds else 0.0
-
-
-def reason_of(message: str) -> str:
-    """What many messages have in common, for counting them: without the line."""
-    return cut(_LINE.sub("", message), MOST_REASON)
 
 
 @dataclass
@@ -134,29 +80,32 @@ def run_job(job: Job, *, progress: bool = True) -> JobReport:
     """
     check_output(job)
     with ExitStack() as stack:
-        held = None
+        held, upload = None, None
+        if job.output.upload is not None:
+            upload = Upload(job)
+            upload.restore()
         if job.output.path != STANDARD and rows_path(job).exists():
             held = stack.enter_context(closing(hold(rows_path(job))))  # from before it is read
         before = find_before(job)
         work = find_work(job, keeps=before is not None)
         report = JobReport(job, work.num_rows, resumed=work.num_done)
         if before is not None and work.num_done == work.num_rows:
-            _tidy_up(job, before, work, held)
+            _tidy_up(job, before, work, held, upload)
             return report
         report.environment = environment()
         settings = {"enable_prefix_caching": False} if job.output.compare_plain else {}
         llm = stack.enter_context(closing(job.make_llm(**settings)))
         manifest = make_manifest(job, before, llm.fingerprints(job.speculative))
         manifest.input, manifest.rows = describe_input(job.input), work.num_rows
-        _run(llm, job, report, work, held, manifest, progress)
+        _run(llm, job, report, work, held, manifest, upload, progress)
     return report
 
 
-def _tidy_up(job: Job, before: Manifest, work: Work, held: Any) -> None:
+def _tidy_up(job: Job, before: Manifest, work: Work, held: Any, upload: Upload | None) -> None:
     """What a run has left to do that was cut short after its last row."""
     rows, path = rows_path(job), job.output.path
     if work.rewrites:
-        held, work.num_bytes = drop_lines(rows, held, work.num_bytes, partial(is_to_drop, job))
+        held = _rewrite(job, work, held, upload)
     if rows.stat().st_size != work.num_bytes:
         RowWriter(rows, work.num_bytes, held=held).close()
     if rows != path and (not path.exists() or path.stat().st_mtime_ns < rows.stat().st_mtime_ns):
@@ -164,10 +113,27 @@ def _tidy_up(job: Job, before: Manifest, work: Work, held: Any) -> None:
     if (before.rows, before.done, before.finished is None) != (work.num_rows, work.num_done, False):
         before.rows = work.num_rows
         before.write(path, num_done=work.num_done, num_errors=work.num_failed)
+    if upload is not None:
+        upload.finish()
+
+
+def _rewrite(job: Job, work: Work, held: Any, upload: Upload | None) -> Any:
+    """Takes those rows out of the output that are done again -> the file, held."""
+    held, work.num_bytes = drop_lines(rows_path(job), held, work.num_bytes, partial(is_to_drop, job))
+    if upload is not None:
+        upload.restart()
+    return held
 
 
 def _run(
-    llm: LLM, job: Job, report: JobReport, work: Work, held: Any, manifest: Manifest, progress: bool
+    llm: LLM,
+    job: Job,
+    report: JobReport,
+    work: Work,
+    held: Any,
+    manifest: Manifest,
+    upload: Upload | None,
+    progress: bool,
 ) -> None:
     if job.output.compare_plain:
         llm.set_tracing(False)  # a trace is of the job's own pass
@@ -180,7 +146,7 @@ def _run(
     path = job.output.path
     rows, output = rows_path(job), job.output
     if work.rewrites:
-        held, work.num_bytes = drop_lines(rows, held, work.num_bytes, partial(is_to_drop, job))
+        held = _rewrite(job, work, held, upload)
     turns = work.turns() if output.order == "input" else None
     with RowWriter(rows, work.num_bytes, turns, output.sync_s, output.way_on, held) as writer:
 
@@ -191,7 +157,8 @@ def _run(
 
         note()
         try:
-            _write_rows(llm, job, report, work, writer, digests, progress)
+            with upload or nullcontext():
+                _write_rows(llm, job, report, work, writer, digests, progress)
         except KeyboardInterrupt:
             raise JobInterrupted(
                 f"{work.num_done + writer.num_written} of {report.num_rows} rows are done, whole lines of"
@@ -207,6 +174,8 @@ def _run(
                 f"all {report.num_rows} rows are done, in {rows_path(job)}; only {job.output.path} is not"
                 " made of them yet, which the same command does"
             ) from None
+    if upload is not None:
+        upload.finish()
     report.stats = llm.stats()
     report.rates = Rates.of(report.stats, job.speculative)
     if job.output.compare_plain and digests:
@@ -260,80 +229,6 @@ def _compare(llm: LLM, job: Job, report: JobReport, digests: dict[int, bytes], p
     with make_bar(len(digests), "plain", "row", progress) as bar:
         drive(llm, rows, job.engine, finish, timed, bar)
     return Comparison(timed, num_identical, len(digests), llm.row_invariant)
-
-
-def drive(
-    llm: LLM,
-    rows: Iterable[Row | BadRow],
-    engine: EngineConfig,
-    finish: Callable[[Row | BadRow, Outcome], None],
-    timed: Timed,
-    bar: tqdm[Any],
-    num_waiting: Callable[[], int] = lambda: 0,
-) -> None:
-    """Takes rows as the engine has room for them, and calls `finish` once for each, in the order in which
-    they end.
-
-    `num_waiting` says how many finished rows are held back; while there are too many, no new row is taken.
-    """
-    source = iter(rows)
-    num_rows = engine.max_num_seqs * llm.num_workers
-    running: dict[str, Row] = {}
-    exhausted, shown_at = False, 0.0
-    started, others = time.perf_counter(), watch_others()
-
-    def end(row: Row | BadRow, outcome: Outcome) -> None:
-        finish(row, outcome)
-        timed.count(outcome, time.perf_counter() - started)
-        nonlocal shown_at
-        if not bar.disable and timed.seconds >= shown_at:
-            shown_at = timed.seconds + SECONDS_BETWEEN_RATES
-            bar.set_postfix_str(_progress(llm, timed), refresh=False)
-        bar.update()
-
-    while running or not exhausted:
-        has_room = len(running) < REQUESTS_PER_ROW * num_rows
-        holds_back = bool(running) and num_waiting() >= RESULTS_WAITING_PER_ROW * num_rows
-        if exhausted or holds_back or not has_room:
-            for result in llm.step():
-                end(running.pop(result.request_id), result)
-            continue
-        row = next(source, None)
-        if row is None:
-            exhausted = True
-        elif isinstance(row, BadRow):
-            end(row, RowError("invalid_line", row.message))
-        else:
-            try:
-                llm.add(row.prompt, row.sampling, row.request_id, chat=row.is_chat)
-                running[row.request_id] = row
-            except RequestError as error:
-                end(row, RowError("refused", str(error).removeprefix(f"{row.request_id}: ")))
-    if llm.num_workers == 1:  # else workers would count among the others
-        timed.others = others()
-
-
-def _progress(llm: LLM, timed: Timed) -> str:
-    """Speed, errors and acceptance so far, in words."""
-    words = f"{timed.tokens_per_s:.1f} tokens/s, {timed.num_errors} errors"
-    counts = llm.stats()
-    if not counts["drafted"]:
-        return words
-    kept, gained = counts["draft_accepted"] / counts["drafted"], counts["committed"] / counts["rounds"]
-    return f"{words}, {kept:.0%} of drafts kept, {gained:.2f} tokens/round"
-
-
-def warm_up(llm: LLM, job: Job) -> None:
-    """Generates a few tokens of the first rows, so that compiling and first touches of memory are not timed.
-    Each row is one token longer than the one before: the batch shrinks through all its sizes.
-    """
-    rows = [row for row in islice(read_rows(job, job.input), WARM_UP_ROWS) if isinstance(row, Row)]
-    short = []
-    for num_tokens, row in enumerate(rows, start=2):
-        limits = {"n": 1, "max_tokens": num_tokens, "min_tokens": 0}
-        short.append(replace(row, sampling=row.sampling.model_copy(update=limits)))
-    with tqdm(disable=True) as bar:
-        drive(llm, short, job.engine, lambda row, outcome: None, Timed(), bar)
 
 
 def digest(result: RequestOutput) -> bytes:

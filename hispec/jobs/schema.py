@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -12,6 +13,8 @@ from ..config.ray_cluster import RayConfig
 from ..config.workers import Workers
 from ..errors import shown
 from ..sampling_params import SamplingParams
+from ..utils.files import cache_dir
+from .uris import is_uri, name_in
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -23,22 +26,37 @@ _MOST_NAME = 255  # bytes of the name of a file or folder
 def _as_path(value: Any) -> Any:
     if isinstance(value, Path):
         return value
+    if is_uri(value):
+        raise ValueError(f"must name a file of this machine, got {shown(value)}")
     is_name = isinstance(value, str) and value.strip() and "\0" not in value
     if not is_name or max(len(name.encode("utf-8", "replace")) for name in value.split("/")) > _MOST_NAME:
         raise ValueError(f"must name a file, got {shown(value)}")
     return Path(value).expanduser()
 
 
-def _as_paths(value: Any) -> Any:
+def _as_place(value: Any) -> Any:
+    return value if is_uri(value) else _as_path(value)
+
+
+def _as_places(value: Any) -> Any:
     if not isinstance(value, list):
-        return _as_path(value)
+        return _as_place(value)
     if not value:
         raise ValueError("must name at least one file")
-    return [_as_path(one) for one in value]
+    return [_as_place(one) for one in value]
+
+
+def _as_uri(value: Any) -> Any:
+    if value is not None and not is_uri(value):
+        raise ValueError(f"must be a URI, such as s3://bucket/out.jsonl, got {shown(value)}")
+    if value is not None and not name_in(value):
+        raise ValueError(f"must name a file, not a folder, got {shown(value)}")
+    return value
 
 
 FilePath = Annotated[Path, BeforeValidator(_as_path)]
-FilePaths = Annotated[Path | list[Path], BeforeValidator(_as_paths)]
+Places = Annotated[Path | str | list[Path | str], BeforeValidator(_as_places)]
+Uri = Annotated[str | None, BeforeValidator(_as_uri)]
 
 
 STANDARD = Path("-")  # standard input or output
@@ -56,21 +74,22 @@ def format_of(path: Path) -> str:
 class InputConfig(Settings):
     """Where the prompts are.
 
-    path     a file, a pattern such as `shard-*.jsonl`, "-" for standard input, or a list of these; relative
-             to the job file (on the command line: to the working directory)
+    path     a file, a pattern such as `shard-*.jsonl`, "-" for standard input, a URI such as
+             `s3://bucket/shard-*.jsonl`, or a list of these; relative to the job file (on the command line:
+             to the working directory)
     format   auto: by the name's ending, and of JSON lines by the first row
     columns  {field of a row: key or column that has it}; all others are passed over. None = as rows name them
     limit    use this many rows from the start; None = all
     """
 
-    path: FilePaths
+    path: Places
     format: Format = "auto"
     columns: Annotated[dict[RowField, Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     limit: Annotated[int, Field(ge=1)] | None = None
 
     @property
-    def paths(self) -> list[Path]:
-        """As given: patterns are not resolved."""
+    def paths(self) -> list[Path | str]:
+        """As given: patterns are not resolved; texts are URIs."""
         return self.path if isinstance(self.path, list) else [self.path]
 
     def __str__(self) -> str:
@@ -102,7 +121,11 @@ class Destination(Settings):
 class OutputConfig(Destination):
     """Where the results go: one row per input row.
 
-    path           relative to the working directory; missing folders are created; "-" for standard output
+    path           relative to the working directory; missing folders are created; "-" for standard output; a
+                   URI is short for `upload` and a file in the folder of what HiSpec keeps
+    upload         a URI such as s3://bucket/out.jsonl where the output is kept, too, from which a job goes on
+                   on another machine
+    upload_s       seconds between two uploads while the job runs
     overwrite      start anew, in place of an existing file
     resume         go on where an interrupted run stopped
     only_missing   keep the rows of an existing file although other settings made them, and do the others
@@ -122,6 +145,8 @@ class OutputConfig(Destination):
     retry_failed: bool = False
     order: Literal["input", "finished"] = "input"
     sync_s: Annotated[float, Field(ge=0.0, le=3600.0)] | None = 1.0
+    upload: Uri = None
+    upload_s: Annotated[float, Field(ge=0.1, le=86400.0)] = 60.0
     format: Format = "auto"
     compare_plain: bool = False
     echo_input: bool = True
@@ -136,6 +161,19 @@ class OutputConfig(Destination):
                         f"overwrite=true and {name}=true contradict each other; keep one of them"
                     )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_uri(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not is_uri(uri := values.get("path")):
+            return values
+        if values.get("upload") is not None:
+            raise ValueError(
+                f"path={shown(uri)} is short for upload; name a file of this machine, or leave it"
+            )
+        uri = str(_as_uri(uri))
+        folder = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
+        return {**values, "path": cache_dir() / "jobs" / folder / name_in(uri), "upload": uri}
 
     @property
     def keeps(self) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from hispec.jobs.drive import REQUESTS_PER_ROW, WARM_UP_ROWS
 from hispec.jobs.output import output_row
 from hispec.jobs.report import print_job
-from hispec.jobs.runner import REQUESTS_PER_ROW, WARM_UP_ROWS, JobInterrupted, run_job
+from hispec.jobs.runner import JobInterrupted, run_job
 from hispec.jobs.schema import OutputConfig
 from hispec.jobs.writer import RowWriter
 from hispec.outputs import CompletionOutput, RequestOutput, TokenLogprobs
@@ -65,7 +66,7 @@ def test_the_engine_holds_a_bounded_number_of_rows(tmp_path: Path) -> None:
 def test_finished_rows_that_wait_for_a_slow_one_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hispec.jobs.runner.RESULTS_WAITING_PER_ROW", 2)
+    monkeypatch.setattr("hispec.jobs.drive.RESULTS_WAITING_PER_ROW", 2)
     monkeypatch.setattr(
         "tests.helpers.fake_llm.answer", lambda ids, sampling, at=0: [97] * (sampling.max_tokens or 1)
     )
@@ -220,7 +221,7 @@ def test_a_comparison_beside_other_programs_is_marked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: tuple[float, float | None], warns: bool
 ) -> None:
     left = [*[None] * 2, *taken]  # warm-ups, the job, plain decoding
-    monkeypatch.setattr("hispec.jobs.runner.watch_others", lambda: lambda: left.pop(0))
+    monkeypatch.setattr("hispec.jobs.drive.watch_others", lambda: lambda: left.pop(0))
     report = run(make_job(tmp_path, prompts(4), speculative=THREE_TIER, output={"compare_plain": True}))
     report = replace(report, environment=report.environment | {"cores": 2})
     text = io.StringIO()

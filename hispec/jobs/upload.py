@@ -1,0 +1,264 @@
+"""An output that is also kept elsewhere, in parts while a job runs, so that it can go on on another machine.
+
+Beside the object of output.upload, say s3://bucket/out.jsonl, lie: parts of its rows while they come;
+out.jsonl.manifest.json, as on a disk; and out.jsonl.upload.json, which lists the parts and is replaced at
+once, so that what counts is always whole. At the end the object itself takes the place of the parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import ConfigError, shown
+from ..utils.files import write_atomically
+from .manifest import manifest_path
+from .output import rows_path
+from .schema import Job
+from .uris import open_store, reason_of
+from .writer import OutputError
+
+_log = logging.getLogger(__name__)
+_PIECE = 1 << 20  # bytes in memory at once, of what is not a part
+_LARGEST_PART = 64 << 20  # bytes
+_HAVE_FOLDERS = ("local", "hdfs")  # file systems; object stores have none
+
+
+class Part(BaseModel):
+    """An object with rows: its first `size` bytes, whose blake2b is `digest`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    name: str
+    size: int = Field(ge=0)
+    digest: str
+
+
+class Ledger(BaseModel):
+    """The parts of an output, in order. is_complete: they are the output itself, with nothing to come."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    parts: list[Part] = Field(default_factory=list)
+    is_complete: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+
+class Upload:
+    """The rows of a job that are elsewhere.
+
+    As a context manager it has a thread that uploads what was written every `output.upload_s` seconds. What
+    fails is tried again the next time; the rows are on the disk.
+    """
+
+    def __init__(self, job: Job) -> None:
+        """Raises ConfigError if the place cannot be opened."""
+        assert job.output.upload is not None
+        self._output, self._uri, self._rows = job.output, job.output.upload, rows_path(job)
+        self._store, self._path = open_store("output.upload", self._uri)
+        self._folder, _, self._name = self._path.rpartition("/")
+        self._ledger, self._counts = Ledger(), Ledger()  # what there will be; what there is
+        self._run, self._number = secrets.token_hex(4), 0  # no two runs give a part the same name
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep_up, name="hispec-upload", daemon=True)
+
+    def restore(self) -> None:
+        """Takes over what is there, before the output on the disk is read. Raises ConfigError if the two are
+        not of one job."""
+        try:
+            there = self._read_ledger()
+            if there is None:
+                if not self._output.overwrite and self._exists(self._name):
+                    raise ConfigError(
+                        f"output.upload: {self._uri} exists, but {self._name}.upload.json, by which a job"
+                        " knows its own output again, does not; start anew with --new"
+                        " (output.overwrite=true), or choose another place"
+                    )
+                return
+            self._counts = there
+            if self._output.overwrite:
+                return
+            self._ledger = there.model_copy(deep=True)
+            self._match()
+        except (OSError, ValidationError) as error:
+            raise ConfigError(f"output.upload: cannot read {shown(self._uri)}: {reason_of(error)}") from None
+
+    def restart(self) -> None:
+        """The rows on the disk have changed: they will take the place of those that are there."""
+        self._ledger = Ledger()
+
+    def __enter__(self) -> Upload:
+        if self._output.overwrite and self._counts.parts:
+            self._commit()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._try()
+
+    def finish(self) -> None:
+        """Puts the whole output there, in place of the parts. Raises OutputError."""
+        size, path = self._rows.stat().st_size, self._output.path
+        if self._counts.is_complete and self._counts.size == size:
+            return
+        name = self._name + self._rows.name.removeprefix(path.name)
+        try:
+            digest = self._put(name, self._rows)
+            if self._rows != path:
+                self._put(self._name, path)
+            self._ledger = Ledger(parts=[Part(name=name, size=size, digest=digest)], is_complete=True)
+            self._commit()
+        except OSError as error:
+            raise OutputError(
+                f"cannot upload to {self._uri} ({reason_of(error)}); all rows are in {self._rows};"
+                f" {self._output.way_on}"
+            ) from error
+
+    def _match(self) -> None:
+        """Makes sure that the rows on the disk begin with those that are there. Raises ConfigError if they
+        are others, OSError."""
+        size = self._rows.stat().st_size if self._rows.exists() else 0
+        if size < self._ledger.size:  # another machine, or a disk that has lost what came last
+            self._download(size)
+            return
+        if self._ledger.size:
+            with self._rows.open("rb") as file:
+                if any(_digest(_pieces(file, part.size)) != part.digest for part in self._ledger.parts):
+                    raise self._others()
+
+    def _others(self) -> ConfigError:
+        return ConfigError(
+            f"output.upload: {self._uri} and {self._rows} have different rows: another machine went on with"
+            " it; delete that file to go on from there, or start anew with --new (output.overwrite=true)"
+        )
+
+    def _download(self, size: int) -> None:
+        """Puts what is there in place of the rows on the disk, if it begins with their `size` bytes."""
+        self._rows.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._rows.with_name(f".{self._rows.name}.{self._run}")
+        try:
+            with draft.open("wb") as target:
+                for part in self._ledger.parts:
+                    with self._reading(part.name) as source:
+                        copied = _digest(_copied(_pieces(source, part.size), target))
+                    if copied != part.digest:
+                        raise OSError(f"{part.name} is not what was uploaded")
+            if size:
+                with draft.open("rb") as there, self._rows.open("rb") as here:
+                    if _digest(_pieces(there, size)) != _digest(_pieces(here, size)):
+                        raise self._others()
+            with self._reading(self._manifest_name) as source:
+                write_atomically(manifest_path(self._output.path), source.read(), sync=True)
+            draft.replace(self._rows)
+        finally:
+            with suppress(OSError):
+                draft.unlink()
+
+    def _keep_up(self) -> None:
+        while not self._stop.wait(self._output.upload_s):
+            self._try()
+
+    def _try(self) -> None:
+        try:
+            self._advance()
+        except OSError as error:
+            _log.warning("uploading to %s failed, and will be tried again: %s", self._uri, reason_of(error))
+
+    def _advance(self) -> None:
+        """Uploads the whole lines that are not there yet. Raises OSError."""
+        with self._rows.open("rb") as file:
+            while content := _whole_lines(file, self._ledger.size):
+                name = f"{self._name}.part-{self._run}-{self._number:06d}"
+                self._number += 1
+                self._write(name, content)
+                part = Part(name=name, size=len(content), digest=_digest([content]))
+                self._ledger = Ledger(parts=[*self._ledger.parts, part])
+        if self._ledger != self._counts:
+            self._commit()
+
+    def _commit(self) -> None:
+        """Makes what was uploaded count, and deletes what no longer does. Raises OSError."""
+        with suppress(FileNotFoundError):
+            self._write(self._manifest_name, manifest_path(self._output.path).read_bytes())
+        self._write(f"{self._name}.upload.json", self._ledger.model_dump_json().encode())
+        before, self._counts = self._counts, self._ledger.model_copy(deep=True)
+        for name in {part.name for part in before.parts} - {part.name for part in self._counts.parts}:
+            with suppress(OSError):  # it costs space, no more
+                self._store.delete_file(self._at(name))
+
+    def _read_ledger(self) -> Ledger | None:
+        name = f"{self._name}.upload.json"
+        if not self._exists(name):
+            return None
+        with self._reading(name) as file:
+            return Ledger.model_validate_json(file.read())
+
+    @property
+    def _manifest_name(self) -> str:
+        return manifest_path(Path(self._name)).name
+
+    def _at(self, name: str) -> str:
+        return f"{self._folder}/{name}"
+
+    def _exists(self, name: str) -> bool:
+        from pyarrow import fs
+
+        return bool(self._store.get_file_info(self._at(name)).type == fs.FileType.File)
+
+    def _reading(self, name: str) -> Any:
+        return self._store.open_input_stream(self._at(name), compression=None)
+
+    def _writing(self, name: str) -> Any:
+        if self._store.type_name in _HAVE_FOLDERS:
+            self._store.create_dir(self._folder, recursive=True)
+        return self._store.open_output_stream(self._at(name), compression=None)
+
+    def _write(self, name: str, content: bytes) -> None:
+        with self._writing(name) as target:
+            target.write(content)
+
+    def _put(self, name: str, file: Path) -> str:
+        """Uploads a file -> its digest."""
+        with file.open("rb") as source, self._writing(name) as target:
+            return _digest(_copied(_pieces(source, file.stat().st_size), target))
+
+
+def _whole_lines(file: IO[bytes], begin: int) -> bytes:
+    """The next lines from there, as many as make a part."""
+    file.seek(begin)
+    content = file.read(_LARGEST_PART)
+    whole = content.rfind(b"\n") + 1
+    return content[:whole] if whole or len(content) < _LARGEST_PART else content + file.readline()
+
+
+def _pieces(file: Any, size: int) -> Iterator[bytes]:
+    """The next `size` bytes; less where the file ends."""
+    while size and (piece := file.read(min(size, _PIECE))):
+        size -= len(piece)
+        yield piece
+
+
+def _copied(pieces: Iterator[bytes], target: Any) -> Iterator[bytes]:
+    for piece in pieces:
+        target.write(piece)
+        yield piece
+
+
+def _digest(pieces: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()

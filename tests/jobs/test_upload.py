@@ -1,0 +1,295 @@
+"""Inputs and outputs that are elsewhere, by pyarrow's file systems: here a folder that is named by a URI."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import fs
+
+from hispec.errors import ConfigError, build
+from hispec.jobs import uris
+from hispec.jobs.manifest import manifest_path
+from hispec.jobs.runner import JobInterrupted
+from hispec.jobs.schema import Job
+from hispec.jobs.upload import Ledger, Upload
+from hispec.jobs.writer import OutputError
+from tests.helpers.fake_llm import FakeLLM
+from tests.helpers.job_support import install_fake_llm, interrupt_at, make_job, prompts, rows_of, run
+
+NUM_ROWS = 30
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    install_fake_llm(monkeypatch)
+    monkeypatch.setenv("HISPEC_CACHE", str(tmp_path / "cache"))
+    yield
+    uris.fetch.cache_clear()
+
+
+def job_to(tmp_path: Path, name: str = "out.jsonl", lines: Any = None, **output: Any) -> Job:
+    there = f"file://{tmp_path}/there/{name}"
+    more = {"upload": there, "upload_s": 0.1, "path": str(tmp_path / "here" / name)} | output
+    return make_job(tmp_path, prompts(NUM_ROWS) if lines is None else lines, output=more)
+
+
+def there(tmp_path: Path, name: str = "out.jsonl") -> Path:
+    return tmp_path / "there" / name
+
+
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger.model_validate_json(there(tmp_path, "out.jsonl.upload.json").read_bytes())
+
+
+def uploaded(tmp_path: Path) -> bytes:
+    """The rows that count."""
+    parts = [there(tmp_path, part.name).read_bytes()[: part.size] for part in ledger(tmp_path).parts]
+    return b"".join(parts)
+
+
+def interrupted(job: Job, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_at(step, monkeypatch)
+    with pytest.raises(JobInterrupted):
+        run(job)
+    monkeypatch.setattr(FakeLLM, "on_step", None)
+
+
+def test_the_whole_output_is_there_at_the_end_and_no_parts(tmp_path: Path) -> None:
+    job = job_to(tmp_path)
+    run(job)
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes() == uploaded(tmp_path)
+    names = sorted(path.name for path in (tmp_path / "there").iterdir())
+    assert names == ["out.jsonl", "out.jsonl.manifest.json", "out.jsonl.upload.json"]
+    assert there(tmp_path, names[1]).read_bytes() == manifest_path(job.output.path).read_bytes()
+    assert ledger(tmp_path).is_complete
+
+
+@pytest.mark.parametrize("order", ["input", "finished"])
+@pytest.mark.parametrize("loses", ["all", "the end", "nothing"])
+def test_an_interrupted_job_goes_on_wherever_its_disk_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loses: str, order: str
+) -> None:
+    job = job_to(tmp_path, order=order)
+    interrupted(job, 40, monkeypatch)
+    before = uploaded(tmp_path)
+    assert before == job.output.path.read_bytes() and before and not ledger(tmp_path).is_complete
+    if loses == "all":
+        shutil.rmtree(tmp_path / "here")
+    elif loses == "the end":
+        job.output.path.write_bytes(before[: before.index(b"\n") + 1])
+    report = run(job)
+    assert report.resumed == before.count(b"\n") and report.timed.num_results == NUM_ROWS - report.resumed
+    assert sorted(row["index"] for row in rows_of(job)) == list(range(NUM_ROWS))
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes()
+    assert job.output.path.read_bytes().startswith(before)
+
+
+def test_rows_are_uploaded_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    job = job_to(tmp_path)
+
+    def on_step(number: int) -> None:
+        if not seen and job.output.path.exists() and job.output.path.stat().st_size:
+            until = time.monotonic() + 20.0
+            while not there(tmp_path, "out.jsonl.upload.json").exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            seen.append(uploaded(tmp_path))
+
+    monkeypatch.setattr(FakeLLM, "on_step", on_step)
+    run(job)
+    assert seen and 0 < seen[0].count(b"\n") < NUM_ROWS
+    assert job.output.path.read_bytes().startswith(seen[0])
+
+
+def test_a_finished_output_of_an_extended_input_grows(tmp_path: Path) -> None:
+    run(job_to(tmp_path, lines=prompts(10)))
+    first = there(tmp_path).read_bytes()
+    shutil.rmtree(tmp_path / "here")
+    job = job_to(tmp_path)
+    assert run(job).resumed == 10
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes()
+    assert there(tmp_path).read_bytes().startswith(first) and len(rows_of(job)) == NUM_ROWS
+
+
+def test_rows_that_are_done_again_take_the_place_of_the_old_ones(tmp_path: Path) -> None:
+    lines: list[Any] = [*prompts(5), {"id": "bad", "prompt": 7}]
+    job = job_to(tmp_path, lines=lines)
+    run(job)
+    lines[-1]["prompt"] = "good"
+    job = job_to(tmp_path, lines=lines, retry_failed=True)
+    shutil.rmtree(tmp_path / "here")
+    report = run(job)
+    assert report.resumed == 5 and all(row["error"] is None for row in rows_of(job))
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes() == uploaded(tmp_path)
+
+
+def test_new_replaces_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(job_to(tmp_path))
+    job = job_to(tmp_path, lines=prompts(4), overwrite=True)
+    interrupted(job, 2, monkeypatch)
+    assert uploaded(tmp_path) == job.output.path.read_bytes()  # nothing of what was there before
+    run(job_to(tmp_path, lines=prompts(4)))
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes() and len(rows_of(job)) == 4
+
+
+def test_a_table_is_there_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_to(tmp_path, "out.csv")
+    run(job)
+    assert there(tmp_path, "out.csv").read_bytes() == job.output.path.read_bytes()
+    shutil.rmtree(tmp_path / "here")
+    more = job_to(tmp_path, "out.csv", lines=prompts(NUM_ROWS + 2))
+    assert run(more).resumed == NUM_ROWS
+    assert there(tmp_path, "out.csv").read_bytes().count(b"\n") == NUM_ROWS + 3
+
+
+def test_a_failed_upload_costs_no_row_and_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: Upload, *_: Any) -> None:
+        raise OSError("no way there")
+
+    job = job_to(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Upload, "_writing", fails)
+        with pytest.raises(OutputError, match=r"cannot upload.*no way there.*all rows are in"):
+            run(job)
+    assert "will be tried again: no way there" in caplog.text
+    assert len(rows_of(job)) == NUM_ROWS and not (tmp_path / "there").exists()
+    assert run(job).resumed == NUM_ROWS  # without the model
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes()
+
+
+def test_rows_of_another_machine_are_never_mixed_with_those_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_to(tmp_path)
+    interrupted(job, 40, monkeypatch)
+    here = job.output.path.read_bytes()
+    other = make_job(
+        tmp_path,
+        prompts(NUM_ROWS),
+        output={"upload": job.output.upload, "path": str(tmp_path / "other" / "out.jsonl")},
+    )
+    run(other)  # another machine goes on
+    job.output.path.write_bytes(here[: here.index(b"\n") + 1] + b'{"index": 9}\n')
+    with pytest.raises(ConfigError, match="different rows: another machine"):
+        run(job)
+    job.output.path.write_bytes(b" " + other.output.path.read_bytes())
+    with pytest.raises(ConfigError, match="different rows: another machine"):
+        run(job)
+    job.output.path.unlink()
+    assert run(job).resumed == NUM_ROWS
+
+
+def test_what_no_job_has_uploaded_is_left_alone(tmp_path: Path) -> None:
+    there(tmp_path).parent.mkdir()
+    there(tmp_path).write_text("precious")
+    with pytest.raises(ConfigError, match=r"exists, but out\.jsonl\.upload\.json"):
+        run(job_to(tmp_path))
+    assert there(tmp_path).read_text() == "precious"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"parts": [{"name": 1}]}', b'{"parts": [], "x": 1}', b"[]"])
+def test_a_damaged_ledger_is_an_error_and_changes_nothing(tmp_path: Path, content: bytes) -> None:
+    job = job_to(tmp_path)
+    run(job)
+    there(tmp_path, "out.jsonl.upload.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"output\.upload: cannot read"):
+        run(job)
+    assert len(rows_of(job)) == NUM_ROWS
+
+
+def test_a_damaged_part_is_not_taken_over(tmp_path: Path) -> None:
+    job = job_to(tmp_path)
+    run(job)
+    shutil.rmtree(tmp_path / "here")
+    there(tmp_path).write_bytes(there(tmp_path).read_bytes().replace(b"p7", b"p8"))
+    with pytest.raises(ConfigError, match="is not what was uploaded"):
+        run(job)
+    assert not job.output.path.exists()
+
+
+def test_inputs_are_read_from_elsewhere(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(3):
+        rows = [{"id": f"{number}-{at}", "prompt": f"row {at}"} for at in range(4)]
+        (folder / f"shard-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "readme.txt").write_text("no rows")
+
+    def ids(*paths: str) -> list[str]:
+        name = f"{abs(hash(paths))}.jsonl"
+        job = job_to(tmp_path, path=str(tmp_path / name), upload=None)
+        values = job.model_dump(exclude_unset=True)
+        values["input"] = {"path": list(paths) if len(paths) > 1 else paths[0]}
+        made = build(Job, values)
+        run(made)
+        assert made.output.path.with_name(f"{name}.manifest.json").read_text().count(f"file://{folder}") >= 1
+        return [row["id"] for row in rows_of(made)]
+
+    wanted = [f"{number}-{at}" for number in range(3) for at in range(4)]
+    assert ids(f"file://{folder}/shard-*.jsonl") == wanted
+    assert ids(f"file://{folder}/shard-1.jsonl") == wanted[4:8]
+    assert ids(f"file://{folder}/shard-2.jsonl", str(folder / "shard-0.jsonl")) == wanted[8:] + wanted[:4]
+    (folder / "readme.txt").unlink()
+    assert ids(f"file://{folder}/") == wanted
+
+
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("file:///nowhere/at/all.jsonl", "no file is named like"),
+        ("file:///nowhere/*.jsonl", "no file is named like"),
+        ("gopher://host/x.jsonl", "cannot open 'gopher"),
+        ("file:///no*where/x.jsonl", "for names of files, not of folders"),
+    ],
+)
+def test_an_input_that_is_not_there_is_named(tmp_path: Path, uri: str, words: str) -> None:
+    job = job_to(tmp_path, upload=None)
+    values = job.model_dump(exclude_unset=True) | {"input": {"path": uri}}
+    with pytest.raises(ConfigError, match=words) as raised:
+        run(build(Job, values))
+    assert "input.path" in str(raised.value)
+
+
+def test_an_output_path_elsewhere_is_short_for_upload(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/there/out.jsonl"
+    values = job_to(tmp_path).model_dump(exclude_unset=True)
+    job = build(Job, values | {"output": {"path": uri}})
+    assert job.output.upload == uri and job.output.path.name == "out.jsonl"
+    assert job.output.path.is_relative_to(tmp_path / "cache" / "jobs")
+    run(job)
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ({"path": "s3://bucket/x.jsonl", "upload": "s3://bucket/y.jsonl"}, "short for upload"),
+        ({"path": "x.jsonl", "upload": "folder/x.jsonl"}, "must be a URI"),
+        ({"path": "x.jsonl", "upload": "s3://bucket/folder/"}, "not a folder"),
+        ({"path": "s3://bucket/"}, "not a folder"),
+        ({"path": "x.jsonl", "upload": "s3://b/x", "upload_s": 0}, "upload_s"),
+    ],
+)
+def test_wrong_places_are_refused(tmp_path: Path, output: dict[str, Any], words: str) -> None:
+    values = job_to(tmp_path).model_dump(exclude_unset=True)
+    with pytest.raises(ConfigError, match=words):
+        build(Job, values | {"output": output})
+
+
+def test_standard_output_is_not_uploaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"output\.upload: standard output"):
+        run(job_to(tmp_path, path="-"))
+
+
+def test_a_query_is_part_of_the_way_there_and_not_of_the_name() -> None:
+    uri = "s3://bucket/a/out.jsonl?endpoint_override=http://host:9000/x"
+    assert uris.name_in(uri) == "out.jsonl"
+    assert isinstance(uris.open_store("output.upload", uri)[0], fs.S3FileSystem)
