@@ -72,7 +72,7 @@ class LLM:
             check_workers(workers)
         except ValueError as error:
             raise ConfigError(f"workers: {error}") from None
-        place = _place_of_workers(workers, ray, engine)
+        place = _place_of_workers(workers, ray, engine, model)
         self.num_workers = 1
         arguments: dict[str, Any] = {
             "speculative": speculative,
@@ -378,7 +378,7 @@ class LLM:
 
 
 def _place_of_workers(
-    workers: Workers, ray: RayConfig | dict[str, Any] | None, engine: dict[str, Any]
+    workers: Workers, ray: RayConfig | dict[str, Any] | None, engine: dict[str, Any], model: str | Path
 ) -> list[Share] | RayCluster | None:
     """Where workers are; None if this process needs none. Raises ConfigError."""
     if ray is not None:
@@ -390,7 +390,7 @@ def _place_of_workers(
         return RayCluster(cluster, build(EngineConfig, engine, "engine"))
     if workers == 1:
         return None
-    shares = make_shares(workers, build(EngineConfig, engine, "engine"))
+    shares = make_shares(workers, build(EngineConfig, engine, "engine"), model)
     return shares if len(shares) > 1 else None
 
 

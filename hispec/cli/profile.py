@@ -50,8 +50,8 @@ def add(commands: Any) -> None:
         nargs="?",
         const="",
         metavar="FILE",
-        help="only measure what stages cost here, for control: goodput and simulations, and write FILE"
-        " (default: where it is kept)",
+        help="only measure what stages cost here, for control: goodput and simulations, and write FILE;"
+        " without FILE keep it for this machine, and measure how many workers `workers: auto` is to take",
     )
 
 
@@ -90,4 +90,9 @@ def _latency(options: argparse.Namespace) -> int:
     progress = not options.no_progress
     profile, place = profile_latency(job, path, max_window=options.max_window, progress=progress)
     print_latency(profile, place)
+    if path is None:  # it is for this machine, and so is the number of workers that `auto` takes
+        from ..profile.worker_speed import keep_worker_speeds, print_workers
+
+        if (counts := keep_worker_speeds(job, progress=progress)) is not None:
+            print_workers(counts)
     return OK

@@ -12,6 +12,7 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError, shown
 from ..utils.memory import free_memory_bytes
+from .counts import best_count
 
 _BYTES_PER_WORKER = 2 << 30  # of free memory that `auto` wants for each: KV, and what a process takes besides
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
@@ -41,15 +42,18 @@ class Share:
         KernelThreads.resize(self.threads)
 
 
-def make_shares(workers: int | str, config: EngineConfig) -> list[Share]:
-    """A share for each worker: on a CPU of its cores, on GPUs one of them. "auto": as many workers as there
-    are cores, each of one thread, as far as there are 2 GiB of free memory for each; or as many as there are
-    GPUs. Raises ConfigError for more workers than GPUs."""
-    if config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available()):
+def make_shares(workers: int | str, config: EngineConfig, model: str | Path | None = None) -> list[Share]:
+    """A share for each worker: on a CPU of its cores, on GPUs one of them. "auto": as many workers as
+    `hispec profile --latency` has found fastest for the model, else as many as there are cores, each of one
+    thread, as far as there are 2 GiB of free memory for each; or as many as there are GPUs. Raises
+    ConfigError for more workers than GPUs."""
+    if _uses_gpus(config):
         return _gpus(workers, config)
     cores, count = _cores()
     if workers == "auto":
-        workers = max(1, min(count, free_memory_bytes() // _BYTES_PER_WORKER))
+        workers = most_workers(config)
+        measured = None if model is None else best_count(model, config)
+        workers = workers if measured is None else min(workers, measured)
     assert isinstance(workers, int)
     most = _threads_wanted()
     if cores is None:
@@ -61,6 +65,17 @@ def make_shares(workers: int | str, config: EngineConfig) -> list[Share]:
         own = tuple(cores[begin:end])
         shares.append(Share(own, min(len(own), most), "cpu"))
     return shares
+
+
+def most_workers(config: EngineConfig) -> int:
+    """Workers that this machine's cores and free memory suffice for; 1 where there are GPUs."""
+    if _uses_gpus(config):
+        return 1
+    return max(1, min(_cores()[1], free_memory_bytes() // _BYTES_PER_WORKER))
+
+
+def _uses_gpus(config: EngineConfig) -> bool:
+    return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
 
 
 def _gpus(workers: int | str, config: EngineConfig) -> list[Share]:

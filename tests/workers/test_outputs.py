@@ -190,3 +190,18 @@ def test_after_close_counts_can_be_read_and_nothing_runs(tiny_path: Path) -> Non
     for call in (llm.step, lambda: llm.generate("a"), lambda: llm.set_speculative(None)):
         with pytest.raises(ClosedError):
             call()
+
+
+def test_each_worker_chooses_plans_for_itself_with_the_same_output(
+    one: LLM, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HISPEC_CACHE", str(tmp_path))
+    plan = {"control": "goodput", "draft": {"kind": "ngram"}, "num_draft_tokens": 4}
+    params = SAMPLED.model_copy(update={"max_tokens": 60, "ignore_eos": True, "seed": 3})
+    with LLM(str(tiny_path), workers=2, speculative=plan, **SMALL) as llm:
+        assert generate(llm, params) == generate(one, params)
+        stats = llm.stats()
+    decided = [sum(each["control"]["rounds_by_plan"].values()) for each in stats["workers"]]
+    assert len(decided) == 2 and min(decided) > 0
+    assert sum(stats["control"]["rounds_by_plan"].values()) == sum(decided)
+    assert len(list((tmp_path / "latency").iterdir())) == 1  # the first one has measured for both
