@@ -19,7 +19,8 @@ EARLY_EXIT = ("tests/training/test_early_exit.py",)
 INTEGERS = ("tests/ee_models/test_int_linear.py",)
 JOBS = ("tests/jobs/test_resume.py", "tests/jobs/test_output.py")
 PACKAGE = ("tests/training/test_command_ee.py",)
-NUMBERS = ("tests/faults/test_numbers.py",)
+UPLOADS = ("tests/jobs/test_upload.py",)
+NUMBERS = ("tests/faults/test_numbers.py", "tests/scheduling/test_scheduler.py")
 STAGES = ("tests/faults/test_stages.py",)
 CLOCKS = ("tests/faults/test_clocks.py",)
 FILES = ("tests/faults/test_files.py",)
@@ -778,6 +779,55 @@ FAULTS = (
         'if not line.endswith(b"}\\n") or',
         "if",
         ("tests/jobs/test_formats.py",),
+    ),
+    Fault(
+        "jobs: a last line without its end is somebody else's",
+        "hispec/jobs/resume.py",
+        'if not line.endswith(b"\\n"):',
+        "if False:",
+        JOBS,
+    ),
+    Fault(
+        "uploads: a part is not compared with what it was",
+        "hispec/jobs/upload.py",
+        "if copied != part.digest:",
+        "if False:",
+        UPLOADS,
+    ),
+    Fault(
+        "uploads: rows of another machine are gone on with",
+        "hispec/jobs/upload.py",
+        "if any(_digest(_pieces(file, part.size)) != part.digest for part in self._ledger.parts):",
+        "if False:",
+        UPLOADS,
+    ),
+    Fault(
+        "uploads: half a line counts",
+        "hispec/jobs/upload.py",
+        'whole = content.rfind(b"\\n") + 1',
+        "whole = len(content)",
+        UPLOADS,
+    ),
+    Fault(
+        "uploads: rows that were taken out stay there",
+        "hispec/jobs/runner.py",
+        "        upload.restart()",
+        "        pass",
+        UPLOADS,
+    ),
+    Fault(
+        "workers: a call is not made again when all whom it went to died",
+        "hispec/workers/pool.py",
+        "while not replies:",
+        "for _ in range(1):",
+        ("tests/workers/test_deaths.py",),
+    ),
+    Fault(
+        "workers: auto forgets what was measured",
+        "hispec/workers/shares.py",
+        "workers = workers if measured is None else min(workers, measured)",
+        "pass",
+        ("tests/workers/test_counts.py",),
     ),
     Fault(
         "jobs: rows in input order are written as they come",

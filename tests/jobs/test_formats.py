@@ -384,6 +384,11 @@ def test_openai_jobs_go_on_and_do_failed_rows_again(tmp_path: Path) -> None:
     for torn in (whole[3][:50], whole[3][:-1], whole[3][:-9]):
         job.output.path.write_bytes(b"".join(whole[:3]) + torn)
         assert run(job).resumed == 3 and len(rows_of(job)) == 6
+    half = b"".join(whole[:3]) + whole[3][:-9] + b"\n"
+    job.output.path.write_bytes(half)
+    with pytest.raises(ConfigError, match=r"line 4 of .* is no row of an output"):
+        run(job)
+    job.output.path.write_bytes(b"".join(whole))
     job = make_job(tmp_path, lines, output={"retry_failed": True})
     report = run(job)
     assert report.resumed == 5 and report.timed.num_errors == 1 and len(rows_of(job)) == 6

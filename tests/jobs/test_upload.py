@@ -107,6 +107,17 @@ def test_rows_are_uploaded_while_the_job_runs(tmp_path: Path, monkeypatch: pytes
     assert job.output.path.read_bytes().startswith(seen[0])
 
 
+def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
+    job = job_to(tmp_path)
+    job.output.path.parent.mkdir()
+    upload = Upload(job)
+    for content in (b"", b"one\nhal", b"one\nhalf\nthird\n", b"one\nhalf\nthird\nend"):
+        job.output.path.write_bytes(content)
+        upload._advance()
+        whole = content[: content.rfind(b"\n") + 1]
+        assert (uploaded(tmp_path) if whole else b"") == whole
+
+
 def test_a_finished_output_of_an_extended_input_grows(tmp_path: Path) -> None:
     run(job_to(tmp_path, lines=prompts(10)))
     first = there(tmp_path).read_bytes()
@@ -127,6 +138,18 @@ def test_rows_that_are_done_again_take_the_place_of_the_old_ones(tmp_path: Path)
     report = run(job)
     assert report.resumed == 5 and all(row["error"] is None for row in rows_of(job))
     assert there(tmp_path).read_bytes() == job.output.path.read_bytes() == uploaded(tmp_path)
+
+
+def test_rows_that_were_taken_out_do_not_stay_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[Any] = [{"id": "bad", "prompt": 7}, *prompts(NUM_ROWS)]
+    interrupted(job_to(tmp_path, lines=lines, order="finished"), 40, monkeypatch)
+    lines[0]["prompt"] = "good"
+    job = job_to(tmp_path, lines=lines, order="finished", retry_failed=True)
+    interrupted(job, 3, monkeypatch)
+    assert uploaded(tmp_path) == job.output.path.read_bytes() and b'"bad"' not in uploaded(tmp_path)
+    shutil.rmtree(tmp_path / "here")
+    run(job)
+    assert len(rows_of(job)) == len(lines) and there(tmp_path).read_bytes() == job.output.path.read_bytes()
 
 
 def test_new_replaces_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cache.blocks import BlockPool
+from hispec.sampling_params import SamplingParams
 from hispec.scheduling.policy import Job, Key, Service
 from hispec.scheduling.request import Request
 from hispec.scheduling.scheduler import Scheduler
@@ -128,6 +129,14 @@ def add(scheduler: Scheduler, number: int, num_prompt: int = 3, max_tokens: int 
     return request
 
 
+def add_same(scheduler: Scheduler, number: int) -> Request:
+    """One of the same prompt as all that are added so."""
+    prompt = make_request(0, 9).prompt_token_ids
+    request = Request(f"r{number}", number, prompt, SamplingParams(), 0, 100, frozenset(), None, 0.0)
+    scheduler.add(request)
+    return request
+
+
 # ---- pausing ----
 
 
@@ -152,6 +161,30 @@ def test_a_request_that_loses_its_row_keeps_its_blocks_and_goes_on_where_it_was(
         "it goes on at once"
     )
     assert (scheduler.num_preemptions, scheduler.kv.num_kept, scheduler.num_cached_tokens) == (1, 0, 0)
+
+
+def test_one_that_starts_over_takes_nothing_from_the_prefix_cache() -> None:
+    scheduler = make_scheduler(Ranks({0: 0.0, 1: 5.0, 2: 1.0}), rows=2, caches=True)
+    add_same(scheduler, 0)
+    assert step(scheduler) == [0]
+    suspect = add_same(scheduler, 1)
+    assert step(scheduler) == [0, 1] and suspect.num_cached == 8
+    scheduler.start_over(suspect)
+    other = add_same(scheduler, 2)
+    assert step(scheduler) == [0, 2] and other.num_cached == 0, "what both had is not found any more"
+    scheduler.remove(other)
+    assert step(scheduler) == [0, 1] and suspect.num_cached == 0
+
+
+def test_what_one_that_starts_over_computes_again_is_not_found_by_others() -> None:
+    scheduler = make_scheduler(Ranks(), rows=1, caches=True)
+    suspect = add_same(scheduler, 0)
+    assert step(scheduler) == [0]
+    scheduler.start_over(suspect)
+    assert step(scheduler) == [0]
+    scheduler.remove(suspect)
+    other = add_same(scheduler, 1)
+    assert step(scheduler) == [1] and other.num_cached == 0
 
 
 def test_one_that_is_paused_within_its_prefill_goes_on_with_the_rest_of_it() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,3 +115,18 @@ def test_without_a_worker_left_step_says_why(tiny_path: Path, monkeypatch: pytes
                 llm.step()
         with pytest.raises(WorkerError, match="no memory for another"):
             llm.stats()
+
+
+def test_a_question_that_all_workers_die_of_is_asked_again(two: LLM) -> None:
+    """Their replacements answer it."""
+    before = worker_pids(two)
+    for pid in before:
+        os.kill(pid, signal.SIGSTOP)  # so that none answers first
+    answer: list[Any] = []
+    asking = threading.Thread(target=lambda: answer.append(two.stats()))
+    asking.start()
+    wait_until(lambda: all(each.calls for each in pool(two)._dispatcher._workers))
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    asking.join(30.0)
+    assert answer and answer[0]["workers"] and answer[0]["workers_replaced"] >= 2
