@@ -53,6 +53,14 @@ class ClosedError(HiSpecError, RuntimeError):
     """An LLM or Engine was to compute something after its close()."""
 
 
+class BusyError(HiSpecError, RuntimeError):
+    """There are as many unfinished requests as there may be; later there will be room again."""
+
+
+class EngineDeadError(HiSpecError, RuntimeError):
+    """The engine failed, with this error's cause, and serves nobody any more."""
+
+
 class WorkerError(HiSpecError, RuntimeError):
     """A process of an LLM with several workers could not start, or ended and could not be replaced."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,12 +167,17 @@ class LLM:
         sampling_params: SamplingParams | dict[str, Any] | None,
         request_id: str,
         chat: bool = False,
+        on_delta: Callable[[int, Delta], None] | None = None,
     ) -> None:
         """Queues one request of `n` outputs. Raises RequestError, with nothing queued, if it can never be
-        served."""
+        served.
+
+        on_delta   is called by `step` with each Delta as it comes, and which of the outputs it belongs to; it
+                   must not call the LLM. After an interrupt one may come twice
+        """
         self._check_open("add")
         try:
-            self._queue(prompt, self._params(sampling_params), request_id, chat)
+            self._queue(prompt, self._params(sampling_params), request_id, chat, on_delta)
         except RequestError as error:
             raise RequestError(f"{request_id}: {error}") from error.__cause__
 
@@ -183,6 +188,11 @@ class LLM:
         self._advance()
         finished, self._finished = self._finished, {}
         return list(finished.values())
+
+    def wake(self) -> None:
+        """Has a `step` that waits for workers return, from another thread. One process never waits."""
+        if isinstance(self.engine, WorkerPool):
+            self.engine.wake()
 
     def has_unfinished(self) -> bool:
         return bool(self._pending or self._finished)
@@ -262,12 +272,20 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _queue(self, prompt: Any, params: SamplingParams, request_id: str, chat: bool) -> None:
+    def _queue(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        chat: bool,
+        on_delta: Callable[[int, Delta], None] | None = None,
+    ) -> None:
         """As `add`; the RequestError does not name the request."""
         if request_id in self._pending or request_id in self._finished:
             raise RequestError(_UNFINISHED)
         text, token_ids = encode_prompt(self.tokenizer, prompt, chat)
-        pending = PendingRequest(request_id, text, token_ids, params.logprobs is not None)
+        pending = PendingRequest(request_id, text, token_ids, params.logprobs is not None, on_delta)
+        is_stream = on_delta is not None or request_id in self._streams
         ids = [request_id] if params.n == 1 else [f"{request_id}/{index}" for index in range(params.n)]
         if any((other := self._of_sequence.get(one)) and other.request_id in self._pending for one in ids):
             raise RequestError(_UNFINISHED)
@@ -281,7 +299,7 @@ class LLM:
                 pending.sequences[sequence_id] = GrowingOutput()
                 self._of_sequence[sequence_id] = pending
                 if isinstance(self.engine, WorkerPool):
-                    self.engine.add_request(token_ids, one, sequence_id, stream, request_id in self._streams)
+                    self.engine.add_request(token_ids, one, sequence_id, stream, is_stream)
                 else:
                     self.engine.add_request(token_ids, one, sequence_id, stream)
         except BaseException as error:
@@ -336,6 +354,8 @@ class LLM:
         pending = self._of_sequence.get(delta.request_id)
         if pending is None or pending.request_id not in self._pending:  # aborted, or taken before
             return
+        if pending.on_delta is not None:
+            pending.on_delta(list(pending.sequences).index(delta.request_id), delta)
         pending.sequences[delta.request_id].add(delta)
         if all(growing.last and growing.last.finish_reason for growing in pending.sequences.values()):
             if pending.request_id not in self._streams:

@@ -3,6 +3,7 @@ RequestOutputs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -130,12 +131,14 @@ class GrowingOutput:
 
 @dataclass
 class PendingRequest:
-    """An unfinished request with its `n` outputs; `sequences` maps the engine's request ids to them."""
+    """An unfinished request with its `n` outputs; `sequences` maps the engine's request ids to them.
+    on_delta: is told of each Delta, and which of the outputs it belongs to."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     wants_logprobs: bool
+    on_delta: Callable[[int, Delta], None] | None = None
     sequences: dict[str, GrowingOutput] = field(default_factory=dict)
 
     def make_output(self) -> RequestOutput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import runpy
 from pathlib import Path
@@ -30,12 +31,14 @@ def plain(path: Path, prompt: list[int] | str, params: SamplingParams) -> list[i
 
 def test_the_code_of_the_page_runs(tiny_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = plain(tiny_path, [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=16))
-    short, by_hand = snippets()
-    assert max(map(len, (short.splitlines(), by_hand.splitlines()))) <= 20
+    short, of_asyncio, by_hand = snippets()
+    assert max(len(code.splitlines()) for code in (short, of_asyncio, by_hand)) <= 20
     exec(short.replace('"smollm2"', repr(str(tiny_path))), {})
     printed = capsys.readouterr().out
     lists = "+".join(re.findall(r"\[.*?\]", printed))
     assert eval(lists) == wanted and printed.split()[-1] in ("length", "stop")
+    exec(of_asyncio.replace('"smollm2"', repr(str(tiny_path))), {})
+    assert capsys.readouterr().out
     exec(by_hand.replace('"path/to/model"', repr(str(tiny_path))), {})
     assert capsys.readouterr().out.startswith(str(wanted))
 
@@ -48,6 +51,16 @@ def test_the_example_runs(tiny_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert tokens[name] == plain(tiny_path, prompt, params)
     assert (tokens["left"], texts["left"], stats["finished"]) == ([], "", 3)
     assert "left: abort" in capsys.readouterr().out
+
+
+def test_the_asyncio_example_runs(tiny_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(ROOT / "examples" / "embed_async.py"))["main"]
+    texts = asyncio.run(main(str(tiny_path), **SMALL))
+    with LLM(str(tiny_path), **SMALL) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=24, stop=["\n\n"])
+        outputs = llm.generate(["one two three one two", "a b c a b"], params, use_tqdm=False)
+    assert texts == [output.outputs[0].text for output in outputs]
+    assert "'one two three one two': " in capsys.readouterr().out
 
 
 def test_an_engine_loads_what_the_plans_of_its_model_need(tiny_path: Path, tiny_decoder: Any) -> None:

@@ -22,7 +22,7 @@ LEVELS: list[set[str]] = [
     {"__main__"},
     {"cli"},
     {"profile", "training", "simulate", "integrations"},
-    {"jobs"},
+    {"jobs", "serving"},
     {"llm"},
     {"workers"},
     {"measure"},

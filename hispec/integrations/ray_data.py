@@ -26,7 +26,7 @@ from ..errors import ConfigError, RequestError, nearest, shown
 from ..llm import LLM
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
-from .engine_thread import EngineThread
+from ..serving.async_engine import AsyncEngine
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 FIELDS = (*PROMPT_FIELDS, "id", "sampling")
@@ -84,7 +84,7 @@ class Generate:
         self._counters = {name: Counter(name, text, ("model",)) for name, text in COUNTERS.items()}
         for counter in self._counters.values():
             counter.set_default_tags({"model": str(model)})
-        self._thread = EngineThread(
+        self._engine = AsyncEngine(
             LLM(model, speculative=speculative, scheduling=scheduling, **dict(engine or {}))
         )
 
@@ -103,7 +103,7 @@ class Generate:
 
     def close(self) -> None:
         """Ends the engine. Ray ends an actor's whole process instead."""
-        self._thread.close()
+        self._engine.close()
 
     def _rows(self, batch: Any, names: list[str]) -> list[dict[str, Any]]:
         """The fields of each row. Raises ConfigError."""
@@ -137,8 +137,7 @@ class Generate:
         field = next(name for name in PROMPT_FIELDS if name in row)
         try:
             sampling = self._sampling_of(row)
-            future = self._thread.submit(row[field], sampling, chat=field == "messages")
-            return await asyncio.wrap_future(future)
+            return await self._engine.generate(row[field], sampling, chat=field == "messages")
         except (ConfigError, RequestError) as error:
             return str(error)
 

@@ -87,7 +87,7 @@ class WorkerPool:
             drop_traces_of_workers(Path(config.trace))
         self._setup, self._shares = setup, list(shares)
         self._speculative = plan
-        self.is_closed = False
+        self.is_closed = self._is_woken = False
         self._counter = itertools.count()
         self._numbers: dict[str, int] = {}  # of unfinished requests
         self._ids: dict[int, str] = {}
@@ -149,9 +149,9 @@ class WorkerPool:
         return request_id
 
     def step(self) -> list[Delta]:
-        """Waits until a request has gained something, and returns what all have; [] if there is none. As with
-        Engine.step nothing is lost by an interrupt. Raises WorkerError, or what the last worker could not
-        start of, once there is none left."""
+        """Waits until a request has gained something, and returns what all have; [] after `wake`, or if there
+        is no request. As with Engine.step nothing is lost by an interrupt. Raises WorkerError, or what the
+        last worker could not start of, once there is none left."""
         self._check_open("step")
         dispatcher, taken = self._dispatcher, self._taken
         while True:
@@ -171,6 +171,9 @@ class WorkerPool:
             if dispatcher.failure is not None:
                 raise dispatcher.failure
             dispatcher.news.get()
+            if self._is_woken:
+                self._is_woken = False
+                return []
         live = [number for number, _ in taken if number in self._ids]
         try:
             self._taken = []
@@ -183,6 +186,11 @@ class WorkerPool:
             for number, delta in zip(live, deltas, strict=True):
                 self._ids[number], self._numbers[delta.request_id] = delta.request_id, number
             raise
+
+    def wake(self) -> None:
+        """Has a `step` that waits return, from another thread."""
+        self._is_woken = True
+        self._dispatcher.news.put(None)
 
     def abort(self, request_ids: str | Iterable[str], *, notify: bool = False) -> None:
         """Ends requests at once, without a Delta; unknown and finished ids are passed over."""

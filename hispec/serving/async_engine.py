@@ -1,0 +1,334 @@
+"""AsyncEngine: an LLM that asyncio tasks share, stepped by a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from ..errors import BusyError, ClosedError, ConfigError, EngineDeadError, HiSpecError, RequestError, closed
+from ..llm import LLM
+from ..outputs import Delta, RequestOutput
+from ..sampling_params import SamplingParams
+
+Sampling = SamplingParams | dict[str, Any] | None
+Item = tuple[int, Delta] | RequestOutput | BaseException
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request, and what its task has not taken of it yet. Its task alone touches `arrived`; the thread
+    hands items over in the task's event loop."""
+
+    prompt: Any
+    sampling: Sampling
+    chat: bool
+    is_stream: bool
+    loop: asyncio.AbstractEventLoop
+    name: str
+    arrived: deque[Item] = field(default_factory=deque)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, items: list[Item]) -> None:
+        self.arrived.extend(items)
+        self.news.set()
+
+    async def get(self) -> tuple[int, Delta] | RequestOutput:
+        while not self.arrived:
+            self.news.clear()
+            await self.news.wait()
+        item = self.arrived.popleft()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+
+class AsyncEngine:
+    """Requests of any number of tasks, of one event loop or of several, run together in one LLM.
+
+    A task that is cancelled, or closes its generator (`contextlib.aclosing` does at the end of a block),
+    aborts its request; nobody else notices. Should the LLM break, all that wait, and all that come later, get
+    an EngineDeadError. A task that reads slowly delays nobody: what it has not read is kept.
+
+    `async with` closes it.
+    """
+
+    def __init__(self, llm: LLM, *, max_requests: int | None = None) -> None:
+        """Takes `llm` over: nobody else may call it any more, and `close` closes it.
+
+        max_requests   unfinished ones that the LLM has at most; others wait here, in the order in which they
+                       came. None = all are the LLM's
+        Raises ConfigError for max_requests below 1.
+        """
+        if max_requests is not None and max_requests < 1:
+            raise ConfigError(f"max_requests: must be at least 1, got {max_requests}")
+        self._llm, self._most = llm, max_requests
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._running: dict[str, _Request] = {}
+        self._waiting: dict[str, _Request] = {}
+        self._outgoing: dict[_Request, list[Item]] = {}
+        self._idle: list[Future[None]] = []  # of those that wait until nothing is unfinished
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()  # of what follows, which both sides use
+        self._end: HiSpecError | None = None  # what newcomers get
+        self._num_unfinished = 0
+        self._is_stopping = self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="hispec-engine", daemon=True)
+        self._thread.start()
+
+    async def stream(
+        self, prompt: Any, sampling: Sampling = None, *, chat: bool = False, wait: bool = True
+    ) -> AsyncIterator[Delta]:
+        """One request's Deltas as they come; arguments as those of `LLM.stream`. wait: False raises BusyError
+        where `max_requests` are unfinished.
+
+        Raises RequestError for a request that can never be served, or of several outputs; ConfigError for
+        wrong sampling; ClosedError after `drain` or `close`; EngineDeadError.
+        """
+        each = self.stream_each(prompt, sampling, chat=chat, wait=wait, most_outputs=1)
+        try:
+            async for _, delta in each:
+                yield delta
+        finally:
+            await each.aclose()  # type: ignore[attr-defined]
+
+    async def stream_each(
+        self,
+        prompt: Any,
+        sampling: Sampling = None,
+        *,
+        chat: bool = False,
+        wait: bool = True,
+        most_outputs: int | None = None,
+    ) -> AsyncIterator[tuple[int, Delta]]:
+        """As `stream`, of `n` outputs: (which of them, Delta)."""
+        if most_outputs is not None and (n := self._params(sampling).n) > most_outputs:
+            raise RequestError(f"n={n}: a stream has one output; take stream_each()")
+        request = self._submit(prompt, sampling, chat, wait, is_stream=True)
+        try:
+            while not isinstance(item := await request.get(), RequestOutput):
+                yield item
+        finally:
+            self._leave(request)
+
+    async def generate(
+        self, prompt: Any, sampling: Sampling = None, *, chat: bool = False, wait: bool = True
+    ) -> RequestOutput:
+        """One request with all its outputs; otherwise as `stream`."""
+        request = self._submit(prompt, sampling, chat, wait, is_stream=False)
+        try:
+            output = await request.get()
+            assert isinstance(output, RequestOutput)
+            return output
+        finally:
+            self._leave(request)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended, waiting ones included."""
+        return self._num_unfinished
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the LLM broke."""
+        return isinstance(self._end, EngineDeadError)
+
+    @property
+    def is_full(self) -> bool:
+        return self._most is not None and self._num_unfinished >= self._most
+
+    async def stats(self) -> dict[str, Any]:
+        """As LLM.stats(), and "waiting": requests that wait here. After the end, the last ones."""
+        return await asyncio.wrap_future(self._call(self._stats))
+
+    async def drain(self) -> None:
+        """Takes no more requests, and waits until all have ended. Raises EngineDeadError."""
+        with self._lock:
+            self._end = self._end or ClosedError("AsyncEngine: drain() was called; it takes no more requests")
+        idle: Future[None] = Future()
+        self._post(partial(self._note_idle, idle))
+        await asyncio.wrap_future(idle)
+
+    def close(self) -> None:
+        """Ends all requests with a ClosedError, and closes the LLM, after the step that runs. Idempotent."""
+        with self._lock:
+            self._end = self._end or closed("AsyncEngine.stream")
+        self._is_stopping = True
+        self._post(lambda: None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    async def aclose(self) -> None:
+        """As `close`, without blocking the event loop."""
+        await asyncio.to_thread(self.close)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _params(self, sampling: Sampling) -> SamplingParams:
+        return SamplingParams.of(sampling, "sampling")
+
+    def _submit(self, prompt: Any, sampling: Sampling, chat: bool, wait: bool, is_stream: bool) -> _Request:
+        with self._lock:
+            if self._end is not None:
+                raise self._end
+            if not wait and self.is_full:
+                raise BusyError(f"{self._num_unfinished} requests are unfinished, the most there may be")
+            self._num_unfinished += 1
+        loop, name = asyncio.get_running_loop(), str(next(self._numbers))
+        request = _Request(prompt, sampling, chat, is_stream, loop, name)
+        self._post(partial(self._take, request))
+        return request
+
+    def _leave(self, request: _Request) -> None:
+        """Its task wants no more of it."""
+        self._post(partial(self._abort, request))
+
+    def _call(self, run: Callable[[], T]) -> Future[T]:
+        """What `run` returns in the thread that steps; once that has ended, here."""
+        future: Future[T] = Future()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(run())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(call)
+        return future
+
+    def _post(self, run: Callable[[], None]) -> None:
+        with self._lock:
+            self._inbox.put(run)
+            if self._is_over:
+                self._end_all()
+            else:
+                self._llm.wake()
+
+    # What follows runs in the thread that steps.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._read_inbox()
+                self._admit()
+                if self._running:
+                    for output in self._llm.step():
+                        self._end_request(self._running[output.request_id], output)
+                self._hand_over()
+        except BaseException as error:  # whatever it is, nobody may wait for ever
+            dead = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}")
+            dead.__cause__ = error
+            with self._lock:
+                self._end = dead
+        with suppress(Exception):
+            self._llm.close()
+        with self._lock:
+            self._is_over = True
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """Does what was asked for until now, and ends what there is of requests."""
+        assert self._end is not None
+        with suppress(Empty):
+            while True:
+                self._inbox.get_nowait()()
+        for request in [*self._running.values(), *self._waiting.values()]:
+            self._end_request(request, self._end)
+        self._hand_over()
+
+    def _read_inbox(self) -> None:
+        """All that has come; waits for something if there is nothing else to do."""
+        if not (self._running or self._waiting):
+            self._inbox.get()()
+        with suppress(Empty):
+            while True:
+                self._inbox.get_nowait()()
+
+    def _take(self, request: _Request) -> None:
+        self._waiting[request.name] = request
+
+    def _admit(self) -> None:
+        while self._waiting and (self._most is None or len(self._running) < self._most):
+            request = self._waiting.pop(next(iter(self._waiting)))
+            on_delta = partial(self._put_delta, request) if request.is_stream else None
+            self._running[request.name] = request
+            try:
+                self._llm.add(request.prompt, request.sampling, request.name, request.chat, on_delta)
+            except (RequestError, ConfigError) as error:
+                message = str(error).removeprefix(f"{request.name}: ")
+                self._end_request(request, type(error)(message))
+
+    def _put_delta(self, request: _Request, index: int, delta: Delta) -> None:
+        self._put(request, (index, delta))
+
+    def _put(self, request: _Request, item: Item) -> None:
+        self._outgoing.setdefault(request, []).append(item)
+
+    def _abort(self, request: _Request) -> None:
+        if self._waiting.pop(request.name, None) is None and self._running.pop(request.name, None) is None:
+            return
+        self._outgoing.pop(request, None)
+        if not self._is_over:
+            self._llm.abort(request.name)
+        self._count_out()
+
+    def _end_request(self, request: _Request, last: Item) -> None:
+        self._put(request, last)
+        self._running.pop(request.name, None)
+        self._waiting.pop(request.name, None)
+        self._count_out()
+
+    def _count_out(self) -> None:
+        with self._lock:
+            self._num_unfinished -= 1
+
+    def _hand_over(self) -> None:
+        """Gives each task what has come for it, with one call into each event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Request, list[Item]]]] = {}
+        for request, items in self._outgoing.items():
+            by_loop.setdefault(request.loop, []).append((request, items))
+        self._outgoing.clear()
+        for loop, parcels in by_loop.items():
+            with suppress(RuntimeError):  # the loop has ended, and its tasks with it
+                loop.call_soon_threadsafe(_deliver, parcels)
+        if self._idle and not (self._running or self._waiting):
+            for future in self._idle:
+                self._end_idle(future)
+            self._idle.clear()
+
+    def _note_idle(self, future: Future[None]) -> None:
+        if self._running or self._waiting:
+            self._idle.append(future)
+        else:
+            self._end_idle(future)
+
+    def _end_idle(self, future: Future[None]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        if isinstance(self._end, EngineDeadError):
+            future.set_exception(self._end)
+        else:
+            future.set_result(None)
+
+    def _stats(self) -> dict[str, Any]:
+        return self._llm.stats() | {"waiting": len(self._waiting)}
+
+
+def _deliver(parcels: list[tuple[_Request, list[Item]]]) -> None:
+    for request, items in parcels:
+        request.put(items)

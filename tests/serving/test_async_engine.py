@@ -1,0 +1,249 @@
+"""AsyncEngine: tasks share an LLM; who leaves is forgotten, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hispec import LLM, ConfigError, RequestError, SamplingParams
+from hispec.engine import Engine
+from hispec.errors import BusyError, ClosedError, EngineDeadError
+from hispec.serving.async_engine import AsyncEngine
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+LONG = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+SMALL: dict[str, Any] = {"max_model_len": 128, "num_kv_blocks": 64, "max_num_seqs": 4}
+PROMPTS = [f"prompt {number} " * (1 + number % 3) for number in range(10)]
+PLAN = {"draft": {"layer": 3}, "check": {"layer": 6}, "num_draft_tokens": 2}
+
+
+def with_engine(
+    path: Path, test: Callable[[AsyncEngine, LLM], Coroutine[Any, Any, None]], **settings: Any
+) -> None:
+    """Runs a test within a minute; then nothing may be left of any request."""
+    most = settings.pop("max_requests", None)
+
+    async def run() -> None:
+        llm = LLM(str(path), **{**SMALL, **settings})
+        async with AsyncEngine(llm, max_requests=most) as engine:
+            await asyncio.wait_for(test(engine, llm), 60.0)
+            if not engine.is_dead and isinstance(llm.engine, Engine):
+                await asyncio.wrap_future(engine._call(lambda: None))
+                await until(lambda: engine.num_unfinished == 0)
+                await asyncio.wrap_future(engine._call(llm.engine.check))
+                assert not llm.has_unfinished()
+
+    asyncio.run(run())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+def wanted(path: Path, params: SamplingParams = GREEDY) -> list[Any]:
+    with LLM(str(path), **SMALL) as llm:
+        return [output.outputs for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def same(found: Any, expected: Any) -> bool:
+    return [(each.text, each.token_ids, each.finish_reason, each.logprobs) for each in found] == [
+        (each.text, each.token_ids, each.finish_reason, each.logprobs) for each in expected
+    ]
+
+
+@pytest.mark.parametrize("settings", [{}, {"speculative": PLAN}, {"workers": 2}, {"max_requests": 2}])
+def test_outputs_are_those_of_generate(tiny_path: Path, settings: dict[str, Any]) -> None:
+    params = GREEDY.model_copy(update={"n": 2, "temperature": 0.8, "seed": 3, "logprobs": 2})
+    expected = wanted(tiny_path, params)
+
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        outputs = await asyncio.gather(*(engine.generate(prompt, params) for prompt in PROMPTS))
+        for output, one in zip(outputs, expected, strict=True):
+            assert output.error is None and same(output.outputs, one)
+        assert engine.num_unfinished == 0
+
+    with_engine(tiny_path, test, **settings)
+
+
+@pytest.mark.parametrize("settings", [{"speculative": PLAN}, {"workers": 2}])
+def test_streams_give_each_token_once(tiny_path: Path, settings: dict[str, Any]) -> None:
+    expected = wanted(tiny_path, GREEDY.model_copy(update={"n": 2, "temperature": 0.8, "seed": 3}))
+    params = GREEDY.model_copy(update={"n": 2, "temperature": 0.8, "seed": 3})
+
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        async def read(prompt: str) -> list[tuple[str, list[int]]]:
+            texts, tokens, num_deltas = ["", ""], list[list[int]]([[], []]), 0
+            async for index, delta in engine.stream_each(prompt, params):
+                texts[index] += delta.text
+                tokens[index] += delta.token_ids
+                num_deltas += 1
+            assert num_deltas > 2
+            return list(zip(texts, tokens, strict=True))
+
+        found = await asyncio.gather(*map(read, PROMPTS))
+        assert found == [[(each.text, each.token_ids) for each in one] for one in expected]
+        with pytest.raises(RequestError, match="n=2: a stream has one output"):
+            await anext(engine.stream(PROMPTS[0], params))
+        deltas = [delta async for delta in engine.stream(PROMPTS[0], GREEDY)]
+        assert deltas[-1].finish_reason is not None and deltas[-1].metrics is not None
+
+    with_engine(tiny_path, test, **settings)
+
+
+def test_who_is_cancelled_or_leaves_is_aborted_and_nobody_notices(tiny_path: Path) -> None:
+    expected = wanted(tiny_path)
+
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+        others = [asyncio.create_task(engine.generate(prompt, GREEDY)) for prompt in PROMPTS]
+        async with aclosing(engine.stream("left", LONG)) as stream:
+            async for _ in stream:
+                break
+        for task in tasks:
+            task.cancel()
+        for output, one in zip(await asyncio.gather(*others), expected, strict=True):
+            assert same(output.outputs, one)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError) for each in ended)
+
+    with_engine(tiny_path, test, max_requests=5)
+
+
+def test_a_generator_that_is_thrown_away_is_aborted(tiny_path: Path) -> None:
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        stream = engine.stream("left", LONG)
+        await anext(stream)
+        del stream
+        gc.collect()
+        await until(lambda: engine.num_unfinished == 0)
+
+    with_engine(tiny_path, test)
+
+
+def test_wrong_requests_say_why_and_others_go_on(tiny_path: Path) -> None:
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        good = asyncio.create_task(engine.generate(PROMPTS[0], GREEDY))
+        with pytest.raises(RequestError, match=r"^the prompt has 500 tokens"):
+            await engine.generate([1] * 500, GREEDY)
+        with pytest.raises(ConfigError, match="temperature"):
+            await engine.generate("x", {"temperature": -1})
+        with pytest.raises(RequestError):
+            await anext(engine.stream({"nothing": 1}, GREEDY))
+        assert (await good).error is None
+
+    with_engine(tiny_path, test)
+
+
+def test_requests_beyond_the_most_wait_or_are_refused(tiny_path: Path) -> None:
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS[:3]]
+        await until(lambda: engine.num_unfinished == 3)
+        assert engine.is_full and (await engine.stats())["waiting"] == 1
+        with pytest.raises(BusyError, match="3 requests are unfinished"):
+            await engine.generate("x", GREEDY, wait=False)
+        waiting = asyncio.create_task(engine.generate("x", GREEDY))
+        tasks[2].cancel()  # one that waits
+        assert (await waiting).error is None
+        await asyncio.gather(*tasks[:2])
+        assert (await engine.generate("x", GREEDY, wait=False)).error is None
+
+    with_engine(tiny_path, test, max_requests=2)
+    with pytest.raises(ConfigError, match="max_requests"):
+        AsyncEngine(None, max_requests=0)  # type: ignore[arg-type]
+
+
+def test_drain_waits_for_all_and_takes_no_more(tiny_path: Path) -> None:
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+        await until(lambda: engine.num_unfinished == len(PROMPTS))
+        draining = asyncio.create_task(engine.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(ClosedError, match="drain"):
+            await engine.generate("x", GREEDY)
+        await draining
+        assert all(task.done() and task.result().error is None for task in tasks)
+        await engine.drain()
+
+    with_engine(tiny_path, test, max_requests=3)
+
+
+def test_closing_ends_all_that_wait(tiny_path: Path) -> None:
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+        draining = asyncio.create_task(engine.drain())
+        await until(lambda: engine.num_unfinished == len(PROMPTS))
+        await engine.aclose()
+        engine.close()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(each, ClosedError) or each.error is None for each in ended)  # type: ignore[union-attr]
+        assert any(isinstance(each, ClosedError) for each in ended)
+        await draining
+        with pytest.raises(ClosedError):
+            await engine.generate("x", GREEDY)
+        assert "waiting" in await engine.stats() and llm.engine.is_closed and engine.num_unfinished == 0
+
+    with_engine(tiny_path, test, max_requests=6)
+
+
+def test_an_engine_that_breaks_tells_all(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        release = threading.Event()
+
+        def broken() -> Any:
+            release.wait(60)
+            raise OSError("the device is gone")
+
+        monkeypatch.setattr(llm, "step", broken)
+        tasks = [asyncio.create_task(engine.generate(prompt, GREEDY)) for prompt in PROMPTS[:4]]
+        draining = asyncio.create_task(engine.drain())
+        await until(lambda: engine.num_unfinished == 4)
+        release.set()
+        waiting: list[Awaitable[Any]] = [*tasks, draining]
+        for each in waiting:
+            with pytest.raises(EngineDeadError, match="OSError: the device is gone") as raised:
+                await each
+            assert isinstance(raised.value.__cause__, OSError)
+        with pytest.raises(EngineDeadError):
+            await engine.generate("x", GREEDY)
+        assert engine.is_dead and llm.engine.is_closed and engine.num_unfinished == 0
+        await engine.stats()
+
+    with_engine(tiny_path, test, max_requests=2)
+
+
+def test_several_event_loops_and_one_that_ends_early(tiny_path: Path) -> None:
+    engine = AsyncEngine(LLM(str(tiny_path), **SMALL))
+    expected = wanted(tiny_path)
+    found: dict[int, Any] = {}
+
+    def ask(number: int) -> None:
+        found[number] = asyncio.run(engine.generate(PROMPTS[number], GREEDY)).outputs
+
+    async def leave() -> None:
+        task = asyncio.create_task(engine.generate("left", LONG))
+        await until(lambda: engine.num_unfinished > 0)
+        del task
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    asyncio.run(leave())
+    for thread in threads:
+        thread.join(60)
+    assert all(same(found[number], expected[number]) for number in range(len(PROMPTS)))
+    engine.close()
+
+
+def test_importing_it_starts_nothing() -> None:
+    before = threading.active_count()
+    import hispec.serving.async_engine  # noqa: F401
+
+    assert threading.active_count() == before
