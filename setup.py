@@ -12,6 +12,7 @@ TRAIN = ["accelerate>=1.10", "peft>=0.17"]  # hispec train
 PLOTS = ["matplotlib>=3.9"]  # pictures of hispec profile, report and simulate
 QUANTIZE = ["torchao>=0.18"]  # engine.quantization on a GPU
 DATA = ["pyarrow>=18"]  # jobs with Parquet, CSV and .zst files
+SERVER = ["fastapi>=0.115", "uvicorn>=0.30", "prometheus_client>=0.21"]  # hispec serve
 RAY = ["ray[data]>=2.44"]  # hispec.integrations.ray_data
 
 setup(
@@ -25,7 +26,11 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(str(ROOT), include=[*PACKAGES, *(f"{name}.*" for name in PACKAGES)]),
-    package_data={name: ["py.typed"] for name in PACKAGES} | {"ee_models": ["py.typed", "pretrained/*/*"]},
+    package_data={
+        "hispec": ["py.typed", "serving/page.html"],
+        "ee_models": ["py.typed", "pretrained/*/*"],
+        "cache": ["py.typed"],
+    },
     python_requires=">=3.11,<3.14",
     install_requires=[
         "torch>=2.10",
@@ -48,12 +53,15 @@ setup(
         "quantize": QUANTIZE,
         "data": DATA,
         "ray": RAY,
+        "server": SERVER,
         "test": [
             *TRAIN,
             *PLOTS,
             *QUANTIZE,
             *DATA,
             *RAY,
+            *SERVER,
+            "openai>=1.60",  # the client that servers are tried with
             "pytest>=8.0",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",

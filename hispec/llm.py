@@ -51,6 +51,8 @@ class LLM:
     engine       fields of EngineConfig: dtype, device, max_num_seqs, max_model_len, block_size,
                  num_kv_blocks, ...
 
+    `generation_defaults` are the fields of SamplingParams that the model itself sets.
+
     Raises ConfigError or CheckpointError (both ValueErrors; ExitsError is one of the latter) before anything
     is computed; WorkerError if a worker's process ends before it serves.
     """
@@ -91,11 +93,11 @@ class LLM:
                     place.close()
                 raise
             self.num_workers = pool.num_workers
-            self.tokenizer, self._defaults = pool.tokenizer, pool.generation_defaults
+            self.tokenizer, self.generation_defaults = pool.tokenizer, pool.generation_defaults
         else:
             self.engine = one = Engine.from_pretrained(model, measure_latency=_measure_latency, **arguments)
             self.tokenizer = one.pretrained.tokenizer
-            self._defaults = one.pretrained.checkpoint.generation_defaults
+            self.generation_defaults = one.pretrained.checkpoint.generation_defaults
         self._pending: dict[str, PendingRequest] = {}
         self._of_sequence: dict[str, PendingRequest] = {}
         self._arrived: list[Delta] = []  # from the engine, not handed on yet
@@ -393,7 +395,7 @@ class LLM:
         self, values: SamplingParams | dict[str, Any] | None, where: str = "sampling_params"
     ) -> SamplingParams:
         if values is None:
-            values, where = self._defaults, "generation_config.json"
+            values, where = self.generation_defaults, "generation_config.json"
         return SamplingParams.of(values, where)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -485,6 +486,38 @@ def test_bench_measures_the_best_plans_of_a_profile(
         profile.write_text(content)
         assert main(arguments) == 2
         assert words in capsys.readouterr().err
+
+
+def test_serve_checks_its_settings_before_it_loads_a_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for arguments, words in (
+            ([], "model"),
+            (["m", "--port", "70000"], "serve.port"),
+            (["m", "--max-requests", "0"], "serve.max_requests"),
+            (["m", "--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid:8000"),
+            (["m", "--port", port], f"cannot listen at 127.0.0.1:{port}.*choose another --port"),
+            (["m", "--set", "engine.max_num_seqs=0"], "engine.max_num_seqs"),
+        ):
+            assert main(["serve", *arguments]) == 2
+            assert re.search(words, capsys.readouterr().err)
+    assert not FakeLLM.instances
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "hispec.serving.run.serve",
+        lambda llm, config, sampling, rows, _: seen.append((config, sampling, rows)),
+    )
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("model: m\nengine: {max_num_seqs: 3}\nsampling: {temperature: 0.5}\n")
+    monkeypatch.setenv("HISPEC_API_KEY", "secret")
+    assert main(["serve", "--preset", str(preset), "--port", "0", "--name", "mine"]) == 0
+    ((config, sampling, rows),) = seen
+    assert (config.name, config.api_key, config.host) == ("mine", "secret", "127.0.0.1")
+    assert (sampling, rows) == ({"temperature": 0.5}, 3)
 
 
 def test_the_flag_for_ray_says_where_workers_are_in_place_of_the_file(

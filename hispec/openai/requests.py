@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import ConfigError, nearest, shown
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MOST_PROMPTS = 128  # of one request
 _SAME = (  # of SamplingParams, under the same name
     *("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
@@ -90,3 +91,15 @@ def _read_sampling(given: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
 
 def _is_int(value: Any) -> bool:
     return type(value) is int
+
+
+def split_prompts(url: str, body: Any) -> list[Any]:
+    """A body for each of the prompts that a body has, which may be one. Raises ConfigError."""
+    prompts = body.get("prompt") if isinstance(body, Mapping) and url == COMPLETIONS else None
+    if not isinstance(prompts, list) or not prompts or not isinstance(prompts[0], str | list):
+        return [body]
+    if len(prompts) > MOST_PROMPTS:
+        raise ConfigError(
+            f"prompt: {len(prompts)} prompts in a request, at most {MOST_PROMPTS}; send several"
+        )
+    return [{**body, "prompt": prompt} for prompt in prompts]

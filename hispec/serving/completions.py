@@ -1,0 +1,208 @@
+"""One request of OpenAI's API, from its body to its response."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError, RequestError, shown
+from ..openai.chunks import Chunks
+from ..openai.requests import CHAT, read_body, split_prompts
+from ..openai.responses import choices, num_new_tokens, usage
+from ..outputs import Delta, RequestOutput
+from ..sampling_params import SamplingParams
+from .async_engine import AsyncEngine
+from .server_config import ServerConfig
+from .transport import Failure, event, failure_of
+
+_OWN = ("stream", "stream_options")  # parameters that say how the response comes
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One of a request's prompts, as the engine takes it."""
+
+    content: Any
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """What a client asked for."""
+
+    url: str
+    prompts: list[Prompt]
+    is_stream: bool
+    wants_usage: bool
+
+    @property
+    def is_chat(self) -> bool:
+        return self.url == CHAT
+
+    @classmethod
+    def of(cls, url: str, body: Any, config: ServerConfig, defaults: dict[str, Any]) -> CompletionRequest:
+        """defaults: fields of SamplingParams that the body goes over. Raises ConfigError for what the body
+        has wrong, and Failure for another model."""
+        if not isinstance(body, dict):
+            raise ConfigError(f"body: expected a JSON object, got {shown(body)}")
+        _check_model(body, config.name)
+        is_stream, wants_usage = _read_stream(body)
+        rest = {name: value for name, value in body.items() if name not in _OWN}
+        prompts = []
+        for one in split_prompts(url, rest):
+            read = read_body(url, one)
+            sampling = _limited(
+                {**defaults, **({"max_tokens": None} if url == CHAT else {}), **read.pop("sampling")}, config
+            )
+            field, content = next(iter(read.items()))
+            prompts.append(Prompt({field: content} if field == "prompt_token_ids" else content, sampling))
+        return cls(url, prompts, is_stream, wants_usage)
+
+
+class Responder:
+    """Makes responses of an engine's outputs. token_text: the text of a token, for logprobs."""
+
+    def __init__(self, engine: AsyncEngine, model: str, token_text: Callable[[int], str]) -> None:
+        self._engine, self._model, self._token_text = engine, model, token_text
+
+    async def body(self, request: CompletionRequest) -> dict[str, Any]:
+        """The whole response. Raises what the engine raises, and Failure if an output failed."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._generate(request, prompt)) for prompt in request.prompts]
+        made: list[dict[str, Any]] = []
+        outputs = [task.result() for task in tasks]
+        for output in outputs:
+            made += choices(output.outputs, request.is_chat, self._token_text, first=len(made))
+        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        return {
+            "id": _new_id(request),
+            "object": "chat.completion" if request.is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": made,
+            "usage": usage(num_prompt, sum(map(num_new_tokens, outputs))),
+        }
+
+    async def events(self, request: CompletionRequest) -> AsyncGenerator[str, None]:
+        """The response as server-sent events. Raises, before the first of them, what the engine raises; later
+        failures are events."""
+        chunks = Chunks(
+            request.is_chat,
+            self._model,
+            int(time.time()),
+            _new_id(request),
+            self._token_text,
+            request.wants_usage,
+        )
+        has_begun = False
+        try:
+            async with aclosing(self._deltas(request)) as deltas:
+                begun = set()
+                async for prompt, index, delta in deltas:
+                    if delta.error is not None:
+                        raise Failure(500, delta.error)
+                    made = [] if index in begun else chunks.first(index)
+                    begun.add(index)
+                    for chunk in made + chunks.of_delta(index, prompt, delta):
+                        has_begun = True
+                        yield event(chunk)
+        except Exception as error:
+            if not has_begun:
+                raise
+            yield event((error if isinstance(error, Failure) else failure_of(error)).body)
+            return
+        for chunk in chunks.last():
+            yield event(chunk)
+        yield DONE
+
+    async def _generate(self, request: CompletionRequest, prompt: Prompt) -> RequestOutput:
+        output = await self._engine.generate(
+            prompt.content, prompt.sampling, chat=request.is_chat, wait=False
+        )
+        if output.error is not None:
+            raise Failure(500, output.error)
+        return output
+
+    async def _deltas(self, request: CompletionRequest) -> AsyncGenerator[tuple[int, int, Delta], None]:
+        """(prompt, output of the response, Delta) of all prompts, as they come."""
+        arrived: asyncio.Queue[tuple[int, int, Delta] | None] = asyncio.Queue()
+
+        async def read(at: int, first: int, prompt: Prompt) -> None:
+            stream = self._engine.stream_each(
+                prompt.content, prompt.sampling, chat=request.is_chat, wait=False
+            )
+            async with aclosing(stream) as deltas:  # type: ignore[type-var]
+                async for index, delta in deltas:
+                    arrived.put_nowait((at, first + index, delta))
+
+        firsts = [0]
+        for prompt in request.prompts:
+            firsts.append(firsts[-1] + prompt.sampling.n)
+        tasks = [
+            asyncio.create_task(read(at, first, prompt))
+            for at, (first, prompt) in enumerate(zip(firsts, request.prompts, strict=False))
+        ]
+        whole = asyncio.gather(*tasks)
+        whole.add_done_callback(lambda _: arrived.put_nowait(None))
+        try:
+            while (item := await arrived.get()) is not None:
+                yield item
+            await whole
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check_model(body: dict[str, Any], name: str) -> None:
+    asked = body.get("model")
+    if asked is not None and asked != name:
+        raise Failure(404, f"model: {shown(asked)} is not served here, only {name!r} is", "model_not_found")
+
+
+def _read_stream(body: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether the response is a stream, and whether it ends with numbers of tokens."""
+    is_stream, options = body.get("stream"), body.get("stream_options")
+    if is_stream is not None and not isinstance(is_stream, bool):
+        raise ConfigError(f"stream: must be true or false, got {shown(is_stream)}")
+    if options is None:
+        return bool(is_stream), False
+    if not is_stream:
+        raise ConfigError("stream_options needs stream=true")
+    if not isinstance(options, dict):
+        raise ConfigError(f"stream_options: expected a JSON object, got {shown(options)}")
+    wants_usage = options.get("include_usage")
+    if wants_usage is not None and not isinstance(wants_usage, bool):
+        raise ConfigError(f"stream_options.include_usage: must be true or false, got {shown(wants_usage)}")
+    return True, bool(wants_usage)
+
+
+def _limited(values: dict[str, Any], config: ServerConfig) -> SamplingParams:
+    """Sampling within the server's limits. Raises ConfigError."""
+    sampling = SamplingParams.of(values, "body").model_copy()
+    most = config.max_tokens
+    if most is None:
+        return sampling
+    if sampling.max_tokens is not None and sampling.max_tokens > most:
+        raise ConfigError(f"max_tokens: must be at most {most} on this server, got {sampling.max_tokens}")
+    if sampling.min_tokens > most:
+        raise ConfigError(f"min_tokens: must be at most {most} on this server, got {sampling.min_tokens}")
+    return sampling.model_copy(update={"max_tokens": sampling.max_tokens or most})
+
+
+def _new_id(request: CompletionRequest) -> str:
+    return f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+
+
+def first_error(error: BaseExceptionGroup[Any]) -> Exception:
+    """What made a group of tasks fail: they are cancelled with the first."""
+    found = error.exceptions[0]
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found if isinstance(found, Exception) else RequestError(str(found))

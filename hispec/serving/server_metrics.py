@@ -1,0 +1,66 @@
+"""What Prometheus reads of a server: its requests, and the engine's counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_COUNTERS = {
+    "tokens": "output tokens",
+    "rounds": "rows times rounds",
+    "drafted": "draft tokens that could be judged",
+    "draft_accepted": "draft tokens that the tier above kept",
+    "tentative": "tokens that verify judged",
+    "accepted": "tokens that verify kept",
+    "prompt_tokens": "tokens of prompts",
+    "cached_tokens": "tokens of prompts that the prefix cache had",
+    "finished": "requests that ended",
+    "preemptions": "requests that lost their row for a while",
+}
+_GAUGES = {
+    "running": "requests in a row of the batch",
+    "waiting": "requests that wait for a row",
+}
+
+
+class ServerMetrics:
+    """Counts of a server, each by itself: nothing is registered globally."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "hispec_http_requests", "responses", ("path", "status"), registry=self._registry
+        )
+        self._stats: Mapping[str, Any] = {}
+        self._registry.register(self)
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        """`app`, its responses counted."""
+
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            async def note(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    path = getattr(scope.get("route"), "path", "other")
+                    self._requests.labels(path, str(message["status"])).inc()
+                await send(message)
+
+            await app(scope, receive, note if scope["type"] == "http" else send)
+
+        return call
+
+    def render(self, stats: Mapping[str, Any]) -> bytes:
+        """All of it, with the engine's `stats`."""
+        self._stats = stats
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Any]:
+        for kind, names in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+            for name, text in names.items():
+                if (value := self._stats.get(name)) is not None:
+                    yield kind(f"hispec_{name}", text, value=float(value))
