@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from hispec import LLM, SamplingParams
@@ -28,8 +29,8 @@ async def answer(engine: AsyncEngine, prompt: str) -> str:
 async def main(model: str = "smollm2", **settings: Any) -> list[str]:
     """What each request got; a third one is left after its first tokens."""
     plan = {"draft": {"kind": "ngram"}, "num_draft_tokens": 4}  # None: plain decoding
-    llm = LLM(model, speculative=plan, **{"max_num_seqs": 4, **settings})  # or workers=N
-    async with AsyncEngine(llm, max_requests=64) as engine:  # more wait their turn
+    make = partial(LLM, model, speculative=plan, **{"max_num_seqs": 4, **settings})  # or workers=N
+    async with AsyncEngine(make, max_requests=64) as engine:  # more wait their turn
         async with aclosing(engine.stream("never mind", GREEDY)) as left:
             await anext(left)
         texts = await asyncio.gather(answer(engine, "one two three one two"), answer(engine, "a b c a b"))

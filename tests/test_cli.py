@@ -515,9 +515,10 @@ def test_serve_checks_its_settings_before_it_loads_a_model(
     preset.write_text("model: m\nengine: {max_num_seqs: 3}\nsampling: {temperature: 0.5}\n")
     monkeypatch.setenv("HISPEC_API_KEY", "secret")
     assert main(["serve", "--preset", str(preset), "--port", "0", "--name", "mine"]) == 0
-    ((config, sampling, rows),) = seen
+    assert main(["serve", "m"]) == 0
+    (config, sampling), (_, model_defaults) = seen
     assert (config.name, config.api_key, config.host) == ("mine", "secret", "127.0.0.1")
-    assert (sampling, rows) == ({"temperature": 0.5}, 3)
+    assert sampling == {"temperature": 0.5} and model_defaults is None
 
 
 def test_the_flag_for_ray_says_where_workers_are_in_place_of_the_file(

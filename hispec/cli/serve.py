@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from .common import OK, PRESET, add_command, add_options, given_fields
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         ("--port", int, "PORT", "where to listen (default: 8000; 0 = any that is free)"),
         ("--name", str, "NAME", "of the model, for clients (default: MODEL)"),
         ("--workers", str, "N", "processes that share the work, or auto (default: 1)"),
-        ("--max-requests", int, "N", "unfinished requests; more get status 429 (default: 4 for each row)"),
+        ("--max-requests", int, "N", "unfinished requests; more get status 429 (default: 256)"),
         ("--max-tokens", int, "N", "new tokens of a request at most (default: what the context leaves)"),
         ("--max-body-bytes", int, "N", "of a request (default: 4 MiB)"),
         ("--timeout-s", float, "SECONDS", "that a request may take in all (default: 600)"),
@@ -58,12 +58,8 @@ def _serve(options: argparse.Namespace) -> int:
     given = {"name": run.model, "api_key": os.environ.get(KEY_VARIABLE) or None}
     config = build(ServerConfig, given | given_fields(options, ServerConfig), "serve")
     workers = options.workers or "1"
+    make_llm = partial(run.make_llm, workers=int(workers) if workers.isdecimal() else workers)
+    sampling = run.sampling.model_dump(exclude_unset=True) if "sampling" in run.model_fields_set else None
     with closing(listen(config)) as listener:
-        llm = run.make_llm(workers=int(workers) if workers.isdecimal() else workers)
-        host, port = listener.getsockname()[:2]
-        print(f"{config.name} at http://{host}:{port}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)
-        sampling = run.sampling.model_dump(exclude_unset=True)
-        if "sampling" not in run.model_fields_set:
-            sampling = llm.generation_defaults
-        serve(llm, config, sampling, run.engine.max_num_seqs * llm.num_workers, listener)
+        serve(make_llm, config, sampling, listener)
     return OK

@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ class Generate:
         for counter in self._counters.values():
             counter.set_default_tags({"model": str(model)})
         self._engine = AsyncEngine(
-            LLM(model, speculative=speculative, scheduling=scheduling, **dict(engine or {}))
+            partial(LLM, model, speculative=speculative, scheduling=scheduling, **dict(engine or {}))
         )
 
     async def __call__(self, batch: Any) -> Any:

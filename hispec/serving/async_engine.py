@@ -62,16 +62,20 @@ class AsyncEngine:
     `async with` closes it.
     """
 
-    def __init__(self, llm: LLM, *, max_requests: int | None = None) -> None:
+    def __init__(self, llm: LLM | Callable[[], LLM], *, max_requests: int | None = None) -> None:
         """Takes `llm` over: nobody else may call it any more, and `close` closes it.
 
+        llm            better a function that makes it: it is called in the thread that steps. On a CPU each
+                       thread that has computed keeps threads of its own to compute with; where those of two
+                       are more than the cores, all wait for each other asleep, and rounds take half as long
+                       again
         max_requests   unfinished ones that the LLM has at most; others wait here, in the order in which they
                        came. None = all are the LLM's
-        Raises ConfigError for max_requests below 1.
+        Raises ConfigError for max_requests below 1, and what making the LLM raises.
         """
         if max_requests is not None and max_requests < 1:
             raise ConfigError(f"max_requests: must be at least 1, got {max_requests}")
-        self._llm, self._most = llm, max_requests
+        self._most = max_requests
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._running: dict[str, _Request] = {}
         self._waiting: dict[str, _Request] = {}
@@ -82,8 +86,10 @@ class AsyncEngine:
         self._end: HiSpecError | None = None  # what newcomers get
         self._num_unfinished = 0
         self._is_stopping = self._is_over = False
-        self._thread = threading.Thread(target=self._run, name="hispec-engine", daemon=True)
+        made: Future[LLM] = Future()
+        self._thread = threading.Thread(target=self._run, args=(llm, made), name="hispec-engine", daemon=True)
         self._thread.start()
+        self._llm = made.result()
 
     async def stream(
         self, prompt: Any, sampling: Sampling = None, *, chat: bool = False, wait: bool = True
@@ -131,6 +137,11 @@ class AsyncEngine:
             return output
         finally:
             self._leave(request)
+
+    @property
+    def llm(self) -> LLM:
+        """For what does not change: its settings, its tokenizer. Only the engine's thread may call it."""
+        return self._llm
 
     @property
     def num_unfinished(self) -> int:
@@ -221,7 +232,13 @@ class AsyncEngine:
 
     # What follows runs in the thread that steps.
 
-    def _run(self) -> None:
+    def _run(self, llm: LLM | Callable[[], LLM], made: Future[LLM]) -> None:
+        try:
+            self._llm = llm() if callable(llm) else llm
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        made.set_result(self._llm)
         try:
             while not self._is_stopping:
                 self._read_inbox()

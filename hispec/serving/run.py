@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
-import logging
 import socket
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -15,8 +16,7 @@ from .app import make_app
 from .async_engine import AsyncEngine
 from .server_config import ServerConfig
 
-_REQUESTS_PER_ROW = 4
-_log = logging.getLogger(__name__)
+_KEEP_ALIVE_S = 30  # that an idle connection is kept
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -36,31 +36,33 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 def serve(
-    llm: LLM, config: ServerConfig, sampling: dict[str, Any], num_rows: int, listener: socket.socket
+    make_llm: Callable[[], LLM],
+    config: ServerConfig,
+    sampling: dict[str, Any] | None,
+    listener: socket.socket,
 ) -> None:
-    """Serves `llm`, which it closes, until SIGINT or SIGTERM; then requests have `drain_s` seconds to end.
+    """Serves an LLM until SIGINT or SIGTERM; then requests have `drain_s` seconds to end. Raises what making
+    the LLM raises.
 
+    sampling   of all requests, which may override single fields; None = the model's own defaults
     listener   as `listen` makes it
-    sampling   of all requests, which may override single fields
-    num_rows   of the batch, of all workers
     """
-    most = config.max_requests or _REQUESTS_PER_ROW * num_rows
-    engine = AsyncEngine(llm, max_requests=most)
-    app = make_app(engine, config, sampling, llm.token_text)
-    host, port = listener.getsockname()[:2]
-    _log.info("serving %s at http://%s:%d", config.name, f"[{host}]" if ":" in host else host, port)
-    server = uvicorn.Server(
-        uvicorn.Config(
+    engine = AsyncEngine(make_llm, max_requests=config.max_requests)
+    try:
+        llm = engine.llm
+        defaults = llm.generation_defaults if sampling is None else sampling
+        app = make_app(engine, config, defaults, llm.token_text)
+        host, port = listener.getsockname()[:2]
+        place = f"[{host}]" if ":" in host else host
+        print(f"{config.name} at http://{place}:{port}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)
+        settings = uvicorn.Config(
             app,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=max(1, round(config.drain_s)),
-            timeout_keep_alive=30,
-            h11_max_incomplete_event_size=64 << 10,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             server_header=False,
         )
-    )
-    try:
-        server.run(sockets=[listener])
+        uvicorn.Server(settings).run(sockets=[listener])
     finally:
         engine.close()

@@ -15,7 +15,7 @@ class ServerConfig(Settings):
     name            of the model, for clients
     host, port      where it listens; 127.0.0.1 is for this machine alone
     api_key         that clients must send as a bearer token; None = none
-    max_requests    unfinished ones; more get status 429. None = 4 for each row of the batch
+    max_requests    unfinished ones; more get status 429
     max_tokens      new tokens of a request at most, and where it names none; None = what the context leaves
     max_body_bytes  of a request
     timeout_s       seconds that a request may take in all, its place in the queue included
@@ -26,7 +26,7 @@ class ServerConfig(Settings):
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, lt=2**16)] = 8000
     api_key: Annotated[str, Field(min_length=1)] | None = None
-    max_requests: Annotated[int, Field(ge=1)] | None = None
+    max_requests: Annotated[int, Field(ge=1)] = 256
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
     timeout_s: Annotated[float, Field(gt=0.0)] = 600.0

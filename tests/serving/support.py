@@ -49,8 +49,8 @@ def serving(path: Path, *, max_requests: int | None = None, **settings: Any) -> 
     """A server on a free port; settings: of ServerConfig, and `engine` of LLM."""
     engine_settings = {**SMALL, **settings.pop("engine", {})}
     config = ServerConfig(name="tiny", port=0, **settings)
-    llm = LLM(str(path), **engine_settings)
-    engine = AsyncEngine(llm, max_requests=max_requests)
+    engine = AsyncEngine(lambda: LLM(str(path), **engine_settings), max_requests=max_requests)
+    llm = engine.llm
     listener = listen(config)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     app = make_app(engine, config, {"temperature": 0.0}, llm.token_text)

@@ -219,6 +219,20 @@ def test_an_engine_that_breaks_tells_all(tiny_path: Path, monkeypatch: pytest.Mo
     with_engine(tiny_path, test, max_requests=2)
 
 
+def test_an_llm_is_made_in_the_thread_that_steps_it(tiny_path: Path) -> None:
+    threads = []
+
+    def make() -> LLM:
+        threads.append(threading.current_thread())
+        return LLM(str(tiny_path), **SMALL)
+
+    engine = AsyncEngine(make)
+    assert engine.llm.num_workers == 1 and threads == [engine._thread]
+    engine.close()
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        AsyncEngine(lambda: LLM(str(tiny_path), max_num_seqs=0))
+
+
 def test_several_event_loops_and_one_that_ends_early(tiny_path: Path) -> None:
     engine = AsyncEngine(LLM(str(tiny_path), **SMALL))
     expected = wanted(tiny_path)

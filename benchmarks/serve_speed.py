@@ -1,0 +1,196 @@
+"""What serving over HTTP costs beside `LLM.generate` of the same prompts.
+
+    python benchmarks/serve_speed.py MODEL --prompts prompts.jsonl [--limit N] [--quantization int8]
+    [--streams 16] [--max-tokens 64] [--repeats 3] [--json FILE]
+
+Plain decoding, greedy, the end of a text ignored. `hispec serve` runs in a process of its own; so many
+clients on the same machine each send the next prompt as soon as they have read their last answer, token by
+token (as server-sent events), or whole. LLM.generate gets all prompts at once. All have --streams rows, and
+take turns, each as often first. Tokens per second, prompts included, are medians of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run from a checkout: nothing needs to be installed
+
+from benchmarks.arguments import at_least_one
+from benchmarks.markdown import table
+from ee_models.errors import CheckpointError
+from hispec import LLM
+from hispec.errors import ConfigError, HiSpecError, build
+from hispec.jobs.bench_inputs import good_rows
+from hispec.jobs.rows import count_rows
+from hispec.jobs.schema import Job
+from hispec.utils.environment import environment, hardware_text
+from hispec.utils.files import check_target, write_json
+
+USER_ERROR = 2
+ROOT = Path(__file__).resolve().parents[1]
+GENERATE, STREAMS, WHOLE = "LLM.generate", "serve, streams", "serve, whole answers"
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Raises ConfigError or CheckpointError."""
+    if options.json is not None:
+        check_target("--json", options.json)
+    given = {"model": options.model, "input": {"path": options.prompts, "limit": options.limit}}
+    job = build(Job, given | {"output": {"path": "unused"}})
+    count_rows(job.input)
+    rows = good_rows(job)
+    if len({row.is_chat for row in rows}) > 1:
+        raise ConfigError(f"--prompts: {options.prompts} has conversations and other prompts; one kind each")
+    engine: dict[str, Any] = {"max_num_seqs": options.streams, "enable_prefix_caching": False}
+    engine["quantization"] = options.quantization
+    sampling = {"temperature": 0.0, "max_tokens": options.max_tokens, "ignore_eos": True}
+    runs: dict[str, list[float]] = {GENERATE: [], STREAMS: [], WHOLE: []}
+    with LLM(options.model, **engine) as llm, server(options.model, engine) as url:
+        generate = llm.chat if rows[0].is_chat else llm.generate
+        prompts: list[Any] = [row.prompt for row in rows]
+        bodies = [body_of(row.prompt, row.is_chat, sampling) for row in rows]
+        path = "/v1/chat/completions" if rows[0].is_chat else "/v1/completions"
+        texts: dict[str, list[str]] = {}
+        for turn in range(-1, options.repeats):  # the first warms up
+            for name in sorted(runs, reverse=turn % 2 == 0):
+                started = time.perf_counter()
+                if name == GENERATE:
+                    outputs = generate(prompts, sampling, use_tqdm=False)
+                    found = [output.outputs[0].text for output in outputs]
+                else:
+                    ask = ask_all(url + path, bodies, options.streams, is_stream=name == STREAMS)
+                    found = asyncio.run(ask)
+                seconds = time.perf_counter() - started
+                if texts.setdefault(name, found) != found or found != texts[min(texts)]:
+                    raise ConfigError(f"{name}: its texts are not those of {min(texts)}")
+                if turn >= 0:
+                    runs[name].append(len(rows) * options.max_tokens / seconds)
+    return {
+        "benchmark": "serve_speed",
+        "environment": environment(),
+        "prompts": len(rows),
+        "options": {"model": options.model, "max_tokens": options.max_tokens} | engine,
+        "tokens_per_s": runs,
+    }
+
+
+def body_of(prompt: Any, is_chat: bool, sampling: dict[str, Any]) -> dict[str, Any]:
+    return {"messages" if is_chat else "prompt": prompt, **sampling}
+
+
+@contextmanager
+def server(model: str, engine: dict[str, Any]) -> Iterator[str]:
+    """The address of a server in a process of its own."""
+    settings = [f"engine.{name}={json.dumps(value)}" for name, value in engine.items()]
+    command = [
+        sys.executable,
+        "-m",
+        "hispec",
+        "serve",
+        model,
+        "--name",
+        "model",
+        "--port",
+        "0",
+        "--set",
+        *settings,
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if " at http://" in line:
+                url = line.partition(" at ")[2].partition("/v1")[0]
+                break
+        else:
+            raise ConfigError("the server did not start; run it by hand to see why")
+        for _ in range(600):
+            try:
+                httpx.get(f"{url}/health").raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+async def ask_all(url: str, bodies: Sequence[dict[str, Any]], clients: int, is_stream: bool) -> list[str]:
+    """The text of each answer, by so many clients."""
+    texts = [""] * len(bodies)
+    left = iter(range(len(bodies)))
+    limits = httpx.Limits(max_connections=clients)
+    async with httpx.AsyncClient(timeout=600.0, limits=limits) as client:
+
+        async def ask() -> None:
+            for at in left:
+                body = {**bodies[at], "stream": is_stream}
+                if is_stream:
+                    async with client.stream("POST", url, json=body) as answer:
+                        answer.raise_for_status()
+                        async for line in answer.aiter_lines():
+                            if line.startswith("data: {"):
+                                texts[at] += text_of(json.loads(line[6:])["choices"][0])
+                else:
+                    whole = await client.post(url, json=body)
+                    whole.raise_for_status()
+                    texts[at] = text_of(whole.json()["choices"][0])
+
+        await asyncio.gather(*(ask() for _ in range(clients)))
+    return texts
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    if "text" in choice:
+        return str(choice["text"])
+    return str(choice.get("delta", choice.get("message", {})).get("content") or "")
+
+
+def print_result(result: dict[str, Any]) -> None:
+    medians = {name: statistics.median(runs) for name, runs in result["tokens_per_s"].items()}
+    rows = [[name, f"{speed:.1f}", f"{speed / medians[GENERATE]:.3f}"] for name, speed in medians.items()]
+    print(hardware_text(result["environment"]))
+    print(*table(["", "tokens/s", f"of {GENERATE}"], rows), sep="\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--limit", type=at_least_one, metavar="N", help="the first N prompts")
+    parser.add_argument("--quantization", choices=["int8", "int4"])
+    parser.add_argument("--streams", type=at_least_one, default=16, metavar="N")
+    parser.add_argument("--max-tokens", type=at_least_one, default=64, metavar="N")
+    parser.add_argument("--repeats", type=at_least_one, default=3, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    try:
+        result = measure(options)
+    except (HiSpecError, CheckpointError) as error:
+        print(f"serve_speed: {error}", file=sys.stderr)
+        return USER_ERROR
+    print_result(result)
+    if options.json is not None:
+        write_json(options.json, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
