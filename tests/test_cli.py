@@ -507,10 +507,7 @@ def test_serve_checks_its_settings_before_it_loads_a_model(
             assert re.search(words, capsys.readouterr().err)
     assert not FakeLLM.instances
     seen: list[Any] = []
-    monkeypatch.setattr(
-        "hispec.serving.run.serve",
-        lambda llm, config, sampling, rows, _: seen.append((config, sampling, rows)),
-    )
+    monkeypatch.setattr("hispec.serving.run.serve", lambda _, *given: seen.append(given[:2]))
     preset = tmp_path / "preset.yaml"
     preset.write_text("model: m\nengine: {max_num_seqs: 3}\nsampling: {temperature: 0.5}\n")
     monkeypatch.setenv("HISPEC_API_KEY", "secret")
