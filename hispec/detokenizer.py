@@ -57,3 +57,14 @@ class IncrementalText:
         piece = self._text[self._released : max(end, self._released)]
         self._released += len(piece)
         return piece
+
+
+def split_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], text: str) -> list[str]:
+    """What each token added to the text of an output of these tokens: together all of `text`, which a stop
+    string may have cut. A character of several tokens counts to the last of them."""
+    whole, pieces, left = IncrementalText(tokenizer, ()), [], len(text)
+    for place, token in enumerate(token_ids, start=1):
+        whole.append(token)
+        pieces.append(whole.release(final=place == len(token_ids))[:left])
+        left -= len(pieces[-1])
+    return pieces

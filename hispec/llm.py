@@ -12,7 +12,7 @@ from tqdm import tqdm
 from .config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from .config.ray_cluster import RayConfig
 from .config.workers import Workers, check_workers
-from .detokenizer import IncrementalText
+from .detokenizer import IncrementalText, split_text
 from .engine import Engine
 from .engine.admission import list_ids
 from .errors import ConfigError, RequestError, build, closed
@@ -244,6 +244,11 @@ class LLM:
         """The text of a token by itself; its number if the model has no tokenizer."""
         return str(token_id) if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
 
+    def split_text(self, token_ids: Sequence[int], text: str) -> list[str] | None:
+        """What each token added to the `text` of an output: pieces that are all of it together. None if the
+        model has no tokenizer."""
+        return None if self.tokenizer is None else split_text(self.tokenizer, token_ids, text)
+
     def stats(self) -> dict[str, Any]:
         """As Engine.stats(); with several workers their sums, and "workers": each by itself."""
         return self.engine.stats()
@@ -286,7 +291,9 @@ class LLM:
         if request_id in self._pending or request_id in self._finished:
             raise RequestError(_UNFINISHED)
         text, token_ids = encode_prompt(self.tokenizer, prompt, chat)
-        pending = PendingRequest(request_id, text, token_ids, params.logprobs is not None, on_delta)
+        pending = PendingRequest(
+            request_id, text, token_ids, params.logprobs is not None, params.tiers, on_delta
+        )
         is_stream = on_delta is not None or request_id in self._streams
         ids = [request_id] if params.n == 1 else [f"{request_id}/{index}" for index in range(params.n)]
         if any((other := self._of_sequence.get(one)) and other.request_id in self._pending for one in ids):

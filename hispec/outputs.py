@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+# Whose choice an output token is: the drafter's, kept by all tiers above; the check tier's own, kept by
+# verify; or the full model's own, as all of plain decoding.
+TokenTier = Literal["draft", "check", "verify"]
 FULL = "max_model_len"  # the reason to stop of an output of finish_reason "length" that was to be longer
 
 
@@ -49,6 +52,7 @@ class Delta:
     stop_reason: int | str | None
     metrics: RequestMetrics | None = None
     error: str | None = None
+    tiers: list[TokenTier] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class CompletionOutput:
 
     stop_reason   the stop string or token that ended it; FULL where prompt and output fill max_model_len
                   before max_tokens; else None
+    tiers         one for each token, if sampling asked for them
     """
 
     index: int
@@ -66,6 +71,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     metrics: RequestMetrics | None = None
+    tiers: list[TokenTier] | None = None
 
     @property
     def is_full(self) -> bool:
@@ -113,9 +119,13 @@ class GrowingOutput:
             token_ids=[token for delta in deltas for token in delta.token_ids],
             text="".join([delta.text for delta in deltas]),
             logprobs=logprobs if any(delta.logprobs is not None for delta in deltas) else None,
+            tiers=self._tiers() if any(delta.tiers is not None for delta in deltas) else None,
         )
 
-    def make_output(self, index: int, wants_logprobs: bool) -> CompletionOutput:
+    def _tiers(self) -> list[TokenTier]:
+        return [tier for delta in self.deltas for tier in delta.tiers or []]
+
+    def make_output(self, index: int, wants_logprobs: bool, wants_tiers: bool = False) -> CompletionOutput:
         deltas, last = self.deltas, self.deltas[-1]
         logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
         return CompletionOutput(
@@ -126,6 +136,7 @@ class GrowingOutput:
             last.finish_reason,
             last.stop_reason,
             last.metrics,
+            self._tiers() if wants_tiers else None,
         )
 
 
@@ -138,6 +149,7 @@ class PendingRequest:
     prompt: str | None
     prompt_token_ids: list[int]
     wants_logprobs: bool
+    wants_tiers: bool
     on_delta: Callable[[int, Delta], None] | None = None
     sequences: dict[str, GrowingOutput] = field(default_factory=dict)
 
@@ -146,7 +158,7 @@ class PendingRequest:
             growing.last.error for growing in self.sequences.values() if growing.last and growing.last.error
         ]
         outputs = [
-            growing.make_output(index, self.wants_logprobs)
+            growing.make_output(index, self.wants_logprobs, self.wants_tiers)
             for index, growing in enumerate(self.sequences.values())
         ]
         return RequestOutput(

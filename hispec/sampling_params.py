@@ -27,6 +27,8 @@ class SamplingParams(Settings):
     ignore_eos           go on after the model's EOS
     logprobs             log-probabilities of this many most likely tokens, and of the chosen one; from
                          unprocessed logits
+    tiers                say of each output token which tier's choice it is: "draft" (the drafter's), "check"
+                         (the check tier's own) or "verify" (the full model's own)
     speculative          False: this request is decoded plainly, whatever the batch does
     """
 
@@ -46,6 +48,7 @@ class SamplingParams(Settings):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
+    tiers: bool = False
     speculative: bool = True
 
     @field_validator("temperature")

@@ -12,6 +12,7 @@ LAWS = (
     "tests/laws/test_engine.py",
     "tests/laws/test_finish.py",
 )
+TIERS = ("tests/laws/test_tiers.py",)
 GATE = ("tests/decoding/test_gate.py",)
 STATIC = ("tests/laws/test_static.py",)
 CONTROL = ("tests/laws/test_control.py",)
@@ -940,6 +941,26 @@ FAULTS = (
         "now_s = max(now_s, self.arrival_s, self.first_token_s or self.arrival_s)",
         "pass",
         CLOCKS,
+    ),
+    Fault(
+        "tiers: the check's own token counts as drafted",
+        "hispec/runner/round_output.py",
+        'tentative.append("check")',
+        'tentative.append("draft")',
+        TIERS,
+    ),
+    Fault(
+        "tiers: a round's bonus counts as accepted",
+        "hispec/runner/round_output.py",
+        "tentative[: min(self.accepted, len(self.token_ids))]",
+        "tentative[: len(self.token_ids)]",
+        TIERS,
+    ),
+    Fault(
+        "tiers: of a cut round all are kept",
+        "hispec/scheduling/request.py",
+        "self.tiers[: len(token_ids)] if",
+        "self.tiers if",
     ),
     Fault(
         "files: a name that no system takes is looked for",

@@ -192,6 +192,30 @@ def test_generate_streams_to_stdout_and_counts_on_stderr(capsys: pytest.CaptureF
     assert llm.speculative.plan(10).num_draft_tokens == 3 and llm.engine["max_num_seqs"] == 1 and llm.closed
 
 
+def test_generate_counts_tiers_and_colours_them_on_a_terminal_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["generate", "--model", "fake", "--max-tokens", "5", "--show-tiers", "hello"]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"[a-z]{5}\n", out), "no terminal: the text alone"
+    assert "draft: 2 (drafted and kept), check: 2 (the check's own), verify: 1 (the full model's own)" in err
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    for name, value in (("TERM", "xterm-256color"), ("COLORTERM", "truecolor")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main(command) == 0
+    coloured, _ = capsys.readouterr()
+    codes = ["36", "4;33", "1;35", "36", "4;33"]
+    assert (
+        coloured
+        == "".join(f"\x1b[{code}m{letter}\x1b[0m" for code, letter in zip(codes, out.strip(), strict=True))
+        + "\n"
+    )
+    assert main([*command[:-2], "hello"]) == 0
+    assert "tier" not in "".join(capsys.readouterr())
+
+
 def test_generate_without_a_draft_layer_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(

@@ -60,6 +60,8 @@ SAMPLING: list[tuple[str, Any, str]] = [
     ("ignore_eos", 1, "true or false"),
     ("logprobs", -1, "at least 0"),
     ("logprobs", 65, "at most 64"),
+    ("tiers", "yes", "true or false"),
+    ("tiers", 1, "true or false"),
     ("speculative", "no", "true or false"),
     ("stop", 7, "list"),
     ("stop_token_ids", 7, "list"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from hispec.detokenizer import IncrementalText
+from hispec.detokenizer import IncrementalText, split_text
 from tests.helpers.tiny import EOS_ID, ROLE_ID, tiny_tokenizer
 
 
@@ -174,3 +174,18 @@ def test_stop_strings_are_found_as_by_searching_the_whole_text_after_every_token
             break
     released, got, num_taken = stream(tokenizer, ids, stop)
     assert (got, "".join(released), num_taken) == (expected_found, expected_text, expected_taken)
+
+
+@pytest.mark.parametrize("stop", [(), ("b",), ("漢",)], ids=["whole", "stopped", "stopped by a character"])
+def test_a_text_splits_by_its_tokens(tokenizer: PreTrainedTokenizerFast, stop: Sequence[str]) -> None:
+    """Each piece with the token that completed it, as far as the text goes; cut bytes with the last one."""
+    token_ids = [*ids_of(tokenizer, "aé漢"), EOS_ID, *ids_of(tokenizer, "b😀")[:-1]]
+    released, _, num_taken = stream(tokenizer, token_ids, stop)
+    text = "".join(released)
+    pieces = split_text(tokenizer, token_ids[:num_taken], text)
+    assert "".join(pieces) == text and len(pieces) == num_taken
+    wanted = ["a", "", "é", "", "", "漢", "", "b", "", "", "\N{REPLACEMENT CHARACTER}"]
+    if stop:
+        place = wanted.index(stop[0])
+        wanted = [*wanted[:place], ""]
+    assert pieces == wanted

@@ -27,6 +27,11 @@ def add(commands: Any) -> None:
         default=True,
         help="put the prompt into the model's chat template (default: yes)",
     )
+    generate.add_argument(
+        "--show-tiers",
+        action="store_true",
+        help="colour each token by the tier whose choice it is, on a terminal, and count them on stderr",
+    )
     add_options(
         generate,
         ("--model", str, "MODEL", "a name that `hispec fetch` knows, a hub id, or a folder"),
@@ -43,18 +48,29 @@ def add(commands: Any) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
+    from .tier_text import TierText
+
     config = _generate_config(options)
+    sampling = config.sampling
+    if options.show_tiers:
+        sampling = sampling.model_copy(update={"tiers": True})
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     given = [{"role": "user", "content": prompt}] if options.chat else prompt
     with closing(config.make_llm()) as llm:
         arrivals: list[tuple[float, int]] = []  # seconds since the start, tokens
         started = time.perf_counter()
-        for delta in llm.stream(given, config.sampling, chat=options.chat):
+        shown = TierText(llm.tokenizer) if options.show_tiers else None
+        for delta in llm.stream(given, sampling, chat=options.chat):
             arrivals.append((time.perf_counter() - started, len(delta.token_ids)))
-            print(delta.text, end="", flush=True)
+            if shown is None:
+                print(delta.text, end="", flush=True)
+            else:
+                shown.print(delta)
             if delta.error is not None:
                 raise RuntimeError(delta.error)
         print(flush=True)
+        if shown is not None:
+            shown.print_legend()
         _print_generate_stats(arrivals, llm.stats(), config)
     return OK
 

@@ -216,6 +216,8 @@ class StepLoop:
         if request.params.logprobs is not None:  # before the tokens, so that no interrupt leaves one without
             found = result.logprobs(row, outcome.token_ids, request.params.logprobs)
             gain.logprobs[before - gain.start :] = found
+        if request.params.tiers:  # likewise
+            gain.tiers[before - gain.start :] = outcome.tiers()
         self._take(gain, outcome.token_ids)
         request.note_times(time.monotonic())
         taken = request.num_output - before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +37,7 @@ class RowError:
 
 
 Outcome = RequestOutput | RowError
+Split = Callable[[Sequence[int], str], list[str] | None]  # LLM.split_text
 
 
 def output_format(job: Job) -> str:
@@ -61,6 +63,10 @@ def check_output(job: Job) -> None:
     to start leaves and destroys nothing.
     """
     output, kind = job.output, output_format(job)
+    if kind == "openai" and job.sampling.tiers:
+        raise ConfigError(
+            "sampling.tiers: OpenAI's lines have no place for them; set output.format=jsonl, or tiers=false"
+        )
     if output.path == STANDARD and output.upload is not None:
         raise ConfigError('output.upload: standard output ("-") is not kept; name a file in output.path')
     if output.path == STANDARD:
@@ -130,15 +136,18 @@ def error_of(outcome: Outcome) -> Outcome:
     return RowError("failed", outcome.error or "") if is_failed else outcome  # type: ignore[union-attr]
 
 
-def output_row(row: Row | BadRow, outcome: Outcome, config: OutputConfig) -> dict[str, Any]:
-    """The output row of an input row: its outputs, or what went wrong."""
+def output_row(
+    row: Row | BadRow, outcome: Outcome, config: OutputConfig, split: Split = lambda token_ids, text: None
+) -> dict[str, Any]:
+    """The output row of an input row: its outputs, or what went wrong. split: a text by its tokens, for
+    outputs with tiers."""
     outcome = error_of(outcome)
     if isinstance(outcome, RowError):
         body: dict[str, Any] = {"outputs": [], "usage": None, "error": {**asdict(outcome), "line": row.line}}
     else:
         num_new = sum(len(output.token_ids) for output in outcome.outputs)
         usage = {"prompt_tokens": len(outcome.prompt_token_ids), "completion_tokens": num_new}
-        outputs = [_output_fields(output, config) for output in outcome.outputs]
+        outputs = [_output_fields(output, config, split) for output in outcome.outputs]
         body = {"outputs": outputs, "usage": usage, "error": None}
     return {**_head(row, config), **body, "hash": row.content_hash}
 
@@ -154,7 +163,7 @@ def _head(row: Row | BadRow, config: OutputConfig) -> dict[str, Any]:
     return head
 
 
-def _output_fields(output: CompletionOutput, config: OutputConfig) -> dict[str, Any]:
+def _output_fields(output: CompletionOutput, config: OutputConfig, split: Split) -> dict[str, Any]:
     values: dict[str, Any] = {
         "text": output.text,
         "finish_reason": output.finish_reason,
@@ -164,4 +173,8 @@ def _output_fields(output: CompletionOutput, config: OutputConfig) -> dict[str, 
         values["token_ids"] = output.token_ids
     if output.logprobs is not None:
         values["logprobs"] = [finite(asdict(entry)) for entry in output.logprobs]
+    if output.tiers is not None:
+        values["tiers"] = output.tiers
+        if (pieces := split(output.token_ids, output.text)) is not None:
+            values["token_texts"] = pieces
     return values

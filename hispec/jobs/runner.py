@@ -207,7 +207,7 @@ def _write_rows(
         if is_openai:
             writer.add(row.index, openai_row(row, outcome, job.model, llm.token_text))
         else:
-            writer.add(row.index, output_row(row, outcome, job.output))
+            writer.add(row.index, output_row(row, outcome, job.output, llm.split_text))
 
     rows = read_rows(job, job.input, work.done)
     with make_bar(report.num_rows, "rows", "row", progress, initial=report.resumed) as bar:

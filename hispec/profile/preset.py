@@ -138,6 +138,7 @@ COMMENTS = {
     "sampling.stop_token_ids": "tokens that end the output, besides the model's own",
     "sampling.ignore_eos": "true: go on after the model's end-of-sequence token",
     "sampling.logprobs": "log-probabilities of this many most likely tokens; null = none",
+    "sampling.tiers": "true: say of each output token which tier's choice it is",
     "sampling.speculative": "false: decode these rows plainly",
 }
 

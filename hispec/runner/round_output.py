@@ -16,6 +16,7 @@ from ..config import Plan
 from ..control.choice import Choice, Observation, Shadow
 from ..decoding.batch import RoundResult, Watch
 from ..decoding.drafter import Source
+from ..outputs import TokenTier
 from ..scheduling.policy import Service
 
 _FLOAT, _INT = struct.Struct("f"), struct.Struct("i")
@@ -40,6 +41,20 @@ class RowOutcome:
     source: list[int]
     shadows: list[int] = field(default_factory=list)
     evidence: float = 0.0
+
+    def tiers(self) -> list[TokenTier]:
+        """Whose choice each of token_ids is.
+
+        What verify accepted begins with the first cycle: its kept drafts, then the check's own token, then
+        the next cycle's. Whatever the round commits beyond that is verify's own. Without a check tier no more
+        is accepted than the first cycle kept, so there only drafts are, and in plain decoding nothing.
+        """
+        tentative: list[TokenTier] = []
+        for kept in self.kept:
+            tentative.extend("draft" for _ in range(kept))
+            tentative.append("check")
+        accepted = tentative[: min(self.accepted, len(self.token_ids))]
+        return accepted + ["verify"] * (len(self.token_ids) - len(accepted))
 
     def make_service(self, passes: float, seconds: float) -> Service:
         """What the round gave the row, for a scheduling policy. Some tentative tokens are the check's own, so

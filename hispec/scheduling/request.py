@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cache.blocks import BlockTable
 
-from ..outputs import FULL, Delta, FinishReason, RequestMetrics, TokenLogprobs
+from ..outputs import FULL, Delta, FinishReason, RequestMetrics, TokenLogprobs, TokenTier
 from ..sampling_params import SamplingParams
 from ..stats import RoundCounts
 
@@ -172,13 +172,14 @@ class Gain:
     interrupted after a commit has lost nothing.
 
     start      output tokens that earlier Deltas had
-    logprobs   of the tokens from there on, and perhaps of more
+    logprobs, tiers   of the tokens from there on, and perhaps of more
     """
 
     request: Request
     start: int
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    tiers: list[TokenTier] = field(default_factory=list)
     error: str | None = None
 
     def make_delta(self) -> Delta:
@@ -195,4 +196,5 @@ class Gain:
             stop_reason=FULL if has_ended and request.is_full else request.stop_reason,
             metrics=request.metrics() if has_ended else None,
             error=self.error,
+            tiers=self.tiers[: len(token_ids)] if request.params.tiers else None,
         )

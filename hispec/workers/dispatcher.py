@@ -213,8 +213,9 @@ class Dispatcher:
         task.skip_tokens, task.skip_text = task.skip_tokens - skipped, task.skip_text - cut
         if skipped or cut:  # of a stream that another worker had begun: the same tokens come again
             logprobs = None if delta.logprobs is None else delta.logprobs[skipped:]
+            tiers = None if delta.tiers is None else delta.tiers[skipped:]
             token_ids, text = delta.token_ids[skipped:], delta.text[cut:]
-            delta = replace(delta, token_ids=token_ids, text=text, logprobs=logprobs)
+            delta = replace(delta, token_ids=token_ids, text=text, logprobs=logprobs, tiers=tiers)
         task.given_tokens += len(delta.token_ids)
         task.given_text += len(delta.text)
         if delta.finish_reason is not None:

@@ -74,7 +74,11 @@ def params_of(number: int) -> SamplingParams:
         tokens.append(true_next(len(tokens) - 1, tokens[-1]))
     stop = tokens[-1:] if number == 1 else []
     return SamplingParams(
-        temperature=0.0, max_tokens=11, logprobs=1 if number == 2 else None, stop_token_ids=stop
+        temperature=0.0,
+        max_tokens=11,
+        logprobs=1 if number == 2 else None,
+        stop_token_ids=stop,
+        tiers=number != 1,
     )
 
 
@@ -87,21 +91,24 @@ def collect(deltas: list[Delta], into: dict[str, list[Delta]]) -> None:
         into.setdefault(delta.request_id, []).append(delta)
 
 
-def joined(deltas: list[Delta]) -> tuple[list[int], str, int, Any, Any]:
-    """Tokens, text, number of logprobs, and how it ended, which the last Delta alone says."""
+def joined(deltas: list[Delta]) -> tuple[list[int], str, int, Any, Any, int]:
+    """Tokens, text, number of logprobs, how it ended, which the last Delta alone says, and number of
+    tiers."""
     assert [delta.finish_reason is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
     last = deltas[-1]
     assert last.metrics is not None
     tokens = [token for delta in deltas for token in delta.token_ids]
     assert last.metrics.num_output_tokens == len(tokens)
     logprobs = [entry.token_id for delta in deltas for entry in delta.logprobs or []]
-    assert logprobs in ([], tokens)
+    tiers = [tier for delta in deltas for tier in delta.tiers or []]
+    assert logprobs in ([], tokens) and len(tiers) in (0, len(tokens))
     return (
         tokens,
         "".join(delta.text for delta in deltas),
         len(logprobs),
         last.finish_reason,
         last.stop_reason,
+        len(tiers),
     )
 
 
@@ -119,7 +126,7 @@ def undisturbed(is_static: bool) -> dict[int, Any]:
 @pytest.mark.parametrize("is_static", [False, True], ids=["packed", "static"])
 def test_an_interrupt_at_any_line_of_a_step_loses_no_block_and_no_token(is_static: bool, at: int) -> None:
     wanted = undisturbed(is_static)
-    assert wanted[2][2] == 11 and wanted[1][3] == "stop"
+    assert wanted[2][2] == wanted[2][5] == 11 and wanted[1][3] == "stop"
     engine, interrupts = small_engine(is_static), Interrupts(*FILES, at=at)
     got: dict[str, list[Delta]] = {}
     for history in range(3):

@@ -7,8 +7,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+
 from hispec.errors import RequestError
-from hispec.outputs import CompletionOutput, Delta, RequestOutput
+from hispec.outputs import CompletionOutput, Delta, RequestOutput, TokenTier
 from hispec.sampling_params import SamplingParams
 
 NUM_LAYERS = 10
@@ -21,6 +25,14 @@ def answer(prompt_ids: list[int], sampling: SamplingParams, at: int = 0) -> list
     )
     length = min(sampling.max_tokens or 64, 3 + sum(prompt_ids) % 60)
     return [97 + byte % 26 for byte in hashlib.shake_128(key.encode()).digest(length)]
+
+
+class Bytes:
+    """A tokenizer of a token per byte, as far as IncrementalText asks it."""
+
+    def __init__(self) -> None:
+        self.backend_tokenizer = Tokenizer(BPE({chr(byte): byte for byte in range(128)}, []))
+        self.backend_tokenizer.decoder = Fuse()
 
 
 class FakeLLM:
@@ -51,6 +63,12 @@ class FakeLLM:
         if chat:
             prompt = "".join(f"<{message['role']}>{message['content']}" for message in prompt)
         return [ord(letter) for letter in prompt] if isinstance(prompt, str) else list(prompt)
+
+    tokenizer: ClassVar[Any] = Bytes()
+
+    @staticmethod
+    def split_text(token_ids: list[int], text: str) -> list[str]:
+        return [text[at : at + 1] for at in range(len(token_ids))]
 
     def add(self, prompt: Any, sampling_params: SamplingParams, request_id: str, chat: bool = False) -> None:
         ids = self.encode(prompt, chat)
@@ -114,9 +132,11 @@ class FakeLLM:
         ids = self.encode(prompt, chat)
         if not ids:
             raise RequestError("the prompt is empty: give at least one token")
-        for token in answer(ids, sampling_params):
+        names: list[TokenTier] = ["draft", "check", "verify"]
+        for place, token in enumerate(answer(ids, sampling_params)):
             self._count(1)
-            yield Delta("0", [token], chr(token), None, None, None)
+            tiers = [names[place % 3]] if sampling_params.tiers else None
+            yield Delta("0", [token], chr(token), None, None, None, tiers=tiers)
         yield Delta("0", [], "", None, "length", None)
 
     def stats(self) -> dict[str, Any]:

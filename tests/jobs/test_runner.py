@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hispec.errors import ConfigError
 from hispec.jobs.drive import REQUESTS_PER_ROW, WARM_UP_ROWS
 from hispec.jobs.output import output_row
 from hispec.jobs.report import print_job
@@ -187,6 +188,26 @@ def test_several_outputs_and_log_probabilities_are_valid_json() -> None:
         {"token_id": 5, "logprob": -0.5, "top": {"5": -0.5, "6": None}}
     ]
     assert again["usage"]["completion_tokens"] == 2
+
+
+def test_tiers_are_written_with_the_text_of_each_token() -> None:
+    output = CompletionOutput(0, "ab", [5, 6], None, "stop", 2, tiers=["draft", "verify"])
+    row, config = parse({"prompt": "a"}), OutputConfig(path=Path("o"))
+    result = RequestOutput("row-3", None, [97], [output])
+    (written,) = output_row(row, result, config, lambda token_ids, text: list(text))["outputs"]
+    assert (written["tiers"], written["token_texts"]) == (["draft", "verify"], ["a", "b"])
+    (written,) = output_row(row, result, config)["outputs"]
+    assert "token_texts" not in written, "a model without a tokenizer"
+    (written,) = output_row(row, RequestOutput("row-3", None, [97], [replace(output, tiers=None)]), config)[
+        "outputs"
+    ]
+    assert "tiers" not in written and "token_texts" not in written
+
+
+def test_tiers_have_no_place_in_openais_lines(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(1), sampling={"tiers": True}, output={"format": "openai"})
+    with pytest.raises(ConfigError, match=r"sampling\.tiers: .* output\.format=jsonl"):
+        run_job(job, progress=False)
 
 
 def test_compare_plain_counts_identical_outputs_and_turns_prefix_caching_off(tmp_path: Path) -> None:

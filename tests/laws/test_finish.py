@@ -72,6 +72,8 @@ def finish(
     )
     logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
     assert [entry.token_id for entry in logprobs] == tokens, "logprobs end elsewhere"
+    tiers = [tier for delta in deltas for tier in delta.tiers or []]
+    assert len(tiers) == (len(tokens) if params.tiers else 0), "tiers end elsewhere"
     assert engine.stats()["kv_blocks_used"] == 0
     return tokens, "".join(delta.text for delta in deltas), deltas
 
@@ -83,7 +85,7 @@ def test_eos_at_every_offset(plan: Plan, offset: int) -> None:
     end = TRUTH.index(eos) + 1
     engine = scripted_engine(plan, eos=(eos,))
     tokens, text, deltas = finish(
-        engine, SamplingParams(temperature=0.0, max_tokens=20, logprobs=1), SpellOut()
+        engine, SamplingParams(temperature=0.0, max_tokens=20, logprobs=1, tiers=True), SpellOut()
     )
     assert tokens == TRUTH[:end] and text == "".join(f"{token}," for token in tokens)
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", eos)
@@ -93,7 +95,9 @@ def test_eos_at_every_offset(plan: Plan, offset: int) -> None:
 @pytest.mark.parametrize("offset", range(1, 12))
 def test_max_tokens_at_every_offset(plan: Plan, offset: int) -> None:
     tokens, text, deltas = finish(
-        scripted_engine(plan), SamplingParams(temperature=0.0, max_tokens=offset, logprobs=0), SpellOut()
+        scripted_engine(plan),
+        SamplingParams(temperature=0.0, max_tokens=offset, logprobs=0, tiers=True),
+        SpellOut(),
     )
     assert tokens == TRUTH[:offset] and text == "".join(f"{token}," for token in tokens)
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("length", None)
@@ -106,7 +110,7 @@ def test_stop_string_at_every_offset(plan: Plan, offset: int) -> None:
     whole = "".join(f"{token}," for token in TRUTH)
     tokens, text, deltas = finish(
         scripted_engine(plan),
-        SamplingParams(temperature=0.0, max_tokens=20, stop=[stop], logprobs=0),
+        SamplingParams(temperature=0.0, max_tokens=20, stop=[stop], logprobs=0, tiers=True),
         SpellOut(stop),
     )
     assert text == whole[: whole.index(stop)]

@@ -16,7 +16,7 @@ from hispec.workers.dispatcher import Dispatcher
 from tests.workers.support import DEADLY, SMALL, Deadly, linux, pool, wait_until, worker_pids
 from tests.workers.test_outputs import GREEDY, PROMPTS, SAMPLED, generate, plain
 
-LONG = SAMPLED.model_copy(update={"max_tokens": 100, "ignore_eos": True})
+LONG = SAMPLED.model_copy(update={"max_tokens": 100, "ignore_eos": True, "tiers": True})
 pytestmark = linux
 
 
@@ -52,6 +52,7 @@ def test_a_stream_goes_on_where_a_killed_worker_left_it(two: LLM, one: LLM) -> N
     assert [token for delta in deltas for token in delta.token_ids] == output.token_ids
     assert "".join(delta.text for delta in deltas) == output.text
     assert [entry for delta in deltas for entry in delta.logprobs or []] == output.logprobs
+    assert [tier for delta in deltas for tier in delta.tiers or []] == output.tiers == ["verify"] * 100
 
 
 def test_workers_that_die_before_they_are_ready_are_replaced_too(two: LLM, one: LLM) -> None:

@@ -49,6 +49,28 @@ def test_two_workers_give_what_one_engine_gives(one: LLM, two: LLM, params: Samp
     assert generate(two, params) == generate(one, params)
 
 
+def test_tiers_come_from_workers_as_from_one_engine(tiny_path: Path) -> None:
+    """But for what a check leaves to verify: a round in which no row has a draft does without it, and which
+    rows are in a round differs."""
+    params = GREEDY.model_copy(update={"tiers": True})
+    found = []
+    for number in (1, 2):
+        with LLM(str(tiny_path), workers=number, speculative=SPECULATIVE, **SMALL) as llm:
+            found.append(generate(llm, params, PROMPTS[:4]))
+            deltas = list(llm.stream(PROMPTS[0], params))
+            assert all(delta.tiers is not None for delta in deltas)
+            (first,) = found[-1][0].outputs
+            assert len([tier for delta in deltas for tier in delta.tiers or []]) == len(first.tiers) == 12
+            assert all(each.outputs[0].tiers is None for each in generate(llm, GREEDY, PROMPTS[:2]))
+    single, several = ([output.outputs[0] for output in each] for each in found)
+    assert [each.token_ids for each in single] == [each.token_ids for each in several]
+    for outputs in (single, several):
+        assert all(len(output.tiers) == len(output.token_ids) for output in outputs)
+        assert {tier for output in outputs for tier in output.tiers} == {"draft", "check", "verify"}
+    drafts = [[[tier == "draft" for tier in each.tiers] for each in outputs] for outputs in (single, several)]
+    assert drafts[0] == drafts[1]
+
+
 def test_seeds_that_nobody_gave_do_not_depend_on_who_serves(tiny_path: Path) -> None:
     wanted = None
     for number in (1, 3):
