@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -68,3 +69,30 @@ def split_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], tex
         pieces.append(whole.release(final=place == len(token_ids))[:left])
         left -= len(pieces[-1])
     return pieces
+
+
+class TokenPieces:
+    """A stream's text, cut into what each token added to it, with the token's label."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._text = IncrementalText(tokenizer, ())
+        self._waiting: deque[tuple[str, str]] = deque()  # (text, label) that no Delta has released yet
+
+    def cut(
+        self, token_ids: Sequence[int], labels: Sequence[str], text: str, is_last: bool
+    ) -> list[tuple[str, str]]:
+        """(text, label) pieces of a Delta's text. Some of it may be of tokens that came before: what could
+        have been the beginning of a stop string, or of a character."""
+        for place, (token, label) in enumerate(zip(token_ids, labels, strict=True), start=1):
+            self._text.append(token)
+            self._waiting.append((self._text.release(is_last and place == len(token_ids)), label))
+        pieces, left = [], len(text)
+        while left and self._waiting:
+            piece, label = self._waiting.popleft()
+            if len(piece) > left:
+                self._waiting.appendleft((piece[left:], label))
+            pieces.append((piece[:left], label))
+            left -= len(pieces[-1][0])
+        if left:  # of a last Delta without tokens: bytes that no token has completed
+            pieces.append((text[-left:], pieces[-1][1] if pieces else ""))
+        return pieces

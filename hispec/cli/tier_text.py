@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ..utils.console import make_console
@@ -21,34 +21,22 @@ class TierText:
 
     def __init__(self, tokenizer: Any) -> None:
         """tokenizer: the model's; None for a model without one, whose outputs have no text."""
-        from ..detokenizer import IncrementalText
+        from ..detokenizer import TokenPieces
 
         self.counts: Counter[str] = Counter()
         self._console = make_console()
-        self._text = None if tokenizer is None else IncrementalText(tokenizer, ())
-        self._waiting: deque[tuple[str, str]] = deque()  # (text, tier) that no Delta has released yet
+        self._pieces = None if tokenizer is None else TokenPieces(tokenizer)
 
     def print(self, delta: Delta) -> None:
-        """Prints the text that the Delta released. Some of it may be of tokens that came before: what could
-        have been the beginning of a stop string, or of a character."""
+        """Prints the text that the Delta released."""
         tiers = delta.tiers or []
         self.counts.update(tiers)
-        if not sys.stdout.isatty() or self._text is None:
+        if not sys.stdout.isatty() or self._pieces is None:
             print(delta.text, end="", flush=True)
             return
         is_last = delta.finish_reason is not None
-        for place, (token, tier) in enumerate(zip(delta.token_ids, tiers, strict=True), start=1):
-            self._text.append(token)
-            self._waiting.append((self._text.release(is_last and place == len(tiers)), tier))
-        left = len(delta.text)
-        while left and self._waiting:
-            piece, whose = self._waiting.popleft()
-            if len(piece) > left:
-                self._waiting.appendleft((piece[left:], whose))
-            self._console.print(piece[:left], style=STYLES[whose], end="", soft_wrap=True)
-            left -= min(left, len(piece))
-        if left:  # of a last Delta without tokens: bytes that no token has completed
-            print(delta.text[-left:], end="")
+        for piece, tier in self._pieces.cut(delta.token_ids, tiers, delta.text, is_last):
+            self._console.print(piece, style=STYLES.get(tier), end="", soft_wrap=True)
         sys.stdout.flush()
 
     def print_legend(self) -> None:

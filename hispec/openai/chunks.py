@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..detokenizer import TokenPieces
 from ..outputs import Delta
 from .responses import chat_logprobs, completion_logprobs, usage
 
@@ -20,8 +21,10 @@ class Chunks:
         response_id: str,
         token_text: Callable[[int], str] = str,
         wants_usage: bool = False,
+        tokenizer: Any = None,
     ) -> None:
-        """created: seconds since 1970; wants_usage: a last chunk has the numbers of tokens."""
+        """created: seconds since 1970; wants_usage: a last chunk has the numbers of tokens; tokenizer: to cut
+        the text of Deltas that have tiers."""
         self._is_chat, self._wants_usage, self._token_text = is_chat, wants_usage, token_text
         self._head = {
             "id": response_id,
@@ -31,6 +34,8 @@ class Chunks:
         }
         self._num_prompt: dict[int, int] = {}  # by prompt
         self._num_new = 0
+        self._tokenizer = tokenizer
+        self._pieces: dict[int, TokenPieces] = {}  # by output
         self._offset: dict[int, int] = {}  # characters of the tokens that were sent, by output
 
     def first(self, index: int) -> list[dict[str, Any]]:
@@ -50,12 +55,17 @@ class Chunks:
             begin = self._offset.get(index, 0)
             logprobs = completion_logprobs(delta.logprobs, self._token_text, begin)
             self._offset[index] = begin + sum(map(len, logprobs["tokens"]))
-        if not (delta.text or logprobs or delta.finish_reason):
+        if not (delta.text or logprobs or delta.tiers or delta.finish_reason):
             return []
         content: dict[str, Any] = {"text": delta.text}
         if self._is_chat:
             content = {"delta": {"content": delta.text} if delta.text or not delta.finish_reason else {}}
-        return [self._chunk(index, content, logprobs, delta.finish_reason)]
+        chunk = self._chunk(index, content, logprobs, delta.finish_reason)
+        if delta.tiers is not None and self._tokenizer is not None:
+            pieces = self._pieces.setdefault(index, TokenPieces(self._tokenizer))
+            cut = pieces.cut(delta.token_ids, delta.tiers, delta.text, delta.finish_reason is not None)
+            chunk["choices"][0]["tiers"] = [{"text": text, "tier": tier} for text, tier in cut]
+        return [chunk]
 
     def last(self) -> list[dict[str, Any]]:
         """After the last Delta."""

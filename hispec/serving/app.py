@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -25,18 +25,10 @@ from .transport import EventStream, Failure, check_key, failure_of, read_json, u
 _log = logging.getLogger(__name__)
 
 
-def make_app(
-    engine: AsyncEngine,
-    config: ServerConfig,
-    sampling: dict[str, Any],
-    token_text: Callable[[int], str] = str,
-) -> FastAPI:
-    """An ASGI application that serves `engine`, and closes it when it ends.
-
-    sampling     of all requests, which may override single fields
-    token_text   the text of a token, for logprobs
-    """
-    responder = Responder(engine, config.name, token_text)
+def make_app(engine: AsyncEngine, config: ServerConfig, sampling: dict[str, Any]) -> FastAPI:
+    """An ASGI application that serves `engine`, and closes it when it ends. sampling: of all requests, which
+    may override single fields."""
+    responder = Responder(engine, config.name)
     metrics = ServerMetrics()
     started = int(time.time())
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from ..detokenizer import split_text
 from ..errors import ConfigError, RequestError, shown
 from ..openai.chunks import Chunks
 from ..openai.requests import CHAT, read_body, split_prompts
@@ -20,7 +21,7 @@ from .async_engine import AsyncEngine
 from .server_config import ServerConfig
 from .transport import Failure, event, failure_of
 
-_OWN = ("stream", "stream_options")  # parameters that say how the response comes
+_OWN = ("stream", "stream_options", "tiers")  # parameters that say how the response comes
 DONE = "data: [DONE]\n\n"
 
 
@@ -53,23 +54,26 @@ class CompletionRequest:
             raise ConfigError(f"body: expected a JSON object, got {shown(body)}")
         _check_model(body, config.name)
         is_stream, wants_usage = _read_stream(body)
+        if not isinstance(tiers := body.get("tiers") or False, bool):
+            raise ConfigError(f"tiers: must be true or false, got {shown(tiers)}")
         rest = {name: value for name, value in body.items() if name not in _OWN}
         prompts = []
         for one in split_prompts(url, rest):
             read = read_body(url, one)
-            sampling = _limited(
-                {**defaults, **({"max_tokens": None} if url == CHAT else {}), **read.pop("sampling")}, config
-            )
+            unlimited = {"max_tokens": None} if url == CHAT else {}
+            values = {**defaults, **unlimited, **read.pop("sampling"), "tiers": tiers}
+            sampling = _limited(values, config)
             field, content = next(iter(read.items()))
             prompts.append(Prompt({field: content} if field == "prompt_token_ids" else content, sampling))
         return cls(url, prompts, is_stream, wants_usage)
 
 
 class Responder:
-    """Makes responses of an engine's outputs. token_text: the text of a token, for logprobs."""
+    """Makes responses of an engine's outputs."""
 
-    def __init__(self, engine: AsyncEngine, model: str, token_text: Callable[[int], str]) -> None:
-        self._engine, self._model, self._token_text = engine, model, token_text
+    def __init__(self, engine: AsyncEngine, model: str) -> None:
+        self._engine, self._model = engine, model
+        self._tokenizer, self._token_text = engine.llm.tokenizer, engine.llm.token_text
 
     async def body(self, request: CompletionRequest) -> dict[str, Any]:
         """The whole response. Raises what the engine raises, and Failure if an output failed."""
@@ -78,7 +82,13 @@ class Responder:
         made: list[dict[str, Any]] = []
         outputs = [task.result() for task in tasks]
         for output in outputs:
-            made += choices(output.outputs, request.is_chat, self._token_text, first=len(made))
+            own = choices(output.outputs, request.is_chat, self._token_text, first=len(made))
+            for choice, one in zip(own, output.outputs, strict=True):
+                if one.tiers is not None and self._tokenizer is not None:
+                    texts = split_text(self._tokenizer, one.token_ids, one.text)
+                    pieces = zip(texts, one.tiers, strict=True)
+                    choice["tiers"] = [{"text": text, "tier": tier} for text, tier in pieces]
+            made += own
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
         return {
             "id": _new_id(request),
@@ -99,6 +109,7 @@ class Responder:
             _new_id(request),
             self._token_text,
             request.wants_usage,
+            self._tokenizer,
         )
         has_begun = False
         try:

@@ -33,6 +33,7 @@ def _body(required: str, own: dict[str, Any]) -> dict[str, Any]:
         **{name: sampling[name] for name in _SAMPLING},
         "stop": either,
         "stream": {"type": "boolean", "default": False},
+        "tiers": {"type": "boolean", "default": False},
         "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
     }
     schema = {

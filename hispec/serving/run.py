@@ -49,9 +49,8 @@ def serve(
     """
     engine = AsyncEngine(make_llm, max_requests=config.max_requests)
     try:
-        llm = engine.llm
-        defaults = llm.generation_defaults if sampling is None else sampling
-        app = make_app(engine, config, defaults, llm.token_text)
+        defaults = engine.llm.generation_defaults if sampling is None else sampling
+        app = make_app(engine, config, defaults)
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
         print(f"{config.name} at http://{place}:{port}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)

@@ -53,7 +53,7 @@ def serving(path: Path, *, max_requests: int | None = None, **settings: Any) -> 
     llm = engine.llm
     listener = listen(config)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    app = make_app(engine, config, {"temperature": 0.0}, llm.token_text)
+    app = make_app(engine, config, {"temperature": 0.0})
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()

@@ -116,6 +116,22 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(server: Running) -> None:
         assert [value for piece in pieces if piece for value in piece[name]] == whole[name]
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_tiers_are_told_piece_by_piece(server: Running, is_chat: bool) -> None:
+    given: dict[str, Any] = {"messages": CHAT} if is_chat else {"prompt": "one two three one two three"}
+    path, body = "chat/completions" if is_chat else "completions", {**given, "max_tokens": 40, "tiers": True}
+    (choice,) = post(server, path, **body).json()["choices"]
+    text = choice["message"]["content"] if is_chat else choice["text"]
+    assert "".join(piece["text"] for piece in choice["tiers"]) == text
+    assert {piece["tier"] for piece in choice["tiers"]} == {"draft", "check", "verify"}
+    chunks = [chunk for chunk in events(post(server, path, stream=True, **body).text) if chunk != "[DONE]"]
+    pieces = [piece for chunk in chunks for piece in chunk["choices"][0].get("tiers", [])]
+    assert "".join(piece["text"] for piece in pieces) == text
+    assert {piece["tier"] for piece in pieces} == {"draft", "check", "verify"}
+    assert "tiers" not in post(server, path, **given, **GREEDY).json()["choices"][0]
+    assert post(server, path, **given, tiers="yes").status_code == 400
+
+
 def test_several_prompts_in_one_request(server: Running, llm: LLM) -> None:
     prompts: list[Any] = ["one", "two two", "three"]
     made = server.client.completions.create(model="tiny", prompt=prompts, n=2, seed=3, **GREEDY)
