@@ -13,6 +13,7 @@ PLOTS = ["matplotlib>=3.9"]  # pictures of hispec profile, report and simulate
 QUANTIZE = ["torchao>=0.18"]  # engine.quantization on a GPU
 DATA = ["pyarrow>=18"]  # jobs with Parquet, CSV and .zst files
 RAY = ["ray[data]>=2.44"]  # hispec.integrations.ray_data
+SERVER = ["prometheus-client>=0.20"]  # hispec.metrics.prometheus
 
 setup(
     name="hispec",
@@ -48,12 +49,14 @@ setup(
         "quantize": QUANTIZE,
         "data": DATA,
         "ray": RAY,
+        "server": SERVER,
         "test": [
             *TRAIN,
             *PLOTS,
             *QUANTIZE,
             *DATA,
             *RAY,
+            *SERVER,
             "pytest>=8.0",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
