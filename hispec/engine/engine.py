@@ -363,7 +363,7 @@ class Engine:
             "kv_blocks_used": self._pool.num_held,
             "kv_blocks_cached": self._pool.num_cached,
             "kv_blocks_free": self._pool.num_free,
-            "kv_blocks_total": self._pool.num_blocks,
+            "kv_blocks": self._pool.num_blocks,
             "running": len(self._scheduler.running),
             "waiting": len(self._scheduler.waiting),
         }

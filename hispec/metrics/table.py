@@ -53,6 +53,7 @@ class Metric:
     def exposed_name(self) -> str:
         """Its name in Prometheus: the prefix hispec_, the name, its unit, and _total of a counter."""
         stem = self.name.removesuffix("_s") if self.unit == "seconds" else self.name
+        stem = stem.removesuffix("_histogram")
         unit = f"_{self.unit}" if self.unit and self.unit not in stem else ""
         return f"hispec_{stem}{unit}{'_total' if self.kind == 'counter' else ''}"
 
@@ -123,7 +124,7 @@ METRICS = (
     _gauge("kv_blocks_used", "", "KV blocks that requests hold now"),
     _gauge("kv_blocks_cached", "", "KV blocks that only the prefix cache has: they can be taken"),
     _gauge("kv_blocks_free", "", "KV blocks with nothing in them"),
-    _gauge("kv_blocks_total", "", "KV blocks: used + cached + free"),
+    _gauge("kv_blocks", "", "KV blocks: used + cached + free"),
     _counter("kv_moved_out", "requests", "requests whose KV went to host memory"),
     _counter("kv_moved_in", "requests", "requests whose KV came back from there"),
     _counter("workers_replaced", "", "workers that died and were replaced, since the start"),

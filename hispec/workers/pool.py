@@ -81,6 +81,7 @@ class WorkerPool:
             skip_tokenizer_init=skip_tokenizer_init,
             sharers=(len(shares) if cluster is None else cluster.sharers) if on_cpu else 1,
             forks=on_cpu and cluster is None and sys.platform == "linux",
+            is_far=cluster is not None,
         )
         check_setup(setup)
         if config.trace is not None:
@@ -148,7 +149,9 @@ class WorkerPool:
         if params.seed is None:  # as one engine derives it, whoever serves the request
             params = params.model_copy(update={"seed": (self._admission.seed + number) % 2**63})
         prompt = list(prompt_token_ids)
-        request = NewRequest(number, prompt, params, text is not None, is_stream, time.monotonic())
+        request = NewRequest(
+            number, prompt, params, text is not None, is_stream, time.monotonic(), time.time()
+        )
         self._numbers[request_id], self._ids[number] = number, request_id
         self._dispatcher.post(self._dispatcher.add, request)
         return request_id
