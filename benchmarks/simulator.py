@@ -102,7 +102,7 @@ def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.
         serve(llm, prompts, rate, arguments)
         profiles = [profile, profile_of(llm, arguments.rows)]
     recorded = read_trace(trace)
-    latencies = [each.latency_s for each in sorted(recorded.requests, key=lambda each: each.number)][WARM_UP:]
+    latencies = [each.e2e_s for each in sorted(recorded.requests, key=lambda each: each.number)][WARM_UP:]
     engine = statistics.fmean(latencies)
     round_s = sum(each.seconds for each in recorded.rounds if each.seconds is not None)
     costs = {

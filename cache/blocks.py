@@ -55,6 +55,14 @@ class BlockPool:
     def num_held(self) -> int:
         return self.num_blocks - self.num_available
 
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
     def blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)
 

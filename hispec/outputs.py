@@ -25,7 +25,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Metrics of one request. Times are in seconds on the engine's monotonic clock."""
+    """Metrics of one request. Times are in seconds on the engine's monotonic clock; docs/metrics.md defines
+    what is made of them.
+
+    admitted_s     when it first got a row of the batch
+    last_token_s   when its last token came; finished_s is later only if it was aborted or failed
+    """
 
     arrival_s: float
     first_token_s: float | None
@@ -38,6 +43,37 @@ class RequestMetrics:
     tentative: int
     accepted: int
     preemptions: int
+    admitted_s: float | None = None
+    last_token_s: float | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Arrival to first token; None without one."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def queue_time_s(self) -> float | None:
+        """Arrival to first row; None without one."""
+        return None if self.admitted_s is None else self.admitted_s - self.arrival_s
+
+    @property
+    def prefill_time_s(self) -> float | None:
+        """First row to first token; None without one."""
+        if self.first_token_s is None or self.admitted_s is None:
+            return None
+        return self.first_token_s - self.admitted_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first: (last - first) / (n - 1); None for less than two."""
+        if self.first_token_s is None or self.last_token_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Arrival to end; None before."""
+        return None if self.finished_s is None else self.finished_s - self.arrival_s
 
 
 @dataclass(frozen=True, slots=True)  # of a request that runs, all are kept

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .metrics.latencies import Latencies
+from .metrics.table import ERROR_KINDS, FINISH_REASONS
+
 
 def rate(part: float, whole: float) -> float | None:
     """part / whole, or None where nothing was counted."""
@@ -22,7 +25,11 @@ class RoundCounts:
     committed                tokens that rounds committed, those beyond a request's end included
     drafted, draft_accepted  draft tokens that could be judged; those of them that the tier above kept
     looked_up, looked_up_accepted   those of these that prompt lookup proposed
+    check_judged, check_kept  drafts that a check judged; those of them that it kept
+    check_corrected, check_bonus, check_undrafted   a check's own tokens: in place of a rejected draft, after
+                             drafts that were all kept, and of cycles without drafts
     tentative, accepted      tokens that verify judged; those of them that it kept
+    verify_corrected, verify_bonus, verify_undrafted   verify's own tokens: likewise, of tentative ones
     accept_length_histogram  rows times rounds, by the number of tokens that they committed
     """
 
@@ -34,8 +41,16 @@ class RoundCounts:
     draft_accepted: int = 0
     looked_up: int = 0
     looked_up_accepted: int = 0
+    check_judged: int = 0
+    check_kept: int = 0
+    check_corrected: int = 0
+    check_bonus: int = 0
+    check_undrafted: int = 0
     tentative: int = 0
     accepted: int = 0
+    verify_corrected: int = 0
+    verify_bonus: int = 0
+    verify_undrafted: int = 0
     accept_length_histogram: list[int] = field(default_factory=list)
 
     def add(
@@ -47,8 +62,10 @@ class RoundCounts:
         draft_accepted: Sequence[int],
         tentative: int,
         accepted: int,
+        checked: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Adds one row's round; `drafted` and `draft_accepted` by Source (computed, looked up)."""
+        """Adds one row's round; `drafted` and `draft_accepted` by Source (computed, looked up). checked: by
+        cycle that ended with a check, how many drafts it judged, and how many of them it kept."""
         self.rounds += 1
         self.cycles += cycles
         self.committed += committed
@@ -57,8 +74,19 @@ class RoundCounts:
         self.draft_accepted += sum(draft_accepted)
         self.looked_up += drafted[1]
         self.looked_up_accepted += draft_accepted[1]
+        for judged, kept in checked:
+            self.check_judged += judged
+            self.check_kept += kept
+            self.check_corrected += kept < judged
+            self.check_bonus += kept == judged > 0
+            self.check_undrafted += judged == 0
         self.tentative += tentative
         self.accepted += accepted
+        # After a check the last tentative token stands after the last column: verify adds none to it.
+        if committed > accepted:
+            self.verify_corrected += accepted < tentative
+            self.verify_bonus += accepted == tentative > 0
+            self.verify_undrafted += tentative == 0
         histogram = self.accept_length_histogram
         histogram += [0] * (committed + 1 - len(histogram))
         histogram[committed] += 1
@@ -77,6 +105,9 @@ class EngineStats:
     finished           requests that have ended
     drafter_failures   times that a drafter failed, so that requests went on with plain decoding
     caught_up_tokens   positions whose missing KV was backfilled for an exit or a draft model
+    finished_by_reason   as `finished`, by finish_reason
+    errors             requests refused or failed, by kind (metrics.table.ERROR_KINDS)
+    latencies          when requests got their tokens
     """
 
     round: RoundCounts = field(default_factory=RoundCounts)
@@ -89,9 +120,13 @@ class EngineStats:
     finished: int = 0
     drafter_failures: int = 0
     caught_up_tokens: int = 0
+    finished_by_reason: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
+    errors: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ERROR_KINDS, 0))
+    latencies: Latencies = field(default_factory=Latencies)
 
     def as_dict(self) -> dict[str, Any]:
         """All counts in one dictionary of plain types."""
-        own = {name: value for name, value in vars(self).items() if name != "round"}
         counts = dict(vars(self.round), accept_length_histogram=list(self.round.accept_length_histogram))
-        return {**counts, **own}
+        own = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        by_label = {"finished_by_reason": dict(self.finished_by_reason), "errors": dict(self.errors)}
+        return {**counts, **own, **by_label, **self.latencies.as_dict()}

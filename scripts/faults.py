@@ -938,7 +938,7 @@ FAULTS = (
     Fault(
         "a clock that goes back ends requests before they came",
         "hispec/scheduling/request.py",
-        "now_s = max(now_s, self.arrival_s, self.first_token_s or self.arrival_s)",
+        "now_s = max(now_s, self.arrival_s, self.last_token_s or self.admitted_s or self.arrival_s)",
         "pass",
         CLOCKS,
     ),

@@ -12,6 +12,14 @@ from pathlib import Path
 import pytest
 
 from hispec.cli import main
+from hispec.metrics.table import (
+    ERROR_KINDS,
+    FINISH_REASONS,
+    LENGTH_BOUNDS,
+    REQUEST_BOUNDS,
+    TOKEN_BOUNDS,
+    table_lines,
+)
 
 from .test_imports import LEVELS, PACKAGES
 
@@ -168,3 +176,12 @@ def test_the_picture_of_the_round_marks_all_that_was_dropped() -> None:
 def test_prose_is_at_most_110_columns_wide(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
     assert not [line for line in lines if len(line) > 110 and not line.startswith("|")]
+
+
+def test_the_page_of_metrics_has_the_table_of_the_code() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert "\n".join(table_lines()) in text
+    for bounds in (REQUEST_BOUNDS, TOKEN_BOUNDS, LENGTH_BOUNDS):
+        assert f"| {', '.join(f'{bound:g}' for bound in bounds)} |" in text
+    for name in (*ERROR_KINDS, *FINISH_REASONS):
+        assert f"`{name}`" in text

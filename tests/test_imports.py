@@ -34,6 +34,7 @@ LEVELS: list[set[str]] = [
     {"sampling_params"},
     {"config", "prompts", "openai"},
     {"outputs", "stats", "detokenizer", "utils"},
+    {"metrics"},
     {"errors", "version"},
 ]
 

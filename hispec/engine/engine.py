@@ -16,7 +16,7 @@ from ee_models.exits import Exit
 from ..config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
 from ..control.make import make_control
 from ..decoding.stages import DecoderLike, PassCounts
-from ..errors import ConfigError, build, closed, shown
+from ..errors import ConfigError, RequestError, build, closed, shown
 from ..latency.model import LatencyModel
 from ..outputs import Delta
 from ..runner.block_tables import RowTables
@@ -262,7 +262,11 @@ class Engine:
         if self._is_draining:
             problems.append("the engine is draining and takes no more requests")
         admission = self.admission
-        admission.check(request_id, prompt_token_ids, params, text, problems)
+        try:
+            admission.check(request_id, prompt_token_ids, params, text, problems)
+        except RequestError:
+            self._loop.stats.errors["refused"] += 1
+            raise
         # Only now: a request that is refused must not change the seeds of those after it.
         request = admission.make_request(next(self._numbers), request_id, prompt_token_ids, params, text)
         request.arrival_s = request.arrival_s if arrival_s is None else arrival_s
@@ -341,8 +345,8 @@ class Engine:
         self._recorder.close()
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the last reset and what is held now (see EngineStats); "control": what the controller
-        has counted since it was made."""
+        """Metrics of docs/metrics.md: counts since the last reset and what is held now (see EngineStats);
+        "control": what the controller has counted since it was made."""
         counts, draft_counts = self._counters
         return {
             **self._loop.stats.as_dict(),
@@ -352,11 +356,14 @@ class Engine:
             **self._rounds.stats(),
             "control": self._recorder.control.stats(),
             "cached_tokens": self._scheduler.num_cached_tokens,
+            "cache_queried_tokens": self._scheduler.num_queried_tokens,
             "preemptions": self._scheduler.num_preemptions,
             "kv_moved_out": self._scheduler.kv.num_kept,
             "kv_moved_in": self._scheduler.kv.num_restored,
             "kv_blocks_used": self._pool.num_held,
-            "kv_blocks_total": self._pool.num_blocks,
+            "kv_blocks_cached": self._pool.num_cached,
+            "kv_blocks_free": self._pool.num_free,
+            "kv_blocks": self._pool.num_blocks,
             "running": len(self._scheduler.running),
             "waiting": len(self._scheduler.waiting),
         }
@@ -366,7 +373,8 @@ class Engine:
         self._loop.stats = EngineStats()
         for counts in self._counters:
             counts.reset()
-        self._scheduler.num_preemptions = self._scheduler.num_cached_tokens = 0
+        scheduler = self._scheduler
+        scheduler.num_preemptions = scheduler.num_cached_tokens = scheduler.num_queried_tokens = 0
         self._scheduler.kv.num_kept = self._scheduler.kv.num_restored = 0
 
     def set_tracing(self, on: bool) -> None:

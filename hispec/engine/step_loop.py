@@ -125,10 +125,14 @@ class StepLoop:
     def finish(self, request: Request) -> None:
         """Removes a request that has its finish_reason."""
         self._gain(request)  # its last Delta is due, from here on
-        request.note_times(time.monotonic())
+        self._note_times(request)
         if self.requests.pop(request.request_id, None) is not None:
+            metrics = request.metrics()
             self.stats.finished += 1
-            self._recorder.record_request(request, request.metrics())
+            self.stats.finished_by_reason[request.finish_reason or "abort"] += 1
+            if request.finish_reason in ("stop", "length") and metrics.e2e_s is not None:
+                self.stats.latencies.finished(metrics.e2e_s, metrics.tpot_s)
+            self._recorder.record_request(request, metrics)
         self._scheduler.remove(request)
         if request.finish_reason in ("stop", "length"):
             finish_drafting(self._plans.runtime.drafters, request, self.stats)
@@ -160,7 +164,8 @@ class StepLoop:
         for request, row, outcome in rows:
             record_gaps(request, not_written)
             self._scheduler.served(request, outcome.make_service(passes, seconds))
-            self._commit(request, row, outcome, flight.result)
+            has_check = flight.plan.check_layer is not None
+            self._commit(request, row, outcome, flight.result, has_check)
         if self.flight is None:
             self._rounds.advance_sampler(flight)
         for request, _, outcome in live:
@@ -209,7 +214,9 @@ class StepLoop:
                 chunk.request, Service(rounds=0, tokens=0, drafted=0, accepted=0, passes=1.0, seconds=seconds)
             )
 
-    def _commit(self, request: Request, row: int, outcome: RowOutcome, result: RoundResult) -> None:
+    def _commit(
+        self, request: Request, row: int, outcome: RowOutcome, result: RoundResult, has_check: bool
+    ) -> None:
         """Commits a row's round: its tokens up to the one that ends the request, the KV below the last of
         them, and its counts."""
         gain, before = self._gain(request), request.num_output
@@ -219,16 +226,31 @@ class StepLoop:
         if request.params.tiers:  # likewise
             gain.tiers[before - gain.start :] = outcome.tiers()
         self._take(gain, outcome.token_ids)
-        request.note_times(time.monotonic())
+        self._note_times(request)
         taken = request.num_output - before
         by_source = outcome.sum_by_source(outcome.drafted), outcome.sum_by_source(outcome.kept)
         num_cycles, committed = len(outcome.drafted), len(outcome.token_ids)
+        # With nothing tentative the check was left out, as no row had drafts.
+        checked = (
+            list(zip(outcome.drafted, outcome.kept, strict=True)) if has_check and outcome.tentative else ()
+        )
         for counts in (request.counts, self.stats.round):
-            counts.add(num_cycles, committed, taken, *by_source, outcome.tentative, outcome.accepted)
+            counts.add(num_cycles, committed, taken, *by_source, outcome.tentative, outcome.accepted, checked)
         # Blocks that the round in flight may write stay.
         self._scheduler.commit(request, len(request.token_ids) - 1, release=self.flight is None)
         if request.finish_reason is not None:
             self.finish(request)
+
+    def _note_times(self, request: Request) -> None:
+        """Notes that it has got its tokens now; those before an interrupt are noted with the next ones."""
+        before_s, num_new = request.last_token_s, request.num_output - request.num_timed
+        request.note_times(time.monotonic())
+        if num_new and (now_s := request.last_token_s) is not None:
+            if before_s is not None:
+                self.stats.latencies.later_tokens(num_new, now_s - before_s)
+            else:
+                admitted_s = request.arrival_s if request.admitted_s is None else request.admitted_s
+                self.stats.latencies.first_tokens(num_new, request.arrival_s, admitted_s, now_s)
 
     def _gain(self, request: Request) -> Gain:
         """What the request has gained since its last Delta; it is there before the request gains anything."""
@@ -237,8 +259,7 @@ class StepLoop:
             gain = self.gained[request.request_id] = Gain(request, request.num_output)
         return gain
 
-    @staticmethod
-    def _take(gain: Gain, token_ids: Sequence[int] = ()) -> None:
+    def _take(self, gain: Gain, token_ids: Sequence[int] = ()) -> None:
         """Appends committed tokens to the request, and their text to `gain`; without any, finishes what an
         interrupt left of the last ones."""
         request = gain.request
@@ -251,6 +272,7 @@ class StepLoop:
             gain.text += request.release_text()
         except Exception as problem:  # a text hook is the caller's code: its request ends, the others go on
             if request.finish_reason != "abort":
+                self.stats.errors["text"] += request.finish_reason != "error"
                 request.finish_reason, gain.error = "error", f"{type(problem).__name__}: {problem}"
 
     def _give_up_numbers(self, request: Request, seen: float) -> None:
@@ -273,6 +295,7 @@ class StepLoop:
             " or its weights are damaged; try engine.dtype=float32, or fetch the model again"
         )
         request.finish_reason = "error"
+        self.stats.errors["not_finite"] += 1
         self.finish(request)
 
     def _reduce_capacity(self, requests: Sequence[Request], what: str, error: BaseException) -> None:
@@ -294,5 +317,6 @@ class StepLoop:
             for request in requests:
                 self._gain(request).error = f"out of memory, even alone: {error}; {what_to_do}"
                 request.finish_reason = "error"
+                self.stats.errors["out_of_memory"] += 1
                 self.finish(request)
             scheduler.widen()

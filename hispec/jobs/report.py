@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ..config import SpeculativeConfig
 from ..errors import build
+from ..metrics.histogram import quantile
 from ..utils.console import count, make_console, make_table, number, percent, print_if_busy
 from ..utils.environment import OTHERS_SHARE, hardware_text
 from .bench import plans_of
@@ -66,6 +67,8 @@ def _job_lines(report: JobReport) -> dict[str, str]:
             f"{timed.prompt_tokens} in prompts, {timed.completion_tokens} new, in {timed.seconds:.1f} s"
         )
         lines["tokens/s"] = f"{timed.tokens_per_s:.1f}"
+        if latency := _latency(report.stats):
+            lines["latency"] = latency
     if (compared := report.comparison) is not None:
         plain = compared.plain.tokens_per_s
         ratio = f"; speculative is {timed.tokens_per_s / plain:.2f} × plain" if plain else ""
@@ -81,6 +84,16 @@ def _job_lines(report: JobReport) -> dict[str, str]:
     if job.output.upload is not None:
         place += f"\n{job.output.upload.partition('?')[0]}"
     return lines | {"output": place}
+
+
+def _latency(stats: dict[str, Any]) -> str:
+    """Medians and 99th percentiles, from buckets; "" without any."""
+    parts = []
+    for name, words in (("ttft_s", "to the first token"), ("tpot_s", "per token after it")):
+        if name in stats and (middle := quantile(name, stats[name], 0.5)) is not None:
+            most = quantile(name, stats[name], 0.99)
+            parts.append(f"{middle:.3g} s {words} (median; p99 {most:.3g} s)")
+    return ", ".join(parts)
 
 
 def _reasons(timed: Timed, most: int = 3) -> str:

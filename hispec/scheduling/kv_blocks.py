@@ -51,6 +51,10 @@ class KVBlocks:
         """Blocks that paused requests hold."""
         return sum(len(request.table.blocks) for request in self._paused.values())
 
+    def has_some(self, request: Request) -> bool:
+        """Whether a waiting request has KV of its own, in blocks or in host memory."""
+        return request.number in self._paused or request.number in self._offloaded
+
     def pause(self, request: Request) -> None:
         """Keeps the blocks of what is computed for a request that has lost its row."""
         self._pool.truncate(request.table, request.num_computed)
@@ -82,7 +86,7 @@ class KVBlocks:
         """Gives a waiting request blocks for so many positions and the KV that there is of it: its own, or
         that of the prefix cache -> positions found in the cache. None, and the request holds what it held, if
         there are not enough blocks."""
-        if request.number in self._paused or request.number in self._offloaded:
+        if self.has_some(request):
             return 0 if self._resume(request, num_positions) else None
         self._pool.free(request.table)  # holds blocks only after an interrupt
         table, num_cached = BlockTable(), 0

@@ -41,6 +41,7 @@ class Request:
     stop_string    completed by the last of them
     num_cached     prompt positions found in the prefix cache at its last admission
     row            its row of the batch; None while it waits
+    num_timed      output tokens whose time was noted
     drafter_failed whether it continues with plain decoding because the drafter failed
     is_suspect     whether its logits were no numbers: it started over, plainly and out of the prefix cache
     gaps           by ExtraKV, the first position without KV of an exit or a draft model, because the request
@@ -64,7 +65,10 @@ class Request:
     stop_reason: int | str | None = None
     num_read: int = 0
     stop_string: str | None = None
+    num_timed: int = 0
+    admitted_s: float | None = None
     first_token_s: float | None = None
+    last_token_s: float | None = None
     finished_s: float | None = None
     counts: RoundCounts = field(default_factory=RoundCounts)
     num_preemptions: int = 0
@@ -135,12 +139,19 @@ class Request:
         """Returns text that became certain since the last call; all of it once the request is finished."""
         return self.text.release(final=self.finish_reason is not None) if self.text is not None else ""
 
+    def note_admission(self, now_s: float) -> None:
+        """Notes when it first got a row."""
+        if self.admitted_s is None:
+            self.admitted_s = max(now_s, self.arrival_s)
+
     def note_times(self, now_s: float) -> None:
-        """Notes when it had its first token, and when it ended: never before what came before it, even if the
-        clock goes back."""
-        now_s = max(now_s, self.arrival_s, self.first_token_s or self.arrival_s)
-        if self.first_token_s is None and self.num_output:
-            self.first_token_s = now_s
+        """Notes when it had its first and its last token, and when it ended: never before what came before
+        it, even if the clock goes back."""
+        now_s = max(now_s, self.arrival_s, self.last_token_s or self.admitted_s or self.arrival_s)
+        if self.num_output > self.num_timed:
+            self.num_timed, self.last_token_s = self.num_output, now_s
+            if self.first_token_s is None:
+                self.first_token_s = now_s
         if self.finished_s is None and self.finish_reason is not None:
             self.finished_s = now_s
 
@@ -163,6 +174,8 @@ class Request:
             tentative=counts.tentative,
             accepted=counts.accepted,
             preemptions=self.num_preemptions,
+            admitted_s=self.admitted_s,
+            last_token_s=self.last_token_s,
         )
 
 

@@ -60,7 +60,7 @@ class Scheduler:
     ) -> None:
         """offload: None = the KV of requests that lose their blocks is always computed again."""
         self.running: list[Request] = []
-        self.num_preemptions = self.num_cached_tokens = 0
+        self.num_preemptions = self.num_cached_tokens = self.num_queried_tokens = 0
         self._pool, self._policy = pool, policy
         self._max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self._sizes = max_num_seqs, max_prefill_tokens  # as they are configured
@@ -290,9 +290,13 @@ class Scheduler:
     def _admit(self, window: int) -> None:
         while self.waiting and len(self.running) < self._max_num_seqs:
             _, request = self._waiting.first()
+            resumes = self.kv.has_some(request)
             if (num_cached := self.kv.admit(request, request.round_end(window))) is None:
                 return
             self.num_cached_tokens += num_cached
+            if self._enable_prefix_caching and not resumes and not request.is_suspect:
+                self.num_queried_tokens += len(request.token_ids) - 1
+            request.note_admission(self._now_s)
             self._waiting.remove(request)
             request.row = len(self.running)
             self.running.append(request)

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_COUNTERS = {
-    "tokens": "output tokens",
-    "rounds": "rows times rounds",
-    "drafted": "draft tokens that could be judged",
-    "draft_accepted": "draft tokens that the tier above kept",
-    "tentative": "tokens that verify judged",
-    "accepted": "tokens that verify kept",
-    "prompt_tokens": "tokens of prompts",
-    "cached_tokens": "tokens of prompts that the prefix cache had",
-    "finished": "requests that ended",
-    "preemptions": "requests that lost their row for a while",
-}
-_GAUGES = {
-    "running": "requests in a row of the batch",
-    "waiting": "requests that wait for a row",
-}
+from ..metrics.prometheus import collector
 
 
 class ServerMetrics:
@@ -38,7 +22,7 @@ class ServerMetrics:
             "hispec_http_requests", "responses", ("path", "status"), registry=self._registry
         )
         self._stats: Mapping[str, Any] = {}
-        self._registry.register(self)
+        self._registry.register(collector(lambda: self._stats))
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         """`app`, its responses counted."""
@@ -58,9 +42,3 @@ class ServerMetrics:
         """All of it, with the engine's `stats`."""
         self._stats = stats
         return generate_latest(self._registry)
-
-    def collect(self) -> Iterator[Any]:
-        for kind, names in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
-            for name, text in names.items():
-                if (value := self._stats.get(name)) is not None:
-                    yield kind(f"hispec_{name}", text, value=float(value))

@@ -118,6 +118,7 @@ class Rounds(_PlanEvent):
 class RequestRecord(_Line):
     """A request that ended.
 
+    admitted, last_token   when it first got a row, when its last token came; earlier traces lack them
     rounds   (number of the route, -1 = plain decoding; tokens committed; drafts, and those kept, of each
              cycle)
     routes   the names of these numbers, filled in as the trace is read
@@ -133,17 +134,18 @@ class RequestRecord(_Line):
     max_tokens: Count
     finish_reason: FinishReason
     preemptions: Count
+    admitted: float | None = None
+    last_token: float | None = None
     rounds: Tuple[RowRound] = ()
     routes: Tuple[str] = ()
 
     @model_validator(mode="after")
     def _in_order(self) -> RequestRecord:
-        times = [at for at in (self.arrival, self.first_token, self.finished) if at is not None]
-        if times != sorted(times):
-            raise ValueError(
-                f"arrival={self.arrival}, first_token={self.first_token} and finished={self.finished} are not"
-                " in this order"
-            )
+        names = ("arrival", "admitted", "first_token", "last_token", "finished")
+        times = {name: at for name in names if (at := getattr(self, name)) is not None}
+        if [*times.values()] != sorted(times.values()):
+            *first, last = [f"{name}={at}" for name, at in times.items()]
+            raise ValueError(f"{', '.join(first)} and {last} are not in this order")
         for at, (_, _, drafted, kept) in enumerate(self.rounds):
             if len(drafted) != len(kept) or any(
                 more > most for more, most in zip(kept, drafted, strict=True)
@@ -152,8 +154,23 @@ class RequestRecord(_Line):
         return self
 
     @property
-    def latency_s(self) -> float:
+    def e2e_s(self) -> float:
         return self.finished - self.arrival
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def queue_time_s(self) -> float | None:
+        return None if self.admitted is None else self.admitted - self.arrival
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None for less than two."""
+        if self.first_token is None or self.last_token is None or self.output_tokens < 2:
+            return None
+        return (self.last_token - self.first_token) / (self.output_tokens - 1)
 
 
 Record = Header | RoutesChange | Decision | Rounds | RequestRecord

@@ -72,10 +72,12 @@ def _print_requests(console: Console, requests: Mapping[str, Any]) -> None:
         f"{requests['finished']} requests finished{others}; {requests['preemptions']} preemptions, of"
         f" {requests['preempted']} requests"
     )
-    if requests["latency_s"] is None:
+    if requests["e2e_s"] is None:
         return
-    table = make_table("seconds", *requests["latency_s"])
-    for name, key in (("latency", "latency_s"), ("to the first token", "first_token_s")):
+    table = make_table("seconds", *requests["e2e_s"])
+    names = {"e2e_s": "end to end", "queue_time_s": "in the queue", "ttft_s": "to the first token"}
+    names["tpot_s"] = "per token after it"
+    for key, name in names.items():
         if requests[key] is not None:
             table.add_row(name, *(f"{value:.3f}" for value in requests[key].values()))
     console.print(table)

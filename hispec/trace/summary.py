@@ -12,6 +12,8 @@ import numpy as np
 from ..stats import rate
 from .records import Decision, Rounds, Trace
 
+REQUEST_TIMES = ("e2e_s", "queue_time_s", "ttft_s", "tpot_s")  # as metrics.table has them
+
 
 def summarize(trace: Trace) -> dict[str, Any]:
     """Shares are of all rounds, or of all seconds in rounds; None stands where nothing was counted."""
@@ -101,7 +103,6 @@ def _control(decisions: Sequence[Decision], rounds: Sequence[Rounds]) -> dict[st
 def _requests(trace: Trace) -> dict[str, Any]:
     """Counts and latencies of requests that finished; `others` were aborted or failed."""
     done = [request for request in trace.requests if request.finish_reason in ("stop", "length")]
-    first = [request.first_token - request.arrival for request in done if request.first_token is not None]
     totals = ("prompt_tokens", "cached_tokens", "output_tokens")
     return {
         "finished": len(done),
@@ -109,8 +110,10 @@ def _requests(trace: Trace) -> dict[str, Any]:
         **{name: sum(getattr(request, name) for request in done) for name in totals},
         "preemptions": sum(request.preemptions for request in trace.requests),
         "preempted": sum(request.preemptions > 0 for request in trace.requests),
-        "latency_s": _latencies([request.latency_s for request in done]),
-        "first_token_s": _latencies(first),
+        **{
+            name: _latencies([value for one in done if (value := getattr(one, name)) is not None])
+            for name in REQUEST_TIMES
+        },
     }
 
 

@@ -91,7 +91,7 @@ class Dispatcher:
         self.outbox: deque[tuple[int, Delta]] = deque()
         self.news: SimpleQueue[None] = SimpleQueue()
         self.failure: Exception | None = None
-        self.num_replaced = 0
+        self.num_replaced = self.num_given_up = 0
         self._launcher, self._start_of, self._room = launcher, start_of, room
         self._workers = [
             Worker(process, place, is_ready=place < num_ready) for place, process in enumerate(workers)
@@ -124,6 +124,11 @@ class Dispatcher:
             except Empty:
                 if not self._thread.is_alive():
                     raise self.failure or WorkerError("the LLM was closed meanwhile") from None
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that no worker has yet."""
+        return len(self._queue) + len(self._suspects)
 
     def pids(self) -> dict[str, int]:
         """Ids of the processes of this machine, by name."""
@@ -297,6 +302,7 @@ class Dispatcher:
         task.skip_tokens, task.skip_text = task.given_tokens, task.given_text
         if task.deaths >= _MOST_DEATHS:
             error = f"{task.deaths} workers died while they served it, the last this request alone: it {how}"
+            self.num_given_up += 1
             del self._tasks[task.request.number]
             self._put(task.request.number, Delta("", [], "", None, "error", None, error=error))
         elif task.deaths == _MOST_DEATHS - 1:

@@ -20,6 +20,7 @@ class Setup:
 
     sharers   workers that share the memory for KV
     forks     the process loads the model and forks workers; else it is one
+    is_far    it may be on another machine than the LLM, whose monotonic clock it does not have
     """
 
     model: str | Path
@@ -31,6 +32,7 @@ class Setup:
     skip_tokenizer_init: bool
     sharers: int
     forks: bool
+    is_far: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class NewRequest:
 
     has_text    whether its output becomes text, and stop strings end it
     is_stream   each of its Deltas is wanted as it comes; else one, with all of them
+    arrival_s, arrived_at   when it came: on the monotonic clock of the LLM's machine, and by its time of day
     """
 
     number: int
@@ -64,6 +67,7 @@ class NewRequest:
     has_text: bool
     is_stream: bool
     arrival_s: float
+    arrived_at: float
 
 
 def portable(error: BaseException) -> Exception:

@@ -19,7 +19,7 @@ from ee_models.checkpoint.loader import load_tokenizer
 from ..config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from ..config.draft_kinds import OWN_KINDS
 from ..config.speculative import OWN_ACCEPTANCES
-from ..errors import ConfigError, build, closed
+from ..errors import ConfigError, RequestError, build, closed
 from ..loading.target_model import open_model
 from ..outputs import Delta
 from ..sampling_params import SamplingParams
@@ -81,6 +81,7 @@ class WorkerPool:
             skip_tokenizer_init=skip_tokenizer_init,
             sharers=(len(shares) if cluster is None else cluster.sharers) if on_cpu else 1,
             forks=on_cpu and cluster is None and sys.platform == "linux",
+            is_far=cluster is not None,
         )
         check_setup(setup)
         if config.trace is not None:
@@ -89,6 +90,7 @@ class WorkerPool:
         self._speculative = plan
         self.is_closed = self._is_woken = False
         self._counter = itertools.count()
+        self._num_refused = 0  # requests
         self._numbers: dict[str, int] = {}  # of unfinished requests
         self._ids: dict[int, str] = {}
         self._taken: list[tuple[int, Delta]] = []  # out of the outbox, not returned yet
@@ -138,12 +140,18 @@ class WorkerPool:
         problems = []
         if isinstance(request_id, str) and request_id in self._numbers:
             problems.append("a request of this id is unfinished; ids must be unique while they live")
-        self._admission.check(request_id, prompt_token_ids, params, text, problems)
+        try:
+            self._admission.check(request_id, prompt_token_ids, params, text, problems)
+        except RequestError:
+            self._num_refused += 1
+            raise
         number = next(self._counter)
         if params.seed is None:  # as one engine derives it, whoever serves the request
             params = params.model_copy(update={"seed": (self._admission.seed + number) % 2**63})
         prompt = list(prompt_token_ids)
-        request = NewRequest(number, prompt, params, text is not None, is_stream, time.monotonic())
+        request = NewRequest(
+            number, prompt, params, text is not None, is_stream, time.monotonic(), time.time()
+        )
         self._numbers[request_id], self._ids[number] = number, request_id
         self._dispatcher.post(self._dispatcher.add, request)
         return request_id
@@ -226,12 +234,19 @@ class WorkerPool:
             self._ask("set_tracing", on, is_lasting=True)
 
     def stats(self) -> dict[str, Any]:
-        """Those of all workers as one; "workers": of each by itself; "workers_replaced": how many died. What
-        a dead worker had counted is lost."""
+        """Those of all workers as one, and of requests that no worker has yet; "workers": of each by itself;
+        "workers_replaced": how many died. What a dead worker had counted is lost."""
         if not self.is_closed:
             each = self._ask("stats")
-            replaced = self._dispatcher.num_replaced
-            self._last_stats = {**sum_stats(each), "workers": each, "workers_replaced": replaced}
+            total, dispatcher = sum_stats(each), self._dispatcher
+            total["waiting"] += dispatcher.num_queued
+            own = {"refused": self._num_refused, "worker_deaths": dispatcher.num_given_up}
+            given_up = own["worker_deaths"]
+            for name, count in own.items():
+                total["errors"][name] += count
+            total["finished"] += given_up
+            total["finished_by_reason"]["error"] += given_up
+            self._last_stats = {**total, "workers": each, "workers_replaced": dispatcher.num_replaced}
         return self._last_stats
 
     def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:
@@ -242,6 +257,7 @@ class WorkerPool:
     def reset_stats(self) -> None:
         if not self.is_closed:
             self._ask("reset_stats")
+            self._num_refused = self._dispatcher.num_given_up = 0
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose, in all workers."""

@@ -99,7 +99,7 @@ def work(connection: Connection, setup: Setup, loaded: Pretrained | None, start:
         connection.send(portable(error))
         return 1
     try:
-        Server(connection, engine).run()
+        Server(connection, engine, setup.is_far).run()
         return 0
     except BaseException as error:  # the requests that it has go to another
         traceback.print_exc()

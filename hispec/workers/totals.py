@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from ..metrics.histogram import add_histograms
+from ..metrics.table import METRICS
+
 _SHARED = {"weights_bytes", "draft_model_bytes"}
 
 
@@ -17,6 +20,11 @@ def sum_stats(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     total["num_layers"] = each[0]["num_layers"]
     histograms = [one["accept_length_histogram"] for one in each]
     total["accept_length_histogram"] = [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
+    for metric in METRICS:
+        if metric.name in total and metric.label:
+            total[metric.name] = _sum([one[metric.name] for one in each])
+        elif isinstance(total.get(metric.name), dict):
+            total[metric.name] = add_histograms([one[metric.name] for one in each])
     total["control"] = _sum([one["control"] for one in each])
     if "rounds_by_plan" in total["control"]:
         rounds: Counter[str] = Counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from tokenizers import Tokenizer
@@ -14,6 +15,7 @@ from tokenizers.models import BPE
 from hispec.errors import RequestError
 from hispec.outputs import CompletionOutput, Delta, RequestOutput, TokenTier
 from hispec.sampling_params import SamplingParams
+from hispec.stats import RoundCounts
 
 NUM_LAYERS = 10
 
@@ -143,24 +145,8 @@ class FakeLLM:
         return dict(self._stats)
 
     def reset_stats(self) -> None:
-        names = (
-            "tokens",
-            "rounds",
-            "cycles",
-            "drafted",
-            "draft_accepted",
-            "tentative",
-            "accepted",
-            "committed",
-            "row_layer_passes",
-            "preemptions",
-        )
-        names += (
-            "looked_up",
-            "looked_up_accepted",
-            "row_draft_model_layer_passes",
-            "round_s",
-        )
+        names = [each.name for each in fields(RoundCounts)]
+        names += ["row_layer_passes", "row_draft_model_layer_passes", "preemptions", "round_s"]
         self._stats: dict[str, Any] = dict.fromkeys(names, 0) | {
             "accept_length_histogram": [0, 0],
             "num_layers": NUM_LAYERS,

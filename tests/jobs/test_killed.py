@@ -73,11 +73,11 @@ def kill_and_finish(folder: Path, model: Path, kills: int, seed: int, order: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("order", "workers"), [("input", 1), ("finished", 2)])
+@pytest.mark.parametrize(("order", "workers", "kills"), [("input", 1, 25), ("finished", 2, 50)])
 def test_a_killed_job_ends_with_every_row_once(
-    tmp_path: Path, tiny_path: Path, order: str, workers: int
+    tmp_path: Path, tiny_path: Path, order: str, workers: int, kills: int
 ) -> None:
-    kill_and_finish(tmp_path, tiny_path, 25, 7, order, workers)
+    kill_and_finish(tmp_path, tiny_path, kills, 7, order, workers)
 
 
 def test_a_job_that_is_killed_once_ends_with_every_row_once(tmp_path: Path, tiny_path: Path) -> None:

@@ -108,8 +108,8 @@ def test_the_summary_has_the_latencies_of_requests_that_ended_by_themselves(tmp_
         2,
         2,
     )
-    assert requests["latency_s"] == {"mean": 5.0, "p50": 5.0, "p90": 5.8, "p99": 5.98, "max": 6.0}
-    assert requests["first_token_s"]["p99"] == 0.5 and requests["cached_tokens"] == 48
+    assert requests["e2e_s"] == {"mean": 5.0, "p50": 5.0, "p90": 5.8, "p99": 5.98, "max": 6.0}
+    assert requests["ttft_s"]["p99"] == 0.5 and requests["cached_tokens"] == 48
 
 
 def test_rounds_lie_one_after_the_other_in_time(tmp_path: Path) -> None:

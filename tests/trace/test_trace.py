@@ -129,7 +129,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         request.arrival,
         request.first_token,
         request.finished,
-        request.latency_s,
+        request.e2e_s,
         request.preemptions,
     ) == (0.25, 0.75, 2.0, 1.75, 2)
     assert request.rounds == ((1, 3, (4, 4), (2, 1)), (-1, 1, (), ())) and request.routes == tuple(ROUTES)
