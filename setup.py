@@ -25,7 +25,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(str(ROOT), include=[*PACKAGES, *(f"{name}.*" for name in PACKAGES)]),
-    package_data={name: ["py.typed"] for name in PACKAGES} | {"ee_models": ["py.typed", "pretrained/*/*"]},
+    package_data={name: ["py.typed"] for name in PACKAGES}
+    | {"hispec": ["py.typed", "page/*.html"], "ee_models": ["py.typed", "pretrained/*/*"]},
     python_requires=">=3.11,<3.14",
     install_requires=[
         "torch>=2.10",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..stats import rate
-from .records import Decision, Rounds, Trace
+from .records import PLAIN_NAME, Decision, Rounds, Trace
 
 
 def summarize(trace: Trace) -> dict[str, Any]:
@@ -33,6 +33,8 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "plans": _plans(trace.rounds),
         "control": _control(trace.decisions, trace.rounds),
         "requests": _requests(trace),
+        "accept_len_histogram": _lengths(trace),
+        "accepted_by_place": _places(trace),
     }
 
 
@@ -111,6 +113,34 @@ def _requests(trace: Trace) -> dict[str, Any]:
         "preempted": sum(request.preemptions > 0 for request in trace.requests),
         "latency_s": _latencies([request.latency_s for request in done]),
         "first_token_s": _latencies(first),
+    }
+
+
+def _lengths(trace: Trace) -> list[int]:
+    """[i] = rounds of a row that committed i tokens, of requests that ended."""
+    counts = Counter(tokens for request in trace.requests for _, tokens, _, _ in request.rounds)
+    return [counts[length] for length in range(max(counts, default=-1) + 1)]
+
+
+def _places(trace: Trace) -> dict[str, list[dict[str, int]]]:
+    """By route, for each place in a cycle's drafts: how often it was judged, its predecessors all kept; and
+    how often it was kept. Of requests that ended."""
+    most: dict[str, int] = {}
+    for line in trace.rounds:  # a tree has more drafts than places
+        most[line.name] = max(most.get(line.name, 0), line.num_drafts)
+    judged: dict[str, Counter[int]] = {}
+    kept: dict[str, Counter[int]] = {}
+    for request in trace.requests:
+        for route, _, drafted_of, kept_of in request.rounds:
+            name = PLAIN_NAME if route < 0 else request.routes[route]
+            for num_drafted, num_kept in zip(drafted_of, kept_of, strict=True):
+                reached = min(num_drafted, num_kept + 1, most.get(name, num_drafted))
+                judged.setdefault(name, Counter()).update(range(reached))
+                kept.setdefault(name, Counter()).update(range(num_kept))
+    return {
+        name: [{"judged": counts[at], "kept": kept[name][at]} for at in range(len(counts))]
+        for name, counts in judged.items()
+        if counts
     }
 
 
