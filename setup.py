@@ -27,7 +27,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(str(ROOT), include=[*PACKAGES, *(f"{name}.*" for name in PACKAGES)]),
     package_data={
-        "hispec": ["py.typed", "serving/page.html"],
+        "hispec": ["py.typed", "page/*.html", "serving/page.html"],
         "ee_models": ["py.typed", "pretrained/*/*"],
         "cache": ["py.typed"],
     },

@@ -21,7 +21,7 @@ PACKAGES = ("hispec", "ee_models", "cache")  # each may import those after it
 LEVELS: list[set[str]] = [
     {"__main__"},
     {"cli"},
-    {"profile", "training", "simulate", "integrations"},
+    {"profile", "training", "simulate", "integrations", "page"},
     {"jobs", "serving"},
     {"llm"},
     {"workers"},

@@ -1,13 +1,16 @@
-"""hispec report: the summary and the picture of a trace."""
+"""hispec report: the summary and the picture of a trace, and a page of what a file holds."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .common import OK, add_command, add_options
+
+if TYPE_CHECKING:
+    from ..trace.records import Trace
 
 
 def add(commands: Any) -> None:
@@ -17,57 +20,90 @@ def add(commands: Any) -> None:
         _report,
         "show what an engine decided and did",
         "Sum up a trace (engine.trace=FILE) and draw it: plans, speed, acceptance and load over time"
-        " (docs/control.md). Of several, such as those of a job's workers, all as one.",
+        " (docs/control.md). Of several, such as those of a job's workers, all as one. With --html a page of"
+        " its own, of traces, results of `hispec bench --json` and rows of jobs.",
         has_set=False,
     )
-    report.add_argument("traces", type=Path, nargs="+", metavar="TRACE")
-    picture = "the picture (default: beside the trace, with the suffix .png)"
+    report.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    picture = "the picture (default without --html: beside the trace, with the suffix .png)"
     report.add_argument("-o", "--output", type=Path, metavar="FILE.png", help=picture)
-    add_options(report, ("--json", Path, "FILE", "write the summary as JSON"))
+    add_options(
+        report,
+        ("--html", Path, "OUT.html", "write a page that needs no network"),
+        ("--json", Path, "FILE", "write the summary of traces as JSON"),
+    )
 
 
 def _report(options: argparse.Namespace) -> int:
+    from ..trace.merge import merge
+    from ..trace.writer import read_trace
+
+    if options.html is None:
+        # First: what is no file has no name to take the picture's from.
+        trace = merge([read_trace(path) for path in options.files])
+        _check_targets(options, options.output or options.files[0].with_suffix(".png"))
+        _show(trace, options)
+        return OK
+    from ..errors import ConfigError
+    from ..page.make import is_trace, write_page
+
+    has_trace = any(is_trace(path) for path in options.files)
+    for flag, path in (("-o", options.output), ("--json", options.json)):
+        if path is not None and not has_trace:
+            raise ConfigError(f"{flag} is of traces, and none of the files is one; leave it out")
+    _check_targets(options, options.output)
+    page_trace = write_page(options.files, options.html)
+    if page_trace is not None:
+        _show(page_trace, options)
+    print(f"written: {options.html}")
+    return OK
+
+
+def _show(trace: Trace, options: argparse.Namespace) -> None:
+    """Prints the summary of a trace, writes it as JSON, and draws the picture; beside a page only if asked
+    to."""
     from ee_models.errors import install_command
 
-    from ..trace.merge import merge
     from ..trace.plots import draw_trace
     from ..trace.report import print_report
     from ..trace.summary import summarize
-    from ..trace.writer import read_trace
     from ..utils.files import write_json
     from ..utils.plots import check_matplotlib, has_matplotlib
 
-    # First: what is no file has no name to take the picture's from.
-    trace = merge([read_trace(path) for path in options.traces])
-    picture = options.traces[0].with_suffix(".png") if options.output is None else options.output
-    for path in options.traces:
-        _check_targets(path, picture, options.json)
     if options.output is not None:
         check_matplotlib("-o")
     summary = summarize(trace)
     print_report(summary)
     if options.json is not None:
         write_json(options.json, summary)
+    if options.html is not None and options.output is None:
+        return
+    picture = options.output or options.files[0].with_suffix(".png")
     if has_matplotlib():
         draw_trace(trace, picture)
         print(f"drawn: {picture}")
     else:
         print(f"not drawn: matplotlib is not installed: {install_command('plots')}", file=sys.stderr)
-    return OK
 
 
-def _check_targets(trace: Path, picture: Path, summary: Path | None) -> None:
+def _check_targets(options: argparse.Namespace, picture: Path | None) -> None:
     """Creates missing folders. Raises ConfigError for what must not be written, or can't be."""
     from ..errors import ConfigError
     from ..utils.files import check_target
 
-    if picture.suffix.lower() != ".png":
+    if picture is not None and picture.suffix.lower() != ".png":
         raise ConfigError(f"-o: {picture} is drawn as PNG; give it a name that ends with .png")
-    for flag, path in (("-o", picture), ("--json", summary)):
-        if path is None:
-            continue
-        if path.absolute() == trace.absolute() or (path.exists() and trace.exists() and path.samefile(trace)):
-            raise ConfigError(f"{flag}: {path} is the trace itself; choose another path")
+    targets = {"-o": picture, "--html": options.html, "--json": options.json}
+    named = {flag: path for flag, path in targets.items() if path is not None}
+    for flag, path in named.items():
+        for source in options.files:
+            if path.absolute() == source.absolute() or (
+                path.exists() and source.exists() and path.samefile(source)
+            ):
+                what = "the trace itself" if options.html is None else "one of the files itself"
+                raise ConfigError(f"{flag}: {path} is {what}; choose another path")
         check_target(flag, path)
-    if summary is not None and summary.absolute() == picture.absolute():
-        raise ConfigError(f"-o and --json both name {picture}; give each a path of its own")
+        for other, taken in named.items():
+            if other < flag and taken.absolute() == path.absolute():
+                first, second = sorted((flag, other), key=list(named).index)
+                raise ConfigError(f"{first} and {second} both name {path}; give each a path of its own")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..stats import rate
-from .records import Decision, Rounds, Trace
+from .records import PLAIN_NAME, Decision, Rounds, Trace
 
 REQUEST_TIMES = ("e2e_s", "queue_time_s", "ttft_s", "tpot_s")  # as metrics.table has them
 
@@ -35,6 +35,8 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "plans": _plans(trace.rounds),
         "control": _control(trace.decisions, trace.rounds),
         "requests": _requests(trace),
+        "accept_len_histogram": _lengths(trace),
+        "accepted_by_place": _places(trace),
     }
 
 
@@ -114,6 +116,34 @@ def _requests(trace: Trace) -> dict[str, Any]:
             name: _latencies([value for one in done if (value := getattr(one, name)) is not None])
             for name in REQUEST_TIMES
         },
+    }
+
+
+def _lengths(trace: Trace) -> list[int]:
+    """[i] = rounds of a row that committed i tokens, of requests that ended."""
+    counts = Counter(tokens for request in trace.requests for _, tokens, _, _ in request.rounds)
+    return [counts[length] for length in range(max(counts, default=-1) + 1)]
+
+
+def _places(trace: Trace) -> dict[str, list[dict[str, int]]]:
+    """By route, for each place in a cycle's drafts: how often it was judged, its predecessors all kept; and
+    how often it was kept. Of requests that ended."""
+    most: dict[str, int] = {}
+    for line in trace.rounds:  # a tree has more drafts than places
+        most[line.name] = max(most.get(line.name, 0), line.num_drafts)
+    judged: dict[str, Counter[int]] = {}
+    kept: dict[str, Counter[int]] = {}
+    for request in trace.requests:
+        for route, _, drafted_of, kept_of in request.rounds:
+            name = PLAIN_NAME if route < 0 else request.routes[route]
+            for num_drafted, num_kept in zip(drafted_of, kept_of, strict=True):
+                reached = min(num_drafted, num_kept + 1, most.get(name, num_drafted))
+                judged.setdefault(name, Counter()).update(range(reached))
+                kept.setdefault(name, Counter()).update(range(num_kept))
+    return {
+        name: [{"judged": counts[at], "kept": kept[name][at]} for at in range(len(counts))]
+        for name, counts in judged.items()
+        if counts
     }
 
 

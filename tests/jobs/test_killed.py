@@ -15,12 +15,12 @@ import pytest
 
 from hispec.jobs.manifest import manifest_path
 
-NUM_ROWS = 120
+ROWS_PER_KILL = 24  # more than are written between two of them
 ROOT = Path(__file__).parents[2]
 
 
-def write_job(folder: Path, model: Path, order: str, workers: int) -> Path:
-    rows = [{"id": f"r{at}", "prompt": f"row {at} " * (1 + at % 5)} for at in range(NUM_ROWS)]
+def write_job(folder: Path, model: Path, order: str, workers: int, num_rows: int) -> Path:
+    rows = [{"id": f"r{at}", "prompt": f"row {at} " * (1 + at % 5)} for at in range(num_rows)]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = {
         "model": str(model),
@@ -46,7 +46,8 @@ def start(job: Path) -> subprocess.Popen[bytes]:
 
 def kill_and_finish(folder: Path, model: Path, kills: int, seed: int, order: str, workers: int) -> None:
     """Kills a run some time after it has begun to write, `kills` times, and lets the last one end."""
-    job, output = write_job(folder, model, order, workers), folder / "out.jsonl"
+    num_rows = ROWS_PER_KILL * (kills + 4)
+    job, output = write_job(folder, model, order, workers, num_rows), folder / "out.jsonl"
     random_delay = random.Random(seed)
     num_killed = 0
     for _ in range(20 * kills):
@@ -61,15 +62,15 @@ def kill_and_finish(folder: Path, model: Path, kills: int, seed: int, order: str
         num_killed += process.returncode != 0
         if process.returncode == 0 or num_killed == kills:
             break
-    assert num_killed >= 1
+    assert num_killed == kills
     process = start(job)
     assert process.wait() == 0, process.communicate()[1].decode()
     rows = [json.loads(line) for line in output.read_bytes().splitlines()]
-    assert sorted(row["id"] for row in rows) == sorted(f"r{at}" for at in range(NUM_ROWS))
+    assert sorted(row["id"] for row in rows) == sorted(f"r{at}" for at in range(num_rows))
     assert all(row["error"] is None for row in rows)
     if order == "input":
-        assert [row["index"] for row in rows] == list(range(NUM_ROWS))
-    assert json.loads(manifest_path(output).read_text())["done"] == NUM_ROWS
+        assert [row["index"] for row in rows] == list(range(num_rows))
+    assert json.loads(manifest_path(output).read_text())["done"] == num_rows
 
 
 @pytest.mark.slow

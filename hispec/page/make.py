@@ -1,0 +1,93 @@
+"""From files to a page: what each is, and its section."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, cut
+from ..jobs.manifest import read_manifest
+from ..trace.lines import is_ours
+from ..trace.merge import merge
+from ..trace.records import Trace
+from ..trace.writer import read_trace
+from ..utils.files import parse_json, write_atomically
+from .bench import bench_section
+from .markup import Html, element, join, make_document
+from .rows import Rows, rows_section
+from .trace import trace_section
+
+_ROWS = ".rows.jsonl"  # of outputs that are made last
+_READS = "traces (engine.trace), results of `hispec bench --json`, and rows of jobs (.jsonl)"
+
+
+def is_trace(path: Path) -> bool:
+    """Raises ConfigError if it cannot be read."""
+    try:
+        return is_ours(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+def write_page(paths: Sequence[Path], target: Path) -> Trace | None:
+    """Writes the page of these files, traces as one -> the trace; None if there is none. Raises ConfigError
+    for a file that is none of ours, and OSError."""
+    traces = [path for path in paths if is_trace(path)]
+    trace = merge([read_trace(path) for path in traces]) if traces else None
+    sections: list[Html] = []
+    for path in paths:
+        if path not in traces:
+            sections += [element("h2", path.name), _section(path)]
+    if trace is not None:
+        sections += [element("h2", ", ".join(path.name for path in traces)), trace_section(trace)]
+    title = f"HiSpec: {paths[0].name}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    write_atomically(target, make_document(title, join(sections)).encode())
+    return trace
+
+
+def _section(path: Path) -> Html:
+    try:
+        with path.open("rb") as file:
+            first = file.readline()
+            if _is_row(first):
+                return rows_section(_read_rows(path), read_manifest(_output_of(path)))
+            result = _parse(first + file.read())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    if isinstance(result, dict) and {"engines", "ratio_to_plain", "acceptance"} <= result.keys():
+        try:
+            return bench_section(result)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{path}: not a whole result of `hispec bench`: {cut(repr(error))}") from None
+    raise ConfigError(f"{path}: none of what a page is made of: {_READS}")
+
+
+def _is_row(line: bytes) -> bool:
+    value = _parse(line)
+    return isinstance(value, dict) and {"index", "outputs", "usage", "error"} <= value.keys()
+
+
+def _parse(content: bytes) -> Any:
+    try:
+        return parse_json(content)
+    except ValueError:
+        return None
+
+
+def _read_rows(path: Path) -> Rows:
+    """A last line that is still being written, or that a power failure cut off, is left out."""
+    rows = Rows()
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                rows.add(parse_json(line))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ConfigError(f"{path}, line {number}: not a row of a job: {cut(repr(error))}") from None
+    return rows
+
+
+def _output_of(rows: Path) -> Path:
+    return rows.with_name(rows.name.removesuffix(_ROWS)) if rows.name.endswith(_ROWS) else rows

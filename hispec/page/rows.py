@@ -1,0 +1,128 @@
+"""Rows of a job on the page: its manifest, tokens by tier, and texts in the colours of tiers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, get_args
+
+from ..jobs.manifest import Manifest
+from ..outputs import TokenTier
+from .markup import Html, bar, element, join, legend, missing, paragraph, table
+
+MOST_TEXTS = 20  # outputs whose text is shown
+MOST_TOKENS = 2000  # of each that are
+_TIERS = get_args(TokenTier)
+
+
+@dataclass
+class Rows:
+    """What is kept of the rows of a job, one after the other.
+
+    texts   (name of the row, prompt, tiers, what each token added) of the first outputs that have them
+    """
+
+    num: int = 0
+    num_errors: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    num_with_tiers: int = 0
+    tiers: Counter[str] = field(default_factory=Counter)
+    texts: list[tuple[str, str, list[str], list[str]]] = field(default_factory=list)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Raises KeyError, TypeError or ValueError for what is no row of a job."""
+        self.num += 1
+        self.num_errors += row["error"] is not None
+        if (usage := row["usage"]) is not None:
+            self.prompt_tokens += usage["prompt_tokens"]
+            self.completion_tokens += usage["completion_tokens"]
+        name = f"row {row['index']}" if row["id"] is None else str(row["id"])
+        prompt = row.get("prompt", row.get("messages", row.get("prompt_token_ids", "")))
+        for output in row["outputs"]:
+            if (tiers := output.get("tiers")) is None:
+                continue
+            if unknown := set(tiers) - set(_TIERS):
+                raise ValueError(f"tiers: {sorted(unknown)[0]!r} is none of {', '.join(_TIERS)}")
+            self.num_with_tiers += 1
+            self.tiers.update(tiers)
+            pieces = output.get("token_texts")
+            if pieces is not None and len(pieces) != len(tiers):
+                raise ValueError(f"{len(tiers)} tiers and {len(pieces)} token_texts")
+            if pieces is not None and len(self.texts) < MOST_TEXTS:
+                shown = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+                self.texts.append((name, shown, tiers, pieces))
+
+
+def rows_section(rows: Rows, manifest: Manifest | None) -> Html:
+    parts = [
+        paragraph(
+            f"{rows.num} rows, {rows.num_errors} with errors: {rows.prompt_tokens} tokens in prompts,"
+            f" {rows.completion_tokens} new."
+        ),
+        element("h3", "Settings"),
+        missing("settings: there is no manifest beside it") if manifest is None else _settings(manifest),
+        element("h3", "Tokens by tier"),
+        _tiers(rows),
+    ]
+    others = (
+        ("Acceptance by tier and place", "drafts that were not kept, which a trace has (engine.trace)"),
+        ("Accepted lengths", "where rounds end, which a trace has"),
+        ("Where time goes", "times, which a trace has"),
+        ("Layer passes per token", "layer passes (hispec bench --json FILE)"),
+        ("Decisions of the controller", "decisions, which a trace has"),
+    )
+    for title, what in others:
+        parts += [element("h3", title), missing(what)]
+    parts += [element("h3", "Texts"), _texts(rows)]
+    return join(parts)
+
+
+def _settings(manifest: Manifest) -> Html:
+    state = f"{manifest.done} of {manifest.rows} rows done, {manifest.errors} with errors"
+    times = f"begun {manifest.started}, {f'ended {manifest.finished}' if manifest.finished else 'not ended'}"
+    values = [(name, json.dumps(value, ensure_ascii=False)) for name, value in manifest.settings.items()]
+    return join(
+        (paragraph(f"{state}; {times}; HiSpec {manifest.hispec}."), table(("setting", "value"), values))
+    )
+
+
+def _tiers(rows: Rows) -> Html:
+    total = rows.tiers.total()
+    if not total:
+        return missing("tiers, which a job with sampling.tiers=true writes")
+    shares = [(tier, rows.tiers[tier], rows.tiers[tier] / total) for tier in _TIERS]
+    return table(
+        ("tier", "tokens", "share", ""),
+        [(tier, str(n), f"{share:.1%}", bar(share)) for tier, n, share in shares],
+    )
+
+
+def _texts(rows: Rows) -> Html:
+    if not rows.texts:
+        return missing("texts with tiers, which a job with sampling.tiers=true writes")
+    parts = [legend((tier, f"var(--{tier})") for tier in _TIERS)]
+    for name, prompt, tiers, pieces in rows.texts:
+        cut = len(tiers) - MOST_TOKENS
+        parts.append(element("h4", name))
+        if prompt:
+            parts.append(
+                element("details", element("summary", "prompt"), element("div", prompt, _class="text"))
+            )
+        parts.append(element("div", *_spans(tiers[:MOST_TOKENS], pieces), _class="text"))
+        if cut > 0:
+            parts.append(paragraph(f"and {cut} more tokens"))
+    if (left := rows.num_with_tiers - len(rows.texts)) > 0:
+        parts.append(paragraph(f"and {left} more outputs with tiers"))
+    return join(parts)
+
+
+def _spans(tiers: Iterable[str], pieces: Iterable[str]) -> Iterable[Html]:
+    """A span for each token that has text."""
+    for tier, group in groupby(zip(tiers, pieces, strict=False), key=lambda each: each[0]):
+        for _, piece in group:
+            if piece:
+                yield element("span", piece, _class=tier, title=tier)
