@@ -24,6 +24,7 @@ UPLOADS = ("tests/jobs/test_upload.py",)
 NUMBERS = ("tests/faults/test_numbers.py", "tests/scheduling/test_scheduler.py")
 STAGES = ("tests/faults/test_stages.py",)
 CLOCKS = ("tests/faults/test_clocks.py",)
+METRICS = ("tests/metrics/test_latencies.py",)
 FILES = ("tests/faults/test_files.py",)
 
 
@@ -961,6 +962,34 @@ FAULTS = (
         "hispec/scheduling/request.py",
         "self.tiers[: len(token_ids)] if",
         "self.tiers if",
+    ),
+    Fault(
+        "a round's tokens are one value of the time between tokens",
+        "hispec/metrics/latencies.py",
+        'self._of["inter_token_s"].observe(gap_s / num_tokens, num_tokens)',
+        'self._of["inter_token_s"].observe(gap_s)',
+        METRICS,
+    ),
+    Fault(
+        "time per token counts the first token's, too",
+        "hispec/outputs.py",
+        "return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)",
+        "return (self.last_token_s - self.first_token_s) / self.num_output_tokens",
+        METRICS,
+    ),
+    Fault(
+        "histograms of workers are the first one's",
+        "hispec/workers/totals.py",
+        "add_histograms([one[metric.name] for one in each])",
+        "each[0][metric.name]",
+        METRICS,
+    ),
+    Fault(
+        "verify counts a bonus that was the check's own token",
+        "hispec/stats.py",
+        "if committed > accepted:",
+        "if True:",
+        METRICS,
     ),
     Fault(
         "files: a name that no system takes is looked for",

@@ -54,9 +54,7 @@ def _require() -> None:
     try:
         import prometheus_client  # noqa: F401
     except ImportError:
-        raise ConfigError(
-            "metrics for Prometheus need prometheus_client: pip install 'hispec[server]'"
-        ) from None
+        raise ConfigError("metrics for Prometheus need prometheus_client: pip install '.[server]'") from None
 
 
 def _families(stats: Mapping[str, Any]) -> Iterator[Family]:

@@ -83,7 +83,8 @@ def decision(choice: Choice, **fields: Any) -> dict[str, Any]:
 
 
 def metrics(arrival_s: float, finished_s: float, preemptions: int = 0) -> RequestMetrics:
-    return RequestMetrics(arrival_s, arrival_s + 0.5, finished_s, 40, 16, 8, 5, 20, 15, 10, preemptions)
+    counts = 40, 16, 8, 5, 20, 15, 10, preemptions
+    return RequestMetrics(arrival_s, arrival_s + 0.5, finished_s, *counts, arrival_s + 0.25, finished_s)
 
 
 def goodput_trace(path: Path) -> Path:

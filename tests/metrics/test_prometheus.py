@@ -101,5 +101,5 @@ def test_a_registered_collector_asks_when_it_is_scraped(stats: dict[str, Any]) -
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ConfigError, match=r"pip install 'hispec\[server\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[server\]'"):
         render_prometheus({})

@@ -110,6 +110,9 @@ def test_the_summary_has_the_latencies_of_requests_that_ended_by_themselves(tmp_
     )
     assert requests["e2e_s"] == {"mean": 5.0, "p50": 5.0, "p90": 5.8, "p99": 5.98, "max": 6.0}
     assert requests["ttft_s"]["p99"] == 0.5 and requests["cached_tokens"] == 48
+    # Half of the time to the first token in the queue, and the last of 8 tokens at the end.
+    assert requests["queue_time_s"] == dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 0.25)
+    assert requests["tpot_s"]["mean"] == pytest.approx((5.0 - 0.5) / 7)
 
 
 def test_rounds_lie_one_after_the_other_in_time(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ def test_a_request_that_kills_each_worker_fails_alone(tiny_path: Path) -> None:
         assert [output.error is None for output in outputs] == [at != 2 for at in range(6)]
         assert outputs[2].error is not None
         assert "3 workers died while they served it" in outputs[2].error and "SIGKILL" in outputs[2].error
+        stats = llm.stats()
+        assert stats["errors"]["worker_deaths"] == stats["finished_by_reason"]["error"] == 1
         assert llm.stats()["workers_replaced"] == 3
         assert all(len(output.outputs[0].token_ids) > 0 for at, output in enumerate(outputs) if at != 2)
 
