@@ -992,6 +992,13 @@ FAULTS = (
         METRICS,
     ),
     Fault(
+        "page: text of a file is HTML",
+        "hispec/page/markup.py",
+        "child if isinstance(child, Html) else escape(child)",
+        "child",
+        ("tests/page/test_page.py",),
+    ),
+    Fault(
         "files: a name that no system takes is looked for",
         "ee_models/checkpoint/weights.py",
         "if not os.path.isfile(path):",

@@ -19,7 +19,10 @@ from .rows import Rows, rows_section
 from .trace import trace_section
 
 _ROWS = ".rows.jsonl"  # of outputs that are made last
-_READS = "traces (engine.trace), results of `hispec bench --json`, and rows of jobs (.jsonl)"
+_READS = (
+    "traces (engine.trace), results of `hispec bench --json`, and rows of jobs, which for tables and"
+    " compressed outputs are in OUTPUT.rows.jsonl"
+)
 
 
 def is_trace(path: Path) -> bool:
@@ -42,7 +45,8 @@ def write_page(paths: Sequence[Path], target: Path) -> Trace | None:
     if trace is not None:
         sections += [element("h2", ", ".join(path.name for path in traces)), trace_section(trace)]
     title = f"HiSpec: {paths[0].name}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-    write_atomically(target, make_document(title, join(sections)).encode())
+    document = make_document(title, join(sections))
+    write_atomically(target, document.encode("utf-8", "replace"))  # JSON may hold halves of characters
     return trace
 
 

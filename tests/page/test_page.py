@@ -167,7 +167,7 @@ def test_a_bench_gives_its_own_numbers(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_rows_with_tiers_are_shown_token_by_token_and_escaped(tmp_path: Path) -> None:
-    pieces = ["<script>", "", " x\n", "&amp;"]
+    pieces = ["<script>", "", " x\n\ud800", "&amp;"]
     tiers = ["draft", "check", "draft", "verify"]
     path = write_rows(
         tmp_path / "out.jsonl", output_row(0, tiers=tiers, token_texts=pieces), output_row(1), output_row(2)
@@ -178,9 +178,9 @@ def test_rows_with_tiers_are_shown_token_by_token_and_escaped(tmp_path: Path) ->
         ["check", "1", "25.0%"],
         ["verify", "1", "25.0%"],
     ]
-    assert page.texts("span", _class="draft") == ["<script>", " x\n"]
+    assert page.texts("span", _class="draft") == ["<script>", " x\n?"], "half a character"
     assert page.texts("span", _class="verify") == ["&amp;"] and page.texts("span", _class="check") == []
-    assert page.texts("div", _class="text") == [EVIL, "".join(pieces)]
+    assert page.texts("div", _class="text") == [EVIL, "".join(pieces).replace("\ud800", "?")]
     lacks = page.texts("p", _class="missing")
     assert any("no manifest" in text for text in lacks) and any("where rounds end" in text for text in lacks)
 
