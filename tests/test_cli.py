@@ -512,6 +512,24 @@ def test_bench_measures_the_best_plans_of_a_profile(
         assert words in capsys.readouterr().err
 
 
+def test_env_says_what_a_bug_report_needs_and_nothing_private(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HISPEC_CACHE", "/home/somebody/cache")
+    monkeypatch.setenv("HISPEC_API_KEY", "secret")
+    monkeypatch.setattr("hispec.utils.bug_report.free_memory_bytes", lambda: 1 / 0)
+    assert main(["env", "--json"]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert found["hispec"] == __version__ and found["packages"]["torch"] != "missing"
+    assert found["cache"] == "~/cache" and found["memory"].startswith("not found out: ZeroDivisionError")
+    assert "somebody" not in text and "secret" not in text
+    assert main(["env"]) == 0
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) == len(found) and "torch " in printed
+
+
 def test_serve_checks_its_settings_before_it_loads_a_model(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ..version import __version__
-from . import bench, fetch, generate, profile, report, run, schema, serve, simulate, train
+from . import bench, env, fetch, generate, profile, report, run, schema, serve, simulate, train
 from .common import BROKEN_PIPE, INTERRUPTED, USER_ERROR
 
 
@@ -51,6 +51,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hispec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (run, generate, serve, bench, profile, simulate, report, train, fetch, schema):
+    for command in (run, generate, serve, bench, profile, simulate, report, train, fetch, schema, env):
         command.add(commands)
     return parser

@@ -30,8 +30,8 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "hispec": _version("hispec"),
+        "transformers": package_version("transformers"),
+        "hispec": package_version("hispec"),
     }
 
 
@@ -108,7 +108,8 @@ def _cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
