@@ -80,6 +80,9 @@ class StandIn:
         )
         return dict.fromkeys(names, 0) | {"accept_length_histogram": [], "num_layers": 1}
 
+    def split_text(self, token_ids: Sequence[int], text: str) -> None:
+        """Nobody asks for tiers."""
+
     def fingerprints(self, speculative: Any = None) -> dict[str, str]:
         return {"model": "a stand-in"}
 
