@@ -14,6 +14,7 @@ QUANTIZE = ["torchao>=0.18"]  # engine.quantization on a GPU
 DATA = ["pyarrow>=18"]  # jobs with Parquet, CSV and .zst files
 SERVER = ["fastapi>=0.115", "uvicorn>=0.30", "prometheus_client>=0.21"]  # hispec serve
 RAY = ["ray[data]>=2.44"]  # hispec.integrations.ray_data
+EVAL = ["lm-eval>=0.4.13"]  # hispec.integrations.lm_eval
 
 setup(
     name="hispec",
@@ -54,6 +55,7 @@ setup(
         "data": DATA,
         "ray": RAY,
         "server": SERVER,
+        "eval": EVAL,
         "test": [
             *TRAIN,
             *PLOTS,
@@ -74,5 +76,8 @@ setup(
             "packaging>=24.0",
         ],
     },
-    entry_points={"console_scripts": ["hispec = hispec.cli:main"]},
+    entry_points={
+        "console_scripts": ["hispec = hispec.cli:main"],
+        "lm_eval.models": ["hispec = hispec.integrations.lm_eval:HiSpecLM"],
+    },
 )

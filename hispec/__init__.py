@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .errors import ClosedError, ConfigError, HiSpecError, RequestError
     from .llm import LLM
-    from .outputs import CompletionOutput, Delta, RequestOutput
+    from .outputs import CompletionOutput, ContinuationScore, Delta, RequestOutput
     from .sampling_params import SamplingParams
 
 # Public names by the module that has them: imported on first use, so that `import hispec` and `hispec --help`
@@ -25,6 +25,7 @@ _MODULE_OF = {
     "EngineConfig": "config",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
+    "ContinuationScore": "outputs",
     "Delta": "outputs",
     "HiSpecError": "errors",
     "ClosedError": "errors",
@@ -36,6 +37,7 @@ __all__ = [
     "ClosedError",
     "CompletionOutput",
     "ConfigError",
+    "ContinuationScore",
     "Delta",
     "Engine",
     "EngineConfig",

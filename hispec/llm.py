@@ -16,7 +16,7 @@ from .detokenizer import IncrementalText, split_text
 from .engine import Engine
 from .engine.admission import list_ids
 from .errors import ConfigError, RequestError, build, closed
-from .outputs import Delta, GrowingOutput, PendingRequest, RequestOutput
+from .outputs import ContinuationScore, Delta, GrowingOutput, PendingRequest, RequestOutput
 from .prompts import Message, Prompt, encode_prompt, split_prompts
 from .sampling_params import SamplingParams
 from .scheduling.lengths import LengthPredictor
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .loading.trained_exits import TrainedExits
 
 _UNFINISHED = "a request of this id is unfinished; ids must be unique while they live"
+_SCORED_AT_ONCE = 64  # pairs that an engine is given at once: progress shows between them
 Params = SamplingParams | dict[str, Any] | Sequence[SamplingParams | dict[str, Any] | None] | None
 
 
@@ -127,6 +128,38 @@ class LLM:
         """Answers one conversation, or a list of them, through the model's chat template; otherwise as
         `generate`."""
         return self._run(messages, sampling_params, use_tqdm, chat=True)
+
+    def score(
+        self,
+        prompt_token_ids: Sequence[Sequence[int]],
+        continuation_token_ids: Sequence[Sequence[int]],
+        use_tqdm: bool = True,
+    ) -> list[ContinuationScore]:
+        """Log-probabilities of given continuations, one of each prompt, by the full model, which has the last
+        word whatever the plan: on a CPU the bits that `SamplingParams.logprobs` gives for the same tokens.
+
+        Raises RequestError for a pair that cannot be scored, or while requests are unfinished, before
+        anything is computed. The prefix cache is empty afterwards.
+        """
+        self._check_open("score")
+        self._check_idle()
+        if len(prompt_token_ids) != len(continuation_token_ids):
+            raise RequestError(
+                f"{len(prompt_token_ids)} prompts and {len(continuation_token_ids)} continuations; give one"
+                " continuation for each prompt"
+            )
+        pairs = list(zip(prompt_token_ids, continuation_token_ids, strict=True))
+        self.engine.admission.check_pairs(pairs)
+        # Neighbours share what they begin with.
+        order = sorted(range(len(pairs)), key=lambda at: [*pairs[at][0], *pairs[at][1]])
+        scores: dict[int, ContinuationScore] = {}
+        size = _SCORED_AT_ONCE * self.num_workers
+        with tqdm(total=len(pairs), desc="scores", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            for begin in range(0, len(pairs), size):
+                group = order[begin : begin + size]
+                scores.update(zip(group, self.engine.score([pairs[at] for at in group]), strict=True))
+                bar.update(len(group))
+        return [scores[at] for at in range(len(pairs))]
 
     def stream(
         self,
@@ -319,11 +352,7 @@ class LLM:
 
     def _run(self, prompts: Any, params: Params, use_tqdm: bool, chat: bool) -> list[RequestOutput]:
         self._check_open("chat" if chat else "generate")
-        if self.has_unfinished():
-            raise RequestError(
-                f"{len(self._pending)} requests are unfinished; step() until has_unfinished() is False, or"
-                " abort them"
-            )
+        self._check_idle()
         named = split_prompts(prompts, chat)
         each = self._params_of_each(params, len(named))
         done: dict[str, RequestOutput] = {}
@@ -383,6 +412,13 @@ class LLM:
         self._pending.pop(pending.request_id, None)
         for sequence_id in pending.sequences:
             self._of_sequence.pop(sequence_id, None)
+
+    def _check_idle(self) -> None:
+        if self.has_unfinished():
+            raise RequestError(
+                f"{len(self._pending)} requests are unfinished; step() until has_unfinished() is False, or"
+                " abort them"
+            )
 
     def _check_open(self, method: str) -> None:
         if self.engine.is_closed:

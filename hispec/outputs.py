@@ -24,6 +24,18 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class ContinuationScore:
+    """What the full model makes of a given continuation of a prompt.
+
+    logprobs    of each of its tokens after the prompt and those before it, by the model's unprocessed logits
+    is_greedy   whether each is the likeliest there, so that greedy decoding writes this continuation
+    """
+
+    logprobs: list[float]
+    is_greedy: bool
+
+
+@dataclass(frozen=True)
 class RequestMetrics:
     """Metrics of one request. Times are in seconds on the engine's monotonic clock; docs/metrics.md defines
     what is made of them.

@@ -74,6 +74,16 @@ def test_every_package_is_installed_and_typed(setup_arguments: dict[str, Any]) -
         assert "py.typed" in setup_arguments["package_data"][name]
 
 
+def test_entry_points_lead_to_what_is_there(setup_arguments: dict[str, Any]) -> None:
+    """Read, not imported: the systems that they are for need not be installed."""
+    assert set(setup_arguments["entry_points"]) == {"console_scripts", "lm_eval.models"}
+    for line in (line for lines in setup_arguments["entry_points"].values() for line in lines):
+        module, _, name = line.partition("=")[2].strip().partition(":")
+        place = ROOT.joinpath(*module.split("."))
+        source = (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text()
+        assert re.search(rf"^(class|def) {name}\b", source, re.MULTILINE), line
+
+
 def test_constraints_satisfy_the_ranges(setup_arguments: dict[str, Any]) -> None:
     pins = constraints()
     extras = [text for texts in setup_arguments["extras_require"].values() for text in texts]

@@ -42,6 +42,13 @@ class Admission:
         if found:
             raise RequestError(f"{request_id}: " + "; ".join(found))
 
+    def check_pairs(self, pairs: Sequence[tuple[object, object]]) -> None:
+        """Raises RequestError, naming the first pair of a prompt and a continuation that can never be
+        scored."""
+        for at, (prompt, continuation) in enumerate(pairs):
+            if (problem := _problem_of_pair(self, prompt, continuation)) is not None:
+                raise RequestError(f"pairs[{at}]: {problem}")
+
     def make_request(
         self,
         number: int,
@@ -76,12 +83,7 @@ class Admission:
         if len(prompt_token_ids) == 0:
             yield "the prompt is empty: give at least one token"
             return
-        wrong = [
-            token
-            for token in prompt_token_ids
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size
-        ]
-        if wrong:
+        if wrong := _wrong_tokens(prompt_token_ids, vocab_size):
             yield (
                 f"prompt_token_ids must be integers from 0 to {vocab_size - 1}; {len(wrong)} are not, the"
                 f" first is {described(wrong[0])}"
@@ -118,6 +120,43 @@ class Admission:
                     f" but there are {num_blocks}; raise num_kv_blocks"
                 )
             )
+
+
+def _problem_of_pair(admission: Admission, prompt: object, continuation: object) -> str | None:
+    """Why a continuation of a prompt can never be scored; None if it can."""
+    for name, token_ids in (("prompt", prompt), ("continuation", continuation)):
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
+            return f"the {name} must be a list of token ids, not {described(token_ids)}"
+        if wrong := _wrong_tokens(token_ids, admission.vocab_size):
+            return (
+                f"token ids of the {name} must be integers from 0 to {admission.vocab_size - 1}, got"
+                f" {described(wrong[0])}"
+            )
+    assert isinstance(prompt, Sequence) and isinstance(continuation, Sequence)
+    if len(prompt) == 0:
+        return "the prompt is empty: give at least one token, such as BOS, for the first one to follow"
+    length = len(prompt) + len(continuation) - 1  # nothing follows the last token
+    if length > admission.max_model_len:
+        return (
+            f"prompt and continuation have {length + 1} tokens, of which all but the last must fit into"
+            f" max_model_len={admission.max_model_len}; leave out the prompt's beginning, or raise"
+            " max_model_len"
+        )
+    needed = -(-length // admission.block_size)
+    if needed > admission.num_blocks:
+        return (
+            f"prompt and continuation take {needed} KV blocks of {admission.block_size}, but there are"
+            f" {admission.num_blocks}; raise num_kv_blocks"
+        )
+    return None
+
+
+def _wrong_tokens(token_ids: Sequence[object], vocab_size: int) -> list[object]:
+    return [
+        token
+        for token in token_ids
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size
+    ]
 
 
 def list_ids(request_ids: str | Iterable[str]) -> list[str]:

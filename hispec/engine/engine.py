@@ -18,7 +18,7 @@ from ..control.make import make_control
 from ..decoding.stages import DecoderLike, PassCounts
 from ..errors import ConfigError, RequestError, build, closed, shown
 from ..latency.model import LatencyModel
-from ..outputs import Delta
+from ..outputs import ContinuationScore, Delta
 from ..runner.block_tables import RowTables
 from ..runner.cuda_graphs import GraphDevice
 from ..runner.plan_cache import PlanCache
@@ -35,6 +35,7 @@ from .kv_offload import KVOffloader, cheaper_to_move
 from .kv_sizing import check_num_blocks, default_num_blocks, max_model_len
 from .pretrained import MeasureLatency, Pretrained
 from .recorder import Recorder
+from .scoring import Pair, Scorer
 from .step_loop import StepLoop
 
 
@@ -292,6 +293,19 @@ class Engine:
         except BaseException:  # they did not reach the caller
             self._loop.gained = gained
             raise
+
+    @torch.inference_mode()
+    def score(self, pairs: Sequence[Pair]) -> list[ContinuationScore]:
+        """What the full model, which verifies every plan's tokens, makes of (prompt, continuation), both
+        token ids, for each pair. Between requests; it empties the prefix cache, and nothing is counted.
+        Raises RequestError for a pair that cannot be scored, before anything is computed, and ConfigError
+        while requests are unfinished."""
+        self._check_open("score")
+        self._check_idle("score() cannot run")
+        self.admission.check_pairs(pairs)
+        with self._loop.repaired():
+            self._pool.forget()  # its blocks are written over
+        return Scorer(self._decoder, self._runtime.kv, self._config).score(pairs)
 
     def abort(self, request_ids: str | Iterable[str], *, notify: bool = True) -> None:
         """Ends requests at once; unknown and finished ids are passed over. With `notify` each gets a last

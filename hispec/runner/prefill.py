@@ -49,17 +49,26 @@ def make_prefill_pass(
 ) -> tuple[Tensor, BatchView]:
     """Token ids [tokens] of the chunks, row after row, and the view of their positions; block_tables [rows,
     max_blocks] of all rows."""
-    chunks = sorted(chunks, key=lambda chunk: chunk.request.row or 0)
-    num_rows = block_tables.shape[0]
-    token_ids = torch.tensor(
-        [token for chunk in chunks for token in chunk.request.token_ids[chunk.start : chunk.end]],
-        device=device,
-    )
-    positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]).to(device)
-    q_lens = torch.zeros(num_rows + 1, dtype=torch.int64)
+    parts = []
     for chunk in chunks:
         assert chunk.request.row is not None
-        q_lens[chunk.request.row + 1] = chunk.end - chunk.start
+        parts.append((chunk.request.row, chunk.start, chunk.request.token_ids[chunk.start : chunk.end]))
+    return make_pass(sorted(parts), block_tables, block_size, device)
+
+
+def make_pass(
+    parts: Sequence[tuple[int, int, Sequence[int]]],
+    block_tables: Tensor,
+    block_size: int,
+    device: torch.device,
+) -> tuple[Tensor, BatchView]:
+    """As `make_prefill_pass`, of (row, first position, token ids) in order of rows, at most one of each."""
+    num_rows = block_tables.shape[0]
+    token_ids = torch.tensor([token for _, _, tokens in parts for token in tokens], device=device)
+    positions = torch.cat([torch.arange(start, start + len(tokens)) for _, start, tokens in parts]).to(device)
+    q_lens = torch.zeros(num_rows + 1, dtype=torch.int64)
+    for row, _, tokens in parts:
+        q_lens[row + 1] = len(tokens)
     tables = block_tables.to(device)
     row_ids = torch.repeat_interleave(torch.arange(num_rows), q_lens[1:]).to(device)
     view = BatchView(
@@ -68,6 +77,6 @@ def make_prefill_pass(
         block_tables=tables,
         cu_q_lens=q_lens.cumsum(0).to(device),
         max_q_len=int(q_lens.max()),
-        max_context_len=max(chunk.end for chunk in chunks),
+        max_context_len=max(start + len(tokens) for _, start, tokens in parts),
     )
     return token_ids, view

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
@@ -40,7 +40,7 @@ class Task:
 
 @dataclass(eq=False)
 class Call:
-    """A method that all workers run. done: gets all replies at once, those of the dead left out."""
+    """A method that workers run. done: gets all replies at once, those of the dead left out."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -118,9 +118,21 @@ class Dispatcher:
         is a `failure`, or if all died. is_lasting: workers that start later are to hear of it, too."""
         call = Call(name, arguments)
         self.post(self._call_all, call, is_lasting)
+        replies: list[Any] = self._get(call.done)
+        return replies
+
+    def ask_parts(self, name: str, items: Sequence[Any]) -> list[tuple[int, Any]]:
+        """Has each worker that is ready run a method over a part of `items` -> (where the part begins, what
+        the method returns or raises); nothing of workers that die meanwhile."""
+        dealt: SimpleQueue[list[tuple[int, Call]]] = SimpleQueue()
+        self.post(self._call_each, name, items, dealt)
+        parts = self._get(dealt)
+        return [(begin, reply) for begin, call in parts for reply in self._get(call.done)]
+
+    def _get(self, queue: SimpleQueue[Any]) -> Any:
         while True:
             try:
-                return call.done.get(timeout=1.0)
+                return queue.get(timeout=1.0)
             except Empty:
                 if not self._thread.is_alive():
                     raise self.failure or WorkerError("the LLM was closed meanwhile") from None
@@ -172,6 +184,16 @@ class Dispatcher:
                 self._call(worker, call)
             elif is_lasting:
                 self._call(worker, Call(call.name, call.arguments, {worker}))
+
+    def _call_each(self, name: str, items: Sequence[Any], dealt: SimpleQueue[list[tuple[int, Call]]]) -> None:
+        ready = [worker for worker in self._workers if worker.is_ready] or self._workers
+        size = -(-len(items) // max(1, len(ready)))
+        parts = []
+        for worker, begin in zip(ready, range(0, len(items), size), strict=False):
+            call = Call(name, (items[begin : begin + size],), {worker})
+            self._call(worker, call)
+            parts.append((begin, call))
+        dealt.put(parts)
 
     def _run(self) -> None:
         try:

@@ -19,9 +19,9 @@ from ee_models.checkpoint.loader import load_tokenizer
 from ..config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from ..config.draft_kinds import OWN_KINDS
 from ..config.speculative import OWN_ACCEPTANCES
-from ..errors import ConfigError, RequestError, build, closed
+from ..errors import ConfigError, RequestError, WorkerError, build, closed
 from ..loading.target_model import open_model
-from ..outputs import Delta
+from ..outputs import ContinuationScore, Delta
 from ..sampling_params import SamplingParams
 from ..scheduling.lengths import LengthPredictor
 from ..scheduling.request import TextStream
@@ -36,6 +36,9 @@ from .totals import sum_memory, sum_stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_MOST_TRIES = 3  # of pairs that are scored, by others when a worker has died
 
 
 class WorkerPool:
@@ -101,7 +104,7 @@ class WorkerPool:
         except BaseException:
             launcher.close()
             raise
-        self._admission, self.row_invariant = hello.admission, hello.row_invariant
+        self.admission, self.row_invariant = hello.admission, hello.row_invariant
         # Enough that a worker never runs dry, few enough that all end at about the same time.
         room = None
         if order is None or order.policy == "fcfs":
@@ -117,7 +120,7 @@ class WorkerPool:
 
     @property
     def max_model_len(self) -> int:
-        return self._admission.max_model_len
+        return self.admission.max_model_len
 
     @property
     def pretrained(self) -> NoReturn:
@@ -141,13 +144,13 @@ class WorkerPool:
         if isinstance(request_id, str) and request_id in self._numbers:
             problems.append("a request of this id is unfinished; ids must be unique while they live")
         try:
-            self._admission.check(request_id, prompt_token_ids, params, text, problems)
+            self.admission.check(request_id, prompt_token_ids, params, text, problems)
         except RequestError:
             self._num_refused += 1
             raise
         number = next(self._counter)
         if params.seed is None:  # as one engine derives it, whoever serves the request
-            params = params.model_copy(update={"seed": (self._admission.seed + number) % 2**63})
+            params = params.model_copy(update={"seed": (self.admission.seed + number) % 2**63})
         prompt = list(prompt_token_ids)
         request = NewRequest(
             number, prompt, params, text is not None, is_stream, time.monotonic(), time.time()
@@ -199,6 +202,28 @@ class WorkerPool:
         """Has a `step` that waits return, from another thread."""
         self._is_woken = True
         self._dispatcher.news.put(None)
+
+    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[ContinuationScore]:
+        """As Engine.score; neighbours are scored by the same worker. Raises WorkerError if workers die of
+        it."""
+        self._check_open("score")
+        self._check_idle("score() cannot run")
+        self.admission.check_pairs(pairs)
+        found: dict[int, ContinuationScore] = {}
+        for _ in range(_MOST_TRIES):
+            left = [at for at in range(len(pairs)) if at not in found]
+            if not left:
+                break
+            for begin, reply in self._dispatcher.ask_parts("score", [pairs[at] for at in left]):
+                if isinstance(reply, Exception):
+                    raise reply
+                found.update(zip(left[begin:], reply, strict=False))
+            if self._dispatcher.failure is not None:
+                raise self._dispatcher.failure
+        if len(found) < len(pairs):
+            missing = len(pairs) - len(found)
+            raise WorkerError(f"workers died {_MOST_TRIES} times while they scored; {missing} pairs are left")
+        return [found[at] for at in range(len(pairs))]
 
     def abort(self, request_ids: str | Iterable[str], *, notify: bool = False) -> None:
         """Ends requests at once, without a Delta; unknown and finished ids are passed over."""

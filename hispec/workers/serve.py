@@ -98,6 +98,9 @@ class Server:
                 deltas.append((number, self._growing.pop(number).make_delta()))
         return deltas
 
+    def score(self, pairs: Any) -> Any:
+        return self._engine.score(pairs)
+
     def stats(self) -> dict[str, Any]:
         return self._engine.stats()
 
