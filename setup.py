@@ -64,6 +64,7 @@ setup(
             *RAY,
             *SERVER,
             "openai>=1.60",  # the client that servers are tried with
+            "httpx>=0.27",  # and the one that sends what no client would
             "pytest>=8.0",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
