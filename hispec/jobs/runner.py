@@ -220,6 +220,7 @@ def _compare(llm: LLM, job: Job, report: JobReport, digests: dict[int, bytes], p
     """The same rows through plain decoding, compared token for token."""
     llm.set_tracing(False)
     llm.set_speculative(None)
+    llm.reset_stats()  # the bar shows what this pass keeps: no drafts
     timed = Timed()
     num_identical = 0
 
