@@ -205,9 +205,7 @@ class Span:
 
 def make_sampling_input(batch: RoundBatch, span: Span) -> SamplingInput:
     """Where the logits of the span's tokens stand: what the sampler must know to choose after each."""
-    return SamplingInput(
-        span.rows, span.columns, span.view.positions + 1, batch.tokens, span.first, span.paths
-    )
+    return SamplingInput(span.rows, span.columns, span.view.positions, batch.tokens, span.first, span.paths)
 
 
 @dataclass(frozen=True)

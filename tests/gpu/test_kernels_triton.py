@@ -308,6 +308,7 @@ PRODUCT, TILE = (
         "BLOCK_ROWS": 16,
     },
 )
+DRAWS = "rows:*i64 fed:*i64 seeds:*i64 temperatures:*fp32"
 HEADS_TILE = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 96, "BLOCK_HEADS": 8, "BLOCK_HALF": 64}
 KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
     (gpu._add_rms_norm, f"{NORM} delta:*", {"BLOCK": 4096}, {"num_warps": 16, **EXACT}),
@@ -318,11 +319,11 @@ KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
     (noise_triton._best_of_block, CHOICE, {"BLOCK": 1024}, EXACT),
     (
         noise_triton._best_of_block,
-        f"{CHOICE} keys:*i64 temperatures:*fp32 floors:*fp32",
+        f"{CHOICE} {DRAWS} floors:*fp32",
         {"BLOCK": 1024},
         EXACT,
     ),
-    (noise_triton._best_of_block, f"{CHOICE} keys:*i64", {"BLOCK": 1024}, EXACT),
+    (noise_triton._best_of_block, f"{CHOICE} {DRAWS}", {"BLOCK": 1024}, EXACT),
     (
         noise_triton._best_of_row,
         "scores:*fp32 tokens:*i32 out:*i64 num_blocks:i32 vocab_size:i32",
@@ -332,8 +333,8 @@ KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
     (
         noise_triton._filter_floor,
         (
-            "logits:* temperatures:*fp32 top_ks:*i64 top_ps:*fp32 min_ps:*fp32 floors:*fp32 vocab_size:i32"
-            " row_stride:i32"
+            "logits:* rows:*i64 temperatures:*fp32 top_ks:*i64 top_ps:*fp32 min_ps:*fp32 floors:*fp32"
+            " vocab_size:i32 row_stride:i32"
         ),
         {"BLOCK": 4096, "NUM_BLOCKS": 32},
         {"num_warps": 16, **EXACT},
