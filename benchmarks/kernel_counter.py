@@ -49,7 +49,14 @@ _MODEL: list[tuple[type, str]] = [
     (AdapterExit, "fill"),
 ]
 # Where a GPU is asked for: Triton's kernels are to run on the CPU, numba's are not.
-_ON_TRITON = ("sampling.sampler", "sampling.confidence", "decoding.stages", "decoding.acceptance")
+_ON_TRITON = (
+    "sampling.sampler",
+    "sampling.confidence",
+    "decoding.acceptance",
+    "decoding.batch",
+    "decoding.stages",
+    "drafters.lookup_torch",
+)
 # Operations that launch nothing, and those that launch more than one kernel on a GPU.
 _NOTHING = {"detach", "alias", "lift_fresh", "set_", "resize_"} | {
     f"{name}{form}"
