@@ -47,6 +47,12 @@ class Source(IntEnum):
     COMPUTED = 0
     LOOKED_UP = 1
 
+    @staticmethod
+    def of(looked_up: Tensor) -> Tensor:
+        """Of rows that were looked up where looked_up [rows] bool holds, and computed elsewhere: [rows]
+        int64."""
+        return looked_up.long()
+
 
 @dataclass(frozen=True)
 class Draft:
