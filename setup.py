@@ -36,7 +36,7 @@ setup(
     install_requires=[
         "torch>=2.10",
         "transformers>=5.0",
-        "tokenizers>=0.22",
+        "tokenizers>=0.22.1",
         "safetensors>=0.5",
         "gguf>=0.17",
         "jinja2>=3.1",  # chat templates
@@ -51,6 +51,7 @@ setup(
     extras_require={
         "train": TRAIN,
         "plots": PLOTS,
+        "report": PLOTS,  # its pictures; its pages need nothing
         "quantize": QUANTIZE,
         "data": DATA,
         "ray": RAY,

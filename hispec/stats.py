@@ -15,6 +15,17 @@ def rate(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
+STAGES = ("draft", "check", "verify")  # of a round; verify: plain decoding, too
+
+
+def stage_seconds(pass_s: Sequence[float], round_s: float) -> dict[str, float] | None:
+    """Where rounds of round_s seconds spent them: pass_s in passes of each of STAGES, the rest outside of
+    passes, on lookups, acceptance and the host. None where passes were not timed, as on a GPU."""
+    if not any(pass_s):
+        return None
+    return {**dict(zip(STAGES, pass_s, strict=True)), "outside of passes": max(0.0, round_s - sum(pass_s))}
+
+
 @dataclass
 class RoundCounts:
     """Counts of rounds, of one request or of all.

@@ -109,9 +109,16 @@ FAULTS = (
     Fault(
         "prefix cache kept although its blocks lack the new exits' KV",
         "hispec/engine/engine.py",
-        "            self._pool.forget()",
-        "            pass",
+        "        if drops_cache:\n            self._pool.forget()",
+        "        if drops_cache:\n            pass",
         ("tests/laws/test_adapters.py", "tests/runner/test_adapter_plans.py"),
+    ),
+    Fault(
+        "the prefix cache kept although scoring wrote over its blocks",
+        "hispec/engine/engine.py",
+        "            self._pool.forget()  # its blocks are written over\n",
+        "            pass\n",
+        ("tests/engine/test_scoring.py",),
     ),
     Fault(
         "bonus token taken from the wrong position",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -92,6 +93,14 @@ def test_constraints_satisfy_the_ranges(setup_arguments: dict[str, Any]) -> None
         assert requirement.specifier.contains(pin), f"{requirement}: tested with {pin}"
         assert not pin.is_prerelease
         assert pin.local is None, f"{requirement.name}: a local build such as +cpu would shut out all others"
+
+
+def test_the_wheel_is_tried_with_the_least_that_is_allowed(setup_arguments: dict[str, Any]) -> None:
+    """What scripts/try_wheel.py --lowest installs: of every package its lower bound, of each exactly one."""
+    script = runpy.run_path(str(ROOT / "scripts" / "try_wheel.py"))
+    extras = [text for extra in script["EXTRAS"] for text in setup_arguments["extras_require"][extra]]
+    texts = [*setup_arguments["install_requires"], *extras]
+    assert script["lowest_pins"]() == [text.replace(">=", "==") for text in texts]
 
 
 def test_tools_target_the_oldest_python(setup_arguments: dict[str, Any]) -> None:

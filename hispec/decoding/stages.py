@@ -3,6 +3,7 @@ that the next tier resumes from."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -69,16 +70,30 @@ class Pass:
     token_ids: Tensor | None = None
     asks_probability: bool = False
 
+    @property
+    def seconds(self) -> str:
+        """Which of PassCounts its time is: that of the tier that it leaves hidden states for, or verify's."""
+        return "verify_pass_s" if self.leave is None else ("draft_pass_s", "check_pass_s")[self.leave]
+
 
 @dataclass
 class PassCounts:
-    """Layers of the model run, summed over passes; those of prompts among them; layers times positions; and
-    passes over an adapter's blocks for logits."""
+    """Layers of the model run, summed over passes; those of prompts among them; layers times positions;
+    passes over an adapter's blocks for logits; and on a CPU the seconds that rounds spent in passes of each
+    tier, plain decoding's being verify's. On a GPU nobody waits for a single pass."""
 
     layer_passes: int = 0
     prefill_layer_passes: int = 0
     layer_positions: int = 0
     adapter_passes: int = 0
+    draft_pass_s: float = 0.0
+    check_pass_s: float = 0.0
+    verify_pass_s: float = 0.0
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds in passes of all tiers."""
+        return self.draft_pass_s + self.check_pass_s + self.verify_pass_s
 
     def reset(self) -> None:
         self.set(PassCounts())
@@ -187,6 +202,12 @@ class Stages:
     def compute(self, batch: RoundBatch, span: Span, over: Pass) -> Logits:
         """Runs the pass over the span's tokens -> their logits at the exit after its layers. Writes the KV of
         these layers, and of the exits on the way."""
+        started = time.perf_counter()
+        logits = self._compute(batch, span, over)
+        self._add_time(over, started)
+        return logits
+
+    def _compute(self, batch: RoundBatch, span: Span, over: Pass) -> Logits:
         program = self._program(over, True, batch, span)
         if program is None:
             return self.logits(self._run(batch, span, over), over.hi, span)
@@ -199,11 +220,18 @@ class Stages:
 
     def advance(self, batch: RoundBatch, span: Span, over: Pass) -> None:
         """As `compute`, for tokens whose logits are not needed."""
+        started = time.perf_counter()
         program = self._program(over, False, batch, span)
         if program is None:
             self.fill(self._run(batch, span, over), over.hi, span.view)
         else:
             self._run_program(program, batch, span, over)
+        self._add_time(over, started)
+
+    def _add_time(self, over: Pass, started: float) -> None:
+        if self.device.type == "cpu":
+            counts = vars(self.counts)
+            counts[over.seconds] += max(0.0, time.perf_counter() - started)
 
     def _run(self, batch: RoundBatch, span: Span, over: Pass) -> Tensor:
         """A pass, one operation after the other, up to hidden [tokens, hidden]."""

@@ -365,6 +365,7 @@ class Engine:
         return {
             **self._loop.stats.as_dict(),
             **vars(counts),
+            "draft_pass_s": counts.draft_pass_s + draft_counts.pass_s,
             "draft_model_layer_passes": draft_counts.layer_passes - draft_counts.prefill_layer_passes,
             "num_layers": self._decoder.config.num_layers,
             **self._rounds.stats(),

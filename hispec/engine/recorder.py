@@ -93,7 +93,7 @@ class Recorder:
         )
         self.control.observe(observation)
         if trace is not None:
-            trace.write_rounds(observation)
+            trace.write_rounds(observation, flight.pass_s)
             route = -1 if choice.route is None else choice.route
             for request, _, outcome in rows:
                 self._rounds.setdefault(request.number, []).append(

@@ -15,6 +15,7 @@ from ..config import Settings, SpeculativeConfig
 from ..errors import ConfigError
 from ..runner.plan_cache import MOST_KEPT
 from ..sampling_params import SamplingParams
+from ..stats import STAGES, stage_seconds
 from ..utils.console import make_bar
 from ..utils.environment import environment, peak_memory_bytes, watch_others
 from .bench_inputs import TokenIds, generate, good_rows, warm_up
@@ -190,6 +191,8 @@ def _result(
         if name in plans:
             engines[name]["group_decode_seconds"] = run.by_group(decode=True)[1]
             rates = asdict(Rates.of(run.stats, plans[name]))
+            pass_s = [run.stats[f"{stage}_pass_s"] for stage in STAGES]
+            engines[name]["stage_s"] = stage_seconds(pass_s, run.stats["round_s"])
             tiers = {key: rates.pop(key) for key in _TIER_RATES}
             engines[name]["decode_tokens_per_s"] = run.median_tokens_per_s(decode=True)
             engines[name] |= {"plan": plan_text(plans[name], run.stats["num_layers"]), **rates}

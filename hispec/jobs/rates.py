@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import SpeculativeConfig
 from ..errors import shown
-from ..stats import RoundCounts, rate
+from ..stats import STAGES, RoundCounts, rate
 
 FLOOR = 0.05  # exits that were never trained stay below this share of kept tokens
 LEAST_JUDGED = 200  # tokens; of fewer, a tier that keeps 10 % may by chance seem to keep less than FLOOR
@@ -17,11 +17,13 @@ LEAST_JUDGED = 200  # tokens; of fewer, a tier that keeps 10 % may by chance see
 _COUNTS = (
     *(count.name for count in fields(RoundCounts) if count.name != "accept_length_histogram"),
     *("row_layer_passes", "row_draft_model_layer_passes"),
+    *("round_s", *(f"{stage}_pass_s" for stage in STAGES)),
 )
 
 
 def add_counts(total: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """`LLM.stats()` of a run in parts: the counts that Rates divides are summed, all else is as in `part`."""
+    """`LLM.stats()` of a run in parts: the counts that Rates divides and the times of rounds are summed, all
+    else is as in `part`."""
     name = "accept_length_histogram"
     histogram = map(sum, zip_longest(total.get(name, []), part[name], fillvalue=0))
     return {**part, **{each: total.get(each, 0) + part[each] for each in _COUNTS}, name: list(histogram)}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..utils.console import number, percent
-from .markup import Html, bar, element, histogram, join, missing, paragraph, table
+from .markup import Html, bar, element, histogram, join, missing, paragraph, table, times
 
 _TIERS = (
     ("draft_accepted", "draft kept"),
@@ -36,7 +36,11 @@ def bench_section(result: Mapping[str, Any]) -> Html:
     parts += [missing("acceptance by place, which a trace has (engine.trace)")]
     parts += [element("h3", "Accepted lengths"), _lengths(engines)]
     parts += [element("h3", "Where time goes"), _time(engines)]
-    parts += [missing("time by stage, which `hispec profile --latency` measures")]
+    parts += [
+        times(f"of the rounds of {name}", engine["stage_s"])
+        for name, engine in engines.items()
+        if engine.get("stage_s")
+    ] or [missing("time by stage, which only rounds on a CPU tell")]
     parts += [element("h3", "Layer passes per token"), _passes(engines)]
     parts += [element("h3", "Decisions of the controller"), missing("decisions, which a trace has")]
     return join(parts)

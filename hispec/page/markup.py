@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -77,6 +77,17 @@ def histogram(title: str, counts: Sequence[int]) -> Html:
         if count
     ]
     return table((title, "rounds", "share", ""), rows)
+
+
+def times(title: str, seconds: Mapping[str, float]) -> Html:
+    """Seconds by name, and their shares of all of them."""
+    total = sum(seconds.values())
+    rows = [
+        (name, f"{each:.2f}", f"{share:.1%}", bar(share))
+        for name, each in seconds.items()
+        for share in [each / total if total else 0.0]
+    ]
+    return table((title, "seconds", "share", ""), rows)
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> Html:

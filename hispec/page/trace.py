@@ -11,7 +11,21 @@ from ..trace.plots import spans, trace_speed
 from ..trace.records import PLAIN_NAME, Decision, Trace
 from ..trace.summary import summarize
 from ..utils.console import number, percent
-from .markup import Html, bar, box, chart, element, histogram, join, legend, line, missing, paragraph, table
+from .markup import (
+    Html,
+    bar,
+    box,
+    chart,
+    element,
+    histogram,
+    join,
+    legend,
+    line,
+    missing,
+    paragraph,
+    table,
+    times,
+)
 
 _NUM_COLORS = 8
 _MOST_DECISIONS = 200  # in the table: the last ones
@@ -29,7 +43,7 @@ def trace_section(trace: Trace) -> Html:
     if summary["is_cut"]:
         parts.append(paragraph("The last line was cut off: the engine did not close the trace."))
     parts += [element("h3", "Where time goes, by plan"), _plans(summary)]
-    parts.append(missing("time by stage, which `hispec profile --latency` measures"))
+    parts += [element("h3", "Where time goes, by stage"), _stages(summary["stages"])]
     parts += [element("h3", "Acceptance by tier"), _tiers(summary["plans"])]
     parts += [element("h3", "Acceptance by place in the draft"), _places(summary["accepted_by_place"])]
     parts += [element("h3", "Accepted lengths"), _lengths(summary["accept_len_histogram"])]
@@ -55,6 +69,12 @@ def _plans(summary: Mapping[str, Any]) -> Html:
             for name, plan in summary["plans"].items()
         ],
     )
+
+
+def _stages(seconds: Mapping[str, float] | None) -> Html:
+    if seconds is None:
+        return missing("time by stage, which only rounds on a CPU tell")
+    return times("of rounds", seconds)
 
 
 def _tiers(plans: Mapping[str, Mapping[str, Any]]) -> Html:

@@ -72,6 +72,7 @@ class Flight:
     tokens         [rows, window + 1] as RoundBatch.tokens, on the device
     layer_passes   layers of the model that it ran
     draft_model_layer_passes   layers of a draft model that it ran
+    pass_s         seconds in passes of draft, check and verify; zeros on a GPU
     launched_s     when it was launched, by time.perf_counter
     route          index of the controller's route
     is_timed       whether its time is that of a round alone: not so if it was captured too
@@ -85,6 +86,7 @@ class Flight:
     tokens: Tensor
     layer_passes: int = 0
     draft_model_layer_passes: int = 0
+    pass_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     launched_s: float = 0.0
     route: int | None = None
     is_timed: bool = True

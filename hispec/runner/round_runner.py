@@ -131,7 +131,7 @@ class RoundRunner:
         if not all(self._scheduler.reserve(request, end) for request, end in zip(running, ends, strict=True)):
             return None
         self._tables.update([request.table.blocks for request in running])
-        before, captures = self._layer_passes, self._num_captures
+        before, captures = self._passes, self._num_captures
         try:
             ahead = self._launcher.launch_next(flight, max(ends))
             self._scheduler.ran_ahead()
@@ -230,33 +230,35 @@ class RoundRunner:
     def _launch(
         self, runtime: PlanRuntime, plan: Plan, rows: Rows, route: int | None, started_s: float
     ) -> Flight:
-        before, captures = self._layer_passes, self._num_captures
+        before, captures = self._passes, self._num_captures
         flight = self._launcher.launch(runtime, plan, rows)
         return self._describe(flight, before, captures, route, started_s)
 
     def _describe(
         self,
         flight: Flight,
-        layer_passes: Sequence[int],
+        passes: Sequence[PassCounts],
         num_captures: int,
         route: int | None,
         launched_s: float,
     ) -> Flight:
-        """`flight` with its route, time and counts; layer_passes, num_captures: the counts before it."""
-        own, *drafts = (now - before for now, before in zip(self._layer_passes, layer_passes, strict=True))
+        """`flight` with its route, time and counts; passes, num_captures: the counts before it."""
+        own, *drafts = (now.since(before) for now, before in zip(self._counters, passes, strict=True))
+        draft_s = own.draft_pass_s + sum(draft.pass_s for draft in drafts)
         return replace(
             flight,
-            layer_passes=own,
-            draft_model_layer_passes=sum(drafts),
+            layer_passes=own.layer_passes,
+            draft_model_layer_passes=sum(draft.layer_passes for draft in drafts),
+            pass_s=(draft_s, own.check_pass_s, own.verify_pass_s),
             launched_s=launched_s,
             route=route,
             is_timed=num_captures == self._num_captures,
         )
 
     @property
-    def _layer_passes(self) -> list[int]:
+    def _passes(self) -> list[PassCounts]:
         """Of the model, and of a draft model, so far."""
-        return [counts.layer_passes for counts in self._counters]
+        return [counts.copy() for counts in self._counters]
 
     @property
     def _num_captures(self) -> int:

@@ -94,6 +94,7 @@ class Rounds(_PlanEvent):
     context_tokens is their mean.
 
     seconds           None = not measured, because something else ran in the same time
+    pass_s            of these, those in passes of draft, check and verify; empty = not measured, as on a GPU
     drafted, kept     drafts of all cycles; of them, those that the tier above kept
     tentative, accepted   tokens put before verify; of them, those that it kept
     """
@@ -105,6 +106,7 @@ class Rounds(_PlanEvent):
     kept: Count
     tentative: Count
     accepted: Count
+    pass_s: Tuple[Number] = ()
     is_probe: bool = False
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..stats import rate
+from ..stats import STAGES, rate, stage_seconds
 from .records import PLAIN_NAME, Decision, Rounds, Trace
 
 REQUEST_TIMES = ("e2e_s", "queue_time_s", "ttft_s", "tpot_s")  # as metrics.table has them
@@ -32,12 +32,22 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "round_s": _seconds(trace.rounds),
         "tokens": sum(line.tokens for line in trace.rounds),
         "tokens_per_s": tokens_per_s(trace.rounds),
+        "stages": _stages(trace.rounds),
         "plans": _plans(trace.rounds),
         "control": _control(trace.decisions, trace.rounds),
         "requests": _requests(trace),
         "accept_len_histogram": _lengths(trace),
         "accepted_by_place": _places(trace),
     }
+
+
+def _stages(rounds: Sequence[Rounds]) -> dict[str, float] | None:
+    """Seconds in passes of each tier, and outside of passes: lookups, acceptance, the host. None where none
+    were measured."""
+    timed = [line for line in rounds if line.seconds is not None and len(line.pass_s) == len(STAGES)]
+    if not timed:
+        return None
+    return stage_seconds(np.sum([line.pass_s for line in timed], axis=0).tolist(), _seconds(timed))
 
 
 def _plans(rounds: Sequence[Rounds]) -> dict[str, dict[str, Any]]:

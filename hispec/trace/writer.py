@@ -76,16 +76,19 @@ class TraceWriter:
         self._end_group()
         self._lines.add({"type": "decision", "t": self._elapsed_s(), **record})
 
-    def write_rounds(self, seen: Observation) -> None:
+    def write_rounds(self, seen: Observation, pass_s: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
         """Rounds that ended now. Consecutive ones of one choice with as many rows become one line: at most
-        16, and little more than a second."""
+        16, and little more than a second.
+
+        pass_s   of their seconds, those in passes of draft, check and verify; zeros: not measured
+        """
         now = self._elapsed_s()
         if self._group is not None and not self._group.takes(seen, now):
             self._end_group()
         if self._group is None:
             self._group = _Group(seen, now)
         group = self._group
-        group.add(seen, now)
+        group.add(seen, now, pass_s)
         if group.rounds >= MOST_ROUNDS or now - group.started_s >= FLUSH_S:
             self._end_group()
 
@@ -149,6 +152,7 @@ class _Group:
         self._choice, self._num_rows, self._is_timed = seen.choice, seen.num_rows, math.isfinite(seen.seconds)
         self.rounds = 0
         self._context = self._seconds = 0.0
+        self._pass_s = np.zeros(3)
         self._counts = dict.fromkeys(("tokens", "drafted", "kept", "tentative", "accepted"), 0)
 
     def takes(self, seen: Observation, ended_s: float) -> bool:
@@ -161,11 +165,12 @@ class _Group:
         is_next = begun_s - self._ended_s < FLUSH_S  # no pause between
         return is_same and fits and is_next and self._num_rows == seen.num_rows
 
-    def add(self, seen: Observation, ended_s: float) -> None:
+    def add(self, seen: Observation, ended_s: float, pass_s: Sequence[float]) -> None:
         self._ended_s = ended_s
         self.rounds += seen.rounds
         self._context += seen.context_tokens * seen.rounds
         self._seconds += seen.seconds
+        self._pass_s += pass_s
         for name in self._counts:
             self._counts[name] += int(np.add.reduce(getattr(seen, name), axis=None))
 
@@ -181,6 +186,7 @@ class _Group:
             "context_tokens": round(self._context / max(self.rounds, 1), 1),
             "rounds": self.rounds,
             "seconds": round(self._seconds, 6),
+            **({"pass_s": self._pass_s.round(6).tolist()} if self._pass_s.any() else {}),
             **self._counts,
             **({"is_probe": True} if choice.is_probe else {}),
         }

@@ -3,14 +3,20 @@ from."""
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from ee_models.decoder import Decoder
+from hispec.config import Plan
 from hispec.decoding import stages
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.draft_tree import DraftTree
 from hispec.decoding.stages import Stages
 from hispec.sampling.sampler import Sampler
+from tests.helpers.support import make_engine, random_prompts, run
 
 WINDOW = 6
 
@@ -60,3 +66,24 @@ def test_packing_agrees_with_a_walk(
     assert span.view.cu_q_lens.tolist() == ends
     assert torch.equal(span.spread(torch.ones(span.num_tokens)).bool(), live)
     assert torch.equal(span.spread(span.columns + 1), torch.where(live, index + 1, 0))
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(3, None, 2, 1), Plan(3, 6, 2, 2)], ids=str)
+def test_each_pass_is_timed_as_its_tiers(
+    tiny_decoder: Decoder, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by one whenever somebody looks: the seconds of a tier are its passes."""
+    monkeypatch.setattr(stages, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    engine = make_engine(tiny_decoder, plan)
+    run(engine, random_prompts((7, 9)))
+    stats = engine.stats()
+    steps, cycles = stats["steps"], stats["steps"] * plan.num_checks
+    assert stats["verify_pass_s"] == steps > 0
+    if plan.is_plain:
+        assert stats["draft_pass_s"] == 0
+    else:
+        assert steps < stats["draft_pass_s"] <= cycles * (plan.num_draft_tokens + 1)
+    if plan.check_layer is None:
+        assert stats["check_pass_s"] == 0
+    else:
+        assert steps < stats["check_pass_s"] <= cycles

@@ -147,6 +147,7 @@ class FakeLLM:
     def reset_stats(self) -> None:
         names = [each.name for each in fields(RoundCounts)]
         names += ["row_layer_passes", "row_draft_model_layer_passes", "preemptions", "round_s"]
+        names += ["draft_pass_s", "check_pass_s", "verify_pass_s"]
         self._stats: dict[str, Any] = dict.fromkeys(names, 0) | {
             "accept_length_histogram": [0, 0],
             "num_layers": NUM_LAYERS,

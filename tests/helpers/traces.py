@@ -96,7 +96,7 @@ def goodput_trace(path: Path) -> Path:
     def run(choice: Choice, rounds: int, seconds: float) -> None:
         for _ in range(rounds):
             clock.now += seconds
-            trace.write_rounds(observation(choice, seconds=seconds))
+            trace.write_rounds(observation(choice, seconds=seconds), (0.02, 0.0, 0.06))
 
     trace.write_decision(decision(PLAIN_CHOICE, reason="start", measured=None, previous=None, predicted=40.0))
     run(PLAIN_CHOICE, 20, 0.1)

@@ -33,6 +33,7 @@ from hispec.sampling_params import SamplingParams
 from tests.helpers.drafters import FixedDrafter
 from tests.helpers.scripted import ScriptedDecoder
 from tests.helpers.support import exit_drafter
+from tests.helpers.sweeps import sweep
 
 VOCAB, LAYERS, FIRST = 3, 4, 1
 PLANS = [
@@ -190,14 +191,14 @@ def test_one_round_with_looked_up_drafts_continues_the_full_models_law(paths: Pa
         assert_law(paths, plan, 0, LOOKED_UP[name])
 
 
-@pytest.mark.parametrize("confidence", [0.5, 0.7])
+@sweep("confidence", [0.5, 0.7], (0.5).__eq__)
 def test_one_round_that_stops_drafting_continues_the_full_models_law(paths: Paths, confidence: float) -> None:
     """Where drafting stops depends on the drafter's distribution, and not on what was drawn from it."""
     for plan in (Plan(1, None, 2, 1), Plan(1, 2, 1, 1), Plan(1, 3, 2, 1), Plan(1, 2, 1, 2)):
         assert_law(paths, plan, 0, confidence=confidence)
 
 
-@pytest.mark.parametrize("gate", [0.5, 0.7])
+@sweep("gate", [0.5, 0.7], (0.5).__eq__)
 def test_one_round_of_gated_cycles_continues_the_full_models_law(
     paths: Paths, gate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

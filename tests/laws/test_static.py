@@ -17,6 +17,7 @@ from hispec.sampling_params import SamplingParams
 from tests.helpers.drafters import ALL, draft_decoder, drafter_engine
 from tests.helpers.recorded_graphs import RecordedGraphs, recordable
 from tests.helpers.support import PLANS, make_engine, random_prompts, run
+from tests.helpers.sweeps import sweep
 from tests.helpers.tiny import tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -222,7 +223,18 @@ def plain_mixed(tiny_decoder: Decoder) -> list[list[int]]:
     return run(make_engine(tiny_decoder), PROMPTS[3:7], MIXED)
 
 
-@kinds
+# One for each way that graphs are made: of whole rounds or stages, with gates, texts, a model, trees.
+REPLAYED = (
+    "ngram by length",
+    "ngram checks",
+    "hybrid checks",
+    "hybrid sure gated",
+    "model sure",
+    "tree check",
+)
+
+
+@sweep("name", ALL, REPLAYED.__contains__)
 def test_replay_equals_eager(
     torch_decoder: Decoder,
     torch_draft_model: Decoder,
@@ -247,7 +259,9 @@ def test_replay_equals_eager(
     )
 
 
-@pytest.mark.parametrize("name", ["ngram checks", "hybrid checks", "exit gated", "model"])
+@sweep(
+    "name", ["ngram checks", "hybrid checks", "exit gated", "model"], ("ngram checks", "model").__contains__
+)
 def test_replay_of_rejection_equals_eager(
     torch_decoder: Decoder, torch_draft_model: Decoder, no_numba: None, name: str
 ) -> None:
@@ -280,7 +294,7 @@ def test_preemption_and_aborts_under_replay(
     assert [outputs[request_id] for request_id in (ids[0], *ids[2:])] == [expected[2], *expected[4:7]]
 
 
-@pytest.mark.parametrize("name", ["hybrid sure", "model sure", "exit gated", "hybrid sure gated"])
+@sweep("name", ["hybrid sure", "model sure", "exit gated", "hybrid sure gated"], "hybrid sure gated".__eq__)
 def test_graphs_of_stages_take_each_rounds_own_limits(
     torch_decoder: Decoder, torch_draft_model: Decoder, no_numba: None, expected: list[list[int]], name: str
 ) -> None:

@@ -106,6 +106,12 @@ def test_a_trace_gives_the_numbers_of_its_summary(tmp_path: Path) -> None:
         [name, str(plan["rounds"])] for name, plan in summary["plans"].items()
     ]
     assert [row[-1] for row in plans] == ["70.0%", "20.0%", "10.0%"]
+    assert page.table("of rounds", "seconds", "share") == [
+        ["draft", "2.00", "20.0%"],
+        ["check", "0.00", "0.0%"],
+        ["verify", "6.00", "60.0%"],
+        ["outside of passes", "2.00", "20.0%"],
+    ]
     tiers = page.table("plan", "tier", "share")
     hybrid = "hybrid D=4 C=15 K=3 R=2"
     assert [hybrid, "tentative kept", "33.3%"] in tiers and ["ngram K=4", "draft kept", "50.0%"] in tiers
@@ -160,6 +166,11 @@ def test_a_bench_gives_its_own_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     assert [row[0] for row in passes] == ["plain", "two_tier", "three_tier"]
     wanted = result["engines"]["three_tier"]["layer_passes_per_token"]
     assert passes[2][1] == f"{wanted:.2f}"
+    assert any("time by stage" in text for text in page.texts("p", _class="missing")), "none were timed"
+    for engine in result["engines"].values():
+        engine["stage_s"] = {"verify": 3.0, "outside of passes": 1.0}
+    path.write_text(json.dumps(result))
+    assert page_of(path).table("of the rounds of plain", "seconds", "share")[0] == ["verify", "3.00", "75.0%"]
     histogram = page.table("three_tier: tokens committed", "rounds", "share")
     counts = result["engines"]["three_tier"]["accept_len_histogram"]
     assert [row[:2] for row in histogram] == [[str(n), str(count)] for n, count in enumerate(counts) if count]

@@ -10,6 +10,7 @@ import pytest
 from hispec.simulate.config import SimulationConfig
 from hispec.simulate.row_state import T_ROWS, T_STEP_S, T_TOKENS
 from tests.helpers.simulations import experiment, latencies, run, share
+from tests.helpers.sweeps import sweep
 
 NUM = 12_000
 POLICIES: dict[str, dict[str, Any]] = {
@@ -41,13 +42,14 @@ def batch_means(values: np.ndarray[Any, np.dtype[np.float64]], batches: int = 20
     return float(means.mean()), float(2.86 * means.std(ddof=1) / np.sqrt(batches))
 
 
-@pytest.mark.parametrize(
-    ("output_tokens", "rate"),
+@sweep(
+    "output_tokens, rate",
     [
         ({"kind": "exponential", "mean": 100.0}, 0.7),
         ({"value": 100.0}, 0.8),
         ({"kind": "uniform", "low": 1, "high": 200}, 0.6),
     ],
+    lambda case: case[1] == 0.7,
     ids=["M/M/1", "M/D/1", "M/U/1"],
 )
 def test_mean_latency_is_pollaczek_and_khinchines(output_tokens: dict[str, Any], rate: float) -> None:

@@ -164,6 +164,15 @@ def test_consecutive_rounds_of_one_choice_are_one_line(tmp_path: Path) -> None:
     assert read[0].drafted == 16 * 8 and read[0].context_tokens == 200.0
 
 
+def test_the_seconds_of_passes_are_summed(tmp_path: Path) -> None:
+    trace = writer(tmp_path / "t", Clock())
+    for _ in range(3):
+        trace.write_rounds(observation(HYBRID), (0.001, 0.002, 0.004))
+    trace.write_rounds(observation(NGRAM))
+    trace.close()
+    assert [line.pass_s for line in read_trace(tmp_path / "t").rounds] == [(0.003, 0.006, 0.012), ()]
+
+
 def test_a_pause_ends_a_line(tmp_path: Path) -> None:
     clock = Clock()
     trace = writer(tmp_path / "t", clock)
