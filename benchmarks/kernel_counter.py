@@ -56,6 +56,7 @@ _ON_TRITON = (
     "decoding.batch",
     "decoding.stages",
     "drafters.lookup_torch",
+    "runner.round_inputs",
 )
 # Operations that launch nothing, and those that launch more than one kernel on a GPU.
 _NOTHING = {"detach", "alias", "lift_fresh", "set_", "resize_"} | {

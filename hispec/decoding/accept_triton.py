@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ee_models.kernels.triton_math import EVERY_ARGUMENT
 
-@triton.jit(do_not_specialize=["q_len", "num_drafts", "token_stride"])
+
+@triton.jit(do_not_specialize=EVERY_ARGUMENT)
 def _accept_chain(
     own: tl.tensor,
     live: tl.tensor,

@@ -8,10 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ee_models.kernels.triton_math import EVERY_ARGUMENT
+
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["num_cells", "q_len", "window", "table_stride"])
+@triton.jit(do_not_specialize=EVERY_ARGUMENT)
 def _locate(
     first: tl.tensor,
     num_live: tl.tensor,

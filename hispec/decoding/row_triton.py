@@ -8,10 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ee_models.kernels.triton_math import EVERY_ARGUMENT
+
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_nodes", "less"])
+@triton.jit(do_not_specialize=EVERY_ARGUMENT)
 def _count_live(
     limits: tl.tensor,
     first: tl.tensor,
@@ -43,7 +45,7 @@ def count_live(
     return out
 
 
-@triton.jit(do_not_specialize=["width", "num_nodes", "last_token", "cycle", "num_cycles", "source"])
+@triton.jit(do_not_specialize=EVERY_ARGUMENT)
 def _take_drafts(
     tokens: tl.tensor,
     limits: tl.tensor,
@@ -120,7 +122,7 @@ def take_drafts(
     return counts, num_live
 
 
-@triton.jit(do_not_specialize=["num_rows", "width", "cycle", "num_cycles"])
+@triton.jit(do_not_specialize=EVERY_ARGUMENT)
 def _end_check(
     tokens: tl.tensor,
     limits: tl.tensor,
@@ -182,7 +184,7 @@ def end_check(
     return num_put
 
 
-@triton.jit(do_not_specialize=["q_len", "width", "path_len"])
+@triton.jit(do_not_specialize=EVERY_ARGUMENT)
 def _end_verify(
     logits: tl.tensor,
     tokens: tl.tensor,
@@ -251,7 +253,7 @@ def end_verify(
     return counts, evidence
 
 
-@triton.jit(do_not_specialize=["num_values", "num", "width", "shift"])
+@triton.jit(do_not_specialize=EVERY_ARGUMENT)
 def _put(
     target: tl.tensor,
     rows: tl.tensor,

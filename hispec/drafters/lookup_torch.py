@@ -80,8 +80,9 @@ class TensorLookup(Lookup):
         if runs_triton(device):
             from . import lookup_triton
 
-            texts, sizes = (rows, self._lengths, self._texts, self._store), (self._min_size, self._max_size)
-            return lookup_triton.propose(*texts, tokens, tail_lens, most, within, sizes, self._per_match)
+            texts = (rows, self._lengths, self._texts, self._store)
+            n_grams = (self._min_size, self._max_size)
+            return lookup_triton.propose(*texts, tokens, tail_lens, most, within, n_grams, self._per_match)
         lengths = self._lengths[rows].clamp(max=within)
         totals = lengths + tail_lens
         # All that is searched [n, columns]: the previous half, the current one, the text. Whatever comes

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ee_models.kernels.triton_math import EVERY_ARGUMENT
+
 from .lookup import MOST_MATCHED, SEPARATOR
 
 _CHUNK, _NUM_WARPS = 1024, 4
@@ -41,7 +43,7 @@ def _read(
     return tl.where(in_store, stored, tl.where(in_text, written, tentative))
 
 
-@triton.jit(do_not_specialize=["num_stored", "max_len", "within", "width", "num_chunks"])
+@triton.jit(do_not_specialize=EVERY_ARGUMENT)
 def _search(
     rows: tl.tensor,
     lengths: tl.tensor,
@@ -80,7 +82,7 @@ def _search(
     tl.store(best + at * num_chunks + chunk, rank)
 
 
-@triton.jit(do_not_specialize=["num_stored", "max_len", "within", "width", "num_chunks"])
+@triton.jit(do_not_specialize=EVERY_ARGUMENT)
 def _propose(
     rows: tl.tensor,
     lengths: tl.tensor,
@@ -139,11 +141,11 @@ def propose(
     tail_lens: Tensor,
     most: Tensor,
     within: int,
-    sizes: tuple[int, int],
+    n_grams: tuple[int, int],
     per_match: int | None,
 ) -> Tensor:
     """As `Lookup.propose`, of lengths [num_rows] tokens of texts [num_rows, max_len] int32 and store [stored]
-    int32; sizes: the smallest and the largest n-gram."""
+    int32; n_grams: sizes of the smallest and the largest."""
     (num,), width, num_stored = rows.shape, tokens.shape[1], store.numel()
     num_chunks = triton.cdiv(num_stored + within + width - 1, _CHUNK)
     best = torch.empty((num, num_chunks), dtype=torch.int64, device=tokens.device)
@@ -153,7 +155,7 @@ def propose(
         (rows, lengths, texts, store, tokens, tail_lens),
         (num_stored, texts.shape[1], within, width),
     )
-    _search[(num, num_chunks)](*given, best, *where, num_chunks, sizes[1], _CHUNK, num_warps=_NUM_WARPS)
+    _search[(num, num_chunks)](*given, best, *where, num_chunks, n_grams[1], _CHUNK, num_warps=_NUM_WARPS)
     _propose[(num,)](
         *given,
         most,
@@ -161,7 +163,7 @@ def propose(
         counts,
         *where,
         num_chunks,
-        sizes[0],
+        n_grams[0],
         per_match,
         triton.next_power_of_2(num_chunks),
         triton.next_power_of_2(width),
@@ -170,7 +172,7 @@ def propose(
     return counts
 
 
-@triton.jit(do_not_specialize=["max_len", "width"])
+@triton.jit(do_not_specialize=EVERY_ARGUMENT)
 def _extend(
     rows: tl.tensor,
     lengths: tl.tensor,

@@ -3,15 +3,16 @@ kernel each."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ee_models.kernels.triton_math import EVERY_ARGUMENT
+
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["num_rows", "input_stride", "width"])
+@triton.jit(do_not_specialize=EVERY_ARGUMENT)
 def _advance(
     inputs: tl.tensor,
     tokens: tl.tensor,
@@ -35,7 +36,7 @@ def _advance(
 
 
 def advance(inputs: Tensor, tokens: Tensor, counts: Tensor, token: int, start: int, room: int) -> None:
-    """As `launchers._advance`; token, start, room: their lines in inputs."""
+    """As `row_inputs.advance`; token, start, room: their lines in inputs."""
     (rows,) = counts.shape
     assert inputs.stride(1) == 1 and tokens.is_contiguous() and counts.is_contiguous()
     _advance[(triton.cdiv(rows, _BLOCK),)](
@@ -53,7 +54,7 @@ def advance(inputs: Tensor, tokens: Tensor, counts: Tensor, token: int, start: i
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "input_stride", "width"])
+@triton.jit(do_not_specialize=EVERY_ARGUMENT)
 def _begin(
     inputs: tl.tensor,
     tokens: tl.tensor,
@@ -76,7 +77,7 @@ def _begin(
 
 
 def begin(inputs: Tensor, tokens: Tensor, limits: Tensor, token: int, cap: int, room: int) -> None:
-    """As `launchers._begin`; token, cap, room: their lines in inputs."""
+    """As `row_inputs.begin`; token, cap, room: their lines in inputs."""
     (rows,) = limits.shape
     assert inputs.stride(1) == 1 and tokens.is_contiguous() and limits.is_contiguous()
     _begin[(triton.cdiv(rows, _BLOCK),)](

@@ -76,7 +76,8 @@ def _best(score: tl.tensor, token: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     return largest, tl.min(tl.where(score == largest, token, _LARGEST_INT32), axis=0)
 
 
-@triton.jit
+# Rows and positions lie anywhere in a tensor of all that is known of a pass's tokens.
+@triton.jit(do_not_specialize=["rows", "fed", "seeds", "temperatures", "floors"])
 def _best_of_block(
     logits: tl.tensor,
     rows: tl.tensor,
@@ -232,7 +233,7 @@ def _weights(
         return x, tl.where(token < vocab_size, 1.0, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "temperatures", "top_ks", "top_ps", "min_ps"])
 def _filter_floor(
     logits: tl.tensor,
     rows: tl.tensor,

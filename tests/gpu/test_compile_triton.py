@@ -15,6 +15,7 @@ triton = pytest.importorskip("triton")
 from ee_models.kernels import gpu, triton_linear  # noqa: E402
 from hispec.decoding import accept_triton, addresses_triton, row_triton  # noqa: E402
 from hispec.drafters import lookup_triton  # noqa: E402
+from hispec.runner import rows_triton  # noqa: E402
 from hispec.sampling import confidence_triton, noise_triton  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +134,18 @@ KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
         lookup_triton._extend,
         "rows:*i64 lengths:*i64 texts:*i32 tokens:*i64 counts:*i64 max_len:i32 width:i32",
         {"STEPS": 8},
+        {"num_warps": 1},
+    ),
+    (
+        rows_triton._advance,
+        "inputs:*i64 tokens:*i64 counts:*i64 num_rows:i32 input_stride:i32 width:i32",
+        {"TOKEN": 0, "START": 1, "ROOM": 3, "BLOCK": 128},
+        {"num_warps": 1},
+    ),
+    (
+        rows_triton._begin,
+        "inputs:*i64 tokens:*i64 limits:*i64 num_rows:i32 input_stride:i32 width:i32",
+        {"TOKEN": 0, "CAP": 2, "ROOM": 3, "BLOCK": 128},
         {"num_warps": 1},
     ),
     (

@@ -19,6 +19,7 @@ from hispec.decoding.batch import STATIC, RoundBatch
 from hispec.decoding.draft_tree import DraftTree
 from hispec.decoding.row_steps import Notes
 from hispec.decoding.stages import Stages
+from hispec.runner import round_inputs
 from hispec.sampling.logits import Logits
 from hispec.sampling.sampler import Sampler
 
@@ -197,6 +198,25 @@ def test_a_round_tells_of_logits_that_are_no_numbers(bad: float) -> None:
     counts, evidence = end_verify(logits, tokens, accepted, own, num_live, None, 3, 3)
     assert counts.tolist() == [2, 2] and tokens[:, 2].tolist() == [7, 7]
     assert torch.isfinite(evidence).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 130])
+def test_inputs_of_rows_are_taken_and_advanced_as_by_torch(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for runs in (False, True):
+        monkeypatch.setattr(round_inputs, "runs_triton", lambda device, runs=runs: runs)
+        case = Case(rows, 6)
+        inputs, tokens = case.ints(0, 9, 5, rows + 7), case.ints(0, 50, rows, 7)
+        counts, limits = case.ints(0, 7), case.ints(0, 9)
+        round_inputs.advance(inputs, tokens, counts)
+        advanced = tokens.clone()
+        round_inputs.begin(inputs, tokens, limits)
+        found.append((inputs, advanced, tokens, limits))
+    for by_torch, by_triton in zip(*found, strict=True):
+        assert torch.equal(by_torch, by_triton)
+    assert (found[1][0][round_inputs.Input.ROOM, :rows] < 0).any() or rows == 1
 
 
 @pytest.mark.parametrize(("rows", "num_drafts"), [(1, 1), (4, 2), (30, 7), (64, 16)])
