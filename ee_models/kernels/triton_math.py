@@ -14,6 +14,11 @@ import triton.language as tl
 # rounds, and its products take the bits for integers.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
+# For `do_not_specialize` of small kernels. Triton compiles one anew for an integer that is 1 or a multiple of
+# 16, and for an address that is not one of 16 bytes, as a row of a tensor may have: that would be again and
+# again while numbers of rows and lengths vary, for nothing that such a kernel gains.
+EVERY_ARGUMENT = range(64)
+
 
 @triton.jit
 def cast(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:

@@ -73,8 +73,9 @@ class _Graph:
 
 
 class GraphCache:
-    """Graphs by key, captured on first use. Beyond max_graphs the least recently used one is dropped; beyond
-    max_bytes all are, since a pool of memory is given back as a whole.
+    """Graphs by key, captured on first use; where a round is several graphs, those of all its stages have one
+    key. Beyond max_graphs keys the least recently used one's are dropped; beyond max_bytes all are, since a
+    pool of memory is given back as a whole.
 
     A graph is captured after its work was done eagerly once: then libraries have set up what they set up on
     their first call, and the round has its result. Work that cannot be captured for lack of memory goes on
@@ -87,29 +88,31 @@ class GraphCache:
         """counters: where runs count passes; a replay adds what its capture counted."""
         self._device, self._counters = device, tuple(counters)
         self.max_graphs, self._max_bytes = max_graphs, max_bytes
-        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, dict[Hashable, _Graph]] = OrderedDict()  # by key, then stage
         self._refused: set[Hashable] = set()
         self.num_captures = self.num_replays = self.num_evictions = 0
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return sum(map(len, self._graphs.values()))
 
     @property
     def num_bytes(self) -> int:
         return self._device.num_bytes()
 
-    def run(self, key: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
-        """run(*inputs), by a replay if it was run before under this key. The result may be overwritten by the
-        next run of any key, since graphs share memory.
+    def run(
+        self, key: Hashable, run: Callable[..., Any], *inputs: Tensor, stage: Hashable | None = None
+    ) -> Any:
+        """run(*inputs), by a replay if it was run before under this key and stage. The result may be
+        overwritten by the next run of any, since graphs share memory.
 
-        Under one key `run` must do the same operations each time, on tensors at the same addresses, apart
-        from `inputs`; and doing it twice must have the same effect as doing it once.
+        Under one key and stage `run` must do the same operations each time, on tensors at the same addresses,
+        apart from `inputs`; and doing it twice must have the same effect as doing it once.
         """
-        graph = self._graphs.get(key)
+        graph = self._graphs.get(key, {}).get(stage)
         if graph is None:
             result = run(*inputs)
-            if key not in self._refused:
-                self._capture(key, run, inputs)
+            if (key, stage) not in self._refused:
+                self._capture(key, stage, run, inputs)
             return result
         self._graphs.move_to_end(key)
         for held, value in zip(graph.inputs, inputs, strict=True):
@@ -122,14 +125,15 @@ class GraphCache:
 
     def clear(self) -> None:
         """Drops all graphs; they are captured again when needed."""
-        self.num_evictions += len(self._graphs)
+        self.num_evictions += len(self)
         self._graphs.clear()
         self._refused.clear()
 
-    def _capture(self, key: Hashable, run: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
-        while len(self._graphs) >= self.max_graphs:
-            self._graphs.popitem(last=False)
-            self.num_evictions += 1
+    def _capture(
+        self, key: Hashable, stage: Hashable | None, run: Callable[..., Any], inputs: Sequence[Tensor]
+    ) -> None:
+        while key not in self._graphs and len(self._graphs) >= self.max_graphs:
+            self.num_evictions += len(self._graphs.popitem(last=False)[1])
         if not self._graphs:
             self._device.renew()
         held = tuple(value.clone() for value in inputs)
@@ -139,7 +143,7 @@ class GraphCache:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._refused.add(key)
+            self._refused.add((key, stage))
             _log.warning(
                 "no memory to capture a graph of %s: it runs eagerly; lower engine.num_kv_blocks or"
                 " engine.max_graphs",
@@ -152,10 +156,11 @@ class GraphCache:
             )
             for counter, earlier in zip(self._counters, before, strict=True):
                 counter.set(earlier)
-        self._graphs[key] = _Graph(replay, held, result, counts)
+        self._graphs.setdefault(key, {})[stage] = _Graph(replay, held, result, counts)
+        self._graphs.move_to_end(key)
         self.num_captures += 1
         if (num_bytes := self.num_bytes) > self._max_bytes:
-            # A single graph that is too large stays: capturing it in each round would cost more.
+            # What is too large by itself stays: capturing it in each round would cost more.
             _log.warning(
                 "captured graphs take %d MB, more than engine.max_graph_bytes=%d; raise it",
                 num_bytes >> 20,

@@ -28,8 +28,9 @@ from .block_tables import RowTables
 from .buckets import context_buckets, row_buckets
 from .cuda_graphs import CudaGraphs, GraphCache, GraphDevice
 from .drafter_failures import fall_back_to_plain
-from .launchers import Flight, Input, Launcher, PackedLauncher, Rows, StaticLauncher
+from .launchers import Flight, Launcher, PackedLauncher, Rows, StaticLauncher
 from .plan_runtime import PlanRuntime
+from .round_inputs import Input
 
 _log = logging.getLogger(__name__)
 

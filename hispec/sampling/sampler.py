@@ -114,12 +114,13 @@ class Sampler:
 
         if not self._any_sampled:
             return noise_triton.argmax_with_noise(logits, None)
-        temperature, floor = self._temperature[at.rows], None
+        floor = None
         if self._max_top_k or self._any_top_p or self._any_min_p:
             floor = noise_triton.nucleus_floor(
-                logits, temperature, self._top_k[at.rows], self._top_p[at.rows], self._min_p[at.rows]
+                logits, at.rows, self._temperature, self._top_k, self._top_p, self._min_p
             )
-        return noise_triton.argmax_with_noise(logits, self._choice_keys(at), temperature, floor)
+        draws = noise_triton.Draws(at.rows, at.fed, self._seeds, self._temperature)
+        return noise_triton.argmax_with_noise(logits, draws, floor)
 
     def choose_top(self, logits: Tensor, at: SamplingInput, num: int) -> Tensor:
         """The `num` likeliest tokens [tokens, num] under the position's noise, the coupled choice first."""

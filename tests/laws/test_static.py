@@ -388,7 +388,7 @@ def test_few_graphs_and_no_memory_for_graphs_change_nothing(
 ) -> None:
     engine, graphs = captured(torch_decoder, ALL["hybrid sure"], max_graphs=2)
     assert run(engine, PROMPTS[2:6]) == expected[2:6]
-    assert engine.stats()["graphs"] <= 2 < graphs.num_captured
+    assert engine.stats()["graphs"] < graphs.num_captured, "none made room"
     engine, graphs = captured(torch_decoder, ALL["hybrid"])
     graphs.out_of_memory = True
     assert run(engine, PROMPTS[2:6]) == expected[2:6]

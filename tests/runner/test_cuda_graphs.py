@@ -87,6 +87,33 @@ def test_the_least_recently_used_makes_room() -> None:
     assert device.num_captured == 4
 
 
+def test_stages_of_a_round_count_as_one_and_make_room_together() -> None:
+    cache, device, counts = make(max_graphs=2)
+    work, x = Work(counts), torch.ones(3)
+    for key in "ab":
+        for stage in ("draft", "check", "verify"):
+            cache.run(key, work, x, stage=stage)
+    assert (len(cache), device.num_captured, cache.num_evictions) == (6, 6, 0)
+    cache.run("a", work, x, stage="check")
+    cache.run("c", work, x)  # in the place of all of b
+    assert (len(cache), device.num_captured, cache.num_evictions) == (4, 7, 3)
+    cache.run("a", work, x, stage="verify")
+    cache.run("a", work, x)  # another stage of what is there
+    assert (len(cache), device.num_captured, cache.num_evictions) == (5, 8, 3)
+    cache.clear()
+    assert (len(cache), cache.num_evictions) == (0, 8)
+
+
+def test_stages_that_are_too_large_together_stay() -> None:
+    cache, device, counts = make(max_bytes=15)
+    device.bytes_of_a_graph = 10
+    work = Work(counts)
+    for _ in range(2):
+        for stage in ("draft", "verify"):
+            cache.run("a", work, torch.ones(3), stage=stage)
+    assert device.num_captured == 2 and cache.num_replays == 2
+
+
 def test_a_pool_that_has_grown_too_large_is_given_back_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
     cache, device, counts = make(max_bytes=25)
     device.bytes_of_a_graph = 10
