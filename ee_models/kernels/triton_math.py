@@ -7,6 +7,10 @@ Triton's interpreter does.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -14,10 +18,17 @@ import triton.language as tl
 # rounds, and its products take the bits for integers.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-# For `do_not_specialize` of small kernels. Triton compiles one anew for an integer that is 1 or a multiple of
-# 16, and for an address that is not one of 16 bytes, as a row of a tensor may have: that would be again and
-# again while numbers of rows and lengths vary, for nothing that such a kernel gains.
-EVERY_ARGUMENT = range(64)
+
+def unspecialised_jit(kernel: Callable[..., None]) -> Any:
+    """triton.jit of a small kernel, once for all values of its arguments but constants.
+
+    Triton compiles a kernel anew for an integer that is 1 or a multiple of 16, and for an address that is not
+    one of 16 bytes, as a row of a tensor may have. That would be again and again while numbers of rows and
+    lengths vary, for nothing that such a kernel gains."""
+    kinds = inspect.get_annotations(kernel, eval_str=False).items()
+    return triton.jit(do_not_specialize=[name for name, kind in kinds if "constexpr" not in str(kind)])(
+        kernel
+    )
 
 
 @triton.jit

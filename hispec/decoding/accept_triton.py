@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ee_models.kernels.triton_math import EVERY_ARGUMENT
+from ee_models.kernels.triton_math import unspecialised_jit
 
 
-@triton.jit(do_not_specialize=EVERY_ARGUMENT)
+@unspecialised_jit
 def _accept_chain(
     own: tl.tensor,
     live: tl.tensor,

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ee_models.kernels.triton_math import EVERY_ARGUMENT
+from ee_models.kernels.triton_math import unspecialised_jit
 
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=EVERY_ARGUMENT)
+@unspecialised_jit
 def _locate(
     first: tl.tensor,
     num_live: tl.tensor,

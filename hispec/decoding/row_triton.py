@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ee_models.kernels.triton_math import EVERY_ARGUMENT
+from ee_models.kernels.triton_math import unspecialised_jit
 
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=EVERY_ARGUMENT)
+@unspecialised_jit
 def _count_live(
     limits: tl.tensor,
     first: tl.tensor,
@@ -45,7 +45,7 @@ def count_live(
     return out
 
 
-@triton.jit(do_not_specialize=EVERY_ARGUMENT)
+@unspecialised_jit
 def _take_drafts(
     tokens: tl.tensor,
     limits: tl.tensor,
@@ -122,7 +122,7 @@ def take_drafts(
     return counts, num_live
 
 
-@triton.jit(do_not_specialize=EVERY_ARGUMENT)
+@unspecialised_jit
 def _end_check(
     tokens: tl.tensor,
     limits: tl.tensor,
@@ -184,7 +184,7 @@ def end_check(
     return num_put
 
 
-@triton.jit(do_not_specialize=EVERY_ARGUMENT)
+@unspecialised_jit
 def _end_verify(
     logits: tl.tensor,
     tokens: tl.tensor,
@@ -253,7 +253,7 @@ def end_verify(
     return counts, evidence
 
 
-@triton.jit(do_not_specialize=EVERY_ARGUMENT)
+@unspecialised_jit
 def _put(
     target: tl.tensor,
     rows: tl.tensor,

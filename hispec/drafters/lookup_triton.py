@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ee_models.kernels.triton_math import EVERY_ARGUMENT
+from ee_models.kernels.triton_math import unspecialised_jit
 
 from .lookup import MOST_MATCHED, SEPARATOR
 
@@ -43,7 +43,7 @@ def _read(
     return tl.where(in_store, stored, tl.where(in_text, written, tentative))
 
 
-@triton.jit(do_not_specialize=EVERY_ARGUMENT)
+@unspecialised_jit
 def _search(
     rows: tl.tensor,
     lengths: tl.tensor,
@@ -82,7 +82,7 @@ def _search(
     tl.store(best + at * num_chunks + chunk, rank)
 
 
-@triton.jit(do_not_specialize=EVERY_ARGUMENT)
+@unspecialised_jit
 def _propose(
     rows: tl.tensor,
     lengths: tl.tensor,
@@ -172,7 +172,7 @@ def propose(
     return counts
 
 
-@triton.jit(do_not_specialize=EVERY_ARGUMENT)
+@unspecialised_jit
 def _extend(
     rows: tl.tensor,
     lengths: tl.tensor,

@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ee_models.kernels.triton_math import EVERY_ARGUMENT
+from ee_models.kernels.triton_math import unspecialised_jit
 
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=EVERY_ARGUMENT)
+@unspecialised_jit
 def _advance(
     inputs: tl.tensor,
     tokens: tl.tensor,
@@ -54,7 +54,7 @@ def advance(inputs: Tensor, tokens: Tensor, counts: Tensor, token: int, start: i
     )
 
 
-@triton.jit(do_not_specialize=EVERY_ARGUMENT)
+@unspecialised_jit
 def _begin(
     inputs: tl.tensor,
     tokens: tl.tensor,

@@ -110,14 +110,19 @@ class Sampler:
         """As `choose`, without a copy of the logits in float32, and without sorting any. Of equal logits, of
         which bfloat16 has many, the lowest token wins in every pass; torch's argmax on a GPU promises
         none."""
-        from . import noise_triton
+        from . import floor_triton, noise_triton
 
         if not self._any_sampled:
             return noise_triton.argmax_with_noise(logits, None)
         floor = None
         if self._max_top_k or self._any_top_p or self._any_min_p:
-            floor = noise_triton.nucleus_floor(
-                logits, at.rows, self._temperature, self._top_k, self._top_p, self._min_p
+            floor = floor_triton.nucleus_floor(
+                logits,
+                at.rows,
+                self._temperature,
+                self._top_k if self._max_top_k else None,
+                self._top_p if self._any_top_p else None,
+                self._min_p if self._any_min_p else None,
             )
         draws = noise_triton.Draws(at.rows, at.fed, self._seeds, self._temperature)
         return noise_triton.argmax_with_noise(logits, draws, floor)

@@ -16,7 +16,7 @@ from ee_models.kernels import gpu, triton_linear  # noqa: E402
 from hispec.decoding import accept_triton, addresses_triton, row_triton  # noqa: E402
 from hispec.drafters import lookup_triton  # noqa: E402
 from hispec.runner import rows_triton  # noqa: E402
-from hispec.sampling import confidence_triton, noise_triton  # noqa: E402
+from hispec.sampling import confidence_triton, floor_triton, noise_triton  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +60,16 @@ VERIFIED = (
     "logits:* tokens:*i64 accepted:*i64 own:*i64 num_live:*i64 counts:*i64 evidence:*fp32 q_len:i32"
     " width:i32 logit_stride:i32"
 )
+CHUNKS = {"CHUNKS": 32, "CHUNK": 4096}
+LAST = {"STEPS": 4, "LOW_BITS": 0, "CHUNKS": 32}
+WEIGHED = (
+    "logits:* rows:*i64 temperatures:*fp32 ranks:*i64 sums:*fp32 histograms:*fp32 vocab_size:i32"
+    " row_stride:i32 num_chunks:i32 num:i32"
+)
+FINISHED = (
+    "rows:*i64 temperatures:*fp32 ranks:*i64 sums:*fp32 histograms:*fp32 out:*fp32 vocab_size:i32"
+    " num_chunks:i32 num:i32"
+)
 TEXTS = (
     "rows:*i64 lengths:*i64 texts:*i32 store:*i32 tokens:*i64 tail_lens:*i64 best:*i64 num_stored:i32"
     " max_len:i32 within:i32 width:i32 num_chunks:i32"
@@ -86,13 +96,29 @@ KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
         {"num_warps": 1},
     ),
     (
-        noise_triton._filter_floor,
-        (
-            "logits:* rows:*i64 temperatures:*fp32 top_ks:*i64 top_ps:*fp32 min_ps:*fp32 floors:*fp32"
-            " vocab_size:i32 row_stride:i32"
-        ),
-        {"BLOCK": 4096, "NUM_BLOCKS": 32},
-        {"num_warps": 16, **EXACT},
+        floor_triton._find_peaks,
+        "logits:* peaks:*fp32 vocab_size:i32 row_stride:i32 num_chunks:i32",
+        {"CHUNK": 4096},
+        {},
+    ),
+    (
+        floor_triton._weigh_digits,
+        f"{WEIGHED} tops:*fp32 kept:*fp32 peaks:*fp32",
+        {"STEP": 2, **CHUNKS, "BLOCK": 256},
+        EXACT,
+    ),
+    (floor_triton._weigh_digits, f"{WEIGHED} tops:*i64", {"STEP": 0, **CHUNKS, "BLOCK": 256}, EXACT),
+    (
+        floor_triton._finish,
+        f"{FINISHED} tops:*fp32 kept:*fp32 peaks:*fp32 min_ps:*fp32",
+        {"BY_MASS": True, "TEMPERED": True, **LAST},
+        EXACT,
+    ),
+    (
+        floor_triton._finish,
+        f"{FINISHED} tops:*i64",
+        {"BY_MASS": False, "TEMPERED": False, **LAST},
+        EXACT,
     ),
     (
         addresses_triton._locate,

@@ -14,8 +14,9 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from hispec.sampling import noise, noise_triton  # noqa: E402
-from hispec.sampling.noise_triton import Draws, argmax_with_noise, nucleus_floor  # noqa: E402
+from hispec.sampling import floor_triton, noise, noise_triton  # noqa: E402
+from hispec.sampling.floor_triton import nucleus_floor  # noqa: E402
+from hispec.sampling.noise_triton import Draws, argmax_with_noise  # noqa: E402
 from hispec.sampling.sampler import RowSampling, Sampler  # noqa: E402
 from hispec.sampling_params import SamplingParams  # noqa: E402
 from tests.gpu.test_kernels_triton import poisoned  # noqa: E402, F401 - a fixture
@@ -164,7 +165,14 @@ def floors(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         tensor([getattr(p, name) for p in params]) for name in ("temperature", "top_p", "min_p")
     )
     top_k, rows = (torch.tensor(x, device=DEVICE) for x in ([p.top_k for p in params], range(len(params))))
-    return nucleus_floor(logits, rows, temperature, top_k, top_p, min_p)
+    found = nucleus_floor(logits, rows, temperature, top_k, top_p, min_p)
+    filters = [
+        None if off.all() else each
+        for off, each in ((top_k == 0, top_k), (top_p == 1, top_p), (min_p == 0, min_p))
+    ]
+    if any(each is not None for each in filters):  # what no row asks for may be left out
+        assert torch.equal(found, nucleus_floor(logits, rows, temperature, *filters))
+    return found
 
 
 def left(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
@@ -213,7 +221,7 @@ def some_logits(generator: torch.Generator, vocab: int) -> Tensor:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_floor_leaves_what_the_sampler_leaves(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any mix of filters; a vocabulary of several blocks, the last of them not full."""
-    monkeypatch.setattr(noise_triton, "_FLOOR_BLOCK", 256)
+    monkeypatch.setattr(floor_triton, "_CHUNK", 256)
     generator, num, vocab = torch.Generator().manual_seed(seed), (16, 16, 28)[seed], (300, 41, 128)[seed]
     dtype = (torch.float32, torch.float32, torch.bfloat16)[seed]
 
@@ -244,17 +252,17 @@ def test_the_floor_leaves_what_the_sampler_leaves(seed: int, monkeypatch: pytest
 
 
 def test_a_large_vocabulary_is_searched_to_its_end() -> None:
-    logits = random_logits(3, 9000, scale=0.5)
-    logits[:, 8999] = 9.0
+    logits = random_logits(3, 4300, scale=0.5)
+    logits[:, 4299] = 9.0
     params = [
-        SamplingParams(temperature=1.0, top_k=4321),
+        SamplingParams(temperature=1.0, top_k=2321),
         SamplingParams(temperature=0.9, top_p=0.5),
-        SamplingParams(temperature=1.0, top_p=0.99, top_k=8000),
+        SamplingParams(temperature=1.0, top_p=0.99, top_k=4000),
     ]
     assert not any(near_boundary(row, one) for row, one in zip(logits, params, strict=True))
     by_floor, by_sampler = left(logits, params)
     assert torch.equal(by_floor, by_sampler)
-    assert by_floor.sum(-1).tolist()[0] == 4321
+    assert by_floor.sum(-1).tolist()[0] == 2321
 
 
 def test_the_floor_of_top_k_is_the_kth_tempered_logit_to_the_bit() -> None:
@@ -264,6 +272,20 @@ def test_the_floor_of_top_k_is_the_kth_tempered_logit_to_the_bit() -> None:
     got = nucleus_floor(logits, rows, temperature.roll(-1), top_k, off, 0 * off)
     tempered = (logits / temperature.unsqueeze(1)).sort(descending=True).values
     assert torch.equal(got, torch.stack((tempered[0, 4], tempered[1, 99], tempered[2, 0])))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_floor_does_not_depend_on_the_other_rows(dtype: torch.dtype) -> None:
+    logits, rows = random_logits(5, 700).to(dtype), torch.tensor([1, 0, 0, 2, 1], device=DEVICE)
+    temperature, top_p, min_p = tensor([0.8, 0.0, 1.3]), tensor([0.9, 0.5, 1.0]), tensor([0.0, 0.2, 0.1])
+    top_k = torch.tensor([0, 5, 50], device=DEVICE)
+
+    def found(some: slice) -> Tensor:
+        return nucleus_floor(logits[some], rows[some], temperature, top_k, top_p, min_p)
+
+    together = found(slice(None))
+    assert together[0] == together[4] == -INF and (together[1:4] > -INF).all()
+    assert torch.equal(together, torch.cat([found(slice(at, at + 1)) for at in range(5)]))
 
 
 def test_there_is_no_floor_where_no_filter_is_on_and_in_greedy_rows() -> None:
