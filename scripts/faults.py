@@ -586,6 +586,20 @@ FAULTS = (
         STATIC,
     ),
     Fault(
+        "a failed capture ends the step",
+        "hispec/runner/cuda_graphs.py",
+        "            self._refuse(key, error)\n            return\n",
+        "            raise\n",
+        STATIC,
+    ),
+    Fault(
+        "a capture that failed is tried again in each round",
+        "hispec/runner/cuda_graphs.py",
+        "        self._failed.add(key)\n",
+        "        pass\n",
+        STATIC,
+    ),
+    Fault(
         "a capture's passes are counted too",
         "hispec/runner/cuda_graphs.py",
         "                counter.set(earlier)\n",
