@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -96,8 +96,8 @@ class Dispatcher:
         self._workers = [
             Worker(process, place, is_ready=place < num_ready) for place, process in enumerate(workers)
         ]
-        self._queue: deque[Task] = deque()
-        self._suspects: deque[Task] = deque()  # workers died of twice
+        self._queue: OrderedDict[int, Task] = OrderedDict()  # by number, first the next to be dealt out
+        self._suspects: OrderedDict[int, Task] = OrderedDict()  # likewise: those that workers died of twice
         self._tasks: dict[int, Task] = {}
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._woken, self._waker = socket.socketpair()
@@ -158,15 +158,13 @@ class Dispatcher:
 
     def add(self, request: NewRequest) -> None:
         self._tasks[request.number] = task = Task(request)
-        self._queue.append(task)
+        self._queue[request.number] = task
 
     def abort(self, numbers: list[int]) -> None:
-        gone = {number: task for number in numbers if (task := self._tasks.pop(number, None)) is not None}
-        for waiting in (self._queue, self._suspects):
-            if any(task in waiting for task in gone.values()):
-                kept = [task for task in waiting if task.request.number not in gone]
-                waiting.clear()
-                waiting.extend(kept)
+        gone = [number for number in numbers if self._tasks.pop(number, None) is not None]
+        for number in gone:
+            self._queue.pop(number, None)
+            self._suspects.pop(number, None)
         for worker in self._workers:
             if own := [number for number in gone if worker.tasks.pop(number, None) is not None]:
                 self._send(worker, own)
@@ -265,12 +263,12 @@ class Dispatcher:
             if worker.tasks:  # it gets nothing new until it has ended these
                 break
             worker.is_alone = True
-            self._give(worker, self._suspects.popleft())
+            self._give(worker, self._suspects.popitem(last=False)[1])
         while self._queue and free:
             worker = min(free, key=lambda each: len(each.tasks))
             if self._room is not None and len(worker.tasks) >= self._room:
                 break
-            self._give(worker, self._queue.popleft())
+            self._give(worker, self._queue.popitem(last=False)[1])
 
     def _give(self, worker: Worker, task: Task) -> None:
         worker.tasks[task.request.number] = task
@@ -327,10 +325,10 @@ class Dispatcher:
             self.num_given_up += 1
             del self._tasks[task.request.number]
             self._put(task.request.number, Delta("", [], "", None, "error", None, error=error))
-        elif task.deaths == _MOST_DEATHS - 1:
-            self._suspects.appendleft(task)
-        else:
-            self._queue.appendleft(task)
+            return
+        again = self._suspects if task.deaths == _MOST_DEATHS - 1 else self._queue
+        again[task.request.number] = task
+        again.move_to_end(task.request.number, last=False)
 
     def _fail(self, error: Exception) -> None:
         """From now on nothing comes."""
