@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -113,12 +114,15 @@ class Dispatcher:
         with suppress(OSError):  # full, so that it will wake; or closed
             self._waker.send(b"x")
 
-    def ask(self, name: str, *arguments: Any, is_lasting: bool = False) -> list[Any]:
+    def ask(
+        self, name: str, *arguments: Any, is_lasting: bool = False, patience_s: float = math.inf
+    ) -> list[Any]:
         """What a method of `serve.Server` returns or raises in each worker that is ready; of none, once there
-        is a `failure`, or if all died. is_lasting: workers that start later are to hear of it, too."""
+        is a `failure`, or if all died. is_lasting: workers that start later are to hear of it, too. Raises
+        WorkerError if they take more than `patience_s` seconds."""
         call = Call(name, arguments)
         self.post(self._call_all, call, is_lasting)
-        replies: list[Any] = self._get(call.done)
+        replies: list[Any] = self._get(call.done, patience_s)
         return replies
 
     def ask_parts(self, name: str, items: Sequence[Any]) -> list[tuple[int, Any]]:
@@ -129,13 +133,16 @@ class Dispatcher:
         parts = self._get(dealt)
         return [(begin, reply) for begin, call in parts for reply in self._get(call.done)]
 
-    def _get(self, queue: SimpleQueue[Any]) -> Any:
+    def _get(self, queue: SimpleQueue[Any], patience_s: float = math.inf) -> Any:
+        until = time.monotonic() + patience_s
         while True:
             try:
-                return queue.get(timeout=1.0)
+                return queue.get(timeout=max(0.0, min(1.0, until - time.monotonic())))
             except Empty:
                 if not self._thread.is_alive():
                     raise self.failure or WorkerError("the LLM was closed meanwhile") from None
+                if time.monotonic() >= until:
+                    raise WorkerError(f"a worker has not answered for {patience_s:g} seconds") from None
 
     @property
     def num_queued(self) -> int:
