@@ -18,7 +18,8 @@ from typing import Any
 from ..errors import WorkerError
 from ..outputs import Delta
 from .launch import Launcher, Process
-from .messages import Hello, NewRequest, Start
+from .messages import Gained, Hello, NewRequest, Start
+from .totals import counts_of, sum_counts
 
 _log = logging.getLogger(__name__)
 # Of workers that served a request, which was served alone before the last; of workers one after the other
@@ -58,7 +59,8 @@ class Call:
 
 @dataclass(eq=False)
 class Worker:
-    """place: which of the pool's; calls: those that it has not replied to, in order."""
+    """place: which of the pool's; calls: those that it has not replied to, in order; counted: what it had
+    counted when it last said so."""
 
     process: Process
     place: int
@@ -66,6 +68,7 @@ class Worker:
     is_alone: bool = False  # with a request that may be what others died of
     tasks: dict[int, Task] = field(default_factory=dict)
     calls: deque[Call] = field(default_factory=deque)
+    counted: dict[str, Any] | None = None
     last_words: str | None = None
     failure: Exception | None = None  # that it could not start of
 
@@ -77,6 +80,7 @@ class Dispatcher:
 
     outbox      (number of a request, Delta), as they came; `news` gets something after each, and when
     failure     is set: why nothing will come any more
+    counts_of_dead   what workers had counted that have died; another object after each death
     start_of    what a new worker is started with, by its place and how many were replaced
     room        requests that a worker has at most; None = all are dealt out at once
     """
@@ -93,6 +97,7 @@ class Dispatcher:
         self.news: SimpleQueue[None] = SimpleQueue()
         self.failure: Exception | None = None
         self.num_replaced = self.num_given_up = 0
+        self.counts_of_dead: dict[str, Any] = {}
         self._launcher, self._start_of, self._room = launcher, start_of, room
         self._workers = [
             Worker(process, place, is_ready=place < num_ready) for place, process in enumerate(workers)
@@ -163,6 +168,10 @@ class Dispatcher:
         if threading.current_thread() is not self._thread:  # it may collect what closes this
             self._thread.join(4 * _PATIENCE_S)
 
+    def forget_dead(self) -> None:
+        """Counts of dead workers begin at 0 again."""
+        self.counts_of_dead = {}
+
     def add(self, request: NewRequest) -> None:
         self._tasks[request.number] = task = Task(request)
         self._queue[request.number] = task
@@ -225,11 +234,17 @@ class Dispatcher:
         except (EOFError, OSError):
             self._bury(worker)
             return
-        if isinstance(message, list):
-            for number, delta in message:
+        if isinstance(message, Gained):
+            worker.counted = message.counted or worker.counted
+            for number, delta in message.deltas:
                 self._take(worker, number, delta)
         elif isinstance(message, tuple):
-            worker.calls.popleft().end_for(worker, *message)
+            call, (reply,) = worker.calls.popleft(), message
+            if call.name == "reset_stats":
+                worker.counted = None
+            elif call.name == "stats" and isinstance(reply, dict):
+                worker.counted = counts_of(reply)
+            call.end_for(worker, reply)
         elif isinstance(message, Hello):
             worker.is_ready = True
         elif isinstance(message, str):
@@ -293,6 +308,7 @@ class Dispatcher:
     def _bury(self, worker: Worker) -> None:
         """Does what a dead worker leaves: gives its requests to others, and starts another."""
         self._workers.remove(worker)
+        self.counts_of_dead = sum_counts([self.counts_of_dead, worker.counted or {}])
         ending = self._launcher.bury(worker.process)
         how = worker.last_words or ending
         for call in worker.calls:

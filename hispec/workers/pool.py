@@ -262,7 +262,8 @@ class WorkerPool:
 
     def stats(self) -> dict[str, Any]:
         """Those of all workers as one, and of requests that no worker has yet; "workers": of each by itself;
-        "workers_replaced": how many died. What a dead worker had counted is lost."""
+        "workers_replaced": how many died. What these had counted is in the sums, but for their work since
+        they were last asked for stats, or a request of theirs last ended."""
         if not self.is_closed:
             self._read_stats()
         return self._last_stats
@@ -275,6 +276,7 @@ class WorkerPool:
     def reset_stats(self) -> None:
         if not self.is_closed:
             self._ask("reset_stats")
+            self._dispatcher.post(self._dispatcher.forget_dead)
             self._num_refused = self._dispatcher.num_given_up = 0
 
     def memory(self) -> dict[str, int]:
@@ -299,8 +301,13 @@ class WorkerPool:
         self._dispatcher.close()
 
     def _read_stats(self, patience_s: float = math.inf) -> None:
-        each = self._ask("stats", patience_s=patience_s)
-        total, dispatcher = sum_stats(each), self._dispatcher
+        dispatcher = self._dispatcher
+        while True:
+            dead = dispatcher.counts_of_dead
+            each = self._ask("stats", patience_s=patience_s)
+            if dispatcher.counts_of_dead is dead:  # else who died meanwhile may be in both, or in neither
+                break
+        total = sum_stats(each, dead)
         total["waiting"] += dispatcher.num_queued
         own = {"refused": self._num_refused, "worker_deaths": dispatcher.num_given_up}
         given_up = own["worker_deaths"]
