@@ -1001,9 +1001,16 @@ FAULTS = (
     Fault(
         "histograms of workers are the first one's",
         "hispec/workers/totals.py",
-        "add_histograms([one[metric.name] for one in each])",
-        "each[0][metric.name]",
+        "add_histograms(values)",
+        "values[0]",
         METRICS,
+    ),
+    Fault(
+        "counts of dead workers are lost",
+        "hispec/workers/totals.py",
+        "gone or {}",
+        "{}",
+        ("tests/workers/test_deaths.py",),
     ),
     Fault(
         "verify counts a bonus that was the check's own token",

@@ -225,7 +225,7 @@ def test_compare_plain_counts_identical_outputs_and_turns_prefix_caching_off(tmp
         == report.timed.completion_tokens
         == report.stats["committed"]
     )
-    assert (report.rates.draft_accepted, report.rates.tentative_accepted) == (0.5, 0.5)
+    assert (report.rates.draft_kept, report.rates.tentative_accepted) == (0.5, 0.5)
     assert len(rows_of(job)) == 14
     (llm,) = FakeLLM.instances
     assert llm.engine["enable_prefix_caching"] is False
