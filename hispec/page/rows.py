@@ -96,8 +96,8 @@ def _settings(manifest: Manifest) -> Html:
 
 def _acceptance(counts: Mapping[str, Any]) -> Html | None:
     tiers = (
-        ("drafts that the tier above kept", "draft_accepted", "drafted"),
-        ("of these looked up", "looked_up_accepted", "looked_up"),
+        ("drafts that the tier above kept", "draft_kept", "drafted"),
+        ("of these looked up", "looked_up_kept", "looked_up"),
         ("drafts that a check kept", "check_kept", "check_judged"),
         ("tentative tokens that verify kept", "accepted", "tentative"),
     )

@@ -211,7 +211,7 @@ def test_rows_without_tiers_say_so_and_the_manifest_is_shown(
     name, tokens, share = page.table("tier", "tokens", "share")[0]
     assert (name, tokens) == (
         "drafts that the tier above kept",
-        f"{counts['draft_accepted']} of {counts['drafted']}",
+        f"{counts['draft_kept']} of {counts['drafted']}",
     )
     assert share == "50.0%"
     assert any(text.endswith("of the whole model.") for text in page.texts("p"))
