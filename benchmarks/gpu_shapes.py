@@ -226,7 +226,7 @@ def _synthetic(
         },
         "found": {
             case: {
-                "draft_share": rate(counts["draft_accepted"], counts["drafted"]),
+                "draft_share": rate(counts["draft_kept"], counts["drafted"]),
                 "tentative_share": rate(counts["accepted"], counts["tentative"]),
                 "tokens": rate(counts["committed"], counts["rounds"]),
             }
@@ -243,5 +243,5 @@ def _expected(plan: SpeculativeConfig | None, agreement: Agreement) -> dict[str,
 
 
 def _count(total: dict[str, Any], stats: dict[str, Any]) -> None:
-    for name in ("drafted", "draft_accepted", "tentative", "accepted", "committed", "rounds"):
+    for name in ("drafted", "draft_kept", "tentative", "accepted", "committed", "rounds"):
         total[name] = total.get(name, 0) + stats[name]

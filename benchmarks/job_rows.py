@@ -69,7 +69,7 @@ class StandIn:
         return made
 
     def stats(self) -> dict[str, Any]:
-        names = ("drafted", "draft_accepted", "looked_up", "looked_up_accepted", "tentative", "accepted")
+        names = ("drafted", "draft_kept", "looked_up", "looked_up_kept", "tentative", "accepted")
         names += (
             "committed",
             "rounds",

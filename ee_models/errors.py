@@ -1,9 +1,13 @@
-"""What goes wrong with a checkpoint or in training. All are ValueErrors."""
+"""What goes wrong with a checkpoint or in training. All are ValueErrors, and errors of HiSpec."""
 
 from __future__ import annotations
 
 
-class CheckpointError(ValueError):
+class HiSpecError(Exception):
+    """Base of all errors raised on purpose by HiSpec; here, where the lowest floor that raises one has it."""
+
+
+class CheckpointError(HiSpecError, ValueError):
     """A checkpoint that cannot be read: not there, incomplete, damaged, or at odds with its own config."""
 
 
@@ -11,7 +15,7 @@ class UnsupportedModelError(CheckpointError):
     """A well-formed checkpoint of a model, or with a setting, that HiSpec does not implement."""
 
 
-class TrainingError(ValueError):
+class TrainingError(HiSpecError, ValueError):
     """Training cannot start, go on or be saved; the message says why and what to do."""
 
 

@@ -63,4 +63,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", metavar="MODEL", nargs="?", default="smollm2")
     plain, drafted, stats = main(parser.parse_args().model)
-    print(f"same output: {plain == drafted}; {stats['draft_accepted']} of {stats['drafted']} drafts accepted")
+    print(f"same output: {plain == drafted}; {stats['draft_kept']} of {stats['drafted']} drafts kept")

@@ -45,4 +45,4 @@ if __name__ == "__main__":
         if model is None:
             make_tiny(model := folder)
         plain, drafted, stats = main(model)
-    print(f"same output: {plain == drafted}; {stats['draft_accepted']} of {stats['drafted']} drafts accepted")
+    print(f"same output: {plain == drafted}; {stats['draft_kept']} of {stats['drafted']} drafts kept")

@@ -9,6 +9,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ee_models.errors import CheckpointError as CheckpointError
+from ee_models.errors import HiSpecError as HiSpecError
+from ee_models.errors import TrainingError as TrainingError
+from ee_models.errors import UnsupportedModelError as UnsupportedModelError
+
 Model = TypeVar("Model", bound=BaseModel)
 MOST_SHOWN = 100  # characters of a value that a message repeats: it may be a whole document
 _MOST_PROBLEMS = 20  # problems that one message lists
@@ -35,10 +40,6 @@ _WORDS = {
     "string_too_short": "must not be empty",  # no setting has another least length
     "too_short": "must have at least {min_length} item",
 }
-
-
-class HiSpecError(Exception):
-    """Base of all errors raised on purpose by this package."""
 
 
 class ConfigError(HiSpecError, ValueError):

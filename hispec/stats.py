@@ -34,8 +34,8 @@ class RoundCounts:
     tokens                   output tokens
     cycles                   rows times draft cycles: up to num_checks in a round, none in plain decoding
     committed                tokens that rounds committed, those beyond a request's end included
-    drafted, draft_accepted  draft tokens that could be judged; those of them that the tier above kept
-    looked_up, looked_up_accepted   those of these that prompt lookup proposed
+    drafted, draft_kept      draft tokens that could be judged; those of them that the tier above kept
+    looked_up, looked_up_kept  those of these that prompt lookup proposed
     check_judged, check_kept  drafts that a check judged; those of them that it kept
     check_corrected, check_bonus, check_undrafted   a check's own tokens: in place of a rejected draft, after
                              drafts that were all kept, and of cycles without drafts
@@ -49,9 +49,9 @@ class RoundCounts:
     tokens: int = 0
     committed: int = 0
     drafted: int = 0
-    draft_accepted: int = 0
+    draft_kept: int = 0
     looked_up: int = 0
-    looked_up_accepted: int = 0
+    looked_up_kept: int = 0
     check_judged: int = 0
     check_kept: int = 0
     check_corrected: int = 0
@@ -70,21 +70,21 @@ class RoundCounts:
         committed: int,
         tokens: int,
         drafted: Sequence[int],
-        draft_accepted: Sequence[int],
+        draft_kept: Sequence[int],
         tentative: int,
         accepted: int,
         checked: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Adds one row's round; `drafted` and `draft_accepted` by Source (computed, looked up). checked: by
+        """Adds one row's round; `drafted` and `draft_kept` by Source (computed, looked up). checked: by
         cycle that ended with a check, how many drafts it judged, and how many of them it kept."""
         self.rounds += 1
         self.cycles += cycles
         self.committed += committed
         self.tokens += tokens
         self.drafted += sum(drafted)
-        self.draft_accepted += sum(draft_accepted)
+        self.draft_kept += sum(draft_kept)
         self.looked_up += drafted[1]
-        self.looked_up_accepted += draft_accepted[1]
+        self.looked_up_kept += draft_kept[1]
         for judged, kept in checked:
             self.check_judged += judged
             self.check_kept += kept

@@ -586,6 +586,20 @@ FAULTS = (
         STATIC,
     ),
     Fault(
+        "a failed capture ends the step",
+        "hispec/runner/cuda_graphs.py",
+        "            self._refuse(key, error)\n            return\n",
+        "            raise\n",
+        STATIC,
+    ),
+    Fault(
+        "a capture that failed is tried again in each round",
+        "hispec/runner/cuda_graphs.py",
+        "        self._failed.add(key)\n",
+        "        pass\n",
+        STATIC,
+    ),
+    Fault(
         "a capture's passes are counted too",
         "hispec/runner/cuda_graphs.py",
         "                counter.set(earlier)\n",
@@ -987,9 +1001,16 @@ FAULTS = (
     Fault(
         "histograms of workers are the first one's",
         "hispec/workers/totals.py",
-        "add_histograms([one[metric.name] for one in each])",
-        "each[0][metric.name]",
+        "add_histograms(values)",
+        "values[0]",
         METRICS,
+    ),
+    Fault(
+        "counts of dead workers are lost",
+        "hispec/workers/totals.py",
+        "gone or {}",
+        "{}",
+        ("tests/workers/test_deaths.py",),
     ),
     Fault(
         "verify counts a bonus that was the check's own token",

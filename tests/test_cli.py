@@ -93,7 +93,7 @@ def test_acceptance_at_its_floor_is_said_plainly(
     job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stats = FakeLLM.stats
-    monkeypatch.setattr(FakeLLM, "stats", lambda self: stats(self) | {"draft_accepted": 1})
+    monkeypatch.setattr(FakeLLM, "stats", lambda self: stats(self) | {"draft_kept": 1})
     assert main(["run", str(job), "--set", *SPECULATIVE]) == 0
     assert "docs/jobs.md" in capsys.readouterr().out
 

@@ -69,7 +69,7 @@ def test_an_engine_loads_what_the_plans_of_its_model_need(tiny_path: Path, tiny_
         engine.set_speculative({"draft": {"kind": "model", "path": str(tiny_path)}, "num_draft_tokens": 2})
         engine.add_request([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
         assert sum(len(delta.token_ids) for delta in engine.drain()) == 9
-        assert engine.stats()["draft_accepted"] == engine.stats()["drafted"] > 0
+        assert engine.stats()["draft_kept"] == engine.stats()["drafted"] > 0
         with pytest.raises(ConfigError, match=r"measure_latency=hispec\.measure\.latency\."):
             engine.set_speculative({"draft": {"layer": 3}, "control": "goodput"})
     with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):

@@ -108,7 +108,7 @@ def test_a_check_rule_decides_what_passes_the_check(tiny_text_model: Path) -> No
             llm.set_speculative({**values, "acceptance": name})
             llm.reset_stats()
             outputs.append(llm.generate("abcabcabc", params, use_tqdm=False)[0].outputs[0].token_ids)
-            kept[name] = llm.stats()["draft_accepted"] / llm.stats()["drafted"]
+            kept[name] = llm.stats()["draft_kept"] / llm.stats()["drafted"]
     assert outputs[0] == outputs[1]
     assert kept["unsure"] == 1.0 > kept["coupled"]
 

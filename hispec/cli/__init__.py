@@ -38,11 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _is_users(error: Exception) -> bool:
     """Whether `error` is shown as its message alone, without a traceback."""
-    from ee_models.errors import CheckpointError, TrainingError
-
     from ..errors import HiSpecError
 
-    return isinstance(error, HiSpecError | CheckpointError | TrainingError | OSError)
+    return isinstance(error, HiSpecError | OSError)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -126,7 +126,7 @@ def _print_generate_stats(
     parts = [f"{sum(counts)} tokens, the first after {arrivals[0][0]:.1f} s"]
     if sum(counts[1:]):
         parts.append(f"then {sum(counts[1:]) / (arrivals[-1][0] - arrivals[0][0]):.1f} tokens/s")
-    for share, name in ((rates.draft_accepted, "of drafted"), (rates.tentative_accepted, "of tentative")):
+    for share, name in ((rates.draft_kept, "of drafted"), (rates.tentative_accepted, "of tentative")):
         if share is not None:
             parts.append(f"{share:.0%} {name} tokens kept")
     if config.speculative is not None and rates.mean_accepted_len is not None:

@@ -269,7 +269,7 @@ class AcceptanceModel:
     def shares(self) -> dict[str, dict[str, float]]:
         """By route that was run: the share of drafts that the tier above kept, and of tentative tokens that
         verify kept, of recent rounds; as `hispec report` counts both."""
-        names = (DRAFT, "draft_accepted"), (VERIFY, "tentative_accepted")
+        names = (DRAFT, "draft_kept"), (VERIFY, "tentative_accepted")
         out: dict[str, dict[str, float]] = {}
         for at, route in enumerate(self.routes):
             for tier, name in names:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from operator import sub
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -99,7 +100,7 @@ class PassCounts:
         self.set(PassCounts())
 
     def copy(self) -> PassCounts:
-        return replace(self)
+        return PassCounts(**vars(self))
 
     def set(self, other: PassCounts) -> None:
         vars(self).update(vars(other))
@@ -109,7 +110,7 @@ class PassCounts:
 
     def since(self, earlier: PassCounts) -> PassCounts:
         """The difference: what was counted after the copy `earlier` was made."""
-        return PassCounts(**{name: value - getattr(earlier, name) for name, value in vars(self).items()})
+        return PassCounts(*map(sub, vars(self).values(), vars(earlier).values()))
 
 
 class Stages:

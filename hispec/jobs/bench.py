@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .hf_baseline import TransformersBaseline
 
 
-_TIER_RATES = ("draft_accepted", "looked_up_accepted", "looked_up_share", "tentative_accepted")
+_TIER_RATES = ("draft_kept", "looked_up_kept", "looked_up_share", "tentative_accepted")
 
 
 class BenchOptions(Settings):

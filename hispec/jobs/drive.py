@@ -126,7 +126,7 @@ def _progress(llm: LLM, timed: Timed) -> str:
     counts = llm.stats()
     if not counts["drafted"]:
         return words
-    kept, gained = counts["draft_accepted"] / counts["drafted"], counts["committed"] / counts["rounds"]
+    kept, gained = counts["draft_kept"] / counts["drafted"], counts["committed"] / counts["rounds"]
     return f"{words}, {kept:.0%} of drafts kept, {gained:.2f} tokens/round"
 
 

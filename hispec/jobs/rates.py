@@ -29,13 +29,19 @@ def add_counts(total: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, A
     return {**part, **{each: total.get(each, 0) + part[each] for each in _COUNTS}, name: list(histogram)}
 
 
+def sum_counts(total: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """Only what `add_counts` sums, and the number of layers."""
+    found = add_counts(total, part)
+    return {name: found[name] for name in (*_COUNTS, "accept_length_histogram", "num_layers")}
+
+
 @dataclass(frozen=True)
 class Rates:
     """Rates of one run; None where the run has no such tier.
 
-    draft_accepted          share of drafted tokens kept by the tier above the draft (check, or verify in
+    draft_kept          share of drafted tokens kept by the tier above the draft (check, or verify in
                             two-tier)
-    looked_up_accepted      the same of those that prompt lookup proposed; None without it
+    looked_up_kept      the same of those that prompt lookup proposed; None without it
     looked_up_share         share of drafted tokens that prompt lookup proposed; None without it
     tentative_accepted      share of tentative tokens kept by verify; None without a check tier, where it is
                             the same
@@ -48,8 +54,8 @@ class Rates:
     drafted, tentative      how many tokens the shares are of
     """
 
-    draft_accepted: float | None
-    looked_up_accepted: float | None
+    draft_kept: float | None
+    looked_up_kept: float | None
     looked_up_share: float | None
     tentative_accepted: float | None
     mean_accepted_len: float | None
@@ -71,8 +77,8 @@ class Rates:
         looks_up = traits is not None and (traits.looks_up or not is_fixed)
         layers = rate(stats["row_layer_passes"], stats["tokens"])
         return cls(
-            draft_accepted=rate(stats["draft_accepted"], stats["drafted"]),
-            looked_up_accepted=rate(stats["looked_up_accepted"], stats["looked_up"]) if looks_up else None,
+            draft_kept=rate(stats["draft_kept"], stats["drafted"]),
+            looked_up_kept=rate(stats["looked_up_kept"], stats["looked_up"]) if looks_up else None,
             looked_up_share=rate(stats["looked_up"], stats["drafted"]) if looks_up else None,
             tentative_accepted=rate(stats["accepted"], stats["tentative"]) if has_check else None,
             mean_accepted_len=rate(stats["committed"], stats["rounds"]),
@@ -94,7 +100,7 @@ class Rates:
         return any(
             share is not None and share < FLOOR and judged >= LEAST_JUDGED
             for share, judged in (
-                (self.draft_accepted, self.drafted),
+                (self.draft_kept, self.drafted),
                 (self.tentative_accepted, self.tentative),
             )
         )

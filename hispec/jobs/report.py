@@ -107,11 +107,11 @@ def _reasons(timed: Timed, most: int = 3) -> str:
 
 def _rate_lines(rates: Rates, num_layers: int) -> dict[str, str]:
     lines = {}
-    if rates.draft_accepted is not None:
+    if rates.draft_kept is not None:
         upper = "check" if rates.tentative_accepted is not None else "verify"
-        kept = f"{percent(rates.draft_accepted)} of drafted tokens kept by {upper}"
+        kept = f"{percent(rates.draft_kept)} of drafted tokens kept by {upper}"
         if rates.looked_up_share is not None and 0.0 < rates.looked_up_share < 1.0:
-            of_these = percent(rates.looked_up_accepted)
+            of_these = percent(rates.looked_up_kept)
             kept += f" ({rates.looked_up_share:.0%} were looked up, {of_these} of these kept)"
         if rates.tentative_accepted is not None:
             kept += f", {percent(rates.tentative_accepted)} of tentative tokens kept by verify"
@@ -178,7 +178,7 @@ def _print_engines(console: Console, result: dict[str, Any]) -> None:
             *([_interval(intervals.get(key))] if intervals else []),
             number(result["decode_ratio_to_plain"].get(key)),
             "/".join(map(str, result["exact_match"].get(key, ()))),
-            percent(acceptance.get("draft_accepted")),
+            percent(acceptance.get("draft_kept")),
             _looked_up(acceptance),
             percent(acceptance.get("tentative_accepted")),
             number(engine.get("mean_accepted_len")),
@@ -204,7 +204,7 @@ def _print_tasks(
 
 def _looked_up(acceptance: dict[str, Any]) -> str:
     """Share of drafts that prompt lookup proposed, and the share of these that was kept."""
-    share, kept = acceptance.get("looked_up_share"), acceptance.get("looked_up_accepted")
+    share, kept = acceptance.get("looked_up_share"), acceptance.get("looked_up_kept")
     return percent(share, 0) + ("" if kept is None else f", {kept:.0%} kept")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import ConfigError, nearest, shown
+from ..errors import ConfigError, cut, nearest, shown
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MOST_PROMPTS = 128  # of one request
@@ -43,7 +43,7 @@ def read_body(url: str, body: Any) -> dict[str, Any]:
     known = (prompt_name, *_SAME, *_IGNORED, *_READ, *_HARMLESS)
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"{name}: unknown parameter{nearest(name, known)}; leave it out")
+            raise ConfigError(f"{cut(name)}: unknown parameter{nearest(name, known)}; leave it out")
         if name in _HARMLESS and value not in _HARMLESS[name]:
             raise ConfigError(f"{name}={shown(value)} is not supported; leave it out")
     if given.get("stream"):

@@ -9,8 +9,8 @@ from ..utils.console import number, percent
 from .markup import Html, bar, element, histogram, join, missing, paragraph, table, times
 
 _TIERS = (
-    ("draft_accepted", "draft kept"),
-    ("looked_up_accepted", "of these looked up: kept"),
+    ("draft_kept", "draft kept"),
+    ("looked_up_kept", "of these looked up: kept"),
     ("tentative_accepted", "tentative kept"),
 )
 

@@ -78,7 +78,7 @@ def _stages(seconds: Mapping[str, float] | None) -> Html:
 
 
 def _tiers(plans: Mapping[str, Mapping[str, Any]]) -> Html:
-    names = (("draft_accepted", "draft kept"), ("tentative_accepted", "tentative kept"))
+    names = (("draft_kept", "draft kept"), ("tentative_accepted", "tentative kept"))
     rows = [
         (plan, name, percent(values[key]), bar(values[key]))
         for plan, values in plans.items()

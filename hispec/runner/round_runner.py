@@ -211,9 +211,13 @@ class RoundRunner:
         for each, plan in dict.fromkeys(rounds):
             self._launcher.launch(each, plan, _empty_rows(num_rows, self._max_model_len)).outcomes()
 
-    def drop_graphs(self) -> None:
-        """Drops all captured graphs."""
-        if self.graphs is not None:
+    def drop_graphs(self, are_plans_gone: bool = False) -> None:
+        """Drops all captured graphs; with are_plans_gone all that is known of plans, too."""
+        if self.graphs is None:
+            return
+        if are_plans_gone:
+            self.graphs.forget()
+        else:
             self.graphs.clear()
 
     def stats(self) -> dict[str, int]:
@@ -263,7 +267,8 @@ class RoundRunner:
 
     @property
     def _num_captures(self) -> int:
-        return 0 if self.graphs is None else self.graphs.num_captures
+        """Tried ones, whatever came of them: they take time."""
+        return 0 if self.graphs is None else self.graphs.num_captures + self.graphs.num_failures
 
     def _handle_failure(
         self, route: int | None, requests: Sequence[Request], error: DrafterError, stats: EngineStats

@@ -20,7 +20,7 @@ from .completions import CompletionRequest, Responder, first_error
 from .openapi import REQUESTS
 from .server_config import ServerConfig
 from .server_metrics import ServerMetrics
-from .transport import EventStream, Failure, check_key, failure_of, read_json, unless_gone
+from .transport import EventStream, Failure, check_key, failure_of, now_s, read_json, unless_gone
 
 _log = logging.getLogger(__name__)
 
@@ -42,14 +42,15 @@ def make_app(engine: AsyncEngine, config: ServerConfig, sampling: dict[str, Any]
     async def respond(request: Request, url: str) -> Response:
         try:
             check_key(request, config.api_key)
+            until_s = now_s() + config.timeout_s
             body = await read_json(request, config.max_body_bytes)
             asked = CompletionRequest.of(url, body, config, sampling)
             if not asked.is_stream:
-                made = await unless_gone(request, responder.body(asked), config.timeout_s)
+                made = await unless_gone(request, responder.body(asked), until_s)
                 return JSONResponse(made)
             events = responder.events(asked)
-            first = await unless_gone(request, anext(events), config.timeout_s)
-            return EventStream(_again(first, events), config.timeout_s)
+            first = await unless_gone(request, anext(events), until_s)
+            return EventStream(_again(first, events), until_s)
         except Failure:
             raise
         except BaseExceptionGroup as group:

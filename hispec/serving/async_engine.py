@@ -194,7 +194,7 @@ class AsyncEngine:
     def _submit(self, prompt: Any, sampling: Sampling, chat: bool, wait: bool, is_stream: bool) -> _Request:
         with self._lock:
             if self._end is not None:
-                raise self._end
+                raise self._ending(self._end)
             if not wait and self.is_full:
                 raise BusyError(f"{self._num_unfinished} requests are unfinished, the most there may be")
             self._num_unfinished += 1
@@ -202,6 +202,14 @@ class AsyncEngine:
         request = _Request(prompt, sampling, chat, is_stream, loop, name)
         self._post(partial(self._take, request))
         return request
+
+    @staticmethod
+    def _ending(end: HiSpecError) -> HiSpecError:
+        """`end` for one of those who get it: an exception that is raised again keeps the frames, and so the
+        prompts, of all who got it before."""
+        own = type(end)(*end.args)
+        own.__cause__ = end.__cause__
+        return own
 
     def _leave(self, request: _Request) -> None:
         """Its task wants no more of it."""
@@ -260,12 +268,13 @@ class AsyncEngine:
 
     def _end_all(self) -> None:
         """Does what was asked for until now, and ends what there is of requests."""
-        assert self._end is not None
+        end = self._end
+        assert end is not None
         with suppress(Empty):
             while True:
                 self._inbox.get_nowait()()
         for request in [*self._running.values(), *self._waiting.values()]:
-            self._end_request(request, self._end)
+            self._end_request(request, self._ending(end))
         self._hand_over()
 
     def _read_inbox(self) -> None:
@@ -289,6 +298,8 @@ class AsyncEngine:
             except (RequestError, ConfigError) as error:
                 message = str(error).removeprefix(f"{request.name}: ")
                 self._end_request(request, type(error)(message))
+            except Exception as error:  # it was not foreseen, and is of this request alone
+                self._end_request(request, error)
 
     def _put_delta(self, request: _Request, index: int, delta: Delta) -> None:
         self._put(request, (index, delta))
@@ -338,7 +349,7 @@ class AsyncEngine:
         if not future.set_running_or_notify_cancel():
             return
         if isinstance(self._end, EngineDeadError):
-            future.set_exception(self._end)
+            future.set_exception(self._ending(self._end))
         else:
             future.set_result(None)
 

@@ -54,14 +54,21 @@ class CompletionRequest:
             raise ConfigError(f"body: expected a JSON object, got {shown(body)}")
         _check_model(body, config.name)
         is_stream, wants_usage = _read_stream(body)
-        if not isinstance(tiers := body.get("tiers") or False, bool):
+        tiers = body.get("tiers")
+        if tiers is not None and not isinstance(tiers, bool):
             raise ConfigError(f"tiers: must be true or false, got {shown(tiers)}")
         rest = {name: value for name, value in body.items() if name not in _OWN}
         prompts = []
-        for one in split_prompts(url, rest):
+        bodies = split_prompts(url, rest)
+        if len(bodies) > config.max_requests:  # each is a request: there would never be room for all
+            raise ConfigError(
+                f"prompt: at most {config.max_requests} on this server, got {len(bodies)}; send"
+                " several requests"
+            )
+        for one in bodies:
             read = read_body(url, one)
             unlimited = {"max_tokens": None} if url == CHAT else {}
-            values = {**defaults, **unlimited, **read.pop("sampling"), "tiers": tiers}
+            values = {**defaults, **unlimited, **read.pop("sampling"), "tiers": bool(tiers)}
             sampling = _limited(values, config)
             field, content = next(iter(read.items()))
             prompts.append(Prompt({field: content} if field == "prompt_token_ids" else content, sampling))

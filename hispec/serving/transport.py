@@ -29,7 +29,9 @@ class Failure(Exception):
 
     def __init__(self, status: int, message: str, code: str | None = None, **headers: str) -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        # It may repeat what a client sent: JSON can hold halves of characters, which cannot be sent back.
+        self.message = message.encode("utf-8", "backslashreplace").decode()
+        self.status, self.code = status, code
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
     @property
@@ -60,7 +62,8 @@ def check_key(request: Request, api_key: str | None) -> None:
     if api_key is None:
         return
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), api_key.encode()):
+    sent = token.strip(" ").encode("latin-1")  # as which starlette reads bytes, whatever they are
+    if scheme.lower() != "bearer" or not hmac.compare_digest(sent, api_key.encode()):
         raise Failure(
             401,
             "no valid API key: send it as `Authorization: Bearer KEY`",
@@ -90,13 +93,19 @@ async def read_json(request: Request, max_bytes: int) -> Any:
         raise Failure(400, f"the body is not valid JSON: {error}") from None
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-    """What `work` returns; it is cancelled when the client leaves (ClientDisconnect), or after `timeout_s`
-    seconds (TimeoutError)."""
+def now_s() -> float:
+    """Seconds on the clock of those moments at which requests are to end."""
+    return asyncio.get_running_loop().time()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T], until_s: float) -> T:
+    """What `work` returns; it is cancelled when the client leaves (ClientDisconnect), or at `until_s` by
+    `now_s` (TimeoutError)."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_await_end(request.receive))
     try:
-        await asyncio.wait((task, watch), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        left_s = max(0.0, until_s - now_s())
+        await asyncio.wait((task, watch), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientDisconnect if watch.done() else TimeoutError
@@ -105,24 +114,23 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T], timeout_s:
 
 
 class EventStream(Response):
-    """Server-sent events, as they come from a generator, which is closed when the client leaves, or after
-    `timeout_s` seconds."""
+    """Server-sent events, as they come from a generator, which is closed when the client leaves, or at
+    `until_s` by `now_s`."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], timeout_s: float) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], until_s: float) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._timeout_s = events, timeout_s
+        self._events, self._until_s = events, until_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.ensure_future(_await_end(receive))
         sending = asyncio.ensure_future(self._send_all(send))
         with suppress(OSError):  # it left while something was sent
             try:
-                await asyncio.wait(
-                    (watch, sending), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
-                )
+                left_s = max(0.0, self._until_s - now_s())
+                await asyncio.wait((watch, sending), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 if sending.done():
                     sending.result()
                 elif not watch.done():

@@ -198,7 +198,7 @@ def _draw_speed(axes: Axes, trace: Trace, stretches: Sequence[Sequence[Rounds]])
 
 def _draw_acceptance(axes: Axes, trace: Trace, looks: Mapping[str, Look]) -> None:
     """Measured and estimated shares of each route that ran, in its colour and marker."""
-    kinds = ("draft_accepted", "-", True), ("tentative_accepted", "--", False)
+    kinds = ("draft_kept", "-", True), ("tentative_accepted", "--", False)
     for name in dict.fromkeys(line.name for line in trace.rounds if line.drafted):
         look = looks[name]
         parts = _parts([line for line in trace.rounds if line.name == name], _MOST_DOTS)

@@ -75,7 +75,7 @@ class Decision(_PlanEvent):
     predicted, measured   tokens/s expected of it; tokens/s since the decision before. None: not known
     previous              name of the plan until then
     alternatives          the best ones, and what was predicted of them
-    acceptance            {route: {"draft_accepted": share, "tentative_accepted": share}}, of the rounds that
+    acceptance            {route: {"draft_kept": share, "tentative_accepted": share}}, of the rounds that
                           the controller remembers; named and counted as in the summary
     """
 

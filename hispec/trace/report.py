@@ -42,7 +42,7 @@ def _plans(plans: Mapping[str, Mapping[str, Any]]) -> Table:
     table = make_table("plan", "rounds", "seconds", "tokens/s", "mean rows", "draft kept", "tentative kept")
     for name, plan in list(plans.items())[:_MOST_PLANS]:
         shares = [percent(plan[key]) for key in ("rounds_share", "seconds_share")]
-        kept = [percent(plan[key]) for key in ("draft_accepted", "tentative_accepted")]
+        kept = [percent(plan[key]) for key in ("draft_kept", "tentative_accepted")]
         table.add_row(name, *shares, number(plan["tokens_per_s"], 1), number(plan["rows"], 1), *kept)
     return table
 

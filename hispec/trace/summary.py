@@ -78,7 +78,7 @@ def acceptance(lines: Iterable[Rounds]) -> dict[str, float | None]:
     checked = [line for line in lines if line.has_check]
     tentative = sum(line.tentative for line in checked)
     return {
-        "draft_accepted": rate(sum(line.kept for line in lines), sum(line.drafted for line in lines)),
+        "draft_kept": rate(sum(line.kept for line in lines), sum(line.drafted for line in lines)),
         "tentative_accepted": rate(sum(line.accepted for line in checked), tentative),
     }
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,8 @@ from typing import Any
 from ..errors import WorkerError
 from ..outputs import Delta
 from .launch import Launcher, Process
-from .messages import Hello, NewRequest, Start
+from .messages import Gained, Hello, NewRequest, Start
+from .totals import counts_of, sum_counts
 
 _log = logging.getLogger(__name__)
 # Of workers that served a request, which was served alone before the last; of workers one after the other
@@ -57,7 +59,8 @@ class Call:
 
 @dataclass(eq=False)
 class Worker:
-    """place: which of the pool's; calls: those that it has not replied to, in order."""
+    """place: which of the pool's; calls: those that it has not replied to, in order; counted: what it had
+    counted when it last said so."""
 
     process: Process
     place: int
@@ -65,6 +68,7 @@ class Worker:
     is_alone: bool = False  # with a request that may be what others died of
     tasks: dict[int, Task] = field(default_factory=dict)
     calls: deque[Call] = field(default_factory=deque)
+    counted: dict[str, Any] | None = None
     last_words: str | None = None
     failure: Exception | None = None  # that it could not start of
 
@@ -76,6 +80,7 @@ class Dispatcher:
 
     outbox      (number of a request, Delta), as they came; `news` gets something after each, and when
     failure     is set: why nothing will come any more
+    counts_of_dead   what workers had counted that have died; another object after each death
     start_of    what a new worker is started with, by its place and how many were replaced
     room        requests that a worker has at most; None = all are dealt out at once
     """
@@ -92,12 +97,13 @@ class Dispatcher:
         self.news: SimpleQueue[None] = SimpleQueue()
         self.failure: Exception | None = None
         self.num_replaced = self.num_given_up = 0
+        self.counts_of_dead: dict[str, Any] = {}
         self._launcher, self._start_of, self._room = launcher, start_of, room
         self._workers = [
             Worker(process, place, is_ready=place < num_ready) for place, process in enumerate(workers)
         ]
-        self._queue: deque[Task] = deque()
-        self._suspects: deque[Task] = deque()  # workers died of twice
+        self._queue: OrderedDict[int, Task] = OrderedDict()  # by number, first the next to be dealt out
+        self._suspects: OrderedDict[int, Task] = OrderedDict()  # likewise: those that workers died of twice
         self._tasks: dict[int, Task] = {}
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._woken, self._waker = socket.socketpair()
@@ -113,12 +119,15 @@ class Dispatcher:
         with suppress(OSError):  # full, so that it will wake; or closed
             self._waker.send(b"x")
 
-    def ask(self, name: str, *arguments: Any, is_lasting: bool = False) -> list[Any]:
+    def ask(
+        self, name: str, *arguments: Any, is_lasting: bool = False, patience_s: float = math.inf
+    ) -> list[Any]:
         """What a method of `serve.Server` returns or raises in each worker that is ready; of none, once there
-        is a `failure`, or if all died. is_lasting: workers that start later are to hear of it, too."""
+        is a `failure`, or if all died. is_lasting: workers that start later are to hear of it, too. Raises
+        WorkerError if they take more than `patience_s` seconds."""
         call = Call(name, arguments)
         self.post(self._call_all, call, is_lasting)
-        replies: list[Any] = self._get(call.done)
+        replies: list[Any] = self._get(call.done, patience_s)
         return replies
 
     def ask_parts(self, name: str, items: Sequence[Any]) -> list[tuple[int, Any]]:
@@ -129,13 +138,16 @@ class Dispatcher:
         parts = self._get(dealt)
         return [(begin, reply) for begin, call in parts for reply in self._get(call.done)]
 
-    def _get(self, queue: SimpleQueue[Any]) -> Any:
+    def _get(self, queue: SimpleQueue[Any], patience_s: float = math.inf) -> Any:
+        until = time.monotonic() + patience_s
         while True:
             try:
-                return queue.get(timeout=1.0)
+                return queue.get(timeout=max(0.0, min(1.0, until - time.monotonic())))
             except Empty:
                 if not self._thread.is_alive():
                     raise self.failure or WorkerError("the LLM was closed meanwhile") from None
+                if time.monotonic() >= until:
+                    raise WorkerError(f"a worker has not answered for {patience_s:g} seconds") from None
 
     @property
     def num_queued(self) -> int:
@@ -156,17 +168,19 @@ class Dispatcher:
         if threading.current_thread() is not self._thread:  # it may collect what closes this
             self._thread.join(4 * _PATIENCE_S)
 
+    def forget_dead(self) -> None:
+        """Counts of dead workers begin at 0 again."""
+        self.counts_of_dead = {}
+
     def add(self, request: NewRequest) -> None:
         self._tasks[request.number] = task = Task(request)
-        self._queue.append(task)
+        self._queue[request.number] = task
 
     def abort(self, numbers: list[int]) -> None:
-        gone = {number: task for number in numbers if (task := self._tasks.pop(number, None)) is not None}
-        for waiting in (self._queue, self._suspects):
-            if any(task in waiting for task in gone.values()):
-                kept = [task for task in waiting if task.request.number not in gone]
-                waiting.clear()
-                waiting.extend(kept)
+        gone = [number for number in numbers if self._tasks.pop(number, None) is not None]
+        for number in gone:
+            self._queue.pop(number, None)
+            self._suspects.pop(number, None)
         for worker in self._workers:
             if own := [number for number in gone if worker.tasks.pop(number, None) is not None]:
                 self._send(worker, own)
@@ -220,11 +234,17 @@ class Dispatcher:
         except (EOFError, OSError):
             self._bury(worker)
             return
-        if isinstance(message, list):
-            for number, delta in message:
+        if isinstance(message, Gained):
+            worker.counted = message.counted or worker.counted
+            for number, delta in message.deltas:
                 self._take(worker, number, delta)
         elif isinstance(message, tuple):
-            worker.calls.popleft().end_for(worker, *message)
+            call, (reply,) = worker.calls.popleft(), message
+            if call.name == "reset_stats":
+                worker.counted = None
+            elif call.name == "stats" and isinstance(reply, dict):
+                worker.counted = counts_of(reply)
+            call.end_for(worker, reply)
         elif isinstance(message, Hello):
             worker.is_ready = True
         elif isinstance(message, str):
@@ -265,12 +285,12 @@ class Dispatcher:
             if worker.tasks:  # it gets nothing new until it has ended these
                 break
             worker.is_alone = True
-            self._give(worker, self._suspects.popleft())
+            self._give(worker, self._suspects.popitem(last=False)[1])
         while self._queue and free:
             worker = min(free, key=lambda each: len(each.tasks))
             if self._room is not None and len(worker.tasks) >= self._room:
                 break
-            self._give(worker, self._queue.popleft())
+            self._give(worker, self._queue.popitem(last=False)[1])
 
     def _give(self, worker: Worker, task: Task) -> None:
         worker.tasks[task.request.number] = task
@@ -288,6 +308,7 @@ class Dispatcher:
     def _bury(self, worker: Worker) -> None:
         """Does what a dead worker leaves: gives its requests to others, and starts another."""
         self._workers.remove(worker)
+        self.counts_of_dead = sum_counts([self.counts_of_dead, worker.counted or {}])
         ending = self._launcher.bury(worker.process)
         how = worker.last_words or ending
         for call in worker.calls:
@@ -327,10 +348,10 @@ class Dispatcher:
             self.num_given_up += 1
             del self._tasks[task.request.number]
             self._put(task.request.number, Delta("", [], "", None, "error", None, error=error))
-        elif task.deaths == _MOST_DEATHS - 1:
-            self._suspects.appendleft(task)
-        else:
-            self._queue.appendleft(task)
+            return
+        again = self._suspects if task.deaths == _MOST_DEATHS - 1 else self._queue
+        again[task.request.number] = task
+        again.move_to_end(task.request.number, last=False)
 
     def _fail(self, error: Exception) -> None:
         """From now on nothing comes."""

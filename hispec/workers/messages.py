@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from ..engine.admission import Admission
 from ..errors import WorkerError
+from ..outputs import Delta
 from ..sampling_params import SamplingParams
 from ..scheduling.lengths import LengthPredictor
 from .shares import Share
@@ -68,6 +70,15 @@ class NewRequest:
     is_stream: bool
     arrival_s: float
     arrived_at: float
+
+
+@dataclass(frozen=True)
+class Gained:
+    """(number, Delta) of what requests have gained. counted: once one of them has ended, all that the worker
+    has counted, as `totals.counts_of`; in one message, so that both or neither survive its death."""
+
+    deltas: list[tuple[int, Delta]]
+    counted: dict[str, Any] | None
 
 
 def portable(error: BaseException) -> Exception:

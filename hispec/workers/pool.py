@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 import weakref
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_PATIENCE_S = 5.0  # that workers have to tell their last counts
 _MOST_TRIES = 3  # of pairs that are scored, by others when a worker has died
 
 
@@ -260,18 +262,10 @@ class WorkerPool:
 
     def stats(self) -> dict[str, Any]:
         """Those of all workers as one, and of requests that no worker has yet; "workers": of each by itself;
-        "workers_replaced": how many died. What a dead worker had counted is lost."""
+        "workers_replaced": how many died. What these had counted is in the sums, but for their work since
+        they were last asked for stats, or a request of theirs last ended."""
         if not self.is_closed:
-            each = self._ask("stats")
-            total, dispatcher = sum_stats(each), self._dispatcher
-            total["waiting"] += dispatcher.num_queued
-            own = {"refused": self._num_refused, "worker_deaths": dispatcher.num_given_up}
-            given_up = own["worker_deaths"]
-            for name, count in own.items():
-                total["errors"][name] += count
-            total["finished"] += given_up
-            total["finished_by_reason"]["error"] += given_up
-            self._last_stats = {**total, "workers": each, "workers_replaced": dispatcher.num_replaced}
+            self._read_stats()
         return self._last_stats
 
     def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:
@@ -282,6 +276,7 @@ class WorkerPool:
     def reset_stats(self) -> None:
         if not self.is_closed:
             self._ask("reset_stats")
+            self._dispatcher.post(self._dispatcher.forget_dead)
             self._num_refused = self._dispatcher.num_given_up = 0
 
     def memory(self) -> dict[str, int]:
@@ -299,19 +294,38 @@ class WorkerPool:
         if self.is_closed:
             return
         with suppress(Exception):  # what can still be read afterwards
-            self.stats()
+            self._read_stats(_PATIENCE_S)
         self.is_closed = True
         self._numbers.clear()
         self._ids.clear()
         self._dispatcher.close()
 
-    def _ask(self, name: str, *arguments: Any, is_lasting: bool = False) -> list[Any]:
+    def _read_stats(self, patience_s: float = math.inf) -> None:
+        dispatcher = self._dispatcher
+        while True:
+            dead = dispatcher.counts_of_dead
+            each = self._ask("stats", patience_s=patience_s)
+            if dispatcher.counts_of_dead is dead:  # else who died meanwhile may be in both, or in neither
+                break
+        total = sum_stats(each, dead)
+        total["waiting"] += dispatcher.num_queued
+        own = {"refused": self._num_refused, "worker_deaths": dispatcher.num_given_up}
+        given_up = own["worker_deaths"]
+        for name, count in own.items():
+            total["errors"][name] += count
+        total["finished"] += given_up
+        total["finished_by_reason"]["error"] += given_up
+        self._last_stats = {**total, "workers": each, "workers_replaced": dispatcher.num_replaced}
+
+    def _ask(
+        self, name: str, *arguments: Any, is_lasting: bool = False, patience_s: float = math.inf
+    ) -> list[Any]:
         """What a method returns in each worker. Raises what it raises in one, or what ended the last."""
         replies: list[Any] = []
         while not replies:  # all that were asked have died, and others take their places
             if self._dispatcher.failure is not None:
                 raise self._dispatcher.failure
-            replies = self._dispatcher.ask(name, *arguments, is_lasting=is_lasting)
+            replies = self._dispatcher.ask(name, *arguments, is_lasting=is_lasting, patience_s=patience_s)
         for reply in replies:
             if isinstance(reply, Exception):
                 raise reply

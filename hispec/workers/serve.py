@@ -12,14 +12,15 @@ from typing import Any
 from ..detokenizer import IncrementalText
 from ..engine import Engine
 from ..outputs import Delta, GrowingOutput
-from .messages import NewRequest, portable
+from .messages import Gained, NewRequest, portable
+from .totals import counts_of
 
 
 class Server:
     """Serves one engine.
 
     It takes NewRequests; lists of the numbers of requests to abort; (name, arguments) of methods of itself,
-    whose results or exceptions it sends; and None, which ends it. It sends lists of (number, Delta).
+    whose results or exceptions it sends; and None, which ends it. It sends Gained.
     """
 
     def __init__(self, connection: Connection, engine: Engine, is_far: bool = False) -> None:
@@ -33,7 +34,9 @@ class Server:
         threading.Thread(target=self._receive, daemon=True).start()
         while self._handle_messages():
             if self._engine.has_unfinished() and (deltas := self._step()):
-                self._connection.send(deltas)
+                has_ended = any(delta.finish_reason is not None for _, delta in deltas)
+                counted = counts_of(self._engine.stats()) if has_ended else None
+                self._connection.send(Gained(deltas, counted))
 
     def _receive(self) -> None:
         """In a thread of its own, so that nobody waits to send, and the end of the LLM's process ends this

@@ -314,7 +314,7 @@ def test_nothing_to_learn_changes_nothing_and_statistics_are_plain() -> None:
     )
     acceptance.add(1, [two], 6, 1, before)
     assert acceptance.shares() == {
-        "exit D=4 C=15": pytest.approx({"draft_accepted": 3 / 4, "tentative_accepted": 3 / 6})
+        "exit D=4 C=15": pytest.approx({"draft_kept": 3 / 4, "tentative_accepted": 3 / 6})
     }, "kept over drafted: a row without a draft counts for nothing, a wrong draft's successors count"
     stats = json.loads(json.dumps(acceptance.stats(6.0), allow_nan=False))
     assert stats["routes"]["exit D=4 C=15"]["draft_counts"] > 0

@@ -72,7 +72,7 @@ def test_every_pattern_of_agreement(plan: Plan) -> None:
         *[[set(s) for n in range(len(columns) + 1) for s in itertools.combinations(columns, n)]] * 2
     ):
         stats = first_round(plan, wrong_draft, wrong_check)
-        got = stats["draft_accepted"], stats["tentative"], stats["accepted"], stats["committed"]
+        got = stats["draft_kept"], stats["tentative"], stats["accepted"], stats["committed"]
         assert got == simulate(plan, wrong_draft, wrong_check), (wrong_draft, wrong_check)
         seen.add(got)
     assert len(seen) >= 6, "the patterns did not lead to different rounds"

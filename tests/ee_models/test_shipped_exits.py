@@ -94,6 +94,4 @@ def test_with_the_model_they_keep_its_output_and_most_are_far_above_untrained_ex
             result.outputs[0].token_ids for result in llm.chat(messages, sampling, use_tqdm=False)
         ] == plain
         stats = llm.stats()
-    assert stats["draft_accepted"] / stats["drafted"] > 0.35, (
-        "untrained, the exit after 7 layers agrees on 4 %"
-    )
+    assert stats["draft_kept"] / stats["drafted"] > 0.35, "untrained, the exit after 7 layers agrees on 4 %"

@@ -125,7 +125,7 @@ def test_prompt_lookup_forgets_what_a_lost_round_told_it(
     engine = drafter_engine(tiny_decoder, ALL["ngram"], is_static=is_static, max_model_len=64)
     assert run_through_interrupts(engine, [[7] * 20], params) == [[7] * 44]
     stats = engine.stats()
-    assert stats["drafter_failures"] == 0 and stats["looked_up_accepted"] == stats["looked_up"] > 20
+    assert stats["drafter_failures"] == 0 and stats["looked_up_kept"] == stats["looked_up"] > 20
 
 
 @pytest.mark.parametrize("is_static", [False, True])
@@ -143,7 +143,7 @@ def test_plans_of_one_draft_model_share_its_kv(
         engine.reset_stats()
         assert run(engine, PROMPTS) == expected
         stats = engine.stats()
-        assert stats["draft_accepted"] == stats["drafted"]
+        assert stats["draft_kept"] == stats["drafted"]
     assert stats["cached_tokens"] > 0
 
 

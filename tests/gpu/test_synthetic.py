@@ -39,7 +39,7 @@ def test_forced_tiers_agree_at_the_given_rates(
         decode(engine, [[7, 8, 9]] * 16, 160, first_seed=first_seed)
     counts = engine.stats()
     wanted = expected(agreement, plan.num_draft_tokens, plan.num_checks if plan.check else 0)
-    assert rate(counts["draft_accepted"], counts["drafted"]) == pytest.approx(wanted.draft_share, abs=0.03)
+    assert rate(counts["draft_kept"], counts["drafted"]) == pytest.approx(wanted.draft_share, abs=0.03)
     assert rate(counts["accepted"], counts["tentative"]) == pytest.approx(wanted.tentative_share, abs=0.03)
     assert rate(counts["committed"], counts["rounds"]) == pytest.approx(wanted.tokens, rel=0.04)
 

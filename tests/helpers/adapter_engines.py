@@ -104,7 +104,7 @@ def engine_of(tiny_decoder: Decoder, checkpoint: Checkpoint, files: dict[str, Ex
 
 def assert_always_accepted(engine: Engine) -> None:
     stats = engine.stats()
-    assert stats["drafted"] > 0 and stats["draft_accepted"] == stats["drafted"], (
+    assert stats["drafted"] > 0 and stats["draft_kept"] == stats["drafted"], (
         "the check tier rejected what is always right"
     )
     assert stats["tentative"] > 0 and stats["accepted"] == stats["tentative"], (

@@ -178,7 +178,7 @@ class FakeLLM:
         counts["row_layer_passes"] = NUM_LAYERS * num_tokens
         counts |= {
             "drafted": drafted * 4,
-            "draft_accepted": drafted * 2,
+            "draft_kept": drafted * 2,
             "tentative": drafted * 2,
             "accepted": drafted,
         }

@@ -77,7 +77,7 @@ def decision(choice: Choice, **fields: Any) -> dict[str, Any]:
     }
     values |= {
         "alternatives": [[name, 110.0], ["plain", math.nan]],
-        "acceptance": {ROUTES[1]: {"draft_accepted": np.float64(0.5), "tentative_accepted": 0.75}},
+        "acceptance": {ROUTES[1]: {"draft_kept": np.float64(0.5), "tentative_accepted": 0.75}},
     }
     return values | fields
 

@@ -72,10 +72,10 @@ def test_the_result_has_the_promised_keys_and_is_json(tmp_path: Path) -> None:
     )
     assert result["ratio_to_plain"]["plain"] == 1.0
     assert result["exact_match"] == {"transformers": [5, 6], "two_tier": [6, 6], "three_tier": [6, 6]}
-    looked_up = {"looked_up_accepted": None, "looked_up_share": None}
+    looked_up = {"looked_up_kept": None, "looked_up_share": None}
     assert result["acceptance"] == {
-        "two_tier": {"draft_accepted": 0.5, "tentative_accepted": None, **looked_up},
-        "three_tier": {"draft_accepted": 0.5, "tentative_accepted": 0.5, **looked_up},
+        "two_tier": {"draft_kept": 0.5, "tentative_accepted": None, **looked_up},
+        "three_tier": {"draft_kept": 0.5, "tentative_accepted": 0.5, **looked_up},
     }
     # Every token of the stand-in takes 1/128 second of decoding.
     assert result["decode_ratio_to_plain"] == {"plain": 1.0, "two_tier": 1.0, "three_tier": 1.0}
@@ -330,7 +330,7 @@ def test_plans_are_worded_by_layers() -> None:
 def test_rates_of_a_run_without_tokens_are_none() -> None:
     rates = Rates.of(FakeLLM("fake").stats(), None)
     assert (
-        rates.draft_accepted is rates.mean_accepted_len is rates.layer_passes_per_token is None
+        rates.draft_kept is rates.mean_accepted_len is rates.layer_passes_per_token is None
         and not rates.at_floor
     )
 
@@ -359,9 +359,9 @@ def test_low_acceptance_is_worded_by_drafter_and_needs_many_drafts(
 ) -> None:
     speculative = build(SpeculativeConfig, plan)
     stats = FakeLLM("fake").stats() | {"tokens": 9}
-    warning = floor_warning(Rates.of(stats | {"drafted": 200, "draft_accepted": 9}, speculative), speculative)
+    warning = floor_warning(Rates.of(stats | {"drafted": 200, "draft_kept": 9}, speculative), speculative)
     assert warning is not None and words in warning and absent not in warning
-    for counts in ({"drafted": 199, "draft_accepted": 0}, {"drafted": 200, "draft_accepted": 10}):
+    for counts in ({"drafted": 199, "draft_kept": 0}, {"drafted": 200, "draft_kept": 10}):
         assert floor_warning(Rates.of(stats | counts, speculative), speculative) is None
 
 
@@ -417,7 +417,7 @@ def test_the_table_has_a_line_per_engine_and_says_when_acceptance_is_at_its_floo
     printed = capsys.readouterr().out
     assert all(f"{name} " in printed for name in ("transformers", "plain", "two-tier", "three-tier"))
     assert "5/6" in printed and "50.0%" in printed and "docs/jobs.md" not in printed
-    result["acceptance"]["two_tier"]["draft_accepted"] = 0.01
+    result["acceptance"]["two_tier"]["draft_kept"] = 0.01
     result["environment"] |= {"cores": 2, "load": 1.5}
     print_bench(result | {"row_invariant": False})
     printed = capsys.readouterr().out

@@ -285,7 +285,7 @@ def test_a_row_drafts_no_further_than_the_exit_is_sure(prompts: list[list[int]],
         engine = adapter_engine(ScriptedDecoder(script), Plan(2, None, 5, 1), exits, confidence=0.5)
         run(engine, prompts, [SamplingParams(temperature=0.0, max_tokens=(num + 1) * 4) for num in drafted])
         stats = engine.stats()
-        assert stats["rounds"] == 4 * len(prompts) and stats["drafted"] == stats["draft_accepted"] == 4 * sum(
+        assert stats["rounds"] == 4 * len(prompts) and stats["drafted"] == stats["draft_kept"] == 4 * sum(
             drafted
         )
         assert stats["layer_passes"] == 4 * ((max(drafted) + 1) * 2 + 7)

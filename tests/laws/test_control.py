@@ -351,7 +351,7 @@ def test_what_is_observed_adds_up(engine_of: Make) -> None:
     )
     assert (
         drafted.sum() == stats["drafted"]
-        and kept.sum() == stats["draft_accepted"]
+        and kept.sum() == stats["draft_kept"]
         and drafted[looked_up == 1].sum() == stats["looked_up"]
     )
     for seen in control.seen:

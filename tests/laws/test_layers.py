@@ -89,7 +89,7 @@ def test_each_surviving_layer_and_position_is_computed_once(tiny_decoder: Decode
         after = engine.stats()
         committed = after["committed"] - before["committed"]
         rejected_by_check = (after["drafted"] - before["drafted"]) - (
-            after["draft_accepted"] - before["draft_accepted"]
+            after["draft_kept"] - before["draft_kept"]
         )
         by_layer = Counter[int]()
         for (layer, _, _), count in decoder.runs.items():
@@ -122,7 +122,7 @@ def test_full_depth_exits_are_always_accepted(
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=plan.window * 8)
     run(engine, random_prompts((4, 20, 9)), params)
     stats = engine.stats()
-    assert stats["accepted"] == stats["tentative"] > 0 and stats["draft_accepted"] == stats["drafted"]
+    assert stats["accepted"] == stats["tentative"] > 0 and stats["draft_kept"] == stats["drafted"]
     assert stats["accept_length_histogram"] == [0] * plan.window + [stats["rounds"]]
 
 

@@ -136,7 +136,7 @@ def check_sums(engine: Engine, tiers: Sequence[Sequence[TokenTier]]) -> Counter[
     assert counts.total() == stats["tokens"] == stats["committed"]
     assert counts.total() == sum(n * rounds for n, rounds in enumerate(stats["accept_length_histogram"]))
     assert counts["draft"] + counts["check"] == stats["accepted"]
-    assert counts["draft"] <= stats["draft_accepted"] and counts["check"] <= stats["cycles"]
+    assert counts["draft"] <= stats["draft_kept"] and counts["check"] <= stats["cycles"]
     return counts
 
 
@@ -152,7 +152,7 @@ def test_tiers_add_up_with_the_counts(tiny_decoder: Decoder, draft_model: Decode
         if "check" in ALL[name]:
             assert counts["check"] > 0
         else:
-            assert counts["check"] == 0 and counts["draft"] == stats["draft_accepted"]
+            assert counts["check"] == 0 and counts["draft"] == stats["draft_kept"]
     # Where no row has a draft, a packed round may leave the check out, which a static one does not.
     drafts = [[[tier == "draft" for tier in tiers] for tiers in one] for one in found]
     assert drafts[1] == drafts[0]

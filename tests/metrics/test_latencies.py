@@ -192,7 +192,7 @@ def test_counters_of_tiers_add_up(tiny_decoder: Decoder, plan: Plan) -> None:
         assert stats["rounds"] == verify
     else:
         assert stats["tentative"] == stats["check_kept"] + check and check > 0
-        assert (stats["check_judged"], stats["check_kept"]) == (stats["drafted"], stats["draft_accepted"])
+        assert (stats["check_judged"], stats["check_kept"]) == (stats["drafted"], stats["draft_kept"])
         assert stats["verify_corrected"] > 0
     lengths = stats["accept_length_histogram"]
     assert sum(length * count for length, count in enumerate(lengths)) == stats["committed"]

@@ -48,7 +48,8 @@ class Running:
 def serving(path: Path, *, max_requests: int | None = None, **settings: Any) -> Iterator[Running]:
     """A server on a free port; settings: of ServerConfig, and `engine` of LLM."""
     engine_settings = {**SMALL, **settings.pop("engine", {})}
-    config = ServerConfig(name="tiny", port=0, **settings)
+    limits = {} if max_requests is None else {"max_requests": max_requests}
+    config = ServerConfig(name="tiny", port=0, **limits, **settings)
     engine = AsyncEngine(lambda: LLM(str(path), **engine_settings), max_requests=max_requests)
     llm = engine.llm
     listener = listen(config)

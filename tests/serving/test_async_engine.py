@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
@@ -217,6 +218,42 @@ def test_an_engine_that_breaks_tells_all(tiny_path: Path, monkeypatch: pytest.Mo
         await engine.stats()
 
     with_engine(tiny_path, test, max_requests=2)
+
+
+def test_what_a_broken_engine_tells_newcomers_does_not_grow(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception that is raised again and again keeps the frames of all who got it, and their prompts."""
+
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        def broken() -> Any:
+            raise OSError("the device is gone")
+
+        monkeypatch.setattr(llm, "step", broken)
+        depths = []
+        for _ in range(4):
+            with pytest.raises(EngineDeadError, match="OSError") as raised:
+                await engine.generate("x", GREEDY)
+            depths.append(len(traceback.extract_tb(raised.value.__traceback__)))
+        assert depths[1:] == [depths[1]] * 3
+
+    with_engine(tiny_path, test)
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise RecursionError("nested too deeply")
+
+
+def test_a_request_that_no_error_is_foreseen_for_fails_alone(tiny_path: Path) -> None:
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        good = asyncio.create_task(engine.generate(PROMPTS[0], LONG))
+        for prompt in (Unspeakable(), {"prompt": Unspeakable()}):
+            with pytest.raises(RecursionError):
+                await engine.generate(prompt, GREEDY)
+        assert (await good).error is None and not engine.is_dead
+
+    with_engine(tiny_path, test)
 
 
 def test_an_llm_is_made_in_the_thread_that_steps_it(tiny_path: Path) -> None:

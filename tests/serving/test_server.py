@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.requests import Request
 
 from hispec import LLM, SamplingParams
+from hispec.serving import app
+from hispec.serving.transport import Failure, check_key
 from tests.serving.support import SMALL, Running, serving, wait_until
 
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
@@ -180,6 +183,7 @@ def test_many_clients_at_once_get_what_each_would_get_alone(server: Running, llm
         ("completions", {"prompt": "x", "stream_options": {}}, 400, "needs stream=true"),
         ("completions", {"prompt": "x", "model": "gpt"}, 404, "model: 'gpt' is not served here"),
         ("completions", {"prompt": ["x"] * 129}, 400, "at most 128"),
+        ("completions", {"prompt": "x", "tiers": 0}, 400, "tiers: must be true or false, got 0"),
         ("completions", {"prompt": "x", "tools": [{}]}, 400, "tools=.* is not supported"),
         ("nothing", {}, 404, "POST /v1/nothing"),
     ],
@@ -203,6 +207,12 @@ def test_wrong_requests_say_what_is_wrong(
 def test_bodies_that_are_no_json_objects_are_refused(server: Running, content: bytes) -> None:
     answer = server.http.post("/v1/completions", content=content)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_names_that_are_no_text_or_long_are_repeated_as_far_as_that_goes(server: Running) -> None:
+    for body in ({"\ud800": 1}, {"prompt": "x", "logit_bias": {"\ud800": 1}}, {"x" * 10**5: 1}):
+        answer = server.http.post("/v1/completions", content=json.dumps(body))
+        assert answer.status_code == 400 and len(answer.text) < 500
 
 
 def test_the_official_client_raises_its_own_errors(server: Running) -> None:
@@ -255,6 +265,18 @@ def test_a_key_is_asked_for(tiny_path: Path) -> None:
         guarded.settle()
 
 
+@pytest.mark.parametrize("key", ["secret", "schlüssel à", "鍵"])
+def test_a_key_may_be_of_any_characters(key: str) -> None:
+    for sent, is_right in ((key, True), (f" {key} ", True), (key[:-1], False), (f"{key}x", False)):
+        headers = [(b"authorization", f"bearer {sent}".encode())]
+        request = Request({"type": "http", "headers": headers})
+        if is_right:
+            check_key(request, key)
+        else:
+            with pytest.raises(Failure):
+                check_key(request, key)
+
+
 def test_limits(tiny_path: Path) -> None:
     with serving(tiny_path, max_requests=2, max_tokens=20, max_body_bytes=2000, timeout_s=30.0) as small:
         answer = post(small, prompt="x", max_tokens=21)
@@ -264,7 +286,8 @@ def test_limits(tiny_path: Path) -> None:
         assert post(small, prompt="x" * 3000).status_code == 413
         chunked = small.http.post("/v1/completions", content=iter([b"x" * 1500] * 2))
         assert chunked.status_code == 413
-        assert post(small, prompt=["a", "b", "c"]).status_code == 429  # three at once
+        never = post(small, prompt=["a", "b", "c"])  # trying again would not help
+        assert never.status_code == 400 and "at most 2 on this server" in never.json()["error"]["message"]
         small.settle()
         held = threading.Event()
         small.engine._post(lambda: held.wait(30) and None)
@@ -305,6 +328,25 @@ def test_a_request_that_takes_too_long_is_ended(tiny_path: Path, is_stream: bool
             held.set()
             assert last["error"]["code"] == "timeout"
         hasty.settle()
+
+
+def test_a_stream_ends_when_its_request_is_to(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """timeout_s is of all of it, what came before its first event included."""
+    seen: list[float] = []
+
+    def note(run: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            seen.append(arguments[-1])
+            return run(*arguments)
+
+        return noted
+
+    for name in ("unless_gone", "EventStream"):
+        monkeypatch.setattr(app, name, note(getattr(app, name)))
+    with serving(tiny_path, timeout_s=30.0) as steady:
+        assert events(post(steady, stream=True, **LONG).text)[-2]["choices"]
+        steady.settle()
+    assert len(seen) == 2 and seen[0] == seen[1] != 30.0  # a moment, no number of seconds for each
 
 
 def test_a_dead_engine_is_said_and_nobody_waits(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

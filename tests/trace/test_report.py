@@ -63,13 +63,13 @@ def test_the_summary_counts_rounds_and_seconds_by_plan(tmp_path: Path) -> None:
     assert [plan["seconds_share"] for plan in (ngram, plain, hybrid)] == [
         pytest.approx(share) for share in (0.7, 0.2, 0.1)
     ]
-    assert (ngram["draft_accepted"], ngram["tentative_accepted"], ngram["rows"]) == (0.5, None, 2.0)
-    assert (hybrid["draft_accepted"], hybrid["tentative_accepted"], hybrid["route"]) == (
+    assert (ngram["draft_kept"], ngram["tentative_accepted"], ngram["rows"]) == (0.5, None, 2.0)
+    assert (hybrid["draft_kept"], hybrid["tentative_accepted"], hybrid["route"]) == (
         0.5,
         pytest.approx(1 / 3),
         ROUTES[1],
     )
-    assert (plain["draft_accepted"], plain["route"]) == (None, None)
+    assert (plain["draft_kept"], plain["route"]) == (None, None)
 
 
 def test_what_came_before_the_first_round_is_no_part_of_the_span(tmp_path: Path) -> None:
@@ -343,8 +343,8 @@ def test_what_the_controller_decides_can_be_read(tmp_path: Path) -> None:
         "both are worded alike"
     )
     (plan,) = {line.name for line in read.rounds} - {"plain"}
-    measured = acceptance([line for line in read.rounds if line.name == plan])["draft_accepted"]
-    assert read.decisions[-1].acceptance[plan]["draft_accepted"] == pytest.approx(measured, abs=0.05), (
+    measured = acceptance([line for line in read.rounds if line.name == plan])["draft_kept"]
+    assert read.decisions[-1].acceptance[plan]["draft_kept"] == pytest.approx(measured, abs=0.05), (
         "estimates are of what is measured"
     )
     settled = summary["control"]["predicted_to_measured"]["p50"]

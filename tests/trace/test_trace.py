@@ -116,7 +116,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         110.0,
         (("hybrid D=4 C=15 K=3", 110.0), ("plain", None)),
     )
-    assert decided.acceptance == {ROUTES[1]: {"draft_accepted": 0.5, "tentative_accepted": 0.75}}
+    assert decided.acceptance == {ROUTES[1]: {"draft_kept": 0.5, "tentative_accepted": 0.75}}
     assert (rounds.plan, rounds.has_check, rounds.rows, rounds.rounds, rounds.context_tokens) == (
         "hybrid D=4 C=15 K=3 R=2",
         True,

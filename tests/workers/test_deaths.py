@@ -12,6 +12,7 @@ import pytest
 
 from hispec import LLM, SamplingParams
 from hispec.errors import ConfigError, WorkerError
+from hispec.metrics.table import METRICS
 from hispec.workers.dispatcher import Dispatcher
 from tests.workers.support import DEADLY, SMALL, Deadly, linux, pool, wait_until, worker_pids
 from tests.workers.test_outputs import GREEDY, PROMPTS, SAMPLED, generate, plain
@@ -37,6 +38,71 @@ def test_requests_of_a_killed_worker_are_done_again_each_once(two: LLM, one: LLM
     assert done == wanted and killed
     assert two.stats()["workers_replaced"] == len(killed)
     assert generate(two, with_seeds) == generate(one, with_seeds)
+
+
+def test_what_a_dead_worker_had_counted_of_finished_requests_is_not_lost(two: LLM) -> None:
+    two.reset_stats()
+    params = GREEDY.model_copy(update={"max_tokens": 30, "ignore_eos": True})
+    generate(two, params, ["before"])
+    for kills in range(1, 3):
+        before = two.stats()
+        for at, prompt in enumerate(PROMPTS):
+            two.add(prompt, params, str(at))
+        done = 0
+        while two.has_unfinished():
+            done += len(two.step())
+            if done >= 2 and two.stats()["workers_replaced"] == before["workers_replaced"]:
+                os.kill(worker_pids(two)[0], signal.SIGKILL)
+                wait_until(lambda n=before["workers_replaced"]: pool(two)._dispatcher.num_replaced > n)
+        after = two.stats()
+        assert after["finished"] == after["finished_by_reason"]["length"] == 1 + kills * len(PROMPTS)
+        assert after["tokens"] >= 30 * after["finished"]
+        assert sum(after["e2e_s"]["counts"]) == after["finished"]
+        for metric in METRICS:
+            if metric.kind == "counter" and not metric.label:
+                assert after[metric.name] >= before[metric.name], metric.name
+        assert (
+            after["kv_blocks_used"] == after["running"] == 0 and after["num_layers"] == before["num_layers"]
+        )
+    two.reset_stats()
+    assert two.stats()["finished"] == two.stats()["tokens"] == 0
+
+
+class Counted:
+    """A request that counts how often it is looked at."""
+
+    looks = 0
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    @property
+    def number(self) -> int:
+        Counted.looks += 1
+        return self._number
+
+
+def test_aborting_all_of_many_requests_looks_at_each_a_few_times() -> None:
+    size = 500
+    dispatcher = Dispatcher(Nothing(), [], 0, lambda *_: None, None)  # type: ignore
+    try:
+        for number in range(size):
+            dispatcher.post(dispatcher.add, Counted(number))
+        dispatcher.ask("nothing")
+        assert dispatcher.num_queued == size
+        for number in range(size):
+            dispatcher.post(dispatcher.abort, [number])
+        dispatcher.ask("nothing")
+        assert dispatcher.num_queued == 0 and Counted.looks <= 10 * size
+    finally:
+        dispatcher.close()
+
+
+class Nothing:
+    """A Launcher of no process."""
+
+    def close(self) -> None:
+        pass
 
 
 def test_a_stream_goes_on_where_a_killed_worker_left_it(two: LLM, one: LLM) -> None:

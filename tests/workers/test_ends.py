@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,8 @@ from hispec import LLM
 from hispec.config import EngineConfig
 from hispec.errors import ConfigError, WorkerError
 from hispec.outputs import RequestOutput
-from hispec.workers import launch
+from hispec.workers import dispatcher, launch
+from hispec.workers import pool as pool_module
 from hispec.workers.launch import LocalLauncher
 from hispec.workers.messages import Setup
 from hispec.workers.shares import make_shares
@@ -49,6 +51,24 @@ def test_close_leaves_no_process(tiny_path: Path) -> None:
     llm.add("a", ENDLESS, "a")
     llm.close()
     assert not any(map(is_alive, pids))
+
+
+def test_close_waits_only_so_long_for_a_worker_that_hangs(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (pool_module, dispatcher):
+        monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
+    llm = LLM(str(tiny_path), workers=2, **SMALL)
+    pids = all_pids(llm)
+    os.kill(worker_pids(llm)[1], signal.SIGSTOP)
+    closing = threading.Thread(target=llm.close, daemon=True)
+    closing.start()
+    closing.join(20.0)
+    is_over = not closing.is_alive()
+    for pid in pids:  # in any case
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert is_over and not any(map(is_alive, pids)) and llm.stats()["workers_replaced"] == 0
 
 
 def test_an_llm_that_nobody_holds_leaves_no_process(tiny_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.workers.test_outputs import GREEDY, PROMPTS, SPECULATIVE, generate
 
 pytestmark = linux
 # Not what is tentative: a check is left out where no row has drafts, which depends on the rest of the batch.
-SAME = ("tokens", "committed", "drafted", "draft_accepted", "rounds", "accept_length_histogram")
+SAME = ("tokens", "committed", "drafted", "draft_kept", "rounds", "accept_length_histogram")
 SAME += ("finished", "finished_by_reason", "errors", "num_layers")
 SUMS = ("tentative", "accepted", "check_kept", "check_corrected", "verify_corrected", "row_layer_passes")
 TIMES = ("queue_time_s", "prefill_time_s", "ttft_s", "tpot_s", "e2e_s", "inter_token_s", "token_gap_s")
