@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -40,16 +41,17 @@ def make_app(engine: AsyncEngine, config: ServerConfig, sampling: dict[str, Any]
     app = FastAPI(title="HiSpec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
 
     async def respond(request: Request, url: str) -> Response:
+        until = asyncio.get_running_loop().time() + config.timeout_s
         try:
             check_key(request, config.api_key)
             body = await read_json(request, config.max_body_bytes)
             asked = CompletionRequest.of(url, body, config, sampling)
             if not asked.is_stream:
-                made = await unless_gone(request, responder.body(asked), config.timeout_s)
+                made = await unless_gone(request, responder.body(asked), until)
                 return JSONResponse(made)
             events = responder.events(asked)
-            first = await unless_gone(request, anext(events), config.timeout_s)
-            return EventStream(_again(first, events), config.timeout_s)
+            first = await unless_gone(request, anext(events), until)
+            return EventStream(_again(first, events), until)
         except Failure:
             raise
         except BaseExceptionGroup as group:
