@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -20,7 +21,7 @@ from .completions import CompletionRequest, Responder, first_error
 from .openapi import REQUESTS
 from .server_config import ServerConfig
 from .server_metrics import ServerMetrics
-from .transport import EventStream, Failure, check_key, failure_of, now_s, read_json, unless_gone
+from .transport import EventStream, Failure, check_key, failure_of, read_json, unless_gone
 
 _log = logging.getLogger(__name__)
 
@@ -40,17 +41,17 @@ def make_app(engine: AsyncEngine, config: ServerConfig, sampling: dict[str, Any]
     app = FastAPI(title="HiSpec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
 
     async def respond(request: Request, url: str) -> Response:
+        until = asyncio.get_running_loop().time() + config.timeout_s
         try:
             check_key(request, config.api_key)
-            until_s = now_s() + config.timeout_s
             body = await read_json(request, config.max_body_bytes)
             asked = CompletionRequest.of(url, body, config, sampling)
             if not asked.is_stream:
-                made = await unless_gone(request, responder.body(asked), until_s)
+                made = await unless_gone(request, responder.body(asked), until)
                 return JSONResponse(made)
             events = responder.events(asked)
-            first = await unless_gone(request, anext(events), until_s)
-            return EventStream(_again(first, events), until_s)
+            first = await unless_gone(request, anext(events), until)
+            return EventStream(_again(first, events), until)
         except Failure:
             raise
         except BaseExceptionGroup as group:

@@ -175,7 +175,7 @@ class Responder:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(whole, *tasks, return_exceptions=True)
 
 
 def _check_model(body: dict[str, Any], name: str) -> None:

@@ -20,6 +20,7 @@ from ..utils.files import parse_json
 
 T = TypeVar("T")
 _BODY_S = 30.0  # seconds that a client has to send its body
+_LAST_S = 5.0  # that a client has to take the last event of a stream that is cut off
 _RETRY_S = 1  # after which a client may try again
 _GONE = 499  # nobody reads it: it is for logs
 
@@ -88,24 +89,21 @@ async def read_json(request: Request, max_bytes: int) -> Any:
     except TimeoutError:
         raise Failure(408, f"the body did not come within {_BODY_S:.0f} seconds", "timeout") from None
     try:
-        return parse_json(bytes(content))
+        value = parse_json(text := content.decode("utf-8-sig"))
+        if "\\ud" in text.lower():  # half a surrogate pair is no text: neither prompt nor message may have it
+            json.dumps(value, ensure_ascii=False).encode()
     except ValueError as error:
         raise Failure(400, f"the body is not valid JSON: {error}") from None
+    return value
 
 
-def now_s() -> float:
-    """Seconds on the clock of those moments at which requests are to end."""
-    return asyncio.get_running_loop().time()
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T], until_s: float) -> T:
-    """What `work` returns; it is cancelled when the client leaves (ClientDisconnect), or at `until_s` by
-    `now_s` (TimeoutError)."""
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T], until: float) -> T:
+    """What `work` returns; it is cancelled when the client leaves (ClientDisconnect), or at `until`, seconds
+    of the event loop (TimeoutError)."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_await_end(request.receive))
     try:
-        left_s = max(0.0, until_s - now_s())
-        await asyncio.wait((task, watch), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, watch), timeout=_left(until), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientDisconnect if watch.done() else TimeoutError
@@ -115,27 +113,30 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T], until_s: f
 
 class EventStream(Response):
     """Server-sent events, as they come from a generator, which is closed when the client leaves, or at
-    `until_s` by `now_s`."""
+    `until`, seconds of the event loop: also for a client that reads nothing."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], until_s: float) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], until: float) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._until_s = events, until_s
+        self._events, self._until = events, until
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.ensure_future(_await_end(receive))
         sending = asyncio.ensure_future(self._send_all(send))
         with suppress(OSError):  # it left while something was sent
             try:
-                left_s = max(0.0, self._until_s - now_s())
-                await asyncio.wait((watch, sending), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    (watch, sending), timeout=_left(self._until), return_when=asyncio.FIRST_COMPLETED
+                )
                 if sending.done():
                     sending.result()
                 elif not watch.done():
                     await _cancel(sending)
-                    await _send_piece(send, event(failure_of(TimeoutError()).body), is_last=True)
+                    with suppress(TimeoutError):  # it reads nothing: the connection is closed without it
+                        async with asyncio.timeout(_LAST_S):
+                            await _send_piece(send, event(failure_of(TimeoutError()).body), is_last=True)
             finally:
                 await _cancel(watch, sending)
 
@@ -154,6 +155,10 @@ async def _send_piece(send: Send, text: str, is_last: bool = False) -> None:
 def event(value: Any) -> str:
     """A server-sent event of JSON."""
     return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
+
+
+def _left(until: float) -> float:
+    return max(0.0, until - asyncio.get_running_loop().time())
 
 
 async def _await_end(receive: Receive) -> None:
