@@ -1,94 +1,148 @@
 """What HiSpec does on a GPU: correct first, then how fast, against floors, plain decoding and transformers.
-One command, under 8 minutes:
+One command, a process for each part:
 
-    python benchmarks/gpu.py [--out DIR] [--model FOLDER] [--parts correctness,smollm2,shapes]
-    python benchmarks/gpu_report.py DIR/gpu-NAME.json
+    python benchmarks/gpu.py --parts smoke        two minutes: does it run here at all, and what is missing
+    python benchmarks/gpu.py [--out DIR] [--model FOLDER] [--parts smoke,correctness,shapes]
+    python benchmarks/gpu_report.py DIR/gpu-NAME-TIME.json
 
-Parts stop when --seconds are over, whatever they are at; the JSON is written after each, and the table comes
-last in any case. Figures that were not measured are null, with the reason. Exit code 1: something is wrong,
-and is said; 2: it cannot run here.
+A part that dies ends none of the others. Each writes a JSON and a log of its own, in DIR/gpu-NAME-TIME/; what
+they have found together is in the file beside it, written after each part. No run overwrites another.
+Parts stop when their time is over, or --seconds are, whatever they are at. Figures that were not measured are
+null, with the reason. Exit code 1: something is wrong, and is said; 2: it cannot run here.
 
-    python benchmarks/gpu.py --tiny --device cpu     every path of it with tiny random models, in a minute;
-                                                     measures nothing
+    python benchmarks/gpu.py --tiny --device cpu  every path of it with tiny random models, in minutes;
+                                                  measures nothing
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import json
+import os
 import re
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
-from benchmarks.gpu_run import REHEARSAL, SYNTHETIC, Bench, OutOfTime, arm, figure_rows, state_of
-from hispec.utils.environment import hardware_text
+from benchmarks.gpu_needs import how_to_bring, missing
 
 ROOT = Path(__file__).resolve().parents[1]
+
+GRACE_S = 30.0  # for a part that its own alarm cannot interrupt
+LOG_LINES = 15
+
+
+@dataclass(frozen=True)
+class Part:
+    """seconds: the most that it may take, compiling included."""
+
+    module: str
+    seconds: float
+
+
+# What nothing else is worth without comes first, then what most is to be learnt from; the profiler, which may
+# leave a process slower than it found it, last.
 PARTS = {
-    "correctness": "benchmarks.gpu_correctness",
-    "smollm2": "benchmarks.gpu_smollm2",
-    "shapes": "benchmarks.gpu_shapes",
+    "smoke": Part("benchmarks.gpu_smoke", 120),
+    "correctness": Part("benchmarks.gpu_correctness", 200),
+    "shapes": Part("benchmarks.gpu_shapes", 240),
+    "smollm2": Part("benchmarks.gpu_smollm2", 240),
+    "sampled": Part("benchmarks.gpu_sampled", 120),
+    "settings": Part("benchmarks.gpu_settings", 120),
+    "profile": Part("benchmarks.gpu_profile", 120),
 }
 
 
-def run_part(name: str) -> Any:
-    """Imported only now: what one part lacks on this machine costs none of the others."""
+def run_parts(
+    parts: Mapping[str, Part], folder: Path, joined: Path, seconds: float, arguments: Sequence[str]
+) -> dict[str, Any]:
+    """Every part in a process of its own -> what they have found together, which is also in `joined`."""
+    from benchmarks.gpu_joined import join_parts
 
-    def run(bench: Bench, out: dict[str, Any]) -> None:
-        importlib.import_module(PARTS[name]).run(bench, out)
-
-    return run
-
-
-def measure(bench: Bench, parts: Sequence[str]) -> None:
-    """All parts within the time; the JSON is there whatever happens."""
-    disarm = arm(bench.left())
-    try:
-        for name in parts:
-            bench.part(name, run_part(name))
-    except OutOfTime:  # between two parts
-        pass
-    finally:
-        disarm()
-        for name in parts:
-            bench.result["parts"].setdefault(name, {"status": "left out: the time was up"})
-        bench.save()
+    ends = time.monotonic() + seconds
+    died: dict[str, str] = {}
+    for name, part in parts.items():
+        left = min(part.seconds, ends - time.monotonic())
+        if left <= 0:
+            died[name] = "left out: the time was up"
+        else:
+            print(f"{name}: at most {left:.0f} s", flush=True)
+            status = run_part(name, part, folder, left, arguments)
+            if status is not None:
+                died[name] = status
+                print(f"FAILED: {name}: {status}", flush=True)
+        result = join_parts(folder, list(parts), died)
+        temporary = joined.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.replace(joined)
+    return result
 
 
-def print_table(result: dict[str, Any]) -> None:
-    """Short, and last."""
-    print()
-    if result["rehearsal"]:
-        print(f"*** {REHEARSAL} ***")
-    print(f"{hardware_text(result['environment'])}; {result['label']}")
-    for name, part in result["parts"].items():
-        print(f"  {state_of(name, part)} ({part.get('seconds', 0.0)} s)")
-    for name, measured in result["parts"].get("shapes", {}).items():
-        for batch, found in measured.items() if isinstance(measured, dict) else ():
-            if isinstance(found, dict) and "synthetic" in found:
-                ratios = ", ".join(
-                    f"{case} {ratio:.2f}"
-                    for case, ratio in found["synthetic"]["ratio_to_plain"].items()
-                    if case != "plain"
-                )
-                print(f"  {name}, {batch}, {SYNTHETIC.split(':')[0].upper()}, x plain: {ratios}")
-    rows = [("figure", "value", "target", ""), *figure_rows(result)]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    for key, reason in {} if result["rehearsal"] else result["reasons"].items():
-        print(f"  {key}: {reason}")
-    for text in result["failures"]:
-        print(f"FAILED: {text}")
-    print("correct" if not result["failures"] else f"{len(result['failures'])} FAILURES")
+def run_part(name: str, part: Part, folder: Path, seconds: float, arguments: Sequence[str]) -> str | None:
+    """What its process died of; None = it went through, whatever it found."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_part.py"), name, part.module]
+    command += ["--into", str(folder / f"{name}.json"), "--seconds", f"{seconds:.1f}", *arguments]
+    # Garbage that holds memory of the GPU is collected before a capture, not in the middle of one.
+    environment = {"TORCH_CUDAGRAPH_GC": "1", "PYTHONUNBUFFERED": "1", **os.environ}
+    log = folder / f"{name}.log"
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(seconds + GRACE_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    print("\n".join(f"  {line}" for line in lines[-LOG_LINES:]), flush=True)
+    if code is None:
+        return f"did not stop within {seconds + GRACE_S:.0f} s, and was killed; see {log.name}"
+    if code in (0, 1):
+        return None
+    how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return f"its process ended by {how}: {last[:300]}; see {log.name}"
+
+
+def new_folder(out: Path, name: str, now: str) -> Path:
+    """A folder that was not there before."""
+    out.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 1000):
+        folder = out / f"gpu-{name}-{now}{'' if number == 1 else f'-{number}'}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise FileExistsError(f"{out}: a thousand runs in one second")
+
+
+def options_of(parser: argparse.ArgumentParser) -> None:
+    """Those that the command and its parts have in common."""
+    parser.add_argument(
+        "--model", help="folder with SmolLM2-135M-Instruct; else what `hispec fetch smollm2` has fetched"
+    )
+    parser.add_argument(
+        "--prompts", help='JSON lines of {"prompt": ..., "task": ...} (configs/quickstart_prompts.jsonl)'
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a rehearsal: tiny random models; figures stay null"
+    )
+    parser.add_argument(
+        "--settings", default="", help="of the part settings: some of its names (all); see gpu_settings.py"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,26 +150,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--out", type=Path, help="folder of the JSON (benchmarks/results; outputs for a rehearsal)"
+        "--out", type=Path, help="folder of the results (benchmarks/results; outputs for a rehearsal)"
     )
-    parser.add_argument(
-        "--model", help="folder with SmolLM2-135M-Instruct; else what `hispec fetch smollm2` has fetched"
-    )
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        help='JSON lines of {"prompt": ..., "task": ...} (configs/quickstart_prompts.jsonl)',
-    )
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
-    parser.add_argument("--seconds", type=float, default=450.0, help="time for all parts (%(default)g)")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--tiny", action="store_true", help="a rehearsal: tiny random models; figures stay null"
-    )
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s, in their order")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="time for all parts (%(default)g)")
+    options_of(parser)
     chosen = parser.parse_args(arguments)
-    parts = [part for part in chosen.parts.split(",") if part]
-    if unknown := set(parts) - set(PARTS):
+    wanted = [part for part in chosen.parts.split(",") if part]
+    if unknown := set(wanted) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    lacking, _ = missing(on_gpu=chosen.device != "cpu")
+    if lacking:
+        print(how_to_bring(lacking), file=sys.stderr)
+        return 2
+    import torch
+
     device = torch.device(chosen.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print(
@@ -126,9 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type != "cuda" and not chosen.tiny:
         print(f"--device {device}: only a rehearsal runs there; add --tiny", file=sys.stderr)
         return 2
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("highest")  # no TF32: float32 is to be compared token for token
+    from benchmarks.gpu_joined import print_table
+
     is_rehearsal = chosen.tiny or device.type != "cuda"
     name = (
         "rehearsal"
@@ -136,16 +184,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
     )
     out = chosen.out or ROOT / ("outputs" if is_rehearsal else "benchmarks/results")
-    options = {
-        "model": chosen.model,
-        "prompts": None if chosen.prompts is None else str(chosen.prompts),
-        "parts": parts,
-    }
-    bench = Bench(device, chosen.tiny, chosen.seconds, out / f"gpu-{name}.json", options)
-    measure(bench, parts)
-    print_table(bench.result)
-    print(bench.path)
-    return 1 if bench.result["failures"] else 0
+    folder = new_folder(out.absolute(), name, time.strftime("%Y%m%d-%H%M%S"))
+    passed = ["--device", chosen.device, "--settings", chosen.settings, *(["--tiny"] if chosen.tiny else [])]
+    for option in ("model", "prompts"):
+        if (value := getattr(chosen, option)) is not None:
+            # Parts run elsewhere; the name of a known model is no path.
+            passed += [f"--{option}", str(Path(value).absolute()) if Path(value).exists() else value]
+    joined = folder.with_suffix(".json")
+    parts = {part: PARTS[part] for part in PARTS if part in wanted}
+    result = run_parts(parts, folder, joined, chosen.seconds, passed)
+    print_table(result)
+    print(joined)
+    return 1 if result["failures"] else 0
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_compiling import COMPILING
 from benchmarks.gpu_run import Bench
 from ee_models.decoder import Decoder
 from ee_models.exits import Exit
@@ -117,7 +118,7 @@ def make_engine(
 class Decoded:
     """What requests that ran together gave. seconds: all of it, prompts included. decode_*: from the step
     that brought the last of them its first tokens on; a round is read when it is done and the next already
-    runs, so these are rounds alone, and whole ones.
+    runs, so these are rounds alone, and whole ones. What was compiled meanwhile is left out of both.
     """
 
     outputs: list[TokenIds]
@@ -146,29 +147,37 @@ def decode(
     *,
     logprobs: int | None = None,
     temperature: float = 0.0,
+    top_p: float = 1.0,
     first_seed: int = 0,
     while_full: bool = False,
+    steps: int | None = None,
 ) -> Decoded:
     """All prompts together, `max_tokens` each: what ends a text does not end it here, so that all engines do
     the same work.
 
     while_full   stop all as soon as the first of them is done: a server would fill its row again, and here
                  the rest would be other, smaller batches, with graphs of their own
+    steps        stop all after so many steps
     """
     outputs: dict[str, TokenIds] = {}
     kept: dict[str, list[TokenLogprobs]] = {}
-    started = time.perf_counter()
+    started = _not_compiling_s()
     for number, prompt in enumerate(prompts, start=first_seed):
         params = SamplingParams(
-            temperature=temperature, seed=number, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs
+            temperature=temperature,
+            top_p=top_p,
+            seed=number,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            logprobs=logprobs,
         )
         request_id = engine.add_request(prompt, params)
         outputs[request_id], kept[request_id] = [], []
-    waiting, began, tokens, rounds = set(outputs), started, 0, 0
+    waiting, began, tokens, rounds, done = set(outputs), started, 0, 0, 0
     now = started
     while engine.has_unfinished():
         deltas = engine.step()
-        now = time.perf_counter()
+        now = _not_compiling_s()
         for delta in deltas:
             if delta.error is not None:
                 raise RuntimeError(delta.error)
@@ -180,9 +189,16 @@ def decode(
         elif deltas:
             tokens += sum(len(delta.token_ids) for delta in deltas)
             rounds += 1
-        if while_full and not waiting and any(delta.finish_reason is not None for delta in deltas):
+        done += 1
+        is_first_done = not waiting and any(delta.finish_reason is not None for delta in deltas)
+        if (while_full and is_first_done) or done == steps:
             engine.abort(outputs, notify=False)
     return Decoded(list(outputs.values()), list(kept.values()), now - started, now - began, tokens, rounds)
+
+
+def _not_compiling_s() -> float:
+    """Seconds of a clock that stands still while Triton compiles."""
+    return time.perf_counter() - COMPILING.seconds
 
 
 def grouped(prompts: Sequence[TokenIds], rows: int) -> list[list[TokenIds]]:

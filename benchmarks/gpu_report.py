@@ -81,6 +81,9 @@ def lines_of(result: dict[str, Any] | None, source: str = "") -> list[str]:
     lines += _correctness(parts.get("correctness", {}))
     lines += _smollm2(parts.get("smollm2", {}))
     lines += _shapes(parts.get("shapes", {}))
+    lines += _sampled(parts.get("sampled", {}))
+    lines += _profile(parts.get("profile", {}))
+    lines += _compiling(parts)
     return lines
 
 
@@ -215,6 +218,58 @@ def _shapes(part: dict[str, Any]) -> Iterator[str]:
         yield from ("", f"Kernels of a plain round per layer: {', '.join(kernels) or 'not counted'}.")
         yield from ("", "**Synthetic acceptance**, which says nothing of any model:", "")
         yield from table(("shape", "", "plan, reading of the paper's rates", "tokens/s", "× plain"), ratios)
+
+
+def _sampled(part: dict[str, Any]) -> Iterator[str]:
+    rows = [
+        [
+            name,
+            *(
+                f"{found[tier]['ms_per_round']['sampled']:.3f} ({found[tier]['sampled / greedy']:.2f})"
+                for tier in ("plain", "three_tier")
+            ),
+            f"{found['three_tier / plain']['sampled']:.2f}",
+        ]
+        for name, found in part.items()
+        if isinstance(found, dict) and "three_tier / plain" in found
+    ]
+    if rows:
+        how = part["sampling"]
+        yield from (
+            "",
+            (
+                f"Sampled at temperature {how['temperature']} and top_p {how['top_p']}: ms of a round (over"
+                " that of a greedy one), and tokens/s of three tiers × plain's:"
+            ),
+            "",
+        )
+        yield from table(("", "plain", "three tiers", "× plain"), rows)
+
+
+def _profile(part: dict[str, Any]) -> Iterator[str]:
+    rows = [
+        [
+            name,
+            str(found["kernels"]),
+            f"{found['us'] / 1e3:.3f}",
+            f"{found['ms']:.3f}",
+            ", ".join(f"{each['name'][:40]} {each['count']} × ({each['us']:.0f} us)" for each in longest),
+        ]
+        for name, found in part.items()
+        if isinstance(found, dict) and (longest := found.get("longest", [])[:3])
+    ]
+    if rows:
+        yield from ("", f"One replay of a round's graph on {part['model']}, batch 1:", "")
+        yield from table(("", "kernels", "ms of kernels", "ms of the replay", "longest in sum"), rows)
+
+
+def _compiling(parts: dict[str, Any]) -> Iterator[str]:
+    seconds = {
+        name: part["compiling"]["seconds"] for name, part in parts.items() if part.get("compiling", {})
+    }
+    if any(seconds.values()):
+        said = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items() if value)
+        yield from ("", f"Compiling of kernels, left out of all times: {said}.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

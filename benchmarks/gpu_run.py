@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_compiling import COMPILING
 from benchmarks.gpu_timing import Clock, copy_bandwidth
 from hispec.utils.environment import environment
 
@@ -134,7 +135,7 @@ class Bench:
                 "left_out": f"{max(0.0, self.left()):.0f} s were left, and it takes about {seconds:.0f}"
             }
             return None
-        started = time.monotonic()
+        started, compiled = time.monotonic(), COMPILING.seconds
         try:
             out[name] = run()
         except Exception as error:
@@ -145,15 +146,19 @@ class Bench:
             return None
         finally:
             self.tidy()
+            compiling = COMPILING.seconds - compiled
             out.setdefault("seconds_of_steps", {})[name] = round(time.monotonic() - started, 2)
-        print(f"  {name}: {time.monotonic() - started:.1f} s", flush=True)
+            out.setdefault("compiling_of_steps", {})[name] = round(compiling, 2)
+        said = f", {compiling:.1f} s of it compiling" if compiling else ""
+        print(f"  {name}: {time.monotonic() - started:.1f} s{said}", flush=True)
+        self.save()
         return out[name]
 
     def part(self, name: str, run: Callable[[Bench, dict[str, Any]], None]) -> None:
         """run(self, out), whatever comes of it; then the JSON is written."""
         out: dict[str, Any] = {}
         self.result["parts"][name] = out
-        started = time.monotonic()
+        started, compiled, kernels = time.monotonic(), COMPILING.seconds, COMPILING.kernels
         print(f"{name}: {max(0.0, self.left()):.0f} s left", flush=True)
         try:
             if self.left() <= 0:
@@ -166,6 +171,10 @@ class Bench:
             out |= {"status": "failed", "error": _short(error), "traceback": traceback.format_exc()}
             self.fail(f"{name}: {_short(error)}")
         out["seconds"] = round(time.monotonic() - started, 2)
+        out["compiling"] = {
+            "seconds": round(COMPILING.seconds - compiled, 2),
+            "compiled_kernels": COMPILING.kernels - kernels,
+        }
         self.tidy()
         self.save()
 
@@ -181,6 +190,7 @@ class Bench:
         counts = {} if self.is_rehearsal else self._values
         self.result["figures"] = {key: counts.get(key) for key in FIGURES}
         self.result["reasons"] = {key: self._reason(key) for key in FIGURES if key not in counts}
+        self.result["said"] = sorted(self._reasons)  # those of reasons that a part gave itself
         if self.is_rehearsal:
             self.result["rehearsed_not_measured"] = dict(self._values)
         self.path.parent.mkdir(parents=True, exist_ok=True)

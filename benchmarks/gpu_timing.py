@@ -66,8 +66,8 @@ def copy_bandwidth(clock: Clock, device: torch.device, num_bytes: int) -> float:
 
 
 def count_kernels(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Kernels that run() launches, copies and fills of memory left out; on a CPU, which has none, torch's
-    operations stand in for them."""
+    """Kernels that run() launches, copies and fills of memory left out, and their microseconds, those that
+    take longest first; on a CPU, which has none, torch's operations stand in for them."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as recorded:
@@ -75,12 +75,24 @@ def count_kernels(run: Callable[[], object], device: torch.device) -> dict[str, 
         if on_gpu:
             torch.cuda.synchronize(device)
     wanted = "DeviceType.CUDA" if on_gpu else "DeviceType.CPU"
-    names = Counter(
-        event.name
-        for event in recorded.events()
-        if str(event.device_type) == wanted and not event.name.startswith(("Memcpy", "Memset"))
-    )
+    names: Counter[str] = Counter()
+    us: Counter[str] = Counter()
+    copies = 0
+    for event in recorded.events():
+        if str(event.device_type) != wanted:
+            continue
+        if event.name.startswith(("Memcpy", "Memset")):
+            copies += 1
+            continue
+        names[event.name] += 1
+        us[event.name] += event.time_range.elapsed_us()
     return {
         "kernels": sum(names.values()),
+        "copies": copies,
+        "us": round(sum(us.values()), 1),
         "most": {name[:100]: count for name, count in names.most_common(12)},
+        "longest": [
+            {"name": name[:100], "count": names[name], "us": round(spent, 1)}
+            for name, spent in us.most_common(25)
+        ],
     }

@@ -10,7 +10,7 @@ class HiddenBuffer:
     """One tensor `data` [exits, rows, window, hidden], overwritten round after round, never concatenated.
 
     Addressed by `index` [tokens] = row * window + position within the round. Index -1 is a scratch entry
-    ahead of all others, for what is to be written nowhere. Holds uncommitted positions only: a round reads
+    behind all others, for what is to be written nowhere. Holds uncommitted positions only: a round reads
     nothing that it has not written itself.
     """
 
@@ -26,7 +26,7 @@ class HiddenBuffer:
         self.window = window
         # Zeros, not empty: padding is computed too, and must be finite.
         self._storage = torch.zeros(num_exits, num_rows * window + 1, hidden_size, dtype=dtype, device=device)
-        self.data = self._storage[:, 1:].unflatten(1, (num_rows, window))
+        self.data = self._storage[:, :-1].unflatten(1, (num_rows, window))
 
     @property
     def num_bytes(self) -> int:
@@ -34,16 +34,15 @@ class HiddenBuffer:
 
     def rows(self, exit_index: int) -> Tensor:
         """[rows * window, hidden]: where the hidden state at an index of 0 or more lies."""
-        return self._storage[exit_index, 1:]
+        return self._storage[exit_index, :-1]
 
     def write(self, exit_index: int, index: Tensor, hidden: Tensor) -> None:
         """Stores hidden [tokens, hidden] at index [tokens]."""
-        # Indexing by a tensor would go to several threads on a CPU, for a few microseconds of work.
-        self._storage[exit_index].index_copy_(0, index + 1, hidden)
+        self._storage[exit_index][index] = hidden
 
     def read(self, exit_index: int, index: Tensor) -> Tensor:
         """A copy [tokens, hidden] of the hidden states at index [tokens]."""
-        return self._storage[exit_index].index_select(0, index + 1)
+        return self._storage[exit_index][index]
 
     def move(self, exit_index: int, sources: Tensor, targets: Tensor) -> None:
         """Copies hidden states from index sources [n] to index targets [n], all read before any is written; a

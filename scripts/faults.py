@@ -69,7 +69,7 @@ def _indent(line: str) -> int:
 FAULTS = (
     Fault(
         "rollback off by one: a rejected position counts as computed",
-        "hispec/decoding/round.py",
+        "hispec/decoding/row_steps.py",
         "torch.minimum(accepted + 1, num_live)",
         "torch.minimum(accepted + 2, num_live)",
     ),
@@ -82,8 +82,8 @@ FAULTS = (
     Fault(
         "a stale hidden row: the last draft's is not stored",
         "hispec/drafters/autoregressive.py",
-        "            self._head.fill(batch, span)\n            return drafting",
-        "            return drafting",
+        "            self._head.fill(batch, span)\n            return num_live",
+        "            return num_live",
     ),
     Fault(
         "adapter KV of the last draft is not written (what Kangaroo has to catch up)",
@@ -493,8 +493,8 @@ FAULTS = (
     Fault(
         "rejection: verify passes over the last tentative token",
         "hispec/decoding/round.py",
-        "torch.zeros_like(num_put), num_put)\n        result",
-        "torch.zeros_like(num_put), num_put - 1)\n        result",
+        "zeros(batch.num_rows, device), num_put)",
+        "zeros(batch.num_rows, device), num_put - 1)",
         ("tests/laws/test_rejection.py",),
     ),
     Fault(
@@ -552,15 +552,15 @@ FAULTS = (
     ),
     Fault(
         "the round in flight begins with a token before the last committed one",
-        "hispec/runner/launchers.py",
+        "hispec/runner/round_inputs.py",
         "gather(1, counts.unsqueeze(1))",
         "gather(1, (counts - 1).clamp(min=0).unsqueeze(1))",
         STATIC,
     ),
     Fault(
         "the round in flight may output more than is left",
-        "hispec/runner/launchers.py",
-        "            room -= counts\n",
+        "hispec/runner/round_inputs.py",
+        "    room -= counts\n",
         "",
         STATIC,
     ),
@@ -580,9 +580,23 @@ FAULTS = (
     ),
     Fault(
         "a stage's graph reads another round's limits",
-        "hispec/runner/launchers.py",
-        "torch.minimum(cap, room, out=self._limits[:num_rows])",
+        "hispec/runner/round_inputs.py",
+        "torch.minimum(cap, room, out=limits)",
         "torch.minimum(cap, room)",
+        STATIC,
+    ),
+    Fault(
+        "a failed capture ends the step",
+        "hispec/runner/cuda_graphs.py",
+        "            self._refuse(key, error)\n            return\n",
+        "            raise\n",
+        STATIC,
+    ),
+    Fault(
+        "a capture that failed is tried again in each round",
+        "hispec/runner/cuda_graphs.py",
+        "        self._failed.add(key)\n",
+        "        pass\n",
         STATIC,
     ),
     Fault(
@@ -636,8 +650,8 @@ FAULTS = (
     ),
     Fault(
         "a request drafts more than it may",
-        "hispec/decoding/drafter.py",
-        "torch.minimum(left, batch.most_drafts) if tree.is_chain else left",
+        "hispec/decoding/row_steps.py",
+        "torch.minimum(left, batch.most_drafts + 1) if tree.is_chain else left",
         "left",
         CONTROL,
     ),
@@ -706,10 +720,10 @@ FAULTS = (
     ),
     Fault(
         "gate: where the check is unsure, its own token is dropped",
-        "hispec/decoding/round.py",
+        "hispec/decoding/row_steps.py",
         "batch.stop(~verdict.goes_on, num_put)",
         "num_put = num_put - (~verdict.goes_on & (num_put > 1)).long()\n"
-        "                batch.stop(~verdict.goes_on, num_put)",
+        "        batch.stop(~verdict.goes_on, num_put)",
         ("tests/laws/test_rejection.py",),
     ),
     Fault(
@@ -756,9 +770,9 @@ FAULTS = (
     ),
     Fault(
         "gate: cycles that a row did not take count as cycles",
-        "hispec/decoding/round.py",
-        "torch.where(num_put < batch.limits, proposals.counts, -1)",
-        "proposals.counts",
+        "hispec/decoding/row_steps.py",
+        "torch.where(is_live, counts, -1)",
+        "counts",
         GATE,
     ),
     Fault(
@@ -868,14 +882,14 @@ FAULTS = (
     ),
     Fault(
         "no numbers: nobody looks at the logits that are chosen",
-        "hispec/decoding/round.py",
+        "hispec/decoding/row_steps.py",
         "return torch.where(is_committed, chosen, 0.0).sum(-1)",
         "return torch.where(is_committed, chosen, 0.0).nan_to_num(0.0, 0.0, 0.0).sum(-1)",
         NUMBERS,
     ),
     Fault(
         "no numbers: those of tokens that are not committed count",
-        "hispec/decoding/round.py",
+        "hispec/decoding/row_steps.py",
         "return torch.where(is_committed, chosen, 0.0).sum(-1)",
         "return chosen.sum(-1)",
         NUMBERS,

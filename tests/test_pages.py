@@ -7,12 +7,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -37,6 +42,29 @@ def blocks(page: str) -> list[str]:
     """The indented code of a page, block by block."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return ["\n".join(line[4:] for line in block.splitlines()).strip("\n") for block in BLOCK.findall(text)]
+
+
+# What makes each command of README's list small, for the slow test that runs them. `train` takes hours and
+# prompts that do not come with HiSpec: tests/training has runs of it.
+FEW = ["input.limit=2", "sampling.max_tokens=8", "output.path=out.jsonl"]
+TINY = ["--limit=2", "--max-tokens=8", "--repeats=1"]
+SMALL_RUNS: dict[str, list[str] | None] = {
+    "hispec run configs/quickstart.yaml": ["--set", *FEW, "engine.trace=trace.jsonl"],
+    "hispec run configs/quickstart.yaml --ray": ["local", "--set", *FEW],
+    "hispec serve smollm2": ["--port", "0"],
+    'hispec generate --model smollm2 "Why is the sky blue?"': ["--max-tokens", "8"],
+    "hispec bench configs/quickstart.yaml": [
+        "--limit=2",
+        "--max-tokens=8",
+        "--repeats=1",
+        "--no-transformers",
+    ],
+    "hispec report trace.jsonl out.jsonl --html report.html": [],
+    "hispec profile configs/quickstart.yaml": [*TINY, "--top=1"],
+    "hispec train configs/train_smollm2.yaml": None,
+    "hispec simulate configs/simulate_smartspec.yaml": ["--no-progress", "--set", "requests.num=200"],
+    "hispec env": [],
+}
 
 
 def python_of(page: str) -> list[str]:
@@ -196,3 +224,40 @@ def test_commands_are_taken(page: str) -> None:
             )
             for option in (word for word in arguments if word.startswith("--")):
                 assert f'"{option}"' in source, f"{command}: no {option}"
+
+
+def readme_commands() -> list[str]:
+    (block,) = (block for block in blocks("README.md") if block.startswith("hispec run"))
+    return [re.split(r"\s+#", line)[0] for line in block.splitlines()]
+
+
+@pytest.mark.slow
+def test_readmes_commands_run(tmp_path: Path) -> None:
+    """With the model that `make test-slow` has fetched; in README's order: one reads what another wrote."""
+    commands = readme_commands()
+    assert commands == list(SMALL_RUNS)
+    for command in commands:
+        if (small := SMALL_RUNS[command]) is None:
+            continue
+        _, *words = shlex.split(command.replace("configs/", f"{ROOT}/configs/"))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hispec", *words, *small],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
+        if words[0] == "serve":
+            url = next(
+                found.group() for line in process.stdout if (found := re.search(r"http://[\d.:]+", line))
+            )
+            assert httpx.get(f"{url}/health", timeout=60.0).status_code == 200
+            process.terminate()
+        said = process.stdout.read()
+        ends = (0, -signal.SIGTERM) if words[0] == "serve" else (0,)
+        assert process.wait(60) in ends, f"{command}: {said}"
+        assert said or words[0] in ("serve", "report"), command
+    assert (tmp_path / "report.html").exists() and (tmp_path / "out.jsonl").exists()

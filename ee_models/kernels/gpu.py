@@ -55,7 +55,7 @@ def _add_rms_norm(
     tl.store(out + token * size + i, cast(scaled, dtype), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions", "slots"])
 def _rope_and_store(
     qkv: tl.tensor,
     cos_sin: tl.tensor,

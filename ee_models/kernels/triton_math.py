@@ -7,12 +7,28 @@ Triton's interpreter does.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 
 # The interpreter runs kernels in numpy, for tests without a GPU. It has no bfloat16: it truncates where a GPU
 # rounds, and its products take the bits for integers.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def unspecialised_jit(kernel: Callable[..., None]) -> Any:
+    """triton.jit of a small kernel, once for all values of its arguments but constants.
+
+    Triton compiles a kernel anew for an integer that is 1 or a multiple of 16, and for an address that is not
+    one of 16 bytes, as a row of a tensor may have. That would be again and again while numbers of rows and
+    lengths vary, for nothing that such a kernel gains."""
+    kinds = inspect.get_annotations(kernel, eval_str=False).items()
+    return triton.jit(do_not_specialize=[name for name, kind in kinds if "constexpr" not in str(kind)])(
+        kernel
+    )
 
 
 @triton.jit

@@ -35,8 +35,8 @@ class EngineConfig(Settings):
     exact_verify            on a GPU, use slower kernels whose result for a token does not depend on what else
                             is in the pass, so that speculative and plain output agree bit for bit; on a CPU
                             they always do
-    max_graphs              graphs kept, one per plan, number of rows, length of context and way of sampling;
-                            the least recently used makes room
+    max_graphs              graphs kept, one per plan, number of rows, length of context and way of sampling
+                            (those of a round's stages count as one); the least recently used makes room
     max_graph_bytes         GPU memory reserved for graphs
     trace                   file that decisions, rounds and requests are recorded in, one JSON object per
                             line, for `hispec report` and `hispec simulate`

@@ -7,59 +7,71 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ee_models.kernels.triton_math import unspecialised_jit
 
-@triton.jit
+
+@unspecialised_jit
 def _accept_chain(
     own: tl.tensor,
-    proposed: tl.tensor,
+    live: tl.tensor,
+    tokens: tl.tensor,
+    first: tl.tensor,
     num_proposed: tl.tensor,
     unsure: tl.tensor,
     accepted: tl.tensor,
-    tokens: tl.tensor,
+    out: tl.tensor,
     q_len: int,
     num_drafts: int,
-    own_stride: int,
-    proposed_stride: int,
-    unsure_stride: int,
+    token_stride: int,
     BLOCK: tl.constexpr,
 ) -> None:
     row, step = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    is_draft = step < num_drafts
-    right = tl.load(own + row * own_stride + step, mask=is_draft, other=-1) == tl.load(
-        proposed + row * proposed_stride + step, mask=is_draft, other=-2
+    count = tl.minimum(tl.load(num_proposed + row), num_drafts)
+    is_draft = step < count
+    drafts = tokens + row * token_stride + tl.load(first + row) + 1
+    right = tl.load(own + row * q_len + step, mask=is_draft, other=-1) == tl.load(
+        drafts + step, mask=is_draft, other=-2
     )
     if unsure is not None:
-        right = right | (tl.load(unsure + row * unsure_stride + step, mask=is_draft, other=0) != 0)
-    right = right & is_draft & (step < tl.load(num_proposed + row))
+        right = right | (tl.load(unsure + row * q_len + step, mask=is_draft, other=0) != 0)
+    right = right & is_draft
     # The first step at which the draft is wrong; BLOCK is more than there are drafts.
     num_accepted = tl.min(tl.where(right, BLOCK, step), axis=0)
+    last = row * q_len + tl.minimum(num_accepted, q_len - 1)
+    token = tl.load(own + last)
     tl.store(accepted + row, num_accepted.to(tl.int64))
-    tl.store(tokens + row, tl.load(own + row * own_stride + tl.minimum(num_accepted, q_len - 1)))
+    tl.store(out + row, tl.where(tl.load(live + last) != 0, token, 0))
 
 
 def coupled_chain(
-    own: Tensor, proposed: Tensor, num_proposed: Tensor, unsure: Tensor | None
+    own: Tensor,
+    live: Tensor,
+    tokens: Tensor,
+    first: Tensor,
+    num_proposed: Tensor,
+    num_drafts: int,
+    unsure: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """As acceptance.coupled of a chain: own [rows, q_len], proposed [rows, drafts], num_proposed [rows] ->
-    (num_accepted [rows], token [rows])."""
-    rows, q_len = own.shape
-    num_drafts = proposed.shape[1]
-    accepted, tokens = torch.empty(2, rows, dtype=torch.int64, device=own.device)
-    own, proposed, num_proposed = own.contiguous(), proposed.contiguous(), num_proposed.contiguous()
-    unsure = unsure.contiguous() if unsure is not None else None
+    """As acceptance.coupled of chains of num_drafts, in a pass of static shape: own, live (bool), unsure
+    (bool) [rows * q_len], tokens [rows, window + 1], in which the num_proposed [rows] drafts of a row stand
+    after column first [rows] -> (num_accepted [rows], token [rows])."""
+    (rows,) = first.shape
+    accepted, out = torch.empty((2, rows), dtype=torch.int64, device=own.device)
+    assert all(each.is_contiguous() for each in (own, live, tokens, first, num_proposed))
+    assert unsure is None or unsure.is_contiguous()
     _accept_chain[(rows,)](
         own,
-        proposed,
+        live,
+        tokens,
+        first,
         num_proposed,
         unsure,
         accepted,
-        tokens,
-        q_len,
+        out,
+        own.shape[0] // rows,
         num_drafts,
-        own.stride(0),
-        proposed.stride(0),
-        unsure.stride(0) if unsure is not None else 0,
+        tokens.stride(0),
         triton.next_power_of_2(num_drafts + 1),
         num_warps=1,
     )
-    return accepted, tokens
+    return accepted, out

@@ -79,11 +79,6 @@ def coupled(
     if tree.num_drafts == 0:  # prompt lookup found nothing: such a round is to cost no more than a plain one
         nothing = torch.zeros_like(num_proposed)
         return nothing, nothing, own[:, 0]
-    if tree.is_chain and runs_triton(own.device):
-        from . import accept_triton
-
-        num_accepted, token = accept_triton.coupled_chain(own, proposed, num_proposed, unsure)
-        return num_accepted, num_accepted, token
     shape = tree.on(own.device)
     parents = shape.parents[1:]
     right = own[:, parents] == proposed
@@ -191,6 +186,19 @@ class CoupledJudge:
 
             num_accepted, token = accept_numba.coupled_chain(
                 own, span.view.cu_q_lens, batch.tokens, proposals.first, proposals.counts, unsure
+            )
+            return Verdict(num_accepted, num_accepted, token)
+        if proposals.tree.is_chain and span.live is not None and runs_triton(own.device):
+            from . import accept_triton
+
+            num_accepted, token = accept_triton.coupled_chain(
+                own,
+                span.live,
+                batch.tokens,
+                proposals.first,
+                proposals.counts,
+                proposals.tree.num_drafts,
+                unsure,
             )
             return Verdict(num_accepted, num_accepted, token)
         return Verdict(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _locate(
-    live: Any,
+    num_live: Any,
     first: Any,
     starts: Any,
     nodes: Any,
@@ -23,11 +23,11 @@ def _locate(
     out: Any,
     cu: Any,
 ) -> int:
-    rows, q_len = live.shape
+    rows, q_len = num_live.shape[0], nodes.shape[0]
     count = 0
     for row in range(rows):
         for index in range(q_len):
-            if live[row, index]:
+            if nodes[index] < num_live[row]:
                 column = first[row] + nodes[index]
                 position = starts[row] + column
                 out[0, count] = row * q_len + index
@@ -44,7 +44,7 @@ def _locate(
 
 
 def addresses(
-    live: Tensor,
+    num_live: Tensor,
     first: Tensor,
     starts: Tensor,
     nodes: Tensor,
@@ -52,13 +52,14 @@ def addresses(
     block_size: int,
     window: int,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Of the live cells of live [rows, q_len] bool, row after row: (cell, row, node of nodes [q_len], first
-    [rows] of the row, column = first + node, row * window + column, position = starts [rows] + column, KV
-    slot), int64 [tokens] each; and where each row's tokens begin [rows + 1]."""
-    out = np.empty((8, live.numel()), np.int64)
-    cu_q_lens = np.zeros(live.shape[0] + 1, np.int64)
+    """Of the cells of a rectangle [rows, q_len] whose node is below num_live [rows], row after row: (cell,
+    row, node of nodes [q_len], first [rows] of the row, column = first + node, row * window + column,
+    position = starts [rows] + column, KV slot), int64 [tokens] each; and where each row's tokens begin [rows
+    + 1]."""
+    rows = len(num_live)
+    out = np.empty((8, rows * len(nodes)), np.int64)
+    cu_q_lens = np.zeros(rows + 1, np.int64)
+    of_rows = num_live.numpy(), first.numpy(), starts.numpy()
     tables = block_tables.numpy()
-    count = _locate(
-        live.numpy(), first.numpy(), starts.numpy(), nodes.numpy(), tables, window, block_size, out, cu_q_lens
-    )
+    count = _locate(*of_rows, nodes.numpy(), tables, window, block_size, out, cu_q_lens)
     return torch.from_numpy(out)[:, :count].unbind(), torch.from_numpy(cu_q_lens)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cache.view import BatchView
+from ee_models.kernels import runs_triton
 
 from ..outputs import TokenLogprobs
 from ..sampling.inputs import SamplingInput
@@ -119,14 +120,20 @@ class RoundBatch:
     def num_rows(self) -> int:
         return self.tokens.shape[0]
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether small steps are kernels of Triton's: on a GPU, where shapes are static."""
+        return self.execution.is_static and runs_triton(self.tokens.device)
+
     def run_stage(self, name: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
         """run(*inputs) as this batch's stages are run. Whatever else `run` reads must lie at the same address
         in every round."""
         return self.execution.call(name, run, *inputs)
 
-    def sync_any(self, flags: Tensor) -> bool:
-        """Whether any of flags holds, which waits for the device; True where the host may not wait."""
-        return not self.execution.may_sync or bool(flags.any())
+    def sync_any_above(self, values: Tensor, bound: Tensor | int) -> bool:
+        """Whether any of values [rows] is above its bound, which waits for the device; True where the host
+        may not wait."""
+        return not self.execution.may_sync or bool((values > bound).any())
 
     def sync_max(self, counts: Tensor, limit: int) -> int:
         """The largest of counts [rows], which waits for the device; where shapes are static, `limit`, which
@@ -161,7 +168,8 @@ class Span:
     first + node; cell [tokens]: index in the flattened rectangle, whose sizes are `shape`; paths [tokens,
     depth]: columns of the drafts on the way to each token; None for a chain, where they are those before it.
     live [tokens] bool: which tokens count, None = all. The others are computed like the first position of
-    their row and kept nowhere: their slot is -1, and so is `flat`.
+    their row and kept nowhere: their slot is -1, and so is `flat`. token_ids [tokens]: the window's tokens
+    when the span was made; None = they are read when they are needed.
     """
 
     rows: Tensor
@@ -174,6 +182,7 @@ class Span:
     paths: Tensor | None
     live: Tensor | None
     view: BatchView
+    token_ids: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -183,6 +192,10 @@ class Span:
         """Which token [rows] is node nodes [rows] of a row's cycle, in a span over all nodes from 0 on; any,
         in a row without tokens."""
         return (self.view.cu_q_lens[:-1] + nodes).clamp(max=self.num_tokens - 1)
+
+    def read_tokens(self, batch: RoundBatch) -> Tensor:
+        """[tokens]: the window's tokens."""
+        return batch.tokens[self.rows, self.columns] if self.token_ids is None else self.token_ids
 
     def spread(self, values: Tensor) -> Tensor:
         """values [tokens, ...] in their cells of the rectangle [rows, q_len, ...]; zeros elsewhere."""
@@ -195,9 +208,14 @@ class Span:
         out[self.cell] = values
         return out.view(rows, q_len, *values.shape[1:])
 
-    def put(self, target: Tensor, columns: Tensor, values: Tensor) -> None:
-        """target[row, columns] = values, [tokens, n] each, for live tokens."""
-        rows = self.rows.unsqueeze(-1)
+    def put(self, target: Tensor, columns: Tensor, values: Tensor, shift: int = 0) -> None:
+        """target[row, columns + shift] = values, [tokens, n] each, int64, for live tokens."""
+        if self.live is not None and runs_triton(values.device):
+            from . import row_triton
+
+            row_triton.put(target, self.rows, columns, values, self.live, shift)
+            return
+        rows, columns = self.rows.unsqueeze(-1), columns + shift if shift else columns
         if self.live is not None:
             values = torch.where(self.live.unsqueeze(-1), values, target[rows, columns])
         target[rows, columns] = values
@@ -205,9 +223,7 @@ class Span:
 
 def make_sampling_input(batch: RoundBatch, span: Span) -> SamplingInput:
     """Where the logits of the span's tokens stand: what the sampler must know to choose after each."""
-    return SamplingInput(
-        span.rows, span.columns, span.view.positions + 1, batch.tokens, span.first, span.paths
-    )
+    return SamplingInput(span.rows, span.columns, span.view.positions, batch.tokens, span.first, span.paths)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
-import torch
 from torch import Tensor
 
 from cache.view import BatchView
@@ -17,6 +16,7 @@ from ..utils.memory import is_out_of_memory
 from .acceptance import Proposals
 from .batch import RoundBatch
 from .draft_tree import DraftTree
+from .row_steps import count_live
 
 
 class DrafterError(HiSpecError, RuntimeError):
@@ -47,13 +47,20 @@ class Source(IntEnum):
     COMPUTED = 0
     LOOKED_UP = 1
 
+    @staticmethod
+    def of(looked_up: Tensor) -> Tensor:
+        """Of rows that were looked up where looked_up [rows] bool holds, and computed elsewhere: [rows]
+        int64."""
+        return looked_up.long()
+
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter did in a cycle: its proposals, and of each row [rows] int64 by which Source."""
+    """What a drafter did in a cycle: its proposals, and by which Source: of all rows, or of each [rows]
+    int64."""
 
     proposals: Proposals
-    source: Tensor
+    source: Tensor | Source
 
 
 class Drafter:
@@ -99,5 +106,4 @@ class Drafter:
 def count_allowed(batch: RoundBatch, first: Tensor, tree: DraftTree) -> Tensor:
     """[rows]: drafts of `tree` that a row may take after column first [rows]: never beyond its limit, and of
     a chain never more than it may have. A row whose limit is at or before that column gets none."""
-    left = (batch.limits - first - 1).clamp(0, tree.num_drafts)
-    return torch.minimum(left, batch.most_drafts) if tree.is_chain else left
+    return count_live(batch, first, tree, less=1)

@@ -29,7 +29,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..config import Plan
@@ -37,7 +36,8 @@ from ..sampling.logits import Logits
 from .acceptance import Judge, Proposals, Verdict
 from .batch import RoundBatch, RoundResult, Span
 from .draft_tree import DraftTree
-from .drafter import Draft, Drafter, count_allowed, guarded
+from .drafter import Drafter, guarded
+from .row_steps import Notes, end_check, end_verify, nothing_noted, take_drafts, zeros
 from .stages import Pass, Stages, Tier
 
 
@@ -73,73 +73,64 @@ class Round:
         plan, batch = self.plan, self.batch
         if plan.is_plain:
             return self.decode()
-        num_put = torch.zeros_like(batch.limits)  # [rows]: columns that hold x_n and tentative tokens
-        drafted = num_put.new_full((len(num_put), plan.num_checks), -1)
-        kept, source = torch.zeros_like(drafted), torch.zeros_like(drafted)
+        device = batch.limits.device
+        num_put = zeros(batch.num_rows, device)  # [rows]: columns that hold x_n and tentative tokens
+        notes = Notes.none(batch.num_rows, plan.num_checks, device)
         for cycle in range(plan.num_checks):
-            draft = self.draft(num_put)
-            proposals = draft.proposals
-            drafted[:, cycle] = torch.where(num_put < batch.limits, proposals.counts, -1)
-            source[:, cycle] = draft.source
-            if plan.check_layer is None or (plan.num_checks == 1 and not batch.sync_any(proposals.counts)):
+            proposals, num_live = self.draft(num_put, notes, cycle)
+            if plan.check_layer is None or (
+                plan.num_checks == 1 and not batch.sync_any_above(proposals.counts, 0)
+            ):
                 # Without drafts a check has nothing to judge: verify resumes where the draft tier stopped.
                 two_tier = self
                 if plan.check_layer is not None:
                     two_tier = replace(self, plan=replace(plan, check_layer=None, num_checks=1))
-                num_live = torch.minimum(proposals.counts + 1, batch.limits)
                 result = two_tier._run_stage("verify", two_tier.verify, proposals, num_live)
-                kept[:, cycle] = result.accepted
-                return replace(result, drafted=drafted, kept=kept, source=source)
-            verdict = self._run_stage("check", self.check, proposals)
-            kept[:, cycle] = verdict.num_accepted
-            num_put = num_put + (verdict.num_accepted + 1) * (num_put < batch.limits)
-            if verdict.goes_on is not None:
-                batch.stop(~verdict.goes_on, num_put)
-            if not batch.sync_any(num_put < batch.limits):
+                notes = replace(notes, kept=result.accepted.unsqueeze(-1))
+                return _noted(result, notes)
+            verdict = self._run_stage("check", self.check, proposals, num_live)
+            num_put = end_check(batch, num_put, verdict, notes, cycle)
+            if not batch.sync_any_above(batch.limits, num_put):
                 break
         most = batch.sync_max(num_put, plan.num_checks * (plan.num_draft_tokens + 1))
-        tentative = Proposals(DraftTree.chain(most), torch.zeros_like(num_put), num_put)
-        result = self._run_stage("verify", self.verify, tentative, num_put)
-        return replace(result, drafted=drafted, kept=kept, source=source)
+        tentative = Proposals(DraftTree.chain(most), zeros(batch.num_rows, device), num_put)
+        return _noted(self._run_stage("verify", self.verify, tentative, num_put), notes)
 
     def decode(self) -> RoundResult:
         """Plain decoding: all layers over x_n of each row, and the token after it."""
         batch, stages, tree = self.batch, self.stages, DraftTree.chain(0)
-        counts, first = batch.limits.clamp(max=1), torch.zeros_like(batch.limits)
-        nodes, live = tree.on(first.device).nodes, counts.bool().unsqueeze(-1)
-        span = stages.select(batch, tree, first, nodes, live)
+        nothing = zeros(batch.num_rows, batch.limits.device)
+        nodes = tree.on(nothing.device).nodes
+        span = stages.select(batch, tree, nothing, nodes, batch.limits)
         logits = stages.compute(batch, span, Pass(0, stages.num_layers))
-        batch.tokens[:, 1:2] = span.spread(self.judge.choose(logits, batch, span)).view(-1, 1)
-        none = torch.full_like(live, -1, dtype=torch.int64)
-        wide, nodes = logits.wide() if batch.keeps_logits else None, first.unsqueeze(-1)
-        evidence = sum_of_chosen(logits, span, batch.tokens, counts, nodes)
-        return RoundResult(batch.tokens, counts, none, none, none, first, first, evidence, wide, span, nodes)
+        own = self.judge.choose(logits, batch, span).view(-1)
+        own = own if span.live is not None else span.spread(own).view(-1)
+        return self._commit(logits, span, Verdict(nothing, nothing, own), batch.limits, tree, nothing)
 
-    def draft(self, first: Tensor) -> Draft:
+    def draft(self, first: Tensor, notes: Notes, cycle: int) -> tuple[Proposals, Tensor]:
         """Up to K drafts of each row after column first [rows]: what the drafter proposes, cut to what the
-        row may take, and to tokens that the model has."""
+        row may take, and to tokens that the model has; and how many nodes are live [rows], node 0
+        included."""
         assert self.drafter is not None
         batch, tree = self.batch, DraftTree.of(self.plan)
         with guarded(self.drafter):
             draft = self.drafter.propose(batch, first, tree)
-        batch.tokens.clamp_(0, self.stages.vocab_size - 1)
-        counts = torch.minimum(draft.proposals.counts, count_allowed(batch, first, tree)).clamp(min=0)
-        proposals = Proposals(tree, first, counts)
+        found = replace(draft.proposals, tree=tree, first=first)
+        counts, num_live = take_drafts(batch, found, draft.source, notes, cycle, self.stages.vocab_size)
+        proposals = replace(found, counts=counts)
         if batch.watch is not None:
             batch.watch.record_drafts(batch.tokens, proposals.columns(), counts)
-        return replace(draft, proposals=proposals)
+        return proposals, num_live
 
-    def check(self, proposals: Proposals) -> Verdict:
-        """Layers [D, C) over a cycle's drafts and the token before them. The tier's own token follows the
-        kept ones, so a row advances by one more than it kept, if it was live at all."""
+    def check(self, proposals: Proposals, num_live: Tensor) -> Verdict:
+        """Layers [D, C) over the first num_live [rows] nodes of a cycle: its drafts and the token before
+        them. The tier's own token follows the kept ones, so a row advances by one more than it kept, if it
+        was live at all."""
         plan, batch, stages = self.plan, self.batch, self.stages
         assert plan.check_layer is not None
         proposals = proposals.trimmed(batch)
         tree, first = proposals.tree, proposals.first
-        nodes = tree.on(first.device).nodes
-        is_live = first < batch.limits
-        live = (nodes <= proposals.counts.unsqueeze(-1)) & is_live.unsqueeze(-1)
-        span = stages.select(batch, tree, first, nodes, live)
+        span = stages.select(batch, tree, first, tree.on(first.device).nodes, num_live)
         over = Pass(
             plan.draft_layer,
             plan.check_layer,
@@ -153,7 +144,6 @@ class Round:
             own = logits.max_probability(span.index_of(verdict.last))
             verdict = replace(verdict, goes_on=own >= self.continue_confidence)
         self._keep_path(proposals, verdict, plan.check_layer)
-        batch.put_tokens(first + verdict.num_accepted + 1, verdict.token, is_live)
         return verdict
 
     def verify(self, proposals: Proposals, num_live: Tensor) -> RoundResult:
@@ -165,27 +155,39 @@ class Round:
         """
         plan, batch, stages = self.plan, self.batch, self.stages
         proposals = proposals.trimmed(batch)
-        tree, shape = proposals.tree, proposals.tree.on(num_live.device)
+        tree, nodes = proposals.tree, proposals.tree.on(num_live.device).nodes
         has_check = plan.check_layer is not None
-        nodes = shape.nodes[: max(1, tree.num_drafts)] if has_check else shape.nodes
-        span = stages.select(batch, tree, proposals.first, nodes, nodes < num_live.unsqueeze(-1))
+        nodes = nodes[: max(1, tree.num_drafts)] if has_check else nodes
+        span = stages.select(batch, tree, proposals.first, nodes, num_live)
         below = Tier.CHECK if has_check else Tier.DRAFT
         logits = stages.compute(batch, span, Pass(plan.top_layer, stages.num_layers, resume=below))
         verdict = self.judge.judge(None, logits, batch, span, proposals)
-        accepted = verdict.num_accepted
         self._keep_path(proposals, verdict, stages.num_layers)
-        batch.put_tokens(accepted + 1, verdict.token, accepted < num_live)
-        none = num_live.new_full((len(num_live), plan.num_checks), -1)
-        counts, path = torch.minimum(accepted + 1, num_live), shape.paths[verdict.last]
+        return self._commit(logits, span, verdict, num_live, tree, proposals.counts)
+
+    def _commit(
+        self,
+        logits: Logits,
+        span: Span,
+        verdict: Verdict,
+        num_live: Tensor,
+        tree: DraftTree,
+        tentative: Tensor,
+    ) -> RoundResult:
+        """Verify's result: what it accepted of num_live [rows] nodes of the tree, and its own token."""
+        batch, shape = self.batch, tree.on(num_live.device)
+        path = shape.nodes.expand(batch.num_rows, -1) if tree.is_chain else shape.paths[verdict.last]
+        counts, evidence = end_verify(logits, batch, span, verdict, num_live, path, tree.is_chain)
+        none = nothing_noted(batch.num_rows, num_live.device)
         return RoundResult(
             tokens=batch.tokens,
             counts=counts,
             drafted=none,
             kept=none,
             source=none,
-            tentative=proposals.counts,
-            accepted=accepted,
-            evidence=sum_of_chosen(logits, span, batch.tokens, counts, path),
+            tentative=tentative,
+            accepted=verdict.num_accepted,
+            evidence=evidence,
             logits=logits.wide() if batch.keeps_logits else None,
             span=span,
             nodes=path,
@@ -213,16 +215,5 @@ class Round:
             self.drafter.move(self.batch, sources, targets)
 
 
-def sum_of_chosen(logits: Logits, span: Span, tokens: Tensor, counts: Tensor, path: Tensor) -> Tensor:
-    """[rows] float32: the sum of the logits of the first counts [rows] of tokens [rows, window + 1] after the
-    first, each read at its node of path [rows, depth + 1].
-
-    One number tells the host whether all of them were numbers, for a few reads of a vocabulary's logits and
-    no wait for the device. Looking at the chosen ones is enough: where a hidden state is not finite, neither
-    is any logit, nor is the largest where one of them is infinite.
-    """
-    width = min(path.shape[1], tokens.shape[1] - 1)
-    places = (span.view.cu_q_lens[:-1, None] + path[:, :width]).clamp(max=span.num_tokens - 1)
-    chosen = logits.values[places, tokens[:, 1 : width + 1]].float()
-    is_committed = torch.arange(width, device=counts.device) < counts.unsqueeze(-1)
-    return torch.where(is_committed, chosen, 0.0).sum(-1)
+def _noted(result: RoundResult, notes: Notes) -> RoundResult:
+    return replace(result, drafted=notes.drafted, kept=notes.kept, source=notes.source)

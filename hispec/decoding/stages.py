@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from operator import sub
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -99,7 +100,7 @@ class PassCounts:
         self.set(PassCounts())
 
     def copy(self) -> PassCounts:
-        return replace(self)
+        return PassCounts(**vars(self))
 
     def set(self, other: PassCounts) -> None:
         vars(self).update(vars(other))
@@ -109,7 +110,7 @@ class PassCounts:
 
     def since(self, earlier: PassCounts) -> PassCounts:
         """The difference: what was counted after the copy `earlier` was made."""
-        return PassCounts(**{name: value - getattr(earlier, name) for name, value in vars(self).items()})
+        return PassCounts(*map(sub, vars(self).values(), vars(earlier).values()))
 
 
 class Stages:
@@ -144,26 +145,29 @@ class Stages:
         self._programs: dict[tuple[int, int, bool], PassProgram | None] = {}
 
     @staticmethod
-    def select(batch: RoundBatch, tree: DraftTree, first: Tensor, nodes: Tensor, live: Tensor) -> Span:
-        """The tokens of one pass over a draft cycle: `nodes` [q_len] of `tree`, whose node 0 stands in column
-        first [rows], where live [rows, q_len] holds. A live node's parents must be live in this round."""
-        rows, q_len = live.shape
-        alive = live.reshape(-1)
+    def select(batch: RoundBatch, tree: DraftTree, first: Tensor, nodes: Tensor, num_live: Tensor) -> Span:
+        """The tokens of one pass over a draft cycle: those of `nodes` [q_len] of `tree`, whose node 0 stands
+        in column first [rows], that are below num_live [rows]. A live node's parents must be live in this
+        round."""
+        rows, q_len, device = len(first), len(nodes), nodes.device
         is_static = batch.execution.is_static
+        token_ids = alive = None
         if is_static:
-            cell, row, cu_q_lens = _rectangle(rows, q_len, live.device)
-            node = nodes.repeat(rows)
-            first, column, flat, positions, slots = _addresses(batch, first, nodes, live, row)
-        elif tree.is_chain and runs_numba(live.device):
+            cell, row, cu_q_lens = _rectangle(rows, q_len, device)
+            first, node, column, flat, positions, slots, token_ids, alive = _addresses(
+                batch, first, nodes, num_live, row
+            )
+        elif tree.is_chain and runs_numba(device):
             from . import addresses_numba
 
             (cell, row, node, first, column, flat, positions, slots), cu_q_lens = addresses_numba.addresses(
-                live, first, batch.starts, nodes, batch.block_tables, batch.block_size, batch.window
+                num_live, first, batch.starts, nodes, batch.block_tables, batch.block_size, batch.window
             )
         else:
-            cell = alive.nonzero().squeeze(-1)
+            live = nodes < num_live.unsqueeze(-1)
+            cell = live.reshape(-1).nonzero().squeeze(-1)
             row, node = cell // q_len, nodes[cell % q_len]
-            cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=live.device)
+            cu_q_lens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
             torch.cumsum(live.sum(-1), 0, out=cu_q_lens[1:])
             first = first[row]
             column = first + node
@@ -171,11 +175,11 @@ class Stages:
             slots = packed_slots_of(batch.block_tables, row, positions, batch.block_size)
         paths = path_slots = path_starts = None
         if not tree.is_chain:
-            shape = tree.on(live.device)
+            shape = tree.on(device)
             path_starts = batch.starts[row] + first + 1
             positions = path_starts - 1 + shape.depths[node]
             paths = first.unsqueeze(-1) + shape.paths[node, 1:]
-            if is_static:
+            if alive is not None:
                 path_starts, positions = path_starts.masked_fill(~alive, 1), positions.masked_fill(~alive, 0)
                 paths = paths.masked_fill(~alive.unsqueeze(-1), 0)
             path_slots = packed_slots_of(
@@ -194,9 +198,7 @@ class Stages:
             path_slots,
             path_starts,
         )
-        return Span(
-            row, column, flat, first, node, cell, (rows, q_len), paths, alive if is_static else None, view
-        )
+        return Span(row, column, flat, first, node, cell, (rows, q_len), paths, alive, view, token_ids)
 
     def compute(self, batch: RoundBatch, span: Span, over: Pass) -> Logits:
         """Runs the pass over the span's tokens -> their logits at the exit after its layers. Writes the KV of
@@ -394,7 +396,7 @@ class Stages:
 
 def _token_ids(batch: RoundBatch, span: Span, over: Pass) -> Tensor:
     """[tokens]: the span's tokens, as the window has them now, unless the pass has others."""
-    return batch.tokens[span.rows, span.columns] if over.token_ids is None else over.token_ids
+    return span.read_tokens(batch) if over.token_ids is None else over.token_ids
 
 
 @cache  # never dropped: captured graphs read them at their addresses
@@ -406,18 +408,21 @@ def _rectangle(rows: int, q_len: int, device: torch.device) -> tuple[Tensor, Ten
 
 
 def _addresses(
-    batch: RoundBatch, first: Tensor, nodes: Tensor, live: Tensor, row: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of all cells of live [rows, q_len], which are in row [rows * q_len]: first, column, row * window +
-    column, position, slot."""
-    if runs_triton(live.device):
+    batch: RoundBatch, first: Tensor, nodes: Tensor, num_live: Tensor, row: Tensor
+) -> tuple[Tensor, ...]:
+    """Of all cells of a rectangle [rows, q_len], which are in row [rows * q_len]: first, node, column, row *
+    window + column, position, slot, token, and whether it is live."""
+    if runs_triton(row.device):
         from . import addresses_triton
 
         return addresses_triton.addresses(
-            live.contiguous(), first, batch.starts, nodes, batch.block_tables, batch.block_size, batch.window
+            first, num_live, batch.starts, nodes, batch.block_tables, batch.block_size, batch.tokens
         )
-    alive, first = live.reshape(-1), first[row]
-    column = first + nodes.repeat(live.shape[0])
+    node, first = nodes.repeat(len(num_live)), first[row]
+    alive = node < num_live[row]
+    column = first + node
     positions = (batch.starts[row] + column).masked_fill(~alive, 0)
     slots = packed_slots_of(batch.block_tables, row, positions, batch.block_size).masked_fill(~alive, -1)
-    return first, column, (row * batch.window + column).masked_fill(~alive, -1), positions, slots
+    flat = (row * batch.window + column).masked_fill(~alive, -1)
+    tokens = batch.tokens[row, column.clamp(max=batch.window)].masked_fill(~alive, 0)
+    return first, node, column, flat, positions, slots, tokens, alive

@@ -13,7 +13,8 @@ from torch import Tensor
 from ..decoding.acceptance import Judge, Proposals
 from ..decoding.batch import RoundBatch, Span
 from ..decoding.draft_tree import DraftTree
-from ..decoding.drafter import Draft, Drafter, Source, count_allowed
+from ..decoding.drafter import Draft, Drafter, Source
+from ..decoding.row_steps import count_live
 from ..decoding.stages import Pass, Stages, Tier
 from ..sampling.logits import Logits
 
@@ -56,51 +57,39 @@ class ComputedDrafter(Drafter):
         self._head, self._judge, self._confidence = head, judge, confidence
 
     def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
-        return self.propose_among(batch, first, tree, torch.ones_like(first, dtype=torch.bool))
+        return self.propose_among(batch, first, tree, count_live(batch, first, tree))
 
-    def propose_among(self, batch: RoundBatch, first: Tensor, tree: DraftTree, drafting: Tensor) -> Draft:
-        """As `propose`, for the rows where drafting [rows] bool holds; the others get no drafts."""
-        num_sure = torch.zeros_like(first)
-        counts = torch.where(drafting, count_allowed(batch, first, tree), 0)
+    def propose_among(self, batch: RoundBatch, first: Tensor, tree: DraftTree, num_live: Tensor) -> Draft:
+        """As `propose`, over the first num_live [rows] nodes of the tree, node 0 included; rows that have
+        none get no drafts."""
         for depth in range(tree.depth + 1):
             step = partial(self._step, batch, tree, depth)
-            drafting, num_sure = batch.run_stage(("draft", tree, depth), step, first, drafting, num_sure)
-            if not batch.sync_any(drafting):
+            num_live = batch.run_stage(("draft", tree, depth), step, first, num_live)
+            if depth < tree.depth and not batch.sync_any_above(num_live, depth + 1):
                 break
-        if self._confidence is not None:
-            counts = torch.minimum(counts, num_sure)
-        return Draft(Proposals(tree, first, counts), torch.full_like(first, Source.COMPUTED))
+        return Draft(Proposals(tree, first, num_live - 1), Source.COMPUTED)
 
     def _step(
-        self,
-        batch: RoundBatch,
-        tree: DraftTree,
-        depth: int,
-        first: Tensor,
-        drafting: Tensor,
-        num_sure: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """One pass over the nodes at `depth` of the rows that are still drafting [rows] bool -> which rows go
-        on after it, and how many drafts each is sure of [rows]."""
+        self, batch: RoundBatch, tree: DraftTree, depth: int, first: Tensor, num_live: Tensor
+    ) -> Tensor:
+        """One pass over the nodes at `depth` -> nodes [rows] that are live after it: no more in rows that are
+        not sure enough of what they have drafted."""
         shape = tree.on(first.device)
-        nodes = shape.levels[depth]
-        live = (first.unsqueeze(-1) + nodes < batch.limits.unsqueeze(-1)) & (
-            drafting & (depth <= batch.most_drafts)
-        ).unsqueeze(-1)
-        span = Stages.select(batch, tree, first, nodes, live)
+        span = Stages.select(batch, tree, first, shape.levels[depth], num_live)
         if span.num_tokens == 0:
-            return torch.zeros_like(drafting), num_sure
+            return num_live
         if depth == tree.depth:
             self._head.fill(batch, span)
-            return drafting, num_sure
+            return num_live
         logits = self._head.logits(batch, span, self._confidence is not None)
         num = tree.num_children(depth)
-        span.put(
-            batch.tokens,
-            span.first.unsqueeze(-1) + shape.children[span.node, :num],
-            self._judge.choose(logits, batch, span, num),
-        )
+        chosen = self._judge.choose(logits, batch, span, num)
+        if tree.is_chain:
+            span.put(batch.tokens, span.columns.unsqueeze(-1), chosen, shift=1)
+        else:
+            columns = span.first.unsqueeze(-1) + shape.children[span.node, :num]
+            span.put(batch.tokens, columns, chosen)
         if self._confidence is not None:  # of a chain: trees have a fixed shape
-            drafting = span.spread(logits.max_probability() >= self._confidence).squeeze(-1)
-            num_sure = num_sure + drafting
-        return drafting, num_sure
+            is_sure = span.spread(logits.max_probability() >= self._confidence).squeeze(-1)
+            num_live = torch.where(is_sure, num_live, num_live.clamp(max=depth + 1))
+        return num_live

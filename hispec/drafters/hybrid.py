@@ -11,6 +11,7 @@ from ..decoding.acceptance import Proposals
 from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
 from ..decoding.drafter import Draft, Drafter, Source
+from ..decoding.row_steps import count_live, zeros
 from ..decoding.stages import Stages
 from .autoregressive import ComputedDrafter, DraftHead
 from .ngram import NgramDrafter
@@ -48,22 +49,21 @@ class HybridDrafter(Drafter):
             ("look up", tree), lambda first: self._ngram.propose(batch, first, tree).proposals.counts, first
         )
         counts = counts.clone()  # graphs of other stages may reuse its memory
-        found = counts > 0
-        if batch.sync_any(found):
+        if batch.sync_any_above(counts, 0):
             batch.run_stage(
                 ("feed", tree), lambda first, counts: self._feed(batch, tree, first, counts), first, counts
             )
         shorter = tree.prefix(tree.num_drafts if self._num_computed is None else self._num_computed)
-        computed = self._computed.propose_among(batch, first, shorter, ~found).proposals
+        found = counts > 0
+        num_live = torch.where(found, zeros(batch.num_rows, first.device), count_live(batch, first, shorter))
+        computed = self._computed.propose_among(batch, first, shorter, num_live).proposals
         proposals = Proposals(tree, first, torch.where(found, counts, computed.counts))
-        return Draft(proposals, torch.where(found, Source.LOOKED_UP, Source.COMPUTED))
+        return Draft(proposals, Source.of(found))
 
     def _feed(self, batch: RoundBatch, tree: DraftTree, first: Tensor, counts: Tensor) -> None:
         """Runs the exit's layers over the drafts that were looked up, counts [rows] of them, and the token
         before."""
-        nodes = tree.on(first.device).nodes
-        span = Stages.select(
-            batch, tree, first, nodes, (counts > 0).unsqueeze(-1) & (nodes <= counts.unsqueeze(-1))
-        )
+        num_live = torch.where(counts > 0, counts + 1, zeros(batch.num_rows, first.device))
+        span = Stages.select(batch, tree, first, tree.on(first.device).nodes, num_live)
         if span.num_tokens:
             self._head.fill(batch, span)

@@ -1,5 +1,5 @@
-"""Prompt lookup in torch operations of fixed shape, without a host sync: runs on any device, and inside a
-captured CUDA graph."""
+"""Prompt lookup in operations of fixed shape, without a host sync: runs on any device, and inside a captured
+CUDA graph."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ee_models.kernels import runs_triton
+
 from .lookup import MOST_MATCHED, SEPARATOR, Lookup, check_shapes
 
 
 class TensorLookup(Lookup):
-    """The same proposals as LookupIndex's, by comparison with all positions: work and scratch are rows *
-    (within + store_tokens)."""
+    """The same proposals as LookupIndex's, by comparison with all positions: work is rows * (within +
+    store_tokens), and so is scratch where torch does it, not Triton."""
 
     def __init__(
         self,
@@ -43,6 +45,11 @@ class TensorLookup(Lookup):
         return self._texts.nbytes + self._lengths.nbytes + self._store.nbytes
 
     def extend(self, rows: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        if runs_triton(tokens.device):
+            from . import lookup_triton
+
+            lookup_triton.extend(rows, self._lengths, self._texts, tokens, counts)
+            return
         steps = torch.arange(tokens.shape[1] - 1, device=tokens.device)
         ends = self._lengths[rows].unsqueeze(1) + steps
         is_new = (steps < counts.unsqueeze(1)) & (ends < self._max_len)
@@ -70,6 +77,12 @@ class TensorLookup(Lookup):
         check_shapes(rows, tokens, tail_lens, most)
         device, window, num_stored = tokens.device, tokens.shape[1] - 1, self._store.numel()
         within = min(within or self._max_len, self._max_len)
+        if runs_triton(device):
+            from . import lookup_triton
+
+            texts = (rows, self._lengths, self._texts, self._store)
+            n_grams = (self._min_size, self._max_size)
+            return lookup_triton.propose(*texts, tokens, tail_lens, most, within, n_grams, self._per_match)
         lengths = self._lengths[rows].clamp(max=within)
         totals = lengths + tail_lens
         # All that is searched [n, columns]: the previous half, the current one, the text. Whatever comes

@@ -48,7 +48,7 @@ class ModelHead:
         self._stages.advance(_unwatched(batch), span, self._pass(batch, span))
 
     def _pass(self, batch: RoundBatch, span: Span) -> Pass:
-        return Pass(0, self._num_layers, token_ids=self._known(batch.tokens[span.rows, span.columns]))
+        return Pass(0, self._num_layers, token_ids=self._known(span.read_tokens(batch)))
 
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
         self._stages.prefill(self._known(token_ids), view)

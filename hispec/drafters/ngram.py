@@ -94,4 +94,4 @@ class NgramDrafter(Drafter):
         )
         proposals = Proposals(tree, first, counts)
         self._judge.record_lookups(batch, proposals)
-        return Draft(proposals, torch.full_like(first, Source.LOOKED_UP))
+        return Draft(proposals, Source.LOOKED_UP)

@@ -354,7 +354,7 @@ class Engine:
         self._abort(list(self._loop.requests), notify=False)
         self._loop.gained.clear()
         self._loop.flight = None
-        self._rounds.drop_graphs()
+        self._rounds.drop_graphs(are_plans_gone=True)
         self._plans.release()
         self._recorder.close()
 
@@ -456,7 +456,7 @@ class Engine:
         drops_graphs, drops_cache = self._plans.use(new, spec, self._rounds.graphs is not None)
         # All buffers are allocated: nothing below can fail and leave one plan with another's buffers.
         if drops_graphs:
-            self._rounds.drop_graphs()
+            self._rounds.drop_graphs(are_plans_gone=True)
         if drops_cache:
             self._pool.forget()
         self._recorder.use_controller(control, spec)

@@ -10,7 +10,8 @@ from typing import Any
 from ..config import EngineConfig
 from ..control.choice import Choice, Control, FixedControl
 from ..outputs import RequestMetrics
-from ..runner.launchers import Flight, Input
+from ..runner.launchers import Flight
+from ..runner.round_inputs import Input
 from ..runner.round_output import RowOutcome, make_observation
 from ..scheduling.request import Request
 from ..trace.writer import TraceWriter

@@ -27,6 +27,7 @@ class Manifest(BaseModel):
     earlier     those of runs before, whose rows were kept with output.only_missing
     input       the files, with their sizes in bytes
     rows, done, errors   of the input; rows with errors are done
+    counts      of `LLM.stats()`, summed over the runs that ended by themselves or by Ctrl-C
     started, updated, finished   UTC; finished: null while rows are missing
     """
 
@@ -40,6 +41,7 @@ class Manifest(BaseModel):
     rows: int = 0
     done: int = 0
     errors: int = 0
+    counts: dict[str, Any] = Field(default_factory=dict)
     started: str = ""
     updated: str = ""
     finished: str | None = None
@@ -123,7 +125,7 @@ def make_manifest(job: Job, before: Manifest | None, fingerprints: dict[str, str
         check_same(job.output.path, of_both, {name: prints[name] for name in of_both}, prints=True)
         settings = before.settings | settings
     earlier = before.earlier + ([before.settings] if before.settings != settings else [])
-    return Manifest(settings=settings, earlier=earlier, started=before.started)
+    return Manifest(settings=settings, earlier=earlier, counts=before.counts, started=before.started)
 
 
 def check_same(output: Path, old: dict[str, Any], new: dict[str, Any], prints: bool = False) -> None:

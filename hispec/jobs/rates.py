@@ -29,6 +29,12 @@ def add_counts(total: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, A
     return {**part, **{each: total.get(each, 0) + part[each] for each in _COUNTS}, name: list(histogram)}
 
 
+def sum_counts(total: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """Only what `add_counts` sums, and the number of layers."""
+    found = add_counts(total, part)
+    return {name: found[name] for name in (*_COUNTS, "accept_length_histogram", "num_layers")}
+
+
 @dataclass(frozen=True)
 class Rates:
     """Rates of one run; None where the run has no such tier.

@@ -25,7 +25,7 @@ from .output import (
     output_row,
     rows_path,
 )
-from .rates import Rates
+from .rates import Rates, sum_counts
 from .resume import Work, find_work, is_to_drop
 from .rows import BadRow, Row, read_rows
 from .schema import STANDARD, Job
@@ -165,6 +165,8 @@ def _run(
                 f" {rows_path(job)}; {job.output.way_on}"
             ) from None
         finally:
+            with suppress(Exception):  # of an engine that failed
+                manifest.counts = sum_counts(manifest.counts, llm.stats())
             with suppress(OSError):  # the rows say more than it
                 note()
         try:
@@ -218,6 +220,7 @@ def _compare(llm: LLM, job: Job, report: JobReport, digests: dict[int, bytes], p
     """The same rows through plain decoding, compared token for token."""
     llm.set_tracing(False)
     llm.set_speculative(None)
+    llm.reset_stats()  # the bar shows what this pass keeps: no drafts
     timed = Timed()
     num_identical = 0
 

@@ -146,7 +146,7 @@ class Rig:
         """A check in layers [lo, hi) of a chain of q_len - 1 drafts in each row."""
         batch, plan = self._batch(rows, q_len), Plan(lo, hi, max(1, q_len - 1))
         one = Round(self._stages, plan, self._judge, self._drafter(plan), batch)
-        return self._stage(lambda: one.check(self._proposals(batch, q_len)))
+        return self._stage(lambda: one.check(self._proposals(batch, q_len), batch.limits))
 
     def verify(self, rows: int, q_len: int, lo: int) -> Callable[[], None]:
         """Verify from layer `lo` on, over a chain of q_len positions of each row. A tree of as many takes a
@@ -240,8 +240,8 @@ class Rig:
     @staticmethod
     def _select(batch: RoundBatch, tree: DraftTree, nodes: Tensor) -> Span:
         """The positions of these nodes, in every row."""
-        live = torch.ones(batch.limits.shape[0], nodes.shape[0], dtype=torch.bool, device=nodes.device)
-        return Stages.select(batch, tree, torch.zeros_like(batch.limits), nodes, live)
+        num_live = torch.full_like(batch.limits, tree.num_nodes)
+        return Stages.select(batch, tree, torch.zeros_like(batch.limits), nodes, num_live)
 
     @staticmethod
     def _proposals(batch: RoundBatch, q_len: int) -> Proposals:

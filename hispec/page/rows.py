@@ -11,7 +11,9 @@ from typing import Any, get_args
 
 from ..jobs.manifest import Manifest
 from ..outputs import TokenTier
-from .markup import Html, bar, element, join, legend, missing, paragraph, table
+from ..stats import STAGES, stage_seconds
+from ..utils.console import percent
+from .markup import Html, bar, element, histogram, join, legend, missing, paragraph, table, times
 
 MOST_TEXTS = 20  # outputs whose text is shown
 MOST_TOKENS = 2000  # of each that are
@@ -75,15 +77,17 @@ def rows_section(rows: Rows, manifest: Manifest | None) -> Html:
         element("h3", "Tokens by tier"),
         _tiers(rows),
     ]
+    counts = {} if manifest is None else manifest.counts
     others = (
-        ("Acceptance by tier and place", "drafts that were not kept, which a trace has (engine.trace)"),
-        ("Accepted lengths", "where rounds end, which a trace has"),
-        ("Where time goes", "times, which a trace has"),
-        ("Layer passes per token", "layer passes (hispec bench --json FILE)"),
-        ("Decisions of the controller", "decisions, which a trace has"),
+        ("Acceptance by tier", _acceptance(counts), "drafts that were not kept, which its manifest has"),
+        ("Acceptance by place in the draft", None, "places, which a trace has (engine.trace)"),
+        ("Accepted lengths", _lengths(counts), "where rounds end, which its manifest has"),
+        ("Where time goes", _times(counts), "times by stage, which its manifest has of rounds on a CPU"),
+        ("Layer passes per token", _passes(counts), "layer passes, which its manifest has"),
+        ("Decisions of the controller", None, "decisions, which a trace has"),
     )
-    for title, what in others:
-        parts += [element("h3", title), missing(what)]
+    for title, found, what in others:
+        parts += [element("h3", title), missing(what) if found is None else found]
     parts += [element("h3", "Texts"), _texts(rows)]
     return join(parts)
 
@@ -95,6 +99,39 @@ def _settings(manifest: Manifest) -> Html:
     return join(
         (paragraph(f"{state}; {times}; HiSpec {manifest.hispec}."), table(("setting", "value"), values))
     )
+
+
+def _acceptance(counts: Mapping[str, Any]) -> Html | None:
+    tiers = (
+        ("drafts that the tier above kept", "draft_kept", "drafted"),
+        ("of these looked up", "looked_up_kept", "looked_up"),
+        ("drafts that a check kept", "check_kept", "check_judged"),
+        ("tentative tokens that verify kept", "accepted", "tentative"),
+    )
+    rows = [
+        (name, f"{counts[kept]} of {counts[whole]}", percent(share), bar(share))
+        for name, kept, whole in tiers
+        if counts.get(whole)
+        for share in [counts[kept] / counts[whole]]
+    ]
+    return table(("tier", "tokens", "share", ""), rows) if rows else None
+
+
+def _lengths(counts: Mapping[str, Any]) -> Html | None:
+    lengths = counts.get("accept_length_histogram", ())
+    return histogram("tokens committed by a row's round", lengths) if sum(lengths) else None
+
+
+def _times(counts: Mapping[str, Any]) -> Html | None:
+    seconds = counts and stage_seconds([counts[f"{stage}_pass_s"] for stage in STAGES], counts["round_s"])
+    return times("of rounds", seconds) if seconds else None
+
+
+def _passes(counts: Mapping[str, Any]) -> Html | None:
+    if not counts.get("tokens"):
+        return None
+    layers = counts["row_layer_passes"] / counts["tokens"]
+    return paragraph(f"{layers:.2f} layers, {layers / counts['num_layers']:.2f} of the whole model.")
 
 
 def _tiers(rows: Rows) -> Html:

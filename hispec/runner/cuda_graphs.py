@@ -8,6 +8,7 @@ that they read and write: whatever changes from round to round must be written t
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,21 @@ import torch
 from torch import Tensor
 
 from ..decoding.stages import PassCounts
-from ..utils.memory import is_out_of_memory
+from ..utils.memory import is_due_to_memory
 
 _log = logging.getLogger(__name__)
+
+_streams: dict[int, torch.cuda.Stream] = {}  # by index of the device
+_capturing = threading.Lock()  # of the process: one thread's work would break another's capture
+
+
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream in which all engines of this process capture on a device. One for all, since cuBLAS keeps a
+    workspace of 32 MiB for every stream that it has seen."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in _streams:
+        _streams[index] = torch.cuda.Stream(torch.device("cuda", index))
+    return _streams[index]
 
 
 class GraphDevice(Protocol):
@@ -41,12 +54,18 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.renew()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = capture_stream(device)
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            result = run()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
+        with _capturing:
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                    result = run()
+            except BaseException:
+                # Where ending the capture fails too, torch leaves its stream as the current one.
+                torch.cuda.set_stream(stream)
+                raise
         return graph.replay, result
 
     def renew(self) -> None:
@@ -73,12 +92,13 @@ class _Graph:
 
 
 class GraphCache:
-    """Graphs by key, captured on first use. Beyond max_graphs the least recently used one is dropped; beyond
-    max_bytes all are, since a pool of memory is given back as a whole.
+    """Graphs by key, captured on first use; where a round is several graphs, those of all its stages have one
+    key. Beyond max_graphs keys the least recently used one's are dropped; beyond max_bytes all are, since a
+    pool of memory is given back as a whole.
 
     A graph is captured after its work was done eagerly once: then libraries have set up what they set up on
-    their first call, and the round has its result. Work that cannot be captured for lack of memory goes on
-    eagerly.
+    their first call, and the round has its result. Work that cannot be captured, whatever the reason, goes on
+    eagerly, and is not tried again: after a lack of memory until graphs were dropped, else until `forget`.
     """
 
     def __init__(
@@ -87,29 +107,32 @@ class GraphCache:
         """counters: where runs count passes; a replay adds what its capture counted."""
         self._device, self._counters = device, tuple(counters)
         self.max_graphs, self._max_bytes = max_graphs, max_bytes
-        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
-        self._refused: set[Hashable] = set()
-        self.num_captures = self.num_replays = self.num_evictions = 0
+        self._graphs: OrderedDict[Hashable, dict[Hashable, _Graph]] = OrderedDict()  # by key, then stage
+        self._lacked_memory: set[Hashable] = set()  # keys and stages
+        self._failed: set[Hashable] = set()
+        self.num_captures = self.num_failures = self.num_replays = self.num_evictions = 0
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return sum(map(len, self._graphs.values()))
 
     @property
     def num_bytes(self) -> int:
         return self._device.num_bytes()
 
-    def run(self, key: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
-        """run(*inputs), by a replay if it was run before under this key. The result may be overwritten by the
-        next run of any key, since graphs share memory.
+    def run(
+        self, key: Hashable, run: Callable[..., Any], *inputs: Tensor, stage: Hashable | None = None
+    ) -> Any:
+        """run(*inputs), by a replay if it was run before under this key and stage. The result may be
+        overwritten by the next run of any, since graphs share memory.
 
-        Under one key `run` must do the same operations each time, on tensors at the same addresses, apart
-        from `inputs`; and doing it twice must have the same effect as doing it once.
+        Under one key and stage `run` must do the same operations each time, on tensors at the same addresses,
+        apart from `inputs`; and doing it twice must have the same effect as doing it once.
         """
-        graph = self._graphs.get(key)
+        graph = self._graphs.get(key, {}).get(stage)
         if graph is None:
             result = run(*inputs)
-            if key not in self._refused:
-                self._capture(key, run, inputs)
+            if (key, stage) not in self._lacked_memory | self._failed:
+                self._capture(key, stage, run, inputs)
             return result
         self._graphs.move_to_end(key)
         for held, value in zip(graph.inputs, inputs, strict=True):
@@ -122,14 +145,20 @@ class GraphCache:
 
     def clear(self) -> None:
         """Drops all graphs; they are captured again when needed."""
-        self.num_evictions += len(self._graphs)
+        self.num_evictions += len(self)
         self._graphs.clear()
-        self._refused.clear()
+        self._lacked_memory.clear()
 
-    def _capture(self, key: Hashable, run: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
-        while len(self._graphs) >= self.max_graphs:
-            self._graphs.popitem(last=False)
-            self.num_evictions += 1
+    def forget(self) -> None:
+        """Drops all graphs, and what is known of work that cannot be captured: its plans are gone."""
+        self.clear()
+        self._failed.clear()
+
+    def _capture(
+        self, key: Hashable, stage: Hashable | None, run: Callable[..., Any], inputs: Sequence[Tensor]
+    ) -> None:
+        while key not in self._graphs and len(self._graphs) >= self.max_graphs:
+            self.num_evictions += len(self._graphs.popitem(last=False)[1])
         if not self._graphs:
             self._device.renew()
         held = tuple(value.clone() for value in inputs)
@@ -137,14 +166,8 @@ class GraphCache:
         try:
             replay, result = self._device.capture(lambda: run(*held))
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self._refused.add(key)
-            _log.warning(
-                "no memory to capture a graph of %s: it runs eagerly; lower engine.num_kv_blocks or"
-                " engine.max_graphs",
-                key,
-            )
+            self.num_failures += 1
+            self._refuse((key, stage), error)
             return
         finally:
             counts = tuple(
@@ -152,10 +175,11 @@ class GraphCache:
             )
             for counter, earlier in zip(self._counters, before, strict=True):
                 counter.set(earlier)
-        self._graphs[key] = _Graph(replay, held, result, counts)
+        self._graphs.setdefault(key, {})[stage] = _Graph(replay, held, result, counts)
+        self._graphs.move_to_end(key)
         self.num_captures += 1
         if (num_bytes := self.num_bytes) > self._max_bytes:
-            # A single graph that is too large stays: capturing it in each round would cost more.
+            # What is too large by itself stays: capturing it in each round would cost more.
             _log.warning(
                 "captured graphs take %d MB, more than engine.max_graph_bytes=%d; raise it",
                 num_bytes >> 20,
@@ -163,3 +187,21 @@ class GraphCache:
             )
             if len(self._graphs) > 1:
                 self.clear()
+
+    def _refuse(self, key: Hashable, error: Exception) -> None:
+        """The round has its tokens already, from the eager run: a failed capture costs speed alone."""
+        if is_due_to_memory(error):
+            self._lacked_memory.add(key)
+            _log.warning(
+                "no memory to capture a graph of %s: it runs eagerly; lower engine.num_kv_blocks or"
+                " engine.max_graphs",
+                key,
+            )
+            return
+        self._failed.add(key)
+        _log.warning(
+            "a graph of %s could not be captured: it runs eagerly from now on, with the same tokens, but"
+            " slower; engine.graphs=false captures none",
+            key,
+            exc_info=error,
+        )

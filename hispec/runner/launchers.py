@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from itertools import cycle
 from typing import Any, Protocol
@@ -30,18 +29,8 @@ from .block_tables import RowTables
 from .buckets import context_bucket, row_bucket
 from .cuda_graphs import GraphCache
 from .plan_runtime import PlanRuntime
+from .round_inputs import Input, advance, begin
 from .round_output import RowOutcome, copy_to_host, pack, unpack
-
-
-class Input(IntEnum):
-    """What a round is told of a row: its last committed token, the position of that token, the most places
-    that it may process, the tokens that it may still output, and the most drafts of a cycle."""
-
-    TOKEN = 0
-    START = 1
-    CAP = 2
-    ROOM = 3
-    DRAFTS = 4
 
 
 @dataclass(frozen=True)
@@ -186,14 +175,12 @@ class StaticLauncher:
         num_rows = row_bucket(flight.rows.inputs.shape[1], self._num_rows)
         plan, drafter = flight.plan, flight.drafter
         # Not captured, since a capture would do it twice; and the device is busy with the round before.
-        counts, (token, start, _, room, _) = flight.result.counts, self._inputs[:, :num_rows]
+        counts = flight.result.counts
         self._sampler.advance(flight.tokens, counts)
         if drafter is not None:
             with guarded(drafter):
                 drafter.advance(self._batch(plan, num_rows, context_len, STATIC), counts)
-        token.copy_(flight.tokens.gather(1, counts.unsqueeze(1)).squeeze(1))
-        start += counts
-        room -= counts
+        advance(self._inputs, flight.tokens, counts)
         rows = Rows(flight.rows.inputs, flight.rows.requests, context_len, keeps_logits=False)
         return self._run(flight.runtime, plan, rows)
 
@@ -217,7 +204,7 @@ class StaticLauncher:
         def run() -> tuple[RoundResult, Tensor]:
             watch = _watch(runtime, plan, rows, num_rows, self._device) if watches else None
             batch = self._batch(plan, num_rows, context_len, execution, rows.keeps_logits, watch)
-            batch.tokens[:, 0] = self._inputs[Input.TOKEN, :num_rows]
+            begin(self._inputs, batch.tokens, batch.limits)
             result = _run_round(runtime, plan, batch)
             return result, pack(result, watch)
 
@@ -233,12 +220,11 @@ class StaticLauncher:
         keeps_logits: bool = False,
         watch: Watch | None = None,
     ) -> RoundBatch:
-        _, start, cap, room, drafts = self._inputs[:, :num_rows]
-        limits = torch.minimum(cap, room, out=self._limits[:num_rows])  # every stage's graph reads them there
+        _, start, _, _, drafts = self._inputs[:, :num_rows]
         return RoundBatch(
             tokens=self._window(plan)[:num_rows],
             starts=start,
-            limits=limits,
+            limits=self._limits[:num_rows],  # every stage's graph reads them there
             most_drafts=drafts,
             block_tables=self._block_tables[:num_rows],
             block_size=self._block_size,
@@ -286,7 +272,7 @@ def _run_round(runtime: PlanRuntime, plan: Plan, batch: RoundBatch) -> RoundResu
 def _run_stage(
     graphs: GraphCache, key: Hashable, name: Hashable, run: Callable[..., Any], *inputs: Tensor
 ) -> Any:
-    return graphs.run((key, name), run, *inputs)
+    return graphs.run(key, run, *inputs, stage=name)
 
 
 def _watch(runtime: PlanRuntime, plan: Plan, rows: Rows, num_rows: int, device: torch.device) -> Watch | None:

@@ -28,8 +28,9 @@ from .block_tables import RowTables
 from .buckets import context_buckets, row_buckets
 from .cuda_graphs import CudaGraphs, GraphCache, GraphDevice
 from .drafter_failures import fall_back_to_plain
-from .launchers import Flight, Input, Launcher, PackedLauncher, Rows, StaticLauncher
+from .launchers import Flight, Launcher, PackedLauncher, Rows, StaticLauncher
 from .plan_runtime import PlanRuntime
+from .round_inputs import Input
 
 _log = logging.getLogger(__name__)
 
@@ -210,9 +211,13 @@ class RoundRunner:
         for each, plan in dict.fromkeys(rounds):
             self._launcher.launch(each, plan, _empty_rows(num_rows, self._max_model_len)).outcomes()
 
-    def drop_graphs(self) -> None:
-        """Drops all captured graphs."""
-        if self.graphs is not None:
+    def drop_graphs(self, are_plans_gone: bool = False) -> None:
+        """Drops all captured graphs; with are_plans_gone all that is known of plans, too."""
+        if self.graphs is None:
+            return
+        if are_plans_gone:
+            self.graphs.forget()
+        else:
             self.graphs.clear()
 
     def stats(self) -> dict[str, int]:
@@ -262,7 +267,8 @@ class RoundRunner:
 
     @property
     def _num_captures(self) -> int:
-        return 0 if self.graphs is None else self.graphs.num_captures
+        """Tried ones, whatever came of them: they take time."""
+        return 0 if self.graphs is None else self.graphs.num_captures + self.graphs.num_failures
 
     def _handle_failure(
         self, route: int | None, requests: Sequence[Request], error: DrafterError, stats: EngineStats

@@ -27,7 +27,7 @@ class SamplingInput:
     """Where the logits of a pass stand, for each of its tokens.
 
     rows, columns      [tokens]: row, and column in the round's window of the token that was fed
-    positions          [tokens]: absolute position of the token to be chosen
+    fed                [tokens]: absolute position of that token
     window_tokens      [rows, window + 1]: the round's tokens so far, whose first is the last committed one
     first, paths       in a tree: [tokens], the column after which it begins; [tokens, depth], the columns on
                        the way to the token that was fed
@@ -35,10 +35,15 @@ class SamplingInput:
 
     rows: Tensor
     columns: Tensor
-    positions: Tensor
+    fed: Tensor
     window_tokens: Tensor
     first: Tensor | None = None
     paths: Tensor | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        """[tokens]: absolute position of the token to be chosen."""
+        return self.fed + 1
 
     def tentative(self) -> Tensor:
         """[tokens, window + 1] bool: the uncommitted tokens of the window that stand before the token to be

@@ -110,16 +110,22 @@ class Sampler:
         """As `choose`, without a copy of the logits in float32, and without sorting any. Of equal logits, of
         which bfloat16 has many, the lowest token wins in every pass; torch's argmax on a GPU promises
         none."""
-        from . import noise_triton
+        from . import floor_triton, noise_triton
 
         if not self._any_sampled:
             return noise_triton.argmax_with_noise(logits, None)
-        temperature, floor = self._temperature[at.rows], None
+        floor = None
         if self._max_top_k or self._any_top_p or self._any_min_p:
-            floor = noise_triton.nucleus_floor(
-                logits, temperature, self._top_k[at.rows], self._top_p[at.rows], self._min_p[at.rows]
+            floor = floor_triton.nucleus_floor(
+                logits,
+                at.rows,
+                self._temperature,
+                self._top_k if self._max_top_k else None,
+                self._top_p if self._any_top_p else None,
+                self._min_p if self._any_min_p else None,
             )
-        return noise_triton.argmax_with_noise(logits, self._choice_keys(at), temperature, floor)
+        draws = noise_triton.Draws(at.rows, at.fed, self._seeds, self._temperature)
+        return noise_triton.argmax_with_noise(logits, draws, floor)
 
     def choose_top(self, logits: Tensor, at: SamplingInput, num: int) -> Tensor:
         """The `num` likeliest tokens [tokens, num] under the position's noise, the coupled choice first."""

@@ -20,6 +20,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def is_due_to_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it came from or followed, is a failed allocation: what ends a capture
+    raises errors of its own, with the one that interrupted it in `__context__`."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        if is_out_of_memory(each):
+            return True
+        seen.add(id(each))
+        each = each.__cause__ or each.__context__
+    return False
+
+
 def free_memory_bytes() -> int:
     """Bytes of the host's memory that can still be allocated."""
     try:

@@ -31,8 +31,9 @@ def test_packing_agrees_with_a_walk(
 ) -> None:
     monkeypatch.setattr(stages, "runs_numba", lambda device: has_numba)
     generator = torch.Generator().manual_seed(rows * 100 + q_len * 10 + block_size)
-    live = torch.rand(rows, q_len, generator=generator) < share
     first, nodes = torch.randint(0, WINDOW - q_len + 1, (rows,), generator=generator), torch.arange(q_len)
+    num_live = (torch.rand(rows, generator=generator) * (q_len + 2) * share).long()
+    live = nodes < num_live.unsqueeze(-1)
     index = first.unsqueeze(-1) + nodes
     starts = torch.randint(0, 40, (rows,), generator=generator)
     tables = torch.randperm(rows * 64, generator=generator).view(rows, 64)
@@ -58,7 +59,7 @@ def test_packing_agrees_with_a_walk(
                 flat, cell = row * WINDOW + column, row * q_len + j
                 walked.append((row, column, flat, cell, position, slot, j, int(first[row])))
         ends.append(len(walked))
-    span = Stages.select(batch, DraftTree.chain(q_len), first, nodes, live)
+    span = Stages.select(batch, DraftTree.chain(q_len), first, nodes, num_live)
     addresses = (span.rows, span.columns, span.flat, span.cell, span.view.positions, span.view.slots)
     found = (*addresses, span.node, span.first)
     assert list(zip(*(values.tolist() for values in found), strict=True)) == walked

@@ -17,7 +17,7 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from hispec import LLM
 from hispec.config import Plan
-from hispec.decoding.round import sum_of_chosen
+from hispec.decoding.row_steps import sum_of_chosen
 from hispec.sampling.logits import Logits
 from hispec.sampling_params import SamplingParams
 from tests.faults.plans import PLANS, make

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_correctness, gpu_report, gpu_run, gpu_shapes, gpu_subjects
+from benchmarks import (
+    gpu,
+    gpu_correctness,
+    gpu_joined,
+    gpu_part,
+    gpu_report,
+    gpu_run,
+    gpu_shapes,
+    gpu_subjects,
+)
 from benchmarks.gpu_correctness import Difference, first_difference
 from benchmarks.gpu_engines import CheckedGraphs, Rerun, decode, grouped, make_engine
 from benchmarks.gpu_floors import bytes_read, stages_of
@@ -32,11 +41,15 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], str]:
     """Exit code, JSON and what was printed."""
-    folder = tmp_path_factory.mktemp("gpu")
+    folder, code = tmp_path_factory.mktemp("gpu"), 0
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code = gpu.main(["--tiny", "--device", "cpu", "--out", str(folder), "--seconds", "100000"])
-    (file,) = folder.iterdir()
-    return code, json.loads(file.read_text()), printed.getvalue()
+        for name, part in gpu.PARTS.items():
+            arguments = [name, part.module, "--into", str(folder / f"{name}.json"), "--seconds", "100000"]
+            code |= gpu_part.main([*arguments, "--tiny", "--device", "cpu"])
+        result = gpu_joined.join_parts(folder, list(gpu.PARTS), {})
+        gpu_joined.print_table(result)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(f"{name}.json" for name in gpu.PARTS)
+    return code, result, printed.getvalue()
 
 
 def bench(folder: Path, seconds: float = 100_000.0) -> Bench:
@@ -62,7 +75,7 @@ def test_a_rehearsal_goes_through_all_parts_and_measures_nothing(
     assert all(figure.text in table for figure in FIGURES.values()) and table.count("not measured") == len(
         FIGURES
     )
-    assert printed.splitlines()[-2] == "correct"
+    assert printed.splitlines()[-1] == "correct"
 
 
 def test_nothing_in_a_rehearsal_was_left_out_or_failed(rehearsal: tuple[int, dict[str, Any], str]) -> None:
@@ -86,6 +99,9 @@ def test_what_a_rehearsal_compares_is_compared(rehearsal: tuple[int, dict[str, A
         for equal in found["fp32 equals plain"]["equal"].values()
     )
     assert found["bf16 against plain"]["outputs"] == 4 * found["fp32 equals plain"]["prompts"]
+    for name in ("plain", "exits, three tiers"):
+        smoke = rehearsal[1]["parts"]["smoke"][name]
+        assert smoke["equal"] and smoke["captured"]["replays"] > 5 and smoke["graphs"] > 0
     synthetic = rehearsal[1]["parts"]["shapes"]["Llama-3-8B"]["batch 1"]["synthetic"]
     assert synthetic["label"] == gpu_run.SYNTHETIC and len(synthetic["ratio_to_plain"]) == 5
 
@@ -106,7 +122,7 @@ def test_plans_and_candidates_cover_every_drafter() -> None:
         assert {layer for plan in plans.values() for layer in plan.trained_layers().values()} == {4, 7, 15}
 
 
-def test_a_part_that_raises_is_recorded_and_the_others_go_on(
+def test_a_part_that_raises_is_recorded_with_what_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(bench: Bench, out: dict[str, Any]) -> None:
@@ -114,19 +130,20 @@ def test_a_part_that_raises_is_recorded_and_the_others_go_on(
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(gpu_correctness, "run", broken)
-    monkeypatch.setattr(gpu_shapes, "run", lambda bench, out: out.update(fine=True))
-    assert (
-        gpu.main(["--tiny", "--device", "cpu", "--out", str(tmp_path), "--parts", "correctness,shapes"]) == 1
-    )
-    result = json.loads((tmp_path / "gpu-rehearsal.json").read_text())
-    assert (
-        result["parts"]["correctness"]["status"] == "failed"
-        and "no such kernel" in result["parts"]["correctness"]["error"]
-    )
-    assert result["parts"]["correctness"]["before"] == 1 and result["parts"]["shapes"]["status"] == "done"
-    assert capsys.readouterr().out.count("FAILED: correctness: RuntimeError: no such kernel") == 2, (
-        "at once, and at the end"
-    )
+    into = tmp_path / "correctness.json"
+    arguments = [
+        "correctness",
+        "benchmarks.gpu_correctness",
+        "--into",
+        str(into),
+        "--tiny",
+        "--device",
+        "cpu",
+    ]
+    assert gpu_part.main(arguments) == 1
+    part = gpu_joined.join_parts(tmp_path, ["correctness", "shapes"], {})["parts"]["correctness"]
+    assert part["status"] == "failed" and "no such kernel" in part["error"] and part["before"] == 1
+    assert "FAILED: correctness: RuntimeError: no such kernel" in capsys.readouterr().out
 
 
 def test_a_step_that_raises_is_recorded_and_one_without_time_is_left_out(tmp_path: Path) -> None:
@@ -147,7 +164,8 @@ def test_time_ends_a_part_wherever_it_is(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(gpu_correctness, "run", endless)
     run = bench(tmp_path, seconds=1.0)
-    gpu.measure(run, ["correctness", "shapes"])
+    for name in ("correctness", "shapes"):
+        gpu_part.measure(run, name, gpu.PARTS[name].module)
     parts = json.loads(run.path.read_text())["parts"]
     assert parts["correctness"]["status"].startswith("cut short") and parts["shapes"]["status"].startswith(
         "left out"
@@ -202,7 +220,7 @@ def test_nothing_that_it_imports_needs_numba() -> None:
         " ModuleNotFoundError(name)\nsys.meta_path.insert(0, Blocked())\nimport hispec.measure.stage_bench,"
         f" hispec.drafters.lookup_torch, {', '.join(f'benchmarks.{module}' for module in modules)}\n"
     )
-    assert {"gpu", *(part.rpartition(".")[2] for part in gpu.PARTS.values())} < set(modules)
+    assert {"gpu", *(part.module.rpartition(".")[2] for part in gpu.PARTS.values())} < set(modules)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -290,6 +308,7 @@ def test_random_shapes_run_in_any_split(tmp_path: Path) -> None:
 def measured(rehearsal: tuple[int, dict[str, Any], str]) -> dict[str, Any]:
     """As if it were one."""
     result = copy.deepcopy(rehearsal[1]) | {"rehearsal": False, "reasons": {"captured_vs_eager": "too late"}}
+    result["parts"]["smoke"]["compiling"]["seconds"] = 12.3
     result["figures"] |= {"plain_8b_floor_fraction": 0.8123, "host_gap_fraction": 0.5}
     return result
 
@@ -320,6 +339,9 @@ def test_a_report_stands_between_the_markers_and_nothing_else_changes(
         and "gpu-x.json" in once
         and "| batch 1 |" in once
         and "Equal to plain in float32" in once
+        and "Sampled at temperature 0.8 and top_p 0.95" in once
+        and "One replay of a round's graph" in once
+        and "left out of all times: smoke 12 s." in once
     )
     assert gpu_report.main([str(result), "--docs", str(docs)]) == 0 and docs.read_text() == once
     assert (

@@ -1,17 +1,13 @@
 """The Triton kernels against the reference kernels: on a GPU if there is one, else in Triton's interpreter
 (tests/conftest.py asks for it).
 
-The interpreter shows what a kernel computes, not that a GPU's compiler takes it: the last test compiles all
-of them, for GPUs that need not be here.
+The interpreter shows what a kernel computes, not that a GPU's compiler takes it: for that there is
+test_compile_triton.py.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +19,9 @@ triton = pytest.importorskip("triton")
 
 from cache.paged_kv import PagedKV  # noqa: E402
 from cache.view import BatchView  # noqa: E402
-from ee_models.kernels import gpu, triton_linear  # noqa: E402
 from ee_models.kernels.gpu import TritonKernels  # noqa: E402
 from ee_models.kernels.reference import ReferenceKernels  # noqa: E402
-from hispec.sampling import noise_triton  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS = 1e-5
 TRITON, REFERENCE = TritonKernels(), ReferenceKernels()
@@ -285,119 +278,3 @@ def test_a_pass_without_tokens_gives_nothing() -> None:
     nothing = randn(0, 32, dtype=torch.float32)
     assert TRITON.add_rms_norm(nothing, None, randn(32, dtype=torch.float32), EPS).shape == (0, 32)
     assert TRITON.silu_mul(nothing).shape == (0, 16)
-
-
-# Every kernel: what its arguments are (* is a pointer to the dtype under test; what is not here is None or a
-# constant), constants, launch.
-EXACT, ROPE = (
-    {"enable_fp_fusion": False},
-    (
-        "qkv:* cos_sin:*fp32 positions:*i64 slots:*i64 keys:* values:* q:* eps:fp32 qkv_stride:i32"
-        " slot_stride:i32"
-    ),
-)
-NORM, CHOICE = (
-    "hidden:* weight:* out:* size:i32 hidden_stride:i32 delta_stride:i32 eps:fp32",
-    "logits:* scores:*fp32 tokens:*i32 vocab_size:i32 row_stride:i32",
-)
-PRODUCT, TILE = (
-    "x:* weight:* num_rows:i32 out_features:i32 in_features:i32 x_stride:i32",
-    {
-        "PART": 1024,
-        "NUM_PARTS": 4,
-        "BLOCK_ROWS": 16,
-    },
-)
-HEADS_TILE = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 96, "BLOCK_HEADS": 8, "BLOCK_HALF": 64}
-KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
-    (gpu._add_rms_norm, f"{NORM} delta:*", {"BLOCK": 4096}, {"num_warps": 16, **EXACT}),
-    (gpu._add_rms_norm, NORM, {"BLOCK": 16384}, {"num_warps": 16, **EXACT}),
-    (gpu._rope_and_store, f"{ROPE} q_norm:* k_norm:*", HEADS_TILE, EXACT),
-    (gpu._rope_and_store, ROPE, HEADS_TILE, EXACT),
-    (gpu._silu_mul, "gate_up:* out:* size:i32 row_stride:i32", {"BLOCK": 1024}, EXACT),
-    (noise_triton._best_of_block, CHOICE, {"BLOCK": 1024}, EXACT),
-    (
-        noise_triton._best_of_block,
-        f"{CHOICE} keys:*i64 temperatures:*fp32 floors:*fp32",
-        {"BLOCK": 1024},
-        EXACT,
-    ),
-    (noise_triton._best_of_block, f"{CHOICE} keys:*i64", {"BLOCK": 1024}, EXACT),
-    (
-        noise_triton._best_of_row,
-        "scores:*fp32 tokens:*i32 out:*i64 num_blocks:i32 vocab_size:i32",
-        {"BLOCKS": 128},
-        {"num_warps": 1},
-    ),
-    (
-        noise_triton._filter_floor,
-        (
-            "logits:* temperatures:*fp32 top_ks:*i64 top_ps:*fp32 min_ps:*fp32 floors:*fp32 vocab_size:i32"
-            " row_stride:i32"
-        ),
-        {"BLOCK": 4096, "NUM_BLOCKS": 32},
-        {"num_warps": 16, **EXACT},
-    ),
-    (
-        triton_linear._product,
-        f"{PRODUCT} bias:* out:*",
-        {**TILE, "PARTS_APART": False, "BLOCK_OUT": 64, "BLOCK_IN": 128},
-        {"num_stages": 4},
-    ),
-    (
-        triton_linear._product,
-        f"{PRODUCT} out:*fp32",
-        {**TILE, "PARTS_APART": True, "BLOCK_OUT": 32, "BLOCK_IN": 64},
-        {"num_stages": 4},
-    ),
-    (
-        triton_linear._add_parts,
-        "parts:*fp32 out:* num_rows:i32 out_features:i32",
-        {"NUM_PARTS": 4, "BLOCK": 1024},
-        {},
-    ),
-]
-
-
-def compile_everything() -> None:
-    """Runs in a process of its own, where Triton does not interpret. Like a launch, takes sizes that are 1
-    for constants."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    for kernel, arguments, constants, options in KERNELS:
-        for dtype, capability, ones in (("fp32", 80, False), ("bf16", 90, False), ("fp16", 90, True)):
-            given = dict(argument.split(":") for argument in arguments.split())
-            types = {name: f"*{dtype}" if kind == "*" else kind for name, kind in given.items()}
-            if ones:
-                constants = {
-                    **constants,
-                    **{name: 1 for name, kind in types.items() if kind == "i32" and name != "num_rows"},
-                }
-            signature = {
-                name: "constexpr" if name in constants else types.get(name, "constexpr")
-                for name in kernel.arg_names
-            }
-            values = {name: constants.get(name) for name, kind in signature.items() if kind == "constexpr"}
-            compiled = triton.compile(
-                ASTSource(fn=kernel, signature=signature, constexprs=values),
-                target=GPUTarget("cuda", capability, 32),
-                options=options,
-            )
-            assert compiled.asm["cubin"], kernel
-            assert ".f64" not in compiled.asm["ptx"], f"{kernel} computes in float64"
-
-
-def test_every_kernel_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
-    code = "from tests.gpu.test_kernels_triton import compile_everything; compile_everything()"
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]

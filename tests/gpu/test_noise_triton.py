@@ -14,8 +14,9 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from hispec.sampling import noise, noise_triton  # noqa: E402
-from hispec.sampling.noise_triton import argmax_with_noise, nucleus_floor  # noqa: E402
+from hispec.sampling import floor_triton, noise, noise_triton  # noqa: E402
+from hispec.sampling.floor_triton import nucleus_floor  # noqa: E402
+from hispec.sampling.noise_triton import Draws, argmax_with_noise  # noqa: E402
 from hispec.sampling.sampler import RowSampling, Sampler  # noqa: E402
 from hispec.sampling_params import SamplingParams  # noqa: E402
 from tests.gpu.test_kernels_triton import poisoned  # noqa: E402, F401 - a fixture
@@ -31,6 +32,19 @@ def random_logits(num: int, vocab: int, scale: float = 3.0, seed: int = 0) -> Te
 
 def many_keys(num: int, seed: int = 0) -> Tensor:
     return noise.keys(torch.full((num,), seed), torch.arange(num), noise.Stream.CHOICE).to(DEVICE)
+
+
+def choose(
+    logits: Tensor, temperature: Tensor | None = None, floor: Tensor | None = None, seed: int = 0
+) -> Tensor:
+    """By the noise of `many_keys`; temperature [n], None: 1."""
+    num = len(logits)
+    fed = torch.arange(num, device=DEVICE) - 1
+    rows = torch.randperm(num, generator=torch.Generator().manual_seed(num)).to(DEVICE)
+    seeds, temperatures = torch.full((num,), seed, device=DEVICE), torch.ones(num, device=DEVICE)
+    if temperature is not None:
+        temperatures[rows] = temperature
+    return argmax_with_noise(logits, Draws(rows, fed, seeds, temperatures), floor)
 
 
 def tensor(values: Sequence[float]) -> Tensor:
@@ -65,6 +79,22 @@ def test_the_noise_is_the_same_hash_and_the_same_logarithms() -> None:
     )  # a logarithm may differ by a unit in the last place
 
 
+@triton.jit
+def _keys(seeds: tl.tensor, positions: tl.tensor, out: tl.tensor) -> None:
+    at = tl.program_id(0)
+    key = noise_triton._choice_key(tl.load(seeds + at), tl.load(positions + at))
+    tl.store(out + at, key.to(tl.int64, bitcast=True))
+
+
+def test_keys_are_those_of_torch_to_the_bit() -> None:
+    some = [0, 1, -1, 2**63 - 1, -(2**63), 2**32 - 1, 2**31, 12345678901234567]
+    seeds = torch.tensor(some, device=DEVICE).repeat_interleave(4)
+    positions = torch.tensor([0, 1, 77, 2**31], device=DEVICE).repeat(len(some))
+    out = torch.empty_like(seeds)
+    _keys[(len(seeds),)](seeds, positions, out)
+    assert torch.equal(out, noise.keys(seeds, positions, noise.Stream.CHOICE))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_the_choice_is_the_argmax_of_tempered_logits_and_noise(vocab: int, dtype: torch.dtype) -> None:
@@ -79,8 +109,8 @@ def test_the_choice_is_the_argmax_of_tempered_logits_and_noise(vocab: int, dtype
         assert (top_two[:, 0] - top_two[:, 1]).min() > 1e-5, (
             "too near a tie for logarithms that may differ by a rounding error: take another seed"
         )
-        assert torch.equal(argmax_with_noise(logits, key, scale), noisy.argmax(-1))
-    assert torch.equal(argmax_with_noise(logits, None, temperature), logits.float().argmax(-1))
+        assert torch.equal(choose(logits, scale, seed=vocab), noisy.argmax(-1))
+    assert torch.equal(argmax_with_noise(logits, None), logits.float().argmax(-1))
 
 
 def test_rows_of_temperature_zero_are_greedy_among_others_and_know_no_floor() -> None:
@@ -88,8 +118,8 @@ def test_rows_of_temperature_zero_are_greedy_among_others_and_know_no_floor() ->
     temperature, floor = tensor([0.0, 1.0, 0.0, 0.5, 2.0, 0.0]), tensor([INF, -INF, 3.0, -INF, -INF, INF])
     noisy = logits / temperature.where(temperature > 0, 1.0).unsqueeze(1) + noise.gumbel(key, 1500)
     expected = torch.where(temperature > 0, noisy.argmax(-1), logits.argmax(-1))
-    assert torch.equal(argmax_with_noise(logits, key, temperature, floor), expected)
-    assert torch.equal(argmax_with_noise(logits, None, temperature, floor), logits.argmax(-1))
+    assert torch.equal(choose(logits, temperature, floor), expected)
+    assert torch.equal(argmax_with_noise(logits, None, floor), logits.argmax(-1))
     assert (noisy.argmax(-1) != logits.argmax(-1))[temperature > 0].any(), "noise decides nothing here"
 
 
@@ -104,34 +134,45 @@ def test_the_lowest_of_equal_tokens_wins_within_a_block_and_across_blocks() -> N
 
 
 def test_tokens_of_minus_infinity_or_below_the_floor_are_never_chosen() -> None:
-    logits, key = torch.full((30, 1100), -INF, device=DEVICE), many_keys(30)
+    logits = torch.full((30, 1100), -INF, device=DEVICE)
     logits[:, [3, 1031, 1099]] = tensor([0.0, 0.1, -0.1])
-    assert set(argmax_with_noise(logits, key).tolist()) == {3, 1031, 1099}
+    assert set(choose(logits).tolist()) == {3, 1031, 1099}
     temperature, floor = torch.full((30,), 0.5, device=DEVICE), torch.full((30,), 0.0, device=DEVICE)
-    assert set(argmax_with_noise(logits, key, temperature, floor).tolist()) == {
+    assert set(choose(logits, temperature, floor).tolist()) == {
         3,
         1031,
     }, "a token at its floor is in, one below is out"
     floor.fill_(0.2)
-    assert argmax_with_noise(logits, key, temperature, floor).eq(1031).all()
+    assert choose(logits, temperature, floor).eq(1031).all()
 
 
 def test_rows_may_lie_apart_and_do_not_touch_each_other() -> None:
-    wide, key, temperature = random_logits(7, 1400), many_keys(7), torch.linspace(0.0, 2.0, 7, device=DEVICE)
-    logits = wide[:, 100:1300]
-    together = argmax_with_noise(logits, key, temperature)
-    assert torch.equal(together, argmax_with_noise(logits.contiguous(), key, temperature))
-    assert torch.equal(together[2:5], argmax_with_noise(logits[2:5], key[2:5], temperature[2:5]))
-    assert argmax_with_noise(logits[:0], key[:0], temperature[:0]).shape == (0,)
+    wide, temperature = random_logits(7, 1400), torch.linspace(0.0, 2.0, 7, device=DEVICE)
+    logits, rows = wide[:, 100:1300], torch.arange(7, device=DEVICE)
+    fed, seeds = 3 * rows, rows % 2
+
+    def draws(some: slice) -> Draws:
+        return Draws(rows[some], fed[some], seeds, temperature)
+
+    together = argmax_with_noise(logits, draws(slice(None)))
+    assert torch.equal(together, argmax_with_noise(logits.contiguous(), draws(slice(None))))
+    assert torch.equal(together[2:5], argmax_with_noise(logits[2:5], draws(slice(2, 5))))
+    assert argmax_with_noise(logits[:0], draws(slice(0))).shape == (0,)
 
 
 def floors(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     temperature, top_p, min_p = (
         tensor([getattr(p, name) for p in params]) for name in ("temperature", "top_p", "min_p")
     )
-    return nucleus_floor(
-        logits, temperature, torch.tensor([p.top_k for p in params], device=DEVICE), top_p, min_p
-    )
+    top_k, rows = (torch.tensor(x, device=DEVICE) for x in ([p.top_k for p in params], range(len(params))))
+    found = nucleus_floor(logits, rows, temperature, top_k, top_p, min_p)
+    filters = [
+        None if off.all() else each
+        for off, each in ((top_k == 0, top_k), (top_p == 1, top_p), (min_p == 0, min_p))
+    ]
+    if any(each is not None for each in filters):  # what no row asks for may be left out
+        assert torch.equal(found, nucleus_floor(logits, rows, temperature, *filters))
+    return found
 
 
 def left(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
@@ -180,7 +221,7 @@ def some_logits(generator: torch.Generator, vocab: int) -> Tensor:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_floor_leaves_what_the_sampler_leaves(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any mix of filters; a vocabulary of several blocks, the last of them not full."""
-    monkeypatch.setattr(noise_triton, "_FLOOR_BLOCK", 256)
+    monkeypatch.setattr(floor_triton, "_CHUNK", 256)
     generator, num, vocab = torch.Generator().manual_seed(seed), (16, 16, 28)[seed], (300, 41, 128)[seed]
     dtype = (torch.float32, torch.float32, torch.bfloat16)[seed]
 
@@ -211,25 +252,40 @@ def test_the_floor_leaves_what_the_sampler_leaves(seed: int, monkeypatch: pytest
 
 
 def test_a_large_vocabulary_is_searched_to_its_end() -> None:
-    logits = random_logits(3, 9000, scale=0.5)
-    logits[:, 8999] = 9.0
+    logits = random_logits(3, 4300, scale=0.5)
+    logits[:, 4299] = 9.0
     params = [
-        SamplingParams(temperature=1.0, top_k=4321),
+        SamplingParams(temperature=1.0, top_k=2321),
         SamplingParams(temperature=0.9, top_p=0.5),
-        SamplingParams(temperature=1.0, top_p=0.99, top_k=8000),
+        SamplingParams(temperature=1.0, top_p=0.99, top_k=4000),
     ]
     assert not any(near_boundary(row, one) for row, one in zip(logits, params, strict=True))
     by_floor, by_sampler = left(logits, params)
     assert torch.equal(by_floor, by_sampler)
-    assert by_floor.sum(-1).tolist()[0] == 4321
+    assert by_floor.sum(-1).tolist()[0] == 2321
 
 
 def test_the_floor_of_top_k_is_the_kth_tempered_logit_to_the_bit() -> None:
     logits, temperature = random_logits(3, 100), tensor([0.7, 1.3, 0.1])
     off = torch.ones(3, device=DEVICE)
-    got = nucleus_floor(logits, temperature, torch.tensor([5, 100, 1], device=DEVICE), off, 0 * off)
+    rows, top_k = torch.tensor([[2, 0, 1], [100, 1, 5]], device=DEVICE)  # in another order than the logits
+    got = nucleus_floor(logits, rows, temperature.roll(-1), top_k, off, 0 * off)
     tempered = (logits / temperature.unsqueeze(1)).sort(descending=True).values
     assert torch.equal(got, torch.stack((tempered[0, 4], tempered[1, 99], tempered[2, 0])))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_floor_does_not_depend_on_the_other_rows(dtype: torch.dtype) -> None:
+    logits, rows = random_logits(5, 700).to(dtype), torch.tensor([1, 0, 0, 2, 1], device=DEVICE)
+    temperature, top_p, min_p = tensor([0.8, 0.0, 1.3]), tensor([0.9, 0.5, 1.0]), tensor([0.0, 0.2, 0.1])
+    top_k = torch.tensor([0, 5, 50], device=DEVICE)
+
+    def found(some: slice) -> Tensor:
+        return nucleus_floor(logits[some], rows[some], temperature, top_k, top_p, min_p)
+
+    together = found(slice(None))
+    assert together[0] == together[4] == -INF and (together[1:4] > -INF).all()
+    assert torch.equal(together, torch.cat([found(slice(at, at + 1)) for at in range(5)]))
 
 
 def test_there_is_no_floor_where_no_filter_is_on_and_in_greedy_rows() -> None:
@@ -252,4 +308,4 @@ def test_floor_and_choice_together_are_the_samplers_choice() -> None:
     expected = torch.where(
         temperature > 0, (filtered + noise.gumbel(key, 600)).argmax(-1), logits.float().argmax(-1)
     )
-    assert torch.equal(argmax_with_noise(logits, key, temperature, floors(logits, params)), expected)
+    assert torch.equal(choose(logits, temperature, floors(logits, params)), expected)

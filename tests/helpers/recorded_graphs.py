@@ -38,6 +38,11 @@ FORBIDDEN = {
 }
 
 
+class NotCapturable(BaseException):
+    """What a GPU could not capture. No Exception: an engine would go on eagerly, and the test that should see
+    it would not."""
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -45,11 +50,12 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().split("::")[1].split(".")[0]
-        assert name not in FORBIDDEN, f"{func.name()} in a capture: a GPU would have to wait for the host"
-        if name in ("index", "index_put", "index_put_"):
-            assert all(index is None or index.dtype != torch.bool for index in args[1]), (
-                "a boolean index in a capture: its size is a value"
-            )
+        if name in FORBIDDEN:
+            raise NotCapturable(f"{func.name()} in a capture: a GPU would have to wait for the host")
+        if name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        ):
+            raise NotCapturable("a boolean index in a capture: its size is a value")
         kwargs = kwargs or {}
         # As on a GPU nothing is computed yet: what the code holds until the replay is garbage.
         result = func(*args, **kwargs)
@@ -61,16 +67,17 @@ class RecordedGraphs:
     """A GraphDevice."""
 
     def __init__(self) -> None:
-        self.num_captured = self.num_renewed = 0
+        self.num_tried = self.num_captured = self.num_renewed = 0
         self.bytes_of_a_graph = 0
-        self.out_of_memory = False
+        self.failure: Callable[[], BaseException] | None = None  # what the next captures raise
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        if self.out_of_memory:
-            raise torch.OutOfMemoryError("no memory for a graph")
+        self.num_tried += 1
         recorder = _Recorder()
         with recorder:
             result = run()
+        if self.failure is not None:
+            raise self.failure()
         self.num_captured += 1
 
         def replay() -> None:

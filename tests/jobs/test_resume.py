@@ -64,6 +64,11 @@ def test_the_same_command_goes_on_and_ends_as_if_nothing_had_happened(
         assert done == expected
     assert manifest(job)["finished"] is not None and manifest(job)["done"] == 33 == manifest(job)["rows"]
     assert manifest(job)["errors"] == 1
+    # Of both runs: tokens that the first had computed and not written were computed again.
+    whole = sum(
+        row["usage"]["completion_tokens"] for row in map(json.loads, done.splitlines()) if row["usage"]
+    )
+    assert manifest(job)["counts"]["tokens"] >= whole >= report.stats["tokens"]
 
 
 def test_what_has_ended_is_never_only_in_memory_where_rows_are_written_as_they_end(

@@ -227,7 +227,9 @@ def test_compare_plain_counts_identical_outputs_and_turns_prefix_caching_off(tmp
     )
     assert (report.rates.draft_kept, report.rates.tentative_accepted) == (0.5, 0.5)
     assert len(rows_of(job)) == 14
-    assert FakeLLM.instances[0].engine["enable_prefix_caching"] is False
+    (llm,) = FakeLLM.instances
+    assert llm.engine["enable_prefix_caching"] is False
+    assert report.stats["drafted"] > llm.stats()["drafted"] == 0, "those of each pass by themselves"
 
 
 def test_the_trace_of_a_job_is_of_its_own_pass(tmp_path: Path) -> None:

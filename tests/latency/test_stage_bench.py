@@ -104,7 +104,7 @@ def test_every_row_of_a_rig_has_the_context(tiny_decoder: Decoder) -> None:
                 chain,
                 torch.zeros(3, dtype=torch.int64),
                 torch.zeros(1, dtype=torch.int64),
-                torch.arange(3).unsqueeze(-1) == row,
+                (torch.arange(3) == row).long(),
             )
             said.append(rig._stages.compute(batch, span, Pass(0, 9)).wide())
     kv = PagedKV(

@@ -17,7 +17,9 @@ from ee_models.decoder import Decoder
 from ee_models.kernels.gpu import TritonKernels
 from ee_models.kernels.triton_linear import InvariantLinear
 from hispec.config import Plan
-from hispec.decoding import acceptance, stages
+from hispec.decoding import acceptance, batch, stages
+from hispec.drafters import lookup_torch, ngram
+from hispec.runner import round_inputs
 from hispec.sampling import confidence, sampler
 from hispec.sampling_params import SamplingParams
 from tests.helpers.drafters import drafter_engine
@@ -47,8 +49,9 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sampler, confidence, stages, acceptance):
+    for module in (sampler, confidence, stages, acceptance, batch, lookup_torch, round_inputs):
         monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    monkeypatch.setattr(ngram, "make_lookup", lambda *sizes: lookup_torch.TensorLookup(*sizes))
 
 
 def load(path: Path, invariant: bool = False) -> Decoder:

@@ -12,6 +12,7 @@ import pytest
 
 from hispec.cli import main
 from hispec.jobs.bench import BenchOptions, run_bench
+from hispec.jobs.manifest import manifest_path
 from hispec.trace.summary import summarize
 from hispec.trace.writer import read_trace
 from tests.helpers.fake_llm import FakeLLM
@@ -200,10 +201,20 @@ def test_rows_without_tiers_say_so_and_the_manifest_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_fake_llm(monkeypatch)
-    job = make_job(tmp_path, prompts(4), sampling={"temperature": 0.0, "stop": [EVIL]})
+    job = make_job(
+        tmp_path, prompts(4), sampling={"temperature": 0.0, "stop": [EVIL]}, speculative=THREE_TIER
+    )
     run(job)
     assert FakeLLM.instances
     page = page_of(job.output.path)
+    counts = json.loads(manifest_path(job.output.path).read_text())["counts"]
+    name, tokens, share = page.table("tier", "tokens", "share")[0]
+    assert (name, tokens) == (
+        "drafts that the tier above kept",
+        f"{counts['draft_kept']} of {counts['drafted']}",
+    )
+    assert share == "50.0%"
+    assert any(text.endswith("of the whole model.") for text in page.texts("p"))
     settings = dict(page.table("setting", "value"))
     assert settings["model"] == '"fake"' and EVIL in json.loads(settings["sampling.stop"])
     assert any(text.startswith("4 of 4 rows done, 0 with errors") for text in page.texts("p"))

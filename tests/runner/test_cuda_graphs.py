@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +13,11 @@ import torch
 from torch import Tensor
 
 from hispec.decoding.stages import PassCounts
+from hispec.runner import cuda_graphs
 from hispec.runner.buckets import context_bucket, context_buckets, row_bucket, row_buckets
-from hispec.runner.cuda_graphs import GraphCache
-from tests.helpers.recorded_graphs import RecordedGraphs
+from hispec.runner.cuda_graphs import CudaGraphs, GraphCache
+from hispec.utils.memory import is_due_to_memory
+from tests.helpers.recorded_graphs import NotCapturable, RecordedGraphs
 
 
 def make(max_graphs: int = 10, max_bytes: int = 1000) -> tuple[GraphCache, RecordedGraphs, PassCounts]:
@@ -70,7 +75,7 @@ def test_a_replay_knows_no_python() -> None:
 )
 def test_the_recorder_is_as_strict_as_a_gpu(read: Any) -> None:
     cache, _, _ = make()
-    with pytest.raises(AssertionError, match="in a capture"):
+    with pytest.raises(NotCapturable, match="in a capture"):
         cache.run("key", read, torch.ones(1))
 
 
@@ -85,6 +90,33 @@ def test_the_least_recently_used_makes_room() -> None:
     assert device.num_captured == 3
     cache.run("b", work, x)
     assert device.num_captured == 4
+
+
+def test_stages_of_a_round_count_as_one_and_make_room_together() -> None:
+    cache, device, counts = make(max_graphs=2)
+    work, x = Work(counts), torch.ones(3)
+    for key in "ab":
+        for stage in ("draft", "check", "verify"):
+            cache.run(key, work, x, stage=stage)
+    assert (len(cache), device.num_captured, cache.num_evictions) == (6, 6, 0)
+    cache.run("a", work, x, stage="check")
+    cache.run("c", work, x)  # in the place of all of b
+    assert (len(cache), device.num_captured, cache.num_evictions) == (4, 7, 3)
+    cache.run("a", work, x, stage="verify")
+    cache.run("a", work, x)  # another stage of what is there
+    assert (len(cache), device.num_captured, cache.num_evictions) == (5, 8, 3)
+    cache.clear()
+    assert (len(cache), cache.num_evictions) == (0, 8)
+
+
+def test_stages_that_are_too_large_together_stay() -> None:
+    cache, device, counts = make(max_bytes=15)
+    device.bytes_of_a_graph = 10
+    work = Work(counts)
+    for _ in range(2):
+        for stage in ("draft", "verify"):
+            cache.run("a", work, torch.ones(3), stage=stage)
+    assert device.num_captured == 2 and cache.num_replays == 2
 
 
 def test_a_pool_that_has_grown_too_large_is_given_back_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,17 +154,138 @@ def test_one_graph_that_is_too_large_stays() -> None:
     assert device.num_captured == 1 and cache.num_replays == 3
 
 
-def test_without_memory_for_a_capture_work_goes_on_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+def no_memory() -> BaseException:
+    return torch.OutOfMemoryError("no memory for a graph")
+
+
+def no_memory_before() -> BaseException:
+    """As torch raises it: ending the capture that was interrupted fails as well."""
+    error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    error.__context__ = no_memory()
+    return error
+
+
+def no_memory_behind() -> BaseException:
+    error = ValueError("a drafter's own words")
+    error.__cause__ = no_memory_before()
+    return error
+
+
+@pytest.mark.parametrize("failure", [no_memory, no_memory_before, no_memory_behind])
+def test_without_memory_for_a_capture_work_goes_on_eagerly(
+    caplog: pytest.LogCaptureFixture, failure: Callable[[], BaseException]
+) -> None:
     cache, device, counts = make()
-    device.out_of_memory = True
+    device.failure = failure
     work = Work(counts)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 4):
             assert torch.equal(
                 cache.run("a", work, torch.full((3,), float(step))), torch.full((3,), 2.0 * step + 1)
             )
-    assert work.num_runs == 3 and counts.layer_passes == 15
+    assert work.num_runs == 4 and counts.layer_passes == 15, "captured once, and in vain"
     assert caplog.text.count("no memory to capture") == 1, "said once"
+    device.failure = None
+    cache.clear()
+    cache.run("a", work, torch.ones(3))
+    assert cache.num_captures == 1, "graphs were dropped: there may be memory now"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError, NotImplementedError])
+def test_a_capture_that_fails_is_said_once_and_not_tried_again(
+    caplog: pytest.LogCaptureFixture, error: type[Exception]
+) -> None:
+    cache, device, counts = make()
+    device.failure = lambda: error("operation not permitted when stream is capturing")
+    work = Work(counts)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 4):
+            assert torch.equal(
+                cache.run(("the", "key"), work, torch.full((3,), float(step))),
+                torch.full((3,), 2.0 * step + 1),
+            )
+            cache.clear()
+    assert (work.num_runs, counts.layer_passes, cache.num_failures, len(cache)) == (4, 15, 1, 0)
+    (record,) = caplog.records
+    assert "('the', 'key')" in record.getMessage() and "operation not permitted" in caplog.text
+    device.failure = None
+    cache.run("another", work, torch.ones(3))
+    assert cache.num_captures == 1, "other keys are captured"
+    cache.run(("the", "key"), work, torch.ones(3))
+    assert cache.num_captures == 1
+    cache.forget()
+    cache.run(("the", "key"), work, torch.ones(3))
+    assert cache.num_captures == 2, "its plan is another now"
+
+
+def test_an_interrupt_in_a_capture_is_no_failure_of_it() -> None:
+    cache, device, counts = make()
+    device.failure = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        cache.run("a", Work(counts), torch.ones(3))
+    assert (cache.num_failures, len(cache), counts.layer_passes) == (0, 0, 5)
+
+
+class FakeCuda:
+    """What CudaGraphs uses of torch.cuda; `ends` = whether a capture can be ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ends: bool = True) -> None:
+        self.streams: list[torch.device] = []
+        self.current: Any = self.make_stream(torch.device("cuda", 0))
+        self.used: list[Any] = []
+        monkeypatch.setattr(cuda_graphs, "_streams", {})
+        for name, value in {
+            "Stream": self.make_stream,
+            "current_device": lambda: 0,
+            "current_stream": lambda device: self.current,
+            "set_stream": lambda stream: setattr(self, "current", stream),
+            "graph_pool_handle": object,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+        @contextlib.contextmanager
+        def graph(graph: Any, pool: Any, stream: Any) -> Iterator[None]:
+            before, self.current = self.current, stream
+            self.used.append(stream)
+            try:
+                yield
+            finally:
+                if not ends:
+                    raise RuntimeError("CUDA error: the capture was invalidated")
+                self.current = before
+
+        monkeypatch.setattr(torch.cuda, "graph", graph)
+
+    def make_stream(self, device: torch.device) -> Any:
+        self.streams.append(device)
+        return SimpleNamespace(device=device)
+
+
+def test_all_engines_of_a_device_capture_in_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    for device in ("cuda", "cuda:0", "cuda:1", "cuda:1"):
+        CudaGraphs(torch.device(device)).capture(lambda: None)
+    assert cuda.used[0] is cuda.used[1] is not cuda.used[2] is cuda.used[3]
+    assert [stream.device.index for stream in cuda.used] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_after_a_failed_capture_work_goes_on_in_the_stream_before(
+    monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    cuda = FakeCuda(monkeypatch, ends)
+    before = cuda.current
+
+    def run() -> None:
+        assert cuda.current is not before
+        raise torch.OutOfMemoryError("no memory")
+
+    graphs = CudaGraphs(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError) as failed:
+        graphs.capture(run)
+    assert cuda.current is before and is_due_to_memory(failed.value)
+    assert not cuda_graphs._capturing.locked()
 
 
 def test_an_error_in_the_work_leaves_nothing_behind() -> None:

@@ -55,7 +55,7 @@ def make_input(
     OUTPUT."""
     index_ = torch.tensor([0] * len(rows) if index is None else index)
     window = torch.tensor([[OUTPUT[-1], 0]]).expand(num_rows, -1) if window_tokens is None else window_tokens
-    return SamplingInput(torch.tensor(rows), index_, len(PROMPT + OUTPUT) + index_, window)
+    return SamplingInput(torch.tensor(rows), index_, len(PROMPT + OUTPUT) - 1 + index_, window)
 
 
 def reference(
