@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hispec.decoding import acceptance
 from hispec.decoding.acceptance import CoupledJudge, Proposals, Verdict
 from hispec.decoding.batch import RoundBatch, Span
 from hispec.decoding.stages import Tier
@@ -66,10 +65,9 @@ class SyntheticJudge:
     ) -> Verdict:
         tree, counts = proposals.tree, proposals.counts
         assert tree.is_chain, "synthetic acceptance is of chains"
-        own = span.spread(self.choose(logits, batch, span).squeeze(-1))
-        acceptance.coupled(
-            own, proposals.tokens(batch), counts, tree
-        )  # the real judge's work; its verdict is dropped
+        own = self.choose(logits, batch, span).squeeze(-1)
+        self._inner.accept(own, None, batch, span, proposals)  # the real judge's work; its verdict is dropped
+        own = span.spread(own)
         nodes = tree.on(own.device).nodes[1:]
         seeds = batch.sampler._seeds[: batch.num_rows]
         draws = (batch.starts + proposals.first + seeds * _STRIDE).unsqueeze(-1) + nodes

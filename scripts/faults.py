@@ -588,7 +588,7 @@ FAULTS = (
     Fault(
         "a failed capture ends the step",
         "hispec/runner/cuda_graphs.py",
-        "            self._refuse(key, error)\n            return\n",
+        "            self._refuse((key, stage), error)\n            return\n",
         "            raise\n",
         STATIC,
     ),

@@ -181,6 +181,13 @@ class CoupledJudge:
     ) -> Verdict:
         own = self.choose(logits, batch, span).squeeze(-1)
         unsure = self.find_unsure(logits, own) if tier is Tier.CHECK else None
+        return self.accept(own, unsure, batch, span, proposals)
+
+    @staticmethod
+    def accept(
+        own: Tensor, unsure: Tensor | None, batch: RoundBatch, span: Span, proposals: Proposals
+    ) -> Verdict:
+        """`coupled` of the tier's choices own [tokens], and where any proposal passes, unsure [tokens]."""
         if proposals.tree.is_chain and span.live is None and runs_numba(own.device):
             from . import accept_numba
 
