@@ -182,15 +182,19 @@ class LLM:
         try:
             self._streams.add(request_id)
             self._queue(prompt, params, request_id, chat)
-            deltas = self._pending[request_id].sequences[request_id].deltas
-            for given in itertools.count():
+            deltas, given = self._pending[request_id].sequences[request_id].deltas, 0
+            while True:
                 self._check_open("stream")
                 while given == len(deltas):
                     if request_id not in self._pending:  # it was aborted
                         return
                     self._advance()
-                yield deltas[given]
-                if deltas[given].finish_reason is not None:
+                del deltas[
+                    :given
+                ]  # those that were yielded, but for a last one, which tells what comes twice
+                delta, given = deltas[0], 1
+                yield delta
+                if delta.finish_reason is not None:
                     return
         finally:
             self._streams.discard(request_id)
@@ -338,7 +342,7 @@ class LLM:
                 seed = None if params.seed is None else (params.seed + index) % 2**63
                 one = params.model_copy(update={"n": 1, "seed": seed})
                 stream = IncrementalText(self.tokenizer, params.stop) if self.tokenizer is not None else None
-                pending.sequences[sequence_id] = GrowingOutput()
+                pending.sequences[sequence_id] = GrowingOutput(keeps_each=request_id in self._streams)
                 self._of_sequence[sequence_id] = pending
                 if isinstance(self.engine, WorkerPool):
                     self.engine.add_request(token_ids, one, sequence_id, stream, is_stream)

@@ -3,7 +3,7 @@ RequestOutputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -11,6 +11,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 # Whose choice an output token is: the drafter's, kept by all tiers above; the check tier's own, kept by
 # verify; or the full model's own, as all of plain decoding.
 TokenTier = Literal["draft", "check", "verify"]
+_MOST_APART = 64  # Deltas of an output that are not joined
 FULL = "max_model_len"  # the reason to stop of an output of finish_reason "length" that was to be longer
 
 
@@ -88,7 +89,7 @@ class RequestMetrics:
         return None if self.finished_s is None else self.finished_s - self.arrival_s
 
 
-@dataclass(frozen=True, slots=True)  # of a request that runs, all are kept
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one step added to one request. `finish_reason` is set on its last Delta."""
 
@@ -145,14 +146,26 @@ class RequestOutput:
 
 @dataclass
 class GrowingOutput:
-    """One of a request's outputs, collected from Deltas."""
+    """One of a request's outputs, collected from Deltas. A Delta takes many times the memory of its tokens:
+    those before the last become one, some dozens at a time.
+
+    deltas      in order
+    keeps_each  they stay as they came, for somebody who takes them one by one
+    """
 
     deltas: list[Delta] = field(default_factory=list)
+    keeps_each: bool = False
+    num_joined: int = 0  # of `deltas`: those that were several
 
     def add(self, delta: Delta) -> None:
         """Takes a Delta; once, even if it comes again because an interrupt came in between."""
-        if not self.deltas or self.deltas[-1] is not delta:
-            self.deltas.append(delta)
+        if self.deltas and self.deltas[-1] is delta:
+            return
+        self.deltas.append(delta)
+        if not self.keeps_each and len(self.deltas) - self.num_joined > _MOST_APART:
+            # An interrupt between these lines has the joined one joined again, no more.
+            self.deltas[self.num_joined : -1] = [_join(self.deltas[self.num_joined : -1])]
+            self.num_joined += 1
 
     @property
     def last(self) -> Delta | None:
@@ -160,32 +173,33 @@ class GrowingOutput:
 
     def make_delta(self) -> Delta:
         """All Deltas as one."""
-        deltas, last = self.deltas, self.deltas[-1]
-        logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
-        return replace(
-            last,
-            token_ids=[token for delta in deltas for token in delta.token_ids],
-            text="".join([delta.text for delta in deltas]),
-            logprobs=logprobs if any(delta.logprobs is not None for delta in deltas) else None,
-            tiers=self._tiers() if any(delta.tiers is not None for delta in deltas) else None,
-        )
-
-    def _tiers(self) -> list[TokenTier]:
-        return [tier for delta in self.deltas for tier in delta.tiers or []]
+        return _join(self.deltas)
 
     def make_output(self, index: int, wants_logprobs: bool, wants_tiers: bool = False) -> CompletionOutput:
-        deltas, last = self.deltas, self.deltas[-1]
-        logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
+        whole = _join(self.deltas)
         return CompletionOutput(
             index,
-            "".join([delta.text for delta in deltas]),
-            [token for delta in deltas for token in delta.token_ids],
-            logprobs if wants_logprobs else None,
-            last.finish_reason,
-            last.stop_reason,
-            last.metrics,
-            self._tiers() if wants_tiers else None,
+            whole.text,
+            whole.token_ids,
+            (whole.logprobs or []) if wants_logprobs else None,
+            whole.finish_reason,
+            whole.stop_reason,
+            whole.metrics,
+            (whole.tiers or []) if wants_tiers else None,
         )
+
+
+def _join(deltas: Sequence[Delta]) -> Delta:
+    """Deltas that follow each other as one."""
+    logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
+    tiers = [tier for delta in deltas for tier in delta.tiers or []]
+    return replace(
+        deltas[-1],
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        text="".join([delta.text for delta in deltas]),
+        logprobs=logprobs if any(delta.logprobs is not None for delta in deltas) else None,
+        tiers=tiers if any(delta.tiers is not None for delta in deltas) else None,
+    )
 
 
 @dataclass

@@ -827,8 +827,8 @@ FAULTS = (
     Fault(
         "uploads: half a line counts",
         "hispec/jobs/upload.py",
-        'whole = content.rfind(b"\\n") + 1',
-        "whole = len(content)",
+        'content[: content.rfind(b"\\n") + 1]',
+        "content",
         UPLOADS,
     ),
     Fault(

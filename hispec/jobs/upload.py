@@ -237,11 +237,12 @@ class Upload:
 
 
 def _whole_lines(file: IO[bytes], begin: int) -> bytes:
-    """The next lines from there, as many as make a part."""
+    """The next lines from there, as many as make a part, or one that is longer."""
     file.seek(begin)
     content = file.read(_LARGEST_PART)
-    whole = content.rfind(b"\n") + 1
-    return content[:whole] if whole or len(content) < _LARGEST_PART else content + file.readline()
+    if b"\n" not in content:
+        content += file.readline()
+    return content[: content.rfind(b"\n") + 1]
 
 
 def _pieces(file: Any, size: int) -> Iterator[bytes]:

@@ -47,16 +47,23 @@ class Rows:
         for output in row["outputs"]:
             if (tiers := output.get("tiers")) is None:
                 continue
+            pieces = output.get("token_texts")
+            _check_list("tiers", tiers)
+            _check_list("token_texts", [] if pieces is None else pieces)
             if unknown := set(tiers) - set(_TIERS):
                 raise ValueError(f"tiers: {sorted(unknown)[0]!r} is none of {', '.join(_TIERS)}")
             self.num_with_tiers += 1
             self.tiers.update(tiers)
-            pieces = output.get("token_texts")
             if pieces is not None and len(pieces) != len(tiers):
                 raise ValueError(f"{len(tiers)} tiers and {len(pieces)} token_texts")
             if pieces is not None and len(self.texts) < MOST_TEXTS:
                 shown = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
                 self.texts.append((name, shown, tiers, pieces))
+
+
+def _check_list(name: str, value: Any) -> None:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise TypeError(f"{name} must be a list of strings")
 
 
 def rows_section(rows: Rows, manifest: Manifest | None) -> Html:

@@ -88,8 +88,12 @@ class AsyncEngine:
         self._is_stopping = self._is_over = False
         made: Future[LLM] = Future()
         self._thread = threading.Thread(target=self._run, args=(llm, made), name="hispec-engine", daemon=True)
-        self._thread.start()
-        self._llm = made.result()
+        try:
+            self._thread.start()
+            self._llm = made.result()
+        except BaseException:  # an interrupt, for one: what is made yet, nobody would close
+            self._end, self._is_stopping = closed("AsyncEngine.stream"), True
+            raise
 
     async def stream(
         self, prompt: Any, sampling: Sampling = None, *, chat: bool = False, wait: bool = True

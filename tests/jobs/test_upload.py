@@ -118,6 +118,13 @@ def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
         assert (uploaded(tmp_path) if whole else b"") == whole
 
 
+def test_half_a_line_waits_though_it_is_longer_than_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hispec.jobs.upload._LARGEST_PART", 3)
+    test_half_a_line_waits_for_its_other_half(tmp_path)
+
+
 def test_a_finished_output_of_an_extended_input_grows(tmp_path: Path) -> None:
     run(job_to(tmp_path, lines=prompts(10)))
     first = there(tmp_path).read_bytes()

@@ -250,6 +250,15 @@ def test_several_files_are_sections_of_one_page(tmp_path: Path, capsys: pytest.C
             json.dumps(output_row(0, tiers=["best"])).encode() + b"\n",
             "'best' is none of draft, check, verify",
         ),
+        (
+            json.dumps(output_row(0, tiers=["draft"], token_texts=[7])).encode() + b"\n",
+            "line 1: not a row of a job",
+        ),
+        (
+            json.dumps(output_row(0, tiers={"draft": 1}, token_texts=["a"])).encode() + b"\n",
+            "line 1: not a row of a job",
+        ),
+        (json.dumps(output_row(0) | {"usage": {"prompt_tokens": "3"}}).encode() + b"\n", "line 1: not a row"),
         (b'{"type": "trace", "version": 99}\n', "version=99"),
     ],
 )

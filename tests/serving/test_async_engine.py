@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import gc
 import threading
@@ -268,6 +269,24 @@ def test_an_llm_is_made_in_the_thread_that_steps_it(tiny_path: Path) -> None:
     engine.close()
     with pytest.raises(ConfigError, match="max_num_seqs"):
         AsyncEngine(lambda: LLM(str(tiny_path), max_num_seqs=0))
+
+
+def test_an_llm_whose_making_was_interrupted_is_closed_when_it_is_made() -> None:
+    closed, goes_on = threading.Event(), threading.Event()
+
+    class Late:
+        def close(self) -> None:
+            closed.set()
+
+    def make() -> Any:
+        _thread.interrupt_main()
+        goes_on.wait(60)
+        return Late()
+
+    with pytest.raises(KeyboardInterrupt):
+        AsyncEngine(make)
+    goes_on.set()
+    assert closed.wait(20)
 
 
 def test_several_event_loops_and_one_that_ends_early(tiny_path: Path) -> None:
