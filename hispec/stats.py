@@ -119,17 +119,16 @@ def count_round(
             counts.check_corrected += corrected
             counts.check_bonus += bonus
             counts.check_undrafted += undrafted
+        counts.tentative += tentative
+        counts.accepted += accepted
         # After a check the last tentative token stands after the last column: verify adds none to it.
-        if tentative:
-            counts.tentative += tentative
-            counts.accepted += accepted
-            if committed > accepted:
-                if accepted < tentative:
-                    counts.verify_corrected += 1
-                else:
-                    counts.verify_bonus += 1
-        elif committed > accepted:
-            counts.verify_undrafted += 1
+        if committed > accepted:
+            if accepted < tentative:
+                counts.verify_corrected += 1
+            elif tentative:
+                counts.verify_bonus += 1
+            else:
+                counts.verify_undrafted += 1
         histogram = counts.accept_length_histogram
         if len(histogram) <= committed:
             histogram += [0] * (committed + 1 - len(histogram))
