@@ -10,7 +10,7 @@ README = ROOT / "README.md"
 PACKAGES = ["hispec", "ee_models", "cache"]
 TRAIN = ["accelerate>=1.10", "peft>=0.17"]  # hispec train
 PLOTS = ["matplotlib>=3.9"]  # pictures of hispec profile, report and simulate
-QUANTIZE = ["torchao>=0.18"]  # engine.quantization on a GPU
+QUANTIZE = ["torchao>=0.18"]  # engine.quantization: int4 on a GPU
 DATA = ["pyarrow>=18"]  # jobs with Parquet, CSV and .zst files
 SERVER = ["fastapi>=0.115", "uvicorn>=0.30", "prometheus_client>=0.21"]  # hispec serve
 RAY = ["ray[data]>=2.44"]  # hispec.integrations.ray_data

@@ -76,11 +76,13 @@ def download(packages: Sequence[str], python: str, folder: Path) -> None:
     command += ["--implementation", "cp", "--python-version", python]
     for platform in PLATFORMS:
         command += ["--platform", platform]
-    for package in packages:
-        # torchao and the like would bring torch along.
-        alone = ["--no-deps"] if package in ("torchao", *THERE) else []
-        if subprocess.run([*command, *alone, package], check=False).returncode != 0:
-            raise KitError(f"pip could not download {package} for Python {python}; its words are above")
+    # torchao and the like would bring torch along. The others are asked for at once, so that one version of
+    # each fits all.
+    alone = [package for package in packages if package in ("torchao", *THERE)]
+    others = [package for package in packages if package not in alone]
+    for options, wanted in ((["--no-deps"], alone), ([], others)):
+        if wanted and subprocess.run([*command, *options, *wanted], check=False).returncode != 0:
+            raise KitError(f"pip could not download {', '.join(wanted)} for Python {python}; see above")
     for wheel in folder.iterdir():
         name = wheel.name.partition("-")[0].lower().replace("_", "-")
         if name in THERE - set(packages):

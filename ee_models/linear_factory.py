@@ -35,10 +35,10 @@ class LinearMaker:
     def __post_init__(self) -> None:
         if self.quantization is None:
             return
-        if self.exact and self.device.type != "cpu":
+        if self.exact and self.device.type != "cpu" and self.quantization == "int4":
             raise ValueError(
-                f"exact_verify and quantization={self.quantization!r} cannot be combined on {self.device};"
-                " leave one of them out"
+                f"exact_verify and quantization='int4' cannot be combined on {self.device}; leave one of them"
+                " out, or set quantization to int8"
             )
         check_quantization(self.quantization, self.device, self.dtype)
 
@@ -71,7 +71,7 @@ class LinearMaker:
         if self.bits is not None and self.device.type == "cpu":
             return self._int_linear(weight, bias, self.bits)
         if self.bits is not None:
-            return quantized_linear(weight, bias, self.bits)
+            return quantized_linear(weight, bias, self.bits, self.exact)
         if self.exact and self.device.type != "cpu":
             from .kernels.triton_linear import InvariantLinear
 

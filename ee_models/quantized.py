@@ -1,4 +1,5 @@
-"""Linears of a GPU that torchao (extra `quantize`) holds in int8 or int4; a CPU's are in `int_linear`.
+"""A GPU's quantized linears: int8 in a kernel of our own, int4 by torchao (extra `quantize`); a CPU's are in
+`int_linear`.
 
 A quantized model is another model: what speculation keeps is plain decoding's output of that same model.
 """
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from .errors import install_command
-from .kernels import runs_numba
+from .kernels import runs_numba, runs_triton
 from .linear import Linear, PlainLinear, num_bytes
 
 if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
 
 Quantization = Literal["int8", "int4"]
-# A GPU applies int8's scale of a row to finished sums, in which float16 overflows, and its int4 kernel takes
+# A GPU applies int8's scales to finished sums, in which float16 overflows, and its int4 kernel takes
 # bfloat16; a CPU does not compute in float16.
 _DTYPES = {"int8": (torch.float32, torch.bfloat16), "int4": (torch.bfloat16,)}
 _CPU_DTYPES = (torch.float32, torch.bfloat16)
@@ -32,27 +33,29 @@ _log = logging.getLogger(__name__)
 
 
 class QuantizedLinear:
-    """A product with a weight [out, in] that torchao holds in `bits`; x, bias and output keep the weight's
-    dtype.
-
-    int8 has one scale per output, int4 a scale and a zero point per group of inputs.
-    """
+    """A product with a weight [out, in] that torchao holds in int4, with a scale and a zero point per group
+    of inputs; x, bias and output keep the weight's dtype."""
 
     row_invariant = False
     holds_copy = True
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> None:
-        self._product = _quantize(weight, bias, bits)
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._product = _quantize(weight, bias)
         self.num_bytes = _num_bytes(self._product.weight) + num_bytes(bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x)
 
 
-def quantized_linear(weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> Linear:
-    """A Linear over weight [out, in]; one that int4 does not fit stays in its dtype, which is logged once."""
-    if bits == 8 or _group_size(weight) is not None:
-        return QuantizedLinear(weight, bias, bits)
+def quantized_linear(weight: Tensor, bias: Tensor | None, bits: Literal[8, 4], exact: bool = False) -> Linear:
+    """A Linear over weight [out, in]; one that int4 does not fit stays in its dtype, which is logged once.
+    exact: of int8, whether rows are to keep their bits."""
+    if bits == 8:
+        from .kernels.triton_int8 import Int8Linear
+
+        return Int8Linear(weight, bias, exact)
+    if _group_size(weight) is not None:
+        return QuantizedLinear(weight, bias)
     _log_kept(weight.shape[0], weight.shape[1], weight.dtype)
     return PlainLinear(weight, bias)
 
@@ -76,21 +79,29 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
         if not runs_numba(device):
             raise ValueError(f"{what} needs numba on a CPU: pip install numba")
         return
-    if quantization == "int4" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    if quantization == "int8":
+        if not runs_triton(device):
+            # torchao's int8 widens each weight whenever it is used: five bytes are moved instead of two.
+            raise ValueError(
+                f"{what} needs a CUDA GPU and the package triton, not {device}: anywhere else it would be"
+                " slower than the weights as they are; leave quantization out, with dtype bfloat16"
+            )
+        return
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise ValueError(
             f"{what} needs a GPU of compute capability 8.0 or more, which {device} is not; set quantization"
             " to int8"
         )
     try:
-        _config(4 if quantization == "int4" else 8, _GROUP_SIZES[0])
+        _config(_GROUP_SIZES[0])
     except ImportError as error:
         raise ValueError(
             f"{what} needs torchao 0.18 or later: {install_command('quantize')} ({error})"
         ) from error
 
 
-def _quantize(weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> nn.Linear:
-    config = _config(bits, _group_size(weight))
+def _quantize(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    config = _config(_group_size(weight))
     from torchao.quantization import quantize_
 
     module = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
@@ -101,13 +112,11 @@ def _quantize(weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> nn.Li
     return module
 
 
-def _config(bits: Literal[8, 4], group_size: int | None) -> AOBaseConfig:
+def _config(group_size: int | None) -> AOBaseConfig:
     """torchao's description of the format. Raises ImportError where torchao lacks it."""
     with without_warnings():
-        from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+        from torchao.quantization import Int4WeightOnlyConfig
     # Without set_inductor_config=False torchao would change the compiler's settings of the whole process.
-    if bits == 8:
-        return Int8WeightOnlyConfig(set_inductor_config=False)
     return Int4WeightOnlyConfig(  # the one layout whose kernel comes with torch itself
         group_size=group_size, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
     )

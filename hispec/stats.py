@@ -77,29 +77,61 @@ class RoundCounts:
     ) -> None:
         """Adds one row's round; `drafted` and `draft_kept` by Source (computed, looked up). checked: by
         cycle that ended with a check, how many drafts it judged, and how many of them it kept."""
-        self.rounds += 1
-        self.cycles += cycles
-        self.committed += committed
-        self.tokens += tokens
-        self.drafted += sum(drafted)
-        self.draft_kept += sum(draft_kept)
-        self.looked_up += drafted[1]
-        self.looked_up_kept += draft_kept[1]
-        for judged, kept in checked:
-            self.check_judged += judged
-            self.check_kept += kept
-            self.check_corrected += kept < judged
-            self.check_bonus += kept == judged > 0
-            self.check_undrafted += judged == 0
-        self.tentative += tentative
-        self.accepted += accepted
+        count_round((self,), cycles, committed, tokens, drafted, draft_kept, tentative, accepted, checked)
+
+
+def count_round(
+    into: Sequence[RoundCounts],
+    cycles: int,
+    committed: int,
+    tokens: int,
+    drafted: Sequence[int],
+    draft_kept: Sequence[int],
+    tentative: int,
+    accepted: int,
+    checked: Sequence[tuple[int, int]],
+) -> None:
+    """Adds one row's round, as `RoundCounts.add` describes it, to several counts: this runs for every row and
+    round, so that what is the same for all is reckoned once."""
+    judged = kept = corrected = bonus = undrafted = 0
+    for of_cycle, kept_of_cycle in checked:
+        judged += of_cycle
+        kept += kept_of_cycle
+        if kept_of_cycle < of_cycle:
+            corrected += 1
+        elif of_cycle:
+            bonus += 1
+        else:
+            undrafted += 1
+    for counts in into:
+        counts.rounds += 1
+        counts.committed += committed
+        counts.tokens += tokens
+        if cycles:
+            counts.cycles += cycles
+            counts.drafted += sum(drafted)
+            counts.draft_kept += sum(draft_kept)
+            counts.looked_up += drafted[1]
+            counts.looked_up_kept += draft_kept[1]
+        if checked:
+            counts.check_judged += judged
+            counts.check_kept += kept
+            counts.check_corrected += corrected
+            counts.check_bonus += bonus
+            counts.check_undrafted += undrafted
+        counts.tentative += tentative
+        counts.accepted += accepted
         # After a check the last tentative token stands after the last column: verify adds none to it.
         if committed > accepted:
-            self.verify_corrected += accepted < tentative
-            self.verify_bonus += accepted == tentative > 0
-            self.verify_undrafted += tentative == 0
-        histogram = self.accept_length_histogram
-        histogram += [0] * (committed + 1 - len(histogram))
+            if accepted < tentative:
+                counts.verify_corrected += 1
+            elif tentative:
+                counts.verify_bonus += 1
+            else:
+                counts.verify_undrafted += 1
+        histogram = counts.accept_length_histogram
+        if len(histogram) <= committed:
+            histogram += [0] * (committed + 1 - len(histogram))
         histogram[committed] += 1
 
 

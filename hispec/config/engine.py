@@ -18,7 +18,7 @@ class EngineConfig(Settings):
                             a GPU no other than dtype
     device                  "auto" = a GPU if there is one
     quantization            "int8" or "int4" weights, those of exits and draft models included; the
-                            output is that of the quantized model. None = as stored. On a GPU they need
+                            output is that of the quantized model. None = as stored. On a GPU int4 needs
                             torchao
     max_num_seqs            requests that run together at most: rows of a round
     max_model_len           prompt + output of one request at most; None = the model's own limit

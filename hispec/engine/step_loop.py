@@ -23,7 +23,7 @@ from ..runner.round_runner import RoundRunner
 from ..scheduling.policy import Service
 from ..scheduling.request import Gain, Request
 from ..scheduling.scheduler import Chunk, Scheduler
-from ..stats import EngineStats
+from ..stats import EngineStats, count_round
 from ..utils.clock import seconds_since
 from ..utils.memory import is_out_of_memory
 from .recorder import Recorder
@@ -125,7 +125,7 @@ class StepLoop:
     def finish(self, request: Request) -> None:
         """Removes a request that has its finish_reason."""
         self._gain(request)  # its last Delta is due, from here on
-        self._note_times(request)
+        self._note_times(request, time.monotonic())
         if self.requests.pop(request.request_id, None) is not None:
             metrics = request.metrics()
             self.stats.finished += 1
@@ -161,11 +161,12 @@ class StepLoop:
         self.stats.row_layer_passes += flight.layer_passes * len(rows)
         self.stats.row_draft_model_layer_passes += flight.draft_model_layer_passes * len(rows)
         passes = flight.layer_passes / runtime.models.decoder.config.num_layers
+        has_check, now_s = flight.plan.check_layer is not None, time.monotonic()
         for request, row, outcome in rows:
             record_gaps(request, not_written)
-            self._scheduler.served(request, outcome.make_service(passes, seconds))
-            has_check = flight.plan.check_layer is not None
-            self._commit(request, row, outcome, flight.result, has_check)
+            if self._scheduler.counts_service:
+                self._scheduler.served(request, outcome.make_service(passes, seconds))
+            self._commit(request, row, outcome, flight.result, has_check, now_s)
         if self.flight is None:
             self._rounds.advance_sampler(flight)
         for request, _, outcome in live:
@@ -215,10 +216,16 @@ class StepLoop:
             )
 
     def _commit(
-        self, request: Request, row: int, outcome: RowOutcome, result: RoundResult, has_check: bool
+        self,
+        request: Request,
+        row: int,
+        outcome: RowOutcome,
+        result: RoundResult,
+        has_check: bool,
+        now_s: float,
     ) -> None:
         """Commits a row's round: its tokens up to the one that ends the request, the KV below the last of
-        them, and its counts."""
+        them, and its counts. now_s: when the round was read."""
         gain, before = self._gain(request), request.num_output
         if request.params.logprobs is not None:  # before the tokens, so that no interrupt leaves one without
             found = result.logprobs(row, outcome.token_ids, request.params.logprobs)
@@ -226,7 +233,7 @@ class StepLoop:
         if request.params.tiers:  # likewise
             gain.tiers[before - gain.start :] = outcome.tiers()
         self._take(gain, outcome.token_ids)
-        self._note_times(request)
+        self._note_times(request, now_s)
         taken = request.num_output - before
         by_source = outcome.sum_by_source(outcome.drafted), outcome.sum_by_source(outcome.kept)
         num_cycles, committed = len(outcome.drafted), len(outcome.token_ids)
@@ -234,23 +241,25 @@ class StepLoop:
         checked = (
             list(zip(outcome.drafted, outcome.kept, strict=True)) if has_check and outcome.tentative else ()
         )
-        for counts in (request.counts, self.stats.round):
-            counts.add(num_cycles, committed, taken, *by_source, outcome.tentative, outcome.accepted, checked)
+        count_round(
+            (request.counts, self.stats.round),
+            *(num_cycles, committed, taken, *by_source, outcome.tentative, outcome.accepted, checked),
+        )
         # Blocks that the round in flight may write stay.
         self._scheduler.commit(request, len(request.token_ids) - 1, release=self.flight is None)
         if request.finish_reason is not None:
             self.finish(request)
 
-    def _note_times(self, request: Request) -> None:
+    def _note_times(self, request: Request, now_s: float) -> None:
         """Notes that it has got its tokens now; those before an interrupt are noted with the next ones."""
         before_s, num_new = request.last_token_s, request.num_output - request.num_timed
-        request.note_times(time.monotonic())
-        if num_new and (now_s := request.last_token_s) is not None:
+        request.note_times(now_s)
+        if num_new and (last_s := request.last_token_s) is not None:
             if before_s is not None:
-                self.stats.latencies.later_tokens(num_new, now_s - before_s)
+                self.stats.latencies.later_tokens(num_new, last_s - before_s)
             else:
                 admitted_s = request.arrival_s if request.admitted_s is None else request.admitted_s
-                self.stats.latencies.first_tokens(num_new, request.arrival_s, admitted_s, now_s)
+                self.stats.latencies.first_tokens(num_new, request.arrival_s, admitted_s, last_s)
 
     def _gain(self, request: Request) -> Gain:
         """What the request has gained since its last Delta; it is there before the request gains anything."""

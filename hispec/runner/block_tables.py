@@ -16,16 +16,19 @@ class RowTables:
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
         self.tensor = torch.zeros(num_rows, max_blocks, dtype=torch.int64)
+        self._array = self.tensor.numpy()  # the same memory, which numpy is quicker to write a few numbers to
         self._written: list[list[int]] = [[] for _ in range(num_rows)]
         self.has_changed = True
 
     def update(self, blocks_of_rows: Sequence[Sequence[int]]) -> None:
         """Brings the first rows up to date with their blocks."""
         for row, (blocks, written) in enumerate(zip(blocks_of_rows, self._written, strict=False)):
+            if blocks == written:  # nearly always
+                continue
             common = min(len(blocks), len(written))
             if blocks[:common] != written[:common]:
                 common = 0
             if common < len(blocks):
-                self.tensor[row, common : len(blocks)] = torch.tensor(blocks[common:])
+                self._array[row, common : len(blocks)] = blocks[common:]
                 self.has_changed = True
             written[common:] = blocks[common:]

@@ -126,8 +126,8 @@ class RoundRunner:
             return None
         # The positions that a row can reach in both rounds together.
         ends = [
-            len(request.token_ids) - 1 + min(2 * int(cap), left)
-            for request, cap, left in zip(running, flight.rows.inputs[Input.CAP], room, strict=True)
+            len(request.token_ids) - 1 + min(2 * cap, left)
+            for request, cap, left in zip(running, flight.rows.inputs[Input.CAP].tolist(), room, strict=True)
         ]
         if not all(self._scheduler.reserve(request, end) for request, end in zip(running, ends, strict=True)):
             return None

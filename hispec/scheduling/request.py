@@ -111,11 +111,20 @@ class Request:
 
         Stop tokens and stop strings are checked before max_tokens: a token that is both ends it as a stop.
         """
+        num = len(token_ids)
+        if (
+            self.text is None
+            and self.finish_reason is None
+            and self.num_output + num < self.max_tokens
+            and self.stop_ids.isdisjoint(token_ids)
+        ):  # nearly always, without a tokenizer: none of them can end it
+            self.token_ids += token_ids
+            return num
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
             if self.has_ended():
                 return taken
-        return len(token_ids)
+        return num
 
     def has_ended(self) -> bool:
         """Gives `text` the last token, unless it has it, and sets the finish reason if that token ends the

@@ -72,7 +72,9 @@ def test_a_quantized_linear_is_close_to_its_weight_and_smaller(
     weight = (randn(*shape) / shape[1] ** 0.5).to(device, dtype)
     bias = randn(shape[0], seed=1).to(device, dtype) if with_bias else None
     layer = LinearMaker(device, dtype, kind)(weight.clone(), bias)
-    assert type(layer) is (IntLinear if device == CPU else QuantizedLinear)
+    assert type(layer).__name__ == (
+        "IntLinear" if device == CPU else "Int8Linear" if kind == "int8" else "QuantizedLinear"
+    )
     x = randn(66, shape[1], seed=2).to(device, dtype)
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     for rows in (1, 2, 17, 66):
@@ -154,9 +156,9 @@ def test_what_cannot_be_quantized_is_refused_with_the_way_out(
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
-def test_exact_linears_of_a_gpu_cannot_be_quantized_and_on_a_cpu_exact_changes_nothing() -> None:
-    with pytest.raises(ValueError, match="exact_verify and quantization='int8' cannot be combined on cuda"):
-        LinearMaker(GPU, torch.bfloat16, "int8", exact=True)
+def test_exact_linears_of_a_gpu_cannot_be_in_int4_and_on_a_cpu_exact_changes_nothing() -> None:
+    with pytest.raises(ValueError, match=r"quantization='int4' cannot be combined on cuda.* or set .* int8"):
+        LinearMaker(GPU, torch.bfloat16, "int4", exact=True)
     assert isinstance(LinearMaker(CPU, torch.float32, "int8", exact=True)(randn(4, 8), None), IntLinear)
     weight = randn(4, 8)
     assert type(LinearMaker(CPU, torch.float32, exact=True)(weight, None)) is type(
@@ -164,17 +166,31 @@ def test_exact_linears_of_a_gpu_cannot_be_quantized_and_on_a_cpu_exact_changes_n
     )
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_on_a_gpu_without_torchao_the_error_says_what_to_install(
-    kind: Quantization, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
+def test_where_int8_would_be_slower_than_bfloat16_it_is_refused(
+    device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(quantized, "runs_triton", lambda device: False)
+    with pytest.raises(
+        ValueError,
+        match=rf"^quantization='int8' needs a CUDA GPU and .* triton, not {device}.*with dtype bfloat16",
+    ):
+        LinearMaker(torch.device(device), torch.bfloat16, "int8")
+
+
+def test_int4_of_a_gpu_without_torchao_says_what_to_install_and_int8_needs_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantized, "runs_triton", lambda device: True)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(
         ValueError,
-        match=rf"^quantization='{kind}' needs torchao .*: pip install '\.\[quantize\]' in a checkout",
+        match=r"^quantization='int4' needs torchao .*: pip install '\.\[quantize\]' in a checkout",
     ):
-        LinearMaker(GPU, torch.bfloat16, kind)
+        LinearMaker(GPU, torch.bfloat16, "int4")
+    for exact in (False, True):
+        assert LinearMaker(GPU, torch.bfloat16, "int8", exact).bits == 8
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

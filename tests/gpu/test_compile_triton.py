@@ -193,8 +193,14 @@ KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
         {"num_stages": 4},
     ),
     (
+        triton_linear._product,
+        f"{PRODUCT} bias:* out:*".replace("weight:*", "weight:*i8 scales:*fp32"),
+        {**TILE, "PARTS_APART": False, "BLOCK_OUT": 64, "BLOCK_IN": 128},
+        {"num_stages": 4},
+    ),
+    (
         triton_linear._add_parts,
-        "parts:*fp32 out:* num_rows:i32 out_features:i32",
+        "parts:*fp32 scales:*fp32 out:* num_rows:i32 out_features:i32",
         {"NUM_PARTS": 4, "BLOCK": 1024},
         {},
     ),

@@ -25,18 +25,20 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     def pip(command: list[str], check: bool) -> Any:
         asked.append(command)
         folder = Path(command[command.index("--dest") + 1])
-        (folder / f"{command[-1].replace('-', '_')}-1.0-py3-none-any.whl").write_bytes(b"wheel" * 3000)
+        for package in [word for word in ("pydantic", "torchao", "pydantic-core") if word in command]:
+            name = package.replace("-", "_")
+            (folder / f"{name}-1.0-py3-none-any.whl").write_bytes(b"wheel" * 3000)
         (folder / "numpy-2.0-cp312.whl").write_bytes(b"the other machine has one")
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(gpu_kit.subprocess, "run", pip)
     checkpoint, kit = tmp_path / "checkpoint", tmp_path / "kit"
     tiny_checkpoint(checkpoint, "llama")
-    arguments = ["pack", str(kit), "--model", str(checkpoint), "--packages", "pydantic,torchao"]
+    arguments = ["pack", str(kit), "--model", str(checkpoint), "--packages", "pydantic,torchao,pydantic-core"]
     assert main([*arguments, "--python", "3.12", "--most-mb", "0.01"]) == 0
     assert [("--no-deps" in command, command[-1]) for command in asked] == [
-        (False, "pydantic"),
         (True, "torchao"),
+        (False, "pydantic-core"),
     ]
     assert all(command[command.index("--python-version") + 1] == "3.12" for command in asked)
     return checkpoint, kit
@@ -53,6 +55,7 @@ def test_what_was_packed_is_joined_again(
     assert f"--model {here / 'model'}" in said and "--no-index --no-deps" in said
     assert sorted(path.name for path in (here / "wheels").iterdir()) == [
         "pydantic-1.0-py3-none-any.whl",
+        "pydantic_core-1.0-py3-none-any.whl",
         "torchao-1.0-py3-none-any.whl",
     ]
     assert (here / "wheels" / "pydantic-1.0-py3-none-any.whl").read_bytes() == b"wheel" * 3000

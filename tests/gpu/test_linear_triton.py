@@ -95,7 +95,7 @@ class CutByRows(InvariantLinear):
         return super().__call__(x)
 
 
-WHOLE = triton_linear._Launch(block_out=32, block_in=64, part=1152, num_parts=1, num_stages=4)
+WHOLE = triton_linear.Launch(block_out=32, block_in=64, part=1152, num_parts=1, num_stages=4)
 
 
 def test_an_order_of_sums_that_varies_with_the_number_of_rows_is_seen() -> None:
@@ -130,10 +130,10 @@ def test_the_weights_shape_alone_says_how_a_product_is_cut_up() -> None:
     for dtype in TOLERANCE:
         for out_features in (1, 64, 576, 4096, 28672, 128256):
             for in_features in (1, 48, 576, 1536, 4096, 14336):
-                launch = triton_linear._launch(out_features, in_features, dtype)
+                launch = triton_linear.launch_of(out_features, in_features, dtype)
                 assert launch.part % launch.block_in == 0
                 assert (launch.num_parts - 1) * launch.part < in_features <= launch.num_parts * launch.part
                 assert launch.num_parts == 1 or launch.part >= triton_linear._MIN_PART
                 assert launch.num_parts <= triton_linear._MAX_PARTS
-    assert triton_linear._launch(4096, 4096, torch.bfloat16).num_parts == 4
-    assert triton_linear._launch(28672, 4096, torch.bfloat16).num_parts == 1
+    assert triton_linear.launch_of(4096, 4096, torch.bfloat16).num_parts == 4
+    assert triton_linear.launch_of(28672, 4096, torch.bfloat16).num_parts == 1
