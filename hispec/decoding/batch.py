@@ -211,9 +211,9 @@ class Span:
     def put(self, target: Tensor, columns: Tensor, values: Tensor, shift: int = 0) -> None:
         """target[row, columns + shift] = values, [tokens, n] each, int64, for live tokens."""
         if self.live is not None and runs_triton(values.device):
-            from . import row_triton
+            from . import row_steps_triton
 
-            row_triton.put(target, self.rows, columns, values, self.live, shift)
+            row_steps_triton.put(target, self.rows, columns, values, self.live, shift)
             return
         rows, columns = self.rows.unsqueeze(-1), columns + shift if shift else columns
         if self.live is not None:

@@ -1,5 +1,5 @@
 """What a round does with single numbers of each row, before and after a pass: by torch, and on a GPU by one
-kernel each (`row_triton`)."""
+kernel each (`row_steps_triton`)."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def count_live(batch: RoundBatch, first: Tensor, tree: DraftTree, less: int = 0)
     limit, and of a chain no more drafts than it may have; 0 where its limit is at or before that column. All
     less `less`, where that is not below 0."""
     if batch.is_fused:
-        from . import row_triton
+        from . import row_steps_triton
 
         most = batch.most_drafts if tree.is_chain else None
-        return row_triton.count_live(batch.limits, first, most, tree.num_nodes, less)
+        return row_steps_triton.count_live(batch.limits, first, most, tree.num_nodes, less)
     left = batch.limits - first
     left = torch.minimum(left, batch.most_drafts + 1) if tree.is_chain else left
     return (left.clamp(max=tree.num_nodes) - less).clamp(min=0)
@@ -64,10 +64,10 @@ def take_drafts(
     many there are and who made them -> counts [rows], and nodes that are live, node 0 included [rows]."""
     tree, first = proposals.tree, proposals.first
     if batch.is_fused:
-        from . import row_triton
+        from . import row_steps_triton
 
         most = batch.most_drafts if tree.is_chain else None
-        return row_triton.take_drafts(
+        return row_steps_triton.take_drafts(
             batch.tokens,
             batch.limits,
             first,
@@ -93,10 +93,10 @@ def end_check(batch: RoundBatch, first: Tensor, verdict: Verdict, notes: Notes, 
     """Puts the check's own token after the drafts that it kept, in the rows that took part; stops those that
     it is not sure enough of -> columns [rows] that hold what was put so far."""
     if batch.is_fused:
-        from . import row_triton
+        from . import row_steps_triton
 
         num_accepted, goes_on = verdict.num_accepted, verdict.goes_on
-        return row_triton.end_check(
+        return row_steps_triton.end_check(
             batch.tokens, batch.limits, first, num_accepted, verdict.token, goes_on, notes.kept, cycle
         )
     notes.kept[:, cycle] = verdict.num_accepted
@@ -122,9 +122,9 @@ def end_verify(
     is_chain."""
     accepted, token = verdict.num_accepted, verdict.token
     if batch.is_fused:
-        from . import row_triton
+        from . import row_steps_triton
 
-        return row_triton.end_verify(
+        return row_steps_triton.end_verify(
             logits.values,
             batch.tokens,
             accepted,

@@ -29,6 +29,12 @@ def name_in(uri: str) -> str:
 
 def open_store(field: str, uri: str) -> tuple[Any, str]:
     """pyarrow's file system of a URI, and the path there. Raises ConfigError; field: who asks."""
+    if ":" in uri.partition("://")[2].partition("/")[0].rpartition("@")[0]:
+        raise ConfigError(
+            f"{field}: the URI has a password before its @, which the job's manifest and messages would show;"
+            " leave it out, and set it as the store wants it, such as AWS_ACCESS_KEY_ID and"
+            " AWS_SECRET_ACCESS_KEY in the environment"
+        )
     try:
         from pyarrow import fs
     except ImportError:

@@ -26,9 +26,9 @@ def begin(inputs: Tensor, tokens: Tensor, limits: Tensor) -> None:
     """Writes the first column of tokens [rows, window + 1] and limits [rows], from inputs [5, at least
     rows] by Input."""
     if runs_triton(inputs.device):
-        from . import rows_triton
+        from . import round_inputs_triton
 
-        rows_triton.begin(inputs, tokens, limits, Input.TOKEN, Input.CAP, Input.ROOM)
+        round_inputs_triton.begin(inputs, tokens, limits, Input.TOKEN, Input.CAP, Input.ROOM)
         return
     token, _, cap, room, _ = inputs[:, : len(limits)]
     torch.minimum(cap, room, out=limits)
@@ -39,9 +39,9 @@ def advance(inputs: Tensor, tokens: Tensor, counts: Tensor) -> None:
     """Takes note that tokens[:, 1 : counts + 1] of a round's window, counts [rows], were committed: the last
     of them is where the next round begins."""
     if runs_triton(inputs.device):
-        from . import rows_triton
+        from . import round_inputs_triton
 
-        rows_triton.advance(inputs, tokens, counts, Input.TOKEN, Input.START, Input.ROOM)
+        round_inputs_triton.advance(inputs, tokens, counts, Input.TOKEN, Input.START, Input.ROOM)
         return
     token, start, _, room, _ = inputs[:, : len(counts)]
     token.copy_(tokens.gather(1, counts.unsqueeze(1)).squeeze(1))

@@ -13,9 +13,9 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from ee_models.kernels import gpu, triton_linear  # noqa: E402
-from hispec.decoding import accept_triton, addresses_triton, row_triton  # noqa: E402
+from hispec.decoding import accept_triton, addresses_triton, row_steps_triton  # noqa: E402
 from hispec.drafters import lookup_triton  # noqa: E402
-from hispec.runner import rows_triton  # noqa: E402
+from hispec.runner import round_inputs_triton  # noqa: E402
 from hispec.sampling import confidence_triton, floor_triton, noise_triton  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -131,16 +131,16 @@ KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
     ),
     (accept_triton._accept_chain, f"{ACCEPT} unsure:*i1", {"BLOCK": 4}, {"num_warps": 1}),
     (accept_triton._accept_chain, ACCEPT, {"BLOCK": 16}, {"num_warps": 1}),
-    (row_triton._count_live, f"{COUNT} most_drafts:*i64", {"BLOCK": 128}, {"num_warps": 1}),
-    (row_triton._count_live, COUNT, {"BLOCK": 128}, {"num_warps": 1}),
-    (row_triton._take_drafts, f"{TAKE} most_drafts:*i64 sources:*i64", {"BLOCK": 8}, {"num_warps": 1}),
-    (row_triton._take_drafts, TAKE, {"BLOCK": 8}, {"num_warps": 1}),
-    (row_triton._end_check, f"{CHECKED} goes_on:*i1", {"BLOCK": 128}, {"num_warps": 1}),
-    (row_triton._end_check, CHECKED, {"BLOCK": 128}, {"num_warps": 1}),
-    (row_triton._end_verify, f"{VERIFIED} paths:*i64 path_len:i32", {"BLOCK": 8}, {"num_warps": 1}),
-    (row_triton._end_verify, f"{VERIFIED} path_len:i32", {"BLOCK": 8}, {"num_warps": 1}),
+    (row_steps_triton._count_live, f"{COUNT} most_drafts:*i64", {"BLOCK": 128}, {"num_warps": 1}),
+    (row_steps_triton._count_live, COUNT, {"BLOCK": 128}, {"num_warps": 1}),
+    (row_steps_triton._take_drafts, f"{TAKE} most_drafts:*i64 sources:*i64", {"BLOCK": 8}, {"num_warps": 1}),
+    (row_steps_triton._take_drafts, TAKE, {"BLOCK": 8}, {"num_warps": 1}),
+    (row_steps_triton._end_check, f"{CHECKED} goes_on:*i1", {"BLOCK": 128}, {"num_warps": 1}),
+    (row_steps_triton._end_check, CHECKED, {"BLOCK": 128}, {"num_warps": 1}),
+    (row_steps_triton._end_verify, f"{VERIFIED} paths:*i64 path_len:i32", {"BLOCK": 8}, {"num_warps": 1}),
+    (row_steps_triton._end_verify, f"{VERIFIED} path_len:i32", {"BLOCK": 8}, {"num_warps": 1}),
     (
-        row_triton._put,
+        row_steps_triton._put,
         (
             "target:*i64 rows:*i64 columns:*i64 values:*i64 live:*i1 num_values:i32 num:i32 width:i32"
             " shift:i32"
@@ -163,13 +163,13 @@ KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
         {"num_warps": 1},
     ),
     (
-        rows_triton._advance,
+        round_inputs_triton._advance,
         "inputs:*i64 tokens:*i64 counts:*i64 num_rows:i32 input_stride:i32 width:i32",
         {"TOKEN": 0, "START": 1, "ROOM": 3, "BLOCK": 128},
         {"num_warps": 1},
     ),
     (
-        rows_triton._begin,
+        round_inputs_triton._begin,
         "inputs:*i64 tokens:*i64 limits:*i64 num_rows:i32 input_stride:i32 width:i32",
         {"TOKEN": 0, "CAP": 2, "ROOM": 3, "BLOCK": 128},
         {"num_warps": 1},

@@ -189,7 +189,7 @@ def test_a_round_ends_as_by_torch(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_round_tells_of_logits_that_are_no_numbers(bad: float) -> None:
-    from hispec.decoding.row_triton import end_verify
+    from hispec.decoding.row_steps_triton import end_verify
 
     logits, tokens = torch.zeros(6, 50, device=DEVICE), torch.zeros(2, 4, dtype=torch.int64, device=DEVICE)
     logits[1, 0], logits[5, 0] = bad, bad  # of what is committed in row 0, and of what is not in row 1

@@ -319,6 +319,18 @@ def test_standard_output_is_not_uploaded(tmp_path: Path) -> None:
         run(job_to(tmp_path, path="-"))
 
 
+@pytest.mark.parametrize("field", ["input.path", "output.upload"])
+def test_a_password_in_a_uri_is_refused_and_not_repeated(tmp_path: Path, field: str) -> None:
+    """It would stand in the manifest."""
+    section, name = field.split(".")
+    values = job_to(tmp_path).model_dump(exclude_unset=True)
+    values[section] = values[section] | {name: "s3://KEY:hush@bucket/x.jsonl"}
+    with pytest.raises(ConfigError, match=rf"{field}: .*AWS_SECRET_ACCESS_KEY") as refused:
+        run(build(Job, values))
+    assert "hush" not in str(refused.value)
+    assert not any("hush" in path.read_text() for path in tmp_path.rglob("*.json"))
+
+
 def test_a_query_is_part_of_the_way_there_and_not_of_the_name() -> None:
     uri = "s3://bucket/a/out.jsonl?endpoint_override=http://host:9000/x"
     assert uris.name_in(uri) == "out.jsonl"

@@ -36,7 +36,7 @@ def _advance(
 
 
 def advance(inputs: Tensor, tokens: Tensor, counts: Tensor, token: int, start: int, room: int) -> None:
-    """As `row_inputs.advance`; token, start, room: their lines in inputs."""
+    """As `round_inputs.advance`; token, start, room: their lines in inputs."""
     (rows,) = counts.shape
     assert inputs.stride(1) == 1 and tokens.is_contiguous() and counts.is_contiguous()
     _advance[(triton.cdiv(rows, _BLOCK),)](
@@ -77,7 +77,7 @@ def _begin(
 
 
 def begin(inputs: Tensor, tokens: Tensor, limits: Tensor, token: int, cap: int, room: int) -> None:
-    """As `row_inputs.begin`; token, cap, room: their lines in inputs."""
+    """As `round_inputs.begin`; token, cap, room: their lines in inputs."""
     (rows,) = limits.shape
     assert inputs.stride(1) == 1 and tokens.is_contiguous() and limits.is_contiguous()
     _begin[(triton.cdiv(rows, _BLOCK),)](
