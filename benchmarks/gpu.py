@@ -33,7 +33,7 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
-from benchmarks.gpu_needs import how_to_bring, missing
+from benchmarks.gpu_parts.needs import how_to_bring, missing
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,13 +52,13 @@ class Part:
 # What nothing else is worth without comes first, then what most is to be learnt from; the profiler, which may
 # leave a process slower than it found it, last.
 PARTS = {
-    "smoke": Part("benchmarks.gpu_smoke", 120),
-    "correctness": Part("benchmarks.gpu_correctness", 200),
-    "shapes": Part("benchmarks.gpu_shapes", 240),
-    "smollm2": Part("benchmarks.gpu_smollm2", 240),
-    "sampled": Part("benchmarks.gpu_sampled", 120),
-    "settings": Part("benchmarks.gpu_settings", 120),
-    "profile": Part("benchmarks.gpu_profile", 120),
+    "smoke": Part("benchmarks.gpu_parts.smoke", 120),
+    "correctness": Part("benchmarks.gpu_parts.correctness", 200),
+    "shapes": Part("benchmarks.gpu_parts.shapes", 240),
+    "smollm2": Part("benchmarks.gpu_parts.smollm2", 240),
+    "sampled": Part("benchmarks.gpu_parts.sampled", 120),
+    "settings": Part("benchmarks.gpu_parts.settings", 120),
+    "profile": Part("benchmarks.gpu_parts.profile", 120),
 }
 
 
@@ -66,7 +66,7 @@ def run_parts(
     parts: Mapping[str, Part], folder: Path, joined: Path, seconds: float, arguments: Sequence[str]
 ) -> dict[str, Any]:
     """Every part in a process of its own -> what they have found together, which is also in `joined`."""
-    from benchmarks.gpu_joined import join_parts
+    from benchmarks.gpu_parts.joined import join_parts
 
     ends = time.monotonic() + seconds
     died: dict[str, str] = {}
@@ -89,7 +89,7 @@ def run_parts(
 
 def run_part(name: str, part: Part, folder: Path, seconds: float, arguments: Sequence[str]) -> str | None:
     """What its process died of; None = it went through, whatever it found."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_part.py"), name, part.module]
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_parts" / "part.py"), name, part.module]
     command += ["--into", str(folder / f"{name}.json"), "--seconds", f"{seconds:.1f}", *arguments]
     # Garbage that holds memory of the GPU is collected before a capture, not in the middle of one.
     environment = {"TORCH_CUDAGRAPH_GC": "1", "PYTHONUNBUFFERED": "1", **os.environ}
@@ -141,7 +141,9 @@ def options_of(parser: argparse.ArgumentParser) -> None:
         "--tiny", action="store_true", help="a rehearsal: tiny random models; figures stay null"
     )
     parser.add_argument(
-        "--settings", default="", help="of the part settings: some of its names (all); see gpu_settings.py"
+        "--settings",
+        default="",
+        help="of the part settings: some of its names (all); see gpu_parts/settings.py",
     )
 
 
@@ -175,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type != "cuda" and not chosen.tiny:
         print(f"--device {device}: only a rehearsal runs there; add --tiny", file=sys.stderr)
         return 2
-    from benchmarks.gpu_joined import print_table
+    from benchmarks.gpu_parts.joined import print_table
 
     is_rehearsal = chosen.tiny or device.type != "cuda"
     name = (

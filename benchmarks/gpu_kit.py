@@ -26,7 +26,7 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
-from benchmarks.gpu_needs import REQUIRED
+from benchmarks.gpu_parts.needs import REQUIRED
 
 MB = 1_000_000
 MOST_BYTES = 60 * MB

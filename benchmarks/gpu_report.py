@@ -17,7 +17,7 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
-from benchmarks.gpu_run import BENCHMARK, FIGURES, SYNTHETIC, figure_rows
+from benchmarks.gpu_parts.run import BENCHMARK, FIGURES, SYNTHETIC, figure_rows
 from benchmarks.markdown import table
 from hispec.utils.environment import hardware_text
 

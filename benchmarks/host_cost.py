@@ -26,9 +26,9 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
-from benchmarks.gpu_engines import make_engine
-from benchmarks.gpu_shapes import TINY_SHAPES
-from benchmarks.gpu_subjects import random_decoder
+from benchmarks.gpu_parts.engines import make_engine
+from benchmarks.gpu_parts.shapes import TINY_SHAPES
+from benchmarks.gpu_parts.subjects import random_decoder
 from ee_models.decoder import Decoder
 from hispec.config import CheckConfig, DraftConfig, Plan, SpeculativeConfig
 from hispec.decoding.batch import RoundResult

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.arguments import at_least_one
-from benchmarks.gpu_subjects import random_decoder, shape
+from benchmarks.gpu_parts.subjects import random_decoder, shape
 from benchmarks.kernel_counter import BETWEEN, ROUND, KernelCounter, as_on_a_gpu, on_triton
 from benchmarks.markdown import table
 from hispec.config import EngineConfig, SpeculativeConfig

@@ -119,6 +119,11 @@ class GraphCache:
     def num_bytes(self) -> int:
         return self._device.num_bytes()
 
+    @property
+    def replays(self) -> list[Callable[[], None]]:
+        """What replays each graph, to time it; those of the key that was used last come last."""
+        return [graph.replay for stages in self._graphs.values() for graph in stages.values()]
+
     def run(
         self, key: Hashable, run: Callable[..., Any], *inputs: Tensor, stage: Hashable | None = None
     ) -> Any:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks import host_cost
-from benchmarks.gpu_shapes import TINY_SHAPES
-from benchmarks.gpu_subjects import random_decoder
+from benchmarks.gpu_parts.shapes import TINY_SHAPES
+from benchmarks.gpu_parts.subjects import random_decoder
 
 
 @pytest.mark.parametrize("name", host_cost.PLANS)

@@ -8,7 +8,7 @@ import signal
 import time
 from typing import Any
 
-from benchmarks.gpu_run import Bench
+from benchmarks.gpu_parts.run import Bench
 
 
 def run(bench: Bench, out: dict[str, Any]) -> None:

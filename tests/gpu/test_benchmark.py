@@ -15,20 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import (
-    gpu,
-    gpu_correctness,
-    gpu_joined,
-    gpu_part,
-    gpu_report,
-    gpu_run,
-    gpu_shapes,
-    gpu_subjects,
-)
-from benchmarks.gpu_correctness import Difference, first_difference
-from benchmarks.gpu_engines import CheckedGraphs, Rerun, decode, grouped, make_engine
-from benchmarks.gpu_floors import bytes_read, stages_of
-from benchmarks.gpu_run import FIGURES, Bench
+from benchmarks import gpu, gpu_report
+from benchmarks.gpu_parts import correctness as gpu_correctness
+from benchmarks.gpu_parts import joined as gpu_joined
+from benchmarks.gpu_parts import part as gpu_part
+from benchmarks.gpu_parts import run as gpu_run
+from benchmarks.gpu_parts import shapes as gpu_shapes
+from benchmarks.gpu_parts import subjects as gpu_subjects
+from benchmarks.gpu_parts.correctness import Difference, first_difference
+from benchmarks.gpu_parts.engines import CheckedGraphs, Rerun, decode, grouped, make_engine
+from benchmarks.gpu_parts.floors import bytes_read, stages_of
+from benchmarks.gpu_parts.run import FIGURES, Bench
 from ee_models.decoder import Decoder
 from hispec.config import PLAIN, CheckConfig, DraftConfig, Plan, SpeculativeConfig
 from hispec.outputs import TokenLogprobs
@@ -107,7 +104,7 @@ def test_what_a_rehearsal_compares_is_compared(rehearsal: tuple[int, dict[str, A
 
 
 def test_plans_and_candidates_cover_every_drafter() -> None:
-    from benchmarks.gpu_smollm2 import candidates
+    from benchmarks.gpu_parts.smollm2 import candidates
 
     real = gpu_subjects.Subject("", "", True, (4, 7, 15))
     for rows in (1, 8, 32, 128):
@@ -133,7 +130,7 @@ def test_a_part_that_raises_is_recorded_with_what_it_had(
     into = tmp_path / "correctness.json"
     arguments = [
         "correctness",
-        "benchmarks.gpu_correctness",
+        "benchmarks.gpu_parts.correctness",
         "--into",
         str(into),
         "--tiny",
@@ -213,14 +210,15 @@ def test_without_a_gpu_it_says_so(
 
 
 def test_nothing_that_it_imports_needs_numba() -> None:
-    modules = sorted(path.stem for path in (ROOT / "benchmarks").glob("gpu*.py"))
+    paths = [*(ROOT / "benchmarks").glob("gpu*.py"), *(ROOT / "benchmarks" / "gpu_parts").glob("*.py")]
+    modules = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths)
     code = (
         "import sys\nclass Blocked:\n    def find_spec(self, name, path=None, target=None):\n        if"
         " name.split('.')[0] in ('numba', 'llvmlite'):\n            raise"
         " ModuleNotFoundError(name)\nsys.meta_path.insert(0, Blocked())\nimport hispec.measure.stage_bench,"
-        f" hispec.drafters.lookup_torch, {', '.join(f'benchmarks.{module}' for module in modules)}\n"
+        f" hispec.drafters.lookup_torch, {', '.join(modules)}\n"
     )
-    assert {"gpu", *(part.module.rpartition(".")[2] for part in gpu.PARTS.values())} < set(modules)
+    assert {"benchmarks.gpu", *(part.module for part in gpu.PARTS.values())} < set(modules)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_joined, gpu_needs, gpu_settings
-from benchmarks.gpu_compiling import Compiling
-from benchmarks.gpu_run import Bench
+from benchmarks import gpu
+from benchmarks.gpu_parts import joined as gpu_joined
+from benchmarks.gpu_parts import needs as gpu_needs
+from benchmarks.gpu_parts import settings as gpu_settings
+from benchmarks.gpu_parts.compiling import Compiling
+from benchmarks.gpu_parts.run import Bench
 
 STUB = "tests.gpu.stub_parts"
 REHEARSED = ["--tiny", "--device", "cpu"]

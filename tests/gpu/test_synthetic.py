@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_shapes
-from benchmarks.gpu_engines import decode, make_engine
-from benchmarks.gpu_synthetic import Agreement, agreement_of_shares, expected, forced, use
+from benchmarks.gpu_parts import shapes as gpu_shapes
+from benchmarks.gpu_parts.engines import decode, make_engine
+from benchmarks.gpu_parts.synthetic import Agreement, agreement_of_shares, expected, forced, use
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from hispec.config import CheckConfig, DraftConfig, SpeculativeConfig

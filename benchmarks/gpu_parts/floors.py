@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu_run import Bench
+from benchmarks.gpu_parts.run import Bench
 from ee_models.decoder import Decoder
 from ee_models.exits import Exit
 from hispec.config import PLAIN, Plan

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu_engines import (
+from benchmarks.gpu_parts.engines import (
     CheckedGraphs,
     Decoded,
     TokenIds,
@@ -18,8 +18,8 @@ from benchmarks.gpu_engines import (
     make_engine,
     speed,
 )
-from benchmarks.gpu_run import Bench
-from benchmarks.gpu_subjects import Loaded, Subject, Texts, found_subject, loaded, texts_of
+from benchmarks.gpu_parts.run import Bench
+from benchmarks.gpu_parts.subjects import Loaded, Subject, Texts, found_subject, loaded, texts_of
 from hispec.config import CheckConfig, DraftConfig, NgramConfig, SpeculativeConfig
 from hispec.jobs.rates import plan_text
 from hispec.outputs import TokenLogprobs

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_engines import decode, make_engine, speed, steady
-from benchmarks.gpu_floors import bytes_read, round_against_stages
-from benchmarks.gpu_run import SYNTHETIC, Bench
-from benchmarks.gpu_subjects import random_decoder, shape
-from benchmarks.gpu_synthetic import Agreement, agreement_of_shares, expected, forced, use
-from benchmarks.gpu_timing import count_kernels
+from benchmarks.gpu_parts.engines import decode, make_engine, speed, steady
+from benchmarks.gpu_parts.floors import bytes_read, round_against_stages
+from benchmarks.gpu_parts.run import SYNTHETIC, Bench
+from benchmarks.gpu_parts.subjects import random_decoder, shape
+from benchmarks.gpu_parts.synthetic import Agreement, agreement_of_shares, expected, forced, use
+from benchmarks.gpu_parts.timing import count_kernels
 from ee_models.config import ModelConfig
 from ee_models.decoder import Decoder
 from hispec.config import CheckConfig, DraftConfig, SpeculativeConfig

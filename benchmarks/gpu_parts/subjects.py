@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_run import Bench
+from benchmarks.gpu_parts.run import Bench
 from ee_models.attention import select_backend
 from ee_models.config import ModelConfig, RopeConfig
 from ee_models.decoder import AttentionWeights, Decoder, LayerWeights, MlpWeights
@@ -28,7 +28,7 @@ from hispec.errors import HiSpecError
 from hispec.llm import LLM
 from hispec.loading.fetch import resolve_model
 
-PROMPTS = Path(__file__).resolve().parents[1] / "configs" / "quickstart_prompts.jsonl"
+PROMPTS = Path(__file__).resolve().parents[2] / "configs" / "quickstart_prompts.jsonl"
 # Weights of these sizes write varied text, over logits that spread as a trained model's do. Larger ones would
 # make differences of whole logits of bfloat16's roundings, and then no near-tie could be told from a fault.
 _MATRIX_GAIN, _LOGIT_SPREAD = 1.3, 7.0

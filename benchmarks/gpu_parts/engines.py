@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_compiling import COMPILING
-from benchmarks.gpu_run import Bench
+from benchmarks.gpu_parts.compiling import COMPILING
+from benchmarks.gpu_parts.run import Bench
 from ee_models.decoder import Decoder
 from ee_models.exits import Exit
 from hispec.config import EngineConfig, SpeculativeConfig
@@ -229,7 +229,7 @@ def steady(
             engine.step()
         graphs = engine._rounds.graphs
         assert graphs is not None and len(graphs), "no graph was captured"
-        replay = next(reversed(graphs._graphs.values())).replay
+        replay = graphs.replays[-1]
         alone, walls = [], []
         for _ in range(3):
             with torch.inference_mode():

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_correctness import plans_for
-from benchmarks.gpu_engines import TokenIds, decode, make_engine
-from benchmarks.gpu_run import Bench
-from benchmarks.gpu_shapes import SHAPES, TINY_SHAPES
-from benchmarks.gpu_subjects import Loaded, Texts, found_subject, loaded, texts_of
+from benchmarks.gpu_parts.correctness import plans_for
+from benchmarks.gpu_parts.engines import TokenIds, decode, make_engine
+from benchmarks.gpu_parts.run import Bench
+from benchmarks.gpu_parts.shapes import SHAPES, TINY_SHAPES
+from benchmarks.gpu_parts.subjects import Loaded, Texts, found_subject, loaded, texts_of
 from ee_models.kernels import runs_triton
 from ee_models.linear import Linear, PlainLinear
 

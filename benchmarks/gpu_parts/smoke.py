@@ -6,11 +6,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu_correctness import plans_for
-from benchmarks.gpu_engines import CheckedGraphs, decode, graph_device, make_engine
-from benchmarks.gpu_needs import NO_MODEL, how_to_bring, missing
-from benchmarks.gpu_run import Bench
-from benchmarks.gpu_subjects import Loaded, found_subject, loaded, random_prompts
+from benchmarks.gpu_parts.correctness import plans_for
+from benchmarks.gpu_parts.engines import CheckedGraphs, decode, graph_device, make_engine
+from benchmarks.gpu_parts.needs import NO_MODEL, how_to_bring, missing
+from benchmarks.gpu_parts.run import Bench
+from benchmarks.gpu_parts.subjects import Loaded, found_subject, loaded, random_prompts
 from hispec.config import SpeculativeConfig
 
 STEPS, LENGTH = 20, 128

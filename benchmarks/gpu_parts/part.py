@@ -1,6 +1,6 @@
 """One part of the GPU benchmark, in this process: what benchmarks/gpu.py starts.
 
-    python benchmarks/gpu_part.py NAME MODULE --into FILE [--seconds S] [--device cuda] [--tiny] [...]
+    python benchmarks/gpu_parts/part.py NAME MODULE --into FILE [--seconds S] [--device cuda] [--tiny] [...]
 
 Exit code 0 or 1: the JSON says all; anything else: this process has died of something.
 """
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
+    0, str(Path(__file__).resolve().parents[2])
 )  # run from a checkout: nothing needs to be installed
 
 from benchmarks.gpu import options_of
-from benchmarks.gpu_compiling import COMPILING
-from benchmarks.gpu_run import Bench, OutOfTime, arm
+from benchmarks.gpu_parts.compiling import COMPILING
+from benchmarks.gpu_parts.run import Bench, OutOfTime, arm
 
 
 def measure(bench: Bench, name: str, module: str) -> None:

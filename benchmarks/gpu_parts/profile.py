@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_correctness import plans_for
-from benchmarks.gpu_engines import make_engine
-from benchmarks.gpu_run import Bench
-from benchmarks.gpu_sampled import TEMPERATURE, TOP_P
-from benchmarks.gpu_subjects import Loaded, found_subject, loaded, texts_of
-from benchmarks.gpu_timing import count_kernels
+from benchmarks.gpu_parts.correctness import plans_for
+from benchmarks.gpu_parts.engines import make_engine
+from benchmarks.gpu_parts.run import Bench
+from benchmarks.gpu_parts.sampled import TEMPERATURE, TOP_P
+from benchmarks.gpu_parts.subjects import Loaded, found_subject, loaded, texts_of
+from benchmarks.gpu_parts.timing import count_kernels
 from hispec.config import SpeculativeConfig
 from hispec.sampling_params import SamplingParams
 
@@ -60,11 +60,11 @@ def _replay(
             engine.step()
         graphs = engine._rounds.graphs
         assert graphs is not None and len(graphs) == 1, "the round is not one graph"
-        (graph,) = graphs._graphs.values()
+        (replay,) = graphs.replays
         with torch.inference_mode():
-            graph.replay()
-            counted = count_kernels(graph.replay, bench.device)
-            ms = bench.clock.ms(graph.replay, 2 if bench.is_tiny else 20)
+            replay()
+            counted = count_kernels(replay, bench.device)
+            ms = bench.clock.ms(replay, 2 if bench.is_tiny else 20)
     finally:
         engine.close()
     return {**counted, "ms": ms, "kernels / layers": counted["kernels"] / model.decoder.config.num_layers}

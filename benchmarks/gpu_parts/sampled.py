@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_correctness import plans_for
-from benchmarks.gpu_engines import decode, grouped, make_engine, speed
-from benchmarks.gpu_run import Bench
-from benchmarks.gpu_shapes import SHAPES, TINY_SHAPES
-from benchmarks.gpu_subjects import (
+from benchmarks.gpu_parts.correctness import plans_for
+from benchmarks.gpu_parts.engines import decode, grouped, make_engine, speed
+from benchmarks.gpu_parts.run import Bench
+from benchmarks.gpu_parts.shapes import SHAPES, TINY_SHAPES
+from benchmarks.gpu_parts.subjects import (
     Loaded,
     Texts,
     found_subject,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_run import BENCHMARK, FIGURES, REHEARSAL, SYNTHETIC, figure_rows, state_of
+from benchmarks.gpu_parts.run import BENCHMARK, FIGURES, REHEARSAL, SYNTHETIC, figure_rows, state_of
 from hispec.utils.environment import environment, hardware_text
 
 

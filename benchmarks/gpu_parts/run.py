@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_compiling import COMPILING
-from benchmarks.gpu_timing import Clock, copy_bandwidth
+from benchmarks.gpu_parts.compiling import COMPILING
+from benchmarks.gpu_parts.timing import Clock, copy_bandwidth
 from hispec.utils.environment import environment
 
 BENCHMARK = "hispec gpu"

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_correctness import LOOKUP, plans_for
-from benchmarks.gpu_engines import Decoded, TokenIds, decode, grouped, make_engine, speed, steady
-from benchmarks.gpu_floors import round_against_stages
-from benchmarks.gpu_run import Bench
-from benchmarks.gpu_subjects import Loaded, Subject, Texts, found_subject, loaded, texts_of
+from benchmarks.gpu_parts.correctness import LOOKUP, plans_for
+from benchmarks.gpu_parts.engines import Decoded, TokenIds, decode, grouped, make_engine, speed, steady
+from benchmarks.gpu_parts.floors import round_against_stages
+from benchmarks.gpu_parts.run import Bench
+from benchmarks.gpu_parts.subjects import Loaded, Subject, Texts, found_subject, loaded, texts_of
 from hispec.config import CheckConfig, DraftConfig, SpeculativeConfig
 from hispec.engine import Engine
 from hispec.jobs.hf_baseline import TransformersBaseline
