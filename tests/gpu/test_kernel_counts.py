@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from benchmarks.kernel_counter import BETWEEN, ROUND, KernelCounter
 from benchmarks.kernel_counts import SAMPLED, count, plans
 from hispec.sampling.noise_triton import argmax_with_noise
+from tests.helpers.sweeps import sweep
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
 
@@ -44,7 +45,7 @@ MOST = {"decode": 8, "draft pass": 7, "look up": 3, "feed": 5, "check": 10, "ver
 MOST |= {ROUND: 13, BETWEEN: 2}
 
 
-@pytest.mark.parametrize("plan", plans(3))
+@sweep("plan", plans(3), lambda plan: plan.startswith(("plain", "two-tier hybrid", "three-tier")))
 def test_a_stage_has_few_kernels_besides_the_models(plan: str) -> None:
     """All runs of a stage together have at most 15 % of the kernels of a plain round of SmolLM2, 283."""
     counts = count(plans(3)[plan], 3, SAMPLED, 2)

@@ -15,7 +15,7 @@ from ee_models.fused_pass import FusedPasses, PassProgram
 from ee_models.pass_steps import Kind
 from hispec.decoding.batch import RoundBatch, Span
 from hispec.decoding.draft_tree import DraftTree
-from hispec.decoding.stages import Pass, PassCounts, Stages
+from hispec.decoding.stages import Pass, Stages
 from hispec.measure.stage_bench import Rig
 
 
@@ -56,7 +56,8 @@ def watched(
         out = run(self, batch, span, over)
         layers = over.hi - over.lo
         assert ran.pop() == (list(range(over.lo, over.hi)), view.num_tokens) and not ran
-        assert self.counts.since(before) == PassCounts(layers, 0, layers * view.num_tokens)
+        ran_now = self.counts.since(before)
+        assert (ran_now.layer_passes, ran_now.layer_positions) == (layers, layers * view.num_tokens)
         seen.append((over.lo, over.hi, view.num_tokens))
         return out
 

@@ -151,6 +151,7 @@ def test_outputs_are_those_of_one_process(on_ray: LLM, one: LLM) -> None:
     assert on_ray.num_workers == 2 and on_ray.row_invariant == one.row_invariant
 
 
+@pytest.mark.slow
 def test_what_an_llm_is_asked_is_asked_of_all(on_ray: LLM, one: LLM) -> None:
     wait_until(lambda: len(on_ray.stats()["workers"]) == 2)
     on_ray.set_speculative({"draft": {"layer": 3}, "num_draft_tokens": 2})
@@ -165,6 +166,7 @@ def test_what_an_llm_is_asked_is_asked_of_all(on_ray: LLM, one: LLM) -> None:
         on_ray.add([1] * 1000, GREEDY, "long")
 
 
+@pytest.mark.slow
 def test_streams_and_aborts(on_ray: LLM, one: LLM) -> None:
     deltas = list(on_ray.stream("a stream", GREEDY))
     (wanted,) = generate(one, GREEDY, ["a stream"])
@@ -175,6 +177,7 @@ def test_streams_and_aborts(on_ray: LLM, one: LLM) -> None:
 
 
 @linux
+@pytest.mark.slow
 def test_rows_of_a_killed_actor_are_done_again_each_once(on_ray: LLM, one: LLM) -> None:
     params = SAMPLED.model_copy(update={"max_tokens": 100, "ignore_eos": True, "seed": 3})
     wanted = {str(at): output.outputs for at, output in enumerate(generate(one, params))}
@@ -194,6 +197,7 @@ def test_rows_of_a_killed_actor_are_done_again_each_once(on_ray: LLM, one: LLM) 
     assert generate(on_ray, params) == generate(one, params)
 
 
+@pytest.mark.slow
 def test_another_version_on_a_machine_is_refused() -> None:
     worker = ray_worker.RayWorker("0.0.1", b"not read", b"not read")
     messages = worker.give()
