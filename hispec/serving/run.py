@@ -25,7 +25,9 @@ def listen(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: or one that never reads stays for ever
+        if hasattr(
+            socket, "TCP_USER_TIMEOUT"
+        ):  # connections inherit it: or one that never reads stays for ever
             milliseconds = min(round(1000 * config.timeout_s), 2**31 - 1)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         listener.bind((config.host, config.port))

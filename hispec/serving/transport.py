@@ -109,8 +109,8 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T], until: flo
 
 
 class EventStream(Response):
-    """Server-sent events, as they come from a generator, which is closed when the client leaves, or at `until`,
-    seconds of the event loop: also for a client that reads nothing."""
+    """Server-sent events, as they come from a generator, which is closed when the client leaves, or at
+    `until`, seconds of the event loop: also for a client that reads nothing."""
 
     media_type = "text/event-stream"
 
