@@ -138,7 +138,7 @@ class Client:
         reader, writer = await self._connect(receive_bytes=4096)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(_post(body))
-        await asyncio.sleep(self._random.choice((0.5, 2.0, 8.0, 75.0)))
+        await asyncio.sleep(self._random.choice((0.5, 2.0, 8.0, 65.0)))
         if self._random.random() < 0.5:
             with suppress(RuntimeError):  # it was closed meanwhile
                 writer.transport.resume_reading()  # type: ignore[attr-defined]
@@ -179,13 +179,15 @@ class Client:
         return body, f"{'chat' if is_chat else 'completion'} of {prompt!r}"
 
     def _is_served(self, kind: str, answer: Answer) -> bool:
-        """False after a 429, once it is time to ask again; other statuses are failures."""
-        if answer.status == 429:
-            wait = answer.headers.get("retry-after", "")
-            self._tally.expect(wait.isdigit(), f"{kind}: 429 without Retry-After")
-        else:
+        """Statuses other than 200 and 429 are failures."""
+        self._check_wait(kind, answer)
+        if answer.status != 429:
             self._tally.expect(answer.status == 200, f"{kind}: status {answer.status}")
         return answer.status == 200
+
+    def _check_wait(self, kind: str, answer: Answer) -> None:
+        has_wait = answer.headers.get("retry-after", "").isdigit()
+        self._tally.expect(has_wait or answer.status != 429, f"{kind}: 429 without Retry-After")
 
     def _check_text(self, name: str, text: str) -> None:
         first = self._tally.texts.setdefault(name, text)
@@ -194,7 +196,11 @@ class Client:
     async def _refused(self, kind: str, content: bytes, may_close: bool = False) -> int:
         answer = await self._send(content, is_end=may_close)
         wanted = REFUSALS | ({0} if may_close else set())
-        self._tally.expect(answer.status in wanted, f"{kind}: status {answer.status} for {content[:200]!r}")
+        if answer.status != 429:  # a full server may say so before it looks at the rest
+            self._tally.expect(
+                answer.status in wanted, f"{kind}: status {answer.status} for {content[:99]!r}"
+            )
+        self._check_wait(kind, answer)
         return answer.status
 
     async def _ask(self, body: dict[str, Any]) -> Answer:

@@ -12,13 +12,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from ..openai.requests import CHAT, COMPLETIONS
 from ..version import __version__
 from .async_engine import AsyncEngine
 from .completions import CompletionRequest, Responder, first_error
-from .openapi import REQUESTS
+from .openapi import HEALTH, METRICS, MODELS, ONE_MODEL, REQUESTS
 from .server_config import ServerConfig
 from .server_metrics import ServerMetrics
 from .transport import EventStream, Failure, check_key, failure_of, read_json, unless_gone
@@ -72,26 +72,27 @@ def make_app(engine: AsyncEngine, config: ServerConfig, sampling: dict[str, Any]
 
     model = {"id": config.name, "object": "model", "created": started, "owned_by": "hispec"}
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", openapi_extra=MODELS)
     async def models(request: Request) -> dict[str, Any]:
         check_key(request, config.api_key)
         return {"object": "list", "data": [model]}
 
-    @app.get("/v1/models/{name:path}")
-    async def one_model(request: Request, name: str) -> dict[str, Any]:
+    @app.get("/v1/models/{name:path}", openapi_extra=ONE_MODEL)
+    async def one_model(request: Request) -> dict[str, Any]:
         check_key(request, config.api_key)
+        name = request.path_params["name"]
         if name != config.name:
             raise Failure(404, f"there is no model {name!r} here, only {config.name!r}", "model_not_found")
         return model
 
-    @app.get("/health")
+    @app.get("/health", openapi_extra=HEALTH)
     async def health() -> Response:
         """200 while the engine serves."""
         if engine.is_dead:
             return JSONResponse({"status": "dead"}, 503)
         return JSONResponse({"status": "ok", "unfinished": engine.num_unfinished})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, openapi_extra=METRICS)
     async def prometheus(request: Request) -> Response:
         """Counts, as Prometheus reads them."""
         check_key(request, config.api_key)

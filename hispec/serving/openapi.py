@@ -1,4 +1,4 @@
-"""The bodies of requests, in the words of OpenAPI: what `hispec.openai.requests` reads."""
+"""The bodies of requests and responses, in the words of OpenAPI: what `hispec.openai` reads and writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,58 @@ _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItem
 _TEXTS_OR_TOKENS = {"type": "array", "items": {"anyOf": [{"type": "string"}, _TOKENS]}}
 
 
-def _body(required: str, own: dict[str, Any]) -> dict[str, Any]:
+_REFUSALS = {
+    400: "the request can never be served; the message says why",
+    401: "no valid API key",
+    404: "another model",
+    408: "it took longer than the server allows",
+    413: "the body is too large",
+    429: "as many requests are unfinished as there may be; Retry-After says when to try again",
+    500: "the engine gave up on this request alone",
+    503: "the server is ending, or its engine has failed",
+}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    """An object that has all of `properties`, and no other."""
+    names = list(properties)
+    return {"type": "object", "required": names, "properties": properties, "additionalProperties": False}
+
+
+def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _refusal(status: int) -> dict[str, Any]:
+    error = _object(
+        message={"type": "string", "minLength": 1},
+        type={"enum": ["server_error" if status >= 500 else "invalid_request_error"]},
+        param={"type": "null"},
+        code={"type": ["string", "null"]},
+    )
+    return _json(_REFUSALS[status], _object(error=error))
+
+
+def _refusals(*statuses: int) -> dict[str, Any]:
+    return {str(status): _refusal(status) for status in statuses}
+
+
+def _answer(kind: str, own: dict[str, Any]) -> dict[str, Any]:
+    """own: what a choice has besides its index and its end."""
+    piece = _object(text={"type": "string"}, tier={"enum": ["draft", "check", "verify"]})
+    choice = _object(index=_COUNT, **own, finish_reason={"type": ["string", "null"]})
+    choice["properties"]["tiers"] = {"type": "array", "items": piece}  # where they were asked for
+    return _object(
+        id={"type": "string"},
+        object={"const": kind},
+        created={"type": "integer"},
+        model={"type": "string"},
+        choices={"type": "array", "items": choice, "minItems": 1},
+        usage=_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT),
+    )
+
+
+def _body(required: str, own: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     sampling = SamplingParams.model_json_schema()["properties"]
     either = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}
     properties = {
@@ -42,20 +93,17 @@ def _body(required: str, own: dict[str, Any]) -> dict[str, Any]:
         "properties": properties,
         "additionalProperties": False,
     }
+    served = _json("the response, or with stream=true server-sent events of its chunks", answer)
+    served["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    full = _refusal(429)
+    full["headers"] = {"Retry-After": {"required": True, "schema": {"type": "integer", "minimum": 1}}}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
         "responses": {
-            str(status): {"description": text, "content": {"application/json": {}}}
-            for status, text in (
-                (200, "the response, or with stream=true server-sent events of its chunks"),
-                (400, "the request can never be served; the message says why"),
-                (401, "no valid API key"),
-                (404, "another model"),
-                (408, "it took longer than the server allows"),
-                (413, "the body is too large"),
-                (429, "as many requests are unfinished as there may be; Retry-After says when to try again"),
-                (503, "the server is ending, or its engine has failed"),
-            )
+            "200": served,
+            **_refusals(400, 401, 404, 408, 413),
+            "429": full,
+            **_refusals(500, 503),
         },
     }
 
@@ -68,6 +116,34 @@ _MESSAGE = {
         "content": {"type": "string"},
     },
 }
+_COUNT = {"type": "integer", "minimum": 0}
+_NUMBER, _TEXT = {"type": "number"}, {"type": "string"}
+_BYTES = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 255}}
+_TOKEN = {"token": _TEXT, "logprob": _NUMBER, "bytes": _BYTES}
+_SAID = _object(role={"const": "assistant"}, content=_TEXT, refusal={"type": "null"})
+_CHAT_LOGPROBS = {
+    "anyOf": [
+        {"type": "null"},
+        _object(
+            content={
+                "type": "array",
+                "items": _object(**_TOKEN, top_logprobs={"type": "array", "items": _object(**_TOKEN)}),
+            },
+            refusal={"type": "null"},
+        ),
+    ]
+}
+_LOGPROBS = {
+    "anyOf": [
+        {"type": "null"},
+        _object(
+            tokens={"type": "array", "items": _TEXT},
+            token_logprobs={"type": "array", "items": _NUMBER},
+            top_logprobs={"type": "array", "items": {"type": "object", "additionalProperties": _NUMBER}},
+            text_offset={"type": "array", "items": _COUNT},
+        ),
+    ]
+}
 REQUESTS = {
     CHAT: _body(
         "messages",
@@ -77,14 +153,51 @@ REQUESTS = {
             "logprobs": {"type": "boolean"},
             "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 64},
         },
+        _answer("chat.completion", {"message": _SAID, "logprobs": _CHAT_LOGPROBS}),
     ),
     COMPLETIONS: _body(
         "prompt",
         {
             "prompt": {
-                "anyOf": [{"type": "string"}, _TOKENS, {**_TEXTS_OR_TOKENS, "maxItems": MOST_PROMPTS}]
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    _TOKENS,
+                    {**_TEXTS_OR_TOKENS, "maxItems": MOST_PROMPTS},
+                ]
             },
             "logprobs": {"type": "integer", "minimum": 0, "maximum": 64},
         },
+        _answer("text_completion", {"text": {"type": "string"}, "logprobs": _LOGPROBS}),
     ),
+}
+_MODEL = _object(
+    id={"type": "string"},
+    object={"const": "model"},
+    created={"type": "integer"},
+    owned_by={"type": "string"},
+)
+MODELS = {
+    "responses": {
+        "200": _json("the model", _object(object={"const": "list"}, data={"type": "array", "items": _MODEL})),
+        **_refusals(401),
+    }
+}
+ONE_MODEL = {
+    "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
+    "responses": {"200": _json("the model", _MODEL), **_refusals(401, 404)},
+}
+HEALTH = {
+    "responses": {
+        "200": _json(
+            "the engine serves",
+            _object(status={"const": "ok"}, unfinished={"type": "integer", "minimum": 0}),
+        ),
+        "503": _json("the engine has failed", _object(status={"const": "dead"})),
+    }
+}
+METRICS = {
+    "responses": {
+        "200": {"description": "counts", "content": {"text/plain": {"schema": {"type": "string"}}}},
+        **_refusals(401),
+    }
 }
