@@ -66,6 +66,7 @@ setup(
             *SERVER,
             "openai>=1.60",  # the client that servers are tried with
             "httpx>=0.27",  # and the one that sends what no client would
+            "jsonschema>=4.20",  # answers are as the server's description says
             "pytest>=8.0",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",

@@ -1,6 +1,7 @@
 """Whether `hispec serve` stands clients of all kinds for long: a test of endurance, not of speed.
 
-    python benchmarks/serve_soak.py [--seconds 300] [--clients 200] [--json FILE] [--markdown FILE]
+    python benchmarks/serve_soak.py [--seconds 300] [--warm-up 120] [--clients 200]
+                                    [--json FILE] [--markdown FILE]
 
 A server of a tiny random model runs in a process of its own, with three tiers and little memory, so that
 requests are refused and preempted. Clients ask for whole answers and streams, leave in the middle, stall,
@@ -9,7 +10,8 @@ line for each reason, if
 
 - an answer has a status other than 200, or one of those that docs/serving.md names for that request;
 - the same greedy request has two different texts, or a stream has an error or no end;
-- the server's memory grows by 5 % or more between the second tenth of the time and the last tenth;
+- the server's memory grows by 5 % or more in `--seconds`, after the same load for `--warm-up` seconds, in
+  which the arenas of the allocator fill;
 - anything is left once all clients are gone: requests, KV blocks, connections, asyncio tasks, open files; or
   the engine's own `check` finds its cache or its scheduler inconsistent.
 """
@@ -153,7 +155,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         try:
             address, _ = pipe.recv()
             assert process.pid is not None
-            tally, memory = asyncio.run(torment(address, options.clients, options.seconds, process.pid))
+            seconds = options.warm_up + options.seconds
+            tally, memory = asyncio.run(torment(address, options.clients, seconds, process.pid))
             pipe.send("what is left?")
             left, stats = pipe.recv()
             is_stuck = pipe.recv()
@@ -162,7 +165,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         finally:
             process.join(30)
             process.kill()
-    growth = growth_of(memory)
+    growth = growth_of(memory[options.warm_up :])
     failures = [f"{words} ({count} times)" for words, count in sorted(tally.failures.items())]
     failures += [f"after the run: {words}" for words in left]
     if growth >= MOST_GROWTH:
@@ -178,7 +181,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "serve_soak",
         "environment": environment(),
-        "options": {"clients": options.clients, "seconds": options.seconds},
+        "options": {"clients": options.clients, "warm_up": options.warm_up, "seconds": options.seconds},
         "server": {"max_requests": MOST_REQUESTS, "timeout_s": TIMEOUT_S, "engine": ENGINE},
         "statuses": statuses,
         "bytes_read": tally.bytes_read,
@@ -189,9 +192,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def growth_of(memory: Sequence[float]) -> float:
-    """From the median of the second tenth to that of the last, as a share."""
+    """From the median of the first tenth to that of the last, as a share."""
     tenth = max(1, len(memory) // 10)
-    before = statistics.median(memory[tenth : 2 * tenth] or memory)
+    before = statistics.median(memory[:tenth] or [0.0])
     return statistics.median(memory[-tenth:]) / before - 1 if before else 0.0
 
 
@@ -205,13 +208,14 @@ def markdown(result: dict[str, Any]) -> list[str]:
     return [
         "# A server under clients of all kinds",
         "",
-        f"{options['clients']} clients for {options['seconds']} seconds, `benchmarks/serve_soak.py`;"
+        f"{options['clients']} clients for {options['warm_up']} + {options['seconds']} seconds,"
+        f" `benchmarks/serve_soak.py`;"
         f" {hardware_text(result['environment'])}.",
         "",
         *table(["clients that", "requests", "statuses that they read"], rows),
         "",
         f"Memory of the server: {samples[0]:.0f} MB at first, {samples[-1]:.0f} MB at last,"
-        f" {memory['growth']:+.1%} after warm-up.",
+        f" {memory['growth']:+.1%} after the first {options['warm_up']} seconds.",
         "",
         *(["Failures:", "", *(f"- {each}" for each in result["failures"])] if result["failures"] else []),
         *([] if result["failures"] else ["Nothing failed, and nothing was left."]),
@@ -223,6 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=at_least_one, default=300, metavar="N")
+    parser.add_argument("--warm-up", type=at_least_one, default=120, metavar="N")
     parser.add_argument("--clients", type=at_least_one, default=200, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from starlette.requests import Request
@@ -368,3 +369,28 @@ def test_requests_may_end_when_the_server_is_told_to(tiny_path: Path) -> None:
         wait_until(lambda: ending.engine.num_unfinished == 2)
         ending.server.should_exit = True
         assert [each.result().status_code for each in asked] == [200, 200]
+
+
+def test_responses_are_as_the_description_says(server: Running) -> None:
+    paths = server.http.get("/openapi.json").json()["paths"]
+    chat = {"messages": CHAT, **GREEDY, "tiers": True}
+    asked: list[tuple[str, str, dict[str, Any] | None, int]] = [
+        ("/v1/chat/completions", "", {**chat, "logprobs": True, "top_logprobs": 2}, 200),
+        ("/v1/chat/completions", "", {"messages": CHAT, **GREEDY}, 200),
+        ("/v1/chat/completions", "", {}, 400),
+        ("/v1/completions", "", {"prompt": "x", "logprobs": 2, "n": 2, **GREEDY}, 200),
+        ("/v1/completions", "", {"prompt": "x", "model": "other"}, 404),
+        ("/v1/models", "", None, 200),
+        ("/v1/models/{name}", "tiny", None, 200),
+        ("/v1/models/{name}", "other", None, 404),
+        ("/health", "", None, 200),
+    ]
+    for path, name, body, status in asked:
+        method, url = "get" if body is None else "post", path.replace("{name}", name)
+        answer = server.http.request(method, url, json=body)
+        assert answer.status_code == status
+        kind = answer.headers["content-type"].partition(";")[0]
+        content = paths[path][method]["responses"][str(status)]["content"]
+        jsonschema.validate(answer.json(), content[kind]["schema"])
+    assert list(paths["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
+    assert not any("422" in each["responses"] for ways in paths.values() for each in ways.values())
