@@ -122,7 +122,7 @@ NUMBERS: list[dict[str, Any]] = [
 @sweep(
     "family, num_threads",
     itertools.product(FAMILIES, [1, 2, 3]),
-    lambda case: case[1] == 2 or case[0] in ("llama", "qwen3"),
+    lambda case: case[1] == 2 or case[0] == "qwen3",
 )
 def test_bits_are_those_of_single_operations(
     family: str,

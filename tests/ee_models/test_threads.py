@@ -77,7 +77,7 @@ torch.save([*run(decoder, decoder._layers, True), *run(decoder, decoder._layers,
 def test_fewer_threads_than_were_asked_for_do_all_of_the_work(tiny_path: Path, tmp_path: Path) -> None:
     """OMP_THREAD_LIMIT, as a batch system may set it, keeps OpenMP from giving what torch thinks it has."""
     found = []
-    for limit in ("1", "2", "3"):
+    for limit in ("1", "3"):
         path = tmp_path / limit
         environment = os.environ | {"OMP_THREAD_LIMIT": limit, "PYTHONPATH": str(Path(__file__).parents[2])}
         subprocess.run(

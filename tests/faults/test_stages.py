@@ -3,6 +3,7 @@ engine serves what comes next."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from hispec.scheduling.scheduler import Scheduler
 from tests.faults.plans import PLANS, make
 from tests.helpers.faults import Fault, run_on
 from tests.helpers.support import make_engine, random_prompts, run
+from tests.helpers.sweeps import sweep
 
 PROMPTS = random_prompts((1, 7, 33, 12), seed=3)
 LATER = [PROMPTS[2] + [5, 6], PROMPTS[0]]  # which would show a block of wrong content in the prefix cache
@@ -81,8 +83,9 @@ def wanted(tiny_decoder: Decoder) -> list[list[list[int]]]:
     return [run(engine, prompts, PARAMS) for prompts in (PROMPTS, LATER)]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("plan", PLANS)
+@sweep(
+    "plan, late", itertools.product(PLANS, [False, True]), lambda case: case[1] or case[0] == "three tiers"
+)
 def test_whatever_raises_nothing_is_lost(
     tiny_decoder: Decoder, wanted: list[list[list[int]]], plan: str, late: bool
 ) -> None:

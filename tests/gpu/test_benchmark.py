@@ -56,6 +56,7 @@ def bench(folder: Path, seconds: float = 100_000.0) -> Bench:
 # ---- the command ----
 
 
+@pytest.mark.slow
 def test_a_rehearsal_goes_through_all_parts_and_measures_nothing(
     rehearsal: tuple[int, dict[str, Any], str],
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_rehearsal_goes_through_all_parts_and_measures_nothing(
     assert printed.splitlines()[-1] == "correct"
 
 
+@pytest.mark.slow
 def test_nothing_in_a_rehearsal_was_left_out_or_failed(rehearsal: tuple[int, dict[str, Any], str]) -> None:
     def walk(value: Any, where: str) -> None:
         if isinstance(value, dict):
@@ -85,6 +87,7 @@ def test_nothing_in_a_rehearsal_was_left_out_or_failed(rehearsal: tuple[int, dic
     walk(rehearsal[1]["parts"], "")
 
 
+@pytest.mark.slow
 def test_what_a_rehearsal_compares_is_compared(rehearsal: tuple[int, dict[str, Any], str]) -> None:
     found = rehearsal[1]["parts"]["correctness"]
     plans = found["replay equals eager"]

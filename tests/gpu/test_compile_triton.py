@@ -236,6 +236,7 @@ def compile_everything() -> None:
             assert ".f64" not in compiled.asm["ptx"], f"{kernel} computes in float64"
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     code = "from tests.gpu.test_compile_triton import compile_everything; compile_everything()"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -20,6 +20,7 @@ from triton.runtime import interpreter, jit
 
 from benchmarks.kernel_counts import GREEDY, SAMPLED, count, plans
 from hispec.sampling_params import SamplingParams
+from tests.helpers.sweeps import sweep
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asks what the interpreter runs")
 Variants = dict[tuple[str, str], set[str]]
@@ -47,8 +48,10 @@ def noted() -> Iterator[Variants]:
         yield variants
 
 
-@pytest.mark.parametrize(
-    ("plan", "params"), [("two-tier hybrid, K = 2", SAMPLED), ("three-tier exit, K = 2, R = 2", GREEDY)]
+@sweep(
+    "plan, params",
+    [("two-tier hybrid, K = 2", SAMPLED), ("three-tier exit, K = 2, R = 2", GREEDY)],
+    lambda case: case[1] is GREEDY,
 )
 def test_numbers_of_rows_do_not_compile_anew(plan: str, params: SamplingParams) -> None:
     with noted() as variants:

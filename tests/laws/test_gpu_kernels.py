@@ -94,6 +94,7 @@ def test_sampled_output_is_plain_sampled_decodings(
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_runs_end_to_end(small_path: Path, on_gpu_kernels: None) -> None:
     """Other rounding than float32's, so not its tokens; but all tokens, and the same ones again."""
     decoder = Decoder.load(open_checkpoint(small_path), torch.bfloat16, DEVICE)

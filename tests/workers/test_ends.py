@@ -54,6 +54,7 @@ def test_close_leaves_no_process(tiny_path: Path) -> None:
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.slow
 def test_close_waits_only_so_long_for_a_worker_that_hangs(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def test_an_interrupted_add_abort_or_stream_leaves_nothing(two: LLM) -> None:
     wait_until(lambda: not any(each["running"] + each["waiting"] for each in two.stats()["workers"]))
 
 
+@pytest.mark.slow
 def test_without_fork_each_worker_loads_for_itself(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on other systems, and on GPUs."""
     monkeypatch.setattr(sys, "platform", "other")

@@ -214,6 +214,7 @@ def test_after_close_counts_can_be_read_and_nothing_runs(tiny_path: Path) -> Non
             call()
 
 
+@pytest.mark.slow
 def test_each_worker_chooses_plans_for_itself_with_the_same_output(
     one: LLM, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
