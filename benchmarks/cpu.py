@@ -1,8 +1,9 @@
 """What a pass costs on this CPU, with weights in float32, bfloat16 and int8, and where a plain step's time
 goes: `python benchmarks/cpu.py [--json FILE]`, about four minutes.
 
-Every figure is a median over interleaved repeats in one process. Run it on an idle machine: torch's threads
-wait for each other at every matrix product, so another busy process costs far more than its share.
+Every figure is a median over interleaved repeats in one process. Run it on an idle machine: threads wait for
+each other at every matrix product, so another busy process costs more than its share; how much, the last
+figures say.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -145,9 +147,9 @@ def timed(seconds: list[float]) -> Iterator[None]:
 
 
 def measure_step(decoder: Decoder, rows: int, steps: int) -> dict[str, float]:
-    """Milliseconds of a plain step of `rows` rows, and the share outside of layers and head: medians. Every
-    other step is timed inside; the whole is taken from those in between, so that the timers' own cost counts
-    nowhere."""
+    """Milliseconds of a plain step of `rows` rows, median and mean, and the share outside of layers and head,
+    of medians. Every other step is timed inside; the whole is taken from those in between, so that the
+    timers' own cost counts nowhere."""
     engine = Engine(decoder, EngineConfig(max_num_seqs=rows, max_model_len=512))
     params = SamplingParams(temperature=0.0, max_tokens=2 * steps + 8, ignore_eos=True)
     for _ in range(rows):
@@ -164,7 +166,22 @@ def measure_step(decoder: Decoder, rows: int, steps: int) -> dict[str, float]:
             engine.step()
         inside.append(sum(seconds))
     step = statistics.median(whole)
-    return {"step_ms": step * 1e3, "share outside of layers and head": 1 - statistics.median(inside) / step}
+    return {
+        "step_ms": step * 1e3,
+        "mean_ms": statistics.mean(whole) * 1e3,
+        "share outside of layers and head": 1 - statistics.median(inside) / step,
+    }
+
+
+@contextmanager
+def busy_program() -> Iterator[None]:
+    """Another program computes all the time, on one core."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def main() -> int:
@@ -193,9 +210,14 @@ def main() -> int:
                 for rows in (1, 16)
                 for name, decoder in decoders.items()
             },
+            "step beside a busy program": {},
             "weights_bytes": {name: decoder.num_bytes for name, decoder in decoders.items()},
             "peak_resident_bytes": peak_memory_bytes(),
         }
+        with busy_program():
+            for rows in (1, 16):
+                found = measure_step(decoders["int8"], rows, 150)
+                result["step beside a busy program"][f"int8, {rows} rows"] = {"mean_ms": found["mean_ms"]}
     passes = result["pass_ms"]
     result["figures"] = {
         **{
@@ -213,7 +235,8 @@ def main() -> int:
             for name, times in result["attention_ms"].items()
         },
     }
-    tables = {**result["attention_ms"], **passes, **result["step"]}
+    beside = {f"{name}, busy": values for name, values in result["step beside a busy program"].items()}
+    tables = {**result["attention_ms"], **passes, **result["step"], **beside}
     for name, value in (
         *result["environment"].items(),
         *((f"{name}: {of}", value) for name, values in tables.items() for of, value in values.items()),

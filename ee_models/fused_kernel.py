@@ -142,12 +142,12 @@ def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outp
     n, (panels, size, bias), (first, last, share, shares) = c.num_tokens, weight, part
     if bits != 0:
         numba_int.split_tokens(bits, x, inputs, c.terms, c.scales, first, last)
-    wait(c.barrier)
+    wait(c.barrier, part[3])
     if bits != 0:
         numba_int.multiply(bits, c.terms, c.scales, n, inputs, panels, out, outputs, share, shares)
     else:
         numba_gemm.multiply(x, n, inputs, panels, size, bias, out, outputs, share, shares)
-    wait(c.barrier)
+    wait(c.barrier, part[3])
 
 
 @_kernel
@@ -162,10 +162,10 @@ def _attend(c: Any, step: Any, attention: Any, next_unit: int, part: Any) -> Non
     _rope_and_store(c, step, keys, values, part[0], part[1])
     if step.kind == Kind.FILL:
         return
-    wait(c.barrier)
+    wait(c.barrier, part[3])
     attend_units(attention, next_unit, c.q, keys, values, c.attended)
     if step.bits != 0:  # it begins with whole tokens, of which others have computed heads
-        wait(c.barrier)
+        wait(c.barrier, part[3])
     weight = step.output, step.output_size, step.output_bias
     _project(c, step.bits, c.attended, size_q, weight, c.delta, width, part)
 

@@ -77,7 +77,7 @@ class FusedPasses:
     @staticmethod
     def can_run(attention: AttentionBackend, threads: KernelThreads) -> bool:
         """Whether attention is numba's, and a kernel's threads can wait for each other."""
-        return isinstance(attention, NumbaAttention) and (threads.count == 1 or threads.barrier != 0)
+        return isinstance(attention, NumbaAttention) and (threads.count == 1 or threads.can_wait)
 
     def program(self, steps: Sequence[PassStep]) -> PassProgram:
         """What is the same in all passes of these steps; it keeps their weights."""
@@ -176,7 +176,8 @@ class FusedPasses:
                 call.sums = sums.data_ptr()
         num_threads = self._threads.count if num_tokens * program.num_products > _PARALLEL_FROM else 1
         if num_threads > 1:
-            call.team_size, call.barrier = self._threads.team_size, self._threads.barrier
+            barrier = self._threads.make_barrier()
+            call.team_size, call.barrier = self._threads.team_size, barrier.ctypes.data
         scratch = self._take_scratch(program, hidden)
         begin = scratch.data_ptr()
         for name, size in program.sizes.items():

@@ -8,6 +8,7 @@ any function on its threads; elsewhere a Python pool does, whose idle threads at
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -16,19 +17,30 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+# A barrier in int64: how many have arrived, and how often all had, each in a cache line of its own; and the
+# address of sched_yield.
+_LINE = 8
+_ARRIVED, _TURN, _YIELD = 0, _LINE, 2 * _LINE
+_NUM_FIELDS = 3 * _LINE
+_LOOKS = 1000  # before a thread gives its core away, each time: tens of microseconds
+# LLVM's intrinsic for it, and its arguments.
+_PAUSES = {"x86_64": ("llvm.x86.sse2.pause",), "aarch64": ("llvm.aarch64.hint", 1)}
+_PAUSE = _PAUSES.get(platform.machine())
+
 
 class KernelThreads:
     """As many threads as torch uses when this is made, or as `resize` says later.
 
     count      how many
-    barrier    the address of a function at which a kernel's threads wait for each other; 0 = there is none,
-               and only a kernel on one thread can do without
+    can_wait   whether a kernel's threads can wait for each other, at a `make_barrier`; only a kernel on one
+               thread can do without
     team_size  the address of a function that tells a kernel how many threads run it: OpenMP gives fewer than
                are asked for where its settings say so; 0 = there is none
     """
@@ -37,7 +49,9 @@ class KernelThreads:
 
     def __init__(self) -> None:
         self.count = torch.get_num_threads()
-        self._parallel, self.barrier, self.team_size = _find_gomp()
+        self._parallel, self.team_size = _find_gomp()
+        self._yield = _find_yield()
+        self.can_wait = self._parallel is not None and self._yield != 0
         self._pool = None
         if self._parallel is None and self.count > 1:
             self._pool = ThreadPoolExecutor(self.count - 1, thread_name_prefix="kernel")
@@ -49,8 +63,15 @@ class KernelThreads:
         from one that used a single thread. A pool of Python's keeps its size."""
         torch.set_num_threads(count)
         for threads in KernelThreads._all:
-            if threads.barrier:
+            if threads._parallel is not None:
                 threads.count = count
+
+    def make_barrier(self) -> np.ndarray:
+        """Memory for `wait`, at its address. Once all have left it, it is as new."""
+        memory = np.zeros(_NUM_FIELDS + _LINE, np.int64)
+        barrier = memory[-(memory.ctypes.data // 8) % _LINE :][:_NUM_FIELDS]
+        barrier[_YIELD] = self._yield
+        return barrier
 
     def run(self, kernel: Any, data: int, num_threads: int) -> None:
         """Calls kernel(data) on up to `num_threads` threads, this one among them, and waits for all. kernel:
@@ -74,23 +95,29 @@ def _function(address: int) -> Callable[[int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
 
-def _find_gomp() -> tuple[Callable[[int, int, int, int], None] | None, int, int]:
-    """GOMP_parallel(function, its argument, number of threads, flags) and the addresses of GOMP_barrier and
+def _find_gomp() -> tuple[Callable[[int, int, int, int], None] | None, int]:
+    """GOMP_parallel(function, its argument, number of threads, flags) and the address of
     omp_get_num_threads, of the OpenMP library that torch has loaded; None and 0 if it has no such."""
     torch_lib = Path(torch.__file__).parent / "lib"
     bundled = [*torch_lib.glob("libgomp*"), *torch_lib.parents[1].glob("torch.libs/libgomp*")]
     for path in (*map(str, bundled), None):  # None: whatever the process has
         try:
             library = ctypes.CDLL(path)
-            parallel = library.GOMP_parallel
-            others = library.GOMP_barrier, library.omp_get_num_threads
+            parallel, team_size = library.GOMP_parallel, library.omp_get_num_threads
         except (OSError, AttributeError, TypeError):
             continue
         parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         parallel.restype = None
-        barrier, team_size = (ctypes.cast(other, ctypes.c_void_p).value or 0 for other in others)
-        return parallel, barrier, team_size
-    return None, 0, 0
+        return parallel, ctypes.cast(team_size, ctypes.c_void_p).value or 0
+    return None, 0
+
+
+def _find_yield() -> int:
+    """The address of the C library's sched_yield; 0 = it has none."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError, TypeError):
+        return 0
 
 
 def _take_intrinsic(_context: Any, counter: Any) -> Any:
@@ -121,16 +148,67 @@ def _address_of_intrinsic(_context: Any, data: Any) -> Any:
     return types.intp(data), generate
 
 
-def _wait_intrinsic(_context: Any, barrier: Any) -> Any:
-    """Calls the function at the address `barrier`, unless it is 0."""
+def _wait_intrinsic(_context: Any, barrier: Any, _count: Any) -> Any:
+    """Returns once `count` threads have come to the barrier at that address.
+
+    OpenMP's own spins for milliseconds. With another program on one core, both threads of a pass may be on
+    the other: one then waits for the other and keeps it from running until its time is over. Passes wait
+    hundreds of times, and took 15 times as long. Here a thread that has waited for microseconds lets others
+    have its core. It does not sleep: those who are woken were often put on one core, and left there.
+    """
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        function = ir.FunctionType(ir.VoidType(), []).as_pointer()
-        with builder.if_then(builder.icmp_unsigned("!=", args[0], args[0].type(0))):
-            builder.call(builder.inttoptr(args[0], function), [])
+        int64 = ir.IntType(64)
+        begin, count = args
+
+        def field(number: int) -> Any:
+            return builder.inttoptr(builder.add(begin, int64(8 * number)), int64.as_pointer())
+
+        arrived, turn = field(_ARRIVED), field(_TURN)
+
+        with builder.if_then(builder.icmp_signed(">", count, int64(1))):
+            own_turn = builder.load_atomic(turn, "acquire", 8)
+            before = builder.atomic_rmw("add", arrived, int64(1), "acq_rel")
+            is_last = builder.icmp_signed("==", before, builder.sub(count, int64(1)))
+            with builder.if_else(is_last) as (then, otherwise):
+                with then:
+                    builder.store_atomic(int64(0), arrived, "monotonic", 8)
+                    builder.atomic_rmw("add", turn, int64(1), "release")
+                with otherwise:
+                    looks = cgutils.alloca_once_value(builder, int64(0))
+                    look, go_on, give_way, end = (
+                        builder.append_basic_block(name) for name in ("look", "go_on", "give_way", "end")
+                    )
+                    builder.branch(look)
+                    builder.position_at_end(look)
+                    _pause(builder)
+                    is_over = builder.icmp_unsigned("!=", builder.load_atomic(turn, "acquire", 8), own_turn)
+                    builder.cbranch(is_over, end, go_on)
+                    builder.position_at_end(go_on)
+                    looked = builder.add(builder.load(looks), int64(1))
+                    builder.store(looked, looks)
+                    is_long = builder.icmp_signed("==", builder.srem(looked, int64(_LOOKS)), int64(0))
+                    builder.cbranch(is_long, give_way, look)
+                    builder.position_at_end(give_way)
+                    function = ir.FunctionType(ir.IntType(32), []).as_pointer()
+                    builder.call(builder.inttoptr(builder.load(field(_YIELD)), function), [])
+                    builder.branch(look)
+                    builder.position_at_end(end)
         return ir.Constant(ir.IntType(8).as_pointer(), None)  # numba's None
 
-    return types.none(types.intp), generate
+    return types.none(types.intp, types.int64), generate
+
+
+def _pause(builder: Any) -> None:
+    """Tells the processor of a loop that waits."""
+    if _PAUSE is None:
+        return
+    name, *values = _PAUSE
+    function = ir.FunctionType(ir.VoidType(), [ir.IntType(32)] * len(values))
+    builder.call(
+        cgutils.get_or_insert_function(builder.module, function, name),
+        [ir.IntType(32)(value) for value in values],
+    )
 
 
 def _count_team_intrinsic(_context: Any, team_size: Any) -> Any:

@@ -17,7 +17,7 @@ from numba.np.numpy_support import carray
 
 from ee_models.kernels import threads
 from ee_models.kernels.stale import drop_stale
-from ee_models.kernels.threads import KernelThreads, address_of, pointer, take
+from ee_models.kernels.threads import KernelThreads, address_of, count_team, pointer, take, wait
 
 COUNT = 1000
 
@@ -39,7 +39,7 @@ def count_pieces(data: Any) -> None:
 def test_each_piece_is_taken_once(has_gomp: bool, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     if not has_gomp:
-        monkeypatch.setattr(threads, "_find_gomp", lambda: (None, 0, 0))
+        monkeypatch.setattr(threads, "_find_gomp", lambda: (None, 0))
     pool, times = KernelThreads(), np.zeros(COUNT, np.int64)
     assert pool.count == num_threads
     for calls in range(1, 21):
@@ -49,6 +49,42 @@ def test_each_piece_is_taken_once(has_gomp: bool, num_threads: int, monkeypatch:
         assert call[0] == COUNT + num_threads  # every thread came
 
 
+@cfunc(types.void(types.CPointer(types.int64)))
+def pass_numbers_on(data: Any) -> None:
+    """data: [next, barrier, team_size, address of int64 numbers, how often]: each time every number becomes
+    that of the next thread, plus one."""
+    call = carray(data, 5)
+    share, shares = take(address_of(data)), count_team(call[2])
+    numbers = carray(pointer(call[3]), shares, np.int64)
+    for _ in range(call[4]):
+        number = numbers[(share + 1) % shares]
+        wait(call[1], shares)
+        numbers[share] = number + 1
+        wait(call[1], shares)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_threads_wait_for_each_other(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    pool = KernelThreads()
+    if not pool.can_wait:
+        pytest.skip("threads cannot wait for each other here")
+    barrier, numbers = pool.make_barrier(), np.arange(5) * 1000
+    assert barrier.ctypes.data % 64 == 0
+    for calls in range(1, 4):
+        call = np.array([0, barrier.ctypes.data, pool.team_size, numbers.ctypes.data, 1000], np.int64)
+        pool.run(pass_numbers_on, call.ctypes.data, num_threads)
+        came = int(call[0])  # OpenMP's settings may give fewer
+        moved = (np.arange(came) + 1000 * calls) % came
+        assert numbers[:came].tolist() == (moved * 1000 + 1000 * calls).tolist()
+        assert numbers[came:].tolist() == (np.arange(came, 5) * 1000).tolist()
+
+
+def test_without_a_way_to_give_way_threads_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_find_yield", lambda: 0)
+    assert not KernelThreads().can_wait
+
+
 def test_a_library_without_gnus_parallel_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(path: str | None) -> object:
         if path is not None:
@@ -56,7 +92,7 @@ def test_a_library_without_gnus_parallel_is_passed_over(monkeypatch: pytest.Monk
         return object()
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert threads._find_gomp() == (None, 0, 0)
+    assert threads._find_gomp() == (None, 0)
 
 
 FEWER = """
