@@ -112,7 +112,9 @@ class WorkerPool:
         if order is None or order.policy == "fcfs":
             room = config.max_num_seqs + max(2, config.max_num_seqs // 4)
         start_again = partial(start_of, setup, self._shares, hello.admission.num_blocks)
-        self._dispatcher = Dispatcher(launcher, workers, num_ready, start_again, room)
+        self._dispatcher = Dispatcher(
+            launcher, workers, num_ready, start_again, room, config.worker_timeout_s
+        )
         weakref.finalize(self, self._dispatcher.close)
         self._last_stats, self._last_memory = self.stats(), self.memory()
 
@@ -249,8 +251,8 @@ class WorkerPool:
         self._check_idle("the plan cannot change")
         try:
             self._ask("set_speculative", config, is_lasting=True)
-        except Exception:
-            self._ask("set_speculative", self._speculative, is_lasting=True)
+        except BaseException:  # an interrupt, too, after which nobody hears in which it failed
+            self._ask("set_speculative", self._speculative, is_lasting=True, is_binding=True)
             raise
         self._speculative = config
 
@@ -318,14 +320,21 @@ class WorkerPool:
         self._last_stats = {**total, "workers": each, "workers_replaced": dispatcher.num_replaced}
 
     def _ask(
-        self, name: str, *arguments: Any, is_lasting: bool = False, patience_s: float = math.inf
+        self,
+        name: str,
+        *arguments: Any,
+        is_lasting: bool = False,
+        is_binding: bool = False,
+        patience_s: float = math.inf,
     ) -> list[Any]:
         """What a method returns in each worker. Raises what it raises in one, or what ended the last."""
         replies: list[Any] = []
         while not replies:  # all that were asked have died, and others take their places
             if self._dispatcher.failure is not None:
                 raise self._dispatcher.failure
-            replies = self._dispatcher.ask(name, *arguments, is_lasting=is_lasting, patience_s=patience_s)
+            replies = self._dispatcher.ask(
+                name, *arguments, is_lasting=is_lasting, is_binding=is_binding, patience_s=patience_s
+            )
         for reply in replies:
             if isinstance(reply, Exception):
                 raise reply
