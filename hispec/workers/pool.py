@@ -15,12 +15,13 @@ from pathlib import Path
 from queue import Empty
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ee_models.checkpoint.loader import load_tokenizer
+from ee_models.checkpoint.loader import Checkpoint, CheckpointError, load_tokenizer
+from ee_models.families import OWN_FAMILIES, find_family
 
 from ..config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from ..config.draft_kinds import OWN_KINDS
 from ..config.speculative import OWN_ACCEPTANCES
-from ..errors import ConfigError, RequestError, WorkerError, build, closed
+from ..errors import ConfigError, RequestError, WorkerError, build, closed, shown
 from ..loading.target_model import open_model
 from ..outputs import ContinuationScore, Delta
 from ..sampling_params import SamplingParams
@@ -71,6 +72,7 @@ class WorkerPool:
         order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
         plan = _make_plan(speculative)
         checkpoint = open_model(model, revision)
+        _check_family("model", model, checkpoint)
         self.generation_defaults = checkpoint.generation_defaults
         self.tokenizer: PreTrainedTokenizerBase | None = (
             None if skip_tokenizer_init else load_tokenizer(checkpoint)
@@ -363,4 +365,20 @@ def _make_plan(speculative: SpeculativeConfig | dict[str, Any] | None) -> Specul
                 f"speculative.{name}={value!r} was registered in this process, and workers are others; set"
                 " workers to 1"
             )
+    if plan.draft.traits.has_model and plan.draft.path is not None:
+        draft_model = None
+        with suppress(ConfigError, CheckpointError):  # workers say so; a far one may have it nevertheless
+            draft_model = open_model(plan.draft.path)
+        if draft_model is not None:
+            _check_family("speculative.draft.path", plan.draft.path, draft_model)
     return plan
+
+
+def _check_family(field: str, path: str | Path, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a family that only this process knows."""
+    architecture = checkpoint.config.architecture
+    if find_family(architecture, None) not in OWN_FAMILIES:
+        raise ConfigError(
+            f"{field}={shown(str(path))}: its family {architecture} was registered in this process, and"
+            " workers are others; set workers to 1"
+        )
