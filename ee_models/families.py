@@ -57,6 +57,7 @@ FAMILIES: list[Family] = [
     Family("Qwen2ForCausalLM", "qwen2", "Qwen2Config", qkv_bias=True, output_bias=False, gguf_name="qwen2"),
     Family("Qwen3ForCausalLM", "qwen3", "Qwen3Config", qk_norm=True, gguf_name="qwen3"),
 ]
+OWN_FAMILIES = tuple(FAMILIES)  # before any is added by a program
 
 # Fields of a config that change what a layer computes, with the values under which the decoder computes the
 # same; unset is always one of them. Extra norms and attention sinks are told by their tensors, which

@@ -138,8 +138,9 @@ class LLM:
         """Log-probabilities of given continuations, one of each prompt, by the full model, which has the last
         word whatever the plan: on a CPU the bits that `SamplingParams.logprobs` gives for the same tokens.
 
-        Raises RequestError for a pair that cannot be scored, or while requests are unfinished, before
-        anything is computed. The prefix cache is empty afterwards.
+        A pair for which the model's numbers overflow has an `error`; the others are scored. Raises
+        RequestError for a pair that can never be scored, or while requests are unfinished, before anything is
+        computed. The prefix cache is empty afterwards.
         """
         self._check_open("score")
         self._check_idle()

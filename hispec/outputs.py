@@ -30,10 +30,12 @@ class ContinuationScore:
 
     logprobs    of each of its tokens after the prompt and those before it, by the model's unprocessed logits
     is_greedy   whether each is the likeliest there, so that greedy decoding writes this continuation
+    error       why some of `logprobs` are no finite numbers; None where all are
     """
 
     logprobs: list[float]
     is_greedy: bool
+    error: str | None = None
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,9 @@ ENGINE: list[tuple[str, Any, str]] = [
     ("attention", "flash", "'auto', 'sdpa', 'numba' or 'triton'"),
     ("seed", -1, "at least 0"),
     ("seed", 2**63, f"below {2**63}"),
+    ("worker_timeout_s", 0.0, "at least 0.1"),
+    ("worker_timeout_s", INF, "finite"),
+    ("worker_timeout_s", None, "number"),
 ]
 
 

@@ -7,6 +7,7 @@ import copy
 import re
 import runpy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import transformers
 
 from ee_models import families
+from hispec import LLM
 from hispec.config import ACCEPTANCES, KINDS, TRAITS, SpeculativeConfig
 from hispec.control.candidates import candidates
 from hispec.decoding import acceptance
@@ -128,6 +130,29 @@ def test_a_model_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     reference = transformers.SeedOssForCausalLM.from_pretrained(path).eval()
     assert plain == drafted == transformers_greedy(reference, prompt, 48, eos=tiny.EOS_ID)[: len(plain)]
     assert stats["drafted"] > 0 and len(plain) > 12
+
+
+def test_a_model_family_of_ones_own_is_refused_before_a_worker_starts(
+    tiny_text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a draft model's, too, and in place of one that comes with HiSpec."""
+    monkeypatch.setitem(
+        tiny.FAMILIES, "seed_oss", {"class": "SeedOss", "num_key_value_heads": 2, "head_dim": 12}
+    )
+    path = str(tiny.tiny_checkpoint(tmp_path / "model", "seed_oss", tokenizer=True))
+    families.FAMILIES.append(
+        families.Family("SeedOssForCausalLM", "seed_oss", "SeedOssConfig", output_bias=False)
+    )
+    monkeypatch.setattr("hispec.workers.pool.LocalLauncher", lambda _: pytest.fail("a worker starts"))
+    words = "its family SeedOssForCausalLM was registered in this process, and workers are others"
+    with pytest.raises(ConfigError, match=f"^model=.*{words}"):
+        LLM(path, workers=2, **SMALL)
+    draft = {"kind": "model", "path": path}
+    with pytest.raises(ConfigError, match=rf"^speculative\.draft\.path=.*{words}"):
+        LLM(str(tiny_text_model), workers=2, speculative={"draft": draft}, **SMALL)
+    families.FAMILIES.append(replace(families.FAMILIES[0], gguf_name=None))
+    with pytest.raises(ConfigError, match="its family LlamaForCausalLM was registered"):
+        LLM(str(tiny_text_model), workers=2, **SMALL)
 
 
 def test_the_family_is_shown_without_a_model_too(

@@ -29,7 +29,12 @@ def add(commands: Any) -> None:
         ("--port", int, "PORT", "where to listen (default: 8000; 0 = any that is free)"),
         ("--name", str, "NAME", "of the model, for clients (default: MODEL)"),
         ("--workers", str, "N", "processes that share the work, or auto (default: 1)"),
-        ("--max-requests", int, "N", "unfinished requests; more get status 429 (default: 256)"),
+        (
+            "--max-requests",
+            int,
+            "N",
+            "unfinished outputs, n of each prompt; more get status 429 (default: 256)",
+        ),
         ("--max-tokens", int, "N", "new tokens of a request at most (default: what the context leaves)"),
         ("--max-body-bytes", int, "N", "of a request (default: 4 MiB)"),
         ("--timeout-s", float, "SECONDS", "that a request may take in all (default: 600)"),

@@ -40,6 +40,8 @@ class EngineConfig(Settings):
     max_graph_bytes         GPU memory reserved for graphs
     trace                   file that decisions, rounds and requests are recorded in, one JSON object per
                             line, for `hispec report` and `hispec simulate`
+    worker_timeout_s        with several workers: seconds without a sign of life, which a thread of each gives
+                            however long a step is, after which another takes a worker's place
     warm_up                 capture all graphs when the engine starts, the largest first, instead of each when
                             it is first needed
     """
@@ -63,3 +65,4 @@ class EngineConfig(Settings):
     trace: Annotated[str, Field(min_length=1)] | None = None
     warm_up: bool = False
     exact_verify: bool = False
+    worker_timeout_s: Annotated[float, Field(ge=0.1, le=86400.0)] = 600.0

@@ -13,7 +13,6 @@ from cache.paged_kv import PagedKV
 
 from ..config import EngineConfig
 from ..decoding.stages import DecoderLike
-from ..errors import RequestError
 from ..outputs import ContinuationScore
 from ..runner.prefill import make_pass
 from ..sampling.confidence import likeliest
@@ -40,6 +39,16 @@ class _Row:
     def first(self) -> int:
         return len(self.inputs) - len(self.targets)
 
+    def make_score(self) -> ContinuationScore:
+        if all(map(math.isfinite, self.logprobs)):
+            return ContinuationScore(self.logprobs, self.is_greedy)
+        error = (
+            f"the model's logits are no numbers for a prompt of {self.first + 1} tokens with a continuation"
+            f" of {len(self.targets)}: they overflow in this dtype, or its weights are damaged; try"
+            " engine.dtype=float32, or fetch the model again"
+        )
+        return ContinuationScore(self.logprobs, is_greedy=False, error=error)
+
 
 @dataclass(frozen=True)
 class _Chunk:
@@ -63,8 +72,7 @@ class Scorer:
         self._pool = BlockPool(kv.num_blocks, kv.block_size)
 
     def score(self, pairs: Sequence[Pair]) -> list[ContinuationScore]:
-        """The score of each pair, whose sizes were checked. Raises RequestError if the model's numbers
-        overflow."""
+        """The score of each pair, whose sizes were checked."""
         rows = [_Row([*prompt, *after][:-1], list(after), BlockTable(), []) for prompt, after in pairs]
         # Neighbours in this order have the longest beginnings in common.
         ordered = sorted((row for row in rows if row.targets), key=lambda row: row.inputs)
@@ -73,14 +81,7 @@ class Scorer:
             for chunk in chunks:
                 if chunk.end == len(chunk.row.inputs):
                     self._pool.free(chunk.row.table)
-        for row in rows:
-            if not all(map(math.isfinite, row.logprobs)):
-                raise RequestError(
-                    f"the model's logits are no numbers for a prompt of {row.first + 1} tokens with a"
-                    f" continuation of {len(row.targets)}: they overflow in this dtype, or its weights are"
-                    " damaged; try engine.dtype=float32, or fetch the model again"
-                )
-        return [ContinuationScore(row.logprobs, row.is_greedy) for row in rows]
+        return [row.make_score() for row in rows]
 
     def _passes(self, rows: Sequence[_Row]) -> Iterator[list[_Chunk]]:
         """The chunks of each pass, in an order in which a block is computed before it is read, or in the same

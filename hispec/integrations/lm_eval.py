@@ -225,6 +225,8 @@ class HiSpecLM(TemplateLM):
             prompts.append(context[-room:])
             continuations.append(continuation)
         scores = self.llm.score(prompts, continuations, use_tqdm=not disable_tqdm)
+        if errors := [score.error for score in scores if score.error is not None]:
+            raise RequestError(f"{len(errors)} of {len(scores)} continuations have no score: {errors[0]}")
         answers = [(math.fsum(score.logprobs), score.is_greedy) for score in scores]
         for (texts, *_), answer in zip(requests, answers, strict=True):
             if texts is not None:

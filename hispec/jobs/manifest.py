@@ -60,19 +60,28 @@ def manifest_path(output: Path) -> Path:
 
 def read_manifest(output: Path) -> Manifest | None:
     """That of an output; None without one. Raises ConfigError if it can't be read."""
+    try:
+        return load_manifest(output)
+    except ConfigError as error:
+        raise ConfigError(
+            f"output.path: {error}; set output.overwrite=true (--new) to start anew, or choose another path"
+        ) from None
+
+
+def load_manifest(output: Path) -> Manifest | None:
+    """As `read_manifest`, for whoever is no job."""
     path = manifest_path(output)
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(f"output.path: cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except ValidationError as error:
         (problem, *_) = error.errors(include_url=False)
         where = ".".join(map(str, problem["loc"])) or "its JSON"
         raise ConfigError(
-            f"output.path: {path} is not a manifest that HiSpec {__version__} reads ({where}:"
-            f" {problem['msg']}); set output.overwrite=true (--new) to start anew, or choose another path"
+            f"{path} is not a manifest that HiSpec {__version__} reads ({where}: {problem['msg']})"
         ) from None
 
 

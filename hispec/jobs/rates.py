@@ -13,6 +13,7 @@ from ..stats import STAGES, RoundCounts, rate
 
 FLOOR = 0.05  # exits that were never trained stay below this share of kept tokens
 LEAST_JUDGED = 200  # tokens; of fewer, a tier that keeps 10 % may by chance seem to keep less than FLOOR
+_MOST_COUNT = 2**63  # that a file may have: beyond it is no count of anything
 
 _COUNTS = (
     *(count.name for count in fields(RoundCounts) if count.name != "accept_length_histogram"),
@@ -33,6 +34,24 @@ def sum_counts(total: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, A
     """Only what `add_counts` sums, and the number of layers."""
     found = add_counts(total, part)
     return {name: found[name] for name in (*_COUNTS, "accept_length_histogram", "num_layers")}
+
+
+def problem_of(counts: Mapping[str, Any]) -> str | None:
+    """What of a `sum_counts` that was read from a file is missing or is no such count, in words; None if it
+    is whole."""
+    for name in (*_COUNTS, "num_layers"):
+        if name not in counts:
+            return f"counts.{name} is missing"
+        if not _is_count(counts[name]) or (name == "num_layers" and not counts[name]):
+            return f"counts.{name} is {shown(counts[name])}"
+    lengths = counts.get("accept_length_histogram")
+    if not isinstance(lengths, list) or not all(map(_is_count, lengths)):
+        return f"counts.accept_length_histogram is {shown(lengths)}"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST_COUNT
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def _run(
         note()
         try:
             with upload or nullcontext():
-                _write_rows(llm, job, report, work, writer, digests, progress)
+                _write_rows(llm, job, report, work, writer, upload, digests, progress)
         except KeyboardInterrupt:
             raise JobInterrupted(
                 f"{work.num_done + writer.num_written} of {report.num_rows} rows are done, whole lines of"
@@ -196,6 +196,7 @@ def _write_rows(
     report: JobReport,
     work: Work,
     writer: RowWriter,
+    upload: Upload | None,
     digests: dict[int, bytes],
     progress: bool,
 ) -> None:
@@ -210,6 +211,8 @@ def _write_rows(
             writer.add(row.index, openai_row(row, outcome, job.model, llm.token_text))
         else:
             writer.add(row.index, output_row(row, outcome, job.output, llm.split_text))
+        if upload is not None:
+            upload.check()
 
     rows = read_rows(job, job.input, work.done)
     with make_bar(report.num_rows, "rows", "row", progress, initial=report.resumed) as bar:

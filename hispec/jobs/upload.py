@@ -11,7 +11,7 @@ import hashlib
 import logging
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -58,8 +58,9 @@ class Ledger(BaseModel):
 class Upload:
     """The rows of a job that are elsewhere.
 
-    As a context manager it has a thread that uploads what was written every `output.upload_s` seconds. What
-    fails is tried again the next time; the rows are on the disk.
+    As a context manager it has a thread that uploads what was written every `output.upload_s` seconds. An
+    OSError is tried again the next time; the rows are on the disk. Any other error ends the thread: `check`,
+    and the end of the context, raise an OutputError of it.
     """
 
     def __init__(self, job: Job) -> None:
@@ -70,6 +71,7 @@ class Upload:
         self._folder, _, self._name = self._path.rpartition("/")
         self._ledger, self._counts = Ledger(), Ledger()  # what there will be; what there is
         self._run, self._number = secrets.token_hex(4), 0  # no two runs give a part the same name
+        self._failure: Exception | None = None  # that it makes no sense to try again after
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="hispec-upload", daemon=True)
 
@@ -100,14 +102,21 @@ class Upload:
 
     def __enter__(self) -> Upload:
         if self._output.overwrite and self._counts.parts:
-            self._commit()
+            self._try(self._commit)
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._try()
+        self._try(self._advance)
+        if kind is None:  # else that is what is told
+            self.check()
+
+    def check(self) -> None:
+        """Raises OutputError if nothing more will be uploaded."""
+        if self._failure is not None:
+            raise self._failed(self._failure) from self._failure
 
     def finish(self) -> None:
         """Puts the whole output there, in place of the parts. Raises OutputError."""
@@ -121,11 +130,15 @@ class Upload:
                 self._put(self._name, path)
             self._ledger = Ledger(parts=[Part(name=name, size=size, digest=digest)], is_complete=True)
             self._commit()
-        except OSError as error:
-            raise OutputError(
-                f"cannot upload to {self._uri} ({reason_of(error)}); all rows are in {self._rows};"
-                f" {self._output.way_on}"
-            ) from error
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> OutputError:
+        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+        return OutputError(
+            f"cannot upload to {self._uri} ({kind}{reason_of(error)}); all rows that are done are in"
+            f" {self._rows}; {self._output.way_on}"
+        )
 
     def _match(self) -> None:
         """Makes sure that the rows on the disk begin with those that are there. Raises ConfigError if they
@@ -168,14 +181,18 @@ class Upload:
                 draft.unlink()
 
     def _keep_up(self) -> None:
-        while not self._stop.wait(self._output.upload_s):
-            self._try()
+        while self._failure is None and not self._stop.wait(self._output.upload_s):
+            self._try(self._advance)
 
-    def _try(self) -> None:
+    def _try(self, what: Callable[[], None]) -> None:
+        if self._failure is not None:
+            return
         try:
-            self._advance()
+            what()
         except OSError as error:
             _log.warning("uploading to %s failed, and will be tried again: %s", self._uri, reason_of(error))
+        except Exception as error:
+            self._failure = error
 
     def _advance(self) -> None:
         """Uploads the whole lines that are not there yet. Raises OSError."""

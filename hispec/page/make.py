@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, cut
-from ..jobs.manifest import read_manifest
+from ..jobs.manifest import load_manifest
 from ..trace.lines import is_ours
 from ..trace.merge import merge
 from ..trace.records import Trace
@@ -23,6 +23,8 @@ _READS = (
     "traces (engine.trace), results of `hispec bench --json`, and rows of jobs, which for tables and"
     " compressed outputs are in OUTPUT.rows.jsonl"
 )
+
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)  # of what is not as we write
 
 
 def is_trace(path: Path) -> bool:
@@ -55,16 +57,25 @@ def _section(path: Path) -> Html:
         with path.open("rb") as file:
             first = file.readline()
             if _is_row(first):
-                return rows_section(_read_rows(path), read_manifest(_output_of(path)))
+                return _rows_section(path)
             result = _parse(first + file.read())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     if isinstance(result, dict) and {"engines", "ratio_to_plain", "acceptance"} <= result.keys():
         try:
             return bench_section(result)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except _DAMAGE as error:
             raise ConfigError(f"{path}: not a whole result of `hispec bench`: {cut(repr(error))}") from None
     raise ConfigError(f"{path}: none of what a page is made of: {_READS}")
+
+
+def _rows_section(path: Path) -> Html:
+    """A manifest that this HiSpec cannot read is said to be so; the rows are shown without it."""
+    rows = _read_rows(path)
+    try:
+        return rows_section(rows, load_manifest(_output_of(path)))
+    except ConfigError as error:
+        return rows_section(rows, None, str(error))
 
 
 def _is_row(line: bytes) -> bool:
@@ -88,7 +99,7 @@ def _read_rows(path: Path) -> Rows:
                 break
             try:
                 rows.add(parse_json(line))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except _DAMAGE as error:
                 raise ConfigError(f"{path}, line {number}: not a row of a job: {cut(repr(error))}") from None
     return rows
 

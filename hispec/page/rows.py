@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any, get_args
 
 from ..jobs.manifest import Manifest
+from ..jobs.rates import problem_of
 from ..outputs import TokenTier
 from ..stats import STAGES, stage_seconds
 from ..utils.console import percent
@@ -66,18 +67,24 @@ def _check_list(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a list of strings")
 
 
-def rows_section(rows: Rows, manifest: Manifest | None) -> Html:
+def rows_section(rows: Rows, manifest: Manifest | None, problem: str | None = None) -> Html:
+    """problem: why the manifest cannot be read."""
     parts = [
         paragraph(
             f"{rows.num} rows, {rows.num_errors} with errors: {rows.prompt_tokens} tokens in prompts,"
             f" {rows.completion_tokens} new."
         ),
         element("h3", "Settings"),
-        missing("settings: there is no manifest beside it") if manifest is None else _settings(manifest),
+        missing(f"settings: {problem or 'there is no manifest beside it'}")
+        if manifest is None
+        else _settings(manifest),
         element("h3", "Tokens by tier"),
         _tiers(rows),
     ]
     counts = {} if manifest is None else manifest.counts
+    if counts and (damage := problem_of(counts)) is not None:
+        parts.append(missing(f"what its manifest has counted: {damage}"))
+        counts = {}
     others = (
         ("Acceptance by tier", _acceptance(counts), "drafts that were not kept, which its manifest has"),
         ("Acceptance by place in the draft", None, "places, which a trace has (engine.trace)"),

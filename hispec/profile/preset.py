@@ -42,6 +42,7 @@ COMMENTS = {
     "engine.warm_up": "capture graphs at the start instead of each on first use",
     "engine.trace": "file to record decisions, rounds and requests in",
     "engine.exact_verify": "on a GPU, bit-for-bit the same output as plain decoding, slower",
+    "engine.worker_timeout_s": "with workers: seconds without a sign of life after which one is replaced",
     "engine.gpu_memory_utilization": "share of a GPU's free memory that may be used, weights not counted",
     "speculative": "null = plain decoding",
     "speculative.draft": "what proposes tokens",

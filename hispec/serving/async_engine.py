@@ -35,6 +35,7 @@ class _Request:
     is_stream: bool
     loop: asyncio.AbstractEventLoop
     name: str
+    num_outputs: int
     arrived: deque[Item] = field(default_factory=deque)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -69,8 +70,8 @@ class AsyncEngine:
                        thread that has computed keeps threads of its own to compute with; where those of two
                        are more than the cores, all wait for each other asleep, and rounds take half as long
                        again
-        max_requests   unfinished ones that the LLM has at most; others wait here, in the order in which they
-                       came. None = all are the LLM's
+        max_requests   unfinished ones that the LLM has at most, each counted as its `n` outputs; others wait
+                       here, in the order in which they came. None = all are the LLM's
         Raises ConfigError for max_requests below 1, and what making the LLM raises.
         """
         if max_requests is not None and max_requests < 1:
@@ -99,9 +100,10 @@ class AsyncEngine:
         self, prompt: Any, sampling: Sampling = None, *, chat: bool = False, wait: bool = True
     ) -> AsyncIterator[Delta]:
         """One request's Deltas as they come; arguments as those of `LLM.stream`. wait: False raises BusyError
-        where `max_requests` are unfinished.
+        where it would be more than `max_requests` that are unfinished.
 
-        Raises RequestError for a request that can never be served, or of several outputs; ConfigError for
+        Raises RequestError for a request that can never be served, or of several outputs (or of more than
+        `max_requests`, in `stream_each` and `generate`); ConfigError for
         wrong sampling; ClosedError after `drain` or `close`; EngineDeadError.
         """
         each = self.stream_each(prompt, sampling, chat=chat, wait=wait, most_outputs=1)
@@ -149,7 +151,7 @@ class AsyncEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended, waiting ones included."""
+        """Outputs of requests that have not ended, waiting ones included."""
         return self._num_unfinished
 
     @property
@@ -196,14 +198,20 @@ class AsyncEngine:
         return SamplingParams.of(sampling, "sampling")
 
     def _submit(self, prompt: Any, sampling: Sampling, chat: bool, wait: bool, is_stream: bool) -> _Request:
+        n, most = self._params(sampling).n, self._most
         with self._lock:
             if self._end is not None:
                 raise self._ending(self._end)
-            if not wait and self.is_full:
-                raise BusyError(f"{self._num_unfinished} requests are unfinished, the most there may be")
-            self._num_unfinished += 1
+            if most is not None and n > most:
+                raise RequestError(f"n={n}: at most {most} outputs may be unfinished (max_requests); lower n")
+            if not wait and most is not None and self._num_unfinished + n > most:
+                raise BusyError(
+                    f"{self._num_unfinished} outputs are unfinished, at most {most} may be, and this request"
+                    f" has {n}"
+                )
+            self._num_unfinished += n
         loop, name = asyncio.get_running_loop(), str(next(self._numbers))
-        request = _Request(prompt, sampling, chat, is_stream, loop, name)
+        request = _Request(prompt, sampling, chat, is_stream, loop, name, n)
         self._post(partial(self._take, request))
         return request
 
@@ -293,8 +301,13 @@ class AsyncEngine:
         self._waiting[request.name] = request
 
     def _admit(self) -> None:
-        while self._waiting and (self._most is None or len(self._running) < self._most):
-            request = self._waiting.pop(next(iter(self._waiting)))
+        while self._waiting:
+            request = next(iter(self._waiting.values()))
+            if self._most is not None:
+                num_running = sum(each.num_outputs for each in self._running.values())
+                if num_running + request.num_outputs > self._most:
+                    return
+            del self._waiting[request.name]
             on_delta = partial(self._put_delta, request) if request.is_stream else None
             self._running[request.name] = request
             try:
@@ -317,17 +330,17 @@ class AsyncEngine:
         self._outgoing.pop(request, None)
         if not self._is_over:
             self._llm.abort(request.name)
-        self._count_out()
+        self._count_out(request)
 
     def _end_request(self, request: _Request, last: Item) -> None:
         self._put(request, last)
         self._running.pop(request.name, None)
         self._waiting.pop(request.name, None)
-        self._count_out()
+        self._count_out(request)
 
-    def _count_out(self) -> None:
+    def _count_out(self, request: _Request) -> None:
         with self._lock:
-            self._num_unfinished -= 1
+            self._num_unfinished -= request.num_outputs
 
     def _hand_over(self) -> None:
         """Gives each task what has come for it, with one call into each event loop."""

@@ -60,11 +60,6 @@ class CompletionRequest:
         rest = {name: value for name, value in body.items() if name not in _OWN}
         prompts = []
         bodies = split_prompts(url, rest)
-        if len(bodies) > config.max_requests:  # each is a request: there would never be room for all
-            raise ConfigError(
-                f"prompt: at most {config.max_requests} on this server, got {len(bodies)}; send"
-                " several requests"
-            )
         for one in bodies:
             read = read_body(url, one)
             unlimited = {"max_tokens": None} if url == CHAT else {}
@@ -72,6 +67,13 @@ class CompletionRequest:
             sampling = _limited(values, config)
             field, content = next(iter(read.items()))
             prompts.append(Prompt({field: content} if field == "prompt_token_ids" else content, sampling))
+        outputs = sum(prompt.sampling.n for prompt in prompts)
+        if outputs > config.max_requests:  # each counts: there would never be room for all
+            name = "n" if len(prompts) == 1 else "prompt"
+            raise ConfigError(
+                f"{name}: at most {config.max_requests} outputs (prompts times n) on this server, got"
+                f" {outputs}; send several requests"
+            )
         return cls(url, prompts, is_stream, wants_usage)
 
 

@@ -30,7 +30,7 @@ _REFUSALS = {
     404: "another model",
     408: "it took longer than the server allows",
     413: "the body is too large",
-    429: "as many requests are unfinished as there may be; Retry-After says when to try again",
+    429: "with this request more outputs would be unfinished than may be; Retry-After says when to try again",
     500: "the engine gave up on this request alone",
     503: "the server is ending, or its engine has failed",
 }

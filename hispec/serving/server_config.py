@@ -15,7 +15,7 @@ class ServerConfig(Settings):
     name            of the model, for clients
     host, port      where it listens; 127.0.0.1 is for this machine alone
     api_key         that clients must send as a bearer token; None = none
-    max_requests    unfinished ones; more get status 429
+    max_requests    unfinished outputs, `n` of each prompt; requests that bring more get status 429
     max_tokens      new tokens of a request at most, and where it names none; None = what the context leaves
     max_body_bytes  of a request
     timeout_s       seconds that a request may take in all, its place in the queue included

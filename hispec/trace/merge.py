@@ -8,6 +8,8 @@ from pathlib import Path
 from .lines import is_ours
 from .records import Decision, RequestRecord, Rounds, Trace
 
+_TIMES = ("arrival", "admitted", "first_token", "last_token", "finished")
+
 
 def trace_of_worker(path: Path, number: int) -> Path:
     """Where the worker of this number writes, such as trace.0.jsonl for trace.jsonl."""
@@ -48,11 +50,5 @@ def merge(traces: Sequence[Trace]) -> Trace:
 
 
 def _shifted(request: RequestRecord, later: float, number: int) -> RequestRecord:
-    first = request.first_token
-    changed = {
-        "number": number,
-        "arrival": request.arrival + later,
-        "first_token": None if first is None else first + later,
-        "finished": request.finished + later,
-    }
-    return request.model_copy(update=changed)
+    moved = {name: None if (at := getattr(request, name)) is None else at + later for name in _TIMES}
+    return request.model_copy(update={"number": number, **moved})

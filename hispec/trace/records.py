@@ -14,11 +14,15 @@ from ..outputs import FinishReason
 
 PLAIN_NAME = "plain"
 
-Number = Annotated[float, Field(ge=0.0)]
-Count = Annotated[int, Field(ge=0)]
+# Limits far beyond what an engine writes, but within what can be summed and printed.
+Number = Annotated[float, Field(ge=0.0, le=1e15)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+OfARound = Annotated[int, Field(ge=0, le=2**16)]  # tokens of one row, for example
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Alternative = Annotated[tuple[str, Number | None], FromList]
-RowRound = Annotated[tuple[Annotated[int, Field(ge=-1)], Count, Tuple[Count], Tuple[Count]], FromList]
+RowRound = Annotated[
+    tuple[Annotated[int, Field(ge=-1)], OfARound, Tuple[OfARound], Tuple[OfARound]], FromList
+]
 
 
 class _Line(Settings):
@@ -52,8 +56,8 @@ class _PlanEvent(_Line):
     t: Number
     route: Count | None
     name: str = PLAIN_NAME
-    num_drafts: Count
-    num_checks: Count
+    num_drafts: OfARound
+    num_checks: OfARound
     rows: Count
     context_tokens: Number
 

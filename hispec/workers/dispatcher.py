@@ -1,24 +1,27 @@
-"""The thread that talks to workers: deals requests out, and gives those of a dead worker to others."""
+"""The thread that talks to workers: deals requests out, and gives those of a dead worker to others, or of one
+that hangs."""
 
 from __future__ import annotations
 
 import logging
 import math
-import socket
+import os
+import signal
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import wait
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..errors import WorkerError
 from ..outputs import Delta
 from .launch import Launcher, Process
-from .messages import Gained, Hello, NewRequest, Start
+from .messages import Alive, Gained, Hello, NewRequest, Start
+from .pipes import Ended, LlmEnd, interval_of
+from .state import Call, Task, Worker
 from .totals import counts_of, sum_counts
 
 _log = logging.getLogger(__name__)
@@ -28,53 +31,8 @@ _MOST_DEATHS = 3
 _PATIENCE_S = 5.0  # that workers have to end, their traces written
 
 
-@dataclass(eq=False)
-class Task:
-    """An unfinished request, how many workers died of it, and of a stream what was handed on of it."""
-
-    request: NewRequest
-    deaths: int = 0
-    given_tokens: int = 0
-    given_text: int = 0
-    skip_tokens: int = 0
-    skip_text: int = 0
-
-
-@dataclass(eq=False)
-class Call:
-    """A method that workers run. done: gets all replies at once, those of the dead left out."""
-
-    name: str
-    arguments: tuple[Any, ...]
-    waits_for: set[Worker] = field(default_factory=set)
-    replies: list[Any] = field(default_factory=list)
-    done: SimpleQueue[list[Any]] = field(default_factory=SimpleQueue)
-
-    def end_for(self, worker: Worker, *reply: Any) -> None:
-        self.waits_for.discard(worker)
-        self.replies += reply
-        if not self.waits_for:
-            self.done.put(self.replies)
-
-
-@dataclass(eq=False)
-class Worker:
-    """place: which of the pool's; calls: those that it has not replied to, in order; counted: what it had
-    counted when it last said so."""
-
-    process: Process
-    place: int
-    is_ready: bool = False
-    is_alone: bool = False  # with a request that may be what others died of
-    tasks: dict[int, Task] = field(default_factory=dict)
-    calls: deque[Call] = field(default_factory=deque)
-    counted: dict[str, Any] | None = None
-    last_words: str | None = None
-    failure: Exception | None = None  # that it could not start of
-
-
 class Dispatcher:
-    """Owns all pipes, in its own thread, where no interrupt comes. Others call `post`, and read `outbox`.
+    """Knows all workers, in its own thread, where no interrupt comes. Others call `post`, and read `outbox`.
 
     workers     by place, of which the first num_ready are
 
@@ -83,6 +41,7 @@ class Dispatcher:
     counts_of_dead   what workers had counted that have died; another object after each death
     start_of    what a new worker is started with, by its place and how many were replaced
     room        requests that a worker has at most; None = all are dealt out at once
+    timeout_s   without a sign of life, once it has given one, after which a worker counts as dead
     """
 
     def __init__(
@@ -92,6 +51,7 @@ class Dispatcher:
         num_ready: int,
         start_of: Callable[[int, int], Start],
         room: int | None,
+        timeout_s: float,
     ) -> None:
         self.outbox: deque[tuple[int, Delta]] = deque()
         self.news: SimpleQueue[None] = SimpleQueue()
@@ -99,15 +59,14 @@ class Dispatcher:
         self.num_replaced = self.num_given_up = 0
         self.counts_of_dead: dict[str, Any] = {}
         self._launcher, self._start_of, self._room = launcher, start_of, room
-        self._workers = [
-            Worker(process, place, is_ready=place < num_ready) for place, process in enumerate(workers)
-        ]
+        self._timeout_s, self._looked_at = timeout_s, time.monotonic()
+        self._inbox: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
+        self._workers = [self._know(process, place) for place, process in enumerate(workers)]
+        for worker in self._workers[:num_ready]:
+            worker.has_started, worker.is_ready, worker.silent_s = True, True, 0.0
         self._queue: OrderedDict[int, Task] = OrderedDict()  # by number, first the next to be dealt out
         self._suspects: OrderedDict[int, Task] = OrderedDict()  # likewise: those that workers died of twice
         self._tasks: dict[int, Task] = {}
-        self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._woken, self._waker = socket.socketpair()
-        self._waker.setblocking(False)
         self._is_closing, self._unready_deaths = False, 0
         self._after_start: dict[str, tuple[Any, ...]] = {}  # calls that later workers must hear of, too
         self._thread = threading.Thread(target=self._run, name="hispec-workers", daemon=True)
@@ -115,17 +74,21 @@ class Dispatcher:
 
     def post(self, what: Callable[..., None], *arguments: Any) -> None:
         """Has a method of this object called in its thread."""
-        self._inbox.append((what, arguments))
-        with suppress(OSError):  # full, so that it will wake; or closed
-            self._waker.send(b"x")
+        self._inbox.put((what, arguments))
 
     def ask(
-        self, name: str, *arguments: Any, is_lasting: bool = False, patience_s: float = math.inf
+        self,
+        name: str,
+        *arguments: Any,
+        is_lasting: bool = False,
+        is_binding: bool = False,
+        patience_s: float = math.inf,
     ) -> list[Any]:
         """What a method of `serve.Server` returns or raises in each worker that is ready; of none, once there
-        is a `failure`, or if all died. is_lasting: workers that start later are to hear of it, too. Raises
-        WorkerError if they take more than `patience_s` seconds."""
-        call = Call(name, arguments)
+        is a `failure`, or if all died. is_lasting: workers that start later are to hear of it, too, and do
+        not serve without it. is_binding: nor do those that are ready, if it fails in them. Raises WorkerError
+        if they take more than `patience_s` seconds."""
+        call = Call(name, arguments, is_binding=is_binding)
         self.post(self._call_all, call, is_lasting)
         replies: list[Any] = self._get(call.done, patience_s)
         return replies
@@ -183,7 +146,7 @@ class Dispatcher:
             self._suspects.pop(number, None)
         for worker in self._workers:
             if own := [number for number in gone if worker.tasks.pop(number, None) is not None]:
-                self._send(worker, own)
+                worker.end.send(own)
 
     def _call_all(self, call: Call, is_lasting: bool) -> None:
         if is_lasting:
@@ -197,7 +160,7 @@ class Dispatcher:
             if worker in call.waits_for:
                 self._call(worker, call)
             elif is_lasting:
-                self._call(worker, Call(call.name, call.arguments, {worker}))
+                self._call(worker, Call(call.name, call.arguments, {worker}, is_binding=True))
 
     def _call_each(self, name: str, items: Sequence[Any], dealt: SimpleQueue[list[tuple[int, Call]]]) -> None:
         ready = [worker for worker in self._workers if worker.is_ready] or self._workers
@@ -209,18 +172,19 @@ class Dispatcher:
             parts.append((begin, call))
         dealt.put(parts)
 
+    def _know(self, process: Process, place: int) -> Worker:
+        worker = Worker(process, place)
+        worker.end = LlmEnd(process.connection, lambda message: self.post(self._receive, worker, message))
+        return worker
+
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                connections: dict[Any, Worker] = {each.process.connection: each for each in self._workers}
-                for ready in wait([self._woken, *connections]):
-                    if ready is self._woken:
-                        self._woken.recv(4096)
-                    else:
-                        self._receive(connections[ready])
-                while self._inbox:
-                    what, arguments = self._inbox.popleft()
-                    what(*arguments)
+                with suppress(Empty):
+                    for _ in range(max(1, self._inbox.qsize())):
+                        what, arguments = self._inbox.get(timeout=interval_of(self._timeout_s))
+                        what(*arguments)
+                self._end_silent()
                 self._deal()
         except Exception as error:
             _log.exception("the thread that talks to workers failed")
@@ -228,29 +192,60 @@ class Dispatcher:
         finally:
             self._end()
 
-    def _receive(self, worker: Worker) -> None:
-        try:
-            message = worker.process.connection.recv()
-        except (EOFError, OSError):
-            self._bury(worker)
+    def _end_silent(self) -> None:
+        """Ends workers that hang. Time in which this thread did not look counts little: then nobody could
+        have heard them."""
+        now = time.monotonic()
+        passed = min(now - self._looked_at, 2.0 * interval_of(self._timeout_s))
+        self._looked_at = now
+        for worker in list(self._workers):
+            if worker.silent_s is None:
+                continue
+            worker.silent_s += passed
+            if worker.silent_s > self._timeout_s:
+                worker.last_words = (
+                    f"gave no sign of life for {self._timeout_s:g} s (engine.worker_timeout_s) and was ended"
+                )
+                if worker.process.pid is not None:  # its own still, since its pipe is open
+                    with suppress(ProcessLookupError):
+                        os.kill(worker.process.pid, signal.SIGKILL)
+                self._bury(worker)
+
+    def _receive(self, worker: Worker, message: Any) -> None:
+        if worker not in self._workers:  # it was ended
             return
-        if isinstance(message, Gained):
+        worker.silent_s = 0.0
+        if isinstance(message, Ended):
+            self._bury(worker)
+        elif isinstance(message, Alive):
+            pass
+        elif isinstance(message, Gained):
             worker.counted = message.counted or worker.counted
             for number, delta in message.deltas:
                 self._take(worker, number, delta)
         elif isinstance(message, tuple):
-            call, (reply,) = worker.calls.popleft(), message
-            if call.name == "reset_stats":
-                worker.counted = None
-            elif call.name == "stats" and isinstance(reply, dict):
-                worker.counted = counts_of(reply)
-            call.end_for(worker, reply)
+            self._take_reply(worker, worker.calls.popleft(), *message)
         elif isinstance(message, Hello):
-            worker.is_ready = True
+            worker.has_started = True
+            worker.is_ready = not worker.calls
         elif isinstance(message, str):
             worker.last_words = message
         else:
             worker.failure = message
+
+    def _take_reply(self, worker: Worker, call: Call, reply: Any) -> None:
+        if call.name == "reset_stats":
+            worker.counted = None
+        elif call.name == "stats" and isinstance(reply, dict):
+            worker.counted = counts_of(reply)
+        is_last = all(later.name != call.name for later in worker.calls)
+        if call.is_binding and is_last and isinstance(reply, Exception):
+            worker.last_words = f"failed in {call.name} with {type(reply).__name__}: {reply}"
+            self._bury(worker)
+            call.end_for(worker)
+            return
+        worker.is_ready = worker.is_ready or (worker.has_started and not worker.calls)
+        call.end_for(worker, reply)
 
     def _take(self, worker: Worker, number: int, delta: Delta) -> None:
         task = worker.tasks.get(number)
@@ -294,20 +289,16 @@ class Dispatcher:
 
     def _give(self, worker: Worker, task: Task) -> None:
         worker.tasks[task.request.number] = task
-        self._send(worker, task.request)
-
-    @staticmethod
-    def _send(worker: Worker, message: Any) -> None:
-        with suppress(OSError):  # it has died: its pipe tells
-            worker.process.connection.send(message)
+        worker.end.send(task.request)
 
     def _call(self, worker: Worker, call: Call) -> None:
         worker.calls.append(call)
-        self._send(worker, (call.name, call.arguments))
+        worker.end.send((call.name, call.arguments))
 
     def _bury(self, worker: Worker) -> None:
         """Does what a dead worker leaves: gives its requests to others, and starts another."""
         self._workers.remove(worker)
+        worker.end.close()
         self.counts_of_dead = sum_counts([self.counts_of_dead, worker.counted or {}])
         ending = self._launcher.bury(worker.process)
         how = worker.last_words or ending
@@ -326,13 +317,13 @@ class Dispatcher:
     def _replace(self, place: int) -> None:
         self.num_replaced += 1
         try:
-            worker = Worker(self._launcher.start(self._start_of(place, self.num_replaced)), place)
+            worker = self._know(self._launcher.start(self._start_of(place, self.num_replaced)), place)
         except Exception as error:
             self._go_without(error)
             return
         self._workers.append(worker)
         for name, arguments in self._after_start.items():
-            self._call(worker, Call(name, arguments, {worker}))
+            self._call(worker, Call(name, arguments, {worker}, is_binding=True))
 
     def _go_without(self, error: Exception) -> None:
         if self._workers:
@@ -363,18 +354,16 @@ class Dispatcher:
 
     def _end(self) -> None:
         for worker in self._workers:
-            self._send(worker, None)
-        alive: list[Any] = [worker.process.connection for worker in self._workers]
+            worker.end.send(None)
+        alive = set(self._workers)
         until = time.monotonic() + _PATIENCE_S
         while alive and (left := until - time.monotonic()) > 0.0:
-            for connection in list[Any](wait(alive, left)):
-                try:
-                    connection.recv()
-                except (EOFError, OSError):
-                    alive.remove(connection)
+            with suppress(Empty):
+                what, arguments = self._inbox.get(timeout=left)
+                if what == self._receive and isinstance(arguments[1], Ended):
+                    alive.discard(arguments[0])
         for worker in self._workers:
+            worker.end.close()
             self._launcher.bury(worker.process)
         self._launcher.close()
         self._workers.clear()
-        self._woken.close()
-        self._waker.close()

@@ -19,6 +19,7 @@ from ..errors import ConfigError, WorkerError, shown
 from .messages import Setup, Start
 
 _PATIENCE_S = 5.0  # that a process has to end by itself
+_FORK_PATIENCE_S = 30.0  # that the process which holds the model has to fork, or to tell how a worker ended
 # The program's own __main__ is not run again, as multiprocessing would.
 _CODE = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]);"
@@ -100,7 +101,7 @@ class LocalLauncher:
         try:
             self._nursery.connection.send(start)
             send_handle(self._nursery.connection, theirs.fileno(), self._nursery.pid)
-            pid = self._nursery.connection.recv()
+            pid = self._answer_of_nursery()
         except (OSError, EOFError):
             ours.close()
             raise WorkerError(f"the process that holds the model {self._end_of_nursery()}") from None
@@ -113,11 +114,14 @@ class LocalLauncher:
         if process.popen is not None:
             self._started.remove(process)
             process.popen.kill()
-            return _ending(process.popen.wait())
+            try:
+                return _ending(process.popen.wait(_PATIENCE_S))
+            except subprocess.TimeoutExpired:  # the system holds it, in a driver or a file for example
+                return "does not end"
         if self._nursery is not None:
             try:
                 self._nursery.connection.send(process.pid)
-                code = self._nursery.connection.recv()
+                code = self._answer_of_nursery()
                 return "ended" if code is None else _ending(code)
             except (OSError, EOFError):
                 self._end_of_nursery()
@@ -142,6 +146,14 @@ class LocalLauncher:
         if error is not None:
             self._end_of_nursery()
             raise error
+
+    def _answer_of_nursery(self) -> Any:
+        """Raises EOFError if it has ended, or hangs and was ended; its workers go on."""
+        assert self._nursery is not None and self._nursery.popen is not None
+        if not self._nursery.connection.poll(_FORK_PATIENCE_S):
+            self._nursery.popen.kill()
+            raise EOFError
+        return self._nursery.connection.recv()
 
     def _end_of_nursery(self) -> str:
         nursery, self._nursery = self._nursery, None

@@ -55,6 +55,11 @@ class Hello:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """A sign of life of a worker, which it gives however long a step is."""
+
+
+@dataclass(frozen=True)
 class NewRequest:
     """A request for a worker.
 

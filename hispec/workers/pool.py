@@ -15,12 +15,13 @@ from pathlib import Path
 from queue import Empty
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ee_models.checkpoint.loader import load_tokenizer
+from ee_models.checkpoint.loader import Checkpoint, CheckpointError, load_tokenizer
+from ee_models.families import OWN_FAMILIES, find_family
 
 from ..config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from ..config.draft_kinds import OWN_KINDS
 from ..config.speculative import OWN_ACCEPTANCES
-from ..errors import ConfigError, RequestError, WorkerError, build, closed
+from ..errors import ConfigError, RequestError, WorkerError, build, closed, shown
 from ..loading.target_model import open_model
 from ..outputs import ContinuationScore, Delta
 from ..sampling_params import SamplingParams
@@ -71,6 +72,7 @@ class WorkerPool:
         order = None if scheduling is None else build(SchedulingConfig, scheduling, "scheduling")
         plan = _make_plan(speculative)
         checkpoint = open_model(model, revision)
+        _check_family("model", model, checkpoint)
         self.generation_defaults = checkpoint.generation_defaults
         self.tokenizer: PreTrainedTokenizerBase | None = (
             None if skip_tokenizer_init else load_tokenizer(checkpoint)
@@ -112,7 +114,9 @@ class WorkerPool:
         if order is None or order.policy == "fcfs":
             room = config.max_num_seqs + max(2, config.max_num_seqs // 4)
         start_again = partial(start_of, setup, self._shares, hello.admission.num_blocks)
-        self._dispatcher = Dispatcher(launcher, workers, num_ready, start_again, room)
+        self._dispatcher = Dispatcher(
+            launcher, workers, num_ready, start_again, room, config.worker_timeout_s
+        )
         weakref.finalize(self, self._dispatcher.close)
         self._last_stats, self._last_memory = self.stats(), self.memory()
 
@@ -249,8 +253,8 @@ class WorkerPool:
         self._check_idle("the plan cannot change")
         try:
             self._ask("set_speculative", config, is_lasting=True)
-        except Exception:
-            self._ask("set_speculative", self._speculative, is_lasting=True)
+        except BaseException:  # an interrupt, too, after which nobody hears in which it failed
+            self._ask("set_speculative", self._speculative, is_lasting=True, is_binding=True)
             raise
         self._speculative = config
 
@@ -318,14 +322,21 @@ class WorkerPool:
         self._last_stats = {**total, "workers": each, "workers_replaced": dispatcher.num_replaced}
 
     def _ask(
-        self, name: str, *arguments: Any, is_lasting: bool = False, patience_s: float = math.inf
+        self,
+        name: str,
+        *arguments: Any,
+        is_lasting: bool = False,
+        is_binding: bool = False,
+        patience_s: float = math.inf,
     ) -> list[Any]:
         """What a method returns in each worker. Raises what it raises in one, or what ended the last."""
         replies: list[Any] = []
         while not replies:  # all that were asked have died, and others take their places
             if self._dispatcher.failure is not None:
                 raise self._dispatcher.failure
-            replies = self._dispatcher.ask(name, *arguments, is_lasting=is_lasting, patience_s=patience_s)
+            replies = self._dispatcher.ask(
+                name, *arguments, is_lasting=is_lasting, is_binding=is_binding, patience_s=patience_s
+            )
         for reply in replies:
             if isinstance(reply, Exception):
                 raise reply
@@ -354,4 +365,20 @@ def _make_plan(speculative: SpeculativeConfig | dict[str, Any] | None) -> Specul
                 f"speculative.{name}={value!r} was registered in this process, and workers are others; set"
                 " workers to 1"
             )
+    if plan.draft.traits.has_model and plan.draft.path is not None:
+        draft_model = None
+        with suppress(ConfigError, CheckpointError):  # workers say so; a far one may have it nevertheless
+            draft_model = open_model(plan.draft.path)
+        if draft_model is not None:
+            _check_family("speculative.draft.path", plan.draft.path, draft_model)
     return plan
+
+
+def _check_family(field: str, path: str | Path, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a family that only this process knows."""
+    architecture = checkpoint.config.architecture
+    if find_family(architecture, None) not in OWN_FAMILIES:
+        raise ConfigError(
+            f"{field}={shown(str(path))}: its family {architecture} was registered in this process, and"
+            " workers are others; set workers to 1"
+        )

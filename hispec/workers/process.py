@@ -18,6 +18,7 @@ from ..engine import Engine
 from ..engine.pretrained import Pretrained
 from ..sampling_params import SamplingParams
 from .messages import Hello, Setup, Start, portable
+from .pipes import WorkerEnd
 from .serve import Server
 
 _log = logging.getLogger(__name__)
@@ -79,32 +80,34 @@ def _nurse(control: Connection, setup: Setup, loaded: Pretrained) -> NoReturn:
 def work(connection: Connection, setup: Setup, loaded: Pretrained | None, start: Start) -> int:
     """Serves as a worker until it is told to end -> the exit code of its process. The process ends at once if
     there is nobody left to tell it."""
-    try:
-        start.share.take()
-        loaded = loaded or _load(setup, start.config)
-        from ..measure.latency import latency_for_control
+    with WorkerEnd(connection) as end:
+        try:
+            start.share.take()
+            end.give_signs(setup.config.worker_timeout_s)
+            loaded = loaded or _load(setup, start.config)
+            from ..measure.latency import latency_for_control
 
-        loaded.measure_latency = latency_for_control
-        engine = Engine.of_pretrained(
-            loaded,
-            start.config,
-            start.speculative,
-            setup.scheduling,
-            setup.length_predictor,
-            name=str(setup.model),
-            sharers=setup.sharers,
-        )
-        connection.send(Hello(engine.admission, loaded.decoder.row_invariant))
-    except Exception as error:
-        connection.send(portable(error))
-        return 1
-    try:
-        Server(connection, engine, setup.is_far).run()
-        return 0
-    except BaseException as error:  # the requests that it has go to another
-        traceback.print_exc()
-        connection.send(f"failed with {type(error).__name__}: {error}")
-        return 1
+            loaded.measure_latency = latency_for_control
+            engine = Engine.of_pretrained(
+                loaded,
+                start.config,
+                start.speculative,
+                setup.scheduling,
+                setup.length_predictor,
+                name=str(setup.model),
+                sharers=setup.sharers,
+            )
+            end.send(Hello(engine.admission, loaded.decoder.row_invariant))
+        except Exception as error:
+            end.send(portable(error))
+            return 1
+        try:
+            Server(end, engine, setup.is_far).run()
+            return 0
+        except BaseException as error:  # the requests that it has go to another
+            traceback.print_exc()
+            end.send(f"failed with {type(error).__name__}: {error}")
+            return 1
 
 
 def _load(setup: Setup, config: EngineConfig | None = None) -> Pretrained:

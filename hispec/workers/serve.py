@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..detokenizer import IncrementalText
 from ..engine import Engine
 from ..outputs import Delta, GrowingOutput
 from .messages import Gained, NewRequest, portable
+from .pipes import WorkerEnd
 from .totals import counts_of
 
 
@@ -23,8 +23,8 @@ class Server:
     whose results or exceptions it sends; and None, which ends it. It sends Gained.
     """
 
-    def __init__(self, connection: Connection, engine: Engine, is_far: bool = False) -> None:
-        self._connection, self._engine, self._is_far = connection, engine, is_far
+    def __init__(self, end: WorkerEnd, engine: Engine, is_far: bool = False) -> None:
+        self._end, self._engine, self._is_far = end, engine, is_far
         self._tokenizer = engine.pretrained.tokenizer
         self._growing: dict[int, GrowingOutput] = {}  # of requests that are no streams
         self._inbox: SimpleQueue[Any] = SimpleQueue()
@@ -36,16 +36,19 @@ class Server:
             if self._engine.has_unfinished() and (deltas := self._step()):
                 has_ended = any(delta.finish_reason is not None for _, delta in deltas)
                 counted = counts_of(self._engine.stats()) if has_ended else None
-                self._connection.send(Gained(deltas, counted))
+                self._end.send(Gained(deltas, counted))
 
     def _receive(self) -> None:
         """In a thread of its own, so that nobody waits to send, and the end of the LLM's process ends this
         one at once, whatever it computes."""
         while True:
             try:
-                self._inbox.put(self._connection.recv())
+                self._inbox.put(self._end.recv())
             except (EOFError, OSError):
                 os._exit(0)
+            except Exception as error:  # a message that cannot be read: `run` raises it
+                self._inbox.put(error)
+                return
 
     def _handle_messages(self) -> bool:
         """Does what all that have come ask for; waits for one if there is nothing else to do -> whether to go
@@ -63,6 +66,8 @@ class Server:
             waits = False
 
     def _handle(self, message: Any) -> None:
+        if isinstance(message, Exception):
+            raise message
         if isinstance(message, NewRequest):
             self._add(message)
         elif isinstance(message, list):
@@ -75,7 +80,7 @@ class Server:
                 reply = getattr(self, name)(*arguments)
             except Exception as error:
                 reply = portable(error)
-            self._connection.send((reply,))
+            self._end.send((reply,))
 
     def _add(self, request: NewRequest) -> None:
         text = None

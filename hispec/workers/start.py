@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from ..errors import WorkerError
 from ..trace.merge import trace_of_worker
 from .launch import Launcher, Process
-from .messages import Hello, Setup, Start
+from .messages import Alive, Hello, Setup, Start
 from .shares import Share
 
 _log = logging.getLogger(__name__)
@@ -36,15 +37,22 @@ def start_all(
 
 
 def _await_hello(launcher: Launcher, process: Process) -> Hello:
-    answer: Hello | Exception | str | None = None
+    answer: Hello | Exception | None = None
+    last_words, waited_until = "", time.monotonic() + _NOTICE_S
     try:
-        while answer is None or isinstance(answer, str):
-            while not process.connection.poll(_NOTICE_S):
+        while answer is None:
+            if process.connection.poll(max(0.0, waited_until - time.monotonic())):
+                message = process.connection.recv()
+                if isinstance(message, str):
+                    last_words = message
+                elif not isinstance(message, Alive):
+                    answer = message
+            if answer is None and time.monotonic() >= waited_until:
                 _log.warning("still waiting for a worker: %s", launcher.waits_for)
-            answer = process.connection.recv()
+                waited_until += _NOTICE_S
     except (OSError, EOFError):
         ending = launcher.bury(process)
-        raise WorkerError(f"a worker {answer or ending} before it was ready") from None
+        raise WorkerError(f"a worker {last_words or ending} before it was ready") from None
     if isinstance(answer, Exception):
         raise answer
     return answer

@@ -19,11 +19,12 @@ def sum_stats(each: Sequence[Mapping[str, Any]], gone: Mapping[str, Any] | None 
     and estimates is the first one's. gone: counts of workers that have died, as `sum_counts`."""
     total = _sum(each) | sum_counts([*map(counts_of, each), gone or {}])
     total["num_layers"] = each[0]["num_layers"]
-    total["control"] = _sum([one["control"] for one in each])
+    controls = [one.get("control", {}) for one in each]  # one that has just started may have none yet
+    total["control"] = _sum(controls)
     if "rounds_by_plan" in total["control"]:
         rounds: Counter[str] = Counter()
-        for one in each:
-            rounds.update(one["control"]["rounds_by_plan"])
+        for control in controls:
+            rounds.update(control.get("rounds_by_plan", {}))
         total["control"]["rounds_by_plan"] = dict(rounds.most_common())
     return total
 
@@ -54,8 +55,11 @@ def sum_memory(each: Sequence[Mapping[str, int]], *, shares_weights: bool) -> di
 
 
 def _sum(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Numbers are summed; all else is the first one's."""
-    return {
-        name: sum(one[name] for one in each) if isinstance(value, int | float) else value
-        for name, value in each[0].items()
-    }
+    """Numbers are summed; all else is that of the first one that has it."""
+    found = {}
+    for name in dict.fromkeys(name for one in each for name in one):
+        first, *others = [one[name] for one in each if name in one]
+        if isinstance(first, int | float):
+            first += sum(value for value in others if isinstance(value, int | float))
+        found[name] = first
+    return found

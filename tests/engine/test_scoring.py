@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hispec import LLM, ConfigError, Engine, EngineConfig, RequestError, SamplingParams
+from hispec.engine.scoring import Scorer
 from hispec.errors import ClosedError
 from tests.helpers.tiny import EOS_ID, TINY_VOCAB
 
@@ -162,11 +164,37 @@ def test_scores_wait_for_requests_to_end(llm: LLM) -> None:
     assert llm.score([[1]], [[2]], use_tqdm=False)
 
 
-def test_numbers_that_overflow_are_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = llm.decoder.logits
-    monkeypatch.setattr(llm.decoder, "logits", lambda *arguments: logits(*arguments) * torch.inf)
-    with pytest.raises(RequestError, match=r"logits are no numbers for a prompt of 2 tokens with .* of 1:"):
-        llm.score([[1, 2]], [[2]], use_tqdm=False)
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_numbers_that_overflow_are_told_of_their_pair_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, number: float
+) -> None:
+    """Of one of their tokens."""
+    pairs = [STEM, [1, 2], [9]], [[3], [4, 5], [6]]
+    wanted = llm.score(*pairs, use_tqdm=False)
+    read = Scorer._read
+
+    def broken(self: Scorer, hidden: torch.Tensor, read_here: Any) -> None:
+        places = [at for at, (_, row, target) in enumerate(read_here) if target == 5 and row.first == 1]
+        logits = llm.decoder.logits
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                self._decoder, "logits", lambda *arguments: spoilt(logits(*arguments), places, number)
+            )
+            read(self, hidden, read_here)
+
+    monkeypatch.setattr(Scorer, "_read", broken)
+    first, bad, last = llm.score(*pairs, use_tqdm=False)
+    assert (first, last) == (wanted[0], wanted[2]) and first.error is None
+    assert (
+        bad.error is not None and "no numbers for a prompt of 2 tokens with a continuation of 2" in bad.error
+    )
+    assert bad.logprobs[0] == wanted[1].logprobs[0] and math.isnan(bad.logprobs[1]) and not bad.is_greedy
+
+
+def spoilt(logits: torch.Tensor, rows: list[int], number: float) -> torch.Tensor:
+    logits = logits.clone()
+    logits[rows, 5] = number
+    return logits
 
 
 def test_a_closed_engine_scores_nothing(tiny_path: Path) -> None:

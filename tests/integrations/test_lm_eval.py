@@ -4,6 +4,7 @@ them. Tasks are files with data of their own; nothing is fetched."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 from hispec import ConfigError, RequestError, SpeculativeConfig  # noqa: E402
 from hispec.integrations.lm_eval import HiSpecLM, make_config  # noqa: E402
+from hispec.outputs import ContinuationScore  # noqa: E402
 from tests.helpers.tiny import BOS_ID, EOS_ID  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,6 +197,15 @@ def test_a_text_without_a_context_follows_bos(plain: HiSpecLM) -> None:
     tokens = plain.tokenizer.encode("abc")
     score = plain.llm.score([[BOS_ID]], [tokens], use_tqdm=False)[0]
     assert answers[0] == (pytest.approx(sum(score.logprobs)), score.is_greedy)
+
+
+def test_a_score_that_is_no_number_ends_the_evaluation(
+    plain: HiSpecLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = [ContinuationScore([-1.0], True), ContinuationScore([math.nan], False, "they overflow")]
+    monkeypatch.setattr(plain.llm, "score", lambda *_, **__: scores)
+    with pytest.raises(RequestError, match="1 of 2 continuations have no score: they overflow"):
+        plain.loglikelihood(requests("loglikelihood", [("a", "b"), ("c", "d")]), disable_tqdm=True)
 
 
 def test_long_contexts_lose_their_beginning(plain: HiSpecLM) -> None:

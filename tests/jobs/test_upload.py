@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,12 +188,51 @@ def test_a_failed_upload_costs_no_row_and_is_made_up_for(
     job = job_to(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Upload, "_writing", fails)
-        with pytest.raises(OutputError, match=r"cannot upload.*no way there.*all rows are in"):
+        with pytest.raises(OutputError, match=r"cannot upload.*no way there.*all rows that are done are in"):
             run(job)
     assert "will be tried again: no way there" in caplog.text
     assert len(rows_of(job)) == NUM_ROWS and not (tmp_path / "there").exists()
     assert run(job).resumed == NUM_ROWS  # without the model
     assert there(tmp_path).read_bytes() == job.output.path.read_bytes()
+
+
+def test_an_upload_that_can_never_work_ends_the_job_and_costs_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is no OSError is not tried again."""
+
+    def fails(self: Upload, *_: Any) -> None:
+        raise TypeError("no such argument")
+
+    def on_step(number: int) -> None:
+        until = time.monotonic() + 20.0
+        while job.output.path.stat().st_size and time.monotonic() < until:
+            if all(thread.name != "hispec-upload" for thread in threading.enumerate()):
+                break
+            time.sleep(0.01)
+
+    job = job_to(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Upload, "_writing", fails)
+        patch.setattr(FakeLLM, "on_step", on_step)
+        with pytest.raises(
+            OutputError, match=r"cannot upload to .*TypeError: no such argument.*rows that are done are in"
+        ):
+            run(job)
+    done = len(rows_of(job))
+    assert 0 < done < NUM_ROWS, "it went on for hours without an upload"
+    assert run(job).resumed == done
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes() and len(rows_of(job)) == NUM_ROWS
+
+
+def test_the_first_error_of_a_job_is_the_one_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Upload, *_: Any) -> None:
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(Upload, "_writing", fails)
+    interrupted(job_to(tmp_path, upload_s=3600.0), 40, monkeypatch)
 
 
 def test_rows_of_another_machine_are_never_mixed_with_those_here(
@@ -215,6 +255,26 @@ def test_rows_of_another_machine_are_never_mixed_with_those_here(
         run(job)
     job.output.path.unlink()
     assert run(job).resumed == NUM_ROWS
+
+
+def test_a_job_that_starts_anew_does_not_need_the_store_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(job_to(tmp_path))
+
+    def fails(self: Upload, *_: Any) -> None:
+        raise OSError("no way there")
+
+    def on_step(number: int) -> None:
+        if number == 5:
+            back.undo()
+
+    with monkeypatch.context() as back:
+        back.setattr(Upload, "_writing", fails)
+        monkeypatch.setattr(FakeLLM, "on_step", on_step)
+        job = job_to(tmp_path, lines=prompts(4), overwrite=True)
+        run(job)
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes() and len(rows_of(job)) == 4
 
 
 def test_what_no_job_has_uploaded_is_left_alone(tmp_path: Path) -> None:

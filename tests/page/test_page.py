@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hispec.cli import main
+from hispec.errors import ConfigError
 from hispec.jobs.bench import BenchOptions, run_bench
 from hispec.jobs.manifest import manifest_path
 from hispec.trace.summary import summarize
@@ -176,6 +177,15 @@ def test_a_bench_gives_its_own_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     counts = result["engines"]["three_tier"]["accept_len_histogram"]
     assert [row[:2] for row in histogram] == [[str(n), str(count)] for n, count in enumerate(counts) if count]
     assert any(EVIL in text for text in page.texts("p")), "as text"
+    result |= {"of_a_later_version": {"x": [1]}}
+    result["engines"]["plain"]["of_a_later_version"] = None
+    path.write_text(json.dumps(result))
+    assert page_of(path).table("layers", "of the whole model") == passes
+    for field, value in (("accept_len_histogram", [-1, 1]), ("tokens_per_s", 10**400)):
+        damaged = json.loads(json.dumps(result))
+        damaged["engines"]["plain"][field] = value
+        path.write_text(json.dumps(damaged))
+        assert main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 2
 
 
 def test_rows_with_tiers_are_shown_token_by_token_and_escaped(tmp_path: Path) -> None:
@@ -219,6 +229,61 @@ def test_rows_without_tiers_say_so_and_the_manifest_is_shown(
     assert settings["model"] == '"fake"' and EVIL in json.loads(settings["sampling.stop"])
     assert any(text.startswith("4 of 4 rows done, 0 with errors") for text in page.texts("p"))
     assert sum("sampling.tiers=true" in text for text in page.texts("p", _class="missing")) == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ({"drafted": "many"}, "counts.drafted is 'many'"),
+        ({"tokens": -1}, "counts.tokens is -1"),
+        ({"rounds": True}, "counts.rounds is True"),
+        ({"round_s": 10**400}, "counts.round_s is 1000"),
+        ({"num_layers": 0}, "counts.num_layers is 0"),
+        ({"draft_pass_s": None}, "counts.draft_pass_s is None"),
+        ({"accept_length_histogram": {"a": [[1]]}}, "counts.accept_length_histogram is {'a'"),
+        ({"accept_length_histogram": [1, [2]]}, "counts.accept_length_histogram is [1, [2]]"),
+        ({"accept_length_histogram": [-1, 1]}, "counts.accept_length_histogram is [-1, 1]"),
+        (None, "counts.rounds is missing"),
+    ],
+    ids=str,
+)
+def test_a_manifest_whose_counts_are_damaged_is_shown_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any] | None, words: str
+) -> None:
+    install_fake_llm(monkeypatch)
+    job = make_job(tmp_path, prompts(2), speculative=THREE_TIER)
+    run(job)
+    path = manifest_path(job.output.path)
+    manifest = json.loads(path.read_text())
+    manifest["counts"] = {"a": {"b": 1}} if damage is None else manifest["counts"] | damage
+    path.write_text(json.dumps(manifest))
+    page = page_of(job.output.path)
+    lacks = page.texts("p", _class="missing")
+    assert any("what its manifest has counted: " in text and words in text for text in lacks)
+    assert any(text.startswith("2 of 2 rows done") for text in page.texts("p")), "the rest is shown"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"{", "(its JSON: "), (b'{"settings": 3}', "(settings: "), (None, "(later_field: ")],
+    ids=["cut", "wrong", "later"],
+)
+def test_rows_are_shown_though_their_manifest_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, words: str
+) -> None:
+    """As that of a later HiSpec, with which a job must not go on."""
+    install_fake_llm(monkeypatch)
+    job = make_job(tmp_path, prompts(2))
+    run(job)
+    path = manifest_path(job.output.path)
+    if content is None:
+        content = json.dumps(json.loads(path.read_text()) | {"later_field": 1}).encode()
+    path.write_bytes(content)
+    page = page_of(job.output.path)
+    assert any(f"{path.name} is not a manifest" in text and words in text for text in page.texts("p"))
+    assert any(text.startswith("2 rows, 0 with errors") for text in page.texts("p"))
+    with pytest.raises(ConfigError, match="is not a manifest that HiSpec"):
+        run(job)
 
 
 def test_many_texts_are_cut_and_counted(tmp_path: Path) -> None:

@@ -149,7 +149,9 @@ def test_requests_beyond_the_most_wait_or_are_refused(tiny_path: Path) -> None:
         tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS[:3]]
         await until(lambda: engine.num_unfinished == 3)
         assert engine.is_full and (await engine.stats())["waiting"] == 1
-        with pytest.raises(BusyError, match="3 requests are unfinished"):
+        with pytest.raises(
+            BusyError, match="3 outputs are unfinished, at most 2 may be, and this request has 1"
+        ):
             await engine.generate("x", GREEDY, wait=False)
         waiting = asyncio.create_task(engine.generate("x", GREEDY))
         tasks[2].cancel()  # one that waits
@@ -160,6 +162,37 @@ def test_requests_beyond_the_most_wait_or_are_refused(tiny_path: Path) -> None:
     with_engine(tiny_path, test, max_requests=2)
     with pytest.raises(ConfigError, match="max_requests"):
         AsyncEngine(None, max_requests=0)  # type: ignore[arg-type]
+
+
+def test_outputs_count_not_requests(tiny_path: Path) -> None:
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        held = threading.Event()
+        engine._post(lambda: held.wait(30) and None)
+        two = GREEDY.model_copy(update={"n": 2})
+        tasks = [asyncio.create_task(engine.generate(prompt, two, wait=False)) for prompt in PROMPTS[:2]]
+        await until(lambda: engine.num_unfinished == 4)
+        assert not engine.is_full
+        with pytest.raises(BusyError, match=r"4 outputs are unfinished, at most 5 may be.* has 2"):
+            await engine.generate("x", two, wait=False)
+        tasks.append(asyncio.create_task(engine.generate("x", GREEDY, wait=False)))
+        await until(lambda: engine.is_full)
+        waiting = asyncio.create_task(engine.generate("x", two))
+        await until(lambda: engine.num_unfinished == 7)
+        held.set()
+        running: list[int] = []
+        step = llm.step
+
+        def counted() -> Any:
+            running.append(sum(len(pending.sequences) for pending in llm._pending.values()))
+            return step()
+
+        llm.step = counted  # type: ignore[method-assign]
+        outputs = await asyncio.gather(*tasks, waiting)
+        assert [len(output.outputs) for output in outputs] == [2, 2, 1, 2] and max(running) == 5
+        with pytest.raises(RequestError, match=r"n=6: at most 5 outputs.*max_requests"):
+            await engine.generate("x", GREEDY.model_copy(update={"n": 6}))
+
+    with_engine(tiny_path, test, max_requests=5)
 
 
 def test_drain_waits_for_all_and_takes_no_more(tiny_path: Path) -> None:

@@ -288,7 +288,13 @@ def test_limits(tiny_path: Path) -> None:
         chunked = small.http.post("/v1/completions", content=iter([b"x" * 1500] * 2))
         assert chunked.status_code == 413
         never = post(small, prompt=["a", "b", "c"])  # trying again would not help
-        assert never.status_code == 400 and "at most 2 on this server" in never.json()["error"]["message"]
+        assert never.status_code == 400 and "at most 2 outputs" in never.json()["error"]["message"]
+        never = post(small, prompt=["a", "b"], n=2)
+        assert never.status_code == 400 and "on this server, got 4" in never.json()["error"]["message"]
+        never = post(small, "chat/completions", messages=CHAT, n=3)
+        assert never.status_code == 400 and never.json()["error"]["message"].startswith(
+            "n: at most 2 outputs"
+        )
         small.settle()
         held = threading.Event()
         small.engine._post(lambda: held.wait(30) and None)
@@ -298,6 +304,7 @@ def test_limits(tiny_path: Path) -> None:
             full = post(small, prompt="x", max_tokens=20)
             held.set()
             assert full.status_code == 429 and full.headers["retry-after"] == "1"
+            assert "2 outputs are unfinished, at most 2 may be" in full.json()["error"]["message"]
             assert [each.result().status_code for each in asked] == [200, 200]
         small.settle()
 

@@ -6,6 +6,7 @@ import builtins
 import json
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hispec.config import GoodputConfig
 from hispec.control.choice import Observation, Route
 from hispec.control.controller import GoodputControl
 from hispec.latency.model import LatencyModel, Linear
+from hispec.trace.merge import merge
 from hispec.trace.plots import draw_trace, find_stretches, make_looks, make_picture, spans, trace_speed
 from hispec.trace.summary import acceptance, summarize
 from hispec.trace.writer import read_trace
@@ -113,6 +115,22 @@ def test_the_summary_has_the_latencies_of_requests_that_ended_by_themselves(tmp_
     # Half of the time to the first token in the queue, and the last of 8 tokens at the end.
     assert requests["queue_time_s"] == dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 0.25)
     assert requests["tpot_s"]["mean"] == pytest.approx((5.0 - 0.5) / 7)
+
+
+def test_latencies_do_not_depend_on_when_a_worker_began(tmp_path: Path) -> None:
+    first, second = (read_trace(goodput_trace(tmp_path / f"{at}.jsonl")) for at in range(2))
+    first, second = (
+        replace(trace, header=trace.header.model_copy(update={"started": at}))
+        for trace, at in ((first, 1000.0), (second, 1007.5))
+    )
+    merged = merge([first, second])
+    times = ("arrival", "admitted", "first_token", "last_token", "finished")
+    for name in ("e2e_s", "queue_time_s", "ttft_s", "tpot_s"):
+        wanted = sorted(getattr(one, name) or 0.0 for one in [*first.requests, *second.requests])
+        assert sorted(getattr(one, name) or 0.0 for one in merged.requests) == pytest.approx(wanted), name
+    for one in merged.requests:
+        at = [time for name in times if (time := getattr(one, name)) is not None]
+        assert at == sorted(at)
 
 
 def test_rounds_lie_one_after_the_other_in_time(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class Counted:
 
 def test_aborting_all_of_many_requests_looks_at_each_a_few_times() -> None:
     size = 500
-    dispatcher = Dispatcher(Nothing(), [], 0, lambda *_: None, None)  # type: ignore
+    dispatcher = Dispatcher(Nothing(), [], 0, lambda *_: None, None, 60.0)  # type: ignore
     try:
         for number in range(size):
             dispatcher.post(dispatcher.add, Counted(number))

@@ -7,6 +7,7 @@ import pytest
 from hispec import LLM
 from hispec.errors import RequestError
 from hispec.metrics.prometheus import render_prometheus
+from hispec.workers.totals import sum_stats
 from tests.workers.support import linux
 from tests.workers.test_outputs import GREEDY, PROMPTS, SPECULATIVE, generate
 
@@ -42,3 +43,20 @@ def test_two_workers_count_what_one_engine_counts(one: LLM, two: LLM) -> None:
     assert f"hispec_tokens_total {float(both['tokens'])}" in text
     two.reset_stats()
     assert two.stats()["errors"]["refused"] == 0
+
+
+def test_workers_need_not_have_the_same_controls(one: LLM) -> None:
+    """As of one that has another plan yet, or has just started."""
+    stats = one.stats()
+    goodput = {"rounds": 3, "rounds_by_plan": {"plain": 2, "ngram K=4": 1}, "decision": {"plan": "plain"}}
+    more = {"rounds": 4, "rounds_by_plan": {"plain": 4}, "probe_rounds": 1, "decision": None}
+    late = {"rounds": None, "rounds_by_plan": {"plain": 1}}
+    for first, second in [({}, goodput), (goodput, {}), (goodput, late)]:
+        control = sum_stats([stats | {"control": first}, stats | {"control": second}])["control"]
+        assert control["rounds"] == 3 and control["decision"] == {"plan": "plain"}
+        assert control["rounds_by_plan"]["ngram K=4"] == 1
+    without = {name: value for name, value in stats.items() if name != "control"}
+    both = sum_stats([without, stats | {"control": goodput}, stats | {"control": more}])
+    assert both["control"]["rounds_by_plan"] == {"plain": 6, "ngram K=4": 1}
+    assert (both["control"]["rounds"], both["control"]["probe_rounds"]) == (7, 1)
+    assert both["kv_blocks"] == 3 * stats["kv_blocks"]
