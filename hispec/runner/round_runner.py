@@ -142,6 +142,10 @@ class RoundRunner:
             return None
         if joining and not can_join(flight, joining, choice):
             return None
+        # They were admitted with the blocks of another window, if another plan was in use then.
+        window, reserve = choice.plan.window, self._scheduler.reserve
+        if not all(reserve(request, request.round_end(window)) for request in joining):
+            return None
         rows, joined, changed = make_rows_after(flight, context_len, joining, choice)
         blocks: list[Sequence[int]] = [()] * rows.inputs.shape[1]
         for row, request in rows.requests:
