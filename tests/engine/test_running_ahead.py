@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ee_models.decoder import Decoder
-from hispec.config import SchedulingConfig
+from hispec.config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from hispec.engine import Engine
 from hispec.engine.step_loop import StepLoop
 from hispec.errors import build
@@ -159,15 +159,12 @@ def test_what_cannot_join_waits_for_the_host(tiny_decoder: Decoder, name: str) -
 def test_few_blocks_small_chunks_aborts_and_every_policy(
     tiny_decoder: Decoder, sampled: list[list[int]], name: str, policy: str
 ) -> None:
-    scheduling = build(SchedulingConfig, {"policy": policy}, "scheduling")
-    engine = engine_of(
-        tiny_decoder,
-        name,
-        max_num_seqs=4,
-        num_kv_blocks=14,
-        max_prefill_tokens=5,
-        scheduling=scheduling,
+    sizes = EngineConfig(
+        max_num_seqs=4, max_model_len=112, block_size=8, num_kv_blocks=14, max_prefill_tokens=5
     )
+    speculative = None if name == "plain" else build(SpeculativeConfig, ALL[name])
+    scheduling = SchedulingConfig(policy=policy)
+    engine = Engine(tiny_decoder, sizes, speculative, scheduling=scheduling, is_static=True)
     ids = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS[:16], SAMPLED, strict=False)]
     outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
     steps, aborted = 0, set()
