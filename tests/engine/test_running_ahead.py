@@ -183,7 +183,7 @@ def test_few_blocks_small_chunks_aborts_and_every_policy(
             late = engine.add_request(PROMPTS[16 + steps // 9], SAMPLED[16 + steps // 9])
             outputs[late] = []
             ids.append(late)
-    for request_id, wanted in zip(ids, sampled, strict=True):
+    for request_id, wanted in zip(ids, sampled[:18], strict=True):
         assert request_id in aborted or outputs[request_id] == wanted
     assert engine.stats()["kv_blocks_used"] == 0 and engine.stats()["rounds_ahead"] > 0
 
