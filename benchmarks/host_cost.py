@@ -65,8 +65,10 @@ class StubLauncher:
             is_timed=True,
         )
 
-    def launch_next(self, flight: Flight, context_len: int) -> Flight:
-        rows = Rows(flight.rows.inputs, flight.rows.requests, context_len, keeps_logits=False)
+    def advance(self, flight: Flight) -> None:
+        pass
+
+    def launch_next(self, flight: Flight, rows: Rows, changed: Sequence[int]) -> Flight:
         return self.launch(flight.runtime, flight.plan, rows)
 
 

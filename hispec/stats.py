@@ -140,6 +140,7 @@ class EngineStats:
     """Totals since the start, or since the last reset.
 
     steps              engine steps that ran a round
+    rounds_ahead       rounds that were launched before the host had read the one before
     prefill_tokens     prompt positions computed
     prefill_s          seconds spent on them; on a GPU only until they are queued
     round_s            seconds spent on rounds
@@ -155,6 +156,7 @@ class EngineStats:
 
     round: RoundCounts = field(default_factory=RoundCounts)
     steps: int = 0
+    rounds_ahead: int = 0
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     round_s: float = 0.0

@@ -159,6 +159,10 @@ class Control(Protocol):
         """For how many rounds the last choice holds, counted from the last one observed, while the rows stay
         what they are; at least 1."""
 
+    def holds_for(self, num_rows: int) -> bool:
+        """Whether the last choice holds for another number of requests, too."""
+        return False
+
     def choose(self, numbers: Sequence[int], context_tokens: int) -> Choice:
         """The next round of requests `numbers`, which attend to `context_tokens` positions in all. With no
         numbers: the choice for one unknown request."""
@@ -189,6 +193,9 @@ class FixedControl(Control):
         if route is not None:
             self.routes = (route,)
         self._choice = Choice(None if route is None else 0, plan)
+
+    def holds_for(self, num_rows: int) -> bool:
+        return True
 
     def choose(self, numbers: Sequence[int], context_tokens: int) -> Choice:
         return self._choice

@@ -93,6 +93,9 @@ class GoodputControl:
     def is_due(self) -> bool:
         return self.rounds_left <= 1
 
+    def holds_for(self, num_rows: int) -> bool:
+        return not self._has_resized(num_rows)
+
     def choose(self, numbers: Sequence[int], context_tokens: int) -> Choice:
         if not numbers:
             return self._for_one(context_tokens)

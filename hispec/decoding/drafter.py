@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -80,6 +80,17 @@ class Drafter:
 
     def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Called before each round with (number, prompt and committed output) of the request in each row."""
+
+    def join(self, rows: Mapping[int, tuple[int, Sequence[int]]]) -> None:
+        """Called after `advance` with (number, prompt and committed output) of the requests that take these
+        rows, whose former ones have ended; what is known of the other rows stays."""
+
+    @property
+    def can_join(self) -> bool:
+        """Whether requests may take rows before the host has read the last round: not so if only `follow`
+        would tell the drafter of them."""
+        kind = type(self)
+        return kind.join is not Drafter.join or kind.follow is Drafter.follow
 
     def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
         """Called when a request has ended with this output."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ class HybridDrafter(Drafter):
 
     def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
         self._ngram.follow(rows)
+
+    def join(self, rows: Mapping[int, tuple[int, Sequence[int]]]) -> None:
+        self._ngram.join(rows)
 
     def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
         self._ngram.finish(number, output_token_ids)

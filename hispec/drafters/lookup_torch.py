@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from ee_models.kernels import runs_triton
 
+from ..utils.uploads import write
 from .lookup import MOST_MATCHED, SEPARATOR, Lookup, check_shapes
 
 
@@ -67,7 +68,7 @@ class TensorLookup(Lookup):
             self._store[0].copy_(self._store[1])
             self._store[1].fill_(SEPARATOR)
             self._stored = 0
-        self._store[1, self._stored : self._stored + len(output)].copy_(torch.from_numpy(output))
+        write(self._store[1, self._stored : self._stored + len(output)], torch.from_numpy(output))
         self._stored += len(output)
 
     def propose(
@@ -131,6 +132,6 @@ class TensorLookup(Lookup):
     def _write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
         added = self._check_tokens(row, start, token_ids)
         stop = start + len(added)
-        self._texts[row, start:stop].copy_(torch.from_numpy(added))
+        write(self._texts[row, start:stop], torch.from_numpy(added))
         self._lengths[row].fill_(stop)
         self._host_lengths[row] = stop

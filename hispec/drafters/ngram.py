@@ -3,7 +3,7 @@ occurred."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ..decoding.acceptance import Judge, Proposals
 from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
 from ..decoding.drafter import Draft, Drafter, Source, count_allowed
+from ..utils.uploads import write
 from .lookup import Lookup
 
 
@@ -52,6 +53,7 @@ class NgramDrafter(Drafter):
         self._keeps_outputs = config.datastore_tokens > 0
         self._index_row_of: dict[int, int] = {}  # number of a request -> its row of the index
         self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._numbers: list[int | None] = []  # of the request in each row of the batch
         self._is_ahead = False  # whether texts were extended by what the host has not read
         # Of each row of the batch; captured graphs read it at its address.
         self._index_rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -74,7 +76,19 @@ class NgramDrafter(Drafter):
                 self._lookup.append(index_row, token_ids[length:])
             index_rows.append(index_row)
         self._is_ahead = False
-        self._index_rows[: len(index_rows)].copy_(torch.tensor(index_rows, dtype=torch.int64))
+        self._numbers = [number for number, _ in rows]
+        write(self._index_rows[: len(index_rows)], torch.tensor(index_rows, dtype=torch.int64))
+
+    def join(self, rows: Mapping[int, tuple[int, Sequence[int]]]) -> None:
+        self._numbers += [None] * (max(rows) + 1 - len(self._numbers))
+        for row, (number, token_ids) in rows.items():
+            if (gone := self._numbers[row]) in self._index_row_of:
+                self._free.append(self._index_row_of.pop(gone))
+            if number not in self._index_row_of:
+                self._index_row_of[number] = self._free.pop()
+            self._numbers[row], index_row = number, self._index_row_of[number]
+            self._lookup.reset(index_row, token_ids)
+            self._index_rows[row].fill_(index_row)
 
     def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
         if self._keeps_outputs and output_token_ids:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -82,8 +83,8 @@ class StepLoop:
                 self._start()
             if (flight := self.flight) is not None:
                 started = time.perf_counter()
-                is_due = self._recorder.control.is_due
-                self.flight = None if is_due else self._rounds.launch_next(flight, self.stats)
+                prefill_s = self.stats.prefill_s
+                self.flight = self._launch_ahead(flight)
                 try:
                     self.read(flight)
                 except Exception as error:  # of logprobs, for one
@@ -92,7 +93,8 @@ class StepLoop:
                     self._repair()
                     live = [request for _, request in flight.rows.requests if request.finish_reason is None]
                     self._reduce_capacity(live, "a round", error)
-                self.stats.round_s += seconds_since(started)
+                prefill_s = self.stats.prefill_s - prefill_s
+                self.stats.round_s += max(0.0, seconds_since(started) - prefill_s)
 
     @contextmanager
     def repaired(self) -> Iterator[None]:
@@ -203,6 +205,43 @@ class StepLoop:
                 raise
             self._rounds.reset_sampler()
             self._reduce_capacity(concerned, what, error)
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """Launches the round after `flight` before the host reads that, if it can: with the requests that are
+        left, and with those that wait for a row and may have one. Their prompts are computed before it."""
+        scheduler, control = self._scheduler, self._recorder.control
+        if control.is_due or (context_len := self._rounds.reserve_next(flight)) is None:
+            return None
+        left = [request for _, request in flight.left]
+        chunks: list[Chunk] | None = []
+        joining: list[Request] = []
+        if scheduler.may_admit or len(scheduler.running) > len(left):
+            if (chunks := scheduler.schedule_ahead(self._choice.plan.window, time.monotonic())) is None:
+                return None
+            if chunks and not self._prefill_ahead(chunks):
+                return None
+            taking_part = set(left)
+            joining = [each for each in scheduler.running if each.is_ready and each not in taking_part]
+        num_rows = len(left) + len(joining)
+        if num_rows != len(flight.rows.requests) and not control.holds_for(num_rows):
+            return None
+        ahead = self._rounds.launch_next(flight, context_len, joining, self._choice, self.stats)
+        if ahead is not None:
+            self.stats.rounds_ahead += 1
+        return replace(ahead, is_timed=False) if ahead is not None and chunks else ahead
+
+    def _prefill_ahead(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether memory sufficed; else the next step tries again, with no round in flight."""
+        started = time.perf_counter()
+        self._tables.update([request.table.blocks for request in self._scheduler.running])
+        try:
+            self._prefill(chunks)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        self.stats.prefill_s += seconds_since(started)
+        return True
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         started, tables = time.perf_counter(), self._tables.tensor[: len(self._scheduler.running)]

@@ -110,6 +110,7 @@ METRICS = (
     ),
     # of the engine
     _counter("steps", "", "engine steps that ran a round"),
+    _counter("rounds_ahead", "", "rounds launched before the host had read the one before; on a GPU"),
     _counter("prefill_s", "seconds", "time in prefill; on a GPU only until it is queued"),
     _counter("round_s", "seconds", "time in rounds"),
     _counter("draft_pass_s", "seconds", "of round_s: passes that drafted; on a CPU"),

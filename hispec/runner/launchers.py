@@ -9,7 +9,7 @@ static   every round of a plan and a number of rows has the same shapes and addr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -25,6 +25,7 @@ from ..decoding.drafter import Drafter, guarded
 from ..decoding.round import run_round
 from ..sampling.sampler import Sampler
 from ..scheduling.request import ExtraKV, Request
+from ..utils.uploads import upload
 from .block_tables import RowTables
 from .buckets import context_bucket, row_bucket
 from .cuda_graphs import GraphCache
@@ -37,8 +38,9 @@ from .round_output import RowOutcome, copy_to_host, pack, unpack
 class Rows:
     """The rows of a round, on the host.
 
-    inputs         [5, rows] int64 by Input
-    requests       those that take part, with their rows
+    inputs         [5, rows] int64 by Input; of a round that was launched ahead of the host, token, start and
+                   room are those of the round in which the row's request began
+    requests       those that take part, with their rows; the other rows do nothing
     context_len    positions that any row may reach
     keeps_logits   whether logits are read after the round
     watches        whether the predictions of exits that are not in use are recorded
@@ -86,6 +88,11 @@ class Flight:
         return self.runtime.extra_kv - {"model"} if self.plan.is_plain else self.runtime.extra_kv
 
     @property
+    def left(self) -> tuple[tuple[int, Request], ...]:
+        """Its requests that have not ended since it was launched, with their rows."""
+        return tuple(each for each in self.rows.requests if each[1].finish_reason is None)
+
+    @property
     def drafter(self) -> Drafter | None:
         return None if self.plan.is_plain else self.runtime.drafter
 
@@ -98,9 +105,13 @@ class Launcher(Protocol):
     def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         """Launches a round over these rows."""
 
-    def launch_next(self, flight: Flight, context_len: int) -> Flight | None:
-        """Launches the round after `flight` for the same rows, whose inputs are derived on the device. Rows
-        that reach their end in `flight` do nothing in it. None if the launcher does not run ahead."""
+    def advance(self, flight: Flight) -> None:
+        """Tells sampler, drafter and inputs, on the device, what `flight` commits there."""
+
+    def launch_next(self, flight: Flight, rows: Rows, changed: Sequence[int]) -> Flight:
+        """Launches the round after `flight`, which `advance` was called for. The inputs of rows `changed` are
+        those of `rows`; those of the others are on the device. Rows that reach their end in `flight` do
+        nothing."""
 
 
 class PackedLauncher:
@@ -133,8 +144,11 @@ class PackedLauncher:
         packed = pack(result, batch.watch, on_host=self._device.type == "cpu")
         return Flight(runtime, plan, rows, result, partial(unpack, packed, plan), batch.tokens)
 
-    def launch_next(self, flight: Flight, context_len: int) -> Flight | None:
-        return None
+    def advance(self, flight: Flight) -> None:
+        raise NotImplementedError
+
+    def launch_next(self, flight: Flight, rows: Rows, changed: Sequence[int]) -> Flight:
+        raise NotImplementedError
 
 
 class StaticLauncher:
@@ -171,18 +185,23 @@ class StaticLauncher:
         self._copy(self._inputs, torch.from_numpy(inputs))
         return self._run(runtime, plan, rows)
 
-    def launch_next(self, flight: Flight, context_len: int) -> Flight:
-        num_rows = row_bucket(flight.rows.inputs.shape[1], self._num_rows)
-        plan, drafter = flight.plan, flight.drafter
+    def advance(self, flight: Flight) -> None:
+        drafter = flight.drafter
         # Not captured, since a capture would do it twice; and the device is busy with the round before.
         counts = flight.result.counts
         self._sampler.advance(flight.tokens, counts)
         if drafter is not None:
             with guarded(drafter):
-                drafter.advance(self._batch(plan, num_rows, context_len, STATIC), counts)
+                drafter.advance(
+                    self._batch(flight.plan, len(counts), flight.rows.context_len, STATIC), counts
+                )
         advance(self._inputs, flight.tokens, counts)
-        rows = Rows(flight.rows.inputs, flight.rows.requests, context_len, keeps_logits=False)
-        return self._run(flight.runtime, plan, rows)
+
+    def launch_next(self, flight: Flight, rows: Rows, changed: Sequence[int]) -> Flight:
+        if changed:
+            inputs = upload(torch.from_numpy(rows.inputs[:, changed]), self._device)
+            self._inputs.index_copy_(1, upload(torch.tensor(changed), self._device), inputs)
+        return self._run(flight.runtime, flight.plan, rows)
 
     def _run(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         if self._tables.has_changed:

@@ -13,6 +13,7 @@ from cache.view import BatchView, packed_slots_of
 from ..decoding.drafter import DrafterError, guarded
 from ..scheduling.scheduler import Chunk
 from ..stats import EngineStats
+from ..utils.uploads import upload
 from .drafter_failures import fall_back_to_plain
 from .plan_runtime import PlanRuntime
 
@@ -64,19 +65,20 @@ def make_pass(
 ) -> tuple[Tensor, BatchView]:
     """As `make_prefill_pass`, of (row, first position, token ids) in order of rows, at most one of each."""
     num_rows = block_tables.shape[0]
-    token_ids = torch.tensor([token for _, _, tokens in parts for token in tokens], device=device)
-    positions = torch.cat([torch.arange(start, start + len(tokens)) for _, start, tokens in parts]).to(device)
+    token_ids = torch.tensor([token for _, _, tokens in parts for token in tokens])
+    each = [torch.arange(start, start + len(tokens)) for _, start, tokens in parts]
+    positions = upload(torch.cat(each), device)
     q_lens = torch.zeros(num_rows + 1, dtype=torch.int64)
     for row, _, tokens in parts:
         q_lens[row + 1] = len(tokens)
-    tables = block_tables.to(device)
-    row_ids = torch.repeat_interleave(torch.arange(num_rows), q_lens[1:]).to(device)
+    tables = upload(block_tables, device)
+    row_ids = upload(torch.repeat_interleave(torch.arange(num_rows), q_lens[1:]), device)
     view = BatchView(
         positions=positions,
         slots=packed_slots_of(tables, row_ids, positions, block_size),
         block_tables=tables,
-        cu_q_lens=q_lens.cumsum(0).to(device),
+        cu_q_lens=upload(q_lens.cumsum(0), device),
         max_q_len=int(q_lens.max()),
         max_context_len=max(start + len(tokens) for _, start, tokens in parts),
     )
-    return token_ids, view
+    return upload(token_ids, device), view

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from cache.view import BatchView
@@ -25,12 +24,12 @@ from ..stats import EngineStats
 from ..utils.memory import is_out_of_memory
 from .backfill import backfill
 from .block_tables import RowTables
-from .buckets import context_buckets, row_buckets
+from .buckets import context_buckets, row_bucket, row_buckets
 from .cuda_graphs import CudaGraphs, GraphCache, GraphDevice
 from .drafter_failures import fall_back_to_plain
 from .launchers import Flight, Launcher, PackedLauncher, Rows, StaticLauncher
 from .plan_runtime import PlanRuntime
-from .round_inputs import Input
+from .rows import can_join, empty_rows, ends_after, make_rows, make_rows_after
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ class RoundRunner:
         requests = [running[row] for row in limits]
         assert all(request.is_ready for request in requests), "all but the last committed token are computed"
         self._load_sampler(running)
-        rows = self._make_rows(choice, limits)
+        rows = make_rows(running, choice, limits)
         if runtime.drafter is not None and rows.most_places > 1:  # else no row may speculate
             try:
                 with guarded(runtime.drafter):
@@ -106,42 +105,65 @@ class RoundRunner:
                     raise
                 self._handle_failure(route, requests, error, stats)
         if not choice.plan.is_plain:
-            rows = self._make_rows(Choice(watches=choice.watches), limits)
+            rows = make_rows(running, Choice(watches=choice.watches), limits)
         return self._launch(runtime, PLAIN, rows, None, started_s)
 
-    def launch_next(self, flight: Flight, stats: EngineStats) -> Flight | None:
-        """Launches the round after `flight`, which the host has not read yet; None if it has to be read
-        first.
+    def reserve_next(self, flight: Flight) -> int | None:
+        """Reserves the blocks of the round after `flight` for what is left of its requests -> the positions
+        that any of these may reach. None if the host has to read `flight` first."""
+        if not self._launcher.runs_ahead or flight.rows.keeps_logits:
+            return None
+        ends = ends_after(flight)
+        reserve = self._scheduler.reserve
+        if not all(reserve(request, end) for (_, request), end in zip(flight.left, ends, strict=True)):
+            return None
+        return max(ends, default=0)
 
-        A request that ends in `flight` may be in the next round too, since the host learns of its end only
-        then: what that round commits for it is dropped, and what it writes lies above the request's end.
+    def launch_next(
+        self,
+        flight: Flight,
+        context_len: int,
+        joining: Sequence[Request],
+        choice: Choice,
+        stats: EngineStats,
+    ) -> Flight | None:
+        """Launches the round after `flight`, which the host has not read yet, for what is left of its
+        requests and for those that join; None if it has to be read first. context_len: of `reserve_next`.
+
+        A row whose request has ended is dead: it does nothing, until a request that joins takes it, or until
+        half of the rows would do. A request that ends in `flight` may be in the next round too, since the
+        host learns of its end only then: what that round commits for it is dropped, and what it writes lies
+        above the request's end.
         """
-        running = self._scheduler.running
-        if not self._launcher.runs_ahead or flight.rows.keeps_logits or self._scheduler.may_admit:
+        if not joining and all(request.max_tokens - request.num_output <= 1 for _, request in flight.left):
+            return None  # all end with the round in flight
+        num_rows, most = flight.rows.inputs.shape[1], self._tables.tensor.shape[0]
+        if 2 * row_bucket(len(self._scheduler.running), most) <= row_bucket(num_rows, most):
             return None
-        if list(flight.rows.requests) != list(enumerate(running)):  # requests came, left, or are not ready
+        if joining and not can_join(flight, joining, choice):
             return None
-        room = [request.max_tokens - request.num_output for request in running]
-        if max(room) <= 1:  # all end with the round in flight
+        # They were admitted with the blocks of another window, if another plan was in use then.
+        window, reserve = choice.plan.window, self._scheduler.reserve
+        if not all(reserve(request, request.round_end(window)) for request in joining):
             return None
-        # The positions that a row can reach in both rounds together.
-        ends = [
-            len(request.token_ids) - 1 + min(2 * cap, left)
-            for request, cap, left in zip(running, flight.rows.inputs[Input.CAP].tolist(), room, strict=True)
-        ]
-        if not all(self._scheduler.reserve(request, end) for request, end in zip(running, ends, strict=True)):
-            return None
-        self._tables.update([request.table.blocks for request in running])
+        rows, joined, changed = make_rows_after(flight, context_len, joining, choice)
+        blocks: list[Sequence[int]] = [()] * rows.inputs.shape[1]
+        for row, request in rows.requests:
+            blocks[row] = request.table.blocks
+        self._tables.update(blocks)
         before, captures = self._passes, self._num_captures
         try:
-            ahead = self._launcher.launch_next(flight, max(ends))
+            self._launcher.advance(flight)
+            if joined:
+                self._take_rows(flight, rows, joined)
+            ahead = self._launcher.launch_next(flight, rows, changed)
             self._scheduler.ran_ahead()
-            return ahead and self._describe(ahead, before, captures, flight.route, ahead.launched_s)
+            return self._describe(ahead, before, captures, flight.route, ahead.launched_s)
         except Exception as error:
             if is_out_of_memory(error):
                 self.drop_graphs()  # the next round shows whether that is enough
             elif isinstance(error, DrafterError):
-                self._handle_failure(flight.route, running, error, stats)
+                self._handle_failure(flight.route, [request for _, request in rows.requests], error, stats)
             else:
                 raise
         self.reset_sampler()
@@ -186,7 +208,7 @@ class RoundRunner:
             )
         before = [counter.copy() for counter in self._counters]
         for num_rows, context_len, each, plan in rounds[:most]:
-            self._launcher.launch(each, plan, _empty_rows(num_rows, context_len)).outcomes()
+            self._launcher.launch(each, plan, empty_rows(num_rows, context_len)).outcomes()
         for counter, counts in zip(self._counters, before, strict=True):
             counter.set(counts)
 
@@ -209,7 +231,7 @@ class RoundRunner:
             drafter.prefill(torch.zeros_like(nowhere), view)
         rounds = [(runtime, PLAIN), (runtime, runtime.plan), *((each, each.plan) for each in runtime.routes)]
         for each, plan in dict.fromkeys(rounds):
-            self._launcher.launch(each, plan, _empty_rows(num_rows, self._max_model_len)).outcomes()
+            self._launcher.launch(each, plan, empty_rows(num_rows, self._max_model_len)).outcomes()
 
     def drop_graphs(self, are_plans_gone: bool = False) -> None:
         """Drops all captured graphs; with are_plans_gone all that is known of plans, too."""
@@ -282,20 +304,16 @@ class RoundRunner:
         _log.warning("a drafter failed (%s); its round goes on with plain decoding", error)
         self._on_failure(route)
 
-    def _make_rows(self, choice: Choice, limits: Mapping[int, int]) -> Rows:
-        running, plan = self._scheduler.running, choice.plan
-        inputs, context_len, most_places = [], 0, 0
-        for row, request in enumerate(running):
-            start, room = len(request.token_ids) - 1, request.max_tokens - request.num_output
-            cap = min(limits.get(row, 0), request.cap(choice.window(request.number)))
-            drafts = choice.most_drafts.get(request.number, plan.num_draft_tokens)
-            inputs.append((request.token_ids[-1], start, cap, room, drafts))  # in the order of Input
-            places = min(cap, room)
-            context_len, most_places = max(context_len, start + places), max(most_places, places)
-        requests = tuple((row, running[row]) for row in sorted(limits))
-        keeps_logits = any(request.params.logprobs is not None for _, request in requests)
-        of_inputs = np.array(inputs, np.int64).T
-        return Rows(of_inputs, requests, context_len, keeps_logits, choice.watches, most_places)
+    def _take_rows(self, flight: Flight, rows: Rows, joined: Mapping[int, Request]) -> None:
+        """Tells drafter and sampler of the requests that join."""
+        if (drafter := flight.drafter) is not None:
+            with guarded(drafter):
+                drafter.join({row: (each.number, each.token_ids) for row, each in joined.items()})
+        sampling: list[RowSampling | None] = [None] * rows.inputs.shape[1]
+        for row, each in rows.requests:  # whose output tokens only penalties ask for
+            sampling[row] = RowSampling(each.params, each.seed, each.prompt_token_ids, (), each.stop_ids)
+        self.reset_sampler()  # the next round that the host starts has other rows
+        self._sampler.load(sampling)
 
     def _load_sampler(self, running: Sequence[Request]) -> None:
         """Gives the sampler the parameters and tokens of each row, if other requests are in the rows now."""
@@ -308,7 +326,3 @@ class RoundRunner:
                 ]
             )
             self._loaded = numbers
-
-
-def _empty_rows(num_rows: int, context_len: int) -> Rows:
-    return Rows(np.zeros((len(Input), num_rows), np.int64), (), context_len, keeps_logits=False)

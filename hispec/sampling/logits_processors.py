@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..utils.uploads import write
 from .inputs import RowSampling, SamplingInput
 
 
@@ -40,7 +41,7 @@ class LogitsProcessor(ABC):
         line_of_row = torch.zeros_like(self._line_of_row, device="cpu")
         for line, (index, _) in enumerate(wanted, start=1):
             line_of_row[index] = line
-        self._line_of_row.copy_(line_of_row)
+        write(self._line_of_row, line_of_row)
         self.fill([row for _, row in wanted])
         self.num_lines = len(wanted)
 
@@ -78,7 +79,7 @@ class Bias(LogitsProcessor):
         bias = torch.zeros(len(rows), self._vocab_size)
         for line, row in enumerate(rows):
             bias[line, list(row.params.logit_bias)] = torch.tensor(list(row.params.logit_bias.values()))
-        self._bias[1 : len(rows) + 1].copy_(bias)
+        write(self._bias[1 : len(rows) + 1], bias)
 
     def apply(self, logits: Tensor, at: SamplingInput) -> None:
         logits += self._bias[self._line_of_row[at.rows]]
@@ -119,7 +120,7 @@ class Penalties(LogitsProcessor):
             (self._in_prompt, in_prompt),
             (self._penalties, penalties),
         ):
-            table[1 : len(rows) + 1].copy_(values)
+            write(table[1 : len(rows) + 1], values)
 
     def advance(self, tokens: Tensor, counts: Tensor) -> None:
         lines = self._line_of_row[: len(counts)].unsqueeze(1)
@@ -156,10 +157,9 @@ class MinTokens(LogitsProcessor):
         forbidden = torch.zeros(len(rows), self._vocab_size, dtype=torch.bool)
         for line, row in enumerate(rows):
             forbidden[line, list(row.stop_ids)] = True
-        self._forbidden[1 : len(rows) + 1].copy_(forbidden)
-        self._first_free[1 : len(rows) + 1].copy_(
-            torch.tensor([len(row.prompt_token_ids) + row.params.min_tokens for row in rows])
-        )
+        write(self._forbidden[1 : len(rows) + 1], forbidden)
+        first_free = [len(row.prompt_token_ids) + row.params.min_tokens for row in rows]
+        write(self._first_free[1 : len(rows) + 1], torch.tensor(first_free))
 
     def apply(self, logits: Tensor, at: SamplingInput) -> None:
         lines = self._line_of_row[at.rows]

@@ -13,6 +13,7 @@ from torch import Tensor
 from ee_models.kernels import runs_triton
 
 from ..sampling_params import SamplingParams
+from ..utils.uploads import write
 from . import noise
 from .confidence import likeliest
 from .inputs import RowSampling, SamplingInput
@@ -20,6 +21,7 @@ from .logits_processors import Bias, LogitsProcessor, MinTokens, Penalties
 
 # Tokens that a nucleus is first looked for in; the whole vocabulary is sorted only where they do not hold it.
 _NUCLEUS_FIRST = 512
+_GREEDY = SamplingParams(temperature=0.0)  # of a row without a request
 
 
 class Sampler:
@@ -49,17 +51,11 @@ class Sampler:
         """Takes the parameters of other rows from now on; rows past the last of `rows` are greedy."""
         missing: list[RowSampling | None] = [None] * (self._num_rows - len(rows))
         rows = [*rows, *missing]
-        params = [row.params if row else SamplingParams(temperature=0.0) for row in rows]
-        self._floats.copy_(
-            torch.tensor(
-                [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-            )
-        )
-        self._ints.copy_(
-            torch.tensor(
-                [[min(p.top_k, self._vocab_size) for p in params], [row.seed if row else 0 for row in rows]]
-            )
-        )
+        params = [row.params if row else _GREEDY for row in rows]
+        floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+        top_k = [min(p.top_k, self._vocab_size) for p in params]
+        write(self._floats, torch.tensor(floats))
+        write(self._ints, torch.tensor([top_k, [row.seed if row else 0 for row in rows]]))
         sampled = [p for p in params if p.temperature > 0]
         self._any_sampled = bool(sampled)
         # A power of two, as graphs are captured anew for another number.

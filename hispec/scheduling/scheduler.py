@@ -123,12 +123,7 @@ class Scheduler:
                 self._make_room(request, window)
         if self.num_preemptions == preempted_before:
             self._admit(window)
-        step, budget = Step(), self.max_prefill_tokens
-        for request in self._in_order([request for request in self.running if not request.is_ready]):
-            if budget > 0:
-                end = min(len(request.token_ids) - 1, request.num_computed + budget)
-                step.chunks.append(Chunk(request, request.num_computed, end))
-                budget -= end - request.num_computed
+        step = Step(self._plan_chunks())
         # A prompt whose last chunk is computed in this step joins its round at once: it has the blocks.
         joining = {
             chunk.request.row for chunk in step.chunks if chunk.end == len(chunk.request.token_ids) - 1
@@ -138,6 +133,17 @@ class Scheduler:
                 step.limits[row] = request.round_limit(window)
                 assert len(request.table.blocks) >= self._pool.blocks_for(request.round_end(window))
         return step
+
+    def schedule_ahead(self, window: int, now_s: float = 0.0) -> list[Chunk] | None:
+        """As `schedule`, while a round is in flight whose requests have the blocks of their next one:
+        admission and chunks alone. None if the host has to read that round first, since a review is due."""
+        if self._is_review_due:
+            return None
+        self._now_s = now_s
+        if self.may_admit:
+            self._waiting.refresh()
+            self._admit(window)
+        return self._plan_chunks()
 
     def fit(self, step: Step, window: int) -> None:
         """Changes the window of the step's round, as far as there are free blocks."""
@@ -267,6 +273,16 @@ class Scheduler:
         return max(0, self._pool.blocks_for(request.round_end(window)) - len(request.table.blocks))
 
     # ---- rows and blocks ----
+
+    def _plan_chunks(self) -> list[Chunk]:
+        """What a step computes of prompts."""
+        chunks, budget = [], self.max_prefill_tokens
+        for request in self._in_order([request for request in self.running if not request.is_ready]):
+            if budget > 0:
+                end = min(len(request.token_ids) - 1, request.num_computed + budget)
+                chunks.append(Chunk(request, request.num_computed, end))
+                budget -= end - request.num_computed
+        return chunks
 
     def _make_room(self, request: Request, window: int) -> None:
         """Extends the request's blocks for one round, preempting others (or, last of all, itself).

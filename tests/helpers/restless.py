@@ -35,6 +35,9 @@ class Restless:
     def is_due(self) -> bool:
         return self._chance.random() < 0.6
 
+    def holds_for(self, num_rows: int) -> bool:
+        return self._chance.random() < 0.5
+
     def choose(self, numbers: Sequence[int], context_tokens: int) -> Choice:
         chance = self._chance
         watches = chance.random() < self._watches
