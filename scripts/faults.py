@@ -75,7 +75,7 @@ FAULTS = (
     ),
     Fault(
         "rollback off by one: the round starts a position early",
-        "hispec/runner/round_runner.py",
+        "hispec/runner/rows.py",
         "start, room = len(request.token_ids) - 1,",
         "start, room = len(request.token_ids) - 2,",
     ),
@@ -472,8 +472,8 @@ FAULTS = (
     Fault(
         "prompt lookup keeps the text of the request that had its place before",
         "hispec/drafters/ngram.py",
-        "                self._lookup.reset(index_row, token_ids)",
-        "                self._lookup.append(index_row, token_ids)",
+        "                self._lookup.reset(index_row, token_ids)\n            elif",
+        "                self._lookup.append(index_row, token_ids)\n            elif",
         ("tests/drafters/test_drafters.py", "tests/laws/test_drafters.py"),
     ),
     Fault(

@@ -72,11 +72,11 @@ def test_threads_wait_for_each_other(num_threads: int, monkeypatch: pytest.Monke
     barrier, numbers = pool.make_barrier(), np.arange(5) * 1000
     assert barrier.ctypes.data % 64 == 0
     for calls in range(1, 4):
-        call = np.array([0, barrier.ctypes.data, pool.team_size, numbers.ctypes.data, 1000], np.int64)
+        call = np.array([0, barrier.ctypes.data, pool.team_size, numbers.ctypes.data, 200], np.int64)
         pool.run(pass_numbers_on, call.ctypes.data, num_threads)
         came = int(call[0])  # OpenMP's settings may give fewer
-        moved = (np.arange(came) + 1000 * calls) % came
-        assert numbers[:came].tolist() == (moved * 1000 + 1000 * calls).tolist()
+        moved = (np.arange(came) + 200 * calls) % came
+        assert numbers[:came].tolist() == (moved * 1000 + 200 * calls).tolist()
         assert numbers[came:].tolist() == (np.arange(came, 5) * 1000).tolist()
 
 

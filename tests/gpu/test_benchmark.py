@@ -319,6 +319,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_report_stands_between_the_markers_and_nothing_else_changes(
     tmp_path: Path, measured: dict[str, Any]
 ) -> None:
@@ -352,6 +353,7 @@ def test_a_report_stands_between_the_markers_and_nothing_else_changes(
     )
 
 
+@pytest.mark.slow
 def test_what_is_no_measurement_is_refused(
     tmp_path: Path, measured: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import _thread
 import asyncio
 import gc
+import signal
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,15 @@ def test_an_llm_is_made_in_the_thread_that_steps_it(tiny_path: Path) -> None:
         AsyncEngine(lambda: LLM(str(tiny_path), max_num_seqs=0))
 
 
+@pytest.fixture
+def on_interrupt() -> Iterator[None]:
+    """Python's own handler: a program that a shell has put into the background ignores interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("on_interrupt")
 def test_an_llm_whose_making_was_interrupted_is_closed_when_it_is_made() -> None:
     closed, goes_on = threading.Event(), threading.Event()
 
