@@ -112,8 +112,8 @@ def test_whatever_raises_nothing_is_lost(
 def test_at_every_call(
     tiny_decoder: Decoder, wanted: list[list[list[int]]], plan: str, name: str, is_static: bool
 ) -> None:
-    """The same, at each call of a run: once, and again and again, more and more rarely. (At every seventh, where
-    a step has as many, no step would ever end.)"""
+    """The same, at each call of a run: once, and again and again, more and more rarely. (At every seventh,
+    where a step has as many, no step would ever end.)"""
     owner, method = (EVERYWHERE | DRAFTERS)[name]
     raised = None if name in DRAFTERS else Boom
     at, was_reached = 1, True
