@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_LINE = 64  # bytes of a CPU's cache
+
 
 class PagedKV:
     """One tensor `data` [layers, 2, slots, kv_heads, head_dim]; slot = block * block_size + offset.
@@ -79,7 +81,11 @@ class PagedKV:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of zeros. On a CPU the system zeroes its pages when they are first touched: torch.zeros would
-    write all of them at once, while most of a pool sized for the longest sequences is never used."""
+    write all of them at once, while most of a pool sized for the longest sequences is never used. It begins
+    where a cache line does, or the vectors of a key would lie in two of them each."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    found = np.zeros(num_bytes + _LINE, np.uint8)
+    start = -found.ctypes.data % _LINE
+    return torch.from_numpy(found[start : start + num_bytes]).view(dtype).view(shape)

@@ -97,7 +97,7 @@ class FusedPasses:
         }
         if bits := {step.bits for step in table} - {0}:  # in numbers of four bytes, too
             widest = max(hidden_size, size_q, intermediate)
-            sizes |= {"terms": max(bytes_per_token(each, widest) for each in bits) // 4, "scales": 1}
+            sizes["terms"] = max(bytes_per_token(each, widest) for each in bits) // 4
         call = Call(
             steps=ctypes.addressof(table),
             num_steps=len(steps),

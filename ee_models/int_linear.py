@@ -11,7 +11,6 @@ from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor, uint8
 
 from .kernels.numba_int import bytes_per_token, multiply, pack, split_tokens
-from .kernels.numba_int8 import MAX_INPUTS
 from .kernels.threads import KernelThreads, address_of, take
 
 # Multiplications of a product, and inputs to split, from which other threads are worth their 3 microseconds.
@@ -30,7 +29,6 @@ class _Call(ctypes.Structure):
                 "bits",
                 "x",
                 "terms",
-                "scales",
                 "num_tokens",
                 "num_inputs",
                 "panels",
@@ -50,7 +48,7 @@ def _split(call: Any) -> None:
     share = take(address_of(call))
     while share < c.num_shares:
         first, last = share * c.num_tokens // c.num_shares, (share + 1) * c.num_tokens // c.num_shares
-        split_tokens(c.bits, c.x, c.num_inputs, c.terms, c.scales, first, last)
+        split_tokens(c.bits, c.x, c.num_inputs, c.terms, first, last)
         share = take(address_of(call))
 
 
@@ -60,14 +58,14 @@ def _multiply(call: Any) -> None:
     share = take(address_of(call))
     while share < c.num_shares:
         multiply(
-            *(c.bits, c.terms, c.scales, c.num_tokens, c.num_inputs, c.panels, c.out, c.num_outputs),
+            *(c.bits, c.terms, c.num_tokens, c.num_inputs, c.panels, c.out, c.num_outputs),
             *(share, c.num_shares),
         )
         share = take(address_of(call))
 
 
 class IntLinear:
-    """A product with a weight [out, in] in int8 or int4; of tokens, a scale and whole numbers each (see
+    """A product with a weight [out, in] in int8 or int4; of tokens, whole numbers with scales (see
     `numba_int`). x and output keep the weight's dtype; what lies between is float32."""
 
     row_invariant = True
@@ -76,14 +74,8 @@ class IntLinear:
     def __init__(
         self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4], threads: KernelThreads
     ) -> None:
-        """Raises ValueError for more inputs than int8 can add up, and for weights that are not finite, or in
-        int4 too large for float16."""
+        """Raises ValueError for weights that are not finite, or in int4 too large for float16."""
         self.num_outputs, self.num_inputs = weight.shape
-        if bits == 8 and self.num_inputs > MAX_INPUTS:
-            raise ValueError(
-                f"a linear has {self.num_inputs} inputs, and int8 on a CPU adds up at most {MAX_INPUTS}; set"
-                " quantization to null"
-            )
         self.panels = pack(bits, weight.float(), None if bias is None else bias.float())
         self.num_bytes = self.panels.nbytes
         self.bits, self._dtype, self._threads = bits, weight.dtype, threads
@@ -93,12 +85,11 @@ class IntLinear:
         assert x.shape[1] == self.num_inputs and x.dtype == self._dtype, (x.shape, x.dtype, self.num_inputs)
         x, num_tokens = x.float().contiguous(), x.shape[0]
         terms = x.new_empty(num_tokens, bytes_per_token(self.bits, self.num_inputs), dtype=uint8)
-        scales, out = x.new_empty(num_tokens), x.new_empty(num_tokens, self.num_outputs)
+        out = x.new_empty(num_tokens, self.num_outputs)
         call = _Call(
             bits=self.bits,
             x=x.data_ptr(),
             terms=terms.data_ptr(),
-            scales=scales.data_ptr(),
             num_tokens=num_tokens,
             num_inputs=self.num_inputs,
             panels=self.panels.data_ptr(),

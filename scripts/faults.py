@@ -151,15 +151,15 @@ FAULTS = (
     Fault(
         "a token in int8 takes its neighbour's scale",
         "ee_models/kernels/numba_int8.py",
-        "load(builder, scales, INT(4 * token), FLOAT)",
-        "load(builder, scales, INT(4 * max(0, token - 1)), FLOAT)",
+        "of_x = spread(builder, load(builder, row, of_group, FLOAT))",
+        "of_x = spread(builder, load(builder, rows[0], of_group, FLOAT))",
         INTEGERS,
     ),
     Fault(
         "bytes are multiplied pair by pair, the odd ones without their signs",
         "ee_models/kernels/numba_int8.py",
-        "builder.ashr(weight, eight)\n",
-        "builder.lshr(weight, eight)\n",
+        "builder.ashr(x, eight)\n",
+        "builder.lshr(x, eight)\n",
         INTEGERS,
     ),
     Fault(
@@ -170,17 +170,17 @@ FAULTS = (
         INTEGERS,
     ),
     Fault(
-        "int8 forgets the second term of a token",
+        "int8 takes the scales of the first group for all",
         "ee_models/kernels/numba_int8.py",
-        "product = builder.fadd(first, builder.fmul(second, second_unit))",
-        "product = first",
+        "load_half(builder, group, ",
+        "load_half(builder, builder.add(panel, INT(HEAD)), ",
         INTEGERS,
     ),
     Fault(
         "int8 takes 128 away once too little",
         "ee_models/kernels/numba_int8.py",
-        "[7] * WIDTH",
-        "[6] * WIDTH",
+        "INT32(-128)",
+        "INT32(-127)",
         INTEGERS,
     ),
     Fault(
@@ -193,8 +193,8 @@ FAULTS = (
     Fault(
         "int4 takes the scales and minima of the first group for all",
         "ee_models/kernels/numba_int4.py",
-        "_load_half(builder, group, ",
-        "_load_half(builder, builder.add(panel, INT(HEAD)), ",
+        "load_half(builder, group, INT(2 * (",
+        "load_half(builder, builder.add(panel, INT(HEAD)), INT(2 * (",
         INTEGERS,
     ),
     Fault(
@@ -214,8 +214,8 @@ FAULTS = (
     Fault(
         "a token in int4 takes its neighbour's scale",
         "ee_models/kernels/numba_int4.py",
-        "load(builder, scales, INT(4 * token), FLOAT)",
-        "load(builder, scales, INT(4 * max(0, token - 1)), FLOAT)",
+        "of_token = spread(builder, load(builder, row, scale, FLOAT))",
+        "of_token = spread(builder, load(builder, rows[0], scale, FLOAT))",
         INTEGERS,
     ),
     Fault(

@@ -7,18 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 from numba import njit
-from numba.np.numpy_support import carray
 from torch import Tensor
 
 from . import numba_int4, numba_int8
 from .numba_gemm import copy_tile
 from .numba_int8 import COLUMNS
-from .threads import pointer
 
 # Memory is asked for while what is there is multiplied: by one tile of tokens for what comes so many bytes
-# later; by the first two of several, half each, for the next panel, or it would stand idle during the second.
+# later, by several, a part each, for the next panel.
 _AHEAD = 4096
-_ASKING = 2
 _PACKED_AT_ONCE = 64  # panels: what is made of them on the way is small beside a model
 _kernel = njit(error_model="numpy", nogil=True, cache=True)
 
@@ -28,7 +25,8 @@ def count_bytes(bits: int, num_inputs: int) -> Any:
     """Groups of inputs; bytes of a panel ahead of them, of one of them, and of a token's whole numbers."""
     if bits == 4:
         groups = (num_inputs + numba_int4.GROUP - 1) // numba_int4.GROUP
-        return groups, numba_int4.HEAD, numba_int4.GROUP_BYTES, groups * numba_int4.TOKEN_GROUP_BYTES
+        bytes_per_token = groups * numba_int4.TOKEN_GROUP_BYTES + numba_int4.SCALE_BYTES
+        return groups, numba_int4.HEAD, numba_int4.GROUP_BYTES, bytes_per_token
     groups = (num_inputs + numba_int8.GROUP - 1) // numba_int8.GROUP
     return groups, numba_int8.HEAD, numba_int8.GROUP_BYTES, groups * numba_int8.TOKEN_GROUP_BYTES
 
@@ -59,24 +57,22 @@ def pack(bits: int, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @_kernel
-def split_tokens(bits: int, x: int, num_inputs: int, terms: int, scales: int, first: int, last: int) -> None:
+def split_tokens(bits: int, x: int, num_inputs: int, terms: int, first: int, last: int) -> None:
     """Of tokens first to last - 1 of x [tokens, in]: terms [tokens, bytes], the whole numbers that a weight
-    of `bits` is multiplied by, and scales [tokens]; all by address."""
+    of `bits` is multiplied by, with their scales; all by address."""
     groups, _, _, bytes_per_token = count_bytes(bits, num_inputs)
-    found = carray(pointer(scales), last, np.float32)
     for token in range(first, last):
         own, to = x + 4 * token * num_inputs, terms + token * bytes_per_token
         if bits == 4:
-            found[token] = numba_int4.split(own, num_inputs, to, groups)
+            numba_int4.split(own, num_inputs, to, groups)
         else:
-            found[token] = numba_int8.split(own, num_inputs, to, groups)
+            numba_int8.split(own, num_inputs, to, groups)
 
 
 @_kernel
 def multiply(
     bits: int,
     terms: int,
-    scales: int,
     num_tokens: int,
     num_inputs: int,
     panels: int,
@@ -96,22 +92,23 @@ def multiply(
     for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
         panel = panels + number * bytes_per_panel
         columns = min(COLUMNS, num_outputs - number * COLUMNS)
-        first, asking = 0, min(num_tiles, _ASKING)
+        first = 0
         for tile in range(num_tiles):
             count = (num_tokens - first) // (num_tiles - tile)  # tiles as alike as can be
-            rows, its_scales = (terms + first * bytes_per_token, bytes_per_token), scales + 4 * first
+            rows = terms + first * bytes_per_token, bytes_per_token
             to = out + first * bytes_per_out + number * 4 * COLUMNS, bytes_per_out
-            ahead = panel + bytes_per_panel, 0
-            if asking == 1:
-                ahead = panel + head + _AHEAD, group_bytes
-            elif tile < asking:
-                ahead = panel + bytes_per_panel + tile * bytes_per_panel // asking, group_bytes // asking
+            ahead = panel + head + _AHEAD, group_bytes
+            if num_tiles > 1:
+                ahead = (
+                    panel + bytes_per_panel + tile * bytes_per_panel // num_tiles,
+                    group_bytes // num_tiles,
+                )
             # What is past the last output must not be written over the next token's first ones.
             whole = to if columns == COLUMNS else (spare.ctypes.data, 4 * COLUMNS)
             if bits == 4:
-                numba_int4.multiply_tile(count, rows, its_scales, groups, panel, whole, ahead)
+                numba_int4.multiply_tile(count, rows, groups, panel, whole, ahead)
             else:
-                numba_int8.multiply_tile(count, rows, its_scales, groups, panel, whole, ahead)
+                numba_int8.multiply_tile(count, rows, groups, panel, whole, ahead)
             if columns < COLUMNS:
                 copy_tile(spare, count, columns, *to)
             first += count

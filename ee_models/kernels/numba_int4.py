@@ -38,6 +38,7 @@ from .numba_vectors import (
     for_count,
     largest,
     load,
+    load_half,
     prefetch,
     rows_of,
     spread,
@@ -49,8 +50,9 @@ GROUP = 32  # inputs that share a scale and a minimum
 # Whose sums of a group fit into the CPU's vectors; where LLVM makes much code of a product, fewer.
 TOKENS = 3 if numba_int8.DOT == "plain" else 8 if WIDTH == 16 else 6
 LARGEST = torch.finfo(torch.float16).max  # size of a weight
-# Bytes of a panel ahead of its groups: the bias of each column; of a group; of one of a token's.
-HEAD, GROUP_BYTES, TOKEN_GROUP_BYTES = 4 * COLUMNS, (4 + GROUP // 2) * COLUMNS, 2 * GROUP + 4
+# Bytes of a panel ahead of its groups: the bias of each column; of a group; of one of a token's, and of the
+# scale that follows these.
+HEAD, GROUP_BYTES, TOKEN_GROUP_BYTES, SCALE_BYTES = 4 * COLUMNS, (4 + GROUP // 2) * COLUMNS, 2 * GROUP + 4, 4
 # Steps between the smallest and the largest weight of a group that are tried, all of them first.
 _TRIED = (15, 14, 13, 12, 11, 10, 9, 8)
 _LINE = 64  # bytes
@@ -114,12 +116,12 @@ _LARGEST_K = np.float32(32767)
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
-def split(x: int, num_inputs: int, to: int, groups: int) -> Any:
-    """The numbers [groups, GROUP] int16 of a token [in] at the address x, then the sum of each group,
-    float32, at the address `to` -> its scale, NaN where it has a number that is not finite."""
+def split(x: int, num_inputs: int, to: int, groups: int) -> None:
+    """Of a token [in] at the address x: at the address `to` its numbers [groups, GROUP] int16, the sum of
+    each group, float32, and its scale, NaN where it has a number that is not finite."""
     numbers = carray(pointer(x), num_inputs, np.float32)
     whole = carray(pointer(to), groups * GROUP, np.int16)
-    sums = carray(pointer(to + 2 * groups * GROUP), groups, np.float32)
+    sums = carray(pointer(to + 2 * groups * GROUP), groups + 1, np.float32)
     peak = largest(x, num_inputs)
     inverse = _LARGEST_K / peak if peak > 0 else np.float32(0)
     is_finite = peak < np.inf
@@ -133,7 +135,7 @@ def split(x: int, num_inputs: int, to: int, groups: int) -> Any:
         for i in range(group * GROUP, (group + 1) * GROUP):
             total += np.int32(whole[i])
         sums[group] = total
-    return peak / _LARGEST_K if is_finite else np.float32(np.nan)
+    sums[groups] = peak / _LARGEST_K if is_finite else np.float32(np.nan)
 
 
 def _dot(builder: Any, total: Any, x: Any, y: Any) -> None:
@@ -157,7 +159,7 @@ def _dot(builder: Any, total: Any, x: Any, y: Any) -> None:
 
 
 def _multiply_tile_intrinsic(
-    _context: Any, num_tokens: Any, terms: Any, scales: Any, num_groups: Any, panel: Any, out: Any, ahead: Any
+    _context: Any, num_tokens: Any, terms: Any, num_groups: Any, panel: Any, out: Any, ahead: Any
 ) -> Any:
     """out[t, :COLUMNS] = bias + terms[t] . panel for 1 to TOKENS tokens t; arguments are those of
     numba_int8's."""
@@ -167,12 +169,10 @@ def _multiply_tile_intrinsic(
         for_count(builder, num_tokens, TOKENS, lambda count: _tile(builder, count, *inputs))
         return NONE
 
-    return types.none(types.intp, ROWS, types.intp, types.intp, types.intp, ROWS, ROWS), generate
+    return types.none(types.intp, ROWS, types.intp, types.intp, ROWS, ROWS), generate
 
 
-def _tile(
-    builder: Any, count: int, terms: Any, scales: Any, num_groups: Any, panel: Any, out: Any, ahead: Any
-) -> None:
+def _tile(builder: Any, count: int, terms: Any, num_groups: Any, panel: Any, out: Any, ahead: Any) -> None:
     columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
     rows = rows_of(builder, terms, count)
     sums = builder.mul(num_groups, INT(2 * GROUP))
@@ -199,32 +199,21 @@ def _tile(
                     for own, whole in zip(q, of_token, strict=True):
                         _dot(builder, whole, own, alike)
         for i in range(len(columns)):
-            scale, minimum = (
-                _load_half(builder, group, INT(2 * (COLUMNS * k + WIDTH * i))) for k in range(2)
-            )
+            scale, minimum = (load_half(builder, group, INT(2 * (COLUMNS * k + WIDTH * i))) for k in range(2))
             for row, of_token, total in zip(rows, wholes, totals, strict=True):
                 add_product(builder, total[i], scale, builder.sitofp(builder.load(of_token[i]), VECTOR))
                 of_group = builder.add(sums, builder.mul(loop.index, INT(4)))
                 add_product(builder, total[i], minimum, spread(builder, load(builder, row, of_group, FLOAT)))
-    for i, column in enumerate(columns):
-        bias = load(builder, panel, column)
-        for token, (row, total) in enumerate(zip(rows_of(builder, out, count), totals, strict=True)):
-            of_token = spread(builder, load(builder, scales, INT(4 * token), FLOAT))
+    scale = builder.add(sums, builder.mul(num_groups, INT(4)))
+    for row, to, total in zip(rows, rows_of(builder, out, count), totals, strict=True):
+        of_token = spread(builder, load(builder, row, scale, FLOAT))
+        for i, column in enumerate(columns):
             product = builder.fmul(builder.load(total[i]), of_token)
-            store(builder, builder.fadd(product, bias), row, column)
+            store(builder, builder.fadd(product, load(builder, panel, column)), to, column)
 
 
 def _alike(number: float) -> Any:
     return ir.Constant(VECTOR, [number] * WIDTH)
-
-
-def _load_half(builder: Any, base: Any, offset: Any) -> Any:
-    """float16 as float32, on CPUs without an instruction for it, too: its bits are those of a number that is
-    2 ** 112 times smaller."""
-    halves = load(builder, base, offset, ir.VectorType(ir.IntType(16), WIDTH))
-    moved = builder.shl(builder.sext(halves, WHOLE), ir.Constant(WHOLE, [13] * WIDTH))
-    bits = builder.and_(moved, ir.Constant(WHOLE, [0x8FFFE000 - (1 << 32)] * WIDTH))
-    return builder.fmul(builder.bitcast(bits, VECTOR), _alike(2.0**112))
 
 
 multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)

@@ -65,6 +65,16 @@ def store_bfloat16(builder: Any, value: Any, base: Any, offset: Any) -> None:
     builder.store(builder.trunc(rounded, halves), address(builder, base, offset, halves), align=2)
 
 
+def load_half(builder: Any, base: Any, offset: Any) -> Any:
+    """A vector of float16 as float32, on CPUs without an instruction for it, too: its bits are those of a
+    number that is 2 ** 112 times smaller."""
+    whole = ir.VectorType(INT32, WIDTH)
+    halves = load(builder, base, offset, ir.VectorType(ir.IntType(16), WIDTH))
+    moved = builder.shl(builder.sext(halves, whole), _every(whole, 13))
+    bits = builder.and_(moved, _every(whole, 0x8FFFE000 - (1 << 32)))
+    return builder.fmul(builder.bitcast(bits, VECTOR), ir.Constant(VECTOR, [2.0**112] * WIDTH))
+
+
 def _bits_of(what: Any) -> tuple[Any, Any]:
     """Whole numbers in the place of floats, of their size and of half of it."""
     size = getattr(what, "count", 0)

@@ -13,7 +13,7 @@ from llvmlite import binding
 from torch import Tensor
 
 from ee_models.int_linear import IntLinear
-from ee_models.kernels import numba_int, numba_int4, numba_vectors
+from ee_models.kernels import numba_int, numba_int4, numba_int8, numba_vectors
 from ee_models.kernels.threads import KernelThreads
 from tests.helpers.support import threads
 from tests.helpers.vector_width import load_with_vectors_of
@@ -81,14 +81,20 @@ def int4_weight(num_outputs: int, num_inputs: int) -> Tensor:
 def products(bits: Bits, weight: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Of a weight in whole numbers and x as it is, in float64; and how far off half a unit of x in each input
     may be, with what float32 rounds away."""
-    held, units, rounded = weight.double(), 32767, 1e-5
+    held, unit = weight.double(), x.abs().amax(1, keepdim=True).double().expand_as(x) / 32767
     if bits == 8:
-        scale = weight.abs().amax(1, keepdim=True) / 127
-        held, units, rounded = (weight / scale).round().double() * scale.double(), 127 * 254, 1e-6
-    unit = x.abs().amax(1, keepdim=True).double() / units
+        mantissa, exponent = torch.frexp(group_peaks(weight).double() / 127)
+        scale = torch.ldexp((mantissa * 2048).round() / 2048, exponent)  # the 11 bits of a float16
+        held, unit = (held / scale).round() * scale, group_peaks(x).double() / 127
     exact = x.double() @ held.T + bias.double()
-    size = x.double().abs() @ held.abs().T if bits == 4 else exact.abs()
-    return exact, 0.501 * unit * held.abs().sum(1) + rounded * (size + bias.abs())
+    size = x.double().abs() @ held.abs().T
+    return exact, 0.501 * unit @ held.abs().T + 1e-5 * (size + bias.abs())
+
+
+def group_peaks(numbers: Tensor) -> Tensor:
+    """The largest size of each group of a row, for each of its numbers."""
+    groups = numbers.abs().split(numba_int8.GROUP, 1)
+    return torch.cat([group.amax(1, keepdim=True).expand_as(group) for group in groups], 1)
 
 
 def test_products_are_those_of_whole_numbers_and_a_rows_bits_its_own(
@@ -123,12 +129,14 @@ def test_bits_are_the_same_on_every_cpu(modules: list[ModuleType], bits: Bits) -
 
 
 def test_the_largest_numbers_do_not_overflow(modules: list[ModuleType]) -> None:
-    num_inputs = modules[0].MAX_INPUTS
-    signs = torch.tensor([[1.0], [-1.0]])
+    num_inputs, signs = 1 << 17, torch.tensor([[1.0], [-1.0]])
     layer = modules[2].IntLinear(signs.expand(2, num_inputs), None, 8, KernelThreads())
-    torch.testing.assert_close(layer(3.0 * signs.expand(2, num_inputs)), 3.0 * num_inputs * signs @ signs.T)
-    with pytest.raises(ValueError, match="set quantization to null"):
-        modules[2].IntLinear(torch.ones(1, num_inputs + 1), None, 8, KernelThreads())
+    found, of_scale = layer(3.0 * signs.expand(2, num_inputs)), {"rtol": 2**-11, "atol": 0.0}
+    torch.testing.assert_close(found, 3.0 * num_inputs * signs @ signs.T, **of_scale)
+    largest = torch.finfo(torch.float32).max
+    layer = modules[2].IntLinear(torch.full((1, 2), largest), None, 8, KernelThreads())
+    found = layer(torch.tensor([[0.25, 0.25]]))
+    torch.testing.assert_close(found, torch.tensor([[0.5 * largest]]), **of_scale)
     weight = torch.full((2, 2 * numba_int4.GROUP), 15 * 4096.0)  # and so nothing but the largest q
     weight[:, :: numba_int4.GROUP] = 0.0
     layer = modules[2].IntLinear(weight, None, 4, KernelThreads())
@@ -145,7 +153,7 @@ def test_zeros_give_the_bias_and_weights_of_zero_nothing(modules: list[ModuleTyp
 
 
 def test_nothing_is_written_beside_the_outputs(modules: list[ModuleType], bits: Bits) -> None:
-    """Outputs, terms and scales lie between bytes that are looked at again."""
+    """Outputs and terms lie between bytes that are looked at again."""
     layer, x = modules[2].IntLinear(randn(33, 7), None, bits, KernelThreads()), randn(5, 7)
     expected = layer(x)
     guarded: list[Tensor] = []
@@ -164,7 +172,7 @@ def test_nothing_is_written_beside_the_outputs(modules: list[ModuleType], bits: 
             return around[1:-1]
 
     found = layer(x.as_subclass(Input))
-    assert torch.equal(found, expected) and len(guarded) == 3
+    assert torch.equal(found, expected) and len(guarded) == 2
     for around in guarded:
         assert bool((around[[0, -1]].contiguous().view(torch.uint8) == 99).all())
 
@@ -227,11 +235,32 @@ def test_inputs_of_another_width_or_dtype_are_refused(modules: list[ModuleType],
             layer(x)
 
 
-# ---- what int4 holds of a weight ----
+# ---- what is held of a weight ----
 
 
-def held(weight: Tensor) -> Tensor:
-    return IntLinear(weight, None, 4, KernelThreads())(torch.eye(weight.shape[1])).T
+def held(weight: Tensor, bits: Bits = 4) -> Tensor:
+    return IntLinear(weight, None, bits, KernelThreads())(torch.eye(weight.shape[1])).T
+
+
+def test_int8_holds_what_a_file_holds_in_8_bits() -> None:
+    """As in GGUF files: groups of 32 with a scale in float16, whose largest number is 127 or -127."""
+    q = torch.randint(-127, 128, (64, 4, 32), generator=torch.Generator().manual_seed(0))
+    q[:, :, 5] = 127 * randn(64, 4).sign()
+    weight = (q * (randn(64, 4, 1).exp() / 1000).half().float()).flatten(1)
+    torch.testing.assert_close(held(weight, 8), weight, rtol=1e-6, atol=0.0)
+
+
+def test_a_groups_numbers_widen_no_other_groups_steps() -> None:
+    weight, x = randn(40, 96), randn(5, 96)
+    x[:, 3] = 1e4
+    weight[:, 3] = 0.0
+    weight[:, 40] = 1e4
+    x[:, 40] = 0.0
+    layer = IntLinear(weight, None, 8, KernelThreads())
+    is_beside = torch.arange(96) >= 64
+    expected = torch.where(is_beside, weight, 0.0) @ torch.where(is_beside, x, 0.0).T
+    found = layer(torch.where(is_beside | (torch.arange(96) == 3), x, 0.0))
+    torch.testing.assert_close(found, expected.T, rtol=0.0, atol=0.3)
 
 
 @pytest.mark.parametrize("steps", range(8, 16))
@@ -255,5 +284,6 @@ def test_int4_is_never_further_off_than_the_whole_range_in_15_steps() -> None:
     assert bool((errors[0] <= 1.05 * errors[1]).all())  # of which float16 may cost a little
 
 
-def test_a_weight_in_int4_takes_5_bits() -> None:
+def test_a_weight_takes_5_bits_in_int4_and_8_and_a_half_in_int8() -> None:
     assert numba_int.pack(4, randn(64, 320), None).nbytes == 64 * (320 * 5 // 8 + 4)
+    assert numba_int.pack(8, randn(64, 320), None).nbytes == 64 * (320 * 17 // 16 + 8)

@@ -20,6 +20,7 @@ from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.int_linear import IntLinear
+from ee_models.kernels.numba_int8 import GROUP
 from ee_models.linear import Linear, PlainLinear
 from ee_models.linear_factory import LinearMaker
 from ee_models.quantized import Quantization, QuantizedLinear, quantized_linear
@@ -82,9 +83,9 @@ def test_a_quantized_linear_is_close_to_its_weight_and_smaller(
     assert layer(x[:0]).shape == (0, shape[0])
     assert layer(x).dtype == dtype
     group = 32 if device == CPU else group
-    held = (
-        weight.numel() if kind == "int8" else weight.numel() // 2 + 4 * weight.numel() // group
-    )  # scales and zeros or minima in 16 bits
+    numbers = weight.numel() if kind == "int8" else weight.numel() // 2
+    bytes_per_group = 4 if kind == "int4" else 2 if device == CPU else 0  # scales, zeros or minima
+    held = numbers + bytes_per_group * weight.numel() // group
     own = layer.num_bytes - (0 if bias is None else bias.nbytes)
     limit = held + 12 * shape[0] if kind == "int8" or device == CPU else 1.06 * held
     assert held <= own <= limit or (device == GPU and kind == "int4"), "pads inputs to 1,024 there"
@@ -238,6 +239,16 @@ def logits_of(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     return decoder.logits(hidden, config.num_layers)
 
 
+class OfRounded(PlainLinear):
+    """Of tokens as a CPU's int8 has them."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+        scale = groups.abs().amax(2, keepdim=True) / 127
+        rounded = (groups / scale.clamp(min=1e-30)).round() * scale
+        return super().__call__(rounded.flatten(1)[:, : x.shape[1]].to(x.dtype))
+
+
 @pytest.mark.parametrize(("kind", "dtype", "device"), RUNNABLE)
 def test_a_quantized_decoder_computes_with_the_weights_that_it_holds(
     kind: Quantization,
@@ -253,18 +264,24 @@ def test_a_quantized_decoder_computes_with_the_weights_that_it_holds(
     small, whole = decoder.num_bytes, Decoder.load(checkpoint, dtype, device).num_bytes
     assert small < (0.7 if kind == "int8" else 0.8) * whole or (device == GPU and kind == "int4")
 
-    make = LinearMaker.__call__
+    make, make_head = LinearMaker.__call__, LinearMaker.head
 
-    def unpacked(self: LinearMaker, weight: Tensor, bias: Tensor | None) -> Linear:
+    def unpacked(layer: Linear, weight: Tensor, bias: Tensor | None = None) -> Linear:
         eye = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
-        return PlainLinear(make(self, weight, None)(eye).T.contiguous(), bias)
+        is_int8 = isinstance(layer, IntLinear) and layer.bits == 8
+        return (OfRounded if is_int8 else PlainLinear)(layer(eye).T.contiguous(), bias)
 
     tokens = list(range(40, 60))
     found = logits_of(decoder, tokens)
-    monkeypatch.setattr(LinearMaker, "__call__", unpacked)
+    monkeypatch.setattr(
+        LinearMaker, "__call__", lambda self, weight, bias: unpacked(make(self, weight, None), weight, bias)
+    )
+    monkeypatch.setattr(LinearMaker, "head", lambda self, weight: unpacked(make_head(self, weight), weight))
     monkeypatch.setattr(LinearMaker, "makes_panels", False)
     expected = logits_of(Decoder.load(checkpoint, dtype, device, quantization=kind), tokens)
-    assert relative_error(found, expected) < (1e-3 if dtype == torch.float32 else 0.1)
+    # What int4 rounds of a token, its head in int8 may round to another step.
+    limit = 0.1 if dtype != torch.float32 else 5e-3 if kind == "int4" else 1e-5
+    assert relative_error(found, expected) < limit
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
@@ -304,7 +321,7 @@ def test_trained_exits_are_quantized_with_their_model(
     ]
     file = make_exits(tmp_path / "some", checkpoint, infos, from_trunk=True)
     exits, originals = loaded(file, int8, checkpoint), loaded(file, tiny_decoder, checkpoint)
-    assert all(own.num_bytes < 0.4 * other.num_bytes for own, other in zip(exits, originals, strict=True))
+    assert all(own.num_bytes < 0.45 * other.num_bytes for own, other in zip(exits, originals, strict=True))
     right = make_exits(tmp_path / "right", checkpoint, [whole_trunk(3), whole_trunk(6)], from_trunk=True)
     engine = adapter_engine(int8, Plan(3, 6, 2, 2), loaded(right, int8, checkpoint))
     outputs = run(adapter_engine(int8, Plan(4, 7, 2, 2), exits), PROMPTS), run(engine, PROMPTS)
