@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from .huge_pages import HugePages
 from .kernels import runs_numba
 from .linear import Linear, PlainLinear
 from .quantized import Quantization, check_quantization, quantized_linear
 
 if TYPE_CHECKING:
+    from .int_linear import IntLinear
     from .kernels.threads import KernelThreads
+    from .panel_linear import PanelLinear
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ class LinearMaker:
 
         return KernelThreads()
 
+    @cached_property
+    def pages(self) -> HugePages:
+        """Those that weights of a CPU lie in."""
+        return HugePages()
+
     def head(self, weight: Tensor) -> Linear:
         """The Linear of a head [vocab, hidden]. On a CPU it stays in int8 where layers are in int4: what is
         lost in it is lost for every token, and files in four bits keep it in more, too."""
@@ -79,10 +87,14 @@ class LinearMaker:
         if self.makes_panels:
             from .panel_linear import PanelLinear
 
-            return PanelLinear(weight, bias, self.threads)
+            return self._placed(PanelLinear(weight, bias, self.threads))
         return PlainLinear(weight, bias)
 
     def _int_linear(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> Linear:
         from .int_linear import IntLinear
 
-        return IntLinear(weight, bias, bits, self.threads)
+        return self._placed(IntLinear(weight, bias, bits, self.threads))
+
+    def _placed(self, linear: PanelLinear | IntLinear) -> Linear:
+        linear.panels = self.pages.keep(linear.panels)
+        return linear
