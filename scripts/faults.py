@@ -227,7 +227,7 @@ FAULTS = (
     ),
     Fault(
         "a scale in float16 loses its lowest bits",
-        "ee_models/kernels/numba_int4.py",
+        "ee_models/kernels/numba_vectors.py",
         "0x8FFFE000",
         "0x8FFF0000",
         INTEGERS,

@@ -128,6 +128,14 @@ LOOKED_UP: dict[str, Callable[[int, int], list[int]]] = {
     "later": lambda row, column: [] if column == 0 else [0, 2],
     "lookup": lookup,
 }
+OF_LOOKED_UP = [
+    Plan(0, None, 2, 1),
+    Plan(0, 2, 1, 1),
+    Plan(0, 2, 2, 1),
+    Plan(0, 2, 1, 2),
+    Plan(1, None, 2, 1),
+    Plan(1, 2, 1, 2),
+]
 
 
 def one_round(
@@ -175,20 +183,11 @@ def one_round(
     return tuple(result.tokens[0, 1 : 1 + int(result.counts[0])].tolist())
 
 
-def test_one_round_with_looked_up_drafts_continues_the_full_models_law(paths: Paths) -> None:
+@sweep("plan", OF_LOOKED_UP, lambda plan: plan.num_checks == 2 or plan.check_layer is None, ids=str)
+def test_one_round_with_looked_up_drafts_continues_the_full_models_law(paths: Paths, plan: Plan) -> None:
     """Drafts without probabilities, alone (D = 0) and where an exit drafts when there are none."""
-    for plan, name in itertools.product(
-        [
-            Plan(0, None, 2, 1),
-            Plan(0, 2, 1, 1),
-            Plan(0, 2, 2, 1),
-            Plan(0, 2, 1, 2),
-            Plan(1, None, 2, 1),
-            Plan(1, 2, 1, 2),
-        ],
-        LOOKED_UP,
-    ):
-        assert_law(paths, plan, 0, LOOKED_UP[name])
+    for looked_up in LOOKED_UP.values():
+        assert_law(paths, plan, 0, looked_up)
 
 
 @sweep("confidence", [0.5, 0.7], (0.5).__eq__)
@@ -219,7 +218,7 @@ def test_one_round_of_gated_cycles_continues_the_full_models_law(
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("seed", [0, 1])
+@sweep("seed", [0, 1], (0).__eq__)
 def test_one_round_continues_the_full_models_law(paths: Paths, plan: Plan, seed: int) -> None:
     assert_law(paths, plan, seed)
 
