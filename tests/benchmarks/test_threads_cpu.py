@@ -21,6 +21,7 @@ def run(model: Path, prompts: Path, *options: str) -> int:
     return threads_cpu.main([str(model), "--prompts", str(prompts), "--max-tokens", "4", *options])
 
 
+@pytest.mark.slow
 def test_both_ways_are_measured_and_told(
     tiny_path: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -187,6 +187,7 @@ def run_compile_offline(every: bool) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_devices_of_two_generations() -> None:
     lines = run_compile_offline(every=False)
     assert len(lines) == 2 * 2  # of each generation one size; the next test, of `make test-slow`, has all
