@@ -16,6 +16,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 "$python" -m mypy & # beside the tests: alone it would use one core
 types=$!
 trap 'kill "$types" 2>/dev/null || true' EXIT
+"$python" -c 'import ee_models.fused_kernel' # compiles what takes longest, once: pytest's processes would each do it
 if [ "$#" -eq 0 ]; then
     set -- -m "not slow"
 fi

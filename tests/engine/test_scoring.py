@@ -210,6 +210,7 @@ def test_engine_score_is_public_and_takes_pairs(llm: LLM) -> None:
     assert EngineConfig().max_prefill_tokens >= 1 and llm.engine.score([]) == []
 
 
+@pytest.mark.slow
 def test_workers_give_the_same_scores_and_those_that_die_are_replaced(llm: LLM, tiny_path: Path) -> None:
     pairs = [[*STEM, token] for token in range(150)], [[token, 3, 4] for token in range(150)]
     wanted = llm.score(*pairs, use_tqdm=False)

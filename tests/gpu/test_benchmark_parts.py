@@ -173,6 +173,7 @@ def test_a_setting_holds_as_long_as_it_is_tried() -> None:
     )
 
 
+@pytest.mark.slow
 def test_settings_are_tried_by_name(tmp_path: Path) -> None:
     def run(settings: str) -> dict[str, Any]:
         out: dict[str, Any] = {}

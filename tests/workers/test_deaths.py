@@ -129,6 +129,7 @@ def test_workers_that_die_before_they_are_ready_are_replaced_too(two: LLM, one: 
     assert generate(two) == generate(one) and len(worker_pids(two)) == 2
 
 
+@pytest.mark.slow
 def test_a_killed_nursery_is_replaced_when_it_is_needed(two: LLM, one: LLM) -> None:
     launcher = pool(two)._dispatcher._launcher
     nursery = launcher._nursery
@@ -168,6 +169,7 @@ def test_a_predictor_that_cannot_be_sent_is_refused(tiny_path: Path) -> None:
         LLM(str(tiny_path), workers=2, length_predictor=Unpicklable(), **SMALL)
 
 
+@pytest.mark.slow
 def test_without_a_worker_left_step_says_why(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(tiny_path), workers=2, **SMALL) as llm:
         dispatcher: Dispatcher = pool(llm)._dispatcher

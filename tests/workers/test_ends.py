@@ -73,6 +73,7 @@ def test_close_waits_only_so_long_for_a_worker_that_hangs(
     assert is_over and not any(map(is_alive, pids)) and llm.stats()["workers_replaced"] == 0
 
 
+@pytest.mark.slow
 def test_an_llm_that_nobody_holds_leaves_no_process(tiny_path: Path) -> None:
     llm = LLM(str(tiny_path), workers=2, **SMALL)
     pids = all_pids(llm)
@@ -131,6 +132,7 @@ def test_a_process_that_ends_before_it_has_loaded_is_told(
         LLM(str(tiny_path), workers=2, **SMALL)
 
 
+@pytest.mark.slow
 def test_workers_ignore_ctrl_c(two: LLM, one: LLM) -> None:
     pids = all_pids(two)
     groups = {os.getpgid(pid) for pid in pids}
@@ -200,6 +202,7 @@ def test_without_fork_each_worker_loads_for_itself(tiny_path: Path, monkeypatch:
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.slow
 def test_a_nursery_has_one_thread_and_workers_share_its_pages(tiny_path: Path) -> None:
     """A fork with threads would lose them, and hang whoever waits for one."""
     config = EngineConfig(**SMALL)

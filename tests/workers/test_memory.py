@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from hispec import LLM
 from hispec.utils.memory import proportional_bytes
 from tests.helpers.tiny import tiny_checkpoint
@@ -13,6 +15,7 @@ from tests.workers.test_outputs import GREEDY
 pytestmark = linux
 
 
+@pytest.mark.slow
 def test_weights_are_there_once(tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path / "model", vocab=40_000, hidden=256, num_layers=2)
     sizes = {"max_model_len": 64, "num_kv_blocks": 8, "max_num_seqs": 2, "skip_tokenizer_init": True}

@@ -71,6 +71,7 @@ def test_tiers_come_from_workers_as_from_one_engine(tiny_path: Path) -> None:
     assert drafts[0] == drafts[1]
 
 
+@pytest.mark.slow
 def test_seeds_that_nobody_gave_do_not_depend_on_who_serves(tiny_path: Path) -> None:
     wanted = None
     for number in (1, 3):
@@ -201,6 +202,7 @@ def test_each_worker_writes_a_trace_and_report_reads_them_as_one(tiny_path: Path
     assert any(abs(each.arrival - later.arrival - starts[1] + starts[0]) < 1e-5 for each in own)
 
 
+@pytest.mark.slow
 def test_after_close_counts_can_be_read_and_nothing_runs(tiny_path: Path) -> None:
     llm = LLM(str(tiny_path), workers=2, **SMALL)
     generate(llm)
