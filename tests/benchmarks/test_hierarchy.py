@@ -15,6 +15,7 @@ from benchmarks import hierarchy, hierarchy_timing
 from benchmarks.hierarchy_ratios import Totals, compared
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
+from hispec import LLM
 from hispec.measure import latency as measuring
 from hispec.profile import predict
 from hispec.profile.options import ProfileOptions
@@ -209,6 +210,28 @@ def test_bad_files_are_refused(
         (tmp_path / name).write_text(content)
     assert hierarchy.main(["nowhere", *files[:3], str(tmp_path / name)]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_weights_are_quantized_as_asked_where_rounds_are_counted_and_timed(
+    model: Path, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def spy(*arguments: Any, **settings: Any) -> LLM:
+        made.append(settings["quantization"])
+        return LLM(*arguments, **settings)
+
+    for module in (hierarchy, hierarchy_timing):
+        monkeypatch.setattr(module, "LLM", spy)
+    path = tmp_path / "result.json"
+    sizes = ["--max-tokens", "4", "--batch-size", "2", "--quantization", "int8"]
+    assert hierarchy.main([str(model), *files, *sizes, "--json", str(path)]) == 0
+    assert made == ["int8", "int8"] and json.loads(path.read_text())["options"]["quantization"] == "int8"
+
+
+def test_weights_of_another_kind_are_refused(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert hierarchy.main(["nowhere", *files, "--quantization", "int3"]) == 2
+    assert "quantization" in capsys.readouterr().err
 
 
 def test_a_model_without_exits_is_refused(
