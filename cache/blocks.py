@@ -83,8 +83,8 @@ class BlockPool:
 
     def extend(self, table: BlockTable, num_positions: int) -> bool:
         """Makes `table` cover `num_positions`. False, with nothing changed, if blocks do not suffice."""
-        num_missing = self.blocks_for(num_positions) - len(table.blocks)
-        if num_missing <= 0:  # nearly always, and this runs for every row and round
+        num_missing = -(-num_positions // self.block_size) - len(table.blocks)
+        if num_missing <= 0:  # nearly always, and this runs for every row and round: without `blocks_for`
             return True
         if num_missing > self.num_available:
             return False

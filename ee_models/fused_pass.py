@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +55,14 @@ class PassProgram:
     num_logits: int
 
 
+class _Scratch(NamedTuple):
+    """Memory of a pass, and where its threads wait for each other."""
+
+    memory: Tensor
+    barrier: np.ndarray[Any, np.dtype[np.int64]]
+    barrier_address: int
+
+
 class FusedPasses:
     """Runs passes of which all linears are PanelLinears or IntLinears, with numba's attention."""
 
@@ -72,7 +80,7 @@ class FusedPasses:
         self._cos_sin, self._eps = cos_sin, eps
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
         self._of_layers: dict[tuple[int, ...], PassProgram] = {}
-        self._scratch: Tensor | None = None
+        self._scratch: _Scratch | None = None
 
     @staticmethod
     def can_run(attention: AttentionBackend, threads: KernelThreads) -> bool:
@@ -175,11 +183,10 @@ class FusedPasses:
                 sums = hidden.new_empty(num_tokens)
                 call.sums = sums.data_ptr()
         num_threads = self._threads.count if num_tokens * program.num_products > _PARALLEL_FROM else 1
-        if num_threads > 1:
-            barrier = self._threads.make_barrier()
-            call.team_size, call.barrier = self._threads.team_size, barrier.ctypes.data
         scratch = self._take_scratch(program, hidden)
-        begin = scratch.data_ptr()
+        if num_threads > 1:
+            call.team_size, call.barrier = self._threads.team_size, scratch.barrier_address
+        begin = scratch.memory.data_ptr()
         for name, size in program.sizes.items():
             setattr(call, name, begin)
             begin += 64 * -(-size * num_tokens // 16)
@@ -225,13 +232,16 @@ class FusedPasses:
         call.attention, call.next_units = ctypes.addressof(of_attention), begin
         return positions, slots, tables, cu_q_lens, numbers, of_attention, paths, path_starts
 
-    def _take_scratch(self, program: PassProgram, hidden: Tensor) -> Tensor:
+    def _take_scratch(self, program: PassProgram, hidden: Tensor) -> _Scratch:
         """Memory for a pass. That of short ones is kept between them, since new memory costs a pass of few
         tokens as much as all of its norms; while one runs it is not there, so that another thread's pass
-        makes its own."""
+        makes its own. After an exception it is gone, with a barrier of which nobody knows who waits there."""
         total = program.num_numbers * hidden.shape[0] + 16 * len(program.sizes)
         scratch, self._scratch = self._scratch, None
-        return hidden.new_empty(total) if scratch is None or scratch.numel() < total else scratch
+        if scratch is None or scratch.memory.numel() < total:
+            barrier = self._threads.make_barrier()
+            scratch = _Scratch(hidden.new_empty(total), barrier, barrier.ctypes.data)
+        return scratch
 
 
 def _addresses(rows: Rows) -> tuple[int, int]:

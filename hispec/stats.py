@@ -74,65 +74,65 @@ class RoundCounts:
         tentative: int,
         accepted: int,
         checked: Sequence[tuple[int, int]] = (),
+        times: int = 1,
     ) -> None:
-        """Adds one row's round; `drafted` and `draft_kept` by Source (computed, looked up). checked: by
-        cycle that ended with a check, how many drafts it judged, and how many of them it kept."""
-        count_round((self,), cycles, committed, tokens, drafted, draft_kept, tentative, accepted, checked)
-
-
-def count_round(
-    into: Sequence[RoundCounts],
-    cycles: int,
-    committed: int,
-    tokens: int,
-    drafted: Sequence[int],
-    draft_kept: Sequence[int],
-    tentative: int,
-    accepted: int,
-    checked: Sequence[tuple[int, int]],
-) -> None:
-    """Adds one row's round, as `RoundCounts.add` describes it, to several counts: this runs for every row and
-    round, so that what is the same for all is reckoned once."""
-    judged = kept = corrected = bonus = undrafted = 0
-    for of_cycle, kept_of_cycle in checked:
-        judged += of_cycle
-        kept += kept_of_cycle
-        if kept_of_cycle < of_cycle:
-            corrected += 1
-        elif of_cycle:
-            bonus += 1
-        else:
-            undrafted += 1
-    for counts in into:
-        counts.rounds += 1
-        counts.committed += committed
-        counts.tokens += tokens
+        """Adds `times` rows' rounds that were alike; `drafted` and `draft_kept` by Source (computed, looked
+        up). checked: by cycle that ended with a check, how many drafts it judged, and how many of them it
+        kept."""
+        self.rounds += times
+        self.committed += committed * times
+        self.tokens += tokens * times
         if cycles:
-            counts.cycles += cycles
-            counts.drafted += sum(drafted)
-            counts.draft_kept += sum(draft_kept)
-            counts.looked_up += drafted[1]
-            counts.looked_up_kept += draft_kept[1]
-        if checked:
-            counts.check_judged += judged
-            counts.check_kept += kept
-            counts.check_corrected += corrected
-            counts.check_bonus += bonus
-            counts.check_undrafted += undrafted
-        counts.tentative += tentative
-        counts.accepted += accepted
+            self.cycles += cycles * times
+            self.drafted += sum(drafted) * times
+            self.draft_kept += sum(draft_kept) * times
+            self.looked_up += drafted[1] * times
+            self.looked_up_kept += draft_kept[1] * times
+        for judged, kept in checked:
+            self.check_judged += judged * times
+            self.check_kept += kept * times
+            if kept < judged:
+                self.check_corrected += times
+            elif judged:
+                self.check_bonus += times
+            else:
+                self.check_undrafted += times
+        self.tentative += tentative * times
+        self.accepted += accepted * times
         # After a check the last tentative token stands after the last column: verify adds none to it.
         if committed > accepted:
             if accepted < tentative:
-                counts.verify_corrected += 1
+                self.verify_corrected += times
             elif tentative:
-                counts.verify_bonus += 1
+                self.verify_bonus += times
             else:
-                counts.verify_undrafted += 1
-        histogram = counts.accept_length_histogram
+                self.verify_undrafted += times
+        histogram = self.accept_length_histogram
         if len(histogram) <= committed:
             histogram += [0] * (committed + 1 - len(histogram))
-        histogram[committed] += 1
+        histogram[committed] += times
+
+
+_OfRow = tuple[int, int, int, tuple[int, int], tuple[int, int], int, int, tuple[tuple[int, int], ...]]
+
+
+class RoundTally:
+    """Rounds of rows, of which many are alike: how often there was each. Adding them up took longer than all
+    else of a row and a round, and is left to who wants to know."""
+
+    __slots__ = ("_times",)
+
+    def __init__(self) -> None:
+        self._times: dict[_OfRow, int] = {}
+
+    def count(self, of_row: _OfRow) -> None:
+        """A row's round, as `RoundCounts.add` takes it."""
+        self._times[of_row] = self._times.get(of_row, 0) + 1
+
+    def add_to(self, counts: RoundCounts) -> RoundCounts:
+        for of_row, times in self._times.items():
+            counts.add(*of_row, times)
+        return counts
 
 
 @dataclass

@@ -69,9 +69,9 @@ def _indent(line: str) -> int:
 FAULTS = (
     Fault(
         "rollback off by one: a rejected position counts as computed",
-        "hispec/decoding/row_steps.py",
-        "torch.minimum(accepted + 1, num_live)",
-        "torch.minimum(accepted + 2, num_live)",
+        "hispec/decoding/row_steps_numba.py",
+        "count = min(accepted[row] + 1, num_live[row])",
+        "count = min(accepted[row] + 2, num_live[row])",
     ),
     Fault(
         "rollback off by one: the round starts a position early",
@@ -650,10 +650,10 @@ FAULTS = (
     ),
     Fault(
         "a request drafts more than it may",
-        "hispec/decoding/row_steps.py",
-        "torch.minimum(left, batch.most_drafts + 1) if tree.is_chain else left",
-        "left",
-        CONTROL,
+        "hispec/decoding/row_steps_numba.py",
+        "num_nodes)\n        if most_drafts.shape[0] > 0:",
+        "num_nodes)\n        if False:",
+        ("tests/decoding/test_row_steps.py",),
     ),
     Fault(
         "shadows are read one place late",
@@ -720,10 +720,10 @@ FAULTS = (
     ),
     Fault(
         "gate: where the check is unsure, its own token is dropped",
-        "hispec/decoding/row_steps.py",
-        "batch.stop(~verdict.goes_on, num_put)",
-        "num_put = num_put - (~verdict.goes_on & (num_put > 1)).long()\n"
-        "        batch.stop(~verdict.goes_on, num_put)",
+        "hispec/decoding/row_steps_numba.py",
+        "        out[row] = end\n",
+        "        stops = goes_on.shape[0] > 0 and not goes_on[row] and end > 1\n"
+        "        out[row] = end - 1 if stops else end\n",
         ("tests/laws/test_rejection.py",),
     ),
     Fault(
@@ -770,9 +770,9 @@ FAULTS = (
     ),
     Fault(
         "gate: cycles that a row did not take count as cycles",
-        "hispec/decoding/row_steps.py",
-        "torch.where(is_live, counts, -1)",
-        "counts",
+        "hispec/decoding/row_steps_numba.py",
+        "count if is_live else -1",
+        "count",
         GATE,
     ),
     Fault(
@@ -882,16 +882,16 @@ FAULTS = (
     ),
     Fault(
         "no numbers: nobody looks at the logits that are chosen",
-        "hispec/decoding/row_steps.py",
-        "return torch.where(is_committed, chosen, 0.0).sum(-1)",
-        "return torch.where(is_committed, chosen, 0.0).nan_to_num(0.0, 0.0, 0.0).sum(-1)",
+        "hispec/decoding/row_steps_numba.py",
+        "evidence[row] = total",
+        "evidence[row] = total if np.isfinite(total) else np.float32(0.0)",
         NUMBERS,
     ),
     Fault(
         "no numbers: those of tokens that are not committed count",
-        "hispec/decoding/row_steps.py",
-        "return torch.where(is_committed, chosen, 0.0).sum(-1)",
-        "return chosen.sum(-1)",
+        "hispec/decoding/row_steps_numba.py",
+        "in range(min(count, most, tokens.shape[1] - 1))",
+        "in range(min(most, tokens.shape[1] - 1))",
         NUMBERS,
     ),
     Fault(
@@ -960,8 +960,8 @@ FAULTS = (
     Fault(
         "a clock that goes back ends requests before they came",
         "hispec/scheduling/request.py",
-        "now_s = max(now_s, self.arrival_s, self.last_token_s or self.admitted_s or self.arrival_s)",
-        "pass",
+        "if now_s < before_s:",
+        "if False:",
         CLOCKS,
     ),
     Fault(
@@ -981,14 +981,35 @@ FAULTS = (
     Fault(
         "tiers: of a cut round all are kept",
         "hispec/scheduling/request.py",
-        "self.tiers[: len(token_ids)] if",
-        "self.tiers if",
+        "tiers=_first(self.tiers, token_ids)",
+        "tiers=self.tiers",
+    ),
+    Fault(
+        "gaps that came twice in a row count once",
+        "hispec/metrics/latencies.py",
+        "self._times += 1",
+        "pass",
+        METRICS,
+    ),
+    Fault(
+        "rounds that were alike count once",
+        "hispec/stats.py",
+        "counts.add(*of_row, times)",
+        "counts.add(*of_row)",
+        METRICS,
+    ),
+    Fault(
+        "a drafter's numbers are taken as they are",
+        "hispec/decoding/round.py",
+        "draft.check(batch.num_rows)",
+        "pass",
+        ("tests/drafters/test_drafters.py",),
     ),
     Fault(
         "a round's tokens are one value of the time between tokens",
         "hispec/metrics/latencies.py",
-        'self._of["inter_token_s"].observe(gap_s / num_tokens, num_tokens)',
-        'self._of["inter_token_s"].observe(gap_s)',
+        'self._of["inter_token_s"].observe(gap_s / num_tokens, num_tokens * times)',
+        'self._of["inter_token_s"].observe(gap_s, times)',
         METRICS,
     ),
     Fault(

@@ -56,8 +56,8 @@ def addresses(
     row, node of nodes [q_len], first [rows] of the row, column = first + node, row * window + column,
     position = starts [rows] + column, KV slot), int64 [tokens] each; and where each row's tokens begin [rows
     + 1]."""
-    rows = len(num_live)
-    out = np.empty((8, rows * len(nodes)), np.int64)
+    rows, q_len = num_live.shape[0], nodes.shape[0]
+    out = np.empty((8, rows * q_len), np.int64)
     cu_q_lens = np.zeros(rows + 1, np.int64)
     of_rows = num_live.numpy(), first.numpy(), starts.numpy()
     tables = block_tables.numpy()

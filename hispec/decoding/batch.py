@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cache.view import BatchView
-from ee_models.kernels import runs_triton
+from ee_models.kernels import runs_numba, runs_triton
 
 from ..outputs import TokenLogprobs
 from ..sampling.inputs import SamplingInput
@@ -125,6 +125,11 @@ class RoundBatch:
         """Whether small steps are kernels of Triton's: on a GPU, where shapes are static."""
         return self.execution.is_static and runs_triton(self.tokens.device)
 
+    @property
+    def is_numba(self) -> bool:
+        """Whether small steps are calls of numba's: on a CPU, where passes take the live tokens alone."""
+        return not self.execution.is_static and runs_numba(self.tokens.device)
+
     def run_stage(self, name: Hashable, run: Callable[..., Any], *inputs: Tensor) -> Any:
         """run(*inputs) as this batch's stages are run. Whatever else `run` reads must lie at the same address
         in every round."""
@@ -133,7 +138,12 @@ class RoundBatch:
     def sync_any_above(self, values: Tensor, bound: Tensor | int) -> bool:
         """Whether any of values [rows] is above its bound, which waits for the device; True where the host
         may not wait."""
-        return not self.execution.may_sync or bool((values > bound).any())
+        if not self.execution.may_sync:
+            return True
+        if self.is_numba:  # numpy takes half of the time that torch's operations take
+            above = values.numpy() > (bound.numpy() if isinstance(bound, Tensor) else bound)
+            return bool(above.any())
+        return bool((values > bound).any())
 
     def sync_max(self, counts: Tensor, limit: int) -> int:
         """The largest of counts [rows], which waits for the device; where shapes are static, `limit`, which
@@ -148,7 +158,7 @@ class RoundBatch:
     def put_tokens(self, columns: Tensor, values: Tensor, where: Tensor) -> None:
         """tokens[row, columns[row]] = values[row] in the rows where where [rows] holds; beyond the window
         nothing is read."""
-        if not self.execution.is_static and self.tokens.device.type == "cpu":
+        if self.is_numba:
             rows = where.numpy().nonzero()[0]  # numpy takes a fifth of the time that torch's operations take
             places = np.minimum(columns.numpy()[rows], self.window)
             self.tokens.numpy()[rows, places] = values.numpy()[rows]
@@ -214,6 +224,11 @@ class Span:
             from . import row_steps_triton
 
             row_steps_triton.put(target, self.rows, columns, values, self.live, shift)
+            return
+        if self.live is None and runs_numba(values.device):
+            from . import row_steps_numba
+
+            row_steps_numba.put(target, self.rows, columns, values, shift)
             return
         rows, columns = self.rows.unsqueeze(-1), columns + shift if shift else columns
         if self.live is not None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
+import torch
 from torch import Tensor
 
 from cache.view import BatchView
@@ -61,6 +62,19 @@ class Draft:
 
     proposals: Proposals
     source: Tensor | Source
+
+    def check(self, num_rows: int) -> None:
+        """Raises ValueError unless counts and source are [rows] int64: what reads them checks nothing, and
+        drafters come from outside."""
+        found = {"counts": self.proposals.counts}
+        if isinstance(self.source, Tensor):
+            found["source"] = self.source
+        for name, values in found.items():
+            if values.shape != (num_rows,) or values.dtype is not torch.int64:
+                raise ValueError(
+                    f"{name} of its drafts are {list(values.shape)} {values.dtype}; they must be [{num_rows}]"
+                    " torch.int64, a number for each row"
+                )
 
 
 class Drafter:

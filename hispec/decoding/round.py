@@ -115,6 +115,7 @@ class Round:
         batch, tree = self.batch, DraftTree.of(self.plan)
         with guarded(self.drafter):
             draft = self.drafter.propose(batch, first, tree)
+            draft.check(batch.num_rows)
         found = replace(draft.proposals, tree=tree, first=first)
         counts, num_live = take_drafts(batch, found, draft.source, notes, cycle, self.stages.vocab_size)
         proposals = replace(found, counts=counts)

@@ -1,10 +1,11 @@
-"""What a round does with single numbers of each row, before and after a pass: by torch, and on a GPU by one
-kernel each (`row_steps_triton`)."""
+"""What a round does with single numbers of each row, before and after a pass: by torch, and by one call each
+on a GPU (`row_steps_triton`) and on a CPU (`row_steps_numba`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -43,15 +44,27 @@ def nothing_noted(rows: int, device: torch.device) -> Tensor:
         return torch.full((rows, 1), -1, dtype=torch.int64, device=device)
 
 
+def _twin(batch: RoundBatch) -> ModuleType | None:
+    """What does each step for this batch in one call, if anything does."""
+    if batch.is_fused:
+        from . import row_steps_triton
+
+        return row_steps_triton
+    if batch.is_numba:
+        from . import row_steps_numba
+
+        return row_steps_numba
+    return None
+
+
 def count_live(batch: RoundBatch, first: Tensor, tree: DraftTree, less: int = 0) -> Tensor:
     """[rows]: nodes of `tree` that a row may process after column first [rows], node 0 included: up to its
     limit, and of a chain no more drafts than it may have; 0 where its limit is at or before that column. All
     less `less`, where that is not below 0."""
-    if batch.is_fused:
-        from . import row_steps_triton
-
+    if (twin := _twin(batch)) is not None:
         most = batch.most_drafts if tree.is_chain else None
-        return row_steps_triton.count_live(batch.limits, first, most, tree.num_nodes, less)
+        counted: Tensor = twin.count_live(batch.limits, first, most, tree.num_nodes, less)
+        return counted
     left = batch.limits - first
     left = torch.minimum(left, batch.most_drafts + 1) if tree.is_chain else left
     return (left.clamp(max=tree.num_nodes) - less).clamp(min=0)
@@ -63,11 +76,9 @@ def take_drafts(
     """Cuts what a drafter proposed to what each row may take, and to tokens that the model has; notes how
     many there are and who made them -> counts [rows], and nodes that are live, node 0 included [rows]."""
     tree, first = proposals.tree, proposals.first
-    if batch.is_fused:
-        from . import row_steps_triton
-
+    if (twin := _twin(batch)) is not None:
         most = batch.most_drafts if tree.is_chain else None
-        return row_steps_triton.take_drafts(
+        counts, num_live = twin.take_drafts(
             batch.tokens,
             batch.limits,
             first,
@@ -80,6 +91,7 @@ def take_drafts(
             tree.num_nodes,
             vocab_size,
         )
+        return counts, num_live
     batch.tokens.clamp_(0, vocab_size - 1)
     is_live = first < batch.limits
     counts = torch.minimum(proposals.counts, count_live(batch, first, tree) - 1).clamp(min=0)
@@ -92,13 +104,12 @@ def take_drafts(
 def end_check(batch: RoundBatch, first: Tensor, verdict: Verdict, notes: Notes, cycle: int) -> Tensor:
     """Puts the check's own token after the drafts that it kept, in the rows that took part; stops those that
     it is not sure enough of -> columns [rows] that hold what was put so far."""
-    if batch.is_fused:
-        from . import row_steps_triton
-
+    if (twin := _twin(batch)) is not None:
         num_accepted, goes_on = verdict.num_accepted, verdict.goes_on
-        return row_steps_triton.end_check(
+        ended: Tensor = twin.end_check(
             batch.tokens, batch.limits, first, num_accepted, verdict.token, goes_on, notes.kept, cycle
         )
+        return ended
     notes.kept[:, cycle] = verdict.num_accepted
     is_live = first < batch.limits
     batch.put_tokens(first + verdict.num_accepted + 1, verdict.token, is_live)
@@ -121,19 +132,18 @@ def end_verify(
     and the evidence of them, `sum_of_chosen`. path [rows, depth + 1]: the accepted nodes, from 0 on if
     is_chain."""
     accepted, token = verdict.num_accepted, verdict.token
-    if batch.is_fused:
-        from . import row_steps_triton
-
-        return row_steps_triton.end_verify(
+    if (twin := _twin(batch)) is not None and (batch.is_fused or logits.values.dtype is torch.float32):
+        counts, evidence = twin.end_verify(
             logits.values,
             batch.tokens,
             accepted,
             token,
             num_live,
             None if is_chain else path,
-            span.shape[1],
+            span.view.cu_q_lens,
             path.shape[1],
         )
+        return counts, evidence
     batch.put_tokens(accepted + 1, token, accepted < num_live)
     counts = torch.minimum(accepted + 1, num_live)
     return counts, sum_of_chosen(logits, span, batch.tokens, counts, path)

@@ -36,7 +36,7 @@ def _count_live(
 def count_live(
     limits: Tensor, first: Tensor, most_drafts: Tensor | None, num_nodes: int, less: int
 ) -> Tensor:
-    """As `drafter.count_live`, less `less`, but not below 0."""
+    """As `row_steps.count_live`."""
     out = torch.empty_like(first)
     (rows,) = first.shape
     _count_live[(triton.cdiv(rows, _BLOCK),)](
@@ -192,9 +192,10 @@ def _end_verify(
     own: tl.tensor,
     num_live: tl.tensor,
     paths: tl.tensor,
+    begins: tl.tensor,
     counts: tl.tensor,
     evidence: tl.tensor,
-    q_len: int,
+    num_tokens: int,
     width: int,
     path_len: int,
     logit_stride: int,
@@ -212,7 +213,7 @@ def _end_verify(
     node = step.to(tl.int64)
     if paths is not None:
         node = tl.load(paths + row * path_len + step, mask=is_committed & (step < path_len), other=0)
-    place = row * q_len + tl.minimum(node, q_len - 1)
+    place = tl.minimum(tl.load(begins + row) + node, num_tokens - 1)
     chosen = tl.load(logits + place * logit_stride + token, mask=is_committed, other=0.0)
     tl.store(evidence + row, tl.sum(chosen.to(tl.float32), axis=0))
 
@@ -224,16 +225,16 @@ def end_verify(
     own: Tensor,
     num_live: Tensor,
     paths: Tensor | None,
-    q_len: int,
+    begins: Tensor,
     most: int,
 ) -> tuple[Tensor, Tensor]:
-    """As `row_steps.end_verify`: logits [rows * q_len, vocab], most tokens that a row may commit -> (counts,
-    evidence)."""
+    """As `row_steps.end_verify`: logits [tokens, vocab], of which row r's begin at begins [rows + 1]; most
+    tokens that a row may commit -> (counts, evidence)."""
     (rows,), width = accepted.shape, tokens.shape[1]
     counts = torch.empty(rows, dtype=torch.int64, device=tokens.device)
     evidence = torch.empty(rows, dtype=torch.float32, device=tokens.device)
     assert logits.stride(1) == 1 and tokens.is_contiguous()
-    assert all(each.is_contiguous() for each in (accepted, own, num_live))
+    assert all(each.is_contiguous() for each in (accepted, own, num_live, begins))
     _end_verify[(rows,)](
         logits,
         tokens,
@@ -241,9 +242,10 @@ def end_verify(
         own,
         num_live,
         None if paths is None else paths.contiguous(),
+        begins,
         counts,
         evidence,
-        q_len,
+        len(logits),
         width,
         0 if paths is None else paths.shape[1],
         logits.stride(0),

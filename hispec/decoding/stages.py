@@ -149,7 +149,7 @@ class Stages:
         """The tokens of one pass over a draft cycle: those of `nodes` [q_len] of `tree`, whose node 0 stands
         in column first [rows], that are below num_live [rows]. A live node's parents must be live in this
         round."""
-        rows, q_len, device = len(first), len(nodes), nodes.device
+        rows, q_len, device = first.shape[0], nodes.shape[0], nodes.device
         is_static = batch.execution.is_static
         token_ids = alive = None
         if is_static:

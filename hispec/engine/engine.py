@@ -430,9 +430,9 @@ class Engine:
         if self.is_closed:
             raise closed(f"Engine.{method}")
 
-    @torch.inference_mode()
     def _compute(self) -> None:
-        self._loop.step()
+        with torch.inference_mode():
+            self._loop.step()
 
     def _check_idle(self, what: str) -> None:
         if self._loop.requests:

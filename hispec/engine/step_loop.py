@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
@@ -24,7 +23,7 @@ from ..runner.round_runner import RoundRunner
 from ..scheduling.policy import Service
 from ..scheduling.request import Gain, Request
 from ..scheduling.scheduler import Chunk, Scheduler
-from ..stats import EngineStats, count_round
+from ..stats import EngineStats, RoundTally
 from ..utils.clock import seconds_since
 from ..utils.memory import is_out_of_memory
 from .recorder import Recorder
@@ -163,12 +162,16 @@ class StepLoop:
         self.stats.row_layer_passes += flight.layer_passes * len(rows)
         self.stats.row_draft_model_layer_passes += flight.draft_model_layer_passes * len(rows)
         passes = flight.layer_passes / runtime.models.decoder.config.num_layers
-        has_check, now_s = flight.plan.check_layer is not None, time.monotonic()
-        for request, row, outcome in rows:
-            record_gaps(request, not_written)
-            if self._scheduler.counts_service:
-                self._scheduler.served(request, outcome.make_service(passes, seconds))
-            self._commit(request, row, outcome, flight.result, has_check, now_s)
+        has_check, now_s, tally = flight.plan.check_layer is not None, time.monotonic(), RoundTally()
+        try:
+            for request, row, outcome in rows:
+                if not_written:
+                    record_gaps(request, not_written)
+                if self._scheduler.counts_service:
+                    self._scheduler.served(request, outcome.make_service(passes, seconds))
+                self._commit(request, row, outcome, flight.result, has_check, now_s, tally)
+        finally:
+            tally.add_to(self.stats.round)
         if self.flight is None:
             self._rounds.advance_sampler(flight)
         for request, _, outcome in live:
@@ -210,9 +213,9 @@ class StepLoop:
         """Launches the round after `flight` before the host reads that, if it can: with the requests that are
         left, and with those that wait for a row and may have one. Their prompts are computed before it."""
         scheduler, control = self._scheduler, self._recorder.control
-        if control.is_due or (context_len := self._rounds.reserve_next(flight)) is None:
+        left = flight.left
+        if control.is_due or (context_len := self._rounds.reserve_next(flight, left)) is None:
             return None
-        left = [request for _, request in flight.left]
         chunks: list[Chunk] | None = []
         joining: list[Request] = []
         if scheduler.may_admit or len(scheduler.running) > len(left):
@@ -220,15 +223,17 @@ class StepLoop:
                 return None
             if chunks and not self._prefill_ahead(chunks):
                 return None
-            taking_part = set(left)
+            taking_part = {request for _, request in left}
             joining = [each for each in scheduler.running if each.is_ready and each not in taking_part]
         num_rows = len(left) + len(joining)
         if num_rows != len(flight.rows.requests) and not control.holds_for(num_rows):
             return None
-        ahead = self._rounds.launch_next(flight, context_len, joining, self._choice, self.stats)
+        ahead = self._rounds.launch_next(flight, left, context_len, joining, self._choice, self.stats)
         if ahead is not None:
             self.stats.rounds_ahead += 1
-        return replace(ahead, is_timed=False) if ahead is not None and chunks else ahead
+            if chunks:
+                ahead.is_timed = False
+        return ahead
 
     def _prefill_ahead(self, chunks: Sequence[Chunk]) -> bool:
         """Whether memory sufficed; else the next step tries again, with no round in flight."""
@@ -262,28 +267,26 @@ class StepLoop:
         result: RoundResult,
         has_check: bool,
         now_s: float,
+        tally: RoundTally,
     ) -> None:
         """Commits a row's round: its tokens up to the one that ends the request, the KV below the last of
-        them, and its counts. now_s: when the round was read."""
-        gain, before = self._gain(request), request.num_output
+        them, and its counts, those of all requests to `tally`. now_s: when the round was read."""
+        before = request.num_output
+        gain = self._gain(request, before)
         if request.params.logprobs is not None:  # before the tokens, so that no interrupt leaves one without
             found = result.logprobs(row, outcome.token_ids, request.params.logprobs)
-            gain.logprobs[before - gain.start :] = found
+            gain.logprobs = (gain.logprobs or [])[: before - gain.start] + found
         if request.params.tiers:  # likewise
-            gain.tiers[before - gain.start :] = outcome.tiers()
+            gain.tiers = (gain.tiers or [])[: before - gain.start] + outcome.tiers()
         self._take(gain, outcome.token_ids)
         self._note_times(request, now_s)
-        taken = request.num_output - before
-        by_source = outcome.sum_by_source(outcome.drafted), outcome.sum_by_source(outcome.kept)
-        num_cycles, committed = len(outcome.drafted), len(outcome.token_ids)
+        taken, committed, cycles = request.num_output - before, len(outcome.token_ids), outcome.drafted
         # With nothing tentative the check was left out, as no row had drafts.
-        checked = (
-            list(zip(outcome.drafted, outcome.kept, strict=True)) if has_check and outcome.tentative else ()
-        )
-        count_round(
-            (request.counts, self.stats.round),
-            *(num_cycles, committed, taken, *by_source, outcome.tentative, outcome.accepted, checked),
-        )
+        checked = tuple(zip(cycles, outcome.kept, strict=True)) if has_check and outcome.tentative else ()
+        by_source, judged = outcome.sums_by_source(), (outcome.tentative, outcome.accepted)
+        of_row = len(cycles), committed, taken, *by_source, *judged, checked
+        request.rounds.count(of_row)
+        tally.count(of_row)
         # Blocks that the round in flight may write stay.
         self._scheduler.commit(request, len(request.token_ids) - 1, release=self.flight is None)
         if request.finish_reason is not None:
@@ -291,8 +294,8 @@ class StepLoop:
 
     def _note_times(self, request: Request, now_s: float) -> None:
         """Notes that it has got its tokens now; those before an interrupt are noted with the next ones."""
-        before_s, num_new = request.last_token_s, request.num_output - request.num_timed
-        request.note_times(now_s)
+        before_s = request.last_token_s
+        num_new = request.note_times(now_s)
         if num_new and (last_s := request.last_token_s) is not None:
             if before_s is not None:
                 self.stats.latencies.later_tokens(num_new, last_s - before_s)
@@ -300,11 +303,13 @@ class StepLoop:
                 admitted_s = request.arrival_s if request.admitted_s is None else request.admitted_s
                 self.stats.latencies.first_tokens(num_new, request.arrival_s, admitted_s, last_s)
 
-    def _gain(self, request: Request) -> Gain:
-        """What the request has gained since its last Delta; it is there before the request gains anything."""
+    def _gain(self, request: Request, num_output: int | None = None) -> Gain:
+        """What the request has gained since its last Delta; it is there before the request gains anything.
+        num_output: its output tokens, where that is known."""
         gain = self.gained.get(request.request_id)
         if gain is None:
-            gain = self.gained[request.request_id] = Gain(request, request.num_output)
+            start = request.num_output if num_output is None else num_output
+            gain = self.gained[request.request_id] = Gain(request, start)
         return gain
 
     def _take(self, gain: Gain, token_ids: Sequence[int] = ()) -> None:
@@ -316,8 +321,9 @@ class StepLoop:
                 request.append(token_ids)
             else:
                 request.has_ended()
-            # In one statement: an interrupt between two would lose the text that was released.
-            gain.text += request.release_text()
+            if request.text is not None:
+                # In one statement: an interrupt between two would lose the text that was released.
+                gain.text += request.release_text()
         except Exception as problem:  # a text hook is the caller's code: its request ends, the others go on
             if request.finish_reason != "abort":
                 self.stats.errors["text"] += request.finish_reason != "error"

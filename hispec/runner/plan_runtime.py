@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
@@ -74,7 +75,7 @@ class PlanRuntime:
         """Each drafter once: they are told of prompts, and of requests that end."""
         return self.shared or (() if self.drafter is None else (self.drafter,))
 
-    @property
+    @cached_property
     def all_extra_kv(self) -> frozenset[ExtraKV]:
         """extra_kv of all routes together."""
         return self.extra_kv.union(*(route.extra_kv for route in self.routes))

@@ -3,9 +3,10 @@ the controller."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,10 @@ from ..decoding.drafter import Source
 from ..outputs import TokenTier
 from ..scheduling.policy import Service
 
-_NUM_SOURCES = len(Source)
+_LOOKED_UP = int(Source.LOOKED_UP)
+_NO_SUMS = (0, 0), (0, 0)  # by Source
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(slots=True)  # not frozen, which would triple the time that making one takes
@@ -61,28 +65,28 @@ class RowOutcome:
         drafted = sum(self.drafted)
         return Service(1, len(self.token_ids), drafted, min(drafted, self.accepted), passes, seconds)
 
-    def sum_by_source(self, counts: Sequence[int]) -> list[int]:
-        """Counts of cycles, summed by the Source of the drafts."""
-        sums = [0] * _NUM_SOURCES
-        if not any(self.source):  # all are Source.COMPUTED, or there are none
-            sums[Source.COMPUTED] = sum(counts)
-            return sums
-        for source, count in zip(self.source, counts, strict=True):
-            sums[source] += count
-        return sums
+    def sums_by_source(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Drafts, and kept ones, of all cycles, each by the Source of the drafts."""
+        if not self.drafted:
+            return _NO_SUMS
+        looked_up = kept = 0
+        if any(self.source):  # else all are Source.COMPUTED
+            for source, of_cycle, kept_of_cycle in zip(self.source, self.drafted, self.kept, strict=True):
+                if source == _LOOKED_UP:
+                    looked_up += of_cycle
+                    kept += kept_of_cycle
+        return (sum(self.drafted) - looked_up, looked_up), (sum(self.kept) - kept, kept)
 
 
-def pack(result: RoundResult, watch: Watch | None, on_host: bool = False) -> Tensor:
+def pack(result: RoundResult, watch: Watch | None) -> Tensor:
     """All that the host reads of a round as one tensor [rows, ...], so that one copy brings it there: counts,
     tentative, accepted, the bits of the evidence; by cycle drafted, kept, source; tokens; counts of watched
-    exits. on_host: the result lies there, and nothing is captured."""
+    exits."""
     bits = result.evidence.view(torch.int32).to(torch.int64)
     columns = (each.unsqueeze(1) for each in (result.counts, result.tentative, result.accepted, bits))
     parts = [*columns, result.drafted, result.kept, result.source, result.tokens[:, 1:]]
     if watch is not None:
         parts.append(watch.count_agreements(result.tokens, result.counts).flatten(1))
-    if on_host:  # a third of the time that torch takes for so few numbers
-        return torch.from_numpy(np.concatenate([part.numpy() for part in parts], axis=1))
     return torch.cat(parts, dim=1)
 
 
@@ -105,26 +109,45 @@ def copy_to_host(packed: Tensor, plan: Plan) -> Callable[[], list[RowOutcome]]:
 def unpack(packed: Tensor, plan: Plan) -> list[RowOutcome]:
     """packed [rows, ...] as `pack` has made it -> one RowOutcome per row."""
     values, checks = packed.numpy(), plan.num_checks
-    drafted, kept, source = (values[:, 4 + at * checks : 4 + (at + 1) * checks] for at in range(3))
+    by_cycle = [values[:, 4 + at * checks : 4 + (at + 1) * checks] for at in range(3)]
     first, end = 4 + 3 * checks, 4 + 3 * checks + plan.window
-    tokens, shadows = values[:, first:end], values[:, end:]
-    cycles = (drafted != -1).sum(1)  # they come first
-    parts = [part.tolist() for part in (drafted, kept, source)]
-    for row in np.flatnonzero(cycles < checks).tolist():
-        for part in parts:
-            del part[row][cycles[row] :]
+    evidence = values[:, 3].astype(np.int32).view(np.float32)
+    return _outcomes(plan, values[:, :3].T, evidence, by_cycle, values[:, first:end], values[:, end:])
+
+
+def read_rows(result: RoundResult, watch: Watch | None, plan: Plan) -> list[RowOutcome]:
+    """As `unpack` of `pack`, of a round that ran on a CPU."""
+    by_cycle = [each.numpy() for each in (result.drafted, result.kept, result.source)]
+    by_row = [each.numpy() for each in (result.counts, result.tentative, result.accepted)]
+    tokens, shadows = result.tokens.numpy()[:, 1:], None
+    if watch is not None:
+        shadows = watch.count_agreements(result.tokens, result.counts).flatten(1).numpy()
+    return _outcomes(plan, by_row, result.evidence.numpy(), by_cycle, tokens, shadows)
+
+
+def _outcomes(
+    plan: Plan,
+    by_row: Iterable[Ints],
+    evidence: Floats,
+    by_cycle: Sequence[Ints],
+    tokens: Ints,
+    shadows: Ints | None,
+) -> list[RowOutcome]:
+    """by_row: counts, tentative, accepted [rows]; by_cycle: drafted, kept, source [rows, cycles]; tokens
+    [rows, at least counts]; shadows [rows, ...], None or empty = no exit was watched."""
     # Lists are made only where they hold something: many of them have Python look for garbage.
-    watched = shadows.tolist() if shadows.shape[1] else [[]] * len(values)
-    columns = (
-        *values[:, :3].T.tolist(),
-        tokens.tolist(),
-        *parts,
-        watched,
-        values[:, 3].astype(np.int32).view(np.float32).tolist(),
-    )
+    nothing: list[list[int]] = [[]] * len(tokens)
+    parts = [nothing] * 3 if plan.is_plain else [part.tolist() for part in by_cycle]
+    for row, drafted in enumerate(parts[0]):
+        if drafted and drafted[-1] == -1:  # cycles that it took no part in; they come last
+            num_cycles = drafted.index(-1)
+            for part in parts:
+                del part[row][num_cycles:]
+    watched = shadows.tolist() if shadows is not None and shadows.shape[1] else nothing
+    columns = (*(each.tolist() for each in by_row), tokens.tolist(), *parts, watched, evidence.tolist())
     return [
-        RowOutcome(token_ids[:count], tentative, accepted, drafts, keeps, sources, seen, evidence)
-        for count, tentative, accepted, token_ids, drafts, keeps, sources, seen, evidence in zip(
+        RowOutcome(token_ids[:count], tentative, accepted, drafts, keeps, sources, seen, sum_of_chosen)
+        for count, tentative, accepted, token_ids, drafts, keeps, sources, seen, sum_of_chosen in zip(
             *columns, strict=True
         )
     ]

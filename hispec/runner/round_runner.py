@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -32,6 +31,7 @@ from .plan_runtime import PlanRuntime
 from .rows import can_join, empty_rows, ends_after, make_rows, make_rows_after
 
 _log = logging.getLogger(__name__)
+_Passes = tuple[int, float, float, float]  # PassCounts' layers, and seconds of draft, check and verify
 
 
 class RoundRunner:
@@ -108,45 +108,46 @@ class RoundRunner:
             rows = make_rows(running, Choice(watches=choice.watches), limits)
         return self._launch(runtime, PLAIN, rows, None, started_s)
 
-    def reserve_next(self, flight: Flight) -> int | None:
-        """Reserves the blocks of the round after `flight` for what is left of its requests -> the positions
-        that any of these may reach. None if the host has to read `flight` first."""
+    def reserve_next(self, flight: Flight, left: Sequence[tuple[int, Request]]) -> int | None:
+        """Reserves the blocks of the round after `flight` for `left`, what is left of its requests -> the
+        positions that any of these may reach. None if the host has to read `flight` first."""
         if not self._launcher.runs_ahead or flight.rows.keeps_logits:
             return None
-        ends = ends_after(flight)
+        ends = ends_after(flight, left)
         reserve = self._scheduler.reserve
-        if not all(reserve(request, end) for (_, request), end in zip(flight.left, ends, strict=True)):
+        if not all(reserve(request, end) for (_, request), end in zip(left, ends, strict=True)):
             return None
         return max(ends, default=0)
 
     def launch_next(
         self,
         flight: Flight,
+        left: Sequence[tuple[int, Request]],
         context_len: int,
         joining: Sequence[Request],
         choice: Choice,
         stats: EngineStats,
     ) -> Flight | None:
-        """Launches the round after `flight`, which the host has not read yet, for what is left of its
-        requests and for those that join; None if it has to be read first. context_len: of `reserve_next`.
+        """Launches the round after `flight`, which the host has not read yet, for `left`, what is left of its
+        requests, and for those that join; None if it has to be read first. context_len: of `reserve_next`.
 
         A row whose request has ended is dead: it does nothing, until a request that joins takes it, or until
         half of the rows would do. A request that ends in `flight` may be in the next round too, since the
         host learns of its end only then: what that round commits for it is dropped, and what it writes lies
         above the request's end.
         """
-        if not joining and all(request.max_tokens - request.num_output <= 1 for _, request in flight.left):
+        if not joining and all(request.max_tokens - request.num_output <= 1 for _, request in left):
             return None  # all end with the round in flight
         num_rows, most = flight.rows.inputs.shape[1], self._tables.tensor.shape[0]
         if 2 * row_bucket(len(self._scheduler.running), most) <= row_bucket(num_rows, most):
             return None
-        if joining and not can_join(flight, joining, choice):
+        if joining and not can_join(flight, left, joining, choice):
             return None
         # They were admitted with the blocks of another window, if another plan was in use then.
         window, reserve = choice.plan.window, self._scheduler.reserve
         if not all(reserve(request, request.round_end(window)) for request in joining):
             return None
-        rows, joined, changed = make_rows_after(flight, context_len, joining, choice)
+        rows, joined, changed = make_rows_after(flight, left, context_len, joining, choice)
         blocks: list[Sequence[int]] = [()] * rows.inputs.shape[1]
         for row, request in rows.requests:
             blocks[row] = request.table.blocks
@@ -264,28 +265,31 @@ class RoundRunner:
     def _describe(
         self,
         flight: Flight,
-        passes: Sequence[PassCounts],
+        passes: Sequence[_Passes],
         num_captures: int,
         route: int | None,
         launched_s: float,
     ) -> Flight:
         """`flight` with its route, time and counts; passes, num_captures: the counts before it."""
-        own, *drafts = (now.since(before) for now, before in zip(self._counters, passes, strict=True))
-        draft_s = own.draft_pass_s + sum(draft.pass_s for draft in drafts)
-        return replace(
-            flight,
-            layer_passes=own.layer_passes,
-            draft_model_layer_passes=sum(draft.layer_passes for draft in drafts),
-            pass_s=(draft_s, own.check_pass_s, own.verify_pass_s),
-            launched_s=launched_s,
-            route=route,
-            is_timed=num_captures == self._num_captures,
-        )
+        (before, draft_s, check_s, verify_s), *drafts_before = passes
+        own, *drafts = self._counters
+        flight.layer_passes = own.layer_passes - before
+        draft_s = own.draft_pass_s - draft_s
+        for draft, (layer_passes, *seconds) in zip(drafts, drafts_before, strict=True):
+            flight.draft_model_layer_passes += draft.layer_passes - layer_passes
+            draft_s += draft.pass_s - sum(seconds)
+        flight.pass_s = draft_s, own.check_pass_s - check_s, own.verify_pass_s - verify_s
+        flight.launched_s, flight.route = launched_s, route
+        flight.is_timed = num_captures == self._num_captures
+        return flight
 
     @property
-    def _passes(self) -> list[PassCounts]:
+    def _passes(self) -> list[_Passes]:
         """Of the model, and of a draft model, so far."""
-        return [counts.copy() for counts in self._counters]
+        return [
+            (each.layer_passes, each.draft_pass_s, each.check_pass_s, each.verify_pass_s)
+            for each in self._counters
+        ]
 
     @property
     def _num_captures(self) -> int:

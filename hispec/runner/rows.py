@@ -33,44 +33,53 @@ def empty_rows(num_rows: int, context_len: int) -> Rows:
     return Rows(np.zeros((len(Input), num_rows), np.int64), (), context_len, keeps_logits=False)
 
 
-def ends_after(flight: Flight) -> list[int]:
-    """Of what is left of the requests of `flight`: the positions that each can reach in it and in the round
-    after it together."""
+def ends_after(flight: Flight, left: Iterable[tuple[int, Request]]) -> list[int]:
+    """Of `left`, what is left of the requests of `flight`: the positions that each can reach in it and in the
+    round after it together."""
     caps = flight.rows.inputs[Input.CAP].tolist()
     return [
         len(request.token_ids) - 1 + min(2 * caps[row], request.max_tokens - request.num_output)
-        for row, request in flight.left
+        for row, request in left
     ]
 
 
 def make_rows_after(
-    flight: Flight, context_len: int, joining: Sequence[Request], choice: Choice
+    flight: Flight,
+    left: Sequence[tuple[int, Request]],
+    context_len: int,
+    joining: Sequence[Request],
+    choice: Choice,
 ) -> tuple[Rows, dict[int, Request], list[int]]:
-    """The rows of the round after `flight`; by row the requests that join in it; and the rows whose inputs
-    are not those that `flight` leaves on the device. context_len: positions that those left may reach."""
-    before, left = flight.rows, dict(flight.left)
+    """The rows of the round after `flight`, of whose requests these are left; by row the requests that join
+    in it; and the rows whose inputs are not those that `flight` leaves on the device. context_len: positions
+    that those left may reach."""
+    before = flight.rows
     if not joining and len(left) == len(before.requests):  # nearly always
         return Rows(before.inputs, before.requests, context_len, keeps_logits=False), {}, []
-    joined = dict(zip(_free_rows(left), joining, strict=False))
+    going_on = dict(left)
+    joined = dict(zip(_free_rows(going_on), joining, strict=False))
     num_rows = max(before.inputs.shape[1], *(row + 1 for row in joined), 0)
     inputs = np.zeros((len(Input), num_rows), np.int64)
     inputs[:, : before.inputs.shape[1]] = before.inputs
-    changed = {row for row, _ in before.requests if row not in left}
+    changed = {row for row, _ in before.requests if row not in going_on}
     inputs[:, sorted(changed)] = 0  # a dead row has room for nothing
     for row, request in joined.items():
         inputs[:, row] = _inputs_of(request, choice, request.round_limit(choice.plan.window))
         context_len = max(context_len, request.round_end(choice.plan.window))
-    requests = tuple(sorted({**left, **joined}.items()))
+    requests = tuple(sorted({**going_on, **joined}.items()))
     return Rows(inputs, requests, context_len, keeps_logits=False), joined, sorted(changed | joined.keys())
 
 
-def can_join(flight: Flight, joining: Iterable[Request], choice: Choice) -> bool:
-    """Whether these may take rows before the host has read `flight`: not if they need another kind of round,
-    or KV that they lack, or if a row has penalties, which count tokens that the host does not know of yet."""
+def can_join(
+    flight: Flight, left: Iterable[tuple[int, Request]], joining: Iterable[Request], choice: Choice
+) -> bool:
+    """Whether those `joining` may take rows beside `left`, what is left of the requests of `flight`, before
+    the host has read it: not if they need another kind of round, or KV that they lack, or if a row has
+    penalties, which count tokens that the host does not know of yet."""
     extra_kv, drafter = flight.runtime.extra_kv, flight.drafter
     if flight.plan != choice.plan or (drafter is not None and not drafter.can_join):
         return False
-    if any(request.params.has_penalties for _, request in flight.left):
+    if any(request.params.has_penalties for _, request in left):
         return False
     return not any(
         request.params.has_penalties

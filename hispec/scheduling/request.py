@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from cache.blocks import BlockTable
 
 from ..outputs import FULL, Delta, FinishReason, RequestMetrics, TokenLogprobs, TokenTier
 from ..sampling_params import SamplingParams
-from ..stats import RoundCounts
+from ..stats import RoundCounts, RoundTally
 
 
 class TextStream(Protocol):
@@ -44,6 +44,7 @@ class Request:
     num_timed      output tokens whose time was noted
     drafter_failed whether it continues with plain decoding because the drafter failed
     is_suspect     whether its logits were no numbers: it started over, plainly and out of the prefix cache
+    rounds         its rounds so far
     gaps           by ExtraKV, the first position without KV of an exit or a draft model, because the request
                    was in no round of it since; backfilled before the next one
     """
@@ -70,7 +71,7 @@ class Request:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
-    counts: RoundCounts = field(default_factory=RoundCounts)
+    rounds: RoundTally = field(default_factory=RoundTally)
     num_preemptions: int = 0
     num_cached: int = 0
     drafter_failed: bool = False
@@ -115,7 +116,7 @@ class Request:
         if (
             self.text is None
             and self.finish_reason is None
-            and self.num_output + num < self.max_tokens
+            and len(self.token_ids) + num < len(self.prompt_token_ids) + self.max_tokens
             and self.stop_ids.isdisjoint(token_ids)
         ):  # nearly always, without a tokenizer: none of them can end it
             self.token_ids += token_ids
@@ -153,16 +154,21 @@ class Request:
         if self.admitted_s is None:
             self.admitted_s = max(now_s, self.arrival_s)
 
-    def note_times(self, now_s: float) -> None:
+    def note_times(self, now_s: float) -> int:
         """Notes when it had its first and its last token, and when it ended: never before what came before
-        it, even if the clock goes back."""
-        now_s = max(now_s, self.arrival_s, self.last_token_s or self.admitted_s or self.arrival_s)
-        if self.num_output > self.num_timed:
-            self.num_timed, self.last_token_s = self.num_output, now_s
+        it, even if the clock goes back -> how many tokens had no time yet."""
+        before_s = self.last_token_s or self.admitted_s or self.arrival_s  # never before it arrived
+        if now_s < before_s:
+            now_s = before_s
+        num_output = self.num_output
+        num_new = num_output - self.num_timed
+        if num_new > 0:
+            self.num_timed, self.last_token_s = num_output, now_s
             if self.first_token_s is None:
                 self.first_token_s = now_s
         if self.finished_s is None and self.finish_reason is not None:
             self.finished_s = now_s
+        return num_new
 
     @property
     def is_full(self) -> bool:
@@ -170,7 +176,7 @@ class Request:
         return self.finish_reason == "length" and self.max_tokens != self.params.max_tokens
 
     def metrics(self) -> RequestMetrics:
-        counts = self.counts
+        counts = self.rounds.add_to(RoundCounts())
         return RequestMetrics(
             arrival_s=self.arrival_s,
             first_token_s=self.first_token_s,
@@ -194,14 +200,15 @@ class Gain:
     interrupted after a commit has lost nothing.
 
     start      output tokens that earlier Deltas had
-    logprobs, tiers   of the tokens from there on, and perhaps of more
+    logprobs, tiers   of the tokens from there on, and perhaps of more; None = nobody asks for them. Empty
+                      lists for every row and round would have Python look for garbage
     """
 
     request: Request
     start: int
     text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    tiers: list[TokenTier] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    tiers: list[TokenTier] | None = None
     error: str | None = None
 
     def make_delta(self) -> Delta:
@@ -213,10 +220,18 @@ class Gain:
             request_id=request.request_id,
             token_ids=token_ids,
             text=self.text,
-            logprobs=self.logprobs[: len(token_ids)] if request.params.logprobs is not None else None,
+            logprobs=_first(self.logprobs, token_ids) if request.params.logprobs is not None else None,
             finish_reason=request.finish_reason,
             stop_reason=FULL if has_ended and request.is_full else request.stop_reason,
             metrics=request.metrics() if has_ended else None,
             error=self.error,
-            tiers=self.tiers[: len(token_ids)] if request.params.tiers else None,
+            tiers=_first(self.tiers, token_ids) if request.params.tiers else None,
         )
+
+
+_T = TypeVar("_T")
+
+
+def _first(each: list[_T] | None, token_ids: Sequence[int]) -> list[_T]:
+    """Those of these tokens."""
+    return [] if each is None else each[: len(token_ids)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,35 @@ def test_a_drafter_that_raises_leaves_plain_decoding(
     )
     assert engine.stats()["drafter_failures"] == 1
     assert drafter.num_asked > 10, "requests that came later are not drafted for"
+
+
+class Misshapes(FixedDrafter):
+    """Gives numbers of drafts for fewer rows than there are, or of another kind."""
+
+    def __init__(self, judge: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(judge, lambda row, column: [1, 2])
+        self._change = change
+
+    def propose(self, batch: RoundBatch, first: torch.Tensor, tree: DraftTree) -> Draft:
+        draft = super().propose(batch, first, tree)
+        return replace(draft, proposals=replace(draft.proposals, counts=self._change(draft.proposals.counts)))
+
+
+@pytest.mark.parametrize("name", [TWO_TIER, THREE_TIER])
+@pytest.mark.parametrize("change", [lambda counts: counts[1:], lambda counts: counts.float()])
+def test_a_drafter_whose_numbers_have_another_shape_leaves_plain_decoding(
+    tiny_decoder: Decoder,
+    expected: list[list[int]],
+    name: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = drafter_engine(tiny_decoder, ALL[name], max_num_seqs=3)
+    with_drafter(engine, lambda judge: Misshapes(judge, change))
+    with caplog.at_level(logging.WARNING, "hispec"):
+        assert run(engine, PROMPTS) == expected
+    assert "counts of its drafts are" in caplog.messages[0] and "[3] torch.int64" in caplog.messages[0]
+    assert engine.stats()["drafter_failures"] > 0
 
 
 @pytest.mark.parametrize("where", ["follow", "prefill", "finish", "move"])

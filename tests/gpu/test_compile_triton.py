@@ -57,8 +57,8 @@ CHECKED = (
     " width:i32 cycle:i32 num_cycles:i32"
 )
 VERIFIED = (
-    "logits:* tokens:*i64 accepted:*i64 own:*i64 num_live:*i64 counts:*i64 evidence:*fp32 q_len:i32"
-    " width:i32 logit_stride:i32"
+    "logits:* tokens:*i64 accepted:*i64 own:*i64 num_live:*i64 begins:*i64 counts:*i64 evidence:*fp32"
+    " num_tokens:i32 width:i32 logit_stride:i32"
 )
 CHUNKS = {"CHUNKS": 32, "CHUNK": 4096}
 LAST = {"STEPS": 4, "LOW_BITS": 0, "CHUNKS": 32}

@@ -78,6 +78,7 @@ def test_output_is_transformers_greedy(
     assert run(engine, PROMPTS, GREEDY) == expected
 
 
+@pytest.mark.slow
 def test_sampled_output_is_plain_sampled_decodings(
     small_path: Path, on_gpu_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

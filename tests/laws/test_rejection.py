@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 import hispec.decoding.acceptance
+import hispec.decoding.round
 import hispec.sampling.sampler
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
 from hispec.config import NgramConfig, Plan
-from hispec.decoding.acceptance import RejectionJudge
+from hispec.decoding.acceptance import RejectionJudge, Verdict
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.round import run_round
+from hispec.decoding.row_steps import Notes, end_check
 from hispec.decoding.stages import PassCounts, Stages
 from hispec.drafters.autoregressive import ExitHead
 from hispec.drafters.hybrid import HybridDrafter
@@ -204,13 +206,13 @@ def test_one_round_of_gated_cycles_continues_the_full_models_law(
     """Whether another cycle follows depends on the check's distribution at the place of its own token. Where
     a row stops the own token is kept, and judged like any other."""
     stopped: list[bool] = []
-    stop = RoundBatch.stop
 
-    def spy(batch: RoundBatch, which: Tensor, columns: Tensor) -> None:
-        stopped.append(bool(which.any()))
-        stop(batch, which, columns)
+    def spy(batch: RoundBatch, first: Tensor, verdict: Verdict, notes: Notes, cycle: int) -> Tensor:
+        assert verdict.goes_on is not None
+        stopped.append(not verdict.goes_on.all())
+        return end_check(batch, first, verdict, notes, cycle)
 
-    monkeypatch.setattr(RoundBatch, "stop", spy)
+    monkeypatch.setattr(hispec.decoding.round, "end_check", spy)
     for plan in (Plan(1, 2, 1, 2), Plan(1, 3, 1, 2)):
         assert_law(paths, plan, 1, gate=gate)
     assert_law(paths, Plan(0, 2, 1, 2), 1, LOOKED_UP["always"], gate=gate)

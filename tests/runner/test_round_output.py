@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import random
 import struct
+from typing import Any, cast
 
 import pytest
 import torch
 
 from hispec.config import PLAIN, Plan
 from hispec.control.choice import Choice
-from hispec.runner.round_output import RowOutcome, make_observation, unpack
+from hispec.decoding.batch import RoundResult, Watch
+from hispec.runner.round_output import RowOutcome, make_observation, pack, read_rows, unpack
 
 
 def test_cycles_that_did_not_run_were_not_tried() -> None:
@@ -45,11 +47,13 @@ def test_cycles_that_did_not_run_were_not_tried() -> None:
 @pytest.mark.parametrize("plan", [PLAIN, Plan(3, None, 4, 1), Plan(4, 15, 2, 4)], ids=str)
 @pytest.mark.parametrize("num_watched", [0, 2])
 def test_rows_are_read_as_they_were_packed(plan: Plan, num_watched: int) -> None:
-    """Against reading each row by itself; cycles that a row had no part in come last, as -1."""
+    """Against reading each row by itself; cycles that a row had no part in come last, as -1, and plain
+    decoding has none."""
     draws, checks = random.Random(0), plan.num_checks
     packed, expected = [], []
     for evidence in (0.0, -3.25, math.inf, math.nan, 1e-30, -0.0):
-        cycles, count = draws.randint(0, checks), draws.randint(0, plan.window)
+        cycles = 0 if plan.is_plain else draws.randint(0, checks)
+        count = draws.randint(0, plan.window)
         tokens = [draws.randrange(1000) for _ in range(plan.window)]
         drafted, kept = ([draws.randrange(5) for _ in range(cycles)] for _ in range(2))
         source = [draws.randrange(2) for _ in range(cycles)]
@@ -66,8 +70,38 @@ def test_rows_are_read_as_they_were_packed(plan: Plan, num_watched: int) -> None
         expected.append(RowOutcome(tokens[:count], 7, 5, drafted, kept, source, shadows, rounded))
     found = unpack(torch.tensor(packed), plan)
     assert repr(found) == repr(expected), "and nan equals nan"
-    by_source = [
-        sum(one for one, who in zip([4, 2, 1], [0, 1, 1], strict=True) if who == each) for each in (0, 1)
-    ]
-    assert RowOutcome([], 0, 0, [], [], [0, 1, 1]).sum_by_source([4, 2, 1]) == by_source == [4, 3]
-    assert RowOutcome([], 0, 0, [], [], [0, 0]).sum_by_source([4, 2]) == [6, 0]
+
+
+@pytest.mark.parametrize("plan", [PLAIN, Plan(3, None, 4, 1), Plan(4, 15, 2, 4)], ids=str)
+@pytest.mark.parametrize("watched", [(), (3, 15)])
+def test_a_round_on_a_cpu_is_read_as_if_it_were_packed(plan: Plan, watched: tuple[int, ...]) -> None:
+    draws, rows, checks = torch.Generator().manual_seed(3), 7, plan.num_checks
+
+    def ints(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(high, shape, generator=draws)
+
+    took_part = torch.arange(checks) < (0 if plan.is_plain else ints(checks + 1, rows, 1))
+    watch = Watch(watched, rows, plan.window, torch.device("cpu")) if watched else None
+    if watch is not None:
+        watch.tokens.copy_(ints(3, *watch.tokens.shape))
+        watch.drafts.copy_(ints(4, *watch.drafts.shape) - 1)
+    result = RoundResult(
+        tokens=ints(3, rows, plan.window + 1),
+        counts=ints(plan.window + 1, rows),
+        drafted=torch.where(took_part, ints(5, rows, checks), -1),
+        kept=ints(5, rows, checks),
+        source=ints(2, rows, checks),
+        tentative=ints(9, rows),
+        accepted=ints(9, rows),
+        evidence=torch.tensor([0.0, -3.25, math.inf, math.nan, 1e-30, -0.0, 7.0]),
+        logits=None,
+        span=cast(Any, None),
+        nodes=ints(2, rows, 1),
+    )
+    assert repr(read_rows(result, watch, plan)) == repr(unpack(pack(result, watch), plan))
+
+
+def test_drafts_are_summed_by_who_made_them() -> None:
+    assert RowOutcome([], 0, 0, [4, 2, 1], [3, 0, 1], [0, 1, 1]).sums_by_source() == ((4, 3), (3, 1))
+    assert RowOutcome([], 0, 0, [4, 2], [1, 2], [0, 0]).sums_by_source() == ((6, 0), (3, 0))
+    assert RowOutcome([], 0, 0, [], [], []).sums_by_source() == ((0, 0), (0, 0))
