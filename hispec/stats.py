@@ -26,6 +26,28 @@ def stage_seconds(pass_s: Sequence[float], round_s: float) -> dict[str, float] |
     return {**dict(zip(STAGES, pass_s, strict=True)), "outside of passes": max(0.0, round_s - sum(pass_s))}
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class RowRound:
+    """What a round did with one row, but for the tokens themselves. Rows that are alike may share one: it is
+    equal to itself only, so that they are counted without a look at what they hold.
+
+    committed            tokens that it committed
+    tentative, accepted  tokens that verify judged; those of them that it kept
+    drafted, kept        by cycle that the row took part in: drafts that could be judged, and those of them
+                         that the tier above kept
+    looked_up            by cycle, whether prompt lookup made its drafts
+    has_check            whether the tier above is a check
+    """
+
+    committed: int
+    tentative: int = 0
+    accepted: int = 0
+    drafted: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    looked_up: tuple[bool, ...] = ()
+    has_check: bool = False
+
+
 @dataclass
 class RoundCounts:
     """Counts of rounds, of one request or of all.
@@ -64,74 +86,65 @@ class RoundCounts:
     verify_undrafted: int = 0
     accept_length_histogram: list[int] = field(default_factory=list)
 
-    def add(
-        self,
-        cycles: int,
-        committed: int,
-        tokens: int,
-        drafted: Sequence[int],
-        draft_kept: Sequence[int],
-        tentative: int,
-        accepted: int,
-        checked: Sequence[tuple[int, int]] = (),
-        times: int = 1,
-    ) -> None:
-        """Adds `times` rows' rounds that were alike; `drafted` and `draft_kept` by Source (computed, looked
-        up). checked: by cycle that ended with a check, how many drafts it judged, and how many of them it
-        kept."""
+    def add(self, each: RowRound, times: int = 1) -> None:
+        """Adds `times` rows' rounds that were alike, all of whose tokens are output tokens."""
         self.rounds += times
-        self.committed += committed * times
-        self.tokens += tokens * times
-        if cycles:
-            self.cycles += cycles * times
-            self.drafted += sum(drafted) * times
-            self.draft_kept += sum(draft_kept) * times
-            self.looked_up += drafted[1] * times
-            self.looked_up_kept += draft_kept[1] * times
-        for judged, kept in checked:
-            self.check_judged += judged * times
+        self.committed += each.committed * times
+        self.tokens += each.committed * times
+        self.cycles += len(each.drafted) * times
+        for drafted, kept, was_looked_up in zip(each.drafted, each.kept, each.looked_up, strict=True):
+            self.drafted += drafted * times
+            self.draft_kept += kept * times
+            if was_looked_up:
+                self.looked_up += drafted * times
+                self.looked_up_kept += kept * times
+            # With nothing tentative the check was left out, as no row had drafts.
+            if not (each.has_check and each.tentative):
+                continue
+            self.check_judged += drafted * times
             self.check_kept += kept * times
-            if kept < judged:
+            if kept < drafted:
                 self.check_corrected += times
-            elif judged:
+            elif drafted:
                 self.check_bonus += times
             else:
                 self.check_undrafted += times
-        self.tentative += tentative * times
-        self.accepted += accepted * times
+        self.tentative += each.tentative * times
+        self.accepted += each.accepted * times
         # After a check the last tentative token stands after the last column: verify adds none to it.
-        if committed > accepted:
-            if accepted < tentative:
+        if each.committed > each.accepted:
+            if each.accepted < each.tentative:
                 self.verify_corrected += times
-            elif tentative:
+            elif each.tentative:
                 self.verify_bonus += times
             else:
                 self.verify_undrafted += times
         histogram = self.accept_length_histogram
-        if len(histogram) <= committed:
-            histogram += [0] * (committed + 1 - len(histogram))
-        histogram[committed] += times
-
-
-_OfRow = tuple[int, int, int, tuple[int, int], tuple[int, int], int, int, tuple[tuple[int, int], ...]]
+        if len(histogram) <= each.committed:
+            histogram += [0] * (each.committed + 1 - len(histogram))
+        histogram[each.committed] += times
 
 
 class RoundTally:
     """Rounds of rows, of which many are alike: how often there was each. Adding them up took longer than all
     else of a row and a round, and is left to who wants to know."""
 
-    __slots__ = ("_times",)
+    __slots__ = ("_num_dropped", "_times")
 
     def __init__(self) -> None:
-        self._times: dict[_OfRow, int] = {}
+        self._times: dict[RowRound, int] = {}
+        self._num_dropped = 0
 
-    def count(self, of_row: _OfRow) -> None:
-        """A row's round, as `RoundCounts.add` takes it."""
+    def count(self, of_row: RowRound, num_taken: int) -> None:
+        """A row's round, of whose tokens its request took so many: those beyond its end are dropped."""
         self._times[of_row] = self._times.get(of_row, 0) + 1
+        if num_taken != of_row.committed:
+            self._num_dropped += of_row.committed - num_taken
 
     def add_to(self, counts: RoundCounts) -> RoundCounts:
         for of_row, times in self._times.items():
-            counts.add(*of_row, times)
+            counts.add(of_row, times)
+        counts.tokens -= self._num_dropped
         return counts
 
 

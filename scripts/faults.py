@@ -757,7 +757,7 @@ FAULTS = (
     Fault(
         "gate: a controller counts checks that nobody asked as unsure",
         "hispec/runner/round_output.py",
-        "went_on + 1 < choice.plan.num_checks and outcome.tentative < limit",
+        "went_on + 1 < choice.plan.num_checks and of_row.tentative < limit",
         "went_on + 1 < choice.plan.num_checks",
         ("tests/runner/test_round_output.py",),
     ),
@@ -974,7 +974,7 @@ FAULTS = (
     Fault(
         "tiers: a round's bonus counts as accepted",
         "hispec/runner/round_output.py",
-        "tentative[: min(self.accepted, len(self.token_ids))]",
+        "tentative[: min(self.round.accepted, len(self.token_ids))]",
         "tentative[: len(self.token_ids)]",
         TIERS,
     ),
@@ -994,8 +994,15 @@ FAULTS = (
     Fault(
         "rounds that were alike count once",
         "hispec/stats.py",
-        "counts.add(*of_row, times)",
-        "counts.add(*of_row)",
+        "counts.add(of_row, times)",
+        "counts.add(of_row)",
+        METRICS,
+    ),
+    Fault(
+        "tokens beyond a request's end count as output",
+        "hispec/stats.py",
+        "if num_taken != of_row.committed:",
+        "if False:",
         METRICS,
     ),
     Fault(
@@ -1036,7 +1043,7 @@ FAULTS = (
     Fault(
         "verify counts a bonus that was the check's own token",
         "hispec/stats.py",
-        "if committed > accepted:",
+        "if each.committed > each.accepted:",
         "if True:",
         METRICS,
     ),

@@ -98,7 +98,7 @@ class Recorder:
             route = -1 if choice.route is None else choice.route
             for request, _, outcome in rows:
                 self._rounds.setdefault(request.number, []).append(
-                    (route, len(outcome.token_ids), outcome.drafted, outcome.kept)
+                    (route, len(outcome.token_ids), outcome.round.drafted, outcome.round.kept)
                 )
 
     def record_request(self, request: Request, metrics: RequestMetrics | None) -> None:

@@ -162,14 +162,14 @@ class StepLoop:
         self.stats.row_layer_passes += flight.layer_passes * len(rows)
         self.stats.row_draft_model_layer_passes += flight.draft_model_layer_passes * len(rows)
         passes = flight.layer_passes / runtime.models.decoder.config.num_layers
-        has_check, now_s, tally = flight.plan.check_layer is not None, time.monotonic(), RoundTally()
+        now_s, tally = time.monotonic(), RoundTally()
         try:
             for request, row, outcome in rows:
                 if not_written:
                     record_gaps(request, not_written)
                 if self._scheduler.counts_service:
                     self._scheduler.served(request, outcome.make_service(passes, seconds))
-                self._commit(request, row, outcome, flight.result, has_check, now_s, tally)
+                self._commit(request, row, outcome, flight.result, now_s, tally)
         finally:
             tally.add_to(self.stats.round)
         if self.flight is None:
@@ -265,7 +265,6 @@ class StepLoop:
         row: int,
         outcome: RowOutcome,
         result: RoundResult,
-        has_check: bool,
         now_s: float,
         tally: RoundTally,
     ) -> None:
@@ -280,13 +279,9 @@ class StepLoop:
             gain.tiers = (gain.tiers or [])[: before - gain.start] + outcome.tiers()
         self._take(gain, outcome.token_ids)
         self._note_times(request, now_s)
-        taken, committed, cycles = request.num_output - before, len(outcome.token_ids), outcome.drafted
-        # With nothing tentative the check was left out, as no row had drafts.
-        checked = tuple(zip(cycles, outcome.kept, strict=True)) if has_check and outcome.tentative else ()
-        by_source, judged = outcome.sums_by_source(), (outcome.tentative, outcome.accepted)
-        of_row = len(cycles), committed, taken, *by_source, *judged, checked
-        request.rounds.count(of_row)
-        tally.count(of_row)
+        num_taken = request.num_output - before
+        request.rounds.count(outcome.round, num_taken)
+        tally.count(outcome.round, num_taken)
         # Blocks that the round in flight may write stay.
         self._scheduler.commit(request, len(request.token_ids) - 1, release=self.flight is None)
         if request.finish_reason is not None:

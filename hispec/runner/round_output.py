@@ -3,9 +3,9 @@ the controller."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,8 @@ from ..decoding.batch import RoundResult, Watch
 from ..decoding.drafter import Source
 from ..outputs import TokenTier
 from ..scheduling.policy import Service
+from ..stats import RowRound
 
-_LOOKED_UP = int(Source.LOOKED_UP)
-_NO_SUMS = (0, 0), (0, 0)  # by Source
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -29,20 +28,15 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 class RowOutcome:
     """The result of a round for one row; nobody changes one.
 
-    drafted, kept, source   by cycle that the row took part in: drafts that could be judged, drafts that the
-                            tier above kept, and the Source of the drafts
-    shadows                 four counts of each exit that was watched, in the order of control.choice.Shadow:
-                            places, right, drafts, agreed
-    evidence                RoundResult's; where it is not finite, token_ids mean nothing
+    round      what it did, in counts
+    shadows    four counts of each exit that was watched, in the order of control.choice.Shadow: places,
+               right, drafts, agreed
+    evidence   RoundResult's; where it is not finite, token_ids mean nothing
     """
 
     token_ids: list[int]
-    tentative: int
-    accepted: int
-    drafted: list[int]
-    kept: list[int]
-    source: list[int]
-    shadows: list[int] = field(default_factory=list)
+    round: RowRound
+    shadows: Sequence[int] = ()
     evidence: float = 0.0
 
     def tiers(self) -> list[TokenTier]:
@@ -53,38 +47,26 @@ class RowOutcome:
         is accepted than the first cycle kept, so there only drafts are, and in plain decoding nothing.
         """
         tentative: list[TokenTier] = []
-        for kept in self.kept:
+        for kept in self.round.kept:
             tentative.extend("draft" for _ in range(kept))
             tentative.append("check")
-        accepted = tentative[: min(self.accepted, len(self.token_ids))]
+        accepted = tentative[: min(self.round.accepted, len(self.token_ids))]
         return accepted + ["verify"] * (len(self.token_ids) - len(accepted))
 
     def make_service(self, passes: float, seconds: float) -> Service:
         """What the round gave the row, for a scheduling policy. Some tentative tokens are the check's own, so
         that more may be accepted than were drafted."""
-        drafted = sum(self.drafted)
-        return Service(1, len(self.token_ids), drafted, min(drafted, self.accepted), passes, seconds)
-
-    def sums_by_source(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Drafts, and kept ones, of all cycles, each by the Source of the drafts."""
-        if not self.drafted:
-            return _NO_SUMS
-        looked_up = kept = 0
-        if any(self.source):  # else all are Source.COMPUTED
-            for source, of_cycle, kept_of_cycle in zip(self.source, self.drafted, self.kept, strict=True):
-                if source == _LOOKED_UP:
-                    looked_up += of_cycle
-                    kept += kept_of_cycle
-        return (sum(self.drafted) - looked_up, looked_up), (sum(self.kept) - kept, kept)
+        drafted = sum(self.round.drafted)
+        return Service(1, len(self.token_ids), drafted, min(drafted, self.round.accepted), passes, seconds)
 
 
 def pack(result: RoundResult, watch: Watch | None) -> Tensor:
     """All that the host reads of a round as one tensor [rows, ...], so that one copy brings it there: counts,
-    tentative, accepted, the bits of the evidence; by cycle drafted, kept, source; tokens; counts of watched
+    tentative, accepted; by cycle drafted, kept, source; the bits of the evidence; tokens; counts of watched
     exits."""
-    bits = result.evidence.view(torch.int32).to(torch.int64)
-    columns = (each.unsqueeze(1) for each in (result.counts, result.tentative, result.accepted, bits))
-    parts = [*columns, result.drafted, result.kept, result.source, result.tokens[:, 1:]]
+    of_rows = (each.unsqueeze(1) for each in (result.counts, result.tentative, result.accepted))
+    bits = result.evidence.view(torch.int32).to(torch.int64).unsqueeze(1)
+    parts = [*of_rows, result.drafted, result.kept, result.source, bits, result.tokens[:, 1:]]
     if watch is not None:
         parts.append(watch.count_agreements(result.tokens, result.counts).flatten(1))
     return torch.cat(parts, dim=1)
@@ -108,49 +90,64 @@ def copy_to_host(packed: Tensor, plan: Plan) -> Callable[[], list[RowOutcome]]:
 
 def unpack(packed: Tensor, plan: Plan) -> list[RowOutcome]:
     """packed [rows, ...] as `pack` has made it -> one RowOutcome per row."""
-    values, checks = packed.numpy(), plan.num_checks
-    by_cycle = [values[:, 4 + at * checks : 4 + (at + 1) * checks] for at in range(3)]
-    first, end = 4 + 3 * checks, 4 + 3 * checks + plan.window
-    evidence = values[:, 3].astype(np.int32).view(np.float32)
-    return _outcomes(plan, values[:, :3].T, evidence, by_cycle, values[:, first:end], values[:, end:])
+    values, first = packed.numpy(), 3 + 3 * plan.num_checks
+    evidence = values[:, first].astype(np.int32).view(np.float32)
+    tokens, shadows = values[:, first + 1 : first + 1 + plan.window], values[:, first + 1 + plan.window :]
+    return _outcomes(plan, values[:, :first], evidence, tokens, shadows)
 
 
 def read_rows(result: RoundResult, watch: Watch | None, plan: Plan) -> list[RowOutcome]:
     """As `unpack` of `pack`, of a round that ran on a CPU."""
-    by_cycle = [each.numpy() for each in (result.drafted, result.kept, result.source)]
-    by_row = [each.numpy() for each in (result.counts, result.tentative, result.accepted)]
-    tokens, shadows = result.tokens.numpy()[:, 1:], None
+    columns = [result.counts, result.tentative, result.accepted]
+    counts = np.empty((len(result.counts), 3 + 3 * plan.num_checks), np.int64)
+    for at, column in enumerate(columns):
+        counts[:, at] = column.numpy()
+    if not plan.is_plain:
+        for at, by_cycle in enumerate((result.drafted, result.kept, result.source)):
+            counts[:, 3 + at * plan.num_checks : 3 + (at + 1) * plan.num_checks] = by_cycle.numpy()
+    shadows = None
     if watch is not None:
         shadows = watch.count_agreements(result.tokens, result.counts).flatten(1).numpy()
-    return _outcomes(plan, by_row, result.evidence.numpy(), by_cycle, tokens, shadows)
+    return _outcomes(plan, counts, result.evidence.numpy(), result.tokens.numpy()[:, 1:], shadows)
 
 
 def _outcomes(
-    plan: Plan,
-    by_row: Iterable[Ints],
-    evidence: Floats,
-    by_cycle: Sequence[Ints],
-    tokens: Ints,
-    shadows: Ints | None,
+    plan: Plan, counts: Ints, evidence: Floats, tokens: Ints, shadows: Ints | None
 ) -> list[RowOutcome]:
-    """by_row: counts, tentative, accepted [rows]; by_cycle: drafted, kept, source [rows, cycles]; tokens
-    [rows, at least counts]; shadows [rows, ...], None or empty = no exit was watched."""
-    # Lists are made only where they hold something: many of them have Python look for garbage.
-    nothing: list[list[int]] = [[]] * len(tokens)
-    parts = [nothing] * 3 if plan.is_plain else [part.tolist() for part in by_cycle]
-    for row, drafted in enumerate(parts[0]):
-        if drafted and drafted[-1] == -1:  # cycles that it took no part in; they come last
-            num_cycles = drafted.index(-1)
-            for part in parts:
-                del part[row][num_cycles:]
-    watched = shadows.tolist() if shadows is not None and shadows.shape[1] else nothing
-    columns = (*(each.tolist() for each in by_row), tokens.tolist(), *parts, watched, evidence.tolist())
-    return [
-        RowOutcome(token_ids[:count], tentative, accepted, drafts, keeps, sources, seen, sum_of_chosen)
-        for count, tentative, accepted, token_ids, drafts, keeps, sources, seen, sum_of_chosen in zip(
-            *columns, strict=True
-        )
-    ]
+    """counts [rows, 3 + 3 cycles]: committed, tentative, accepted; by cycle drafted, kept, source. tokens
+    [rows, at least committed]; shadows [rows, ...], None or empty = no exit was watched."""
+    if plan.is_plain:
+        counts = counts[:, :3]
+    # The counts of a row as one value, by which those that are alike are found: a list for each of them, for
+    # every row and round, would have Python look for garbage.
+    keys = np.ascontiguousarray(counts).view(f"V{8 * counts.shape[1]}").ravel().tolist()
+    has_check, outcomes = plan.check_layer is not None, []
+    for key, token_ids, value in zip(keys, tokens.tolist(), evidence.tolist(), strict=True):
+        of_row = _row_round(key, has_check)
+        del token_ids[of_row.committed :]
+        outcomes.append(RowOutcome(token_ids, of_row, (), value))
+    if shadows is not None and shadows.shape[1]:
+        for outcome, seen in zip(outcomes, shadows.tolist(), strict=True):
+            outcome.shadows = seen
+    return outcomes
+
+
+@lru_cache(maxsize=4096)
+def _row_round(counts: bytes, has_check: bool) -> RowRound:
+    """counts: of one row, as `_outcomes` has them."""
+    committed, tentative, accepted, *by_cycle = np.frombuffer(counts, np.int64).tolist()
+    num_checks = len(by_cycle) // 3
+    drafted, kept, source = (by_cycle[at * num_checks : (at + 1) * num_checks] for at in range(3))
+    num_cycles = drafted.index(-1) if -1 in drafted else num_checks  # those it took no part in come last
+    return RowRound(
+        committed,
+        tentative,
+        accepted,
+        tuple(drafted[:num_cycles]),
+        tuple(kept[:num_cycles]),
+        tuple(each == Source.LOOKED_UP for each in source[:num_cycles]),
+        has_check,
+    )
 
 
 def make_observation(
@@ -174,17 +171,19 @@ def make_observation(
     verified: list[tuple[int, int, int, int, int]] = []
     if choice.route is not None:
         for (number, outcome), limit, most in zip(rows, limits, most_drafts, strict=True):
-            first = 0
-            for drafted, kept, source in zip(outcome.drafted, outcome.kept, outcome.source, strict=True):
+            first, of_row = 0, outcome.round
+            for drafted, kept, is_looked_up in zip(
+                of_row.drafted, of_row.kept, of_row.looked_up, strict=True
+            ):
                 cap = min(limit - first - 1, most)
                 if cap <= 0:  # it could not have drafted, so there is nothing to learn
                     break
-                cycles.append((number, cap, drafted, kept, source))
+                cycles.append((number, cap, drafted, kept, is_looked_up))
                 first += kept + 1
             if first:
-                went_on = len(outcome.drafted) - 1
-                is_stopped = went_on + 1 < choice.plan.num_checks and outcome.tentative < limit
-                verified.append((number, outcome.tentative, outcome.accepted, went_on, went_on + is_stopped))
+                went_on = len(of_row.drafted) - 1
+                is_stopped = went_on + 1 < choice.plan.num_checks and of_row.tentative < limit
+                verified.append((number, of_row.tentative, of_row.accepted, went_on, went_on + is_stopped))
     by_cycle, by_row = (
         np.array(cycles, np.int64).reshape(-1, 5).T,
         np.array(verified, np.int64).reshape(-1, 5).T,

@@ -17,7 +17,7 @@ from hispec.errors import RequestError
 from hispec.metrics.histogram import Histogram, mean, quantile
 from hispec.metrics.table import BY_NAME, METRICS
 from hispec.sampling_params import SamplingParams
-from hispec.stats import RoundCounts
+from hispec.stats import RoundCounts, RoundTally, RowRound
 from hispec.workers.totals import sum_stats
 from tests.helpers.scripted import ScriptedDecoder
 from tests.helpers.support import make_engine, random_prompts, run
@@ -202,7 +202,7 @@ def test_counters_of_tiers_add_up(tiny_decoder: Decoder, plan: Plan) -> None:
 def test_what_a_tier_puts_in_place_is_counted_as_that() -> None:
     counts = RoundCounts()
     # A check keeps 1 of 2 drafts, then both of 2; verify keeps 3 of 5 tentative ones.
-    counts.add(2, 4, 4, [4, 0], [3, 0], 5, 3, [(2, 1), (2, 2)])
+    counts.add(RowRound(4, 5, 3, (2, 2), (1, 2), (False, True), has_check=True))
     assert (counts.check_judged, counts.check_kept, counts.check_corrected, counts.check_bonus) == (
         4,
         3,
@@ -210,11 +210,26 @@ def test_what_a_tier_puts_in_place_is_counted_as_that() -> None:
         1,
     )
     assert (counts.verify_corrected, counts.verify_bonus) == (1, 0)
-    counts.add(1, 3, 3, [2, 0], [2, 0], 3, 3, [(2, 2)])  # all: the check's own token is the last
+    # All: the check's own token is the last.
+    counts.add(RowRound(3, 3, 3, (2,), (2,), (False,), has_check=True))
     assert (counts.verify_corrected, counts.verify_bonus, counts.check_bonus) == (1, 0, 2)
-    counts.add(1, 3, 3, [2, 0], [2, 0], 2, 2)  # two tiers
-    counts.add(0, 1, 1, [0, 0], [0, 0], 0, 0)  # plain
+    counts.add(RowRound(3, 2, 2, (2,), (2,), (False,)))  # two tiers
+    counts.add(RowRound(1))  # plain
     assert (counts.verify_corrected, counts.verify_bonus, counts.verify_undrafted) == (1, 1, 1)
+    assert (counts.cycles, counts.drafted, counts.draft_kept) == (4, 8, 7)
+    assert (counts.looked_up, counts.looked_up_kept) == (2, 2), "of what the second cycle had looked up"
+
+
+def test_a_tally_adds_up_to_what_it_has_counted() -> None:
+    """Rounds that were alike, and a round of whose tokens its request took but one: it had ended."""
+    plain, speculated = RowRound(1), RowRound(3, 4, 2, (2, 2), (1, 1), (True, False), has_check=True)
+    tally, one_by_one = RoundTally(), RoundCounts()
+    for each, num_taken in ((plain, 1), (speculated, 3), (plain, 1), (speculated, 1)):
+        tally.count(each, num_taken)
+        one_by_one.add(each)
+    one_by_one.tokens = 1 + 3 + 1 + 1
+    assert tally.add_to(RoundCounts()) == one_by_one
+    assert (one_by_one.rounds, one_by_one.committed, one_by_one.looked_up) == (4, 8, 4)
 
 
 def test_two_workers_sum_to_one(clock: list[float]) -> None:

@@ -14,16 +14,17 @@ from hispec.config import PLAIN, Plan
 from hispec.control.choice import Choice
 from hispec.decoding.batch import RoundResult, Watch
 from hispec.runner.round_output import RowOutcome, make_observation, pack, read_rows, unpack
+from hispec.stats import RowRound
 
 
 def test_cycles_that_did_not_run_were_not_tried() -> None:
     """Four requests of up to four cycles: one whose second check was unsure, one that took all, one without
     room for a third, and one whose first was unsure."""
     outcomes = [
-        RowOutcome([1, 2], 5, 1, [2, 2], [2, 1], [0, 1]),
-        RowOutcome([1], 4, 0, [2, 2, 2, 0], [0, 0, 0, 0], [0, 0, 0, 0]),
-        RowOutcome([1, 2, 3, 4], 4, 4, [2, 0], [2, 0], [0, 0]),
-        RowOutcome([1], 1, 0, [2], [0], [0]),
+        RowOutcome([1, 2], RowRound(2, 5, 1, (2, 2), (2, 1), (False, True))),
+        RowOutcome([1], RowRound(1, 4, 0, (2, 2, 2, 0), (0, 0, 0, 0), (False,) * 4)),
+        RowOutcome([1, 2, 3, 4], RowRound(4, 4, 4, (2, 0), (2, 0), (False, False))),
+        RowOutcome([1], RowRound(1, 1, 0, (2,), (0,), (False,))),
     ]
     seen = make_observation(
         Choice(0, Plan(4, 15, 2, 4)),
@@ -41,6 +42,7 @@ def test_cycles_that_did_not_run_were_not_tried() -> None:
         (3, 2, 2),
     ]
     assert seen.rows.tolist() == [0, 1, 2, 3] and seen.tentative.tolist() == [5, 4, 4, 1]
+    assert seen.looked_up.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
     assert seen.went_on.tolist() == [1, 3, 1, 0] and seen.asked.tolist() == [2, 3, 1, 1]
 
 
@@ -62,12 +64,16 @@ def test_rows_are_read_as_they_were_packed(plan: Plan, num_watched: int) -> None
         unused = checks - cycles
         packed.append(
             [
-                *(count, 7, 5, bits, *drafted, *([-1] * unused), *kept, *([0] * unused)),
-                *(*source, *([0] * unused), *tokens, *shadows),
+                *(count, 7, 5, *drafted, *([-1] * unused), *kept, *([0] * unused)),
+                *(*source, *([0] * unused), bits, *tokens, *shadows),
             ]
         )
         (rounded,) = struct.unpack("f", struct.pack("f", evidence))
-        expected.append(RowOutcome(tokens[:count], 7, 5, drafted, kept, source, shadows, rounded))
+        of_row = RowRound(
+            *(count, 7, 5, tuple(drafted), tuple(kept), tuple(each == 1 for each in source)),
+            has_check=plan.check_layer is not None,
+        )
+        expected.append(RowOutcome(tokens[:count], of_row, shadows or (), rounded))
     found = unpack(torch.tensor(packed), plan)
     assert repr(found) == repr(expected), "and nan equals nan"
 
@@ -101,7 +107,13 @@ def test_a_round_on_a_cpu_is_read_as_if_it_were_packed(plan: Plan, watched: tupl
     assert repr(read_rows(result, watch, plan)) == repr(unpack(pack(result, watch), plan))
 
 
-def test_drafts_are_summed_by_who_made_them() -> None:
-    assert RowOutcome([], 0, 0, [4, 2, 1], [3, 0, 1], [0, 1, 1]).sums_by_source() == ((4, 3), (3, 1))
-    assert RowOutcome([], 0, 0, [4, 2], [1, 2], [0, 0]).sums_by_source() == ((6, 0), (3, 0))
-    assert RowOutcome([], 0, 0, [], [], []).sums_by_source() == ((0, 0), (0, 0))
+@pytest.mark.parametrize("plan", [PLAIN, Plan(4, 15, 2, 2)], ids=str)
+def test_rows_that_are_alike_share_their_counts(plan: Plan) -> None:
+    """And no tokens: those of a row are its own."""
+    width = 3 + 3 * plan.num_checks + 1 + plan.window
+    packed = torch.ones(3, width, dtype=torch.int64)
+    packed[2, 0] = 0
+    first, second, third = unpack(packed, plan)
+    assert first.round is second.round and third.round is not first.round
+    assert first.token_ids == second.token_ids == [1] and third.token_ids == []
+    assert first.token_ids is not second.token_ids
