@@ -579,6 +579,13 @@ FAULTS = (
         STATIC,
     ),
     Fault(
+        "the next round begins before the results of this one are copied",
+        "hispec/runner/launchers.py",
+        "        self._downloads.settle()  # a replay writes where the round before has left its results\n",
+        "",
+        ("tests/runner/test_downloads.py",),
+    ),
+    Fault(
         "a stage's graph reads another round's limits",
         "hispec/runner/round_inputs.py",
         "torch.minimum(cap, room, out=limits)",

@@ -29,9 +29,10 @@ from ..utils.uploads import upload
 from .block_tables import RowTables
 from .buckets import context_bucket, row_bucket
 from .cuda_graphs import GraphCache
+from .downloads import make_downloads
 from .plan_runtime import PlanRuntime
 from .round_inputs import Input, advance, begin
-from .round_output import RowOutcome, copy_to_host, pack, read_rows, unpack
+from .round_output import RowOutcome, pack, read_rows, unpack
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ class StaticLauncher:
         # The device reads a copy's source later than the host starts it, so the source must stay unchanged:
         # at most two rounds are in flight.
         self._uploads = cycle([_Upload(device) for _ in range(3)])
+        self._downloads = make_downloads(device)
 
     def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         inputs = np.zeros((len(Input), self._num_rows), np.int64)  # empty rows have room for nothing
@@ -231,8 +233,12 @@ class StaticLauncher:
             result = _run_round(runtime, plan, batch)
             return result, pack(result, watch)
 
+        self._downloads.settle()  # a replay writes where the round before has left its results
         result, packed = run() if by_stage or graphs is None else graphs.run(key, run)
-        return Flight(runtime, plan, rows, result, copy_to_host(packed, plan), self._window(plan)[:num_rows])
+        wait = self._downloads.begin(packed)
+        return Flight(
+            runtime, plan, rows, result, lambda: unpack(wait(), plan), self._window(plan)[:num_rows]
+        )
 
     def _batch(
         self,

@@ -3,9 +3,9 @@ the controller."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -70,22 +70,6 @@ def pack(result: RoundResult, watch: Watch | None) -> Tensor:
     if watch is not None:
         parts.append(watch.count_agreements(result.tokens, result.counts).flatten(1))
     return torch.cat(parts, dim=1)
-
-
-def copy_to_host(packed: Tensor, plan: Plan) -> Callable[[], list[RowOutcome]]:
-    """Begins the copy to the host -> a function that waits for it."""
-    if packed.device.type != "cuda":
-        return partial(unpack, packed.clone(), plan)  # the next round overwrites `packed`
-    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-    host.copy_(packed, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-
-    def wait() -> list[RowOutcome]:
-        done.synchronize()
-        return unpack(host, plan)
-
-    return wait
 
 
 def unpack(packed: Tensor, plan: Plan) -> list[RowOutcome]:
