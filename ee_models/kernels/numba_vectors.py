@@ -9,20 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils, codegen
 from numba.extending import intrinsic
 
 from . import stale  # noqa: F401 - before any kernel is loaded
-
-# float32 in a vector. Sums are ordered by it, so it is the CPU's own, not that of the kernel at hand.
-WIDTH = 16 if binding.get_host_cpu_features().get("avx512f") else 8
-
-INT, FLOAT, INT32 = ir.IntType(64), ir.FloatType(), ir.IntType(32)
-VECTOR = ir.VectorType(FLOAT, WIDTH)
-NONE = ir.Constant(ir.IntType(8).as_pointer(), None)  # numba's None
-ROWS = types.UniTuple(types.intp, 2)  # of a matrix: the address of its first, and bytes from one to the next
 
 
 def compiles_for(feature: str) -> bool:
@@ -32,6 +24,15 @@ def compiles_for(feature: str) -> bool:
     if features is None:
         features = codegen.get_host_cpu_features()
     return f"+{feature}" in features.split(",")
+
+
+# float32 in a vector. Sums are ordered by it, so it is the CPU's own, not that of the kernel at hand.
+WIDTH = 16 if compiles_for("avx512f") else 8
+
+INT, FLOAT, INT32 = ir.IntType(64), ir.FloatType(), ir.IntType(32)
+VECTOR = ir.VectorType(FLOAT, WIDTH)
+NONE = ir.Constant(ir.IntType(8).as_pointer(), None)  # numba's None
+ROWS = types.UniTuple(types.intp, 2)  # of a matrix: the address of its first, and bytes from one to the next
 
 
 def address(builder: Any, base: Any, offset: Any, to: Any) -> Any:

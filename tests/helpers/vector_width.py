@@ -11,7 +11,6 @@ from typing import Any
 
 import numba
 import pytest
-from llvmlite import binding
 
 
 def load_with_vectors_of(
@@ -34,8 +33,8 @@ def load_with_vectors_of(
         package, _, own = name.rpartition(".")
         monkeypatch.setattr(sys.modules[package], own, module)  # which `from . import` looks at
         with monkeypatch.context() as patch:
-            if not loaded:  # numba asks too
-                patch.setattr(binding, "get_host_cpu_features", lambda: {"avx512f": width == 16})
+            if not loaded:
+                patch.setattr(numba.config, "CPU_FEATURES", "+avx2,+avx512f" if width == 16 else "+avx2")
             spec.loader.exec_module(module)
         loaded.append(module)
         for constant, value in (constants or {}).get(name, {}).items():
