@@ -29,7 +29,8 @@ def count_bytes(bits: int, num_inputs: int) -> Any:
         bytes_per_token = groups * numba_int4.TOKEN_GROUP_BYTES + numba_int4.SCALE_BYTES
         return groups, numba_int4.HEAD, numba_int4.GROUP_BYTES, bytes_per_token
     groups = (num_inputs + numba_int8.GROUP - 1) // numba_int8.GROUP
-    return groups, numba_int8.HEAD, numba_int8.GROUP_BYTES, groups * numba_int8.TOKEN_GROUP_BYTES
+    bytes_per_token = groups * (numba_int8.GROUP * numba_int8.NUMBER_BYTES + 8)
+    return groups, numba_int8.HEAD, numba_int8.GROUP_BYTES, bytes_per_token
 
 
 def bytes_per_token(bits: int, num_inputs: int) -> int:

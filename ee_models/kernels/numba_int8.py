@@ -15,6 +15,8 @@ token's own sums take away again: it has its a, then for each group its scale an
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -51,8 +53,8 @@ TOKENS = 4  # whose sums, those of a group beside those of all, stay in the CPU'
 COLUMNS = 2 * WIDTH
 GROUP = 32  # inputs that share a scale
 _FOUR = 4  # inputs that are multiplied together
-# Bytes of a panel ahead of its groups: bias and unit of each column; of a group; of one of a token's.
-HEAD, GROUP_BYTES, TOKEN_GROUP_BYTES = 8 * COLUMNS, (2 + GROUP) * COLUMNS, GROUP + 8
+# Bytes of a panel ahead of its groups: bias and unit of each column; and of a group.
+HEAD, GROUP_BYTES = 8 * COLUMNS, (2 + GROUP) * COLUMNS
 WHOLE = ir.VectorType(INT32, WIDTH)
 # What multiplies bytes and adds up four: instructions for that; pairs of 16 bits; or what LLVM makes of it.
 if compiles_for("avx512vnni" if WIDTH == 16 else "avxvnni"):
@@ -61,6 +63,8 @@ elif compiles_for("avx512bw" if WIDTH == 16 else "avx2"):
     DOT = "pairs"
 else:
     DOT = "plain"
+# Bytes of a token's whole numbers. Pairs of 16 bits are made once a token: it meets thousands of weights.
+NUMBER_BYTES = 2 if DOT == "pairs" else 1
 
 
 def make_panels(weight: Tensor, bias: Tensor) -> Tensor:
@@ -83,14 +87,14 @@ def make_panels(weight: Tensor, bias: Tensor) -> Tensor:
     return torch.cat([*head, inner.flatten(1)], 1)
 
 
-def _dot(builder: Any, total: Any, weight: Any, x: Any) -> None:
+def _dot(builder: Any, total: Any, weight: Any, x: Sequence[Any]) -> None:
     """total [WIDTH] int32, a place in memory, += the products of four bytes of weight, without sign, by those
-    of x, with one."""
+    of x, with one; x may be two pairs of 16 bits: the first and third number, the second and fourth."""
     before = builder.load(total)
     if DOT == "vnni":
         kind = ir.FunctionType(WHOLE, [WHOLE] * 3)
         name = f"llvm.x86.avx512.vpdpbusd.{32 * WIDTH}"
-        after = builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [before, weight, x])
+        after = builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [before, weight, *x])
     elif DOT == "pairs":
         after = before
         pairs = ir.VectorType(ir.IntType(16), 2 * WIDTH)
@@ -98,17 +102,16 @@ def _dot(builder: Any, total: Any, weight: Any, x: Any) -> None:
         name = "llvm.x86.avx512.pmaddw.d.512" if WIDTH == 16 else "llvm.x86.avx2.pmadd.wd"
         kind = ir.FunctionType(WHOLE, [pairs] * 2)
         add_products = cgutils.get_or_insert_function(builder.module, kind, name)
-        x, weight = builder.bitcast(x, pairs), builder.bitcast(weight, pairs)
+        weight = builder.bitcast(weight, pairs)
         of_weight = builder.and_(weight, ir.Constant(pairs, [255] * (2 * WIDTH))), builder.lshr(weight, eight)
-        of_x = builder.ashr(builder.shl(x, eight), eight), builder.ashr(x, eight)
-        for each, its_x in zip(of_weight, of_x, strict=True):
-            after = builder.add(after, builder.call(add_products, [each, its_x]))
+        for each, its_x in zip(of_weight, x, strict=True):
+            after = builder.add(after, builder.call(add_products, [each, builder.bitcast(its_x, pairs)]))
     else:
         after = before
         for byte in range(_FOUR):
             up, down = (ir.Constant(WHOLE, [bits] * WIDTH) for bits in (24 - 8 * byte, 24))
             of_weight = builder.lshr(builder.shl(weight, up), down)
-            after = builder.add(after, builder.mul(of_weight, builder.ashr(builder.shl(x, up), down)))
+            after = builder.add(after, builder.mul(of_weight, builder.ashr(builder.shl(x[0], up), down)))
     builder.store(after, total)
 
 
@@ -128,7 +131,7 @@ def _multiply_tile_intrinsic(
 
 def _tile(builder: Any, count: int, terms: Any, num_groups: Any, panel: Any, out: Any, ahead: Any) -> None:
     columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
-    rows, of_groups = rows_of(builder, terms, count), builder.mul(num_groups, INT(GROUP))
+    rows, of_groups = rows_of(builder, terms, count), builder.mul(num_groups, INT(GROUP * NUMBER_BYTES))
     asked, step = (builder.extract_value(ahead, i) for i in range(2))
     part_of_step = builder.udiv(step, INT(GROUP // _FOUR))
     zero = ir.Constant(VECTOR, [0.0] * WIDTH)
@@ -141,16 +144,20 @@ def _tile(builder: Any, count: int, terms: Any, num_groups: Any, panel: Any, out
             begin = spread(builder, load(builder, row, builder.add(of_group, INT(4)), INT32))
             for total in of_token:
                 builder.store(begin, total)
-        for four in range(GROUP // _FOUR):
-            at = INT(_FOUR * COLUMNS * four)
-            weights = builder.add(builder.add(group, INT(2 * COLUMNS)), at)
-            first = builder.add(builder.mul(loop.index, INT(GROUP)), INT(_FOUR * four))
-            wanted = builder.add(builder.mul(loop.index, step), builder.mul(INT(four), part_of_step))
+        first = builder.mul(loop.index, INT(GROUP * NUMBER_BYTES))
+        before = builder.mul(loop.index, step)
+        with _for_fours(builder) as four:
+            weights = builder.add(
+                group, builder.add(builder.mul(four, INT(_FOUR * COLUMNS)), INT(2 * COLUMNS))
+            )
+            wanted = builder.add(before, builder.mul(four, part_of_step))
             for column in columns:
                 prefetch(builder, asked, builder.add(wanted, column))
             parts = [load(builder, weights, column, WHOLE) for column in columns]
+            of_four = builder.add(first, builder.mul(four, INT(_FOUR * NUMBER_BYTES)))
             for row, of_token in zip(rows, sums, strict=True):
-                alike = spread(builder, load(builder, row, first, INT32))
+                places = [builder.add(of_four, INT(at)) for at in range(0, _FOUR * NUMBER_BYTES, 4)]
+                alike = [spread(builder, load(builder, row, place, INT32)) for place in places]
                 for part, total in zip(parts, of_token, strict=True):
                     _dot(builder, total, part, alike)
         scales = [load_half(builder, group, INT(2 * WIDTH * i)) for i in range(len(columns))]
@@ -166,6 +173,18 @@ def _tile(builder: Any, count: int, terms: Any, num_groups: Any, panel: Any, out
             store(builder, builder.fadd(product, bias), row, column)
 
 
+@contextmanager
+def _for_fours(builder: Any) -> Iterator[Any]:
+    """Code for each four inputs of a group; gives which. Where a product is one instruction LLVM may write
+    all turns out. Else it is not told their number: it would work through one token after another, and keep
+    the weights of a group in memory meanwhile, for want of registers."""
+    times = INT(GROUP // _FOUR)
+    if DOT != "vnni":
+        times = builder.asm(ir.FunctionType(INT, [INT]), "", "=r,0", [times], side_effect=False)
+    with cgutils.for_range(builder, times) as loop:
+        yield loop.index
+
+
 multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)
 
 # Added to a float32 of less than 2 ** 22 and taken away again, it leaves the nearest whole number.
@@ -175,7 +194,7 @@ _SMALLEST = np.float32(1e-30)  # peak of a group that is more than zeros: 127 / 
 
 
 def _split_group_intrinsic(_context: Any, x: Any, to: Any, of_group: Any) -> Any:
-    """The whole numbers [GROUP] int8, at the address `to`, of GROUP numbers at the address x; at `of_group`
+    """The whole numbers [GROUP], at the address `to`, of GROUP numbers at the address x; at `of_group`
     their scale, NaN where one of them is not finite, and -128 times their sum."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
@@ -201,12 +220,22 @@ def _split_group_intrinsic(_context: Any, x: Any, to: Any, of_group: Any) -> Any
             nearest = builder.fsub(builder.fadd(builder.fmul(part, alike), rounds), rounds)
             whole = builder.fptosi(nearest, WHOLE)
             total = builder.add(total, whole)
-            store(builder, builder.trunc(whole, ir.VectorType(ir.IntType(8), WIDTH)), to, INT(WIDTH * i))
+            store(builder, _narrow(builder, whole), to, INT(NUMBER_BYTES * WIDTH * i))
         store(builder, scale, of_group, INT(0))
         store(builder, builder.mul(_reduce(builder, "add", total), INT32(-128)), of_group, INT(4))
         return NONE
 
     return types.none(types.intp, types.intp, types.intp), generate
+
+
+def _narrow(builder: Any, whole: Any) -> Any:
+    """Whole numbers of a token, WIDTH of them, as `_dot` reads them."""
+    numbers = builder.trunc(whole, ir.VectorType(ir.IntType(8 * NUMBER_BYTES), WIDTH))
+    if NUMBER_BYTES == 1:
+        return numbers
+    order = [four + place for four in range(0, WIDTH, _FOUR) for place in (0, 2, 1, 3)]
+    order = ir.Constant(ir.VectorType(INT32, WIDTH), order)
+    return builder.shuffle_vector(numbers, numbers, order)
 
 
 def _reduce(builder: Any, how: str, vector: Any) -> Any:
@@ -220,15 +249,15 @@ _split_group: Any = intrinsic(_split_group_intrinsic)
 
 @njit(error_model="numpy", nogil=True, cache=True)
 def split(x: int, num_inputs: int, to: int, groups: int) -> None:
-    """Of a token [in] at the address x: at the address `to` its whole numbers [groups * GROUP] int8, then of
+    """Of a token [in] at the address x: at the address `to` its whole numbers [groups * GROUP], then of
     each group its scale, NaN where it has a number that is not finite, and -128 times their sum."""
-    of_groups = to + groups * GROUP
+    of_groups = to + groups * GROUP * NUMBER_BYTES
     whole_groups = num_inputs // GROUP
     for group in range(whole_groups):
-        _split_group(x + 4 * GROUP * group, to + GROUP * group, of_groups + 8 * group)
+        _split_group(x + 4 * GROUP * group, to + GROUP * NUMBER_BYTES * group, of_groups + 8 * group)
     if whole_groups < groups:
         rest = np.zeros(GROUP, np.float32)
         numbers = carray(pointer(x), num_inputs, np.float32)
         for i in range(whole_groups * GROUP, num_inputs):
             rest[i - whole_groups * GROUP] = numbers[i]
-        _split_group(rest.ctypes.data, to + GROUP * whole_groups, of_groups + 8 * whole_groups)
+        _split_group(rest.ctypes.data, to + GROUP * NUMBER_BYTES * whole_groups, of_groups + 8 * whole_groups)

@@ -51,7 +51,8 @@ def modules(
     width, dot = request.param
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("compiled")
-        _, int8, _, both, linear = load_with_vectors_of(width, MODULES, cache, patch, {INT8: {"DOT": dot}})
+        constants = {INT8: {"DOT": dot, "NUMBER_BYTES": 2 if dot == "pairs" else 1}}
+        _, int8, _, both, linear = load_with_vectors_of(width, MODULES, cache, patch, constants)
         (code,) = both.multiply.inspect_llvm().values()
         assert [name for name in ("vpdpbusd", "pmadd") if name in code] == CALLED[dot]
         yield [int8, both, linear]
