@@ -110,6 +110,7 @@ torch.save([*run(decoder, decoder._layers, True), *run(decoder, decoder._layers,
 """
 
 
+@pytest.mark.slow
 def test_fewer_threads_than_were_asked_for_do_all_of_the_work(tiny_path: Path, tmp_path: Path) -> None:
     """OMP_THREAD_LIMIT, as a batch system may set it, keeps OpenMP from giving what torch thinks it has."""
     found = []
