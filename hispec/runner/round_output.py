@@ -82,13 +82,9 @@ def unpack(packed: Tensor, plan: Plan) -> list[RowOutcome]:
 
 def read_rows(result: RoundResult, watch: Watch | None, plan: Plan) -> list[RowOutcome]:
     """As `unpack` of `pack`, of a round that ran on a CPU."""
-    columns = [result.counts, result.tentative, result.accepted]
-    counts = np.empty((len(result.counts), 3 + 3 * plan.num_checks), np.int64)
-    for at, column in enumerate(columns):
-        counts[:, at] = column.numpy()
-    if not plan.is_plain:
-        for at, by_cycle in enumerate((result.drafted, result.kept, result.source)):
-            counts[:, 3 + at * plan.num_checks : 3 + (at + 1) * plan.num_checks] = by_cycle.numpy()
+    by_cycle = () if plan.is_plain else (result.drafted, result.kept, result.source)
+    columns = (result.counts, result.tentative, result.accepted, *by_cycle)
+    counts = np.column_stack([each.numpy() for each in columns])
     shadows = None
     if watch is not None:
         shadows = watch.count_agreements(result.tokens, result.counts).flatten(1).numpy()
@@ -98,8 +94,9 @@ def read_rows(result: RoundResult, watch: Watch | None, plan: Plan) -> list[RowO
 def _outcomes(
     plan: Plan, counts: Ints, evidence: Floats, tokens: Ints, shadows: Ints | None
 ) -> list[RowOutcome]:
-    """counts [rows, 3 + 3 cycles]: committed, tentative, accepted; by cycle drafted, kept, source. tokens
-    [rows, at least committed]; shadows [rows, ...], None or empty = no exit was watched."""
+    """counts [rows, 3 + 3 cycles]: committed, tentative, accepted; by cycle drafted, kept, source, which may
+    be missing in plain decoding. tokens [rows, at least committed]; shadows [rows, ...], None or empty = no
+    exit was watched."""
     if plan.is_plain:
         counts = counts[:, :3]
     # The counts of a row as one value, by which those that are alike are found: a list for each of them, for
