@@ -40,12 +40,12 @@ BLOCK_SIZE = 16
 
 
 def median_ms(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of each function; they take turns, so that a slow moment hits all alike."""
+    """Median milliseconds of each function; they take turns, so that a slow moment hits all alike. Each is
+    called once more before it is timed: a cache that holds one model does not hold three."""
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for function in functions.values():
-        function()
     for _ in range(repeats):
         for name, function in functions.items():
+            function()
             start = time.perf_counter()
             function()
             times[name].append((time.perf_counter() - start) * 1e3)

@@ -47,7 +47,8 @@ class Call(ctypes.Structure):
     source, source_rows    where hidden states come from: row source_rows[t] is that of token t; 0 = they are
                            in `hidden`
     target, target_rows    where those after the last layer are left; 0 = nowhere but in `hidden`
-    terms                  of what a product in whole numbers reads; 0 = there is none
+    terms, ahead           of what a product in whole numbers reads, 0 = there is none; bytes of weights that
+                           it asks for before they are read
     best, sums             what is told of logits, as scan_row does, the token for its place; 0 = nothing
     cu_q_lens, tokens_per_unit   what attention's units are cut by
     is_chain               whether its tokens have no paths; then path_starts are written here
@@ -62,7 +63,7 @@ class Call(ctypes.Structure):
         *_addresses_and_sizes("cos_sin", "num_positions", "positions", "slots"),
         *_addresses_and_sizes("keys", "values", "bytes_per_kv_layer", "kv_size"),
         *_addresses_and_sizes("normed", "qkv", "q", "attended", "delta", "gate_up", "activated"),
-        *_addresses_and_sizes("terms", "logits", "best", "sums"),
+        *_addresses_and_sizes("terms", "ahead", "logits", "best", "sums"),
         *_addresses_and_sizes("cu_q_lens", "tokens_per_unit", "is_chain"),
         ("eps", ctypes.c_double),
     ]
@@ -144,7 +145,7 @@ def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outp
         numba_int.split_tokens(bits, x, inputs, c.terms, first, last)
     wait(c.barrier, part[3])
     if bits != 0:
-        numba_int.multiply(bits, c.terms, n, inputs, panels, out, outputs, share, shares)
+        numba_int.multiply(bits, c.ahead, c.terms, n, inputs, panels, out, outputs, share, shares)
     else:
         numba_gemm.multiply(x, n, inputs, panels, size, bias, out, outputs, share, shares)
     wait(c.barrier, part[3])

@@ -25,7 +25,7 @@ from .attention.numba_pages import NumbaAttention, most_units
 from .fused_kernel import Call, Step, run_pass
 from .int_linear import IntLinear
 from .kernels.cpu import size_of_numbers
-from .kernels.numba_int import bytes_per_token
+from .kernels.numba_int import bytes_per_token, look_ahead
 from .kernels.threads import KernelThreads
 from .linear import Linear
 from .panel_linear import PanelLinear
@@ -116,6 +116,7 @@ class FusedPasses:
             cos_sin=self._cos_sin.data_ptr(),
             num_positions=len(self._cos_sin),
             eps=self._eps,
+            ahead=look_ahead() if bits else 0,
         )
         attention = AttentionCall(
             num_heads=self._num_heads,

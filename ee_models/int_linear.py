@@ -10,7 +10,7 @@ from numba import cfunc, types
 from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor, uint8
 
-from .kernels.numba_int import bytes_per_token, multiply, pack, split_tokens
+from .kernels.numba_int import bytes_per_token, look_ahead, multiply, pack, split_tokens
 from .kernels.threads import KernelThreads, address_of, take
 
 # Multiplications of a product, and inputs to split, from which other threads are worth their 3 microseconds.
@@ -27,6 +27,7 @@ class _Call(ctypes.Structure):
                 "next",
                 "num_shares",
                 "bits",
+                "ahead",
                 "x",
                 "terms",
                 "num_tokens",
@@ -58,7 +59,7 @@ def _multiply(call: Any) -> None:
     share = take(address_of(call))
     while share < c.num_shares:
         multiply(
-            *(c.bits, c.terms, c.num_tokens, c.num_inputs, c.panels, c.out, c.num_outputs),
+            *(c.bits, c.ahead, c.terms, c.num_tokens, c.num_inputs, c.panels, c.out, c.num_outputs),
             *(share, c.num_shares),
         )
         share = take(address_of(call))
@@ -88,6 +89,7 @@ class IntLinear:
         out = x.new_empty(num_tokens, self.num_outputs)
         call = _Call(
             bits=self.bits,
+            ahead=look_ahead(),
             x=x.data_ptr(),
             terms=terms.data_ptr(),
             num_tokens=num_tokens,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,13 @@ from . import numba_int4, numba_int8
 from .numba_gemm import copy_tile
 from .numba_int8 import COLUMNS
 
-# Memory is asked for while what is there is multiplied: by several tiles of tokens, a part each, for the next
-# panel; by one for what comes so many bytes later. That is little, since the CPU sees by itself that one tile
-# reads on and on: from 1024 bytes on, asking was in the way, and four tokens took up to 1.4 times one.
-_AHEAD = 512
+# Bytes ahead of which weights may be asked for. CPUs differ too much for one number. An AMD EPYC sees by
+# itself that one tile of tokens reads on and on, and those who ask 1024 bytes ahead or more are in its way:
+# four tokens took up to 1.4 times as long as one. An Intel Xeon looks less far ahead by itself: with 512
+# bytes a pass over one token took 3.7 ms and one over four 5.8, with 16384 2.9 and 3.9.
+_AHEAD = (512, 16384)
+_LOOKS = 5  # at each of them
+_LOOKED_AT = 1 << 26  # bytes of weights: more than most caches hold
 _PACKED_AT_ONCE = 64  # panels: what is made of them on the way is small beside a model
 _kernel = njit(error_model="numpy", nogil=True, cache=True)
 
@@ -74,6 +79,7 @@ def split_tokens(bits: int, x: int, num_inputs: int, terms: int, first: int, las
 @_kernel
 def multiply(
     bits: int,
+    ahead: int,
     terms: int,
     num_tokens: int,
     num_inputs: int,
@@ -84,7 +90,10 @@ def multiply(
     num_shares: int,
 ) -> None:
     """out [tokens, out] = bias + x [tokens, in] . weight, of one share of the panels; x as split_tokens
-    leaves it; all by address."""
+    leaves it; all by address.
+
+    Memory is asked for while what is there is multiplied: by several tiles of tokens, a part each, for the
+    next panel; by one, `ahead` bytes before it is read (see `look_ahead`)."""
     groups, head, group_bytes, bytes_per_token = count_bytes(bits, num_inputs)
     num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
     bytes_per_panel, bytes_per_out = head + groups * group_bytes, 4 * num_outputs
@@ -99,18 +108,42 @@ def multiply(
             count = (num_tokens - first) // (num_tiles - tile)  # tiles as alike as can be
             rows = terms + first * bytes_per_token, bytes_per_token
             to = out + first * bytes_per_out + number * 4 * COLUMNS, bytes_per_out
-            ahead = panel + head + _AHEAD, group_bytes
+            asked = panel + head + ahead, group_bytes
             if num_tiles > 1:
-                ahead = (
+                asked = (
                     panel + bytes_per_panel + tile * bytes_per_panel // num_tiles,
                     group_bytes // num_tiles,
                 )
             # What is past the last output must not be written over the next token's first ones.
             whole = to if columns == COLUMNS else (spare.ctypes.data, 4 * COLUMNS)
             if bits == 4:
-                numba_int4.multiply_tile(count, rows, groups, panel, whole, ahead)
+                numba_int4.multiply_tile(count, rows, groups, panel, whole, asked)
             else:
-                numba_int8.multiply_tile(count, rows, groups, panel, whole, ahead)
+                numba_int8.multiply_tile(count, rows, groups, panel, whole, asked)
             if columns < COLUMNS:
                 copy_tile(spare, count, columns, *to)
             first += count
+
+
+@cache
+def look_ahead() -> int:
+    """The number of bytes that was fastest on this CPU: measured once a process, in about 0.1 seconds. What
+    is computed does not depend on it."""
+    bits, num_inputs, num_tokens = 8, 512, numba_int8.TOKENS
+    groups, head, group_bytes, _ = count_bytes.py_func(bits, num_inputs)
+    size = head + groups * group_bytes
+    # Written to, or its pages would all be the same one.
+    panels = torch.empty(_LOOKED_AT // size, size, dtype=torch.uint8).fill_(0)
+    terms = torch.empty(num_tokens, bytes_per_token(bits, num_inputs), dtype=torch.uint8)
+    x, out = torch.zeros(num_tokens, num_inputs), torch.empty(num_tokens, len(panels) * COLUMNS)
+    split_tokens(bits, x.data_ptr(), num_inputs, terms.data_ptr(), 0, num_tokens)
+    fastest = dict.fromkeys(_AHEAD, float("inf"))
+    for _ in range(_LOOKS):
+        for ahead in _AHEAD:
+            start = time.perf_counter()
+            multiply(
+                *(bits, ahead, terms.data_ptr(), num_tokens, num_inputs, panels.data_ptr(), out.data_ptr()),
+                *(out.shape[1], 0, 1),
+            )
+            fastest[ahead] = min(fastest[ahead], time.perf_counter() - start)
+    return min(fastest, key=lambda ahead: fastest[ahead])
