@@ -37,18 +37,22 @@ from hispec.utils.environment import environment, peak_memory_bytes
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
+_UNTIMED, _TIMED = 6, 3  # calls of a turn
 
 
 def median_ms(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of each function; they take turns, so that a slow moment hits all alike. Each is
-    called once more before it is timed: a cache that holds one model does not hold three."""
+    """Median milliseconds of each function over `repeats` calls. They take turns, so that a slow moment hits
+    all alike, and each is called some times before it is timed: a large cache takes as many passes to hold
+    one model's weights again, as it would where no other model runs."""
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repeats):
+    for _ in range(-(-repeats // _TIMED)):
         for name, function in functions.items():
-            function()
-            start = time.perf_counter()
-            function()
-            times[name].append((time.perf_counter() - start) * 1e3)
+            for _ in range(_UNTIMED):
+                function()
+            for _ in range(_TIMED):
+                start = time.perf_counter()
+                function()
+                times[name].append((time.perf_counter() - start) * 1e3)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
