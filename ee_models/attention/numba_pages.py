@@ -31,7 +31,7 @@ from ..kernels.cpu import size_of_numbers
 from ..kernels.numba_math import ONE
 from ..kernels.numba_vectors import WIDTH, number_at
 from ..kernels.threads import KernelThreads, address_of, pointer, take
-from .numba_products import COLUMNS, FAR_BELOW, QUERIES, TILE, add_weighted, ask_for, score, transpose, weigh
+from .numba_products import COLUMNS, FAR_BELOW, QUERIES, TILE, add_weighted, score, transpose, weigh
 
 _TOKENS_PER_UNIT = 16  # at most
 _UNITS_PER_THREAD = 3  # at least, where there are tokens for it: one that is done takes what is left
@@ -67,13 +67,17 @@ def _find_slots(
 
 
 @njit(**_OPTIONS)
-def _transpose(keys: Any, size: int, slots: Any, count: int, out: Any) -> None:
+def _transpose(keys: Any, size: int, slots: Any, count: int, out: Any, asked: Any) -> None:
     """out[j // COLUMNS, d, j % COLUMNS] = dimension d of the key of slot j, for `count` j, and as many more
-    as make a multiple of WIDTH; keys: ROWS of one head, of numbers of `size` bytes."""
+    as make a multiple of WIDTH; keys: ROWS of one head, of numbers of `size` bytes. asked: keys, slots and
+    their count of what is asked for meanwhile."""
     head_dim, bytes_per_part, bytes_per_row = out.shape[1], out.strides[0], out.strides[1]
+    asked_keys, asked_slots, num_asked = asked
     for j in range(0, count, WIDTH):
         to = out.ctypes.data + j // COLUMNS * bytes_per_part + 4 * (j % COLUMNS)
-        transpose(keys, size, slots.ctypes.data + j * slots.strides[0], head_dim, (to, bytes_per_row))
+        own = slots.ctypes.data + j * slots.strides[0]
+        others = asked_slots.ctypes.data + min(j, (num_asked - 1) // WIDTH * WIDTH) * slots.strides[0]
+        transpose(keys, size, own, head_dim, (to, bytes_per_row), asked_keys, others)
 
 
 @njit(**_OPTIONS)
@@ -99,16 +103,22 @@ def _accumulate(
     sums: Any,
     i: int,
     num: int,
+    asked: Any,
 ) -> None:
     """sums[i + k] = factors[i + k] * sums[i + k] + weights[k, j] * value of slot j, for `num` k and one after
-    another of `count` j; values: ROWS of one head, of numbers of `size` bytes."""
+    another of `count` j; values: ROWS of one head, of numbers of `size` bytes. asked: as of _transpose."""
     head_dim, bytes_per_sum, (of_values, bytes_per_value) = sums.shape[1], sums.strides[0], values
     of_weights = (weights.ctypes.data, weights.strides[0])
     of_factors, of_sums = factors.ctypes.data + i * factors.strides[0], sums.ctypes.data + i * bytes_per_sum
     whole = head_dim // COLUMNS * COLUMNS
+    (asked_values, bytes_per_asked), asked_slots, num_asked = asked
     for d in range(0, whole, COLUMNS):
         some_values, some_sums = (of_values + size * d, bytes_per_value), (of_sums + 4 * d, bytes_per_sum)
-        add_weighted(num, of_weights, some_values, size, slots.ctypes.data, count, of_factors, some_sums)
+        some_asked = asked_values + size * d, bytes_per_asked
+        add_weighted(
+            *(num, of_weights, some_values, size, slots.ctypes.data, count, of_factors, some_sums),
+            *(some_asked, asked_slots.ctypes.data, num_asked),
+        )
     if whole == head_dim:
         return
     for k in range(num):
@@ -175,7 +185,6 @@ def _attend_unit(
     scores = np.empty((QUERIES, TILE), np.float32)
     of_peak, of_total, of_shrink = peak.ctypes.data, total.ctypes.data, shrink.ctypes.data
     for start in range(0, context_len, TILE):
-        # Memory is slow beside these few sums: values, and the next tile's keys, are asked for ahead.
         ahead = min(TILE, min(context_len, shared) - start - TILE)
         if ahead > 0:
             _find_slots(table, block_size, paths[first], shared, start + TILE, ahead, slots_ahead)
@@ -189,10 +198,16 @@ def _attend_unit(
             for kv_head in range(first_head, last_head):
                 all_keys = (keys + kv_head * bytes_per_row, num_kv_heads * bytes_per_row)
                 all_values = (values + kv_head * bytes_per_row, num_kv_heads * bytes_per_row)
-                ask_for(all_values, slots.ctypes.data, count, bytes_per_row)
-                _transpose(all_keys, size, slots, count, tile_keys)
-                if ahead > 0:
-                    ask_for(all_keys, slots_ahead.ctypes.data, ahead, bytes_per_row)
+                # What is read next is asked for on the way: the next head, or the first one of the next tile.
+                if kv_head + 1 < last_head:
+                    next_head, next_slots, next_count = kv_head + 1, slots, count
+                elif ahead > 0:
+                    next_head, next_slots, next_count = first_head, slots_ahead, ahead
+                else:
+                    next_head, next_slots, next_count = kv_head, slots, count
+                next_keys = (keys + next_head * bytes_per_row, num_kv_heads * bytes_per_row)
+                next_values = (values + next_head * bytes_per_row, num_kv_heads * bytes_per_row)
+                _transpose(all_keys, size, slots, count, tile_keys, (next_keys, next_slots, next_count))
                 i = (kv_head - first_head) * num_per_head + (token - first) * group
                 end = i + num_in_turn * group
                 num_blocks = (end - i + QUERIES - 1) // QUERIES
@@ -205,7 +220,18 @@ def _attend_unit(
                             seen, at = min(count, lengths[i + k] - start), 4 * (i + k)
                             of_scores = scores.ctypes.data + k * scores.strides[0]
                             weigh(of_scores, seen, of_peak + at, of_total + at, of_shrink + at)
-                        _accumulate(scores, all_values, size, slots, longest, shrink, sums, i, num)
+                        _accumulate(
+                            scores,
+                            all_values,
+                            size,
+                            slots,
+                            longest,
+                            shrink,
+                            sums,
+                            i,
+                            num,
+                            (next_values, next_slots, next_count),
+                        )
                     i += num
     for i in range(num_queries):
         token, head = _query_at(i, num_per_head, group, first, first_head)

@@ -5,6 +5,9 @@ Each is a block of up to QUERIES queries whose sums stay in the vectors of the C
 by itself in loops over arrays. A score adds up dimension after dimension, a weighted sum slot after slot: no
 sum depends on what else is in the block. Scores of many keys lie side by side in a vector, so that keys are
 transposed first, tile by tile; that takes no longer than adding up a vector's elements for each score.
+
+Memory is slow beside these few sums. What is read next is asked for while a tile's keys and values are read,
+line by line: asked for all at once, it would fill what the CPU can wait for, and the sums would wait too.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ QUERIES = 12 if WIDTH == 16 else 6  # of a block, whose sums fill the CPU's vect
 COLUMNS = 2 * WIDTH  # scores or dimensions of a block
 TILE = 64  # positions whose scores are there at a time
 FAR_BELOW = -1e30  # any score; -inf would turn the difference of two peaks into NaN
+PAIRS = ir.VectorType(INT32, WIDTH)  # of bfloat16, side by side
 _LINE = 64  # bytes that memory is asked for at once
 
 
@@ -63,24 +67,40 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _transpose_intrinsic(_context: Any, keys: Any, size: Any, slots: Any, num_dims: Any, out: Any) -> Any:
-    """out[d, j] = keys[slots[j]][d] for WIDTH slots j. keys and out are ROWS, keys of numbers of `size`
-    bytes, as for_size has them; slots an address of int64."""
+def _transpose_intrinsic(
+    _context: Any, keys: Any, size: Any, slots: Any, num_dims: Any, out: Any, asked: Any, asked_slots: Any
+) -> Any:
+    """out[d, j] = keys[slots[j]][d] for WIDTH slots j; asks for asked[asked_slots[j]] meanwhile. keys, out
+    and asked are ROWS, keys of numbers of `size` bytes, as for_size has them; slots addresses of int64."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        keys, size, slots, num_dims, out = args
+        keys, size, slots, num_dims, out, asked, asked_slots = args
         key_rows = [_row_of_slot(builder, keys, slots, INT(j)) for j in range(WIDTH)]
+        asked_rows = [_row_of_slot(builder, asked, asked_slots, INT(j)) for j in range(WIDTH)]
         first, stride = (builder.extract_value(out, i) for i in range(2))
-        whole = builder.udiv(num_dims, INT(WIDTH))
+
+        def columns_at(size: int, offset: Any) -> list[Any]:
+            """Dimensions side by side in 4 * WIDTH bytes of the keys. Two of bfloat16 lie in the place of one
+            of float32, so that they are shuffled together and come apart afterwards."""
+            for row in asked_rows:
+                prefetch(builder, row, offset)
+            if size == 4:
+                return _transposed(builder, [load(builder, row, offset) for row in key_rows])
+            pairs = _transposed(builder, [load(builder, row, offset, PAIRS) for row in key_rows])
+            upper, mask = (ir.Constant(PAIRS, [bits] * WIDTH) for bits in (16, 0xFFFF0000 - (1 << 32)))
+            apart = [each for pair in pairs for each in (builder.shl(pair, upper), builder.and_(pair, mask))]
+            return [builder.bitcast(each, VECTOR) for each in apart]
 
         def copy(size: int) -> None:
+            at_once = 4 * WIDTH // size
+            whole = builder.udiv(num_dims, INT(at_once))
             with cgutils.for_range(builder, whole) as loop:
-                offset = builder.mul(loop.index, INT(size * WIDTH))
-                columns = _transposed(builder, [load_number(builder, size, row, offset) for row in key_rows])
-                to = builder.add(first, builder.mul(builder.mul(loop.index, INT(WIDTH)), stride))
-                for d, column in enumerate(columns):
+                to = builder.add(first, builder.mul(builder.mul(loop.index, INT(at_once)), stride))
+                offset = builder.mul(loop.index, INT(4 * WIDTH))
+                for d, column in enumerate(columns_at(size, offset)):
                     store(builder, column, to, builder.mul(stride, INT(d)))
-            with cgutils.for_range(builder, num_dims, start=builder.mul(whole, INT(WIDTH)), intp=INT) as loop:
+            rest = builder.mul(whole, INT(at_once))
+            with cgutils.for_range(builder, num_dims, start=rest, intp=INT) as loop:
                 to = builder.add(first, builder.mul(loop.index, stride))
                 for j, row in enumerate(key_rows):
                     number = load_number(builder, size, row, builder.mul(loop.index, INT(size)), FLOAT)
@@ -89,7 +109,7 @@ def _transpose_intrinsic(_context: Any, keys: Any, size: Any, slots: Any, num_di
         for_size(builder, size, copy)
         return NONE
 
-    return types.none(ROWS, types.intp, types.intp, types.intp, ROWS), generate
+    return types.none(ROWS, *(types.intp,) * 3, ROWS, ROWS, types.intp), generate
 
 
 def _score_intrinsic(_context: Any, num: Any, queries: Any, keys: Any, num_dims: Any, scores: Any) -> Any:
@@ -127,13 +147,18 @@ def _add_weighted_intrinsic(
     num_slots: Any,
     factors: Any,
     sums: Any,
+    asked: Any,
+    asked_slots: Any,
+    num_asked: Any,
 ) -> Any:
     """sums[i, :COLUMNS] = factors[i] * sums[i, :COLUMNS] + weights[i, j] * values[slots[j], :COLUMNS], for
-    `num` queries i and, one after another, num_slots j; values are numbers of `size` bytes; factors: an
-    address, the others as above."""
+    `num` queries i and, one after another, num_slots j; asks for asked[asked_slots[j], :COLUMNS] meanwhile,
+    for as many j as there are of num_asked. values are numbers of `size` bytes; factors: an address, the
+    others as above."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        num, weights, values, size, slots, num_slots, factors, sums = args
+        num, weights, values, size, slots, num_slots, factors, sums, asked, asked_slots, num_asked = args
+        last_asked = builder.sub(num_asked, INT(1))
         columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
 
         def block(count: int, size: int) -> None:
@@ -141,11 +166,20 @@ def _add_weighted_intrinsic(
             for i, row in enumerate(sum_rows):
                 factor = spread(builder, load(builder, factors, INT(4 * i), FLOAT))
                 begin.append([builder.fmul(load(builder, row, column), factor) for column in columns])
+
+            def find_row(index: Any) -> Any:
+                is_one = builder.icmp_signed("<", index, last_asked)
+                wanted = builder.select(is_one, index, last_asked)
+                wanted = _row_of_slot(builder, asked, asked_slots, wanted)
+                for line in range(0, size * COLUMNS, _LINE):
+                    prefetch(builder, wanted, INT(line))
+                return _row_of_slot(builder, values, slots, index)
+
             add_rows(
                 builder,
                 rows_of(builder, weights, count),
                 num_slots,
-                lambda index: _row_of_slot(builder, values, slots, index),
+                find_row,
                 begin,
                 sum_rows,
                 size,
@@ -154,7 +188,8 @@ def _add_weighted_intrinsic(
         for_size(builder, size, lambda size: for_count(builder, num, QUERIES, lambda num: block(num, size)))
         return NONE
 
-    return types.none(types.intp, ROWS, ROWS, *(types.intp,) * 4, ROWS), generate
+    signature = types.intp, ROWS, ROWS, *(types.intp,) * 4, ROWS, ROWS, types.intp, types.intp
+    return types.none(*signature), generate
 
 
 def _reduce(builder: Any, vectors: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
@@ -204,22 +239,7 @@ def _weigh_intrinsic(_context: Any, scores: Any, count: Any, peak: Any, total: A
     return types.none(*(types.intp,) * 5), generate
 
 
-def _ask_for_intrinsic(_context: Any, matrix: Any, slots: Any, num_slots: Any, num_bytes: Any) -> Any:
-    """Asks for the first num_bytes of the matrix's rows slots[j], for num_slots j."""
-
-    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        matrix, slots, num_slots, num_bytes = args
-        with cgutils.for_range(builder, num_slots) as loop:
-            row = _row_of_slot(builder, matrix, slots, loop.index)
-            with cgutils.for_range(builder, builder.udiv(num_bytes, INT(_LINE))) as line:
-                prefetch(builder, row, builder.mul(line.index, INT(_LINE)))
-        return NONE
-
-    return types.none(ROWS, types.intp, types.intp, types.intp), generate
-
-
 transpose: Any = intrinsic(_transpose_intrinsic)
 score: Any = intrinsic(_score_intrinsic)
 add_weighted: Any = intrinsic(_add_weighted_intrinsic)
 weigh: Any = intrinsic(_weigh_intrinsic)
-ask_for: Any = intrinsic(_ask_for_intrinsic)

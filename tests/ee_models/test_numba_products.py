@@ -25,6 +25,9 @@ def rows(array: Any) -> tuple[int, int]:
     return array.ctypes.data, array.strides[0]
 
 
+NOWHERE = (1 << 40, 64)  # ROWS that may be asked for all the same
+
+
 class Products:
     """The intrinsics of a module over arrays; compiled once."""
 
@@ -34,11 +37,13 @@ class Products:
         transpose, score, add_weighted, weigh = (
             getattr(module, name) for name in ("transpose", "score", "add_weighted", "weigh")
         )
-        self._transpose = njit(lambda keys, size, slots, dims, out: transpose(keys, size, slots, dims, out))
+        self._transpose = njit(
+            lambda keys, size, slots, dims, out, asked: transpose(keys, size, slots, dims, out, asked, slots)
+        )
         self._score = njit(lambda num, queries, keys, dims, out: score(num, queries, keys, dims, out))
         self._add = njit(
-            lambda num, x, values, size, at, count, by, out: add_weighted(
-                num, x, values, size, at, count, by, out
+            lambda num, x, values, size, at, count, by, out, asked: add_weighted(
+                num, x, values, size, at, count, by, out, asked, at, 1
             )
         )
         self._weigh = njit(lambda scores, count, at: weigh(scores, count, at, at + 4, at + 8))
@@ -46,7 +51,7 @@ class Products:
     def transposed(self, keys: Any, slots: Any) -> Any:
         """[dims, width] of as many slots."""
         out = np.zeros((keys.shape[1], self.width), np.float32)
-        self._transpose(rows(keys), keys.itemsize, slots.ctypes.data, keys.shape[1], rows(out))
+        self._transpose(rows(keys), keys.itemsize, slots.ctypes.data, keys.shape[1], rows(out), NOWHERE)
         return out
 
     def scores(self, queries: Any, keys: Any) -> Any:
@@ -58,7 +63,8 @@ class Products:
     def sums(self, weights: Any, values: Any, slots: Any, factors: Any, before: Any) -> Any:
         out = before.copy()
         at, by = slots.ctypes.data, factors.ctypes.data
-        self._add(len(weights), rows(weights), rows(values), values.itemsize, at, len(slots), by, rows(out))
+        size, to = values.itemsize, rows(out)
+        self._add(len(weights), rows(weights), rows(values), size, at, len(slots), by, to, NOWHERE)
         return out
 
     def weights(self, scores: Any, count: int, peak: float, total: float) -> tuple[Any, Any]:
