@@ -49,7 +49,12 @@ def plain_steps(llm: LLM, prompts: Prompts, sampling: SamplingParams, what: str)
 
 
 def predictor_here(
-    prompts: Prompts, latency: LatencyProfile, steps: Sequence[Step], batch_size: int, num_layers: int
+    prompts: Prompts,
+    latency: LatencyProfile,
+    steps: Sequence[Step],
+    batch_size: int,
+    num_layers: int,
+    max_run_ms: float,
 ) -> Predictor:
     """What plans take for these prompts on this machine, the processing of prompts included."""
     context_len = round(
@@ -61,7 +66,7 @@ def predictor_here(
     return Predictor(
         prompts.recording,
         times,
-        calibrate(steps, times, batch_size),
+        calibrate(steps, times, batch_size, max_run_ms),
         batch_size,
         num_layers,
         groups=[np.array(batch) for batch in prompts.batches],
@@ -97,8 +102,9 @@ def measure(
             progress=True,
         )
         held_steps = plain_steps(llm, held_out, sampling, "held out")
-    best = best_of_kinds(predictor_here(tune, latency, tune_steps, batch_size, num_layers), plans)
-    predictor = predictor_here(held_out, latency, held_steps, batch_size, num_layers)
+    here = batch_size, num_layers, job.engine.max_run_ms
+    best = best_of_kinds(predictor_here(tune, latency, tune_steps, *here), plans)
+    predictor = predictor_here(held_out, latency, held_steps, *here)
     others = {kind: each.plan for kind, each in best.items() if each.plan is not None}
     result = run_bench(job, options.model_copy(update={"plans": others}))
     engines, tasks = result["engines"], [group["task"] for group in result["groups"]]

@@ -52,6 +52,13 @@ class Call(ctypes.Structure):
     best, sums             what is told of logits, as scan_row does, the token for its place; 0 = nothing
     cu_q_lens, tokens_per_unit   what attention's units are cut by
     is_chain               whether its tokens have no paths; then path_starts are written here
+    num_rounds             passes, at most, one after the other: each over the tokens that the one before it
+                           chose, of which positions, slots and source_rows then tell; of more than one, rows
+                           have a token each, and the pass ends with the head
+    chosen, evidence       [passes, tokens] int64, [tokens]: what each pass chose, and the sum of its logits
+    stop_begins, stops     the tokens that end token t's row, int64: those from stop_begins[t] to
+                           stop_begins[t + 1]
+    num_done, is_over      passes that were made; whether the last of them is
     """
 
     _fields_ = [
@@ -65,6 +72,8 @@ class Call(ctypes.Structure):
         *_addresses_and_sizes("normed", "qkv", "q", "attended", "delta", "gate_up", "activated"),
         *_addresses_and_sizes("terms", "ahead", "logits", "best", "sums"),
         *_addresses_and_sizes("cu_q_lens", "tokens_per_unit", "is_chain"),
+        *_addresses_and_sizes("num_rounds", "chosen", "evidence", "stop_begins", "stops"),
+        *_addresses_and_sizes("num_done", "is_over"),
         ("eps", ctypes.c_double),
     ]
 
@@ -207,18 +216,53 @@ def _prepare_attention(c: Any, attention: Any) -> None:
             starts[token] = NO_PATH
 
 
-@cfunc(types.void(types.CPointer(from_dtype(_CALL))), cache=True, error_model="numpy")
-def run_pass(call: Any) -> None:
-    c = carray(call, 1)[0]
-    share, shares = take(address_of(call)), count_team(c.team_size)
-    n, width = c.num_tokens, c.hidden_size
-    first, last = share * n // shares, (share + 1) * n // shares
-    part = first, last, share, shares
-    steps = carray(pointer(c.steps), c.num_steps, _STEP)
-    attention = carray(pointer(c.attention), 1, CALL)[0]
+@_kernel
+def _note_choices(c: Any, num_logits: int) -> None:
+    """Notes what a pass chose, and whether it was the last: one of as many as were asked for, or of tokens
+    that end a row or are chosen among what is no number."""
+    n, number = c.num_tokens, c.num_done
+    best, begins = carray(pointer(c.best), n, np.int64), carray(pointer(c.stop_begins), n + 1, np.int64)
+    chosen = carray(pointer(c.chosen + 8 * number * n), n, np.int64)
+    stops, evidence = (
+        carray(pointer(c.stops), begins[n], np.int64),
+        carray(pointer(c.evidence), n, np.float32),
+    )
+    c.num_done = number + 1
+    is_over = c.num_done == c.num_rounds
+    for token in range(n):
+        chosen[token] = best[token]
+        logits = carray(pointer(c.logits + 4 * token * num_logits), num_logits, np.float32)
+        evidence[token] += logits[best[token]]
+        is_over |= not np.isfinite(evidence[token])
+        for i in range(begins[token], begins[token + 1]):
+            is_over |= stops[i] == best[token]
+    c.is_over = is_over
+
+
+@_kernel
+def _place_choices(c: Any, attention: Any) -> None:
+    """Each row's next pass is over the token that it chose, a position further on."""
+    n, block_size = c.num_tokens, attention.block_size
+    cu_q_lens = carray(pointer(c.cu_q_lens), attention.num_rows + 1, np.int64)
+    tables = carray(pointer(attention.tables), (attention.num_rows, attention.num_blocks), np.int64)
+    best, tokens = carray(pointer(c.best), n, np.int64), carray(pointer(c.source_rows), n, np.int64)
+    positions, slots = carray(pointer(c.positions), n, np.int64), carray(pointer(c.slots), n, np.int64)
+    for row in range(attention.num_rows):
+        for token in range(cu_q_lens[row], cu_q_lens[row + 1]):
+            tokens[token] = best[token]
+            positions[token] += 1
+            block, offset = positions[token] // block_size, positions[token] % block_size
+            slots[token] = tables[row, block] * block_size + offset
+    next_units = carray(pointer(c.next_units), c.num_steps, np.int64)
+    for i in range(c.num_steps):
+        next_units[i] = 0
+
+
+@_kernel
+def _run_steps(c: Any, steps: Any, attention: Any, part: Any) -> None:
+    """One pass."""
+    (first, last, _, _), width = part, c.hidden_size
     hidden, has_delta = c.hidden, False
-    if share == 0:  # the others do not look at it before they have waited
-        _prepare_attention(c, attention)
     if c.source != 0:
         _copy_rows(c.source, c.source_rows, hidden, 0, width, first, last)
     for i in range(c.num_steps):
@@ -247,3 +291,27 @@ def run_pass(call: Any) -> None:
         _add_delta(c, hidden, first, last)
     if c.target != 0:
         _copy_rows(c.hidden, 0, c.target, c.target_rows, width, first, last)
+
+
+@cfunc(types.void(types.CPointer(from_dtype(_CALL))), cache=True, error_model="numpy")
+def run_pass(call: Any) -> None:
+    c = carray(call, 1)[0]
+    share, shares = take(address_of(call)), count_team(c.team_size)
+    n = c.num_tokens
+    part = share * n // shares, (share + 1) * n // shares, share, shares
+    steps = carray(pointer(c.steps), c.num_steps, _STEP)
+    attention = carray(pointer(c.attention), 1, CALL)[0]
+    if share == 0:  # the others do not look at it before they have waited
+        _prepare_attention(c, attention)
+    while True:
+        _run_steps(c, steps, attention, part)
+        if c.num_rounds <= 1:
+            return
+        wait(c.barrier, shares)
+        if share == 0:
+            _note_choices(c, steps[c.num_steps - 1].num_outputs)
+            if c.is_over == 0:
+                _place_choices(c, attention)
+        wait(c.barrier, shares)
+        if c.is_over != 0:
+            return

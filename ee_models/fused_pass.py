@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from .kernels.numba_int import bytes_per_token, look_ahead
 from .kernels.threads import KernelThreads
 from .linear import Linear
 from .panel_linear import PanelLinear
-from .pass_steps import Kind, Output, PassStep, Rows
+from .pass_steps import Kind, Output, PassStep, Repeated, Repeats, Rows
 
 if TYPE_CHECKING:
     from .decoder import LayerWeights
@@ -150,11 +150,14 @@ class FusedPasses:
         target: Rows | None = None,
         wants_best: bool = False,
         wants_sums: bool = False,
+        repeats: Repeats | None = None,
     ) -> Output:
         """Runs a pass at the places of `view`, and writes its KV.
 
-        source   hidden states [tokens, hidden], which are worked on in place; or where they are read
-        target   where those after the last layer are left, too
+        source    hidden states [tokens, hidden], which are worked on in place; or where they are read
+        target    where those after the last layer are left, too
+        repeats   of passes over one token of each row that begin with embeddings, by token, and choose: the
+                  positions after it have KV blocks
         """
         if isinstance(source, Tensor):
             hidden, num_tokens = source, source.shape[0]
@@ -168,6 +171,11 @@ class FusedPasses:
         call.kv_size = size_of_numbers(kv)
         call.keys, call.values = kv.keys(0).data_ptr(), kv.values(0).data_ptr()
         call.bytes_per_kv_layer = call.kv_size * kv.data.stride(0)
+        if repeats is not None:
+            assert isinstance(source, Rows) and target is None and view.max_q_len == 1 and view.paths is None
+            # Each pass moves them on.
+            source = Rows(source.matrix, source.index.clone())
+            view = replace(view, positions=view.positions.clone(), slots=view.slots.clone())
         _held = self._place(program, call, kv, view)  # what it points to stays until it is done
         if isinstance(source, Rows):
             call.source, call.source_rows = _addresses(source)
@@ -184,6 +192,15 @@ class FusedPasses:
                 sums = hidden.new_empty(num_tokens)
                 call.sums = sums.data_ptr()
         num_threads = self._threads.count if num_tokens * program.num_products > _PARALLEL_FROM else 1
+        chosen = evidence = None
+        if repeats is not None:
+            assert wants_best and len(repeats.stops) == num_tokens
+            chosen = view.slots.new_empty(repeats.most, num_tokens)
+            evidence = hidden.new_zeros(num_tokens)
+            begins = np.cumsum([0, *map(len, repeats.stops)], dtype=np.int64)
+            stops = np.array([token for each in repeats.stops for token in each], np.int64)
+            call.num_rounds, call.chosen, call.evidence = repeats.most, chosen.data_ptr(), evidence.data_ptr()
+            call.stop_begins, call.stops = begins.ctypes.data, stops.ctypes.data
         scratch = self._take_scratch(program, hidden)
         if num_threads > 1:
             call.team_size, call.barrier = self._threads.team_size, scratch.barrier_address
@@ -194,7 +211,9 @@ class FusedPasses:
         self._threads.run(run_pass, ctypes.addressof(call), num_threads)
         if num_tokens <= _KEPT_TOKENS:
             self._scratch = scratch
-        return Output(hidden, logits, best, sums)
+        if chosen is None or evidence is None:
+            return Output(hidden, logits, best, sums)
+        return Output(hidden, logits, best, sums, Repeated(chosen[: call.num_done], evidence))
 
     def _place(self, program: PassProgram, call: Call, kv: PagedKV, view: BatchView) -> tuple[object, ...]:
         """Tells the call where its tokens lie -> all that it then points to."""

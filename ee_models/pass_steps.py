@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -47,12 +48,31 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Repeats:
+    """How often a pass is made, at most, each over the tokens that the one before it chose; it ends after
+    one that chose any of a row's stops, by token of the pass."""
+
+    most: int
+    stops: Sequence[Collection[int]]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """What passes chose one after the other, [passes, tokens] int64, and the sum of the logits of these
+    [tokens] float32."""
+
+    chosen: Tensor
+    evidence: Tensor
+
+
+@dataclass(frozen=True)
 class Output:
     """Of a pass: hidden states [tokens, hidden] after its last layer; if it read a head, logits [tokens, n];
     and as was asked for, the likeliest token of each [tokens] int64, and the sum of exp(logit - its logit)
-    [tokens]."""
+    [tokens]. If it was repeated, of the last pass, with what all of them chose."""
 
     hidden: Tensor
     logits: Tensor | None
     best: Tensor | None
     sums: Tensor | None
+    repeated: Repeated | None = None

@@ -135,11 +135,12 @@ class RoundTally:
         self._times: dict[RowRound, int] = {}
         self._num_dropped = 0
 
-    def count(self, of_row: RowRound, num_taken: int) -> None:
-        """A row's round, of whose tokens its request took so many: those beyond its end are dropped."""
-        self._times[of_row] = self._times.get(of_row, 0) + 1
-        if num_taken != of_row.committed:
-            self._num_dropped += of_row.committed - num_taken
+    def count(self, of_row: RowRound, num_taken: int, times: int = 1) -> None:
+        """A row's round, or `times` that were alike, of whose tokens its request took so many: those beyond
+        its end are dropped."""
+        self._times[of_row] = self._times.get(of_row, 0) + times
+        if num_taken != of_row.committed * times:
+            self._num_dropped += of_row.committed * times - num_taken
 
     def add_to(self, counts: RoundCounts) -> RoundCounts:
         for of_row, times in self._times.items():

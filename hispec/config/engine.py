@@ -27,6 +27,9 @@ class EngineConfig(Settings):
                             memory; on a GPU within what a trial run of the largest passes leaves free
     gpu_memory_utilization  share of a GPU's free memory that may be used, weights not counted
     max_prefill_tokens      prompt positions computed per step at most (chunked prefill)
+    max_run_ms              on a CPU, plain decoding does up to eight tokens of each row within a step, where
+                            nothing is to be decided between them, for about so long at most: whoever reads a
+                            stream, and new requests, wait for them. 0 = one token a step
     enable_prefix_caching   reuse KV blocks of equal prefixes
     attention               "auto", or a backend by name
     seed                    base of the seeds of requests that bring none
@@ -56,6 +59,7 @@ class EngineConfig(Settings):
     num_kv_blocks: Annotated[int, Field(ge=1)] | None = None
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     max_prefill_tokens: Annotated[int, Field(ge=1)] = 512
+    max_run_ms: Annotated[float, Field(ge=0.0, le=10_000.0)] = 50.0
     enable_prefix_caching: bool = True
     attention: Literal["auto", "sdpa", "numba", "triton"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

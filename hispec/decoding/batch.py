@@ -3,7 +3,7 @@ what a round committed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,9 @@ class RoundBatch:
     max_context_len  int, at least starts + limits of every row
     keeps_logits     whether the caller wants verify's logits after the round
     watch            where exits that the plan does not use note their choices; None = they are not read
+    num_rounds       rounds of plain decoding that run together at most, one after the other: column 0 is the
+                     last committed token of the first, and every live row has room for all of them
+    stop_ids         of each row, tokens after which the rounds that run together end
     """
 
     tokens: Tensor
@@ -112,6 +115,8 @@ class RoundBatch:
     execution: Execution = PACKED
     keeps_logits: bool = True
     watch: Watch | None = None
+    num_rounds: int = 1
+    stop_ids: Sequence[Collection[int]] = ()
 
     def __post_init__(self) -> None:
         self.window = self.tokens.shape[1] - 1

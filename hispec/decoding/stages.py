@@ -21,7 +21,7 @@ from ee_models.config import ModelConfig
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit, Exit
 from ee_models.kernels import runs_numba, runs_triton
-from ee_models.pass_steps import Output, PassStep, Rows
+from ee_models.pass_steps import Output, PassStep, Repeated, Repeats, Rows
 
 from ..sampling.logits import Logits
 from .batch import RoundBatch, Span, make_sampling_input
@@ -208,6 +208,22 @@ class Stages:
         self._add_time(over, started)
         return logits
 
+    def compute_run(self, batch: RoundBatch, span: Span, over: Pass) -> Repeated | None:
+        """`compute` over the span's tokens, then over those that are likeliest after them, and so on, up to
+        batch.num_rounds times, in one call; ends after tokens that stop a row, or that are chosen by what is
+        no number. None where nothing does so."""
+        program = self._program(over, True, batch, span) if batch.sampler.takes_likeliest else None
+        if program is None:
+            return None
+        started = time.perf_counter()
+        stops = [batch.stop_ids[row] for row in span.rows.tolist()]
+        out = self._run_program(program, batch, span, over, Repeats(batch.num_rounds, stops)).repeated
+        assert out is not None
+        for _ in range(1, len(out.chosen)):  # the first is counted
+            self._count(over.lo, over.hi, span.num_tokens)
+        self._add_time(over, started)
+        return out
+
     def _compute(self, batch: RoundBatch, span: Span, over: Pass) -> Logits:
         program = self._program(over, True, batch, span)
         if program is None:
@@ -274,7 +290,14 @@ class Stages:
                 return None
         return decoder.passes.program(steps)
 
-    def _run_program(self, program: PassProgram, batch: RoundBatch, span: Span, over: Pass) -> Output:
+    def _run_program(
+        self,
+        program: PassProgram,
+        batch: RoundBatch,
+        span: Span,
+        over: Pass,
+        repeats: Repeats | None = None,
+    ) -> Output:
         decoder, hidden, target = self._decoder, self._hidden, None
         assert isinstance(decoder, Decoder) and decoder.passes is not None
         self._count(over.lo, over.hi, span.num_tokens)
@@ -288,7 +311,7 @@ class Stages:
             target = Rows(hidden.rows(over.leave), span.flat)
         wants_best = batch.sampler.takes_likeliest
         return decoder.passes.run(
-            program, source, self._kv, span.view, target, wants_best, over.asks_probability
+            program, source, self._kv, span.view, target, wants_best, over.asks_probability, repeats
         )
 
     def _run_layers(self, hidden: Tensor, lo: int, hi: int, batch: RoundBatch, span: Span) -> Tensor:

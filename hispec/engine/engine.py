@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,15 @@ class Engine:
         self._check_open("warm_up")
         self._check_idle("warm_up() cannot run")
         self._rounds.warm_up(self._runtime)
+
+    @contextmanager
+    def single_rounds(self) -> Iterator[None]:
+        """Within it rounds of plain decoding do not run together, for whoever times steps."""
+        before, self._rounds.max_run_ms = self._rounds.max_run_ms, 0.0
+        try:
+            yield
+        finally:
+            self._rounds.max_run_ms = before
 
     @property
     def pretrained(self) -> Pretrained:

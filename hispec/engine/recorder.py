@@ -97,9 +97,9 @@ class Recorder:
             trace.write_rounds(observation, flight.pass_s)
             route = -1 if choice.route is None else choice.route
             for request, _, outcome in rows:
-                self._rounds.setdefault(request.number, []).append(
-                    (route, len(outcome.token_ids), outcome.round.drafted, outcome.round.kept)
-                )
+                of_round = outcome.round
+                traced = route, len(outcome.token_ids) // outcome.num_rounds, of_round.drafted, of_round.kept
+                self._rounds.setdefault(request.number, []).extend([traced] * outcome.num_rounds)
 
     def record_request(self, request: Request, metrics: RequestMetrics | None) -> None:
         """Reports a request that has ended."""

@@ -182,12 +182,14 @@ class StepLoop:
         """Computes a chunk of waiting prompts, and launches a round for the requests that are ready."""
         scheduler = self._scheduler
         step = scheduler.schedule(self._choice.plan.window, time.monotonic())
-        ready = [scheduler.running[row] for row in step.limits]
+        ready, num_together = [scheduler.running[row] for row in step.limits], 1
         if ready:
             self._choice = self._recorder.control.choose(
                 [request.number for request in ready], sum(len(request.token_ids) for request in ready)
             )
-            scheduler.fit(step, self._choice.plan.window)
+            if len(ready) == len(scheduler.running):  # else prompts are to be computed between rounds
+                num_together = self._rounds.num_together(self._choice, ready)
+            scheduler.fit(step, self._choice.plan.window, num_together)
         self._tables.update([request.table.blocks for request in scheduler.running])
         started = time.perf_counter()
         runtime = self._plans.runtime
@@ -201,7 +203,9 @@ class StepLoop:
             self.stats.prefill_s += max(0.0, prefilled - started)
             what, concerned = "a round", ready
             if ready:
-                self.flight = self._rounds.launch(runtime, self._choice, step.limits, self.stats)
+                self.flight = self._rounds.launch(
+                    runtime, self._choice, step.limits, self.stats, num_together
+                )
             self.stats.round_s += seconds_since(prefilled)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -280,8 +284,8 @@ class StepLoop:
         self._take(gain, outcome.token_ids)
         self._note_times(request, now_s)
         num_taken = request.num_output - before
-        request.rounds.count(outcome.round, num_taken)
-        tally.count(outcome.round, num_taken)
+        request.rounds.count(outcome.round, num_taken, outcome.num_rounds)
+        tally.count(outcome.round, num_taken, outcome.num_rounds)
         # Blocks that the round in flight may write stay.
         self._scheduler.commit(request, len(request.token_ids) - 1, release=self.flight is None)
         if request.finish_reason is not None:

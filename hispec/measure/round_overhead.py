@@ -63,6 +63,7 @@ def overheads(
         max_model_len=length,
         num_kv_blocks=most * -(-length // 16),
         max_prefill_tokens=most * len(_PROMPT),
+        max_run_ms=0.0,
     )
     engine = Engine(model, config, is_static=is_static, graph_device=graph_device)
     rig = Rig(model, [], _PROMPT, most, 1, graph_device)

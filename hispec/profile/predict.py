@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..config import SpeculativeConfig
+from ..runner.round_runner import num_together
 from .plans import kind_of, refined, short_text
 from .recording import Ints, Recording
 from .replay import RoundCounter, Rounds
@@ -31,6 +32,7 @@ class Calibration:
     plain_parts_ms  what its one pass takes by itself
     host_ms         median of the difference, over all plain steps: scheduling, batches, copies, text
     prefill_s       seconds that the prompts took in all
+    max_run_ms      as EngineConfig: rounds of plain decoding that run together share the host's work
     """
 
     rows: int
@@ -38,10 +40,19 @@ class Calibration:
     plain_parts_ms: float
     host_ms: float
     prefill_s: float
+    max_run_ms: float = 0.0
+
+    def host_ms_of(self, plan: SpeculativeConfig | None) -> float:
+        """The host's share of a round of the plan."""
+        if plan is not None or self.plain_parts_ms <= 0.0:
+            return self.host_ms
+        return self.host_ms / num_together(self.max_run_ms, self.plain_parts_ms)
 
 
-def calibrate(steps: Sequence[Step], times: PassTimes, batch_size: int) -> Calibration:
-    """The calibration by the steps of a plain run over all prompts."""
+def calibrate(
+    steps: Sequence[Step], times: PassTimes, batch_size: int, max_run_ms: float = 0.0
+) -> Calibration:
+    """The calibration by the steps of a plain run over all prompts, in which no rounds ran together."""
     plain = partial(times.one_each, ["plain"])
     decoding = [step for step in steps if step.rows and not step.prefill_tokens]
     full = [1e3 * step.seconds for step in decoding if step.rows == batch_size]
@@ -61,6 +72,7 @@ def calibrate(steps: Sequence[Step], times: PassTimes, batch_size: int) -> Calib
         plain(batch_size),
         host_ms,
         max(0.0, prefill_ms / 1e3),
+        max_run_ms,
     )
 
 
@@ -151,7 +163,7 @@ class Predictor:
             * self.num_layers
             / sum(count * costs[rows].layers for rows, count in steps.items()),
             verify_positions=rounds.verify_positions,
-            round_ms=self._calibration.host_ms + costs[self._batch_size].ms,
+            round_ms=self._calibration.host_ms_of(plan) + costs[self._batch_size].ms,
             tokens_per_s=tokens_per_s,
             ratio_to_plain=tokens_per_s / self._plain_tokens_per_s,
         )
@@ -178,7 +190,8 @@ class Predictor:
     ) -> float:
         """Seconds that all prompts and answers take."""
         share = self._draft_model_share if plan is not None and plan.draft.traits.has_model else 0.0
-        decode_ms = sum(count * (self._calibration.host_ms + costs[rows].ms) for rows, count in steps.items())
+        host_ms = self._calibration.host_ms_of(plan)
+        decode_ms = sum(count * (host_ms + costs[rows].ms) for rows, count in steps.items())
         return self._calibration.prefill_s * (1.0 + share) + decode_ms / 1e3
 
     def _steps(self, rounds: Rounds) -> dict[int, int]:

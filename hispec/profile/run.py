@@ -93,7 +93,7 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
         )
         plans = all_plans(options, candidates, own)
         prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in rows]
-        session = Session(llm, draft_model, candidates, plans, options, progress)
+        session = Session(llm, draft_model, candidates, plans, options, progress, job.engine.max_run_ms)
         result = session.profile(prompts, [task_of(row) for row in rows], ignore_eos=job.sampling.ignore_eos)
     return {
         "model": job.model,
@@ -116,6 +116,11 @@ class Session:
     plans: Sequence[SpeculativeConfig]
     options: ProfileOptions
     progress: bool
+    max_run_ms: float = 0.0  # as EngineConfig
+
+    @property
+    def _max_run_ms(self) -> float:
+        return self.max_run_ms if self.llm.decoder.device.type == "cpu" else 0.0
 
     def profile(self, prompts: list[TokenIds], tasks: list[str], *, ignore_eos: bool) -> dict[str, Any]:
         """The part of the result that is measured or predicted with the model."""
@@ -158,7 +163,7 @@ class Session:
             statistics.fmean(len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in answers)
         )
         times, num_layers = PassTimes(latency.model(), context_len), decoder.config.num_layers
-        calibration = calibrate(steps, times, batch_size)
+        calibration = calibrate(steps, times, batch_size, self._max_run_ms)
         predictor = Predictor(
             recording,
             times,

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..config import SpeculativeConfig
-from ..errors import RequestError
+from ..engine import Engine
+from ..errors import ConfigError, RequestError
 from ..jobs.bench_inputs import TokenIds, generate, of_prompt, token_ids_of, warm_up
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
@@ -104,7 +105,9 @@ def check_served(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams
 def generate_in_steps(
     llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams, *, progress: bool
 ) -> tuple[list[TokenIds], list[Step]]:
-    """As `generate`, with the time of every step of the engine."""
+    """As `generate`, with the time of every step of the engine, each of one round."""
+    if not isinstance(llm.engine, Engine):
+        raise ConfigError("steps are timed with workers=1")
     ids = [f"profile-{number}" for number in range(len(prompts))]
     done: dict[str, RequestOutput] = {}
     steps = []
@@ -112,7 +115,7 @@ def generate_in_steps(
         for request_id, prompt in zip(ids, prompts, strict=True):
             llm.add(prompt, sampling, request_id)
         before = llm.stats()
-        with make_bar(len(prompts), "answers", "prompt", progress) as bar:
+        with make_bar(len(prompts), "answers", "prompt", progress) as bar, llm.engine.single_rounds():
             while llm.has_unfinished():
                 started = time.perf_counter()
                 finished = llm.step()

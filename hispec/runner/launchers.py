@@ -32,7 +32,7 @@ from .cuda_graphs import GraphCache
 from .downloads import make_downloads
 from .plan_runtime import PlanRuntime
 from .round_inputs import Input, advance, begin
-from .round_output import RowOutcome, pack, read_rows, unpack
+from .round_output import RowOutcome, pack, read_rows, read_run, unpack
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Rows:
     keeps_logits   whether logits are read after the round
     watches        whether the predictions of exits that are not in use are recorded
     most_places    places that any row may process
+    num_rounds     rounds of plain decoding that run together at most
     """
 
     inputs: np.ndarray[Any, np.dtype[np.int64]]
@@ -54,6 +55,7 @@ class Rows:
     keeps_logits: bool
     watches: bool = False
     most_places: int = 0
+    num_rounds: int = 1
 
 
 @dataclass(slots=True)  # not frozen, which would triple the time that making one takes
@@ -68,6 +70,7 @@ class Flight:
     launched_s     when it was launched, by time.perf_counter
     route          index of the controller's route
     is_timed       whether its time is that of a round alone: not so if it was captured too
+    num_rounds     rounds of plain decoding that ran together
     """
 
     runtime: PlanRuntime
@@ -82,6 +85,7 @@ class Flight:
     launched_s: float = 0.0
     route: int | None = None
     is_timed: bool = True
+    num_rounds: int = 1
 
     @property
     def extra_kv(self) -> frozenset[ExtraKV]:
@@ -125,7 +129,7 @@ class PackedLauncher:
 
     def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         num_rows, device = rows.inputs.shape[1], self._device
-        window = np.zeros((num_rows, plan.window + 1), np.int64)
+        window = np.zeros((num_rows, max(plan.window, rows.num_rounds) + 1), np.int64)
         window[:, 0], starts, cap, room, most_drafts = rows.inputs
         of_rows = np.empty((3, num_rows), np.int64)  # what is of one kind lies together
         of_rows[0], of_rows[1], of_rows[2] = starts, np.minimum(cap, room), most_drafts
@@ -142,12 +146,20 @@ class PackedLauncher:
             keeps_logits=rows.keeps_logits,
             watch=_watch(runtime, plan, rows, num_rows, device),
         )
+        if rows.num_rounds > 1:
+            batch.num_rounds, batch.stop_ids = rows.num_rounds, _stop_ids(rows)
         result = _run_round(runtime, plan, batch)
-        if device.type == "cpu":
+        outcomes: Callable[[], list[RowOutcome]]
+        if rows.num_rounds > 1:
+            outcomes = partial(read_run, result)
+        elif device.type == "cpu":
             outcomes = partial(read_rows, result, batch.watch, plan)
         else:
             outcomes = partial(unpack, pack(result, batch.watch), plan)
-        return Flight(runtime, plan, rows, result, outcomes, batch.tokens)
+        flight = Flight(runtime, plan, rows, result, outcomes, batch.tokens)
+        if rows.num_rounds > 1:
+            flight.num_rounds = int(result.counts.max())
+        return flight
 
     def advance(self, flight: Flight) -> None:
         raise NotImplementedError
@@ -296,6 +308,14 @@ class _Upload:
 def _run_round(runtime: PlanRuntime, plan: Plan, batch: RoundBatch) -> RoundResult:
     drafter = None if plan.is_plain else runtime.drafter
     return run_round(runtime.stages, plan, runtime.judge, drafter, batch, runtime.gate(plan))
+
+
+def _stop_ids(rows: Rows) -> list[frozenset[int]]:
+    """By row, the tokens that end its request."""
+    stop_ids = [frozenset[int]()] * rows.inputs.shape[1]
+    for row, request in rows.requests:
+        stop_ids[row] = request.stop_ids
+    return stop_ids
 
 
 def _run_stage(

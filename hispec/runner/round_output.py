@@ -24,11 +24,15 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
+_PLAIN = RowRound(committed=1)
+
+
 @dataclass(slots=True)  # not frozen, which would triple the time that making one takes
 class RowOutcome:
-    """The result of a round for one row; nobody changes one.
+    """The result of a round for one row, or of several of plain decoding that ran together; nobody changes
+    one.
 
-    round      what it did, in counts
+    round      what it did, in counts; of several, what each of them did
     shadows    four counts of each exit that was watched, in the order of control.choice.Shadow: places,
                right, drafts, agreed
     evidence   RoundResult's; where it is not finite, token_ids mean nothing
@@ -38,6 +42,7 @@ class RowOutcome:
     round: RowRound
     shadows: Sequence[int] = ()
     evidence: float = 0.0
+    num_rounds: int = 1
 
     def tiers(self) -> list[TokenTier]:
         """Whose choice each of token_ids is.
@@ -57,7 +62,8 @@ class RowOutcome:
         """What the round gave the row, for a scheduling policy. Some tentative tokens are the check's own, so
         that more may be accepted than were drafted."""
         drafted = sum(self.round.drafted)
-        return Service(1, len(self.token_ids), drafted, min(drafted, self.round.accepted), passes, seconds)
+        accepted = min(drafted, self.round.accepted)
+        return Service(self.num_rounds, len(self.token_ids), drafted, accepted, passes, seconds)
 
 
 def pack(result: RoundResult, watch: Watch | None) -> Tensor:
@@ -89,6 +95,13 @@ def read_rows(result: RoundResult, watch: Watch | None, plan: Plan) -> list[RowO
     if watch is not None:
         shadows = watch.count_agreements(result.tokens, result.counts).flatten(1).numpy()
     return _outcomes(plan, counts, result.evidence.numpy(), result.tokens.numpy()[:, 1:], shadows)
+
+
+def read_run(result: RoundResult) -> list[RowOutcome]:
+    """As `read_rows`, of rounds of plain decoding that ran together."""
+    counts, evidence = result.counts.tolist(), result.evidence.tolist()
+    rows = zip(result.tokens[:, 1:].tolist(), counts, evidence, strict=True)
+    return [RowOutcome(tokens[:count], _PLAIN, (), value, count) for tokens, count, value in rows]
 
 
 def _outcomes(
@@ -147,6 +160,7 @@ def make_observation(
     limits        places of each request in the round at most
     most_drafts   drafts of each request in a cycle at most
     watched       layers of the exits that were watched
+    context_tokens   positions of all rows before it
     """
     cycles: list[tuple[int, int, int, int, int]] = []
     verified: list[tuple[int, int, int, int, int]] = []
@@ -169,11 +183,13 @@ def make_observation(
         np.array(cycles, np.int64).reshape(-1, 5).T,
         np.array(verified, np.int64).reshape(-1, 5).T,
     )
+    num_rounds = max((outcome.num_rounds for _, outcome in rows), default=1)  # the same of all
     return Observation(
         choice=choice,
         num_rows=len(rows),
-        context_tokens=context_tokens,
+        context_tokens=context_tokens + len(rows) * (num_rounds - 1) / 2,
         seconds=seconds,
+        rounds=num_rounds,
         tokens=sum(len(outcome.token_ids) for _, outcome in rows),
         numbers=by_cycle[0],
         caps=by_cycle[1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -31,7 +32,14 @@ from .plan_runtime import PlanRuntime
 from .rows import can_join, empty_rows, ends_after, make_rows, make_rows_after
 
 _log = logging.getLogger(__name__)
+_MOST_TOGETHER = 8  # rounds of plain decoding: with more, what the host does is below a hundredth
+_LEAST_ROUND_MS = 0.1  # the clock may have stood still
 _Passes = tuple[int, float, float, float]  # PassCounts' layers, and seconds of draft, check and verify
+
+
+def num_together(max_run_ms: float, round_ms: float) -> int:
+    """Rounds of plain decoding that run together, if each takes so long."""
+    return min(_MOST_TOGETHER, max(1, int(max_run_ms / round_ms)))
 
 
 class RoundRunner:
@@ -64,6 +72,8 @@ class RoundRunner:
         self._scheduled, self._tables, self._counters = scheduler, tables, tuple(counters) or (PassCounts(),)
         self._block_size, self._max_model_len = config.block_size, max_model_len
         self._on_failure = on_failure
+        self.max_run_ms = config.max_run_ms if device.type == "cpu" else 0.0
+        self._plain_round_ms = math.inf  # what the last round of plain decoding took
         self._sampler = Sampler([], decoder.config.vocab_size, device, config.max_num_seqs)
         self._loaded: tuple[int, ...] | None = None  # numbers of the requests that the sampler has loaded
         self.graphs: GraphCache | None = None
@@ -80,18 +90,35 @@ class RoundRunner:
         assert self._scheduled is not None
         return self._scheduled
 
+    def num_together(self, choice: Choice, requests: Sequence[Request]) -> int:
+        """Rounds of plain decoding that these requests should run together, one after the other without the
+        host: on a CPU, as many as take engine.max_run_ms, by those before. 1 where something is to be done
+        between two rounds."""
+        if not choice.plan.is_plain or choice.watches or self._launcher.runs_ahead:
+            return 1
+        if any(request.params.logprobs is not None or request.is_suspect for request in requests):
+            return 1
+        return num_together(self.max_run_ms, self._plain_round_ms)
+
     def launch(
-        self, runtime: PlanRuntime, choice: Choice, limits: Mapping[int, int], stats: EngineStats
+        self,
+        runtime: PlanRuntime,
+        choice: Choice,
+        limits: Mapping[int, int],
+        stats: EngineStats,
+        num_together: int = 1,
     ) -> Flight:
-        """Launches a round as chosen. limits: the places that each row may process, by row. If the drafter
-        fails, the round is one of plain decoding; and so are all further rounds of its requests, if there is
-        no other drafter."""
+        """Launches a round as chosen, or up to num_together of plain decoding, as far as each row has places.
+        limits: the places that each row may process, by row. If the drafter fails, the round is one of plain
+        decoding; and so are all further rounds of its requests, if there is no other drafter."""
         started_s, running = time.perf_counter(), self._scheduler.running
         route = choice.route if runtime.routes else None
         runtime = runtime.for_route(choice.route)
         requests = [running[row] for row in limits]
         assert all(request.is_ready for request in requests), "all but the last committed token are computed"
         self._load_sampler(running)
+        if choice.plan.is_plain:
+            return self._launch_plain(runtime, choice, limits, started_s, num_together)
         rows = make_rows(running, choice, limits)
         if runtime.drafter is not None and rows.most_places > 1:  # else no row may speculate
             try:
@@ -104,9 +131,24 @@ class RoundRunner:
                 if error.lacks_memory and len(running) > 1:
                     raise
                 self._handle_failure(route, requests, error, stats)
-        if not choice.plan.is_plain:
-            rows = make_rows(running, Choice(watches=choice.watches), limits)
-        return self._launch(runtime, PLAIN, rows, None, started_s)
+        return self._launch_plain(runtime, Choice(watches=choice.watches), limits, started_s)
+
+    def _launch_plain(
+        self,
+        runtime: PlanRuntime,
+        choice: Choice,
+        limits: Mapping[int, int],
+        started_s: float,
+        num_together: int = 1,
+    ) -> Flight:
+        num_rounds = min(num_together, *limits.values()) if num_together > 1 else 1
+        if self._sampler.has_processors:  # which count what rounds commit
+            num_rounds = 1
+        rows = make_rows(self._scheduler.running, choice, limits, num_rounds)
+        flight = self._launch(runtime, PLAIN, rows, None, started_s)
+        self._plain_round_ms = max(1e3 * sum(flight.pass_s) / flight.num_rounds, _LEAST_ROUND_MS)
+        self._scheduler.ran_on(flight.num_rounds - 1)
+        return flight
 
     def reserve_next(self, flight: Flight, left: Sequence[tuple[int, Request]]) -> int | None:
         """Reserves the blocks of the round after `flight` for `left`, what is left of its requests -> the
@@ -158,7 +200,7 @@ class RoundRunner:
             if joined:
                 self._take_rows(flight, rows, joined)
             ahead = self._launcher.launch_next(flight, rows, changed)
-            self._scheduler.ran_ahead()
+            self._scheduler.ran_on()
             return self._describe(ahead, before, captures, flight.route, ahead.launched_s)
         except Exception as error:
             if is_out_of_memory(error):

@@ -13,19 +13,21 @@ from .launchers import Flight, Rows
 from .round_inputs import Input
 
 
-def make_rows(running: Sequence[Request], choice: Choice, limits: Mapping[int, int]) -> Rows:
+def make_rows(
+    running: Sequence[Request], choice: Choice, limits: Mapping[int, int], num_rounds: int = 1
+) -> Rows:
     """Of the requests `running`, by row. limits: by row, the places that may be processed for those that take
-    part."""
+    part; num_rounds: as Rows."""
     inputs, context_len, most_places = [], 0, 0
     for row, request in enumerate(running):
         inputs.append(_inputs_of(request, choice, limits.get(row, 0)))
         _, start, cap, room, _ = inputs[-1]
-        places = min(cap, room)
+        places = min(cap, room) + num_rounds - 1
         context_len, most_places = max(context_len, start + places), max(most_places, places)
     requests = tuple((row, running[row]) for row in sorted(limits))
     keeps_logits = any(request.params.logprobs is not None for _, request in requests)
     of_inputs = np.array(inputs, np.int64).T
-    return Rows(of_inputs, requests, context_len, keeps_logits, choice.watches, most_places)
+    return Rows(of_inputs, requests, context_len, keeps_logits, choice.watches, most_places, num_rounds)
 
 
 def empty_rows(num_rows: int, context_len: int) -> Rows:

@@ -145,18 +145,21 @@ class Scheduler:
             self._admit(window)
         return self._plan_chunks()
 
-    def fit(self, step: Step, window: int) -> None:
-        """Changes the window of the step's round, as far as there are free blocks."""
+    def fit(self, step: Step, window: int, num_rounds: int = 1) -> None:
+        """Changes the window of the step's round, as far as there are free blocks. num_rounds: rounds of
+        plain decoding that run together at most, each of which takes a place."""
         for row in step.limits:
             request = self.running[row]
             start, limit = len(request.token_ids) - 1, request.round_limit(window)
+            if num_rounds > 1:
+                limit = min(num_rounds, request.max_tokens - request.num_output)
             if not self._pool.extend(request.table, start + limit):
                 limit = min(limit, len(request.table.blocks) * self._pool.block_size - start)
             step.limits[row] = limit
 
-    def ran_ahead(self) -> None:
-        """Counts a round that was launched without `schedule`, over the same rows as the last."""
-        self._rounds_since_review += 1
+    def ran_on(self, num_rounds: int = 1) -> None:
+        """Counts rounds that were launched without `schedule`, over the same rows as the last."""
+        self._rounds_since_review += num_rounds
 
     def commit(self, request: Request, num_computed: int, release: bool) -> None:
         """Sets a request's computed length, which grows nowhere else, and publishes its full blocks to the

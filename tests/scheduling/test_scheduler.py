@@ -205,7 +205,7 @@ def test_reviews_come_every_few_rounds_and_at_once_when_somebody_comes() -> None
     assert step(scheduler) == [0] and not scheduler.may_admit
     ranks[1] = 0.0  # from now on it goes first, but nobody has come
     assert [step(scheduler), scheduler.may_admit] == [[0], False]
-    scheduler.ran_ahead()
+    scheduler.ran_on()
     assert scheduler.may_admit, "the third round, and the host has to look"
     assert step(scheduler) == [1] and not scheduler.may_admit
     ranks[2] = -1.0

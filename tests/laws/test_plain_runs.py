@@ -1,0 +1,169 @@
+"""Rounds of plain decoding that run together: what one by one gives, in tokens, bits and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from ee_models.checkpoint.loader import open_checkpoint
+from ee_models.decoder import Decoder
+from hispec.config import EngineConfig, Plan
+from hispec.decoding.stages import Stages
+from hispec.engine import Engine
+from hispec.runner.round_runner import _MOST_TOGETHER
+from hispec.sampling_params import SamplingParams
+from tests.helpers.support import GREEDY, make_engine, random_prompts, run, threads
+
+PROMPTS = random_prompts((1, 7, 9, 33, 70, 2))
+LONG = 10_000.0  # milliseconds: as many together as can be, on any machine
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "int8": {"quantization": "int8", "kv_dtype": torch.bfloat16},
+    "sdpa": {"attention": "sdpa"},
+}
+COUNTS = ("rounds", "tokens", "committed", "verify_undrafted", "accept_length_histogram", "layer_passes")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def decoder(request: pytest.FixtureRequest, tiny_path: Path) -> Decoder:
+    options = KINDS[request.param]
+    return Decoder.load(open_checkpoint(tiny_path), torch.float32, torch.device("cpu"), **options)
+
+
+def but(params: SamplingParams, **fields: Any) -> SamplingParams:
+    return params.model_copy(update=fields)
+
+
+def one_by_one(decoder: Decoder, **options: Any) -> Engine:
+    return make_engine(decoder, max_run_ms=0.0, **options)
+
+
+def together(decoder: Decoder, **options: Any) -> Engine:
+    return make_engine(decoder, max_run_ms=LONG, **options)
+
+
+GREEDY_ROWS = [but(GREEDY, max_tokens=number) for number in (24, 23, 5, 1, 17, 40)]
+ROWS = {
+    "greedy": GREEDY_ROWS,
+    "sampled": [but(each, temperature=0.9, seed=number) for number, each in enumerate(GREEDY_ROWS)],
+    "mixed": [but(each, temperature=0.7 * (at % 2), seed=at) for at, each in enumerate(GREEDY_ROWS)],
+    "no speculation wanted": [but(each, speculative=False) for each in GREEDY_ROWS],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("sizes", [{}, {"max_num_seqs": 2, "block_size": 4}, {"num_kv_blocks": 14}], ids=str)
+def test_outputs_and_counts_are_those_of_single_rounds(
+    decoder: Decoder, rows: str, sizes: dict[str, int]
+) -> None:
+    single, several = one_by_one(decoder, **sizes), together(decoder, **sizes)
+    assert run(several, PROMPTS, ROWS[rows]) == run(single, PROMPTS, ROWS[rows])
+    before, after = single.stats(), several.stats()
+    assert after["steps"] < before["steps"], "or nothing ran together"
+    if "num_kv_blocks" not in sizes:  # when blocks run out hangs on who has how many
+        assert {name: after[name] for name in COUNTS} == {name: before[name] for name in COUNTS}
+
+
+def test_all_end_with_the_first(tiny_decoder: Decoder) -> None:
+    """So no pass is computed for tokens beyond an end: positions are those of single rounds."""
+    outputs = run(one_by_one(tiny_decoder), PROMPTS)
+    stop = outputs[0][9]
+    params = but(GREEDY, stop_token_ids=[stop])
+    single, several = one_by_one(tiny_decoder), together(tiny_decoder)
+    cut = run(single, PROMPTS, params)
+    assert run(several, PROMPTS, params) == cut and cut != outputs
+    assert several.stats()["layer_positions"] == single.stats()["layer_positions"]
+    assert several.stats()["steps"] < single.stats()["steps"]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_the_bits_of_keys_and_values_are_those_of_single_rounds(tiny_path: Path, num_threads: int) -> None:
+    with threads(num_threads):
+        decoder = Decoder.load(open_checkpoint(tiny_path), torch.float32, torch.device("cpu"))
+        found = []
+        for max_run_ms in (0.0, LONG):
+            engine = make_engine(decoder, max_run_ms=max_run_ms, enable_prefix_caching=False)
+            run(engine, PROMPTS[4:5], but(GREEDY, max_tokens=64))
+            found.append(engine._plans.runtime.kv.data[:, :, : 70 + 63].clone())
+    assert torch.equal(*found) and bool(found[0].any())
+
+
+def test_passes_in_one_call_give_what_one_by_one_gives(tiny_decoder: Decoder) -> None:
+    """The compiled run and its twin."""
+    params = but(GREEDY, stop_token_ids=[run(one_by_one(tiny_decoder), PROMPTS)[3][13]])
+    compiled, twin = together(tiny_decoder), together(tiny_decoder)
+    calls = []
+    original = Stages.compute_run
+
+    def spy(self: Stages, *inputs: Any) -> Any:
+        calls.append(original(self, *inputs))
+        return calls[-1]
+
+    with patch.object(Stages, "compute_run", spy):
+        outputs = run(compiled, PROMPTS, params)
+    assert calls and all(each is not None for each in calls)
+    with patch.object(Stages, "compute_run", lambda *_: None):
+        assert run(twin, PROMPTS, params) == outputs
+    for name in (*COUNTS, "steps", "layer_positions"):
+        assert twin.stats()[name] == compiled.stats()[name], name
+
+
+def lengths_of_steps(engine: Engine, params: SamplingParams) -> Iterator[int]:
+    """Tokens that each step gives the only request."""
+    engine.add_request(PROMPTS[1], params)
+    while engine.has_unfinished():
+        yield sum(len(delta.token_ids) for delta in engine.step())
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logprobs": 1},
+        {"repetition_penalty": 1.1},
+        {"min_tokens": 40, "stop_token_ids": [3]},
+        {"logit_bias": {5: 1.0}},
+    ],
+    ids=str,
+)
+def test_what_is_asked_between_two_rounds_keeps_them_apart(
+    tiny_decoder: Decoder, asked: dict[str, Any]
+) -> None:
+    params = but(GREEDY, max_tokens=40, ignore_eos=True)
+    assert max(lengths_of_steps(together(tiny_decoder), params)) == _MOST_TOGETHER
+    assert set(lengths_of_steps(together(tiny_decoder), but(params, **asked))) == {1}
+    assert set(lengths_of_steps(one_by_one(tiny_decoder), params)) == {1}
+
+
+def test_a_prompt_that_is_computed_in_pieces_waits_for_one_round_only(tiny_decoder: Decoder) -> None:
+    engine = together(tiny_decoder, max_prefill_tokens=8)
+    engine.add_request(PROMPTS[0], but(GREEDY, max_tokens=60), "first")
+    for _ in range(3):
+        engine.step()
+    engine.add_request(PROMPTS[4], GREEDY, "second")  # 70 tokens
+    for _ in range(8):
+        (delta,) = engine.step()
+        assert (delta.request_id, len(delta.token_ids)) == ("first", 1)
+    while engine.has_unfinished():
+        engine.step()
+
+
+def test_beside_a_plan_nothing_runs_together(tiny_decoder: Decoder) -> None:
+    """What opts out of speculation takes part in the rounds of the others."""
+    engine = together(tiny_decoder, plan=Plan(3, None, 2, 1))
+    params = [but(GREEDY, speculative=number % 2 == 0) for number in range(len(PROMPTS))]
+    assert run(engine, PROMPTS, params) == run(one_by_one(tiny_decoder), PROMPTS)
+
+
+def test_a_run_lasts_no_longer_than_asked(tiny_decoder: Decoder) -> None:
+    """Rounds of before tell how many that are."""
+    engine = Engine(tiny_decoder, EngineConfig(max_num_seqs=1, max_model_len=256, max_run_ms=30.0))
+    rounds = engine._rounds
+    choice = engine._loop._choice
+    for milliseconds, expected in ((100.0, 1), (30.0, 1), (14.9, 2), (7.4, 4), (0.1, _MOST_TOGETHER)):
+        rounds._plain_round_ms = milliseconds
+        assert rounds.num_together(choice, ()) == expected
