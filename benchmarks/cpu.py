@@ -150,25 +150,26 @@ def timed(seconds: list[float]) -> Iterator[None]:
         yield
 
 
-def measure_step(decoder: Decoder, rows: int, steps: int) -> dict[str, float]:
-    """Milliseconds of a plain step of `rows` rows, median and mean, and the share outside of layers and head,
-    of medians. Every other step is timed inside; the whole is taken from those in between, so that the
-    timers' own cost counts nowhere."""
-    engine = Engine(decoder, EngineConfig(max_num_seqs=rows, max_model_len=512))
-    params = SamplingParams(temperature=0.0, max_tokens=2 * steps + 8, ignore_eos=True)
+def measure_step(decoder: Decoder, rows: int, tokens: int, max_run_ms: float) -> dict[str, float]:
+    """Milliseconds of a token of each of `rows` rows, decoded plainly, median and mean over steps, and the
+    share outside of layers and head, of medians. Every other step is timed inside; the whole is taken from
+    those in between, so that the timers' own cost counts nowhere."""
+    engine = Engine(decoder, EngineConfig(max_num_seqs=rows, max_model_len=512, max_run_ms=max_run_ms))
+    params = SamplingParams(temperature=0.0, max_tokens=tokens + 64, ignore_eos=True)
     for _ in range(rows):
         engine.add_request(list(range(100, 200)), params)
     for _ in range(6):
         engine.step()
-    inside, whole = [], []
-    for _ in range(steps):
+    inside, whole, done = [], [], 0
+    while done < tokens:
         start = time.perf_counter()
-        engine.step()
-        whole.append(time.perf_counter() - start)
+        num_tokens = len(engine.step()[0].token_ids)
+        whole.append((time.perf_counter() - start) / num_tokens)
         seconds: list[float] = []
         with timed(seconds):
-            engine.step()
-        inside.append(sum(seconds))
+            deltas = engine.step()
+        inside.append(sum(seconds) / len(deltas[0].token_ids))
+        done += num_tokens + len(deltas[0].token_ids)
     step = statistics.median(whole)
     return {
         "step_ms": step * 1e3,
@@ -210,9 +211,10 @@ def main() -> int:
             "pass_ms": measure_passes(decoders, arguments.repeats),
             "attention_ms": measure_attention(decoders["float32"], arguments.repeats),
             "step": {
-                f"{name}, {rows} rows": measure_step(decoder, rows, 40)
+                f"{name}, {rows} rows, {how}": measure_step(decoder, rows, 160, max_run_ms)
                 for rows in (1, 16)
                 for name, decoder in decoders.items()
+                for how, max_run_ms in (("a token a step", 0.0), ("several", 50.0))
             },
             "step beside a busy program": {},
             "weights_bytes": {name: decoder.num_bytes for name, decoder in decoders.items()},
@@ -220,7 +222,7 @@ def main() -> int:
         }
         with busy_program():
             for rows in (1, 16):
-                found = measure_step(decoders["int8"], rows, 150)
+                found = measure_step(decoders["int8"], rows, 300, 50.0)
                 result["step beside a busy program"][f"int8, {rows} rows"] = {"mean_ms": found["mean_ms"]}
     passes = result["pass_ms"]
     result["figures"] = {

@@ -153,7 +153,7 @@ class RoundTally:
 class EngineStats:
     """Totals since the start, or since the last reset.
 
-    steps              engine steps that ran a round
+    steps              engine steps that ran a round, or several of plain decoding together
     rounds_ahead       rounds that were launched before the host had read the one before
     prefill_tokens     prompt positions computed
     prefill_s          seconds spent on them; on a GPU only until they are queued

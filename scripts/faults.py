@@ -1015,7 +1015,7 @@ FAULTS = (
     Fault(
         "tokens beyond a request's end count as output",
         "hispec/stats.py",
-        "if num_taken != of_row.committed:",
+        "if num_taken != of_row.committed * times:",
         "if False:",
         METRICS,
     ),

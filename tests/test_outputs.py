@@ -68,7 +68,7 @@ def test_an_interrupt_at_any_line_loses_and_doubles_nothing(at: int) -> None:
 
 def test_a_stream_keeps_what_was_not_read_alone(tiny_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    with LLM(str(tiny_path), max_model_len=128, num_kv_blocks=64) as llm:
+    with LLM(str(tiny_path), max_model_len=128, num_kv_blocks=64, max_run_ms=0.0) as llm:
         (expected,) = llm.generate(["one"], params, use_tqdm=False)
         stream = llm.stream("one", params)
         read = [next(stream)]

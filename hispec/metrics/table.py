@@ -109,7 +109,7 @@ METRICS = (
         "accept_length_histogram", "histogram", "tokens", "tokens committed per row and round", LENGTH_BOUNDS
     ),
     # of the engine
-    _counter("steps", "", "engine steps that ran a round"),
+    _counter("steps", "", "engine steps that ran a round, or several together"),
     _counter("rounds_ahead", "", "rounds launched before the host had read the one before; on a GPU"),
     _counter("prefill_s", "seconds", "time in prefill; on a GPU only until it is queued"),
     _counter("round_s", "seconds", "time in rounds"),

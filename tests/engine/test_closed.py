@@ -71,7 +71,7 @@ def test_a_drain_that_is_cut_by_close_says_so_unless_all_has_come(tiny_decoder: 
 
 
 def test_a_closed_llm_says_so_everywhere_its_streams_included(tiny_path: Path) -> None:
-    with LLM(str(tiny_path), max_model_len=64, num_kv_blocks=16) as llm:
+    with LLM(str(tiny_path), max_model_len=64, num_kv_blocks=16, max_run_ms=0.0) as llm:
         ended = llm.stream("abc", PARAMS)
         for delta in ended:
             if delta.finish_reason is not None:

@@ -148,7 +148,7 @@ def test_a_stage_that_always_raises_says_so_each_time_and_the_llm_can_be_used_af
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = ["one", "two"]
-    with LLM(str(tiny_path), max_model_len=64, num_kv_blocks=32) as llm:
+    with LLM(str(tiny_path), max_model_len=64, num_kv_blocks=32, max_run_ms=0.0) as llm:
         wanted = llm.generate(prompts, PARAMS, use_tqdm=False)
         with monkeypatch.context() as patch:
             Fault(patch, Round, "decode", lambda: Boom("the device is gone"), lambda *_: True)

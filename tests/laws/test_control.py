@@ -114,7 +114,7 @@ def engine_of(tiny_decoder: Decoder, checkpoint: Checkpoint, files: dict[str, Ex
 def test_whatever_is_chosen_the_output_is_plain_decodings(
     engine_of: Make, tiny_decoder: Decoder, expected: list[list[int]], name: str, policy: str
 ) -> None:
-    engine = engine_of(WAYS[name], policy=policy, num_kv_blocks=24)
+    engine = engine_of(WAYS[name], policy=policy, num_kv_blocks=24, max_run_ms=0.0)  # more choices
     control = make_restless(engine, seed=1)
     assert run(engine, PROMPTS) == expected
     assert len({choice.plan for choice in control.choices}) > 8 and {
@@ -330,14 +330,16 @@ def num_right(decoder: Decoder, layer: int, outputs: Sequence[Sequence[int]]) ->
     return total
 
 
-def test_what_is_observed_adds_up(engine_of: Make) -> None:
-    """Cycles, drafts within their caps, and tokens, of live rows alone."""
-    engine = engine_of(WAYS["hybrids"])
+@pytest.mark.parametrize("max_run_ms", [0.0, 10_000.0])
+def test_what_is_observed_adds_up(engine_of: Make, max_run_ms: float) -> None:
+    """Cycles, drafts within their caps, and tokens, of live rows alone; of rounds that ran together, too."""
+    engine = engine_of(WAYS["hybrids"], max_run_ms=max_run_ms)
     control = make_restless(engine, seed=7)
     outputs = run(engine, PROMPTS[:5])
     stats = engine.stats()
     assert sum(seen.tokens for seen in control.seen) == stats["committed"] >= sum(map(len, outputs))
-    assert sum(seen.num_rows for seen in control.seen) == stats["rounds"]
+    assert sum(seen.num_rows * seen.rounds for seen in control.seen) == stats["rounds"]
+    assert (max(seen.rounds for seen in control.seen) > 1) == (max_run_ms > 0.0)
     cycles = [
         np.concatenate([getattr(seen, name) for seen in control.seen])
         for name in ("numbers", "caps", "drafted", "kept", "looked_up")

@@ -78,7 +78,7 @@ def test_each_surviving_layer_and_position_is_computed_once(tiny_decoder: Decode
     what stood there.
     """
     decoder = CountingDecoder(tiny_decoder)
-    engine = make_engine(decoder, plan, max_num_seqs=1, num_kv_blocks=40)
+    engine = make_engine(decoder, plan, max_num_seqs=1, num_kv_blocks=40, max_run_ms=0.0)
     for prompt in random_prompts((5, 11)):
         engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=40))
     check_layer = plan.check_layer or plan.draft_layer

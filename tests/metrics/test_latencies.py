@@ -87,7 +87,7 @@ def test_rounds_of_four_tokens_give_known_times(clock: list[float]) -> None:
 
 
 def test_of_one_token_a_step_all_three_definitions_agree(clock: list[float]) -> None:
-    engine = make_engine(ScriptedDecoder(successor))
+    engine = make_engine(ScriptedDecoder(successor), max_run_ms=0.0)
     engine.add_request([1, 2, 3], params(5))
     step_through(engine, clock)
     stats = engine.stats()
@@ -97,7 +97,7 @@ def test_of_one_token_a_step_all_three_definitions_agree(clock: list[float]) -> 
 
 def test_a_request_that_waits_for_a_row_is_queued_so_long(clock: list[float]) -> None:
     """One row; the second request comes after the first step of four and waits for three."""
-    engine = make_engine(ScriptedDecoder(successor), max_num_seqs=1)
+    engine = make_engine(ScriptedDecoder(successor), max_num_seqs=1, max_run_ms=0.0)
     engine.add_request([1, 2, 3], params(4))
     metrics = []
     depths = []

@@ -48,7 +48,7 @@ def write_config(folder: Path, model: Path, **changes: Any) -> Path:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     values: dict[str, Any] = {
         "model": str(model),
-        "engine": {"max_num_seqs": 8},
+        "engine": {"max_num_seqs": 8, "max_run_ms": 0.0},
         "data": {
             "prompts": [{"path": "prompts.jsonl"}, {"opening": "Why ", "count": 3, "max_tokens": 16}],
             "max_tokens": 8,

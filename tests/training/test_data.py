@@ -74,7 +74,7 @@ def make_config(model: Path, folder: Path, prompts: Any, **data: Any) -> TrainCo
         TrainConfig,
         {
             "model": str(model),
-            "engine": {"max_num_seqs": 4},
+            "engine": {"max_num_seqs": 4, "max_run_ms": 0.0},
             "data": values,
             "adapters": {"exits": [{"layer": 1}]},
             "loop": {"num_steps": 1},
