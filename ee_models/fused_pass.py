@@ -194,7 +194,8 @@ class FusedPasses:
         num_threads = self._threads.count if num_tokens * program.num_products > _PARALLEL_FROM else 1
         chosen = evidence = None
         if repeats is not None:
-            assert wants_best and len(repeats.stops) == num_tokens
+            assert wants_best and len(repeats.stops) == num_tokens and repeats.most > 1
+            assert program.steps[-1].kind is Kind.HEAD and program.steps[-1].vocabulary is None
             chosen = view.slots.new_empty(repeats.most, num_tokens)
             evidence = hidden.new_zeros(num_tokens)
             begins = np.cumsum([0, *map(len, repeats.stops)], dtype=np.int64)

@@ -26,6 +26,7 @@ STAGES = ("tests/faults/test_stages.py",)
 CLOCKS = ("tests/faults/test_clocks.py",)
 METRICS = ("tests/metrics/test_latencies.py",)
 FILES = ("tests/faults/test_files.py",)
+RUNS = ("tests/laws/test_plain_runs.py",)
 
 
 @dataclass(frozen=True)
@@ -1011,6 +1012,69 @@ FAULTS = (
         "counts.add(of_row, times)",
         "counts.add(of_row)",
         METRICS,
+    ),
+    Fault(
+        "a round of a run stands where the one before it stood",
+        "ee_models/fused_kernel.py",
+        "positions[token] += 1",
+        "positions[token] += 0",
+        RUNS,
+    ),
+    Fault(
+        "rounds that run together do not end with the first row that does",
+        "ee_models/fused_kernel.py",
+        "is_over |= stops[i] == best[token]",
+        "is_over |= False",
+        RUNS,
+    ),
+    Fault(
+        "the second round of a run finds its attention done",
+        "ee_models/fused_kernel.py",
+        "next_units[i] = 0",
+        "next_units[i] += 0",
+        RUNS,
+    ),
+    Fault(
+        "rounds that run together do not know that a number is none",
+        "ee_models/fused_kernel.py",
+        "evidence[token] += logits[best[token]]",
+        "evidence[token] += np.float32(0.0)",
+        (*RUNS, *NUMBERS),
+    ),
+    Fault(
+        "rounds go on in one step where a stop string may end them",
+        "hispec/runner/round_runner.py",
+        "or params.stop or",
+        "or",
+        RUNS,
+    ),
+    Fault(
+        "rounds run on where the controller is to choose",
+        "hispec/engine/step_loop.py",
+        "self._recorder.control.rounds_left, scheduler.rounds_until_review",
+        "1 << 62, scheduler.rounds_until_review",
+        RUNS,
+    ),
+    Fault(
+        "rounds run on where the policy is to review who runs",
+        "hispec/engine/step_loop.py",
+        "self._recorder.control.rounds_left, scheduler.rounds_until_review",
+        "self._recorder.control.rounds_left, 1 << 62",
+        RUNS,
+    ),
+    Fault(
+        "penalties do not count what a run has said",
+        "hispec/runner/round_runner.py",
+        "or params.has_penalties",
+        "or False",
+        RUNS,
+    ),
+    Fault(
+        "of rounds that ran together one is counted",
+        "hispec/stats.py",
+        "self._times[of_row] = self._times.get(of_row, 0) + times",
+        "self._times[of_row] = self._times.get(of_row, 0) + 1",
+        RUNS,
     ),
     Fault(
         "tokens beyond a request's end count as output",

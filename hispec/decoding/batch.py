@@ -95,8 +95,9 @@ class RoundBatch:
     limits           [rows] int64: columns that the row may process: 0 = no row here, 1 = plain decoding, at
                      most window
     most_drafts      [rows] int64: drafts that a cycle of the row's may have, if these are a chain
-    block_tables     [rows, max_blocks] int64, covering starts + limits positions
-    max_context_len  int, at least starts + limits of every row
+    block_tables     [rows, max_blocks] int64, covering starts + limits positions, and of rounds that run
+                     together starts + num_rounds
+    max_context_len  int, at least as many for every row
     keeps_logits     whether the caller wants verify's logits after the round
     watch            where exits that the plan does not use note their choices; None = they are not read
     num_rounds       rounds of plain decoding that run together at most, one after the other: column 0 is the

@@ -43,8 +43,9 @@ from .step_loop import StepLoop
 class Engine:
     """Serves many requests with one decoder. Not thread-safe: one thread calls it.
 
-    A step computes a bounded chunk of waiting prompts, then one round for every request that is ready, and
-    returns what each of them gained. Requests join and leave between steps.
+    A step computes a bounded chunk of waiting prompts, then one round for every request that is ready (on a
+    CPU several of plain decoding, see EngineConfig.max_run_ms), and returns what each of them gained.
+    Requests join and leave between steps.
     """
 
     def __init__(
@@ -287,7 +288,8 @@ class Engine:
         return request_id
 
     def step(self) -> list[Delta]:
-        """Computes one chunk of prefill and one round -> what every request gained; [] only if none is ready
+        """Computes one chunk of prefill and one round, or several that run together -> what every request
+        gained; [] only if none is ready
         yet.
 
         After an exception, an interrupt included, the engine goes on: no request or KV block is lost, and

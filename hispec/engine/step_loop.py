@@ -63,7 +63,8 @@ class StepLoop:
         self._is_torn = False  # whether an interrupt came that is not repaired; within a body of `repaired`
 
     def step(self) -> None:
-        """Computes one chunk of prefill and one round; what requests have gained is in `gained`.
+        """Computes one chunk of prefill and one round, or rounds that run together; what requests have
+        gained is in `gained`.
 
         An interrupt anywhere in here loses rounds in flight, and nothing that was committed: `gained` holds
         it for the next step, which goes on from there.
@@ -188,7 +189,11 @@ class StepLoop:
                 [request.number for request in ready], sum(len(request.token_ids) for request in ready)
             )
             if len(ready) == len(scheduler.running):  # else prompts are to be computed between rounds
-                num_together = self._rounds.num_together(self._choice, ready)
+                num_together = min(
+                    self._rounds.num_together(self._choice, ready),
+                    self._recorder.control.rounds_left,
+                    scheduler.rounds_until_review,
+                )
             scheduler.fit(step, self._choice.plan.window, num_together)
         self._tables.update([request.table.blocks for request in scheduler.running])
         started = time.perf_counter()

@@ -21,6 +21,7 @@ from ..sampling_params import SamplingParams
 from ..scheduling.request import Request
 from ..scheduling.scheduler import Scheduler
 from ..stats import EngineStats
+from ..utils.clock import seconds_since
 from ..utils.memory import is_out_of_memory
 from .backfill import backfill
 from .block_tables import RowTables
@@ -35,6 +36,20 @@ _log = logging.getLogger(__name__)
 _MOST_TOGETHER = 8  # rounds of plain decoding: with more, what the host does is below a hundredth
 _LEAST_ROUND_MS = 0.1  # the clock may have stood still
 _Passes = tuple[int, float, float, float]  # PassCounts' layers, and seconds of draft, check and verify
+
+
+def _may_run_on(request: Request) -> bool:
+    """Whether nothing is to be done between two rounds of the request's: no look at logits or at its text,
+    nothing that the sampler counts."""
+    params = request.params
+    return not (
+        params.logprobs is not None
+        or params.stop
+        or params.has_penalties
+        or params.min_tokens
+        or params.logit_bias
+        or request.is_suspect
+    )
 
 
 def num_together(max_run_ms: float, round_ms: float) -> int:
@@ -73,7 +88,7 @@ class RoundRunner:
         self._block_size, self._max_model_len = config.block_size, max_model_len
         self._on_failure = on_failure
         self.max_run_ms = config.max_run_ms if device.type == "cpu" else 0.0
-        self._plain_round_ms = math.inf  # what the last round of plain decoding took
+        self._plain_round = math.inf, 1  # milliseconds of the last round of plain decoding, and its rows
         self._sampler = Sampler([], decoder.config.vocab_size, device, config.max_num_seqs)
         self._loaded: tuple[int, ...] | None = None  # numbers of the requests that the sampler has loaded
         self.graphs: GraphCache | None = None
@@ -96,9 +111,12 @@ class RoundRunner:
         between two rounds."""
         if not choice.plan.is_plain or choice.watches or self._launcher.runs_ahead:
             return 1
-        if any(request.params.logprobs is not None or request.is_suspect for request in requests):
+        if not all(map(_may_run_on, requests)):
             return 1
-        return num_together(self.max_run_ms, self._plain_round_ms)
+        # More rows take longer: at most in proportion.
+        round_ms, num_rows = self._plain_round
+        num = num_together(self.max_run_ms, round_ms * max(1.0, len(requests) / num_rows))
+        return min([num, *(request.max_tokens - request.num_output for request in requests)])
 
     def launch(
         self,
@@ -142,11 +160,11 @@ class RoundRunner:
         num_together: int = 1,
     ) -> Flight:
         num_rounds = min(num_together, *limits.values()) if num_together > 1 else 1
-        if self._sampler.has_processors:  # which count what rounds commit
-            num_rounds = 1
         rows = make_rows(self._scheduler.running, choice, limits, num_rounds)
+        began_s = time.perf_counter()
         flight = self._launch(runtime, PLAIN, rows, None, started_s)
-        self._plain_round_ms = max(1e3 * sum(flight.pass_s) / flight.num_rounds, _LEAST_ROUND_MS)
+        round_ms = 1e3 * seconds_since(began_s) / flight.num_rounds
+        self._plain_round = max(round_ms, _LEAST_ROUND_MS), len(limits)
         self._scheduler.ran_on(flight.num_rounds - 1)
         return flight
 

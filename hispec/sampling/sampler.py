@@ -73,11 +73,6 @@ class Sampler:
         return not (self._any_sampled or self._active)
 
     @property
-    def has_processors(self) -> bool:
-        """Whether any row has bias, penalties or min_tokens."""
-        return bool(self._active)
-
-    @property
     def mode(self) -> tuple[object, ...]:
         """What the operations below depend on besides values of tensors: a graph captured in one mode must
         not be replayed in another."""

@@ -157,6 +157,14 @@ class Scheduler:
                 limit = min(limit, len(request.table.blocks) * self._pool.block_size - start)
             step.limits[row] = limit
 
+    @property
+    def rounds_until_review(self) -> int:
+        """How many rounds may run in the step that was scheduled last before the policy is to review who
+        runs; at least 1."""
+        if not (self._policy.preempts and self.waiting):
+            return 1 << 62
+        return max(1, 1 + self._policy.review_rounds - self._rounds_since_review)
+
     def ran_on(self, num_rounds: int = 1) -> None:
         """Counts rounds that were launched without `schedule`, over the same rows as the last."""
         self._rounds_since_review += num_rounds

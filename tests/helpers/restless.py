@@ -31,6 +31,8 @@ class Restless:
         self.choices: list[Choice] = []
         self.seen: list[Observation] = []
 
+    rounds_left = 1 << 62
+
     @property
     def is_due(self) -> bool:
         return self._chance.random() < 0.6

@@ -12,7 +12,8 @@ import torch
 
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
-from hispec.config import EngineConfig, Plan
+from hispec import LLM
+from hispec.config import EngineConfig, Plan, SchedulingConfig
 from hispec.decoding.stages import Stages
 from hispec.engine import Engine
 from hispec.runner.round_runner import _MOST_TOGETHER
@@ -113,6 +114,64 @@ def test_passes_in_one_call_give_what_one_by_one_gives(tiny_decoder: Decoder) ->
         assert twin.stats()[name] == compiled.stats()[name], name
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_every_row_ends_as_it_would_alone(tiny_decoder: Decoder, temperature: float) -> None:
+    """At every offset within a run: by a stop token, and by its room; whose tokens they are, too."""
+    params = but(GREEDY, max_tokens=30, temperature=temperature, seed=3, ignore_eos=True, tiers=True)
+    whole = run(one_by_one(tiny_decoder), PROMPTS, params)
+    first = [row.index(token) + 1 for row in whole for token in row[4:22:3]]
+    stops = [token for row in whole for token in row[4:22:3]]
+    for number, (token, length) in enumerate(zip(stops, first, strict=True)):
+        row = number // 6
+        mixed = [but(params, seed=3 + at) for at in range(len(PROMPTS))]
+        mixed[row] = but(params, stop_token_ids=[token])
+        assert run(together(tiny_decoder), PROMPTS, mixed)[row] == whole[row][:length]
+        mixed[row] = but(params, max_tokens=length)
+        assert run(together(tiny_decoder), PROMPTS, mixed)[row] == whole[row][:length]
+
+
+def test_a_choice_of_the_controller_is_not_run_past(tiny_decoder: Decoder) -> None:
+    engine = together(tiny_decoder)
+    params = but(GREEDY, max_tokens=60, ignore_eos=True)
+    assert max(lengths_of_steps(engine, params)) == _MOST_TOGETHER
+    engine._recorder.control.rounds_left = 3
+    assert max(lengths_of_steps(engine, params)) == 3
+
+
+@pytest.mark.parametrize("policy", ["mlfq", "laps"])
+def test_the_policy_reviews_as_often_as_ever(tiny_decoder: Decoder, policy: str) -> None:
+    """While others wait, no step has more rounds than are left until it looks who runs."""
+    scheduling = SchedulingConfig(policy=policy, review_rounds=3)
+    config = EngineConfig(max_num_seqs=2, max_model_len=256, num_kv_blocks=256, max_run_ms=LONG)
+    engine = Engine(tiny_decoder, config, scheduling=scheduling)
+    params = but(GREEDY, max_tokens=40, ignore_eos=True)
+    for prompt in PROMPTS[:4]:
+        engine.add_request(prompt, params)
+    longest = {True: 0, False: 0}
+    while engine.has_unfinished():
+        deltas = engine.step()
+        others_wait = bool(engine._scheduler.waiting)  # and did, when the step was scheduled
+        for delta in deltas:
+            longest[others_wait] = max(longest[others_wait], len(delta.token_ids))
+    assert longest == {True: 3, False: _MOST_TOGETHER}
+
+
+def test_what_ends_by_its_text_is_computed_no_further(tiny_path: Path) -> None:
+    """A stop string: as many rounds as tokens."""
+    found = {}
+    for max_run_ms in (0.0, LONG):
+        with LLM(str(tiny_path), max_model_len=128, num_kv_blocks=64, max_run_ms=max_run_ms) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+            (whole,) = llm.generate(["one"], params, use_tqdm=False)
+            stop = whole.outputs[0].text[9:11]
+            llm.reset_stats()
+            (cut,) = llm.generate(["one"], but(params, stop=[stop]), use_tqdm=False)
+            stats = llm.stats()
+            found[max_run_ms] = cut.outputs[0].token_ids, {name: stats[name] for name in (*COUNTS, "steps")}
+            assert cut.outputs[0].finish_reason == "stop" and stats["rounds"] == len(cut.outputs[0].token_ids)
+    assert found[0.0] == found[LONG]
+
+
 def lengths_of_steps(engine: Engine, params: SamplingParams) -> Iterator[int]:
     """Tokens that each step gives the only request."""
     engine.add_request(PROMPTS[1], params)
@@ -165,5 +224,10 @@ def test_a_run_lasts_no_longer_than_asked(tiny_decoder: Decoder) -> None:
     rounds = engine._rounds
     choice = engine._loop._choice
     for milliseconds, expected in ((100.0, 1), (30.0, 1), (14.9, 2), (7.4, 4), (0.1, _MOST_TOGETHER)):
-        rounds._plain_round_ms = milliseconds
+        rounds._plain_round = milliseconds, 1
         assert rounds.num_together(choice, ()) == expected
+    engine.add_request(PROMPTS[0], but(GREEDY, max_tokens=3))
+    (request,) = engine._loop.requests.values()
+    assert rounds.num_together(choice, [request]) == 3, "its room"
+    rounds._plain_round = 7.4, 2
+    assert [rounds.num_together(choice, [request] * rows) for rows in (2, 4, 8)] == [3, 2, 1]
