@@ -3,6 +3,7 @@
 What the host does around a pass takes a tenth of a small model's step on a CPU. Where nothing is to be
 decided between two rounds, they are one call of the pass (`Stages.compute_run`), or at least one step of the
 engine.
+
 All rows end with the first that does, by a stop token or its room: so all have as many rounds, and no pass is
 computed for nothing. What ends by its text does not run so.
 """

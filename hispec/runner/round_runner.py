@@ -33,7 +33,7 @@ from .plan_runtime import PlanRuntime
 from .rows import can_join, empty_rows, ends_after, make_rows, make_rows_after
 
 _log = logging.getLogger(__name__)
-_MOST_TOGETHER = 8  # rounds of plain decoding: with more, what the host does is below a hundredth
+_MOST_TOGETHER = 8  # rounds of plain decoding: seven eighths of the host's work around them are saved then
 _LEAST_ROUND_MS = 0.1  # the clock may have stood still
 _Passes = tuple[int, float, float, float]  # PassCounts' layers, and seconds of draft, check and verify
 
