@@ -113,7 +113,7 @@ def test_streams_come_as_they_grow(two: LLM, one: LLM) -> None:
     assert deltas[-1].finish_reason == wanted.outputs[0].finish_reason
     for _ in two.stream("left early", GREEDY.model_copy(update={"max_tokens": 100})):
         break
-    assert not two.has_unfinished() and generate(two, GREEDY, ["a stream"]) == [wanted]
+    assert not two.has_unfinished() and generate(two, params, ["a stream"]) == [wanted]
 
 
 def test_what_cannot_be_served_is_refused_in_the_same_words(two: LLM, one: LLM) -> None:
