@@ -27,6 +27,8 @@ def run_together(
 ) -> RoundResult:
     """Up to batch.num_rounds rounds of plain decoding: the result has the tokens of all, and the evidence of
     all. decode: one of them."""
+    if not batch.sampler.takes_likeliest:
+        return _one_by_one(batch, decode)
     nothing = zeros(batch.num_rows, batch.limits.device)
     tree = DraftTree.chain(0)
     span = stages.select(batch, tree, nothing, tree.on(nothing.device).nodes, batch.limits)

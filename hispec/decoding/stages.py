@@ -211,8 +211,8 @@ class Stages:
     def compute_run(self, batch: RoundBatch, span: Span, over: Pass) -> Repeated | None:
         """`compute` over the span's tokens, then over those that are likeliest after them, and so on, up to
         batch.num_rounds times, in one call; ends after tokens that stop a row, or that are chosen by what is
-        no number. None where nothing does so."""
-        program = self._program(over, True, batch, span) if batch.sampler.takes_likeliest else None
+        no number. None where nothing does so. Every row takes the likeliest token."""
+        program = self._program(over, True, batch, span)
         if program is None:
             return None
         started = time.perf_counter()

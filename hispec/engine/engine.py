@@ -289,8 +289,7 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Computes one chunk of prefill and one round, or several that run together -> what every request
-        gained; [] only if none is ready
-        yet.
+        gained; [] only if none is ready yet.
 
         After an exception, an interrupt included, the engine goes on: no request or KV block is lost, and
         tokens that were committed come with the next step, each once. An interrupted round is run again.
