@@ -57,6 +57,7 @@ class NgramDrafter(Drafter):
         self._is_ahead = False  # whether texts were extended by what the host has not read
         # Of each row of the batch; captured graphs read it at its address.
         self._index_rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._written: list[int] = []  # what `follow` has written there, if nothing has since
 
     @property
     def num_bytes(self) -> int:
@@ -77,9 +78,13 @@ class NgramDrafter(Drafter):
             index_rows.append(index_row)
         self._is_ahead = False
         self._numbers = [number for number, _ in rows]
-        write(self._index_rows[: len(index_rows)], torch.tensor(index_rows, dtype=torch.int64))
+        if index_rows != self._written:  # after a pass, with cold caches, it takes some 40 us
+            self._written = []  # if an interrupt comes now, nobody knows
+            write(self._index_rows[: len(index_rows)], torch.tensor(index_rows, dtype=torch.int64))
+            self._written = index_rows
 
     def join(self, rows: Mapping[int, tuple[int, Sequence[int]]]) -> None:
+        self._written = []
         self._numbers += [None] * (max(rows) + 1 - len(self._numbers))
         for row, (number, token_ids) in rows.items():
             if (gone := self._numbers[row]) in self._index_row_of:

@@ -214,6 +214,8 @@ def test_what_a_drafter_sees_is_what_the_request_is(tiny_decoder: Decoder) -> No
     assert drafter._lookup.length(int(drafter._index_rows[0])) == 4
     drafter.follow([(2, [7]), (1, [5, 6, 5, 6, 9])])
     assert [drafter._lookup.length(int(row)) for row in drafter._index_rows] == [1, 5]
+    drafter.follow([(1, [5, 6, 5, 6, 9]), (2, [7])])
+    assert [drafter._lookup.length(int(row)) for row in drafter._index_rows] == [5, 1]
     assert drafter.num_bytes > 0
 
 
