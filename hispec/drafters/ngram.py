@@ -78,7 +78,7 @@ class NgramDrafter(Drafter):
             index_rows.append(index_row)
         self._is_ahead = False
         self._numbers = [number for number, _ in rows]
-        if index_rows != self._written:  # after a pass, with cold caches, it takes some 40 us
+        if index_rows != self._written:  # seldom; torch's calls are dear once a pass has filled the caches
             self._written = []  # if an interrupt comes now, nobody knows
             write(self._index_rows[: len(index_rows)], torch.tensor(index_rows, dtype=torch.int64))
             self._written = index_rows
