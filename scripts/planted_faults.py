@@ -75,7 +75,7 @@ def run(fault: Fault, copies: SimpleQueue[Path]) -> list[str]:
             # Numba's cache knows when a file changes, but not when one that it calls into does.
             environment["NUMBA_CACHE_DIR"] = own_cache
         try:
-            output = subprocess.run(
+            ended = subprocess.run(
                 [sys.executable, *PYTEST, "not slow", *fault.tests],
                 cwd=copy,
                 env=environment,
@@ -83,13 +83,15 @@ def run(fault: Fault, copies: SimpleQueue[Path]) -> list[str]:
                 text=True,
                 timeout=1800,
                 check=False,
-            ).stdout
+            )
         finally:
             file.write_text(text, encoding="utf-8")
             os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
             shutil.rmtree(copy / ".hypothesis", ignore_errors=True)  # examples that an earlier fault failed
             copies.put(copy)
-    return [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if ended.returncode < 0:  # by a signal, as for an address that is none
+        return [f"the end of Python by signal {-ended.returncode}"]
+    return [line.split()[1] for line in ended.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
 
 
 if __name__ == "__main__":
