@@ -13,11 +13,12 @@ import numpy as np
 from numba import cfunc, njit, types
 from numba.np.numpy_support import carray, from_dtype
 
-from .attention.numba_pages import CALL, NO_PATH, attend_units, cut_units
+from .attention.numba_pages import CALL, NO_PATH, attend_units, cut_by, cut_units
 from .kernels import numba_gemm, numba_int
 from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
 from .kernels.numba_scan import scan_row
-from .kernels.threads import address_of, count_team, pointer, take, wait
+from .kernels.threads import address_of, count_team, now, pointer, take, wait
+from .kernels.threads import call as call_link
 from .pass_steps import Kind
 
 LINEARS = ("qkv", "output", "gate_up", "down", "head")
@@ -50,15 +51,8 @@ class Call(ctypes.Structure):
     terms, ahead           of what a product in whole numbers reads, 0 = there is none; bytes of weights that
                            it asks for before they are read
     best, sums             what is told of logits, as scan_row does, the token for its place; 0 = nothing
-    cu_q_lens, tokens_per_unit   what attention's units are cut by
+    cu_q_lens, most_per_unit   what attention's units are cut by
     is_chain               whether its tokens have no paths; then path_starts are written here
-    num_rounds             passes, at most, one after the other: each over the tokens that the one before it
-                           chose, of which positions, slots and source_rows then tell; of more than one, rows
-                           have a token each, and the pass ends with the head
-    chosen, evidence       [passes, tokens] int64, [tokens]: what each pass chose, and the sum of its logits
-    stop_begins, stops     the tokens that end token t's row, int64: those from stop_begins[t] to
-                           stop_begins[t + 1]
-    num_done, is_over      passes that were made; whether the last of them is
     """
 
     _fields_ = [
@@ -71,14 +65,51 @@ class Call(ctypes.Structure):
         *_addresses_and_sizes("keys", "values", "bytes_per_kv_layer", "kv_size"),
         *_addresses_and_sizes("normed", "qkv", "q", "attended", "delta", "gate_up", "activated"),
         *_addresses_and_sizes("terms", "ahead", "logits", "best", "sums"),
-        *_addresses_and_sizes("cu_q_lens", "tokens_per_unit", "is_chain"),
-        *_addresses_and_sizes("num_rounds", "chosen", "evidence", "stop_begins", "stops"),
-        *_addresses_and_sizes("num_done", "is_over"),
+        *_addresses_and_sizes("cu_q_lens", "most_per_unit", "is_chain"),
         ("eps", ctypes.c_double),
     ]
 
 
+class Places(ctypes.Structure):
+    """What a link reads, and says, between two linked passes.
+
+    which        the pass that has run, -1 before the first; to be set to the one that runs next, -1 = none
+    num_tokens   of either
+    token_ids, hidden_rows, positions, slots, cu_q_lens   arrays of TokenPlaces, by address: those of the pass
+                 that has run, to be set to those of the next
+    best, sums, logits   what the pass that has run tells, of those that it tells: [tokens] int64, [tokens],
+                 [tokens, n]
+    """
+
+    _fields_ = [
+        *_addresses_and_sizes("which", "num_tokens", "token_ids", "hidden_rows", "positions", "slots"),
+        *_addresses_and_sizes("cu_q_lens", "best", "sums", "logits"),
+    ]
+
+
+class Linked(ctypes.Structure):
+    """Passes that run one after the other, by address.
+
+    calls                 a Call for each that there may be, of which any number is to be run in any order
+    places, link, data    Places, and what is called with these two: pass_steps.Link
+    clock                 of `threads.now`
+    counts                [calls, 3] int64: how often each ran, over how many tokens, and nanoseconds
+    """
+
+    _fields_ = [
+        *_addresses_and_sizes("next", "team_size", "barrier", "calls", "num_calls", "places", "link", "data"),
+        *_addresses_and_sizes("clock", "counts"),
+    ]
+
+
+class InOrder(ctypes.Structure):
+    """What `in_order` is told: how many passes, over how many tokens."""
+
+    _fields_ = _addresses_and_sizes("num_passes", "num_tokens")
+
+
 _STEP, _CALL = np.dtype(Step), np.dtype(Call)
+PLACES, _LINKED = np.dtype(Places), np.dtype(Linked)
 _kernel = njit(error_model="numpy", nogil=True, cache=True)
 
 
@@ -208,51 +239,13 @@ def _read_logits(c: Any, step: Any, part: Any) -> None:
 @_kernel
 def _prepare_attention(c: Any, attention: Any) -> None:
     cu_q_lens = carray(pointer(c.cu_q_lens), attention.num_rows + 1, np.int64)
-    units = carray(pointer(attention.units), (attention.num_units, 3), np.int64)
-    attention.num_units = cut_units(cu_q_lens, c.tokens_per_unit, units)
+    units = carray(pointer(attention.units), (c.num_tokens, 3), np.int64)
+    most = cut_by(c.num_tokens, attention.num_kv_heads, attention.many_units, c.most_per_unit)
+    attention.num_tokens, attention.num_units = c.num_tokens, cut_units(cu_q_lens, most, units)
     if c.is_chain != 0:
         starts = carray(pointer(attention.path_starts), c.num_tokens, np.int64)
         for token in range(c.num_tokens):
             starts[token] = NO_PATH
-
-
-@_kernel
-def _note_choices(c: Any, num_logits: int) -> None:
-    """Notes what a pass chose, and whether it was the last: one of as many as were asked for, or of tokens
-    that end a row or are chosen among what is no number."""
-    n, number = c.num_tokens, c.num_done
-    best, begins = carray(pointer(c.best), n, np.int64), carray(pointer(c.stop_begins), n + 1, np.int64)
-    chosen = carray(pointer(c.chosen + 8 * number * n), n, np.int64)
-    stops, evidence = (
-        carray(pointer(c.stops), begins[n], np.int64),
-        carray(pointer(c.evidence), n, np.float32),
-    )
-    c.num_done = number + 1
-    is_over = c.num_done == c.num_rounds
-    for token in range(n):
-        chosen[token] = best[token]
-        logits = carray(pointer(c.logits + 4 * token * num_logits), num_logits, np.float32)
-        evidence[token] += logits[best[token]]
-        is_over |= not np.isfinite(evidence[token])
-        for i in range(begins[token], begins[token + 1]):
-            is_over |= stops[i] == best[token]
-    c.is_over = is_over
-
-
-@_kernel
-def _place_choices(c: Any, attention: Any) -> None:
-    """Each row's next pass is over the token that it chose, a position further on."""
-    n, block_size = c.num_tokens, attention.block_size
-    cu_q_lens = carray(pointer(c.cu_q_lens), attention.num_rows + 1, np.int64)
-    tables = carray(pointer(attention.tables), (attention.num_rows, attention.num_blocks), np.int64)
-    best, tokens = carray(pointer(c.best), n, np.int64), carray(pointer(c.source_rows), n, np.int64)
-    positions, slots = carray(pointer(c.positions), n, np.int64), carray(pointer(c.slots), n, np.int64)
-    for row in range(attention.num_rows):
-        for token in range(cu_q_lens[row], cu_q_lens[row + 1]):
-            tokens[token] = best[token]
-            positions[token] += 1
-            block, offset = positions[token] // block_size, positions[token] % block_size
-            slots[token] = tables[row, block] * block_size + offset
     next_units = carray(pointer(c.next_units), c.num_steps, np.int64)
     for i in range(c.num_steps):
         next_units[i] = 0
@@ -293,25 +286,59 @@ def _run_steps(c: Any, steps: Any, attention: Any, part: Any) -> None:
         _copy_rows(c.hidden, 0, c.target, c.target_rows, width, first, last)
 
 
+@_kernel
+def _run_share(c: Any, share: int, shares: int) -> None:
+    """What one of `shares` threads does of a pass, whose attention is prepared, or is once it has waited."""
+    n = c.num_tokens
+    part = share * n // shares, (share + 1) * n // shares, share, shares
+    steps = carray(pointer(c.steps), c.num_steps, _STEP)
+    _run_steps(c, steps, carray(pointer(c.attention), 1, CALL)[0], part)
+
+
 @cfunc(types.void(types.CPointer(from_dtype(_CALL))), cache=True, error_model="numpy")
 def run_pass(call: Any) -> None:
     c = carray(call, 1)[0]
     share, shares = take(address_of(call)), count_team(c.team_size)
-    n = c.num_tokens
-    part = share * n // shares, (share + 1) * n // shares, share, shares
-    steps = carray(pointer(c.steps), c.num_steps, _STEP)
-    attention = carray(pointer(c.attention), 1, CALL)[0]
     if share == 0:  # the others do not look at it before they have waited
-        _prepare_attention(c, attention)
+        _prepare_attention(c, carray(pointer(c.attention), 1, CALL)[0])
+    _run_share(c, share, shares)
+
+
+@cfunc(types.void(types.CPointer(from_dtype(_LINKED))), cache=True, error_model="numpy")
+def run_linked(linked: Any) -> None:
+    """Calls the link, then the pass that it has asked for, and so on, until it asks for none."""
+    c = carray(linked, 1)[0]
+    share, shares = take(address_of(linked)), count_team(c.team_size)
+    places, calls = carray(pointer(c.places), 1, PLACES)[0], carray(pointer(c.calls), c.num_calls, _CALL)
+    counts = carray(pointer(c.counts), (c.num_calls, 3), np.int64)
     while True:
-        _run_steps(c, steps, attention, part)
-        if c.num_rounds <= 1:
+        began = np.int64(0)
+        if share == 0:
+            call_link(c.link, c.places, c.data)
+            if places.which >= 0:
+                of_next = calls[places.which]
+                of_next.num_tokens = places.num_tokens
+                _prepare_attention(of_next, carray(pointer(of_next.attention), 1, CALL)[0])
+            began = now(c.clock)
+        wait(c.barrier, shares)
+        which = places.which
+        if which < 0:
             return
+        _run_share(calls[which], share, shares)
         wait(c.barrier, shares)
         if share == 0:
-            _note_choices(c, steps[c.num_steps - 1].num_outputs)
-            if c.is_over == 0:
-                _place_choices(c, attention)
-        wait(c.barrier, shares)
-        if c.is_over != 0:
-            return
+            counts[which, 0] += 1
+            counts[which, 1] += places.num_tokens
+            counts[which, 2] += now(c.clock) - began
+
+
+@cfunc(
+    types.void(types.CPointer(from_dtype(PLACES)), types.CPointer(from_dtype(np.dtype(InOrder)))),
+    cache=True,
+    error_model="numpy",
+)
+def in_order(places: Any, data: Any) -> None:
+    """A link: each pass once, by its number, over the same tokens."""
+    p, asked = carray(places, 1)[0], carray(data, 1)[0]
+    is_over = p.which + 1 == asked.num_passes
+    p.which, p.num_tokens = -1 if is_over else p.which + 1, asked.num_tokens

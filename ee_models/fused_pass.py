@@ -8,8 +8,8 @@ whole numbers, numba's kernels and its attention. So are their bits.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,15 +21,15 @@ from cache.view import BatchView
 
 from .attention import AttentionBackend
 from .attention.numba_pages import Call as AttentionCall
-from .attention.numba_pages import NumbaAttention, most_units
-from .fused_kernel import Call, Step, run_pass
+from .attention.numba_pages import NumbaAttention
+from .fused_kernel import Call, Linked, Places, Step, run_linked, run_pass
 from .int_linear import IntLinear
 from .kernels.cpu import size_of_numbers
 from .kernels.numba_int import bytes_per_token, look_ahead
-from .kernels.threads import KernelThreads
+from .kernels.threads import KernelThreads, find_clock
 from .linear import Linear
 from .panel_linear import PanelLinear
-from .pass_steps import Kind, Output, PassStep, Repeated, Repeats, Rows
+from .pass_steps import Kind, Link, LinkedCounts, LinkedPass, Output, PassStep, Rows, TokenPlaces
 
 if TYPE_CHECKING:
     from .decoder import LayerWeights
@@ -42,15 +42,14 @@ _KEPT_TOKENS = 64
 @dataclass(frozen=True)
 class PassProgram:
     """Steps that are run together: as an array of Step; what each Call over them begins as, and that of its
-    attention; what a pass needs memory for, in numbers a token, and in all; multiplications of its products,
-    a token; its logits."""
+    attention; what a pass needs memory for, in numbers a token; multiplications of its products, a token; its
+    logits."""
 
     steps: Sequence[PassStep]
     table: Any
     call: Call
     attention: AttentionCall
     sizes: dict[str, int]
-    num_numbers: int
     num_products: int
     num_logits: int
 
@@ -127,9 +126,7 @@ class FusedPasses:
         linears = [linear for step in steps for linear in _linears(step).values()]
         num_products = sum(linear.num_inputs * linear.num_outputs for linear in linears)
         num_logits = sum(step.num_outputs for step in table)
-        return PassProgram(
-            steps, table, call, attention, sizes, sum(sizes.values()), num_products, num_logits
-        )
+        return PassProgram(steps, table, call, attention, sizes, num_products, num_logits)
 
     def run_layers(
         self, layers: Sequence[LayerWeights], hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView
@@ -150,14 +147,11 @@ class FusedPasses:
         target: Rows | None = None,
         wants_best: bool = False,
         wants_sums: bool = False,
-        repeats: Repeats | None = None,
     ) -> Output:
         """Runs a pass at the places of `view`, and writes its KV.
 
         source    hidden states [tokens, hidden], which are worked on in place; or where they are read
         target    where those after the last layer are left, too
-        repeats   of passes over one token of each row that begin with embeddings, by token, and choose: the
-                  positions after it have KV blocks
         """
         if isinstance(source, Tensor):
             hidden, num_tokens = source, source.shape[0]
@@ -166,16 +160,8 @@ class FusedPasses:
             hidden = source.matrix.new_empty(num_tokens, program.call.hidden_size)
         assert hidden.is_contiguous() and hidden.dtype == torch.float32, (hidden.stride(), hidden.dtype)
         assert num_tokens == view.num_tokens and (target is None or target.index.shape[0] == num_tokens)
-        call = Call.from_buffer_copy(program.call)
+        call = self._call(program, kv)
         call.hidden, call.num_tokens = hidden.data_ptr(), num_tokens
-        call.kv_size = size_of_numbers(kv)
-        call.keys, call.values = kv.keys(0).data_ptr(), kv.values(0).data_ptr()
-        call.bytes_per_kv_layer = call.kv_size * kv.data.stride(0)
-        if repeats is not None:
-            assert isinstance(source, Rows) and target is None and view.max_q_len == 1 and view.paths is None
-            # Each pass moves them on.
-            source = Rows(source.matrix, source.index.clone())
-            view = replace(view, positions=view.positions.clone(), slots=view.slots.clone())
         _held = self._place(program, call, kv, view)  # what it points to stays until it is done
         if isinstance(source, Rows):
             call.source, call.source_rows = _addresses(source)
@@ -191,30 +177,91 @@ class FusedPasses:
             if wants_sums:
                 sums = hidden.new_empty(num_tokens)
                 call.sums = sums.data_ptr()
-        num_threads = self._threads.count if num_tokens * program.num_products > _PARALLEL_FROM else 1
-        chosen = evidence = None
-        if repeats is not None:
-            assert wants_best and len(repeats.stops) == num_tokens and repeats.most > 1
-            assert program.steps[-1].kind is Kind.HEAD and program.steps[-1].vocabulary is None
-            chosen = view.slots.new_empty(repeats.most, num_tokens)
-            evidence = hidden.new_zeros(num_tokens)
-            begins = np.cumsum([0, *map(len, repeats.stops)], dtype=np.int64)
-            stops = np.array([token for each in repeats.stops for token in each], np.int64)
-            call.num_rounds, call.chosen, call.evidence = repeats.most, chosen.data_ptr(), evidence.data_ptr()
-            call.stop_begins, call.stops = begins.ctypes.data, stops.ctypes.data
-        scratch = self._take_scratch(program, hidden)
+        num_threads = self._num_threads(program, num_tokens)
+        scratch = self._take_scratch(_scratch_size(program, num_tokens), hidden)
         if num_threads > 1:
             call.team_size, call.barrier = self._threads.team_size, scratch.barrier_address
-        begin = scratch.memory.data_ptr()
-        for name, size in program.sizes.items():
-            setattr(call, name, begin)
-            begin += 64 * -(-size * num_tokens // 16)
+        _share_scratch(program, call, scratch.memory.data_ptr(), num_tokens)
         self._threads.run(run_pass, ctypes.addressof(call), num_threads)
         if num_tokens <= _KEPT_TOKENS:
             self._scratch = scratch
-        if chosen is None or evidence is None:
-            return Output(hidden, logits, best, sums)
-        return Output(hidden, logits, best, sums, Repeated(chosen[: call.num_done], evidence))
+        return Output(hidden, logits, best, sums)
+
+    def run_linked(
+        self,
+        passes: Mapping[int, LinkedPass],
+        places: TokenPlaces,
+        block_tables: Tensor,
+        kv: PagedKV,
+        link: Link,
+    ) -> dict[int, LinkedCounts]:
+        """Runs passes one after the other, as `link` asks for them by their numbers, over chains of tokens at
+        `places`; all of them tell which tokens are likeliest -> counts, by number."""
+        most, num_calls = len(places.token_ids), max(passes) + 1
+        for each in passes.values():
+            assert each.source.is_contiguous() and (each.target is None or each.target.is_contiguous())
+        width = max(each.program.call.hidden_size for each in passes.values())
+        num_logits = max(each.program.num_logits for each in passes.values())
+        sizes = {"hidden": width, "logits": num_logits, "sums": 1, "best": 2}  # in numbers of four bytes
+        starts, total = _lay_out(sizes, most)
+        scratch = self._take_scratch(
+            total + max(_scratch_size(each.program, most) for each in passes.values()), kv.data
+        )
+        begin = scratch.memory.data_ptr()
+        calls = (Call * num_calls)()
+        at = Places(which=-1, best=begin + starts["best"], logits=begin + starts["logits"])
+        at.sums = begin + starts["sums"]
+        for name in ("token_ids", "hidden_rows", "positions", "slots", "cu_q_lens"):
+            array = getattr(places, name)
+            assert array.is_contiguous() and array.dtype == torch.int64, name
+            setattr(at, name, array.data_ptr())
+        view = BatchView(places.positions, places.slots, block_tables, places.cu_q_lens, 0, 0)
+        held = []
+        for number, each in passes.items():
+            call = self._call(each.program, kv)
+            call.num_tokens = most
+            held.append(self._place(each.program, call, kv, view))
+            call.hidden, call.logits, call.best = begin + starts["hidden"], at.logits, at.best
+            call.sums = at.sums if each.wants_sums else 0
+            call.source = each.source.data_ptr()
+            call.source_rows = at.token_ids if each.begins else at.hidden_rows
+            if each.target is not None:
+                call.target, call.target_rows = each.target.data_ptr(), at.hidden_rows
+            _share_scratch(each.program, call, begin + 4 * total, most)
+            calls[number] = call
+        num_threads = max(self._num_threads(each.program, most) for each in passes.values())
+        counts = np.zeros((num_calls, 3), np.int64)
+        linked = Linked(
+            calls=ctypes.addressof(calls),
+            num_calls=num_calls,
+            places=ctypes.addressof(at),
+            link=link.function,
+            data=ctypes.addressof(link.data),
+            clock=find_clock(),
+            counts=counts.ctypes.data,
+        )
+        if num_threads > 1:
+            linked.team_size, linked.barrier = self._threads.team_size, scratch.barrier_address
+            for call in calls:
+                call.barrier = scratch.barrier_address
+        self._threads.run(run_linked, ctypes.addressof(linked), num_threads)
+        if most <= _KEPT_TOKENS:
+            self._scratch = scratch
+        return {
+            number: LinkedCounts(passes, tokens, nanoseconds / 1e9)
+            for number, (passes, tokens, nanoseconds) in enumerate(counts.tolist())
+        }
+
+    def _num_threads(self, program: PassProgram, num_tokens: int) -> int:
+        return self._threads.count if num_tokens * program.num_products > _PARALLEL_FROM else 1
+
+    @staticmethod
+    def _call(program: PassProgram, kv: PagedKV) -> Call:
+        call = Call.from_buffer_copy(program.call)
+        call.kv_size = size_of_numbers(kv)
+        call.keys, call.values = kv.keys(0).data_ptr(), kv.values(0).data_ptr()
+        call.bytes_per_kv_layer = call.kv_size * kv.data.stride(0)
+        return call
 
     def _place(self, program: PassProgram, call: Call, kv: PagedKV, view: BatchView) -> tuple[object, ...]:
         """Tells the call where its tokens lie -> all that it then points to."""
@@ -222,10 +269,9 @@ class FusedPasses:
         tables, cu_q_lens = tables.contiguous(), view.cu_q_lens.contiguous()
         (num_rows, num_blocks), num_tokens = tables.shape, call.num_tokens
         assert cu_q_lens.shape[0] == num_rows + 1, (cu_q_lens.shape, num_rows)
-        call.tokens_per_unit = self.attention.tokens_per_unit(num_tokens, self._num_kv_heads)
-        num_units = most_units(num_tokens, num_rows, call.tokens_per_unit)
-        # The next unit of each layer's attention, path starts, units.
-        numbers = np.zeros(call.num_steps + num_tokens + 3 * num_units, np.int64)
+        call.most_per_unit = self.attention.most_per_unit
+        # The next unit of each layer's attention, path starts, units, none of which is empty.
+        numbers = np.empty(call.num_steps + num_tokens + 3 * num_tokens, np.int64)
         begin = numbers.ctypes.data
         of_attention = AttentionCall.from_buffer_copy(program.attention)
         of_attention.tables, of_attention.num_rows, of_attention.num_blocks = (
@@ -237,7 +283,7 @@ class FusedPasses:
         of_attention.many_units = self.attention.many_units
         of_attention.kv_size, of_attention.block_size = call.kv_size, kv.block_size
         of_attention.path_starts = begin + 8 * call.num_steps
-        of_attention.units, of_attention.num_units = of_attention.path_starts + 8 * num_tokens, num_units
+        of_attention.units = of_attention.path_starts + 8 * num_tokens
         paths = path_starts = None
         if view.paths is None or view.path_starts is None:
             call.is_chain = 1
@@ -253,16 +299,36 @@ class FusedPasses:
         call.attention, call.next_units = ctypes.addressof(of_attention), begin
         return positions, slots, tables, cu_q_lens, numbers, of_attention, paths, path_starts
 
-    def _take_scratch(self, program: PassProgram, hidden: Tensor) -> _Scratch:
-        """Memory for a pass. That of short ones is kept between them, since new memory costs a pass of few
-        tokens as much as all of its norms; while one runs it is not there, so that another thread's pass
-        makes its own. After an exception it is gone, with a barrier of which nobody knows who waits there."""
-        total = program.num_numbers * hidden.shape[0] + 16 * len(program.sizes)
+    def _take_scratch(self, total: int, like: Tensor) -> _Scratch:
+        """Memory for so many numbers of four bytes. That of short passes is kept between them, since new
+        memory costs a pass of few tokens as much as all of its norms; while one runs it is not there, so that
+        another thread's pass makes its own. After an exception it is gone, with a barrier of which nobody
+        knows who waits there."""
         scratch, self._scratch = self._scratch, None
         if scratch is None or scratch.memory.numel() < total:
             barrier = self._threads.make_barrier()
-            scratch = _Scratch(hidden.new_empty(total), barrier, barrier.ctypes.data)
+            scratch = _Scratch(like.new_empty(total, dtype=torch.float32), barrier, barrier.ctypes.data)
         return scratch
+
+
+def _lay_out(sizes: Mapping[str, int], num_tokens: int) -> tuple[dict[str, int], int]:
+    """Arrays of so many numbers of four bytes a token, each beginning in a cache line of its own: where they
+    begin, in bytes, and how many numbers they take in all."""
+    starts, begin = {}, 0
+    for name, size in sizes.items():
+        starts[name] = begin
+        begin += 64 * -(-size * num_tokens // 16)
+    return starts, begin // 4
+
+
+def _scratch_size(program: PassProgram, num_tokens: int) -> int:
+    return _lay_out(program.sizes, num_tokens)[1]
+
+
+def _share_scratch(program: PassProgram, call: Call, begin: int, num_tokens: int) -> None:
+    """Tells the call where in the memory that begins there its arrays lie."""
+    for name, start in _lay_out(program.sizes, num_tokens)[0].items():
+        setattr(call, name, begin + start)
 
 
 def _addresses(rows: Rows) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from .linear import Linear
 
 if TYPE_CHECKING:
     from .decoder import LayerWeights
+    from .fused_pass import PassProgram
 
 
 class Kind(IntEnum):
@@ -48,31 +49,56 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Repeats:
-    """How often a pass is made, at most, each over the tokens that the one before it chose; it ends after
-    one that chose any of a row's stops, by token of the pass."""
+class LinkedPass:
+    """One of the passes that run linked: what it begins with, row r of `source` [rows, hidden], where r is a
+    token's id if `begins` (with embeddings), else where its hidden states lie; in which rows of `target` it
+    leaves those after its last layer (None: nowhere); whether it tells sums, as Output has them."""
 
-    most: int
-    stops: Sequence[Collection[int]]
+    program: PassProgram
+    source: Tensor
+    begins: bool
+    target: Tensor | None = None
+    wants_sums: bool = False
 
 
 @dataclass(frozen=True)
-class Repeated:
-    """What passes chose one after the other, [passes, tokens] int64, and the sum of the logits of these
-    [tokens] float32."""
+class Link:
+    """What is called between two linked passes, compiled: the function at an address, with those of places
+    and of data. places: a `fused_kernel.Places`, which tells what the pass before has chosen, and is told
+    which is next."""
 
-    chosen: Tensor
-    evidence: Tensor
+    function: int
+    data: ctypes.Structure
+
+
+@dataclass(frozen=True)
+class TokenPlaces:
+    """Arrays that a link writes for each pass, with room for the most tokens that any of them has: ids and
+    rows of hidden states, positions, KV slots [tokens]; where each row's tokens begin [rows + 1]; int64."""
+
+    token_ids: Tensor
+    hidden_rows: Tensor
+    positions: Tensor
+    slots: Tensor
+    cu_q_lens: Tensor
+
+
+@dataclass(frozen=True)
+class LinkedCounts:
+    """Of a pass, how often it ran, over how many tokens in all, and for how long."""
+
+    passes: int
+    tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Output:
     """Of a pass: hidden states [tokens, hidden] after its last layer; if it read a head, logits [tokens, n];
     and as was asked for, the likeliest token of each [tokens] int64, and the sum of exp(logit - its logit)
-    [tokens]. If it was repeated, of the last pass, with what all of them chose."""
+    [tokens]."""
 
     hidden: Tensor
     logits: Tensor | None
     best: Tensor | None
     sums: Tensor | None
-    repeated: Repeated | None = None

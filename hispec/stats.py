@@ -135,12 +135,13 @@ class RoundTally:
         self._times: dict[RowRound, int] = {}
         self._num_dropped = 0
 
-    def count(self, of_row: RowRound, num_taken: int, times: int = 1) -> None:
-        """A row's round, or `times` that were alike, of whose tokens its request took so many: those beyond
-        its end are dropped."""
-        self._times[of_row] = self._times.get(of_row, 0) + times
-        if num_taken != of_row.committed * times:
-            self._num_dropped += of_row.committed * times - num_taken
+    def count(self, rounds: Sequence[RowRound], num_taken: int) -> None:
+        """A row's rounds, of whose tokens its request took so many: those beyond its end are dropped."""
+        times, committed = self._times, 0
+        for of_row in rounds:
+            times[of_row] = times.get(of_row, 0) + 1
+            committed += of_row.committed
+        self._num_dropped += committed - num_taken
 
     def add_to(self, counts: RoundCounts) -> RoundCounts:
         for of_row, times in self._times.items():
@@ -153,7 +154,7 @@ class RoundTally:
 class EngineStats:
     """Totals since the start, or since the last reset.
 
-    steps              engine steps that ran a round, or several of plain decoding together
+    steps              engine steps that ran a round, or several together
     rounds_ahead       rounds that were launched before the host had read the one before
     prefill_tokens     prompt positions computed
     prefill_s          seconds spent on them; on a GPU only until they are queued

@@ -331,9 +331,10 @@ def cut_units(cu_q_lens: Any, tokens_per_unit: int, units: Any) -> int:
     return count
 
 
-def most_units(num_tokens: int, num_rows: int, tokens_per_unit: int) -> int:
-    """Units that so many tokens of so many rows can make."""
-    return num_tokens // tokens_per_unit + num_rows + 1
+@njit(**_OPTIONS)
+def cut_by(num_tokens: int, num_kv_heads: int, many_units: int, most: int) -> int:
+    """Tokens of a row in one unit: so many, at most `most`, that there are `many_units` of a KV head."""
+    return min(most, max(1, (num_tokens * num_kv_heads + many_units - 1) // many_units))
 
 
 @dataclass(frozen=True)
@@ -357,10 +358,10 @@ class NumbaAttention:
         self._threads = KernelThreads()
         self._last: Prepared | None = None
 
-    def tokens_per_unit(self, num_tokens: int, num_kv_heads: int) -> int:
-        """Of a row at most, in one unit."""
-        wanted = -(-num_tokens * num_kv_heads // (_UNITS_PER_THREAD * self._threads.count))
-        return min(_TOKENS_PER_UNIT, max(1, wanted))
+    @property
+    def most_per_unit(self) -> int:
+        """Tokens of a unit at most."""
+        return _TOKENS_PER_UNIT
 
     @property
     def many_units(self) -> int:
@@ -376,8 +377,8 @@ class NumbaAttention:
     def _prepare(self, view: BatchView, kv: PagedKV) -> Prepared:
         positions, tables = view.positions.contiguous(), view.block_tables.contiguous()
         num_kv_heads, head_dim = kv.data.shape[3:]
-        tokens_per_unit = self.tokens_per_unit(len(positions), num_kv_heads)
-        units = np.empty((most_units(len(positions), len(tables), tokens_per_unit), 3), np.int64)
+        tokens_per_unit = cut_by(len(positions), num_kv_heads, self.many_units, self.most_per_unit)
+        units = np.empty((len(positions), 3), np.int64)  # none is empty
         num_units = cut_units(view.cu_q_lens.numpy(), tokens_per_unit, units)
         num_pairs = int(positions.sum()) + len(positions)
         paths, path_starts = view.paths, view.path_starts

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -33,6 +34,7 @@ _LOOKS = 1000  # before a thread gives its core away, each time: tens of microse
 # LLVM's intrinsic for it, and its arguments.
 _PAUSES = {"x86_64": ("llvm.x86.sse2.pause",), "aarch64": ("llvm.aarch64.hint", 1)}
 _PAUSE = _PAUSES.get(platform.machine())
+_CLOCK = getattr(time, "CLOCK_MONOTONIC", 0)
 
 
 class KernelThreads:
@@ -116,6 +118,21 @@ def _find_yield() -> int:
     """The address of the C library's sched_yield; 0 = it has none."""
     try:
         return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError, TypeError):
+        return 0
+
+
+def address_of_cfunc(function: Any) -> int:
+    """Where a numba cfunc begins, for `call`."""
+    address: int = function.address
+    return address
+
+
+@cache
+def find_clock() -> int:
+    """The address of the C library's clock_gettime, for `now`; 0 = it has none."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value or 0
     except (OSError, AttributeError, TypeError):
         return 0
 
@@ -211,6 +228,37 @@ def _pause(builder: Any) -> None:
     )
 
 
+def _call_intrinsic(_context: Any, function: Any, first: Any, second: Any) -> Any:
+    """Calls the function at an address with two others; it returns nothing."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        signature = ir.FunctionType(ir.VoidType(), [byte, byte]).as_pointer()
+        builder.call(
+            builder.inttoptr(args[0], signature), [builder.inttoptr(each, byte) for each in args[1:]]
+        )
+        return ir.Constant(byte, None)  # numba's None
+
+    return types.none(types.intp, types.intp, types.intp), generate
+
+
+def _now_intrinsic(_context: Any, clock: Any) -> Any:
+    """Nanoseconds by the function at the address `clock`, of `find_clock`; 0 if that is 0."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        int32, int64 = ir.IntType(32), ir.IntType(64)
+        function = ir.FunctionType(int32, [int32, int64.as_pointer()]).as_pointer()
+        found = cgutils.alloca_once_value(builder, int64(0))
+        time_spec = cgutils.alloca_once(builder, int64, size=2)  # seconds, nanoseconds
+        with builder.if_then(builder.icmp_unsigned("!=", args[0], args[0].type(0))):
+            builder.call(builder.inttoptr(args[0], function), [int32(_CLOCK), time_spec])
+            seconds, rest = builder.load(time_spec), builder.load(builder.gep(time_spec, [int32(1)]))
+            builder.store(builder.add(builder.mul(seconds, int64(10**9)), rest), found)
+        return builder.load(found)
+
+    return types.int64(types.intp), generate
+
+
 def _count_team_intrinsic(_context: Any, team_size: Any) -> Any:
     """How many threads run this kernel, by the function at the address team_size; 1 if that is 0."""
 
@@ -230,3 +278,5 @@ wait: Any = intrinsic(_wait_intrinsic)
 address_of: Any = intrinsic(_address_of_intrinsic)
 take: Any = intrinsic(_take_intrinsic)
 pointer: Any = intrinsic(_pointer_intrinsic)
+call: Any = intrinsic(_call_intrinsic)
+now: Any = intrinsic(_now_intrinsic)

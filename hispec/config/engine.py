@@ -27,9 +27,9 @@ class EngineConfig(Settings):
                             memory; on a GPU within what a trial run of the largest passes leaves free
     gpu_memory_utilization  share of a GPU's free memory that may be used, weights not counted
     max_prefill_tokens      prompt positions computed per step at most (chunked prefill)
-    max_run_ms              on a CPU, plain decoding does up to eight tokens of each row within a step, where
-                            nothing is to be decided between them, for about so long at most: whoever reads a
-                            stream, and new requests, wait for them. 0 = one token a step
+    max_run_ms              on a CPU, a step does up to eight rounds (in plain decoding, tokens of each row),
+                            where nothing is to be decided between them, for about so long at most: whoever
+                            reads a stream, and new requests, wait for them. 0 = one round a step
     enable_prefix_caching   reuse KV blocks of equal prefixes
     attention               "auto", or a backend by name
     seed                    base of the seeds of requests that bring none

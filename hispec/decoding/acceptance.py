@@ -157,7 +157,7 @@ class CoupledJudge:
     asks_probability = False
 
     def __init__(self, check_confidence: float | None = None) -> None:
-        self._check_confidence = check_confidence
+        self.check_confidence = check_confidence
         self.asks_probability = check_confidence is not None
 
     def choose(self, logits: Logits, batch: RoundBatch, span: Span, num: int = 1) -> Tensor:
@@ -172,9 +172,9 @@ class CoupledJudge:
         """Where the check keeps a draft whatever it is: [tokens] bool by its logits and its own choices
         [tokens]; None = nowhere. Another check rule is another method here: the output does not depend on it,
         since verify keeps only its own choices."""
-        if self._check_confidence is None:
+        if self.check_confidence is None:
             return None
-        return logits.probability_of(own) < self._check_confidence
+        return logits.probability_of(own) < self.check_confidence
 
     def judge(
         self, tier: Tier | None, logits: Logits, batch: RoundBatch, span: Span, proposals: Proposals

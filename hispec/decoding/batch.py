@@ -95,14 +95,10 @@ class RoundBatch:
     limits           [rows] int64: columns that the row may process: 0 = no row here, 1 = plain decoding, at
                      most window
     most_drafts      [rows] int64: drafts that a cycle of the row's may have, if these are a chain
-    block_tables     [rows, max_blocks] int64, covering starts + limits positions, and of rounds that run
-                     together starts + num_rounds
+    block_tables     [rows, max_blocks] int64, covering starts + limits positions
     max_context_len  int, at least as many for every row
     keeps_logits     whether the caller wants verify's logits after the round
     watch            where exits that the plan does not use note their choices; None = they are not read
-    num_rounds       rounds of plain decoding that run together at most, one after the other: column 0 is the
-                     last committed token of the first, and every live row has room for all of them
-    stop_ids         of each row, tokens after which the rounds that run together end
     """
 
     tokens: Tensor
@@ -116,8 +112,6 @@ class RoundBatch:
     execution: Execution = PACKED
     keeps_logits: bool = True
     watch: Watch | None = None
-    num_rounds: int = 1
-    stop_ids: Sequence[Collection[int]] = ()
 
     def __post_init__(self) -> None:
         self.window = self.tokens.shape[1] - 1
@@ -172,6 +166,24 @@ class RoundBatch:
         columns = columns.clamp(max=self.window).unsqueeze(-1)
         old = self.tokens.gather(1, columns)
         self.tokens.scatter_(1, columns, torch.where(where.unsqueeze(-1), values.unsqueeze(-1), old))
+
+
+@dataclass(frozen=True)
+class Together:
+    """What rounds that run together must know besides their batch, of which column 0 is the last committed
+    token before the first.
+
+    num_rounds   at most
+    stop_ids     of each row, tokens after which all end
+    caps, rooms, ends   [rows] int64: columns that a round of the row's may process, tokens that it may still
+                 get, and positions that it has KV blocks for
+    """
+
+    num_rounds: int
+    stop_ids: Sequence[Collection[int]]
+    caps: Tensor
+    rooms: Tensor
+    ends: Tensor
 
 
 @dataclass(frozen=True)
@@ -260,6 +272,9 @@ class RoundResult:
                                it is nan or infinite, so is one of these, and the tokens mean nothing
     logits, span, nodes        of verify: logits [tokens, vocab] of the tokens of `span`, None if the batch
                                does not keep them; nodes [rows, depth + 1] on the accepted path
+    num_rounds, by_round       rounds that ran together, of which tokens [rows, ...], counts and evidence are
+                               those of all; and of each, unless they are plain decoding's, [rounds, rows, 3 +
+                               3 cycles] int64: counts, tentative, accepted; by cycle drafted, kept, source
     """
 
     tokens: Tensor
@@ -271,13 +286,15 @@ class RoundResult:
     accepted: Tensor
     evidence: Tensor
     logits: Tensor | None
-    span: Span
+    span: Span | None
     nodes: Tensor
+    num_rounds: int = 1
+    by_round: Tensor | None = None
 
     def logprobs(self, row: int, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         """Of the tokens that `row` committed, by the full model's unprocessed logits; with the `num_top`
         likeliest at each."""
-        assert self.logits is not None
+        assert self.logits is not None and self.span is not None
         first = int(self.span.view.cu_q_lens[row])
         out = []
         for node, token in zip(self.nodes[row].tolist(), token_ids, strict=False):

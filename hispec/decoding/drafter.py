@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,6 +78,28 @@ class Draft:
                 )
 
 
+@dataclass(frozen=True)
+class CompiledLookup:
+    """Prompt lookup as compiled functions, by address, which take those of a `rounds_numba.Lookups` and of
+    `index`."""
+
+    propose: int
+    extend: int
+    index: ctypes.Structure
+
+
+@dataclass(frozen=True)
+class CompiledDrafter:
+    """What a drafter does in rounds that run together (`rounds_together`): it looks drafts up, or not; where
+    it finds none, layers [0, D) draft, if it computes, num_computed of them (None: K), as long as they are
+    sure to `confidence`."""
+
+    lookup: CompiledLookup | None = None
+    computes: bool = False
+    num_computed: int | None = None
+    confidence: float | None = None
+
+
 class Drafter:
     """Tier one of a plan, made for one engine. Only `propose` must be written; the other methods tell the
     drafter what happens around it, and do nothing here.
@@ -122,6 +145,11 @@ class Drafter:
     def advance(self, batch: RoundBatch, counts: Tensor) -> None:
         """Called when batch.tokens[:, 1 : counts + 1], counts [rows], are committed on the device and the
         next round begins before the host has read them, so without a `follow` in between."""
+
+    def compiled(self) -> CompiledDrafter | None:
+        """The same without Python, for rounds that run together on a CPU: one `follow` before all of them,
+        after which it extends its texts itself. None = it has no such form, and its rounds run one by one."""
+        return None
 
     def move(self, batch: RoundBatch, sources: Tensor, targets: Tensor) -> None:
         """Called when columns of the window were copied, as by `Stages.move`: what the drafter keeps of them

@@ -37,7 +37,6 @@ from .acceptance import Judge, Proposals, Verdict
 from .batch import RoundBatch, RoundResult, Span
 from .draft_tree import DraftTree
 from .drafter import Drafter, guarded
-from .plain_run import run_together
 from .row_steps import Notes, end_check, end_verify, nothing_noted, take_drafts, zeros
 from .stages import Pass, Stages, Tier
 
@@ -73,9 +72,7 @@ class Round:
         """The whole round: R cycles of a draft and a check, then one verify."""
         plan, batch = self.plan, self.batch
         if plan.is_plain:
-            if batch.num_rounds == 1:
-                return self.decode()
-            return run_together(self.stages, batch, lambda one: replace(self, batch=one).decode())
+            return self.decode()
         device = batch.limits.device
         num_put = zeros(batch.num_rows, device)  # [rows]: columns that hold x_n and tentative tokens
         notes = Notes.none(batch.num_rows, plan.num_checks, device)

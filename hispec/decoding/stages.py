@@ -4,7 +4,7 @@ that the next tier resumes from."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -21,7 +21,7 @@ from ee_models.config import ModelConfig
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit, Exit
 from ee_models.kernels import runs_numba, runs_triton
-from ee_models.pass_steps import Output, PassStep, Repeated, Repeats, Rows
+from ee_models.pass_steps import Link, LinkedCounts, LinkedPass, Output, PassStep, Rows, TokenPlaces
 
 from ..sampling.logits import Logits
 from .batch import RoundBatch, Span, make_sampling_input
@@ -62,6 +62,7 @@ class Pass:
     leave              for whom it leaves those that it ends with; None = for nobody
     token_ids          [tokens], to embed others than those of the window
     asks_probability   whether the likeliest tokens' probability will be asked for
+    reads              of a linked pass, whether the exit after its layers is read
     """
 
     lo: int
@@ -70,6 +71,7 @@ class Pass:
     leave: Tier | None = None
     token_ids: Tensor | None = None
     asks_probability: bool = False
+    reads: bool = True
 
     @property
     def seconds(self) -> str:
@@ -208,24 +210,50 @@ class Stages:
         self._add_time(over, started)
         return logits
 
-    def compute_run(self, batch: RoundBatch, span: Span, over: Pass) -> Repeated | None:
-        """`compute` over the span's tokens, then over those that are likeliest after them, and so on, up to
-        batch.num_rounds times, in one call; ends after tokens that stop a row, or that are chosen by what is
-        no number. None where nothing does so. Every row takes the likeliest token."""
-        program = self._program(over, True, batch, span)
-        if program is None:
-            return None
+    def link(self, passes: Mapping[int, Pass], batch: RoundBatch) -> dict[int, LinkedPass] | None:
+        """The passes, of any of which many are to follow each other in one call; None where one of them is no
+        single call."""
+        linked = {}
+        for number, over in passes.items():
+            program = self._program(over, over.reads, batch)
+            if program is None:
+                return None
+            decoder, hidden = self._decoder, self._hidden
+            assert isinstance(decoder, Decoder)
+            assert hidden is not None or (over.lo == 0 and over.leave is None)
+            source = decoder.embedding if hidden is None or over.lo == 0 else hidden.rows(over.resume)
+            target = None if hidden is None or over.leave is None else hidden.rows(over.leave)
+            linked[number] = LinkedPass(program, source, over.lo == 0, target, over.asks_probability)
+        return linked
+
+    def run_linked(
+        self,
+        passes: Mapping[int, Pass],
+        linked: Mapping[int, LinkedPass],
+        batch: RoundBatch,
+        places: TokenPlaces,
+        link: Link,
+    ) -> dict[int, LinkedCounts]:
+        """Runs passes, as `link` has made `linked` of them, as the link given asks for them -> counts, by
+        number."""
+        decoder = self._decoder
+        assert isinstance(decoder, Decoder) and decoder.passes is not None
         started = time.perf_counter()
-        stops = [batch.stop_ids[row] for row in span.rows.tolist()]
-        out = self._run_program(program, batch, span, over, Repeats(batch.num_rounds, stops)).repeated
-        assert out is not None
-        for _ in range(1, len(out.chosen)):  # the first is counted
-            self._count(over.lo, over.hi, span.num_tokens)
-        self._add_time(over, started)
-        return out
+        counts = decoder.passes.run_linked(linked, places, batch.block_tables, self._kv, link)
+        seconds, last = max(0.0, time.perf_counter() - started), max(passes)
+        is_timed = any(count.seconds for count in counts.values())
+        for number, over in passes.items():
+            count = counts[number]
+            self.counts.layer_passes += (over.hi - over.lo) * count.passes
+            self.counts.layer_positions += (over.hi - over.lo) * count.tokens
+            exit_, _ = self._exits.get(over.hi, (None, 0))
+            if exit_ is not None and over.reads:
+                self.counts.adapter_passes += exit_.num_kv_layers * count.passes
+            vars(self.counts)[over.seconds] += count.seconds if is_timed else seconds * (number == last)
+        return counts
 
     def _compute(self, batch: RoundBatch, span: Span, over: Pass) -> Logits:
-        program = self._program(over, True, batch, span)
+        program = self._program(over, True, batch)
         if program is None:
             return self.logits(self._run(batch, span, over), over.hi, span)
         exit_, _ = self._exits.get(over.hi, (None, 0))
@@ -238,7 +266,7 @@ class Stages:
     def advance(self, batch: RoundBatch, span: Span, over: Pass) -> None:
         """As `compute`, for tokens whose logits are not needed."""
         started = time.perf_counter()
-        program = self._program(over, False, batch, span)
+        program = self._program(over, False, batch)
         if program is None:
             self.fill(self._run(batch, span, over), over.hi, span.view)
         else:
@@ -261,10 +289,10 @@ class Stages:
             self._leave(over.leave, span, hidden)
         return hidden
 
-    def _program(self, over: Pass, reads: bool, batch: RoundBatch, span: Span) -> PassProgram | None:
+    def _program(self, over: Pass, reads: bool, batch: RoundBatch) -> PassProgram | None:
         """The pass as one call, where something runs it so; exits that are watched, and static shapes, it
         does not know."""
-        if batch.watch is not None or span.live is not None:
+        if batch.watch is not None or batch.execution.is_static:
             return None
         key = over.lo, over.hi, reads
         if key not in self._programs:
@@ -296,7 +324,6 @@ class Stages:
         batch: RoundBatch,
         span: Span,
         over: Pass,
-        repeats: Repeats | None = None,
     ) -> Output:
         decoder, hidden, target = self._decoder, self._hidden, None
         assert isinstance(decoder, Decoder) and decoder.passes is not None
@@ -311,7 +338,7 @@ class Stages:
             target = Rows(hidden.rows(over.leave), span.flat)
         wants_best = batch.sampler.takes_likeliest
         return decoder.passes.run(
-            program, source, self._kv, span.view, target, wants_best, over.asks_probability, repeats
+            program, source, self._kv, span.view, target, wants_best, over.asks_probability
         )
 
     def _run_layers(self, hidden: Tensor, lo: int, hi: int, batch: RoundBatch, span: Span) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..decoding.acceptance import Judge, Proposals
 from ..decoding.batch import RoundBatch, Span
 from ..decoding.draft_tree import DraftTree
-from ..decoding.drafter import Draft, Drafter, Source
+from ..decoding.drafter import CompiledDrafter, Draft, Drafter, Source
 from ..decoding.row_steps import count_live
 from ..decoding.stages import Pass, Stages, Tier
 from ..sampling.logits import Logits
@@ -58,6 +58,11 @@ class ComputedDrafter(Drafter):
 
     def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
         return self.propose_among(batch, first, tree, count_live(batch, first, tree))
+
+    def compiled(self) -> CompiledDrafter | None:
+        if type(self) is not ComputedDrafter or type(self._head) is not ExitHead:
+            return None
+        return CompiledDrafter(computes=True, confidence=self._confidence)
 
     def propose_among(self, batch: RoundBatch, first: Tensor, tree: DraftTree, num_live: Tensor) -> Draft:
         """As `propose`, over the first num_live [rows] nodes of the tree, node 0 included; rows that have

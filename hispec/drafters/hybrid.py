@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..decoding.acceptance import Proposals
 from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
-from ..decoding.drafter import Draft, Drafter, Source
+from ..decoding.drafter import CompiledDrafter, Draft, Drafter, Source
 from ..decoding.row_steps import count_live, zeros
 from ..decoding.stages import Stages
 from .autoregressive import ComputedDrafter, DraftHead
@@ -46,6 +47,12 @@ class HybridDrafter(Drafter):
 
     def advance(self, batch: RoundBatch, counts: Tensor) -> None:
         self._ngram.advance(batch, counts)
+
+    def compiled(self) -> CompiledDrafter | None:
+        ngram, computed = self._ngram.compiled(), self._computed.compiled()
+        if type(self) is not HybridDrafter or ngram is None or computed is None:
+            return None
+        return replace(computed, lookup=ngram.lookup, num_computed=self._num_computed)
 
     def propose(self, batch: RoundBatch, first: Tensor, tree: DraftTree) -> Draft:
         counts = batch.run_stage(

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ..decoding.drafter import CompiledLookup
+
 SEPARATOR = -1
 MOST_MATCHED = 16  # tokens of a match that are counted for `per_match`
 _MAX_TOKEN = 2**31 - 1
@@ -107,6 +109,16 @@ class Lookup(ABC):
         tail_lens[i] + 1]. At most most[i] <= window - tail_lens[i] proposals follow it; all other columns
         stay as they are. `within`: committed tokens that no text has more of, but for those with most[i] = 0.
         """
+
+    def compiled(self, rows: Tensor) -> CompiledLookup | None:
+        """For rounds that run together, of the texts that rows [n] int64, which stays where it is, tells when
+        they run; None = not compiled."""
+        return None
+
+    def agrees(self, row: int, start: int, token_ids: Sequence[int]) -> bool:
+        """Whether the row's text, from token `start` on, is that of token_ids, or the beginning of it. Asked
+        of what is compiled alone."""
+        raise NotImplementedError
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self._num_rows:

@@ -3,14 +3,20 @@ ended last."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
+from numba import cfunc, njit, types
+from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor
 
+from ee_models.kernels.threads import address_of_cfunc, pointer
+
+from ..decoding.drafter import CompiledLookup
+from ..decoding.rounds_numba import Lookups
 from .lookup import MOST_MATCHED, SEPARATOR, Lookup, check_shapes
 
 # One thread: a call takes microseconds, and a second pool of threads that spin beside torch's own costs both
@@ -49,6 +55,30 @@ def make_texts(count: int, capacity: int, num_sizes: int) -> Texts:
     return Texts(tokens, np.zeros(count, np.int64), np.zeros(count, np.int64), tables, np.zeros(1, np.int64))
 
 
+class _Texts(ctypes.Structure):
+    """Texts, by address."""
+
+    _fields_ = [
+        (name, ctypes.c_int64) for name in (*Texts._fields, "count", "capacity", "num_sizes", "num_slots")
+    ]
+
+    @classmethod
+    def of(cls, texts: Texts) -> _Texts:
+        count, num_sizes, num_slots = texts.tables.shape
+        addresses = (array.ctypes.data for array in texts)
+        return cls(*addresses, count, texts.tokens.shape[1], num_sizes, num_slots)
+
+
+class _Index(ctypes.Structure):
+    """An index, for compiled rounds; rows: the address of the text of each row of the batch, int64."""
+
+    _fields_ = [
+        ("texts", _Texts),
+        ("store", _Texts),
+        *((name, ctypes.c_int64) for name in ("current", "min_size", "per_match", "rows")),
+    ]
+
+
 class LookupIndex(Lookup):
     """On a CPU: incremental, so that neither a proposal's cost nor that of a committed token grows with the
     text."""
@@ -66,6 +96,20 @@ class LookupIndex(Lookup):
         self._texts = make_texts(num_rows, max_len, max_size - min_size + 1)
         self._store = make_texts(2, self._half, max_size - min_size + 1)
         self._current = 0
+        self._index = _Index(
+            _Texts.of(self._texts), _Texts.of(self._store), 0, self._min_size, self._per_match or 0
+        )
+
+    def compiled(self, rows: Tensor) -> CompiledLookup:
+        assert rows.dtype is torch.int64 and rows.is_contiguous()
+        self._index.rows, self._index.current = rows.data_ptr(), self._current
+        return CompiledLookup(address_of_cfunc(propose), address_of_cfunc(extend), self._index)
+
+    def agrees(self, row: int, start: int, token_ids: Sequence[int]) -> bool:
+        length = self.length(row)
+        if length > len(token_ids):
+            return False
+        return self._texts.tokens[row, start:length].tolist() == list(token_ids[start:length])
 
     @property
     def num_bytes(self) -> int:
@@ -284,3 +328,50 @@ def _propose(
                 count += 1
         counts[i] = count
     return -1
+
+
+_INDEX, _LOOKUPS = np.dtype(_Index), np.dtype(Lookups)
+_LINK = types.void(types.CPointer(from_dtype(_LOOKUPS)), types.CPointer(from_dtype(_INDEX)))
+
+
+@_kernel
+def _texts_at(at: Any) -> Any:
+    return Texts(
+        carray(pointer(at.tokens), (at.count, at.capacity), np.int32),
+        carray(pointer(at.lengths), at.count, np.int64),
+        carray(pointer(at.bases), at.count, np.int64),
+        carray(pointer(at.tables), (at.count, at.num_sizes, at.num_slots), np.int64),
+        carray(pointer(at.probes), 1, np.int64),
+    )
+
+
+@cfunc(_LINK, cache=True)
+def propose(lookups: Any, index: Any) -> None:
+    """As LookupIndex.propose."""
+    asked, at = carray(lookups, 1)[0], carray(index, 1)[0]
+    n = asked.num_rows
+    _propose(
+        _texts_at(at.texts),
+        _texts_at(at.store),
+        at.current,
+        at.min_size,
+        at.per_match,
+        carray(pointer(at.rows), n, np.int64),
+        carray(pointer(asked.tokens), (n, asked.window + 1), np.int64),
+        carray(pointer(asked.first), n, np.int64),
+        carray(pointer(asked.most), n, np.int64),
+        carray(pointer(asked.counts), n, np.int64),
+    )
+
+
+@cfunc(_LINK, cache=True)
+def extend(lookups: Any, index: Any) -> None:
+    """As LookupIndex.extend."""
+    asked, at = carray(lookups, 1)[0], carray(index, 1)[0]
+    n = asked.num_rows
+    texts, rows = _texts_at(at.texts), carray(pointer(at.rows), n, np.int64)
+    tokens = carray(pointer(asked.tokens), (n, asked.window + 1), np.int64)
+    counts = carray(pointer(asked.counts), n, np.int64)
+    for i in range(n):
+        room = texts.tokens.shape[1] - texts.lengths[rows[i]]
+        _append(texts, rows[i], tokens[i, 1 : min(counts[i], room) + 1].astype(np.int32), at.min_size)

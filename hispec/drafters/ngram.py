@@ -12,7 +12,7 @@ from ..config import NgramConfig
 from ..decoding.acceptance import Judge, Proposals
 from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
-from ..decoding.drafter import Draft, Drafter, Source, count_allowed
+from ..decoding.drafter import CompiledDrafter, Draft, Drafter, Source, count_allowed
 from ..utils.uploads import write
 from .lookup import Lookup
 
@@ -55,6 +55,7 @@ class NgramDrafter(Drafter):
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._numbers: list[int | None] = []  # of the request in each row of the batch
         self._is_ahead = False  # whether texts were extended by what the host has not read
+        self._known: dict[int, int] = {}  # number of a request -> its text's length before compiled rounds
         # Of each row of the batch; captured graphs read it at its address.
         self._index_rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._written: list[int] = []  # what `follow` has written there, if nothing has since
@@ -71,17 +72,31 @@ class NgramDrafter(Drafter):
             if is_new := number not in self._index_row_of:
                 self._index_row_of[number] = self._free.pop()
             index_row = self._index_row_of[number]
-            if is_new or self._is_ahead:  # ahead of what the host knew: a round may have been lost since
+            # Ahead of what the host knew: a round may have been lost since.
+            if is_new or self._is_ahead or not self._agrees(number, index_row, token_ids):
                 self._lookup.reset(index_row, token_ids)
             elif (length := self._lookup.length(index_row)) < len(token_ids):
                 self._lookup.append(index_row, token_ids[length:])
             index_rows.append(index_row)
+        self._known = {}
         self._is_ahead = False
         self._numbers = [number for number, _ in rows]
         if index_rows != self._written:  # seldom; torch's calls are dear once a pass has filled the caches
             self._written = []  # if an interrupt comes now, nobody knows
             write(self._index_rows[: len(index_rows)], torch.tensor(index_rows, dtype=torch.int64))
             self._written = index_rows
+
+    def _agrees(self, number: int, index_row: int, token_ids: Sequence[int]) -> bool:
+        """Whether what compiled rounds have added to the text was committed."""
+        known = self._known.get(number)
+        return known is None or self._lookup.agrees(index_row, known, token_ids)
+
+    def compiled(self) -> CompiledDrafter | None:
+        lookup = self._lookup.compiled(self._index_rows) if type(self) is NgramDrafter else None
+        if lookup is None:
+            return None
+        self._known = {number: self._lookup.length(row) for number, row in self._index_row_of.items()}
+        return CompiledDrafter(lookup)
 
     def join(self, rows: Mapping[int, tuple[int, Sequence[int]]]) -> None:
         self._written = []

@@ -44,8 +44,8 @@ class Engine:
     """Serves many requests with one decoder. Not thread-safe: one thread calls it.
 
     A step computes a bounded chunk of waiting prompts, then one round for every request that is ready (on a
-    CPU several of plain decoding, see EngineConfig.max_run_ms), and returns what each of them gained.
-    Requests join and leave between steps.
+    CPU several, see EngineConfig.max_run_ms), and returns what each of them gained. Requests join and leave
+    between steps.
     """
 
     def __init__(

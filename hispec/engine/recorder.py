@@ -83,10 +83,8 @@ class Recorder:
         observation = make_observation(
             choice,
             [(request.number, outcome) for request, _, outcome in rows],
-            limits=[
-                min(int(inputs[Input.CAP, row]), request.max_tokens - request.num_output)
-                for request, row, _ in rows
-            ],
+            caps=[int(inputs[Input.CAP, row]) for _, row, _ in rows],
+            rooms=[request.max_tokens - request.num_output for request, _, _ in rows],
             most_drafts=[int(inputs[Input.DRAFTS, row]) for _, row, _ in rows],
             watched=flight.runtime.watched,
             context_tokens=sum(len(request.token_ids) for request, _, _ in rows),
@@ -97,9 +95,9 @@ class Recorder:
             trace.write_rounds(observation, flight.pass_s)
             route = -1 if choice.route is None else choice.route
             for request, _, outcome in rows:
-                of_round = outcome.round
-                traced = route, len(outcome.token_ids) // outcome.num_rounds, of_round.drafted, of_round.kept
-                self._rounds.setdefault(request.number, []).extend([traced] * outcome.num_rounds)
+                self._rounds.setdefault(request.number, []).extend(
+                    (route, each.committed, each.drafted, each.kept) for each in outcome.rounds
+                )
 
     def record_request(self, request: Request, metrics: RequestMetrics | None) -> None:
         """Reports a request that has ended."""

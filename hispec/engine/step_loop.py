@@ -190,7 +190,7 @@ class StepLoop:
             )
             if len(ready) == len(scheduler.running):  # else prompts are to be computed between rounds
                 num_together = min(
-                    self._rounds.num_together(self._choice, ready),
+                    self._rounds.num_together(self._plans.runtime, self._choice, ready),
                     self._recorder.control.rounds_left,
                     scheduler.rounds_until_review,
                 )
@@ -289,8 +289,8 @@ class StepLoop:
         self._take(gain, outcome.token_ids)
         self._note_times(request, now_s)
         num_taken = request.num_output - before
-        request.rounds.count(outcome.round, num_taken, outcome.num_rounds)
-        tally.count(outcome.round, num_taken, outcome.num_rounds)
+        for counted in (request.rounds, tally):
+            counted.count(outcome.rounds, num_taken)
         # Blocks that the round in flight may write stay.
         self._scheduler.commit(request, len(request.token_ids) - 1, release=self.flight is None)
         if request.finish_reason is not None:

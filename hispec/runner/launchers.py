@@ -20,9 +20,12 @@ import torch
 from torch import Tensor
 
 from ..config import Plan
-from ..decoding.batch import STATIC, Execution, RoundBatch, RoundResult, Watch, directly
+from ..decoding.acceptance import Judge
+from ..decoding.batch import STATIC, Execution, RoundBatch, RoundResult, Together, Watch, directly
 from ..decoding.drafter import Drafter, guarded
 from ..decoding.round import run_round
+from ..decoding.rounds_together import run_together
+from ..decoding.stages import Stages
 from ..sampling.sampler import Sampler
 from ..scheduling.request import ExtraKV, Request
 from ..utils.uploads import upload
@@ -32,7 +35,7 @@ from .cuda_graphs import GraphCache
 from .downloads import make_downloads
 from .plan_runtime import PlanRuntime
 from .round_inputs import Input, advance, begin
-from .round_output import RowOutcome, pack, read_rows, read_run, unpack
+from .round_output import RowOutcome, pack, read_rows, unpack
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,9 @@ class Rows:
     context_len    positions that any row may reach
     keeps_logits   whether logits are read after the round
     watches        whether the predictions of exits that are not in use are recorded
-    most_places    places that any row may process
-    num_rounds     rounds of plain decoding that run together at most
+    most_places    places that any row may process in a round
+    num_rounds     rounds that run together at most
+    ends           of rounds that run together, positions that each row has KV blocks for
     """
 
     inputs: np.ndarray[Any, np.dtype[np.int64]]
@@ -56,6 +60,7 @@ class Rows:
     watches: bool = False
     most_places: int = 0
     num_rounds: int = 1
+    ends: Sequence[int] = ()
 
 
 @dataclass(slots=True)  # not frozen, which would triple the time that making one takes
@@ -70,7 +75,7 @@ class Flight:
     launched_s     when it was launched, by time.perf_counter
     route          index of the controller's route
     is_timed       whether its time is that of a round alone: not so if it was captured too
-    num_rounds     rounds of plain decoding that ran together
+    num_rounds     rounds that ran together
     """
 
     runtime: PlanRuntime
@@ -129,7 +134,7 @@ class PackedLauncher:
 
     def launch(self, runtime: PlanRuntime, plan: Plan, rows: Rows) -> Flight:
         num_rows, device = rows.inputs.shape[1], self._device
-        window = np.zeros((num_rows, max(plan.window, rows.num_rounds) + 1), np.int64)
+        window = np.zeros((num_rows, plan.window + 1), np.int64)
         window[:, 0], starts, cap, room, most_drafts = rows.inputs
         of_rows = np.empty((3, num_rows), np.int64)  # what is of one kind lies together
         of_rows[0], of_rows[1], of_rows[2] = starts, np.minimum(cap, room), most_drafts
@@ -147,19 +152,17 @@ class PackedLauncher:
             watch=_watch(runtime, plan, rows, num_rows, device),
         )
         if rows.num_rounds > 1:
-            batch.num_rounds, batch.stop_ids = rows.num_rounds, _stop_ids(rows)
-        result = _run_round(runtime, plan, batch)
+            _, _, caps, rooms, _ = torch.from_numpy(rows.inputs)
+            together = Together(rows.num_rounds, _stop_ids(rows), caps, rooms, torch.tensor(rows.ends))
+            result = run_together(*_how(runtime, plan), batch, runtime.gate(plan), together)
+        else:
+            result = _run_round(runtime, plan, batch)
         outcomes: Callable[[], list[RowOutcome]]
-        if rows.num_rounds > 1:
-            outcomes = partial(read_run, result)
-        elif device.type == "cpu":
+        if device.type == "cpu":
             outcomes = partial(read_rows, result, batch.watch, plan)
         else:
             outcomes = partial(unpack, pack(result, batch.watch), plan)
-        flight = Flight(runtime, plan, rows, result, outcomes, batch.tokens)
-        if rows.num_rounds > 1:
-            flight.num_rounds = int(result.counts.max())
-        return flight
+        return Flight(runtime, plan, rows, result, outcomes, result.tokens, num_rounds=result.num_rounds)
 
     def advance(self, flight: Flight) -> None:
         raise NotImplementedError
@@ -305,9 +308,12 @@ class _Upload:
         target.copy_(pinned, non_blocking=True)
 
 
+def _how(runtime: PlanRuntime, plan: Plan) -> tuple[Stages, Plan, Judge, Drafter | None]:
+    return runtime.stages, plan, runtime.judge, None if plan.is_plain else runtime.drafter
+
+
 def _run_round(runtime: PlanRuntime, plan: Plan, batch: RoundBatch) -> RoundResult:
-    drafter = None if plan.is_plain else runtime.drafter
-    return run_round(runtime.stages, plan, runtime.judge, drafter, batch, runtime.gate(plan))
+    return run_round(*_how(runtime, plan), batch, runtime.gate(plan))
 
 
 def _stop_ids(rows: Rows) -> list[frozenset[int]]:

@@ -29,20 +29,22 @@ _PLAIN = RowRound(committed=1)
 
 @dataclass(slots=True)  # not frozen, which would triple the time that making one takes
 class RowOutcome:
-    """The result of a round for one row, or of several of plain decoding that ran together; nobody changes
-    one.
+    """The result of a round for one row, or of several that ran together; nobody changes one.
 
-    round      what it did, in counts; of several, what each of them did
+    rounds     what each of them did, in counts
     shadows    four counts of each exit that was watched, in the order of control.choice.Shadow: places,
                right, drafts, agreed
     evidence   RoundResult's; where it is not finite, token_ids mean nothing
     """
 
     token_ids: list[int]
-    round: RowRound
+    rounds: Sequence[RowRound]
     shadows: Sequence[int] = ()
     evidence: float = 0.0
-    num_rounds: int = 1
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.rounds)
 
     def tiers(self) -> list[TokenTier]:
         """Whose choice each of token_ids is.
@@ -51,18 +53,22 @@ class RowOutcome:
         the next cycle's. Whatever the round commits beyond that is verify's own. Without a check tier no more
         is accepted than the first cycle kept, so there only drafts are, and in plain decoding nothing.
         """
-        tentative: list[TokenTier] = []
-        for kept in self.round.kept:
-            tentative.extend("draft" for _ in range(kept))
-            tentative.append("check")
-        accepted = tentative[: min(self.round.accepted, len(self.token_ids))]
-        return accepted + ["verify"] * (len(self.token_ids) - len(accepted))
+        tiers: list[TokenTier] = []
+        for each in self.rounds:
+            tentative: list[TokenTier] = []
+            for kept in each.kept:
+                tentative.extend("draft" for _ in range(kept))
+                tentative.append("check")
+            num_accepted = min(each.accepted, each.committed)
+            tiers += tentative[:num_accepted] + ["verify"] * (each.committed - num_accepted)
+        return tiers
 
     def make_service(self, passes: float, seconds: float) -> Service:
-        """What the round gave the row, for a scheduling policy. Some tentative tokens are the check's own, so
-        that more may be accepted than were drafted."""
-        drafted = sum(self.round.drafted)
-        accepted = min(drafted, self.round.accepted)
+        """What they gave the row, for a scheduling policy. Some tentative tokens are the check's own, so that
+        more may be accepted than were drafted."""
+        of_rounds = [(sum(each.drafted), each.accepted) for each in self.rounds]
+        drafted = sum(drafted for drafted, _ in of_rounds)
+        accepted = sum(min(each) for each in of_rounds)
         return Service(self.num_rounds, len(self.token_ids), drafted, accepted, passes, seconds)
 
 
@@ -87,7 +93,9 @@ def unpack(packed: Tensor, plan: Plan) -> list[RowOutcome]:
 
 
 def read_rows(result: RoundResult, watch: Watch | None, plan: Plan) -> list[RowOutcome]:
-    """As `unpack` of `pack`, of a round that ran on a CPU."""
+    """As `unpack` of `pack`, of a round, or of several together, that ran on a CPU."""
+    if result.num_rounds > 1 or result.by_round is not None:
+        return _read_run(result, plan)
     by_cycle = () if plan.is_plain else (result.drafted, result.kept, result.source)
     columns = (result.counts, result.tentative, result.accepted, *by_cycle)
     counts = np.column_stack([each.numpy() for each in columns])
@@ -97,11 +105,23 @@ def read_rows(result: RoundResult, watch: Watch | None, plan: Plan) -> list[RowO
     return _outcomes(plan, counts, result.evidence.numpy(), result.tokens.numpy()[:, 1:], shadows)
 
 
-def read_run(result: RoundResult) -> list[RowOutcome]:
-    """As `read_rows`, of rounds of plain decoding that ran together."""
+def _read_run(result: RoundResult, plan: Plan) -> list[RowOutcome]:
+    """As `read_rows`, of rounds that ran together."""
     counts, evidence = result.counts.tolist(), result.evidence.tolist()
-    rows = zip(result.tokens[:, 1:].tolist(), counts, evidence, strict=True)
-    return [RowOutcome(tokens[:count], _PLAIN, (), value, count) for tokens, count, value in rows]
+    rounds: Sequence[Sequence[RowRound]] = [(_PLAIN,) * count for count in counts]
+    if result.by_round is not None:
+        has_check = plan.check_layer is not None
+        by_row = result.by_round.transpose(0, 1).numpy()
+        rounds = [[_row_round(key, has_check) for key in _keys(of_row)] for of_row in by_row]
+    rows = zip(result.tokens[:, 1:].tolist(), counts, rounds, evidence, strict=True)
+    return [RowOutcome(tokens[:count], of_row, (), value) for tokens, count, of_row, value in rows]
+
+
+def _keys(counts: Ints) -> list[bytes]:
+    """counts [n, ...], each line as one value, by which those that are alike are found: a list for each of
+    them, for every row and round, would have Python look for garbage."""
+    keys: list[bytes] = np.ascontiguousarray(counts).view(f"V{8 * counts.shape[1]}").ravel().tolist()
+    return keys
 
 
 def _outcomes(
@@ -112,14 +132,11 @@ def _outcomes(
     exit was watched."""
     if plan.is_plain:
         counts = counts[:, :3]
-    # The counts of a row as one value, by which those that are alike are found: a list for each of them, for
-    # every row and round, would have Python look for garbage.
-    keys = np.ascontiguousarray(counts).view(f"V{8 * counts.shape[1]}").ravel().tolist()
     has_check, outcomes = plan.check_layer is not None, []
-    for key, token_ids, value in zip(keys, tokens.tolist(), evidence.tolist(), strict=True):
+    for key, token_ids, value in zip(_keys(counts), tokens.tolist(), evidence.tolist(), strict=True):
         of_row = _row_round(key, has_check)
         del token_ids[of_row.committed :]
-        outcomes.append(RowOutcome(token_ids, of_row, (), value))
+        outcomes.append(RowOutcome(token_ids, (of_row,), (), value))
     if shadows is not None and shadows.shape[1]:
         for outcome, seen in zip(outcomes, shadows.tolist(), strict=True):
             outcome.shadows = seen
@@ -148,16 +165,17 @@ def make_observation(
     choice: Choice,
     rows: Sequence[tuple[int, RowOutcome]],
     *,
-    limits: Sequence[int],
+    caps: Sequence[int],
+    rooms: Sequence[int],
     most_drafts: Sequence[int],
     watched: Sequence[int],
     context_tokens: int,
     seconds: float,
 ) -> Observation:
-    """What the controller is told of one round.
+    """What the controller is told of one round, or of several that ran together.
 
     rows          number and outcome of each request
-    limits        places of each request in the round at most
+    caps, rooms   places of each request in a round at most; tokens that it may still get before the first
     most_drafts   drafts of each request in a cycle at most
     watched       layers of the exits that were watched
     context_tokens   positions of all rows before it
@@ -165,20 +183,24 @@ def make_observation(
     cycles: list[tuple[int, int, int, int, int]] = []
     verified: list[tuple[int, int, int, int, int]] = []
     if choice.route is not None:
-        for (number, outcome), limit, most in zip(rows, limits, most_drafts, strict=True):
-            first, of_row = 0, outcome.round
-            for drafted, kept, is_looked_up in zip(
-                of_row.drafted, of_row.kept, of_row.looked_up, strict=True
-            ):
-                cap = min(limit - first - 1, most)
-                if cap <= 0:  # it could not have drafted, so there is nothing to learn
-                    break
-                cycles.append((number, cap, drafted, kept, is_looked_up))
-                first += kept + 1
-            if first:
-                went_on = len(of_row.drafted) - 1
-                is_stopped = went_on + 1 < choice.plan.num_checks and of_row.tentative < limit
-                verified.append((number, of_row.tentative, of_row.accepted, went_on, went_on + is_stopped))
+        for (number, outcome), cap, room, most in zip(rows, caps, rooms, most_drafts, strict=True):
+            for of_row in outcome.rounds:
+                first, limit = 0, min(cap, room)
+                room -= of_row.committed
+                for drafted, kept, is_looked_up in zip(
+                    of_row.drafted, of_row.kept, of_row.looked_up, strict=True
+                ):
+                    possible = min(limit - first - 1, most)
+                    if possible <= 0:  # it could not have drafted, so there is nothing to learn
+                        break
+                    cycles.append((number, possible, drafted, kept, is_looked_up))
+                    first += kept + 1
+                if first:
+                    went_on = len(of_row.drafted) - 1
+                    is_stopped = went_on + 1 < choice.plan.num_checks and of_row.tentative < limit
+                    verified.append(
+                        (number, of_row.tentative, of_row.accepted, went_on, went_on + is_stopped)
+                    )
     by_cycle, by_row = (
         np.array(cycles, np.int64).reshape(-1, 5).T,
         np.array(verified, np.int64).reshape(-1, 5).T,
@@ -187,7 +209,7 @@ def make_observation(
     return Observation(
         choice=choice,
         num_rows=len(rows),
-        context_tokens=context_tokens + len(rows) * (num_rounds - 1) / 2,
+        context_tokens=context_tokens + _mean_growth(rows),
         seconds=seconds,
         rounds=num_rounds,
         tokens=sum(len(outcome.token_ids) for _, outcome in rows),
@@ -203,6 +225,16 @@ def make_observation(
         asked=by_row[4],
         shadows=_shadows(rows, watched),
     )
+
+
+def _mean_growth(rows: Sequence[tuple[int, RowOutcome]]) -> float:
+    """Positions by which the rows have grown before each of the rounds, on average over these."""
+    grown = 0.0
+    for _, outcome in rows:
+        committed = [each.committed for each in outcome.rounds]
+        ahead = range(len(committed) - 1, -1, -1)
+        grown += sum(count * left for count, left in zip(committed, ahead, strict=True)) / len(committed)
+    return grown
 
 
 def _shadows(rows: Sequence[tuple[int, RowOutcome]], watched: Sequence[int]) -> list[Shadow]:

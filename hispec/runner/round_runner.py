@@ -14,6 +14,7 @@ from cache.view import BatchView
 from ..config import PLAIN, EngineConfig, Plan
 from ..control.choice import Choice
 from ..decoding.drafter import DrafterError, guarded
+from ..decoding.rounds_together import can_link
 from ..decoding.stages import DecoderLike, PassCounts
 from ..sampling.inputs import RowSampling
 from ..sampling.sampler import Sampler
@@ -33,7 +34,7 @@ from .plan_runtime import PlanRuntime
 from .rows import can_join, empty_rows, ends_after, make_rows, make_rows_after
 
 _log = logging.getLogger(__name__)
-_MOST_TOGETHER = 8  # rounds of plain decoding: seven eighths of the host's work around them are saved then
+_MOST_TOGETHER = 8  # rounds: seven eighths of the host's work around them are saved then
 _LEAST_ROUND_MS = 0.1  # the clock may have stood still
 _Passes = tuple[int, float, float, float]  # PassCounts' layers, and seconds of draft, check and verify
 
@@ -53,7 +54,7 @@ def _may_run_on(request: Request) -> bool:
 
 
 def num_together(max_run_ms: float, round_ms: float) -> int:
-    """Rounds of plain decoding that run together, if each takes so long."""
+    """Rounds that run together, if each takes so long."""
     return min(_MOST_TOGETHER, max(1, int(max_run_ms / round_ms)))
 
 
@@ -88,7 +89,8 @@ class RoundRunner:
         self._block_size, self._max_model_len = config.block_size, max_model_len
         self._on_failure = on_failure
         self.max_run_ms = config.max_run_ms if device.type == "cpu" else 0.0
-        self._plain_round = math.inf, 1  # milliseconds of the last round of plain decoding, and its rows
+        # Milliseconds of the last round of each plan, and its rows.
+        self._last_rounds: dict[Plan, tuple[float, int]] = {}
         self._sampler = Sampler([], decoder.config.vocab_size, device, config.max_num_seqs)
         self._loaded: tuple[int, ...] | None = None  # numbers of the requests that the sampler has loaded
         self.graphs: GraphCache | None = None
@@ -105,18 +107,23 @@ class RoundRunner:
         assert self._scheduled is not None
         return self._scheduled
 
-    def num_together(self, choice: Choice, requests: Sequence[Request]) -> int:
-        """Rounds of plain decoding that these requests should run together, one after the other without the
-        host: on a CPU, as many as take engine.max_run_ms, by those before. 1 where something is to be done
-        between two rounds."""
-        if not choice.plan.is_plain or choice.watches or self._launcher.runs_ahead:
+    def num_together(self, runtime: PlanRuntime, choice: Choice, requests: Sequence[Request]) -> int:
+        """Rounds that these requests should run together, one after the other without the host: on a CPU, as
+        many as take engine.max_run_ms, by those before. 1 where something is to be done between two rounds,
+        and where those of a plan are no single call."""
+        if choice.watches or self._launcher.runs_ahead or not all(map(_may_run_on, requests)):
             return 1
-        if not all(map(_may_run_on, requests)):
+        if not choice.plan.is_plain and not self._can_link(runtime.for_route(choice.route), choice, requests):
             return 1
         # More rows take longer: at most in proportion.
-        round_ms, num_rows = self._plain_round
+        round_ms, num_rows = self._last_rounds.get(choice.plan, (math.inf, 1))
         num = num_together(self.max_run_ms, round_ms * max(1.0, len(requests) / num_rows))
         return min([num, *(request.max_tokens - request.num_output for request in requests)])
+
+    @staticmethod
+    def _can_link(runtime: PlanRuntime, choice: Choice, requests: Sequence[Request]) -> bool:
+        is_greedy = all(request.params.temperature == 0.0 for request in requests)
+        return is_greedy and can_link(choice.plan, runtime.judge, runtime.drafter)
 
     def launch(
         self,
@@ -126,7 +133,7 @@ class RoundRunner:
         stats: EngineStats,
         num_together: int = 1,
     ) -> Flight:
-        """Launches a round as chosen, or up to num_together of plain decoding, as far as each row has places.
+        """Launches a round as chosen, or up to num_together, as far as each row has places.
         limits: the places that each row may process, by row. If the drafter fails, the round is one of plain
         decoding; and so are all further rounds of its requests, if there is no other drafter."""
         started_s, running = time.perf_counter(), self._scheduler.running
@@ -135,36 +142,31 @@ class RoundRunner:
         requests = [running[row] for row in limits]
         assert all(request.is_ready for request in requests), "all but the last committed token are computed"
         self._load_sampler(running)
+        rows = make_rows(running, choice, limits, num_together)
         if choice.plan.is_plain:
-            return self._launch_plain(runtime, choice, limits, started_s, num_together)
-        rows = make_rows(running, choice, limits)
+            return self._launch_rounds(runtime, PLAIN, rows, None, started_s)
         if runtime.drafter is not None and rows.most_places > 1:  # else no row may speculate
             try:
                 with guarded(runtime.drafter):
                     runtime.drafter.follow([(request.number, request.token_ids) for request in running])
                     tables, most = self._tables.tensor[: len(running)], self._scheduler.max_prefill_tokens
                     stats.caught_up_tokens += backfill(runtime, requests, tables, self._block_size, most)
-                return self._launch(runtime, choice.plan, rows, route, started_s)
+                return self._launch_rounds(runtime, choice.plan, rows, route, started_s)
             except DrafterError as error:
                 if error.lacks_memory and len(running) > 1:
                     raise
                 self._handle_failure(route, requests, error, stats)
-        return self._launch_plain(runtime, Choice(watches=choice.watches), limits, started_s)
+        rows = make_rows(running, Choice(watches=choice.watches), limits)
+        return self._launch_rounds(runtime, PLAIN, rows, None, started_s)
 
-    def _launch_plain(
-        self,
-        runtime: PlanRuntime,
-        choice: Choice,
-        limits: Mapping[int, int],
-        started_s: float,
-        num_together: int = 1,
+    def _launch_rounds(
+        self, runtime: PlanRuntime, plan: Plan, rows: Rows, route: int | None, started_s: float
     ) -> Flight:
-        num_rounds = min(num_together, *limits.values()) if num_together > 1 else 1
-        rows = make_rows(self._scheduler.running, choice, limits, num_rounds)
+        """One round, or several that run together, which tell how long the next ones take."""
         began_s = time.perf_counter()
-        flight = self._launch(runtime, PLAIN, rows, None, started_s)
+        flight = self._launch(runtime, plan, rows, route, started_s)
         round_ms = 1e3 * seconds_since(began_s) / flight.num_rounds
-        self._plain_round = max(round_ms, _LEAST_ROUND_MS), len(limits)
+        self._last_rounds[plan] = max(round_ms, _LEAST_ROUND_MS), len(rows.requests)
         self._scheduler.ran_on(flight.num_rounds - 1)
         return flight
 

@@ -17,17 +17,18 @@ def make_rows(
     running: Sequence[Request], choice: Choice, limits: Mapping[int, int], num_rounds: int = 1
 ) -> Rows:
     """Of the requests `running`, by row. limits: by row, the places that may be processed for those that take
-    part; num_rounds: as Rows."""
-    inputs, context_len, most_places = [], 0, 0
+    part, in all rounds together; num_rounds: as Rows."""
+    inputs, context_len, most_places, ends = [], 0, 0, []
     for row, request in enumerate(running):
         inputs.append(_inputs_of(request, choice, limits.get(row, 0)))
         _, start, cap, room, _ = inputs[-1]
-        places = min(cap, room) + num_rounds - 1
-        context_len, most_places = max(context_len, start + places), max(most_places, places)
+        most_places = max(most_places, min(cap, room))
+        ends.append(start + (limits.get(row, 0) if num_rounds > 1 else min(cap, room)))
+        context_len = max(context_len, ends[-1])
     requests = tuple((row, running[row]) for row in sorted(limits))
     keeps_logits = any(request.params.logprobs is not None for _, request in requests)
     of_inputs = np.array(inputs, np.int64).T
-    return Rows(of_inputs, requests, context_len, keeps_logits, choice.watches, most_places, num_rounds)
+    return Rows(of_inputs, requests, context_len, keeps_logits, choice.watches, most_places, num_rounds, ends)
 
 
 def empty_rows(num_rows: int, context_len: int) -> Rows:

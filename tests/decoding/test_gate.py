@@ -77,6 +77,7 @@ def settings(gate: float | None, num_drafts: int, num_checks: int) -> dict[str, 
 
 
 COUNTS = ("cycles", "drafted", "tentative", "committed")
+OPTIONS: dict[str, Any] = {"max_num_seqs": 4, "max_run_ms": 0.0}  # a round a step
 
 
 def first_rounds(engine: Engine) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def test_each_row_stops_at_its_own_unsure_check(num_drafts: int, num_checks: int
 @pytest.mark.parametrize("name", ["ngram gated", "exit gated", "hybrid sure gated", "tree gated"])
 def test_rounds_of_static_shape_stop_where_packed_ones_do(tiny_decoder: Decoder, name: str) -> None:
     packed, static = (
-        first_rounds(drafter_engine(tiny_decoder, ALL[name], is_static=is_static, max_num_seqs=4))
+        first_rounds(drafter_engine(tiny_decoder, ALL[name], is_static=is_static, **OPTIONS))
         for is_static in (False, True)
     )
     for count in COUNTS:
@@ -121,7 +122,7 @@ def test_cycles_that_no_row_takes_are_not_run(tiny_decoder: Decoder, is_static: 
     passes = set()
     for gate, num_checks in ((None, 1), (0.9999, 4)):
         values = settings(gate, 2, num_checks)
-        stats = first_rounds(drafter_engine(tiny_decoder, values, is_static=is_static, max_num_seqs=4))
+        stats = first_rounds(drafter_engine(tiny_decoder, values, is_static=is_static, **OPTIONS))
         assert stats["cycles"] == stats["rounds"]
         passes.add(stats["layer_passes"] / stats["steps"])
     assert len(passes) == 1

@@ -74,7 +74,7 @@ def test_each_pass_is_timed_as_its_tiers(
 ) -> None:
     """By a clock that goes on by one whenever somebody looks: the seconds of a tier are its passes."""
     monkeypatch.setattr(stages, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
-    engine = make_engine(tiny_decoder, plan)
+    engine = make_engine(tiny_decoder, plan, max_run_ms=0.0)
     run(engine, random_prompts((7, 9)))
     stats = engine.stats()
     steps, cycles = stats["steps"], stats["steps"] * plan.num_checks

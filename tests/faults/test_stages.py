@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,7 @@ EVERYWHERE = {
     "KV of a tree": (Stages, "move"),
     "blocks": (BlockPool, "extend"),
     "commit": (Scheduler, "commit"),
+    "rounds together": (FusedPasses, "run_linked"),
 }
 DRAFTERS = {
     "exit": (ExitHead, "logits"),
@@ -64,17 +66,22 @@ DRAFTERS = {
 }
 # What each plan comes to, so that a fault that is never reached is no test.
 REACHED = {
-    "plain": {"decode"},
-    "exit": {"verify", "exit", "exit's last token"},
-    "three tiers": {"check", "verify", "exit"},
-    "ngram": {"verify", "lookup", "lookup's texts", "lookup's ends"},
-    "ngram checks": {"check", "lookup"},
-    "hybrid": {"verify", "exit", "exit's last token", "lookup"},
+    "plain": {"decode", "rounds together"},
+    "exit": {"verify", "exit", "exit's last token", "rounds together"},
+    "three tiers": {"check", "verify", "exit", "rounds together"},
+    "ngram": {"verify", "lookup", "lookup's texts", "lookup's ends", "rounds together"},
+    "ngram checks": {"check", "lookup", "rounds together"},
+    "hybrid": {"verify", "exit", "exit's last token", "lookup", "rounds together"},
     "model": {"verify", "model", "model's prompts"},
-    "exit gated": {"check", "exit"},
+    "exit gated": {"check", "exit", "rounds together"},
     "tree": {"verify", "exit", "KV of a tree"},
     "tree checks": {"check", "KV of a tree"},
 }
+
+
+def run_ms(name: str) -> float:
+    """engine.max_run_ms by which rounds come to where the fault is."""
+    return 10_000.0 if name == "rounds together" else 0.0
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +99,7 @@ def test_whatever_raises_nothing_is_lost(
     reached = set()
     for at, (name, (owner, method)) in enumerate((EVERYWHERE | DRAFTERS).items()):
         with pytest.MonkeyPatch.context() as patch:
-            engine = make(tiny_decoder, plan)
+            engine = make(tiny_decoder, plan, max_run_ms=run_ms(name))
             fault = Fault(patch, owner, method, Boom, lambda number, *_, at=at: number == 1 + at % 3, late)
             raised = None if name in DRAFTERS else Boom
             found = run_on(engine, PROMPTS, PARAMS, raised)
@@ -120,7 +127,7 @@ def test_at_every_call(
     while was_reached:
         for gaps in ({0}, {n * (n + 1) // 2 for n in range(200)}):
             with pytest.MonkeyPatch.context() as patch:
-                engine = make(tiny_decoder, plan, is_static=is_static)
+                engine = make(tiny_decoder, plan, is_static=is_static, max_run_ms=run_ms(name))
 
                 def when(number: int, *_: object, at: int = at, gaps: set[int] = gaps) -> bool:
                     return number - at in gaps
@@ -175,6 +182,7 @@ SHORT_OF = {
     "verify": (Round, "verify"),
     "forward": (FusedPasses, "run"),
     "sampler": (Logits, "likeliest"),
+    "rounds together": (FusedPasses, "run_linked"),
 }
 ERRORS = {
     "torch": lambda: torch.OutOfMemoryError("CUDA out of memory"),
@@ -191,7 +199,7 @@ def test_memory_that_runs_out_shrinks_the_batch(
     """More than one row at once, or more than 16 positions of prefill, do not fit."""
     prompts = random_prompts((1, 7, 60, 12, 9), seed=4)
     wanted = run(make_engine(tiny_decoder), prompts, PARAMS)
-    engine = make(tiny_decoder, "three tiers", max_num_seqs=4)
+    engine = make(tiny_decoder, "three tiers", max_num_seqs=4, max_run_ms=run_ms(stage))
     scheduler = engine._scheduler
 
     def is_too_large(*_: object) -> bool:
@@ -210,7 +218,8 @@ def test_only_a_request_that_does_not_fit_alone_fails(
 ) -> None:
     prompts = random_prompts((4, 7, 60, 12, 9, 5, 8), seed=4)
     wanted = run(make_engine(tiny_decoder), prompts, PARAMS)
-    engine = make(tiny_decoder, "three tiers", max_num_seqs=4, is_static=is_static, num_kv_blocks=100)
+    sizes_of: dict[str, Any] = {"max_num_seqs": 4, "num_kv_blocks": 100, "max_run_ms": 0.0}
+    engine = make(tiny_decoder, "three tiers", is_static=is_static, **sizes_of)
     scheduler, sizes = engine._scheduler, []
 
     def holds_it(*_: object) -> bool:

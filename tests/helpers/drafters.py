@@ -155,6 +155,7 @@ def drafter_engine(
         "block_size": 8,
         "num_kv_blocks": 256,
         "max_prefill_tokens": 32,
+        "max_run_ms": 10_000.0,  # so that the machine's speed decides nothing
         **config,
     }
     speculative = build(SpeculativeConfig, values)

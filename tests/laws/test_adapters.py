@@ -122,7 +122,7 @@ def test_aborts_leave_the_others_alone_and_always_accepted(
 def test_always_right_adapters_are_accepted_in_every_round(
     engine_of: Make, plan: Plan, layers: tuple[int, ...], temperature: float
 ) -> None:
-    engine = engine_of("right", plan)
+    engine = engine_of("right", plan, max_run_ms=0.0)
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=plan.window * 4)
     run(engine, PROMPTS, params)
     assert_always_accepted(engine)

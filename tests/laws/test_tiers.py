@@ -116,10 +116,10 @@ def test_looked_up_drafts_rounds_without_any_and_plain_requests() -> None:
 def test_an_outcome_of_a_tree_or_gated_cycles_tells_by_its_cycles() -> None:
     """A cycle keeps one path of a tree, which then lies like a chain; a gate leaves cycles out."""
     of_tree = RowRound(5, 5, 4, drafted=(4, 4), kept=(2, 1), looked_up=(False, False), has_check=True)
-    assert RowOutcome([1, 2, 3, 4, 5], of_tree).tiers() == ["draft", "draft", "check", "draft", "verify"]
+    assert RowOutcome([1, 2, 3, 4, 5], [of_tree]).tiers() == ["draft", "draft", "check", "draft", "verify"]
     of_one_cycle = RowRound(3, 3, 3, drafted=(2,), kept=(2,), looked_up=(False,), has_check=True)
-    assert RowOutcome([1, 2, 3], of_one_cycle).tiers() == ["draft", "draft", "check"]
-    assert RowOutcome([1], RowRound(1)).tiers() == ["verify"]
+    assert RowOutcome([1, 2, 3], [of_one_cycle]).tiers() == ["draft", "draft", "check"]
+    assert RowOutcome([1], [RowRound(1)]).tiers() == ["verify"]
 
 
 @pytest.fixture(scope="module")

@@ -225,7 +225,7 @@ def test_a_tally_adds_up_to_what_it_has_counted() -> None:
     plain, speculated = RowRound(1), RowRound(3, 4, 2, (2, 2), (1, 1), (True, False), has_check=True)
     tally, one_by_one = RoundTally(), RoundCounts()
     for each, num_taken in ((plain, 1), (speculated, 3), (plain, 1), (speculated, 1)):
-        tally.count(each, num_taken)
+        tally.count([each], num_taken)
         one_by_one.add(each)
     one_by_one.tokens = 1 + 3 + 1 + 1
     assert tally.add_to(RoundCounts()) == one_by_one

@@ -21,15 +21,16 @@ def test_cycles_that_did_not_run_were_not_tried() -> None:
     """Four requests of up to four cycles: one whose second check was unsure, one that took all, one without
     room for a third, and one whose first was unsure."""
     outcomes = [
-        RowOutcome([1, 2], RowRound(2, 5, 1, (2, 2), (2, 1), (False, True))),
-        RowOutcome([1], RowRound(1, 4, 0, (2, 2, 2, 0), (0, 0, 0, 0), (False,) * 4)),
-        RowOutcome([1, 2, 3, 4], RowRound(4, 4, 4, (2, 0), (2, 0), (False, False))),
-        RowOutcome([1], RowRound(1, 1, 0, (2,), (0,), (False,))),
+        RowOutcome([1, 2], [RowRound(2, 5, 1, (2, 2), (2, 1), (False, True))]),
+        RowOutcome([1], [RowRound(1, 4, 0, (2, 2, 2, 0), (0, 0, 0, 0), (False,) * 4)]),
+        RowOutcome([1, 2, 3, 4], [RowRound(4, 4, 4, (2, 0), (2, 0), (False, False))]),
+        RowOutcome([1], [RowRound(1, 1, 0, (2,), (0,), (False,))]),
     ]
     seen = make_observation(
         Choice(0, Plan(4, 15, 2, 4)),
         list(enumerate(outcomes)),
-        limits=[12, 12, 4, 12],
+        caps=[12, 12, 12, 12],
+        rooms=[50, 12, 4, 13],
         most_drafts=[2, 2, 2, 2],
         watched=(),
         context_tokens=400,
@@ -44,6 +45,32 @@ def test_cycles_that_did_not_run_were_not_tried() -> None:
     assert seen.rows.tolist() == [0, 1, 2, 3] and seen.tentative.tolist() == [5, 4, 4, 1]
     assert seen.looked_up.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
     assert seen.went_on.tolist() == [1, 3, 1, 0] and seen.asked.tolist() == [2, 3, 1, 1]
+
+
+def test_each_of_several_rounds_could_draft_what_the_one_before_it_left_room_for() -> None:
+    """Three rounds of a request that may still get eleven tokens, and three of one with room for many."""
+    rounds = [
+        RowRound(4, 4, 3, (4,), (3,), (False,)),
+        RowRound(5, 4, 4, (4,), (4,), (True,)),
+        RowRound(2, 1, 1, (1,), (1,), (False,)),
+    ]
+    tokens = list(range(11))
+    seen = make_observation(
+        Choice(0, Plan(4, None, 4)),
+        [(7, RowOutcome(tokens, rounds)), (8, RowOutcome(tokens, rounds))],
+        caps=[5, 5],
+        rooms=[11, 50],
+        most_drafts=[4, 4],
+        watched=(),
+        context_tokens=400,
+        seconds=0.1,
+    )
+    assert seen.numbers.tolist() == [7] * 3 + [8] * 3
+    assert seen.caps.tolist() == [4, 4, 1, 4, 4, 4] and seen.drafted.tolist() == [4, 4, 1] * 2
+    assert (seen.rounds, seen.tokens, seen.num_rows) == (3, 22, 2)
+    assert seen.accepted.tolist() == [3, 4, 1] * 2 and seen.rows.tolist() == [7] * 3 + [8] * 3
+    # Before the rounds each row has 0, 4 and 9 tokens more than at first.
+    assert seen.context_tokens == pytest.approx(400 + 2 * (0 + 4 + 9) / 3)
 
 
 @pytest.mark.parametrize("plan", [PLAIN, Plan(3, None, 4, 1), Plan(4, 15, 2, 4)], ids=str)
@@ -73,7 +100,7 @@ def test_rows_are_read_as_they_were_packed(plan: Plan, num_watched: int) -> None
             *(count, 7, 5, tuple(drafted), tuple(kept), tuple(each == 1 for each in source)),
             has_check=plan.check_layer is not None,
         )
-        expected.append(RowOutcome(tokens[:count], of_row, shadows or (), rounded))
+        expected.append(RowOutcome(tokens[:count], (of_row,), shadows or (), rounded))
     found = unpack(torch.tensor(packed), plan)
     assert repr(found) == repr(expected), "and nan equals nan"
 
@@ -114,6 +141,6 @@ def test_rows_that_are_alike_share_their_counts(plan: Plan) -> None:
     packed = torch.ones(3, width, dtype=torch.int64)
     packed[2, 0] = 0
     first, second, third = unpack(packed, plan)
-    assert first.round is second.round and third.round is not first.round
+    assert first.rounds[0] is second.rounds[0] and third.rounds[0] is not first.rounds[0]
     assert first.token_ids == second.token_ids == [1] and third.token_ids == []
     assert first.token_ids is not second.token_ids

@@ -15,7 +15,12 @@ from hispec import LLM
 from hispec.workers.pool import WorkerPool
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-SMALL: dict[str, Any] = {"max_model_len": 128, "num_kv_blocks": 64, "max_num_seqs": 2}
+SMALL: dict[str, Any] = {
+    "max_model_len": 128,
+    "num_kv_blocks": 64,
+    "max_num_seqs": 2,
+    "max_run_ms": 0.0,  # else speed decides how many tokens come at once
+}
 DEADLY = 7  # a token: who is asked how long the output of a prompt with it becomes is killed
 
 

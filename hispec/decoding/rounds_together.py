@@ -1,0 +1,81 @@
+"""Several rounds of a plan, one after the other, without the host between them.
+
+What the host does around the passes of a round takes a tenth to a sixth of it, for a small model on a CPU.
+Where nothing is to be decided between two rounds, they are one call: passes that run linked, between which
+`rounds_numba` does what `round.Round` does, or at least one step of the engine.
+
+All rows end with the first that does, by a stop token, its room, or its KV blocks: so all have as many
+rounds, and no pass is computed for nothing. What ends by its text does not run so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..config import PLAIN, Plan
+from .acceptance import CoupledJudge, Judge
+from .batch import RoundBatch, RoundResult, Together
+from .drafter import CompiledDrafter, Drafter
+from .round import run_round
+from .stages import Stages
+
+
+def run_together(
+    stages: Stages,
+    plan: Plan,
+    judge: Judge,
+    drafter: Drafter | None,
+    batch: RoundBatch,
+    continue_confidence: float | None,
+    together: Together,
+) -> RoundResult:
+    """Up to together.num_rounds rounds of the plan: the result has the tokens and the evidence of all, and
+    `by_round` what each of them did. As `round.run_round` else. Where nothing runs them as one call, one by
+    one those of plain decoding, and of others the first alone."""
+    if can_link(plan, judge, drafter) and batch.sampler.takes_likeliest:
+        from . import rounds_linked  # here, since a machine with a GPU need not have numba
+
+        compiled = CompiledDrafter() if drafter is None else drafter.compiled()
+        assert isinstance(judge, CoupledJudge) and compiled is not None
+        result = rounds_linked.run(stages, plan, judge, compiled, batch, continue_confidence, together)
+        if result is not None:
+            return result
+    if not plan.is_plain:
+        return run_round(stages, plan, judge, drafter, batch, continue_confidence)
+    return _one_by_one(stages, judge, batch, together)
+
+
+def can_link(plan: Plan, judge: Judge, drafter: Drafter | None) -> bool:
+    """Whether rounds of the plan may be one call, where passes are one, of rows that take the likeliest
+    token."""
+    is_compiled = drafter is None or drafter.compiled() is not None
+    return type(judge) is CoupledJudge and plan.num_branches == 1 and is_compiled
+
+
+def _one_by_one(stages: Stages, judge: Judge, batch: RoundBatch, together: Together) -> RoundResult:
+    """Rounds of plain decoding: what is sampled, or runs where passes are no single call."""
+    evidence, live = torch.zeros(batch.num_rows), batch.limits > 0
+    room = int((together.ends - batch.starts).min())
+    most = min(together.num_rounds, room, int(together.rooms.min()))
+    tokens = batch.tokens.new_zeros(batch.num_rows, most + 1)
+    tokens[:, 0] = batch.tokens[:, 0]
+    for number in range(most):
+        window = tokens[:, number : number + 2].contiguous()
+        one = replace(batch, tokens=window, starts=batch.starts + number)
+        result = run_round(stages, PLAIN, judge, None, one)
+        tokens[:, number + 1] = result.tokens[:, 1]
+        evidence += result.evidence
+        if _is_over(together, live, result.tokens[:, 1], evidence):
+            break
+    counts = torch.where(live, number + 1, 0)
+    return replace(result, tokens=tokens, counts=counts, evidence=evidence, num_rounds=number + 1)
+
+
+def _is_over(together: Together, live: Tensor, chosen: Tensor, evidence: Tensor) -> bool:
+    if not bool(evidence[live].isfinite().all()):
+        return True
+    rows = zip(live.tolist(), chosen.tolist(), together.stop_ids, strict=True)
+    return any(is_live and token in stops for is_live, token, stops in rows)
