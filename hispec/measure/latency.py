@@ -9,7 +9,7 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from ..utils.environment import environment
 from ..version import __version__
 from .round_overhead import overheads
 from .stage_bench import Rig
-from .timing import medians
+from .timing import Timed, medians
 
 _log = logging.getLogger(__name__)
 _SAMPLES = 9
@@ -326,7 +326,7 @@ Key = tuple[str, int, int, int]  # stage, rows, tokens, context tokens
 
 def _passes(
     rig: Rig, of_model: Rig | None, layers: Sequence[int], exits: Sequence[AdapterExit], grid: Grid
-) -> Iterator[tuple[Key, Callable[[], None]]]:
+) -> Iterator[tuple[Key, Timed]]:
     """Each pass to time, by its point, with what runs it once: of every stage that `stage_names` names except
     `round`."""
     for rows, context in grid.narrow():

@@ -13,18 +13,20 @@ from cache.host_kv import HostKV
 from cache.paged_kv import PagedKV
 from cache.view import BatchView, packed_slots_of
 from ee_models.exits import Exit
+from ee_models.pass_steps import Link, TokenPlaces
 
 from ..config import PLAIN, NgramConfig, Plan
 from ..decoding.acceptance import CoupledJudge, Proposals
 from ..decoding.batch import PACKED, STATIC, RoundBatch, Span, make_sampling_input
 from ..decoding.draft_tree import DraftTree
 from ..decoding.round import Round, run_round
-from ..decoding.stages import DecoderLike, PassCounts, Stages, Tier
+from ..decoding.stages import DecoderLike, Pass, PassCounts, Stages, Tier
 from ..drafters.autoregressive import ComputedDrafter, ExitHead
 from ..drafters.ngram import NgramDrafter
 from ..runner.buckets import context_bucket
 from ..runner.cuda_graphs import CudaGraphs, GraphDevice
 from ..sampling.sampler import Sampler
+from .timing import Timed
 
 _BLOCK_SIZE = 16
 _TOKENS_PER_PASS = 512
@@ -35,7 +37,8 @@ class Rig:
     invariant.
 
     Every method returns what runs one stage once, in the code of `hispec.decoding.round` and its drafters,
-    except for a single draft pass, which is a piece of a loop. Stages overwrite what they wrote before;
+    except for a single draft pass, which is a piece of a loop. Where rounds run together, as one call, stages
+    are passes of such a call, which tell how long they took. Stages overwrite what they wrote before;
     nothing is ever committed. A draft model has a rig of its own, whose draft passes go through all of its
     layers.
 
@@ -112,11 +115,13 @@ class Rig:
         """Gives the KV memory back."""
         self._kv.release()
 
-    def plain(self, rows: int) -> Callable[[], None]:
+    def plain(self, rows: int) -> Timed:
         batch = self._batch(rows, 1)
-        return self._stage(lambda: run_round(self._stages, PLAIN, self._judge, None, batch))
+        return self._linked(batch, 1, Pass(0, self._num_layers)) or self._stage(
+            lambda: run_round(self._stages, PLAIN, self._judge, None, batch)
+        )
 
-    def draft(self, rows: int, q_len: int, layer: int | None) -> Callable[[], None]:
+    def draft(self, rows: int, q_len: int, layer: int | None) -> Timed:
         """As a step of `ComputedDrafter.propose`: over node 0 for one position, else over a level of a tree
         of so many branches. `layer`: of the exit; None = all layers, as of a draft model."""
         tree = DraftTree.branches(2, q_len) if q_len > 1 else DraftTree.chain(1)
@@ -128,9 +133,12 @@ class Rig:
             chosen = self._judge.choose(head.logits(batch, span, False), batch, span)
             batch.tokens[span.rows.unsqueeze(-1), span.columns.unsqueeze(-1) + 1] = chosen
 
-        return self._stage(run)
+        linked = None
+        if q_len == 1 and layer is not None:
+            linked = self._linked(batch, 1, Pass(0, layer, leave=Tier.DRAFT))
+        return linked or self._stage(run)
 
-    def fill(self, rows: int, q_len: int, layer: int | None) -> Callable[[], None]:
+    def fill(self, rows: int, q_len: int, layer: int | None) -> Timed:
         """As the last step of `ComputedDrafter.propose`, or what `HybridDrafter` does with what it looked up:
         a chain. A level of a tree has other positions to attend to, but not more of them."""
         tree = DraftTree.chain(q_len - 1)
@@ -140,22 +148,29 @@ class Rig:
             span = self._select(batch, tree, tree.on(self._device).nodes)
             head.fill(batch, span)
 
-        return self._stage(run)
+        linked = None
+        if layer is not None:
+            linked = self._linked(batch, q_len, Pass(0, layer, leave=Tier.DRAFT, reads=False))
+        return linked or self._stage(run)
 
-    def check(self, rows: int, q_len: int, lo: int, hi: int) -> Callable[[], None]:
+    def check(self, rows: int, q_len: int, lo: int, hi: int) -> Timed:
         """A check in layers [lo, hi) of a chain of q_len - 1 drafts in each row."""
         batch, plan = self._batch(rows, q_len), Plan(lo, hi, max(1, q_len - 1))
         one = Round(self._stages, plan, self._judge, self._drafter(plan), batch)
-        return self._stage(lambda: one.check(self._proposals(batch, q_len), batch.limits))
+        return self._linked(batch, q_len, Pass(lo, hi, leave=Tier.CHECK)) or self._stage(
+            lambda: one.check(self._proposals(batch, q_len), batch.limits)
+        )
 
-    def verify(self, rows: int, q_len: int, lo: int) -> Callable[[], None]:
+    def verify(self, rows: int, q_len: int, lo: int) -> Timed:
         """Verify from layer `lo` on, over a chain of q_len positions of each row. A tree of as many takes a
         little longer: its places attend by their paths, and the accepted path is moved."""
         batch, plan = self._batch(rows, q_len), Plan(lo, None, max(1, q_len - 1))
         one = Round(self._stages, plan, self._judge, self._drafter(plan), batch)
-        return self._stage(lambda: one.verify(self._proposals(batch, q_len), batch.limits))
+        return self._linked(batch, q_len, Pass(lo, self._num_layers)) or self._stage(
+            lambda: one.verify(self._proposals(batch, q_len), batch.limits)
+        )
 
-    def lookup(self, rows: int, most: int) -> Callable[[], None]:
+    def lookup(self, rows: int, most: int) -> Timed:
         """One proposal of prompt lookup in each row."""
         batch = self._batch(rows, most + 1)
         drafter = NgramDrafter(NgramConfig(), self._judge, rows, len(self._context), self._device)
@@ -215,6 +230,30 @@ class Rig:
             run()
 
         return quiet
+
+    def _linked(self, batch: RoundBatch, q_len: int, over: Pass) -> Timed | None:
+        """The pass over q_len positions of each row, which tells its milliseconds, as one of those that run
+        linked: after one like it, from whose end on it is timed. None where it does not run so."""
+        passes = {0: over, 1: over}
+        if self._device.type != "cpu" or (linked := self._stages.link(passes, batch)) is None:
+            return None
+        # Here, since a machine with a GPU need not have numba.
+        from ee_models.fused_kernel import InOrder, in_order
+        from ee_models.kernels.threads import address_of_cfunc
+
+        tree = DraftTree.chain(q_len - 1)
+        span = self._select(batch, tree, tree.on(self._device).nodes)
+        view = span.view
+        places = TokenPlaces(span.read_tokens(batch), span.flat, view.positions, view.slots, view.cu_q_lens)
+        asked = InOrder(num_passes=len(passes), num_tokens=span.num_tokens)
+        link = Link(address_of_cfunc(in_order), asked)
+
+        @torch.inference_mode()
+        def timed() -> float | None:
+            counts = self._stages.run_linked(passes, linked, batch, places, link)
+            return 1e3 * counts[1].seconds or None
+
+        return timed
 
     def _stage(self, run: Callable[[], object]) -> Callable[[], None]:
         """`run` as `_quiet` has it; on a GPU from a graph."""

@@ -32,7 +32,7 @@ class Calibration:
     plain_parts_ms  what its one pass takes by itself
     host_ms         median of the difference, over all plain steps: scheduling, batches, copies, text
     prefill_s       seconds that the prompts took in all
-    max_run_ms      as EngineConfig: rounds of plain decoding that run together share the host's work
+    max_run_ms      as EngineConfig: rounds that run together share the host's work
     """
 
     rows: int
@@ -42,11 +42,11 @@ class Calibration:
     prefill_s: float
     max_run_ms: float = 0.0
 
-    def host_ms_of(self, plan: SpeculativeConfig | None) -> float:
-        """The host's share of a round of the plan."""
-        if plan is not None or self.plain_parts_ms <= 0.0:
+    def host_ms_of(self, plan: SpeculativeConfig | None, parts_ms: float) -> float:
+        """The host's share of a round of the plan whose parts take so long."""
+        if parts_ms <= 0.0 or not _runs_together(plan):
             return self.host_ms
-        return self.host_ms / num_together(self.max_run_ms, self.plain_parts_ms)
+        return self.host_ms / num_together(self.max_run_ms, parts_ms)
 
 
 def calibrate(
@@ -163,7 +163,7 @@ class Predictor:
             * self.num_layers
             / sum(count * costs[rows].layers for rows, count in steps.items()),
             verify_positions=rounds.verify_positions,
-            round_ms=self._calibration.host_ms_of(plan) + costs[self._batch_size].ms,
+            round_ms=self._round_ms(plan, costs[self._batch_size]),
             tokens_per_s=tokens_per_s,
             ratio_to_plain=tokens_per_s / self._plain_tokens_per_s,
         )
@@ -190,9 +190,11 @@ class Predictor:
     ) -> float:
         """Seconds that all prompts and answers take."""
         share = self._draft_model_share if plan is not None and plan.draft.traits.has_model else 0.0
-        host_ms = self._calibration.host_ms_of(plan)
-        decode_ms = sum(count * (host_ms + costs[rows].ms) for rows, count in steps.items())
+        decode_ms = sum(count * self._round_ms(plan, costs[rows]) for rows, count in steps.items())
         return self._calibration.prefill_s * (1.0 + share) + decode_ms / 1e3
+
+    def _round_ms(self, plan: SpeculativeConfig | None, cost: RoundCost) -> float:
+        return self._calibration.host_ms_of(plan, cost.ms) + cost.ms
 
     def _steps(self, rounds: Rounds) -> dict[int, int]:
         """{rows: steps with so many live rows}, if one task after the other is run."""
@@ -200,6 +202,11 @@ class Predictor:
             [_occupancy(rounds.per_answer[numbers], self._batch_size) for numbers in self._groups]
         )
         return {rows: count for rows, count in enumerate(np.bincount(live).tolist()) if count}
+
+
+def _runs_together(plan: SpeculativeConfig | None) -> bool:
+    """Whether rounds of the plan run together, if their rows take the likeliest tokens."""
+    return plan is None or (not plan.draft.traits.has_model and plan.num_branches == 1)
 
 
 def _occupancy(rounds: Ints, batch_size: int) -> Ints:

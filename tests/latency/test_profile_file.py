@@ -12,10 +12,12 @@ import pytest
 import torch
 import yaml
 
+from cache.view import BatchView
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
+from ee_models.pass_steps import TokenPlaces
 from hispec.cli import main
 from hispec.decoding.batch import RoundBatch, Span
 from hispec.decoding.stages import Pass, Stages
@@ -101,18 +103,28 @@ def test_the_memory_of_a_rig_is_laid_out_for_other_contexts(
 ) -> None:
     rig = Rig(tiny_decoder, [], list(range(40)), 4, 8)
     seen: list[tuple[int, int, int]] = []
-    compute = Stages.compute
+    compute, run_linked = Stages.compute, Stages.run_linked
+
+    def see(view: BatchView | TokenPlaces) -> None:
+        seen.append((int(view.positions.min()), len(set(view.slots.tolist())), len(view.positions)))
 
     def watched(self: Stages, batch: RoundBatch, span: Span, over: Pass) -> Logits:
-        view = span.view
-        seen.append((int(view.positions.min()), len(set(view.slots.tolist())), view.num_tokens))
+        see(span.view)
         return compute(self, batch, span, over)
 
+    def linked(self: Stages, passes: Any, linked: Any, batch: Any, places: TokenPlaces, link: Any) -> Any:
+        see(places)
+        return run_linked(self, passes, linked, batch, places, link)
+
     monkeypatch.setattr(Stages, "compute", watched)
-    rig.laid_out(10).verify(4, 2, 0)()
-    rig.laid_out(80).verify(2, 8, 0)()
-    rig.verify(1, 1, 0)()
-    assert seen == [(9, 8, 8), (79, 16, 16), (39, 1, 1)]
+    monkeypatch.setattr(Stages, "run_linked", linked)
+    for is_linked in (True, False):
+        if not is_linked:
+            monkeypatch.setattr(Stages, "link", lambda *_: None)
+        rig.laid_out(10).verify(4, 2, 0)()
+        rig.laid_out(80).verify(2, 8, 0)()
+        rig.verify(1, 1, 0)()
+    assert seen == [(9, 8, 8), (79, 16, 16), (39, 1, 1)] * 2
     with pytest.raises(ValueError, match="200 positions and a window of 8 do not fit into 12 blocks"):
         rig.laid_out(200)
 

@@ -35,6 +35,22 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
     for name in ("compute", "advance"):
         monkeypatch.setattr(Stages, name, watched(getattr(Stages, name), seen, ran))
+    run_linked = Stages.run_linked
+
+    def linked(self: Stages, passes: dict[int, Pass], linked: Any, batch: Any, places: Any, link: Any) -> Any:
+        assert int(places.positions.min()) >= 29 and int(places.positions.max()) < 46
+        assert places.cu_q_lens[-1] == len(places.positions) == len(set(places.slots.tolist()))
+        counts = run_linked(self, passes, linked, batch, places, link)
+        first, second = (counts[number] for number in passes)
+        assert first.tokens == second.tokens == len(places.positions) and first.passes == second.passes == 1
+        for number, over in passes.items():
+            steps = linked[number].program.steps
+            layers = [step.kv_layer for step in steps if step.kind is Kind.LAYER]
+            assert layers == list(range(over.lo, over.hi))
+        seen.append((passes[1].lo, passes[1].hi, second.tokens))
+        return counts
+
+    monkeypatch.setattr(Stages, "run_linked", linked)
     prefill = Rig._prefill
 
     def prefill_first(self: Rig, context: list[int]) -> None:
