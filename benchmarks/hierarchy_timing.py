@@ -55,6 +55,7 @@ def predictor_here(
     batch_size: int,
     num_layers: int,
     max_run_ms: float,
+    links: bool,
 ) -> Predictor:
     """What plans take for these prompts on this machine, the processing of prompts included."""
     context_len = round(
@@ -66,7 +67,7 @@ def predictor_here(
     return Predictor(
         prompts.recording,
         times,
-        calibrate(steps, times, batch_size, max_run_ms),
+        calibrate(steps, times, batch_size, max_run_ms, links),
         batch_size,
         num_layers,
         groups=[np.array(batch) for batch in prompts.batches],
@@ -102,7 +103,8 @@ def measure(
             progress=True,
         )
         held_steps = plain_steps(llm, held_out, sampling, "held out")
-    here = batch_size, num_layers, job.engine.max_run_ms
+        links = llm.decoder.passes is not None
+    here = batch_size, num_layers, job.engine.max_run_ms, links
     best = best_of_kinds(predictor_here(tune, latency, tune_steps, *here), plans)
     predictor = predictor_here(held_out, latency, held_steps, *here)
     others = {kind: each.plan for kind, each in best.items() if each.plan is not None}

@@ -199,7 +199,8 @@ class FusedPasses:
         `places`; all of them tell which tokens are likeliest -> counts, by number."""
         most, num_calls = len(places.token_ids), max(passes) + 1
         for each in passes.values():
-            assert each.source.is_contiguous() and (each.target is None or each.target.is_contiguous())
+            for matrix in (each.source, each.target):  # what follows goes by address
+                assert matrix is None or (matrix.is_contiguous() and matrix.dtype == torch.float32)
         width = max(each.program.call.hidden_size for each in passes.values())
         num_logits = max(each.program.num_logits for each in passes.values())
         sizes = {"hidden": width, "logits": num_logits, "sums": 1, "best": 2}  # in numbers of four bytes

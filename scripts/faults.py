@@ -1156,7 +1156,7 @@ FAULTS = (
     Fault(
         "linked: confidences are asked of no pass",
         "hispec/decoding/rounds_linked.py",
-        "asks = judge.asks_probability or is_gated",
+        "asks = judge.asks_probability or gate is not None",
         "asks = False",
         RUNS,
     ),
@@ -1191,15 +1191,15 @@ FAULTS = (
     Fault(
         "linked: who is sampled runs as if it were not",
         "hispec/decoding/rounds_together.py",
-        "and batch.sampler.takes_likeliest:",
-        "and True:",
+        "if batch.sampler.takes_likeliest and can_link(",
+        "if can_link(",
         RUNS,
     ),
     Fault(
         "linked: a judge of another kind is taken for the coupled one",
         "hispec/decoding/rounds_together.py",
-        "type(judge) is CoupledJudge and plan",
-        "isinstance(judge, CoupledJudge) and plan",
+        "type(judge) is not CoupledJudge",
+        "not isinstance(judge, CoupledJudge)",
         ("tests/laws/test_rounds_together.py", "tests/test_extending.py"),
     ),
     Fault(
@@ -1210,10 +1210,24 @@ FAULTS = (
         ("tests/runner/test_round_output.py", "tests/laws/test_control.py"),
     ),
     Fault(
+        "linked: a row has blocks for more rounds before another has them for one",
+        "hispec/scheduling/scheduler.py",
+        "for rounds in (1, num_rounds) if num_rounds > 1 else (1,):",
+        "for rounds in (num_rounds,):",
+        ("tests/scheduling/test_scheduler.py",),
+    ),
+    Fault(
+        "linked: what is no single call takes blocks for many rounds",
+        "hispec/decoding/stages.py",
+        "return all(self._program_of(over.lo, over.hi, over.reads) is not None for over in passes.values())",
+        "return True",
+        RUNS,
+    ),
+    Fault(
         "linked: blocks for one round alone",
         "hispec/scheduling/scheduler.py",
-        "limit = min(num_rounds * request.cap(window), request.max_tokens - request.num_output)",
-        "limit = min(num_rounds + request.cap(window), request.max_tokens - request.num_output)",
+        "limit = min(rounds * request.cap(window), room)",
+        "limit = min(rounds + request.cap(window), room)",
         RUNS,
     ),
     Fault(

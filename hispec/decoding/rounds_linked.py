@@ -20,10 +20,10 @@ from .row_steps import nothing_noted, zeros
 from .stages import Pass, Stages, Tier
 
 
-def _passes(
-    plan: Plan, num_layers: int, drafter: CompiledDrafter, judge: CoupledJudge, is_gated: bool
+def passes_of(
+    plan: Plan, num_layers: int, drafter: CompiledDrafter, asks_probability: bool = False
 ) -> dict[int, Pass]:
-    """The passes of a round, by Stage."""
+    """The passes of a round, by Stage; asks_probability: whether the check does."""
     draft, check = plan.draft_layer, plan.check_layer
     passes = {}
     if drafter.computes:
@@ -31,8 +31,7 @@ def _passes(
         passes[Stage.DRAFT] = replace(leaves, asks_probability=drafter.confidence is not None)
         passes[Stage.FEED] = replace(leaves, reads=False)
     if check is not None:
-        asks = judge.asks_probability or is_gated
-        passes[Stage.CHECK] = Pass(draft, check, leave=Tier.CHECK, asks_probability=asks)
+        passes[Stage.CHECK] = Pass(draft, check, leave=Tier.CHECK, asks_probability=asks_probability)
         passes[Stage.VERIFY] = Pass(check, num_layers, resume=Tier.CHECK)
     if plan.num_checks == 1:
         passes[Stage.VERIFY_DRAFTS] = Pass(draft, num_layers)
@@ -47,13 +46,13 @@ def run(
     batch: RoundBatch,
     gate: float | None,
     together: Together,
-) -> RoundResult | None:
-    """The rounds as one call, as `rounds_together.run_together` has them; None where a pass is no single
-    call. gate: its continue_confidence."""
-    passes = _passes(plan, stages.num_layers, drafter, judge, gate is not None)
+) -> RoundResult:
+    """The rounds as one call, as `rounds_together.run_together` has them, which has asked whether they can
+    be. gate: its continue_confidence."""
+    asks = judge.asks_probability or gate is not None
+    passes = passes_of(plan, stages.num_layers, drafter, asks)
     linked = stages.link(passes, batch)
-    if linked is None:
-        return None
+    assert linked is not None
     num_rows, window, most_rounds = batch.num_rows, batch.window, together.num_rounds
     num_checks, most_tokens = plan.num_checks, batch.num_rows * batch.window
     lookup, (_, num_blocks) = drafter.lookup, batch.block_tables.shape

@@ -25,7 +25,7 @@ from .drafter import Source
 from .row_steps_numba import _count_live, _end_check, _end_verify, _take_drafts
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
-_ANY, _NEVER, _CHAIN = np.empty(0, np.int64), np.empty(0, np.bool_), np.empty((0, 0), np.int64)
+_NEVER, _CHAIN = np.empty(0, np.bool_), np.empty((0, 0), np.int64)
 
 
 class Stage(IntEnum):

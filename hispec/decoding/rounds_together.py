@@ -15,6 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ee_models.kernels import runs_numba
+
 from ..config import PLAIN, Plan
 from .acceptance import CoupledJudge, Judge
 from .batch import RoundBatch, RoundResult, Together
@@ -35,24 +37,34 @@ def run_together(
     """Up to together.num_rounds rounds of the plan: the result has the tokens and the evidence of all, and
     `by_round` what each of them did. As `round.run_round` else. Where nothing runs them as one call, one by
     one those of plain decoding, and of others the first alone."""
-    if can_link(plan, judge, drafter) and batch.sampler.takes_likeliest:
-        from . import rounds_linked  # here, since a machine with a GPU need not have numba
+    if batch.sampler.takes_likeliest and can_link(stages, plan, judge, drafter):
+        from . import rounds_linked
 
         compiled = CompiledDrafter() if drafter is None else drafter.compiled()
         assert isinstance(judge, CoupledJudge) and compiled is not None
-        result = rounds_linked.run(stages, plan, judge, compiled, batch, continue_confidence, together)
-        if result is not None:
-            return result
+        return rounds_linked.run(stages, plan, judge, compiled, batch, continue_confidence, together)
     if not plan.is_plain:
         return run_round(stages, plan, judge, drafter, batch, continue_confidence)
     return _one_by_one(stages, judge, batch, together)
 
 
-def can_link(plan: Plan, judge: Judge, drafter: Drafter | None) -> bool:
-    """Whether rounds of the plan may be one call, where passes are one, of rows that take the likeliest
-    token."""
-    is_compiled = drafter is None or drafter.compiled() is not None
-    return type(judge) is CoupledJudge and plan.num_branches == 1 and is_compiled
+def prepare(device: torch.device) -> None:
+    """Has what runs as one call compiled now, where it never was, not in the middle of an answer."""
+    if runs_numba(device):
+        from . import rounds_linked  # noqa: F401
+
+
+def can_link(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None) -> bool:
+    """Whether rounds of the plan are one call, if their rows take the likeliest token and no exit is
+    watched."""
+    compiled = CompiledDrafter() if drafter is None else drafter.compiled()
+    if type(judge) is not CoupledJudge or plan.num_branches != 1 or compiled is None:
+        return False
+    if not runs_numba(stages.device):
+        return False
+    from . import rounds_linked  # here, since a machine with a GPU need not have numba
+
+    return stages.can_link(rounds_linked.passes_of(plan, stages.num_layers, compiled))
 
 
 def _one_by_one(stages: Stages, judge: Judge, batch: RoundBatch, together: Together) -> RoundResult:

@@ -210,6 +210,10 @@ class Stages:
         self._add_time(over, started)
         return logits
 
+    def can_link(self, passes: Mapping[int, Pass]) -> bool:
+        """Whether each of the passes is a single call, where no exits are watched."""
+        return all(self._program_of(over.lo, over.hi, over.reads) is not None for over in passes.values())
+
     def link(self, passes: Mapping[int, Pass], batch: RoundBatch) -> dict[int, LinkedPass] | None:
         """The passes, of any of which many are to follow each other in one call; None where one of them is no
         single call."""
@@ -294,7 +298,10 @@ class Stages:
         does not know."""
         if batch.watch is not None or batch.execution.is_static:
             return None
-        key = over.lo, over.hi, reads
+        return self._program_of(over.lo, over.hi, reads)
+
+    def _program_of(self, lo: int, hi: int, reads: bool) -> PassProgram | None:
+        key = lo, hi, reads
         if key not in self._programs:
             self._programs[key] = self._make_program(*key)
         return self._programs[key]

@@ -55,7 +55,7 @@ class NgramDrafter(Drafter):
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._numbers: list[int | None] = []  # of the request in each row of the batch
         self._is_ahead = False  # whether texts were extended by what the host has not read
-        self._known: dict[int, int] = {}  # number of a request -> its text's length before compiled rounds
+        self._known: dict[int, int] = {}  # number of a request -> tokens of it when `follow` last came
         # Of each row of the batch; captured graphs read it at its address.
         self._index_rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._written: list[int] = []  # what `follow` has written there, if nothing has since
@@ -78,7 +78,7 @@ class NgramDrafter(Drafter):
             elif (length := self._lookup.length(index_row)) < len(token_ids):
                 self._lookup.append(index_row, token_ids[length:])
             index_rows.append(index_row)
-        self._known = {}
+        self._known = {number: len(token_ids) for number, token_ids in rows}
         self._is_ahead = False
         self._numbers = [number for number, _ in rows]
         if index_rows != self._written:  # seldom; torch's calls are dear once a pass has filled the caches
@@ -88,15 +88,12 @@ class NgramDrafter(Drafter):
 
     def _agrees(self, number: int, index_row: int, token_ids: Sequence[int]) -> bool:
         """Whether what compiled rounds have added to the text was committed."""
-        known = self._known.get(number)
-        return known is None or self._lookup.agrees(index_row, known, token_ids)
+        known = self._known.get(number, 0)
+        return self._lookup.length(index_row) == known or self._lookup.agrees(index_row, known, token_ids)
 
     def compiled(self) -> CompiledDrafter | None:
         lookup = self._lookup.compiled(self._index_rows) if type(self) is NgramDrafter else None
-        if lookup is None:
-            return None
-        self._known = {number: self._lookup.length(row) for number, row in self._index_row_of.items()}
-        return CompiledDrafter(lookup)
+        return None if lookup is None else CompiledDrafter(lookup)
 
     def join(self, rows: Mapping[int, tuple[int, Sequence[int]]]) -> None:
         self._written = []

@@ -222,7 +222,7 @@ class Engine:
 
     @contextmanager
     def single_rounds(self) -> Iterator[None]:
-        """Within it rounds of plain decoding do not run together, for whoever times steps."""
+        """Within it rounds do not run together, for whoever times steps."""
         before, self._rounds.max_run_ms = self._rounds.max_run_ms, 0.0
         try:
             yield

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import time
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -19,6 +21,7 @@ from ..config import PLAIN, NgramConfig, Plan
 from ..decoding.acceptance import CoupledJudge, Proposals
 from ..decoding.batch import PACKED, STATIC, RoundBatch, Span, make_sampling_input
 from ..decoding.draft_tree import DraftTree
+from ..decoding.drafter import CompiledDrafter
 from ..decoding.round import Round, run_round
 from ..decoding.stages import DecoderLike, Pass, PassCounts, Stages, Tier
 from ..drafters.autoregressive import ComputedDrafter, ExitHead
@@ -175,7 +178,10 @@ class Rig:
         batch = self._batch(rows, most + 1)
         drafter = NgramDrafter(NgramConfig(), self._judge, rows, len(self._context), self._device)
         drafter.follow([(row, self._context) for row in range(rows)])
-        return self._stage(
+        compiled = None
+        if self._stages.link({0: Pass(0, self._num_layers)}, batch) is not None:
+            compiled = drafter.compiled()
+        return (compiled and self._compiled_lookup(batch, compiled)) or self._stage(
             lambda: drafter.propose(batch, torch.zeros_like(batch.limits), DraftTree.chain(most))
         )
 
@@ -233,13 +239,19 @@ class Rig:
 
     def _linked(self, batch: RoundBatch, q_len: int, over: Pass) -> Timed | None:
         """The pass over q_len positions of each row, which tells its milliseconds, as one of those that run
-        linked: after one like it, from whose end on it is timed. None where it does not run so."""
-        passes = {0: over, 1: over}
+        linked: from the end of the one before it on, which finds in the caches what it leaves there. Drafts
+        follow each other; what resumes from others follows the whole model here. None where passes do not
+        run so, or nothing tells them the time."""
+        is_draft = over.leave is Tier.DRAFT
+        passes = {0: over if is_draft else Pass(0, self._num_layers), 1: over}
         if self._device.type != "cpu" or (linked := self._stages.link(passes, batch)) is None:
             return None
         # Here, since a machine with a GPU need not have numba.
         from ee_models.fused_kernel import InOrder, in_order
-        from ee_models.kernels.threads import address_of_cfunc
+        from ee_models.kernels.threads import address_of_cfunc, find_clock
+
+        if not find_clock():
+            return None
 
         tree = DraftTree.chain(q_len - 1)
         span = self._select(batch, tree, tree.on(self._device).nodes)
@@ -249,9 +261,31 @@ class Rig:
         link = Link(address_of_cfunc(in_order), asked)
 
         @torch.inference_mode()
-        def timed() -> float | None:
+        def timed() -> float:
             counts = self._stages.run_linked(passes, linked, batch, places, link)
-            return 1e3 * counts[1].seconds or None
+            return 1e3 * counts[1].seconds
+
+        return timed
+
+    @staticmethod
+    def _compiled_lookup(batch: RoundBatch, drafter: CompiledDrafter) -> Timed | None:
+        """A proposal as a link asks for it, without Python around it."""
+        from ..decoding.rounds_numba import Lookups  # here, since a machine with a GPU need not have numba
+
+        if (lookup := drafter.lookup) is None:
+            return None
+        first, counts = torch.zeros_like(batch.limits), torch.empty_like(batch.limits)
+        asked = Lookups(batch.num_rows, batch.window, batch.tokens.data_ptr())
+        asked.first, asked.most = first.data_ptr(), batch.most_drafts.data_ptr()
+        asked.counts = counts.data_ptr()
+        propose = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(lookup.propose)
+
+        def timed() -> float:
+            held = first, counts, batch, drafter  # what the addresses are of
+            started = time.perf_counter()
+            propose(ctypes.addressof(asked), ctypes.addressof(lookup.index))
+            del held
+            return 1e3 * (time.perf_counter() - started)
 
         return timed
 

@@ -33,6 +33,7 @@ class Calibration:
     host_ms         median of the difference, over all plain steps: scheduling, batches, copies, text
     prefill_s       seconds that the prompts took in all
     max_run_ms      as EngineConfig: rounds that run together share the host's work
+    links           whether those of plans run together, too, as one call
     """
 
     rows: int
@@ -41,18 +42,20 @@ class Calibration:
     host_ms: float
     prefill_s: float
     max_run_ms: float = 0.0
+    links: bool = False
 
     def host_ms_of(self, plan: SpeculativeConfig | None, parts_ms: float) -> float:
         """The host's share of a round of the plan whose parts take so long."""
-        if parts_ms <= 0.0 or not _runs_together(plan):
+        if parts_ms <= 0.0 or not (plan is None or (self.links and _is_compiled(plan))):
             return self.host_ms
         return self.host_ms / num_together(self.max_run_ms, parts_ms)
 
 
 def calibrate(
-    steps: Sequence[Step], times: PassTimes, batch_size: int, max_run_ms: float = 0.0
+    steps: Sequence[Step], times: PassTimes, batch_size: int, max_run_ms: float = 0.0, links: bool = False
 ) -> Calibration:
-    """The calibration by the steps of a plain run over all prompts, in which no rounds ran together."""
+    """The calibration by the steps of a plain run over all prompts, in which no rounds ran together;
+    max_run_ms, links: as Calibration."""
     plain = partial(times.one_each, ["plain"])
     decoding = [step for step in steps if step.rows and not step.prefill_tokens]
     full = [1e3 * step.seconds for step in decoding if step.rows == batch_size]
@@ -73,6 +76,7 @@ def calibrate(
         host_ms,
         max(0.0, prefill_ms / 1e3),
         max_run_ms,
+        links,
     )
 
 
@@ -204,9 +208,9 @@ class Predictor:
         return {rows: count for rows, count in enumerate(np.bincount(live).tolist()) if count}
 
 
-def _runs_together(plan: SpeculativeConfig | None) -> bool:
-    """Whether rounds of the plan run together, if their rows take the likeliest tokens."""
-    return plan is None or (not plan.draft.traits.has_model and plan.num_branches == 1)
+def _is_compiled(plan: SpeculativeConfig) -> bool:
+    """Whether rounds of the plan have a compiled form, if their rows take the likeliest tokens."""
+    return not plan.draft.traits.has_model and plan.num_branches == 1
 
 
 def _occupancy(rounds: Ints, batch_size: int) -> Ints:

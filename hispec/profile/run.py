@@ -163,7 +163,7 @@ class Session:
             statistics.fmean(len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in answers)
         )
         times, num_layers = PassTimes(latency.model(), context_len), decoder.config.num_layers
-        calibration = calibrate(steps, times, batch_size, self._max_run_ms)
+        calibration = calibrate(steps, times, batch_size, self._max_run_ms, decoder.passes is not None)
         predictor = Predictor(
             recording,
             times,

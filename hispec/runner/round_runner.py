@@ -14,7 +14,7 @@ from cache.view import BatchView
 from ..config import PLAIN, EngineConfig, Plan
 from ..control.choice import Choice
 from ..decoding.drafter import DrafterError, guarded
-from ..decoding.rounds_together import can_link
+from ..decoding.rounds_together import can_link, prepare
 from ..decoding.stages import DecoderLike, PassCounts
 from ..sampling.inputs import RowSampling
 from ..sampling.sampler import Sampler
@@ -91,6 +91,8 @@ class RoundRunner:
         self.max_run_ms = config.max_run_ms if device.type == "cpu" else 0.0
         # Milliseconds of the last round of each plan, and its rows.
         self._last_rounds: dict[Plan, tuple[float, int]] = {}
+        if self.max_run_ms > 0.0:
+            prepare(device)
         self._sampler = Sampler([], decoder.config.vocab_size, device, config.max_num_seqs)
         self._loaded: tuple[int, ...] | None = None  # numbers of the requests that the sampler has loaded
         self.graphs: GraphCache | None = None
@@ -113,17 +115,20 @@ class RoundRunner:
         and where those of a plan are no single call."""
         if choice.watches or self._launcher.runs_ahead or not all(map(_may_run_on, requests)):
             return 1
-        if not choice.plan.is_plain and not self._can_link(runtime.for_route(choice.route), choice, requests):
+        plan, window = choice.plan, choice.plan.window
+        if not plan.is_plain and all(request.cap(window) == 1 for request in requests):
+            plan = PLAIN  # as `launch` has it where no row may speculate
+        elif not plan.is_plain and not self._can_link(runtime.for_route(choice.route), plan, requests):
             return 1
         # More rows take longer: at most in proportion.
-        round_ms, num_rows = self._last_rounds.get(choice.plan, (math.inf, 1))
+        round_ms, num_rows = self._last_rounds.get(plan, (math.inf, 1))
         num = num_together(self.max_run_ms, round_ms * max(1.0, len(requests) / num_rows))
         return min([num, *(request.max_tokens - request.num_output for request in requests)])
 
     @staticmethod
-    def _can_link(runtime: PlanRuntime, choice: Choice, requests: Sequence[Request]) -> bool:
+    def _can_link(runtime: PlanRuntime, plan: Plan, requests: Sequence[Request]) -> bool:
         is_greedy = all(request.params.temperature == 0.0 for request in requests)
-        return is_greedy and can_link(choice.plan, runtime.judge, runtime.drafter)
+        return is_greedy and can_link(runtime.stages, plan, runtime.judge, runtime.drafter)
 
     def launch(
         self,
@@ -156,7 +161,7 @@ class RoundRunner:
                 if error.lacks_memory and len(running) > 1:
                     raise
                 self._handle_failure(route, requests, error, stats)
-        rows = make_rows(running, Choice(watches=choice.watches), limits)
+        rows = make_rows(running, Choice(watches=choice.watches), limits, num_together)
         return self._launch_rounds(runtime, PLAIN, rows, None, started_s)
 
     def _launch_rounds(

@@ -148,14 +148,14 @@ class Scheduler:
     def fit(self, step: Step, window: int, num_rounds: int = 1) -> None:
         """Changes the window of the step's round, as far as there are free blocks. num_rounds: rounds that
         run together at most, each of which takes a window's places at most."""
-        for row in step.limits:
-            request = self.running[row]
-            start, limit = len(request.token_ids) - 1, request.round_limit(window)
-            if num_rounds > 1:
-                limit = min(num_rounds * request.cap(window), request.max_tokens - request.num_output)
-            if not self._pool.extend(request.table, start + limit):
-                limit = min(limit, len(request.table.blocks) * self._pool.block_size - start)
-            step.limits[row] = limit
+        for rounds in (1, num_rounds) if num_rounds > 1 else (1,):  # no row's second before another's first
+            for row in step.limits:
+                request = self.running[row]
+                start, room = len(request.token_ids) - 1, request.max_tokens - request.num_output
+                limit = min(rounds * request.cap(window), room)
+                if not self._pool.extend(request.table, start + limit):
+                    limit = min(limit, len(request.table.blocks) * self._pool.block_size - start)
+                step.limits[row] = limit
 
     @property
     def rounds_until_review(self) -> int:

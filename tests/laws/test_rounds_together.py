@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -16,17 +17,19 @@ from ee_models import fused_pass
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from hispec import LLM
-from hispec.config import EngineConfig, Plan, SchedulingConfig
+from hispec.config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
 from hispec.decoding.stages import Stages
 from hispec.drafters.ngram import NgramDrafter
 from hispec.engine import Engine
 from hispec.engine.step_loop import StepLoop
+from hispec.errors import build
 from hispec.runner.launchers import PackedLauncher
 from hispec.runner.round_runner import _MOST_TOGETHER
 from hispec.sampling_params import SamplingParams
 from hispec.stats import RoundCounts
 from tests.helpers.adapter_engines import CASES
 from tests.helpers.drafters import ALL, KINDS, drafter_engine
+from tests.helpers.restless import flat_latency, make_restless
 from tests.helpers.support import GREEDY, make_engine, random_prompts, run, run_through_interrupts, threads
 
 PROMPTS = random_prompts((1, 7, 9, 33, 70, 2))
@@ -110,7 +113,7 @@ def test_passes_in_one_call_give_what_one_by_one_gives(tiny_decoder: Decoder) ->
     with spied(Stages, "run_linked") as calls:
         outputs = run(compiled, PROMPTS, params)
     assert calls
-    with patch.object(Stages, "link", lambda *_: None):
+    with patch.object(Stages, "can_link", lambda *_: False):
         assert run(twin, PROMPTS, params) == outputs
     for name in (*COUNTS, "steps", "layer_positions"):
         assert twin.stats()[name] == compiled.stats()[name], name
@@ -385,6 +388,67 @@ def test_rows_without_room_for_drafts_run_with_the_others(tiny_decoder: Decoder)
         params = [but(GREEDY, speculative=speculates(at)) for at in range(len(TEXTS))]
         engine = drafter_engine(tiny_decoder, KINDS["hybrid"])
         assert run(engine, TEXTS, params) == run(one_by_one(tiny_decoder), TEXTS)
+
+
+def test_rows_that_all_opted_out_of_a_plan_run_together_as_plain_decoding(tiny_decoder: Decoder) -> None:
+    params = but(GREEDY, max_tokens=60, ignore_eos=True, speculative=False)
+    lengths = list(lengths_of_steps(drafter_engine(tiny_decoder, KINDS["ngram"]), params))
+    assert lengths == list(lengths_of_steps(together(tiny_decoder), params))
+    assert max(lengths) == _MOST_TOGETHER
+
+
+@pytest.mark.parametrize("name", ["ngram gated", "tree", "model"])
+def test_what_does_not_run_together_takes_no_blocks_for_it(tiny_path: Path, name: str) -> None:
+    options = NUMBERS["sdpa"] if name == "ngram gated" else {}
+    decoder = Decoder.load(open_checkpoint(tiny_path), torch.float32, torch.device("cpu"), **options)
+    found = []
+    for max_run_ms in (0.0, LONG):
+        engine = drafter_engine(decoder, ALL[name], decoder, max_run_ms=max_run_ms)
+        with spied(PackedLauncher, "launch") as flights:
+            outputs = run(engine, TEXTS, but(GREEDY, max_tokens=20))
+        found.append((outputs, [flight.rows.context_len for flight in flights]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "laps"])
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_that_change_between_runs_and_runs_that_are_lost(
+    tiny_decoder: Decoder, policy: str, seed: int
+) -> None:
+    """A controller that changes its mind, also about single requests, few blocks, and interrupts before the
+    host has read a run: of drafters that several plans share."""
+    ways = {**KINDS["hybrid sure gated"], "control": "goodput", "goodput": {}}
+    config = EngineConfig(max_num_seqs=4, max_model_len=256, block_size=4, num_kv_blocks=80, max_run_ms=LONG)
+    engine = Engine(
+        tiny_decoder,
+        config,
+        build(SpeculativeConfig, ways),
+        latency=flat_latency([5, 8]),
+        scheduling=SchedulingConfig(policy=policy),
+    )
+    control, chance = make_restless(engine, seed, watches=0.1), random.Random(seed)
+    engine._rounds._last_rounds = AlwaysShort()
+    original, lost = StepLoop.read, []
+
+    def lose(loop: StepLoop, flight: Any) -> None:
+        if chance.random() < 0.2:
+            lost.append(flight.num_rounds)
+            raise KeyboardInterrupt
+        original(loop, flight)
+
+    params = but(GREEDY, max_tokens=80, ignore_eos=True)
+    expected = run(one_by_one(tiny_decoder), TEXTS, params)
+    with patch.object(StepLoop, "read", lose), spied(Stages, "run_linked") as calls:
+        assert run_through_interrupts(engine, TEXTS, params) == expected
+    assert len(calls) > 9 and max(lost) > 1
+    assert len({choice.plan for choice in control.choices}) > 5
+
+
+class AlwaysShort(dict[Plan, tuple[float, int]]):
+    """Rounds of any plan take no time, as the runner is told."""
+
+    def get(self, plan: Plan, _: Any = None) -> tuple[float, int]:
+        return 0.1, 1
 
 
 def test_texts_that_a_lost_run_has_extended_are_set_right(tiny_decoder: Decoder) -> None:

@@ -137,6 +137,38 @@ def add_same(scheduler: Scheduler, number: int) -> Request:
     return request
 
 
+# ---- rounds that run together ----
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_rounds", "limits"),
+    [
+        (40, 1, [12, 12]),
+        (40, 3, [36, 36]),
+        (40, 8, [80, 60]),  # as much as they may still get
+        (8, 8, [14, 14]),  # blocks for one round each, and what is left of the last of them
+        (9, 8, [14, 14]),
+        (5, 8, [14, 2]),
+    ],
+    ids=str,
+)
+def test_no_row_has_blocks_for_a_second_round_before_the_others_have_them_for_the_first(
+    num_blocks: int, num_rounds: int, limits: list[int]
+) -> None:
+    scheduler = make_scheduler(Ranks(), num_blocks=num_blocks)
+    for number, room in enumerate((80, 60)):
+        add(scheduler, number, max_tokens=room)
+    planned = scheduler.schedule(1)
+    for chunk in planned.chunks:
+        scheduler.commit(chunk.request, chunk.end, release=False)
+    scheduler.fit(planned, 12, num_rounds)
+    assert list(planned.limits.values()) == limits
+    for row, limit in planned.limits.items():
+        request = scheduler.running[row]
+        assert len(request.token_ids) - 1 + limit <= SIZE * len(request.table.blocks)
+    scheduler._pool.check(scheduler.tables())
+
+
 # ---- pausing ----
 
 
