@@ -1224,6 +1224,13 @@ FAULTS = (
         RUNS,
     ),
     Fault(
+        "linked: what a compiled lookup points to is not held",
+        "hispec/drafters/lookup_numba.py",
+        "held=(self, rows)",
+        "held=None",
+        ("tests/latency/test_stage_bench.py",),
+    ),
+    Fault(
         "linked: blocks for one round alone",
         "hispec/scheduling/scheduler.py",
         "limit = min(rounds * request.cap(window), room)",

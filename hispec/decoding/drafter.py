@@ -81,11 +81,12 @@ class Draft:
 @dataclass(frozen=True)
 class CompiledLookup:
     """Prompt lookup as compiled functions, by address, which take those of a `rounds_numba.Lookups` and of
-    `index`."""
+    `index`; held: what that points to, which must not be gone before."""
 
     propose: int
     extend: int
     index: ctypes.Structure
+    held: object
 
 
 @dataclass(frozen=True)

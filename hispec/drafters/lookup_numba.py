@@ -103,7 +103,9 @@ class LookupIndex(Lookup):
     def compiled(self, rows: Tensor) -> CompiledLookup:
         assert rows.dtype is torch.int64 and rows.is_contiguous()
         self._index.rows, self._index.current = rows.data_ptr(), self._current
-        return CompiledLookup(address_of_cfunc(propose), address_of_cfunc(extend), self._index)
+        return CompiledLookup(
+            address_of_cfunc(propose), address_of_cfunc(extend), self._index, held=(self, rows)
+        )
 
     def agrees(self, row: int, start: int, token_ids: Sequence[int]) -> bool:
         length = self.length(row)

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from .timing import Timed
 
 _BLOCK_SIZE = 16
 _TOKENS_PER_PASS = 512
+_DRAFTS = 3  # of a cycle, of which the first follows a verify
 
 
 class Rig:
@@ -239,11 +241,11 @@ class Rig:
 
     def _linked(self, batch: RoundBatch, q_len: int, over: Pass) -> Timed | None:
         """The pass over q_len positions of each row, which tells its milliseconds, as one of those that run
-        linked: from the end of the one before it on, which finds in the caches what it leaves there. Drafts
-        follow each other; what resumes from others follows the whole model here. None where passes do not
-        run so, or nothing tells them the time."""
-        is_draft = over.leave is Tier.DRAFT
-        passes = {0: over if is_draft else Pass(0, self._num_layers), 1: over}
+        linked: after the whole model, as what follows a verify finds its weights in no near cache. Of passes
+        of the draft tier it is the mean of a few, which find there what the one before them has left. None
+        where passes do not run so, or nothing tells them the time."""
+        times = _DRAFTS if over.leave is Tier.DRAFT else 1
+        passes = {0: Pass(0, self._num_layers), **dict.fromkeys(range(1, times + 1), over)}
         if self._device.type != "cpu" or (linked := self._stages.link(passes, batch)) is None:
             return None
         # Here, since a machine with a GPU need not have numba.
@@ -263,7 +265,7 @@ class Rig:
         @torch.inference_mode()
         def timed() -> float:
             counts = self._stages.run_linked(passes, linked, batch, places, link)
-            return 1e3 * counts[1].seconds
+            return 1e3 * sum(counts[number].seconds for number in range(1, times + 1)) / times
 
         return timed
 
@@ -280,14 +282,12 @@ class Rig:
         asked.counts = counts.data_ptr()
         propose = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(lookup.propose)
 
-        def timed() -> float:
-            held = first, counts, batch, drafter  # what the addresses are of
+        def timed(*held: object) -> float:
             started = time.perf_counter()
             propose(ctypes.addressof(asked), ctypes.addressof(lookup.index))
-            del held
             return 1e3 * (time.perf_counter() - started)
 
-        return timed
+        return partial(timed, first, counts, batch, lookup)  # what the addresses are of
 
     def _stage(self, run: Callable[[], object]) -> Callable[[], None]:
         """`run` as `_quiet` has it; on a GPU from a graph."""
