@@ -178,10 +178,11 @@ class FusedPasses:
                 sums = hidden.new_empty(num_tokens)
                 call.sums = sums.data_ptr()
         num_threads = self._num_threads(program, num_tokens)
-        scratch = self._take_scratch(_scratch_size(program, num_tokens), hidden)
+        starts, total = _lay_out(program.sizes, num_tokens)
+        scratch = self._take_scratch(total, hidden)
         if num_threads > 1:
             call.team_size, call.barrier = self._threads.team_size, scratch.barrier_address
-        _share_scratch(program, call, scratch.memory.data_ptr(), num_tokens)
+        _share_scratch(call, scratch.memory.data_ptr(), starts)
         self._threads.run(run_pass, ctypes.addressof(call), num_threads)
         if num_tokens <= _KEPT_TOKENS:
             self._scratch = scratch
@@ -204,10 +205,9 @@ class FusedPasses:
         width = max(each.program.call.hidden_size for each in passes.values())
         num_logits = max(each.program.num_logits for each in passes.values())
         sizes = {"hidden": width, "logits": num_logits, "sums": 1, "best": 2}  # in numbers of four bytes
-        starts, total = _lay_out(sizes, most)
-        scratch = self._take_scratch(
-            total + max(_scratch_size(each.program, most) for each in passes.values()), kv.data
-        )
+        starts, shared = _lay_out(sizes, most)
+        own = {number: _lay_out(each.program.sizes, most) for number, each in passes.items()}
+        scratch = self._take_scratch(shared + max(total for _, total in own.values()), kv.data)
         begin = scratch.memory.data_ptr()
         calls = (Call * num_calls)()
         at = Places(which=-1, best=begin + starts["best"], logits=begin + starts["logits"])
@@ -228,7 +228,7 @@ class FusedPasses:
             call.source_rows = at.token_ids if each.begins else at.hidden_rows
             if each.target is not None:
                 call.target, call.target_rows = each.target.data_ptr(), at.hidden_rows
-            _share_scratch(each.program, call, begin + 4 * total, most)
+            _share_scratch(call, begin + 4 * shared, own[number][0])
             calls[number] = call
         num_threads = max(self._num_threads(each.program, most) for each in passes.values())
         counts = np.zeros((num_calls, 3), np.int64)
@@ -322,13 +322,9 @@ def _lay_out(sizes: Mapping[str, int], num_tokens: int) -> tuple[dict[str, int],
     return starts, begin // 4
 
 
-def _scratch_size(program: PassProgram, num_tokens: int) -> int:
-    return _lay_out(program.sizes, num_tokens)[1]
-
-
-def _share_scratch(program: PassProgram, call: Call, begin: int, num_tokens: int) -> None:
-    """Tells the call where in the memory that begins there its arrays lie."""
-    for name, start in _lay_out(program.sizes, num_tokens)[0].items():
+def _share_scratch(call: Call, begin: int, starts: Mapping[str, int]) -> None:
+    """Tells the call where its arrays lie: from `begin` on, by where each of them starts."""
+    for name, start in starts.items():
         setattr(call, name, begin + start)
 
 

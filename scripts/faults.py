@@ -1191,8 +1191,8 @@ FAULTS = (
     Fault(
         "linked: who is sampled runs as if it were not",
         "hispec/decoding/rounds_together.py",
-        "if batch.sampler.takes_likeliest and can_link(",
-        "if can_link(",
+        "not (batch.sampler.takes_likeliest and can_link(stages, plan, judge, None))",
+        "not can_link(stages, plan, judge, None)",
         RUNS,
     ),
     Fault(
@@ -1212,7 +1212,7 @@ FAULTS = (
     Fault(
         "linked: a row has blocks for more rounds before another has them for one",
         "hispec/scheduling/scheduler.py",
-        "for rounds in (1, num_rounds) if num_rounds > 1 else (1,):",
+        "for rounds in sorted({1, num_rounds}):",
         "for rounds in (num_rounds,):",
         ("tests/scheduling/test_scheduler.py",),
     ),

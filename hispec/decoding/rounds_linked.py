@@ -47,8 +47,7 @@ def run(
     gate: float | None,
     together: Together,
 ) -> RoundResult:
-    """The rounds as one call, as `rounds_together.run_together` has them, which has asked whether they can
-    be. gate: its continue_confidence."""
+    """The rounds as one call, as `rounds_together.run_together` has them. gate: its continue_confidence."""
     asks = judge.asks_probability or gate is not None
     passes = passes_of(plan, stages.num_layers, drafter, asks)
     linked = stages.link(passes, batch)

@@ -1,7 +1,7 @@
 """A round as `round.Round` runs it, as what is called between its passes: draft -> check (R times) -> verify
 -> commit, and the next round, for chains, coupled acceptance and rows that take the likeliest token.
 
-Between two passes of a small model on a CPU Python takes as long as a layer. Here a pass is followed by one
+Between two passes of a small model on a CPU Python takes long beside a layer. Here a pass is followed by one
 compiled call (`advance`), which does with the rows what the functions of `accept_numba`, `row_steps_numba`
 and `addresses_numba` do in a single round: those very functions.
 """

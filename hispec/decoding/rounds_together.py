@@ -1,7 +1,7 @@
 """Several rounds of a plan, one after the other, without the host between them.
 
-What the host does around the passes of a round takes a tenth to a sixth of it, for a small model on a CPU.
-Where nothing is to be decided between two rounds, they are one call: passes that run linked, between which
+What the host does around the passes of a round is no small part of it, for a small model on a CPU. Where
+nothing is to be decided between two rounds, they are one call: passes that run linked, between which
 `rounds_numba` does what `round.Round` does, or at least one step of the engine.
 
 All rows end with the first that does, by a stop token, its room, or its KV blocks: so all have as many
@@ -34,18 +34,16 @@ def run_together(
     continue_confidence: float | None,
     together: Together,
 ) -> RoundResult:
-    """Up to together.num_rounds rounds of the plan: the result has the tokens and the evidence of all, and
-    `by_round` what each of them did. As `round.run_round` else. Where nothing runs them as one call, one by
-    one those of plain decoding, and of others the first alone."""
-    if batch.sampler.takes_likeliest and can_link(stages, plan, judge, drafter):
-        from . import rounds_linked
+    """Up to together.num_rounds rounds of the plan, as one call, of which the caller knows that they are one
+    (`can_link`), unless they are plain decoding's: those run one by one where they are none. The result has
+    the tokens and the evidence of all, and `by_round` what each of them did. As `round.run_round` else."""
+    if plan.is_plain and not (batch.sampler.takes_likeliest and can_link(stages, plan, judge, None)):
+        return _one_by_one(stages, judge, batch, together)
+    from . import rounds_linked  # here, since a machine with a GPU need not have numba
 
-        compiled = CompiledDrafter() if drafter is None else drafter.compiled()
-        assert isinstance(judge, CoupledJudge) and compiled is not None
-        return rounds_linked.run(stages, plan, judge, compiled, batch, continue_confidence, together)
-    if not plan.is_plain:
-        return run_round(stages, plan, judge, drafter, batch, continue_confidence)
-    return _one_by_one(stages, judge, batch, together)
+    compiled = CompiledDrafter() if drafter is None else drafter.compiled()
+    assert batch.sampler.takes_likeliest and isinstance(judge, CoupledJudge) and compiled is not None
+    return rounds_linked.run(stages, plan, judge, compiled, batch, continue_confidence, together)
 
 
 def prepare(device: torch.device) -> None:
@@ -62,7 +60,7 @@ def can_link(stages: Stages, plan: Plan, judge: Judge, drafter: Drafter | None) 
         return False
     if not runs_numba(stages.device):
         return False
-    from . import rounds_linked  # here, since a machine with a GPU need not have numba
+    from . import rounds_linked
 
     return stages.can_link(rounds_linked.passes_of(plan, stages.num_layers, compiled))
 

@@ -116,9 +116,9 @@ class Lookup(ABC):
         return None
 
     def agrees(self, row: int, start: int, token_ids: Sequence[int]) -> bool:
-        """Whether the row's text, from token `start` on, is that of token_ids, or the beginning of it. Asked
-        of what is compiled alone."""
-        raise NotImplementedError
+        """Whether the row's text, from token `start` on, is that of token_ids, or the beginning of it: what
+        is not compiled has no tokens but the host's."""
+        return True
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self._num_rows:

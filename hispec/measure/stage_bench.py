@@ -22,7 +22,7 @@ from ..config import PLAIN, NgramConfig, Plan
 from ..decoding.acceptance import CoupledJudge, Proposals
 from ..decoding.batch import PACKED, STATIC, RoundBatch, Span, make_sampling_input
 from ..decoding.draft_tree import DraftTree
-from ..decoding.drafter import CompiledDrafter
+from ..decoding.drafter import CompiledLookup
 from ..decoding.round import Round, run_round
 from ..decoding.stages import DecoderLike, Pass, PassCounts, Stages, Tier
 from ..drafters.autoregressive import ComputedDrafter, ExitHead
@@ -180,10 +180,10 @@ class Rig:
         batch = self._batch(rows, most + 1)
         drafter = NgramDrafter(NgramConfig(), self._judge, rows, len(self._context), self._device)
         drafter.follow([(row, self._context) for row in range(rows)])
-        compiled = None
-        if self._stages.link({0: Pass(0, self._num_layers)}, batch) is not None:
-            compiled = drafter.compiled()
-        return (compiled and self._compiled_lookup(batch, compiled)) or self._stage(
+        compiled = drafter.compiled()
+        if compiled and compiled.lookup and self._stages.can_link({0: Pass(0, self._num_layers)}):
+            return self._compiled_lookup(batch, compiled.lookup)
+        return self._stage(
             lambda: drafter.propose(batch, torch.zeros_like(batch.limits), DraftTree.chain(most))
         )
 
@@ -270,12 +270,10 @@ class Rig:
         return timed
 
     @staticmethod
-    def _compiled_lookup(batch: RoundBatch, drafter: CompiledDrafter) -> Timed | None:
+    def _compiled_lookup(batch: RoundBatch, lookup: CompiledLookup) -> Timed:
         """A proposal as a link asks for it, without Python around it."""
         from ..decoding.rounds_numba import Lookups  # here, since a machine with a GPU need not have numba
 
-        if (lookup := drafter.lookup) is None:
-            return None
         first, counts = torch.zeros_like(batch.limits), torch.empty_like(batch.limits)
         asked = Lookups(batch.num_rows, batch.window, batch.tokens.data_ptr())
         asked.first, asked.most = first.data_ptr(), batch.most_drafts.data_ptr()

@@ -148,7 +148,7 @@ class Scheduler:
     def fit(self, step: Step, window: int, num_rounds: int = 1) -> None:
         """Changes the window of the step's round, as far as there are free blocks. num_rounds: rounds that
         run together at most, each of which takes a window's places at most."""
-        for rounds in (1, num_rounds) if num_rounds > 1 else (1,):  # no row's second before another's first
+        for rounds in sorted({1, num_rounds}):  # no row's second before another's first
             for row in step.limits:
                 request = self.running[row]
                 start, room = len(request.token_ids) - 1, request.max_tokens - request.num_output
