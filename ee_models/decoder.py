@@ -114,7 +114,8 @@ class Decoder:
         whose bytes a token reads; the embedding stays as it is. Raises CheckpointError for tensors that are
         missing or unreadable, ValueError for a dtype, quantization or backend that cannot run on `device`.
         """
-        config, make_linear = checkpoint.config, LinearMaker(device, dtype, quantization, exact)
+        config = checkpoint.config
+        make_linear = LinearMaker(device, dtype, quantization, exact, weights_dtype)
 
         def read(name: str) -> Tensor:
             return checkpoint.tensor(name).to(device, weights_dtype or dtype).to(dtype)

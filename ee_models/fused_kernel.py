@@ -14,7 +14,7 @@ from numba import cfunc, njit, types
 from numba.np.numpy_support import carray, from_dtype
 
 from .attention.numba_pages import CALL, NO_PATH, attend_units, cut_by, cut_units
-from .kernels import numba_gemm, numba_int
+from .kernels import numba_gemm, numba_narrow
 from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
 from .kernels.numba_scan import scan_row
 from .kernels.threads import address_of, count_team, now, pointer, take, wait
@@ -182,10 +182,10 @@ def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outp
     with this thread's tokens of x, and returns once all of `out` is there."""
     n, (panels, size, bias), (first, last, share, shares) = c.num_tokens, weight, part
     if bits != 0:
-        numba_int.split_tokens(bits, x, inputs, c.terms, first, last)
+        numba_narrow.split_tokens(bits, x, inputs, c.terms, first, last)
     wait(c.barrier, part[3])
     if bits != 0:
-        numba_int.multiply(bits, c.ahead, c.terms, n, inputs, panels, out, outputs, share, shares)
+        numba_narrow.multiply(bits, c.ahead, c.terms, n, inputs, panels, out, outputs, share, shares)
     else:
         numba_gemm.multiply(x, n, inputs, panels, size, bias, out, outputs, share, shares)
     wait(c.barrier, part[3])

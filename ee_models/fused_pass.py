@@ -23,9 +23,9 @@ from .attention import AttentionBackend
 from .attention.numba_pages import Call as AttentionCall
 from .attention.numba_pages import NumbaAttention
 from .fused_kernel import Call, Linked, Places, Step, run_linked, run_pass
-from .int_linear import IntLinear
+from .narrow_linear import NarrowLinear
 from .kernels.cpu import size_of_numbers
-from .kernels.numba_int import bytes_per_token, look_ahead
+from .kernels.numba_narrow import bytes_per_token, look_ahead
 from .kernels.threads import KernelThreads, find_clock
 from .linear import Linear
 from .panel_linear import PanelLinear
@@ -63,7 +63,7 @@ class _Scratch(NamedTuple):
 
 
 class FusedPasses:
-    """Runs passes of which all linears are PanelLinears or IntLinears, with numba's attention."""
+    """Runs passes of which all linears are PanelLinears or NarrowLinears, with numba's attention."""
 
     def __init__(
         self,
@@ -337,7 +337,7 @@ def _addresses(rows: Rows) -> tuple[int, int]:
     return rows.matrix.data_ptr(), rows.index.data_ptr()
 
 
-def _linears(step: PassStep) -> dict[str, PanelLinear | IntLinear]:
+def _linears(step: PassStep) -> dict[str, PanelLinear | NarrowLinear]:
     linears: dict[str, Linear] = {}
     if step.layer is not None and step.layer.attention is not None:
         linears |= {"qkv": step.layer.attention.qkv, "output": step.layer.attention.output}
@@ -347,7 +347,7 @@ def _linears(step: PassStep) -> dict[str, PanelLinear | IntLinear]:
         linears["head"] = step.head
     found = {}
     for name, linear in linears.items():
-        assert isinstance(linear, PanelLinear | IntLinear)
+        assert isinstance(linear, PanelLinear | NarrowLinear)
         found[name] = linear
     return found
 

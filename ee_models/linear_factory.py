@@ -1,4 +1,4 @@
-"""LinearMaker: makes all linears of a model of one kind: in panels, in whole numbers, plain, row-invariant
+"""LinearMaker: makes all linears of a model of one kind: in panels, in narrow numbers, plain, row-invariant
 or quantized."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .linear import Linear, PlainLinear
 from .quantized import Quantization, check_quantization, quantized_linear
 
 if TYPE_CHECKING:
-    from .int_linear import IntLinear
+    from .narrow_linear import NarrowLinear
     from .kernels.threads import KernelThreads
     from .panel_linear import PanelLinear
 
@@ -27,6 +27,8 @@ class LinearMaker:
 
     quantization  "int8" or "int4", every matrix product included; None = the weights as they are
     exact         on a GPU, kernels in which rows keep their bits; those of a CPU give that by themselves
+    weights_dtype what weights have been rounded to; None = dtype. A CPU that multiplies bfloat16 does that to
+                  such weights and to tokens rounded to it, and adds up in float32; any other computes in dtype
     Raises ValueError for what cannot be combined, or cannot run on `device` in `dtype`.
     """
 
@@ -34,6 +36,7 @@ class LinearMaker:
     dtype: torch.dtype
     quantization: Quantization | None = None
     exact: bool = False
+    weights_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.quantization is None:
@@ -47,14 +50,22 @@ class LinearMaker:
 
     @property
     def makes_panels(self) -> bool:
-        """Whether linears are PanelLinears or, with `bits`, IntLinears: what several layers run over in one
-        call."""
+        """Whether linears are PanelLinears or NarrowLinears: what several layers run over in one call."""
         return runs_numba(self.device) and self.dtype == torch.float32
 
     @property
     def bits(self) -> Literal[8, 4] | None:
         """Those of a quantized model's weights."""
         return None if self.quantization is None else 8 if self.quantization == "int8" else 4
+
+    @cached_property
+    def multiplies_bfloat16(self) -> bool:
+        """Whether linears are NarrowLinears in bfloat16."""
+        if self.quantization is not None or self.weights_dtype != torch.bfloat16 or not self.makes_panels:
+            return False
+        from .kernels.numba_bfloat16 import can_multiply
+
+        return can_multiply()
 
     @cached_property
     def threads(self) -> KernelThreads:
@@ -72,29 +83,31 @@ class LinearMaker:
         """The Linear of a head [vocab, hidden]. On a CPU it stays in int8 where layers are in int4: what is
         lost in it is lost for every token, and files in four bits keep it in more, too."""
         if self.bits is not None and self.device.type == "cpu":
-            return self._int_linear(weight, None, 8)
+            return self._narrow_linear(weight, None, 8)
         return self(weight, None)
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if self.bits is not None and self.device.type == "cpu":
-            return self._int_linear(weight, bias, self.bits)
+            return self._narrow_linear(weight, bias, self.bits)
         if self.bits is not None:
             return quantized_linear(weight, bias, self.bits, self.exact)
         if self.exact and self.device.type != "cpu":
             from .kernels.triton_linear import InvariantLinear
 
             return InvariantLinear(weight, bias)
+        if self.multiplies_bfloat16:
+            return self._narrow_linear(weight, bias, 16)
         if self.makes_panels:
             from .panel_linear import PanelLinear
 
             return self._placed(PanelLinear(weight, bias, self.threads))
         return PlainLinear(weight, bias)
 
-    def _int_linear(self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4]) -> Linear:
-        from .int_linear import IntLinear
+    def _narrow_linear(self, weight: Tensor, bias: Tensor | None, bits: Literal[16, 8, 4]) -> Linear:
+        from .narrow_linear import NarrowLinear
 
-        return self._placed(IntLinear(weight, bias, bits, self.threads))
+        return self._placed(NarrowLinear(weight, bias, bits, self.threads))
 
-    def _placed(self, linear: PanelLinear | IntLinear) -> Linear:
+    def _placed(self, linear: PanelLinear | NarrowLinear) -> Linear:
         linear.panels = self.pages.keep(linear.panels)
         return linear

@@ -1,5 +1,5 @@
 """A GPU's quantized linears: int8 in a kernel of our own, int4 by torchao (extra `quantize`); a CPU's are in
-`int_linear`.
+`narrow_linear`.
 
 A quantized model is another model: what speculation keeps is plain decoding's output of that same model.
 """

@@ -17,7 +17,7 @@ GATE = ("tests/decoding/test_gate.py",)
 STATIC = ("tests/laws/test_static.py",)
 CONTROL = ("tests/laws/test_control.py",)
 EARLY_EXIT = ("tests/training/test_early_exit.py",)
-INTEGERS = ("tests/ee_models/test_int_linear.py",)
+INTEGERS = ("tests/ee_models/test_narrow_linear.py",)
 JOBS = ("tests/jobs/test_resume.py", "tests/jobs/test_output.py")
 PACKAGE = ("tests/training/test_command_ee.py",)
 UPLOADS = ("tests/jobs/test_upload.py",)
@@ -186,7 +186,7 @@ FAULTS = (
     ),
     Fault(
         "a share of int8 or int4 panels begins one too late",
-        "ee_models/kernels/numba_int.py",
+        "ee_models/kernels/numba_narrow.py",
         "range(share * num_panels // num_shares, (share + 1)",
         "range(share * num_panels // num_shares + (share > 0), (share + 1)",
         INTEGERS,
@@ -236,8 +236,8 @@ FAULTS = (
     Fault(
         "layers in one call split tokens for int4 as for int8",
         "ee_models/fused_kernel.py",
-        "numba_int.split_tokens(bits, x,",
-        "numba_int.split_tokens(8, x,",
+        "numba_narrow.split_tokens(bits, x,",
+        "numba_narrow.split_tokens(8, x,",
         ("tests/ee_models/test_fused_pass.py",),
     ),
     Fault(

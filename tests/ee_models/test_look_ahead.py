@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ee_models.kernels import numba_int
+from ee_models.kernels import numba_narrow
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -13,13 +13,13 @@ from ee_models.kernels import numba_int
 def test_no_bit_depends_on_it(bits: int, num_tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(rows, 100, generator=generator) for rows in (70, num_tokens))
-    panels = numba_int.pack(bits, weight, None)
-    terms = torch.empty(num_tokens, numba_int.bytes_per_token(bits, 100), dtype=torch.uint8)
-    numba_int.split_tokens(bits, x.data_ptr(), 100, terms.data_ptr(), 0, num_tokens)
+    panels = numba_narrow.pack(bits, weight, None)
+    terms = torch.empty(num_tokens, numba_narrow.bytes_per_token(bits, 100), dtype=torch.uint8)
+    numba_narrow.split_tokens(bits, x.data_ptr(), 100, terms.data_ptr(), 0, num_tokens)
     outputs = []
-    for ahead in (0, *numba_int._AHEAD, 1 << 40):  # asking for what is not there is no fault
+    for ahead in (0, *numba_narrow._AHEAD, 1 << 40):  # asking for what is not there is no fault
         out = torch.empty(num_tokens, 70)
-        numba_int.multiply(
+        numba_narrow.multiply(
             *(bits, ahead, terms.data_ptr(), num_tokens, 100, panels.data_ptr(), out.data_ptr(), 70, 0, 1)
         )
         outputs.append(out)
@@ -34,13 +34,13 @@ def test_the_fastest_is_taken_and_measured_once(monkeypatch: pytest.MonkeyPatch)
         nonlocal now
         asked.append(ahead)
         # The first look is a slow one, as those at new memory are; then the last is the fastest.
-        now += 9.0 if len(asked) == len(numba_int._AHEAD) else 1.0 / ahead
+        now += 9.0 if len(asked) == len(numba_narrow._AHEAD) else 1.0 / ahead
 
-    monkeypatch.setattr(numba_int, "multiply", multiply)
-    monkeypatch.setattr(numba_int.time, "perf_counter", lambda: now)
-    numba_int.look_ahead.cache_clear()
+    monkeypatch.setattr(numba_narrow, "multiply", multiply)
+    monkeypatch.setattr(numba_narrow.time, "perf_counter", lambda: now)
+    numba_narrow.look_ahead.cache_clear()
     try:
-        assert numba_int.look_ahead() == numba_int.look_ahead() == numba_int._AHEAD[-1]
-        assert asked == [*numba_int._AHEAD] * numba_int._LOOKS
+        assert numba_narrow.look_ahead() == numba_narrow.look_ahead() == numba_narrow._AHEAD[-1]
+        assert asked == [*numba_narrow._AHEAD] * numba_narrow._LOOKS
     finally:
-        numba_int.look_ahead.cache_clear()  # of what this test made up
+        numba_narrow.look_ahead.cache_clear()  # of what this test made up

@@ -19,7 +19,7 @@ from ee_models import quantized
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
-from ee_models.int_linear import IntLinear
+from ee_models.narrow_linear import NarrowLinear
 from ee_models.kernels.numba_int8 import GROUP
 from ee_models.linear import Linear, PlainLinear
 from ee_models.linear_factory import LinearMaker
@@ -74,7 +74,7 @@ def test_a_quantized_linear_is_close_to_its_weight_and_smaller(
     bias = randn(shape[0], seed=1).to(device, dtype) if with_bias else None
     layer = LinearMaker(device, dtype, kind)(weight.clone(), bias)
     assert type(layer).__name__ == (
-        "IntLinear" if device == CPU else "Int8Linear" if kind == "int8" else "QuantizedLinear"
+        "NarrowLinear" if device == CPU else "Int8Linear" if kind == "int8" else "QuantizedLinear"
     )
     x = randn(66, shape[1], seed=2).to(device, dtype)
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
@@ -160,7 +160,7 @@ def test_what_cannot_be_quantized_is_refused_with_the_way_out(
 def test_exact_linears_of_a_gpu_cannot_be_in_int4_and_on_a_cpu_exact_changes_nothing() -> None:
     with pytest.raises(ValueError, match=r"quantization='int4' cannot be combined on cuda.* or set .* int8"):
         LinearMaker(GPU, torch.bfloat16, "int4", exact=True)
-    assert isinstance(LinearMaker(CPU, torch.float32, "int8", exact=True)(randn(4, 8), None), IntLinear)
+    assert isinstance(LinearMaker(CPU, torch.float32, "int8", exact=True)(randn(4, 8), None), NarrowLinear)
     weight = randn(4, 8)
     assert type(LinearMaker(CPU, torch.float32, exact=True)(weight, None)) is type(
         LinearMaker(CPU, torch.float32)(weight, None)
@@ -268,7 +268,7 @@ def test_a_quantized_decoder_computes_with_the_weights_that_it_holds(
 
     def unpacked(layer: Linear, weight: Tensor, bias: Tensor | None = None) -> Linear:
         eye = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
-        is_int8 = isinstance(layer, IntLinear) and layer.bits == 8
+        is_int8 = isinstance(layer, NarrowLinear) and layer.bits == 8
         return (OfRounded if is_int8 else PlainLinear)(layer(eye).T.contiguous(), bias)
 
     tokens = list(range(40, 60))
@@ -292,7 +292,7 @@ def test_a_tied_head_is_a_copy_where_it_is_quantized_and_counted(
     decoder = Decoder.load(checkpoint, dtype, CPU, quantization=kind)
     assert decoder._embedding.dtype == dtype and decoder._embedding.shape == (260, 64)
     layer = sum(linear.num_bytes for linear in decoder._layers[0].linears)
-    assert isinstance(decoder.head, IntLinear)
+    assert isinstance(decoder.head, NarrowLinear)
     assert decoder.num_bytes == decoder._embedding.nbytes + layer + decoder.head.num_bytes
 
 

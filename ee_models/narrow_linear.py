@@ -1,4 +1,4 @@
-"""IntLinear: a linear of a CPU that multiplies in whole numbers, whose rows keep their bits."""
+"""NarrowLinear: a linear of a CPU that multiplies in narrow numbers, whose rows keep their bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from numba import cfunc, types
 from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor, uint8
 
-from .kernels.numba_int import bytes_per_token, look_ahead, multiply, pack, split_tokens
+from .kernels.numba_bfloat16 import can_multiply
+from .kernels.numba_narrow import bytes_per_token, look_ahead, multiply, pack, split_tokens
 from .kernels.threads import KernelThreads, address_of, take
 
 # Multiplications of a product, and inputs to split, from which other threads are worth their 3 microseconds.
@@ -65,17 +66,20 @@ def _multiply(call: Any) -> None:
         share = take(address_of(call))
 
 
-class IntLinear:
-    """A product with a weight [out, in] in int8 or int4; of tokens, whole numbers with scales (see
-    `numba_int`). x and output keep the weight's dtype; what lies between is float32."""
+class NarrowLinear:
+    """A product with a weight [out, in] in int8, int4 or bfloat16; of tokens, whole numbers with scales, or
+    bfloat16 (see `numba_narrow`). x and output keep the weight's dtype; what lies between is float32."""
 
     row_invariant = True
     holds_copy = True
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, bits: Literal[8, 4], threads: KernelThreads
+        self, weight: Tensor, bias: Tensor | None, bits: Literal[16, 8, 4], threads: KernelThreads
     ) -> None:
-        """Raises ValueError for weights that are not finite, or in int4 too large for float16."""
+        """Raises ValueError for weights that are not finite, or in int4 too large for float16, and in
+        bfloat16 where the CPU does not multiply it."""
+        if bits == 16 and not can_multiply():  # which asks for the right to, too
+            raise ValueError("this CPU does not multiply bfloat16; take a PanelLinear")
         self.num_outputs, self.num_inputs = weight.shape
         self.panels = pack(bits, weight.float(), None if bias is None else bias.float())
         self.num_bytes = self.panels.nbytes

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ee_models.int_linear import IntLinear
-from ee_models.kernels import numba_int, numba_int4, numba_int8, numba_vectors
+from ee_models.narrow_linear import NarrowLinear
+from ee_models.kernels import numba_narrow, numba_int4, numba_int8, numba_vectors
 from ee_models.kernels.threads import KernelThreads
 from tests.helpers.support import threads
 from tests.helpers.vector_width import load_with_vectors_of
@@ -23,8 +23,8 @@ MODULES = [
     "ee_models.kernels.numba_gemm",
     INT8,
     "ee_models.kernels.numba_int4",
-    "ee_models.kernels.numba_int",
-    "ee_models.int_linear",
+    "ee_models.kernels.numba_narrow",
+    "ee_models.narrow_linear",
 ]
 CALLED = {"vnni": ["vpdpbusd", "pmadd"], "pairs": ["pmadd"], "plain": []}
 SHAPES = [(3 * 32, 48), (33, 5), (1, 1), (31, 64), (40, 1538), (32, 31), (31, 32), (65, 33), (1, 100)]
@@ -46,7 +46,7 @@ def ways() -> list[tuple[int, str]]:
 def modules(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[ModuleType]]:
-    """numba_int8, numba_int and int_linear."""
+    """numba_int8, numba_narrow and narrow_linear."""
     width, dot = request.param
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("compiled")
@@ -100,7 +100,7 @@ def group_peaks(numbers: Tensor) -> Tensor:
 def test_products_are_those_of_whole_numbers_and_a_rows_bits_its_own(
     modules: list[ModuleType], bits: Bits
 ) -> None:
-    int8, _, int_linear = modules
+    int8, _, narrow_linear = modules
     assert int8.COLUMNS in (16, 32)
     for num_threads in (1, 3):
         for num_outputs, num_inputs in SHAPES:
@@ -112,7 +112,7 @@ def test_products_are_those_of_whole_numbers_and_a_rows_bits_its_own(
             )
             x *= torch.logspace(-3, 3, 40)[:, None]  # a scale of its own for each token
             with threads(num_threads):
-                layer = int_linear.IntLinear(weight, bias, bits, KernelThreads())
+                layer = narrow_linear.NarrowLinear(weight, bias, bits, KernelThreads())
             out, (expected, tolerance) = layer(x), products(bits, weight, bias, x)
             assert bool(((out - expected).abs() <= tolerance).all())
             for rows in range(0, 41, 1 if num_inputs < 100 else 7):
@@ -121,32 +121,32 @@ def test_products_are_those_of_whole_numbers_and_a_rows_bits_its_own(
 
 
 def test_bits_are_the_same_on_every_cpu(modules: list[ModuleType], bits: Bits) -> None:
-    assert modules[2].IntLinear is not IntLinear
+    assert modules[2].NarrowLinear is not NarrowLinear
     for num_outputs, num_inputs in SHAPES:
         weight, bias, x = randn(num_outputs, num_inputs), randn(num_outputs, seed=1), randn(7, num_inputs)
-        layers = [kind(weight, bias, bits, KernelThreads()) for kind in (IntLinear, modules[2].IntLinear)]
+        layers = [kind(weight, bias, bits, KernelThreads()) for kind in (NarrowLinear, modules[2].NarrowLinear)]
         assert torch.equal(layers[0](x), layers[1](x))
 
 
 def test_the_largest_numbers_do_not_overflow(modules: list[ModuleType]) -> None:
     num_inputs, signs = 1 << 17, torch.tensor([[1.0], [-1.0]])
-    layer = modules[2].IntLinear(signs.expand(2, num_inputs), None, 8, KernelThreads())
+    layer = modules[2].NarrowLinear(signs.expand(2, num_inputs), None, 8, KernelThreads())
     found, of_scale = layer(3.0 * signs.expand(2, num_inputs)), {"rtol": 2**-11, "atol": 0.0}
     torch.testing.assert_close(found, 3.0 * num_inputs * signs @ signs.T, **of_scale)
     largest = torch.finfo(torch.float32).max
-    layer = modules[2].IntLinear(torch.full((1, 2), largest), None, 8, KernelThreads())
+    layer = modules[2].NarrowLinear(torch.full((1, 2), largest), None, 8, KernelThreads())
     found = layer(torch.tensor([[0.25, 0.25]]))
     torch.testing.assert_close(found, torch.tensor([[0.5 * largest]]), **of_scale)
     weight = torch.full((2, 2 * numba_int4.GROUP), 15 * 4096.0)  # and so nothing but the largest q
     weight[:, :: numba_int4.GROUP] = 0.0
-    layer = modules[2].IntLinear(weight, None, 4, KernelThreads())
+    layer = modules[2].NarrowLinear(weight, None, 4, KernelThreads())
     torch.testing.assert_close(layer(3.0 * signs.expand(2, len(weight[0]))), 3.0 * signs * weight.sum(1))
 
 
 def test_zeros_give_the_bias_and_weights_of_zero_nothing(modules: list[ModuleType], bits: Bits) -> None:
     weight, bias = randn(33, 7), randn(33, seed=1)
     weight[3] = 0.0
-    layer = modules[2].IntLinear(weight, bias, bits, KernelThreads())
+    layer = modules[2].NarrowLinear(weight, bias, bits, KernelThreads())
     x = torch.stack([torch.zeros(7), torch.ones(7)])
     assert torch.equal(layer(x)[0], bias)
     assert layer(x)[1, 3] == bias[3]
@@ -154,7 +154,7 @@ def test_zeros_give_the_bias_and_weights_of_zero_nothing(modules: list[ModuleTyp
 
 def test_nothing_is_written_beside_the_outputs(modules: list[ModuleType], bits: Bits) -> None:
     """Outputs and terms lie between bytes that are looked at again."""
-    layer, x = modules[2].IntLinear(randn(33, 7), None, bits, KernelThreads()), randn(5, 7)
+    layer, x = modules[2].NarrowLinear(randn(33, 7), None, bits, KernelThreads()), randn(5, 7)
     expected = layer(x)
     guarded: list[Tensor] = []
 
@@ -178,7 +178,7 @@ def test_nothing_is_written_beside_the_outputs(modules: list[ModuleType], bits: 
 
 
 def test_what_is_not_finite_stays_so_in_its_row_alone(modules: list[ModuleType], bits: Bits) -> None:
-    layer, x = modules[2].IntLinear(randn(33, 9), None, bits, KernelThreads()), randn(4, 9)
+    layer, x = modules[2].NarrowLinear(randn(33, 9), None, bits, KernelThreads()), randn(4, 9)
     expected = layer(x)
     for value in (torch.nan, torch.inf, -torch.inf):
         broken = x.clone()
@@ -193,12 +193,12 @@ def test_weights_that_have_no_place_are_refused(bits: Bits) -> None:
         weight = randn(33, 9)
         weight[2, 3] = value
         with pytest.raises(ValueError, match=rf"not a {said}, and int{bits}.*set quantization to null"):
-            IntLinear(weight, None, bits, KernelThreads())
+            NarrowLinear(weight, None, bits, KernelThreads())
 
 
 def test_the_smallest_weights_stay_what_they_are(modules: list[ModuleType], bits: Bits) -> None:
     weight = torch.tensor([[3e-45, -3e-45], [1e-40, 5e-41], [1.0, -0.5]])
-    out = modules[2].IntLinear(weight, None, bits, KernelThreads())(torch.ones(1, 2))
+    out = modules[2].NarrowLinear(weight, None, bits, KernelThreads())(torch.ones(1, 2))
     torch.testing.assert_close(out, weight.sum(1)[None], atol=1e-38 if bits == 8 else 1e-7, rtol=0.01)
 
 
@@ -222,14 +222,14 @@ def test_code_is_for_what_numba_compiles_for(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_bfloat16_comes_out_as_it_went_in(modules: list[ModuleType], bits: Bits) -> None:
     weight, x = randn(33, 7).bfloat16(), randn(5, 7).bfloat16()
-    out = modules[2].IntLinear(weight, None, bits, KernelThreads())(x)
+    out = modules[2].NarrowLinear(weight, None, bits, KernelThreads())(x)
     assert out.dtype == torch.bfloat16
-    wide = modules[2].IntLinear(weight.float(), None, bits, KernelThreads())(x.float())
+    wide = modules[2].NarrowLinear(weight.float(), None, bits, KernelThreads())(x.float())
     assert torch.equal(out, wide.bfloat16())
 
 
 def test_inputs_of_another_width_or_dtype_are_refused(modules: list[ModuleType], bits: Bits) -> None:
-    layer = modules[2].IntLinear(randn(33, 7), None, bits, KernelThreads())
+    layer = modules[2].NarrowLinear(randn(33, 7), None, bits, KernelThreads())
     for x in (randn(5, 8), randn(5, 7).double()):
         with pytest.raises(AssertionError):
             layer(x)
@@ -239,7 +239,7 @@ def test_inputs_of_another_width_or_dtype_are_refused(modules: list[ModuleType],
 
 
 def held(weight: Tensor, bits: Bits = 4) -> Tensor:
-    return IntLinear(weight, None, bits, KernelThreads())(torch.eye(weight.shape[1])).T
+    return NarrowLinear(weight, None, bits, KernelThreads())(torch.eye(weight.shape[1])).T
 
 
 def test_int8_holds_what_a_file_holds_in_8_bits() -> None:
@@ -256,7 +256,7 @@ def test_a_groups_numbers_widen_no_other_groups_steps() -> None:
     weight[:, 3] = 0.0
     weight[:, 40] = 1e4
     x[:, 40] = 0.0
-    layer = IntLinear(weight, None, 8, KernelThreads())
+    layer = NarrowLinear(weight, None, 8, KernelThreads())
     is_beside = torch.arange(96) >= 64
     expected = torch.where(is_beside, weight, 0.0) @ torch.where(is_beside, x, 0.0).T
     found = layer(torch.where(is_beside | (torch.arange(96) == 3), x, 0.0))
@@ -285,5 +285,5 @@ def test_int4_is_never_further_off_than_the_whole_range_in_15_steps() -> None:
 
 
 def test_a_weight_takes_5_bits_in_int4_and_8_and_a_half_in_int8() -> None:
-    assert numba_int.pack(4, randn(64, 320), None).nbytes == 64 * (320 * 5 // 8 + 4)
-    assert numba_int.pack(8, randn(64, 320), None).nbytes == 64 * (320 * 17 // 16 + 8)
+    assert numba_narrow.pack(4, randn(64, 320), None).nbytes == 64 * (320 * 5 // 8 + 4)
+    assert numba_narrow.pack(8, randn(64, 320), None).nbytes == 64 * (320 * 17 // 16 + 8)

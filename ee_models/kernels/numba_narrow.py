@@ -1,4 +1,5 @@
-"""Matrix products on a CPU in whole numbers: x [tokens, in] times a weight in panels, in int8 or int4."""
+"""Matrix products on a CPU in narrow numbers: x [tokens, in] times a weight in panels, in int8, int4 or
+bfloat16, which `bits` stands for: 8, 4 or 16."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from . import numba_int4, numba_int8
+from . import numba_bfloat16, numba_int4, numba_int8
 from .numba_gemm import copy_tile
 from .numba_int8 import COLUMNS
 
@@ -23,12 +24,17 @@ _AHEAD = (512, 16384)
 _LOOKS = 5  # at each of them
 _LOOKED_AT = 1 << 26  # bytes of weights: more than most caches hold
 _PACKED_AT_ONCE = 64  # panels: what is made of them on the way is small beside a model
+_MAKE_PANELS = {4: numba_int4.make_panels, 8: numba_int8.make_panels, 16: numba_bfloat16.make_panels}
 _kernel = njit(error_model="numpy", nogil=True, cache=True)
 
 
 @_kernel
 def count_bytes(bits: int, num_inputs: int) -> Any:
-    """Groups of inputs; bytes of a panel ahead of them, of one of them, and of a token's whole numbers."""
+    """Groups of inputs; bytes of a panel ahead of them, of one of them, and of a token's numbers."""
+    if bits == 16:
+        groups = (num_inputs + numba_bfloat16.GROUP - 1) // numba_bfloat16.GROUP
+        bytes_per_token = numba_bfloat16.bytes_of_token(groups)
+        return groups, numba_bfloat16.HEAD, numba_bfloat16.GROUP_BYTES, bytes_per_token
     if bits == 4:
         groups = (num_inputs + numba_int4.GROUP - 1) // numba_int4.GROUP
         bytes_per_token = groups * numba_int4.TOKEN_GROUP_BYTES + numba_int4.SCALE_BYTES
@@ -39,7 +45,7 @@ def count_bytes(bits: int, num_inputs: int) -> Any:
 
 
 def bytes_per_token(bits: int, num_inputs: int) -> int:
-    """Of a token's whole numbers; a multiple of four."""
+    """Of a token's numbers; a multiple of four."""
     return int(count_bytes.py_func(bits, num_inputs)[3])
 
 
@@ -53,24 +59,25 @@ def pack(bits: int, weight: Tensor, bias: Tensor | None) -> Tensor:
     panels = weight.new_zeros(-(-num_outputs // COLUMNS), head + groups * group_bytes, dtype=torch.uint8)
     for first in range(0, len(panels), _PACKED_AT_ONCE):
         columns = slice(first * COLUMNS, (first + _PACKED_AT_ONCE) * COLUMNS)
-        if not bool((weight[columns].abs() <= limit).all()):
+        if bits != 16 and not bool((weight[columns].abs() <= limit).all()):
             what = "finite number" if bits == 8 else f"number of at most {limit:g} in size"
             raise ValueError(
                 f"a weight is not a {what}, and int{bits} has no place for others; set quantization to null"
             )
-        make_panels = numba_int4.make_panels if bits == 4 else numba_int8.make_panels
-        panels[first : first + _PACKED_AT_ONCE] = make_panels(weight[columns], bias[columns])
+        panels[first : first + _PACKED_AT_ONCE] = _MAKE_PANELS[bits](weight[columns], bias[columns])
     return panels
 
 
 @_kernel
 def split_tokens(bits: int, x: int, num_inputs: int, terms: int, first: int, last: int) -> None:
-    """Of tokens first to last - 1 of x [tokens, in]: terms [tokens, bytes], the whole numbers that a weight
-    of `bits` is multiplied by, with their scales; all by address."""
+    """Of tokens first to last - 1 of x [tokens, in]: terms [tokens, bytes], the numbers that a weight of
+    `bits` is multiplied by, whole ones with their scales; all by address."""
     groups, _, _, bytes_per_token = count_bytes(bits, num_inputs)
     for token in range(first, last):
         own, to = x + 4 * token * num_inputs, terms + token * bytes_per_token
-        if bits == 4:
+        if bits == 16:
+            numba_bfloat16.split(own, num_inputs, to, groups)
+        elif bits == 4:
             numba_int4.split(own, num_inputs, to, groups)
         else:
             numba_int8.split(own, num_inputs, to, groups)
@@ -94,6 +101,11 @@ def multiply(
 
     Memory is asked for while what is there is multiplied: by several tiles of tokens, a part each, for the
     next panel; by one, `ahead` bytes before it is read (see `look_ahead`)."""
+    if bits == 16:
+        numba_bfloat16.multiply(
+            ahead, terms, num_tokens, num_inputs, panels, out, num_outputs, share, num_shares
+        )
+        return
     groups, head, group_bytes, bytes_per_token = count_bytes(bits, num_inputs)
     num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
     bytes_per_panel, bytes_per_out = head + groups * group_bytes, 4 * num_outputs
