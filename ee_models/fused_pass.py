@@ -23,11 +23,11 @@ from .attention import AttentionBackend
 from .attention.numba_pages import Call as AttentionCall
 from .attention.numba_pages import NumbaAttention
 from .fused_kernel import Call, Linked, Places, Step, run_linked, run_pass
-from .narrow_linear import NarrowLinear
 from .kernels.cpu import size_of_numbers
 from .kernels.numba_narrow import bytes_per_token, look_ahead
 from .kernels.threads import KernelThreads, find_clock
 from .linear import Linear
+from .narrow_linear import NarrowLinear
 from .panel_linear import PanelLinear
 from .pass_steps import Kind, Link, LinkedCounts, LinkedPass, Output, PassStep, Rows, TokenPlaces
 

@@ -16,8 +16,8 @@ from .linear import Linear, PlainLinear
 from .quantized import Quantization, check_quantization, quantized_linear
 
 if TYPE_CHECKING:
-    from .narrow_linear import NarrowLinear
     from .kernels.threads import KernelThreads
+    from .narrow_linear import NarrowLinear
     from .panel_linear import PanelLinear
 
 
@@ -27,8 +27,8 @@ class LinearMaker:
 
     quantization  "int8" or "int4", every matrix product included; None = the weights as they are
     exact         on a GPU, kernels in which rows keep their bits; those of a CPU give that by themselves
-    weights_dtype what weights have been rounded to; None = dtype. A CPU that multiplies bfloat16 does that to
-                  such weights and to tokens rounded to it, and adds up in float32; any other computes in dtype
+    weights_dtype what weights have been rounded to; None = dtype. of bfloat16, a CPU that has tiles
+                  rounds tokens, too, and adds up in float32; any other computes in dtype
     Raises ValueError for what cannot be combined, or cannot run on `device` in `dtype`.
     """
 
@@ -59,11 +59,11 @@ class LinearMaker:
         return None if self.quantization is None else 8 if self.quantization == "int8" else 4
 
     @cached_property
-    def multiplies_bfloat16(self) -> bool:
+    def uses_tiles(self) -> bool:
         """Whether linears are NarrowLinears in bfloat16."""
         if self.quantization is not None or self.weights_dtype != torch.bfloat16 or not self.makes_panels:
             return False
-        from .kernels.numba_bfloat16 import can_multiply
+        from .kernels.numba_tiles import can_multiply
 
         return can_multiply()
 
@@ -95,7 +95,7 @@ class LinearMaker:
             from .kernels.triton_linear import InvariantLinear
 
             return InvariantLinear(weight, bias)
-        if self.multiplies_bfloat16:
+        if self.uses_tiles:
             return self._narrow_linear(weight, bias, 16)
         if self.makes_panels:
             from .panel_linear import PanelLinear

@@ -10,8 +10,8 @@ from numba import cfunc, types
 from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor, uint8
 
-from .kernels.numba_bfloat16 import can_multiply
 from .kernels.numba_narrow import bytes_per_token, look_ahead, multiply, pack, split_tokens
+from .kernels.numba_tiles import can_multiply
 from .kernels.threads import KernelThreads, address_of, take
 
 # Multiplications of a product, and inputs to split, from which other threads are worth their 3 microseconds.
@@ -76,10 +76,10 @@ class NarrowLinear:
     def __init__(
         self, weight: Tensor, bias: Tensor | None, bits: Literal[16, 8, 4], threads: KernelThreads
     ) -> None:
-        """Raises ValueError for weights that are not finite, or in int4 too large for float16, and in
-        bfloat16 where the CPU does not multiply it."""
-        if bits == 16 and not can_multiply():  # which asks for the right to, too
-            raise ValueError("this CPU does not multiply bfloat16; take a PanelLinear")
+        """Raises ValueError for whole numbers of weights that are not finite, or in int4 too large for
+        float16, and for bfloat16 where a CPU has no tiles."""
+        if bits == 16 and not can_multiply():
+            raise ValueError("there are no tiles here that multiply bfloat16; take a PanelLinear")
         self.num_outputs, self.num_inputs = weight.shape
         self.panels = pack(bits, weight.float(), None if bias is None else bias.float())
         self.num_bytes = self.panels.nbytes

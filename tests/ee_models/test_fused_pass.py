@@ -22,7 +22,6 @@ from ee_models.exits import AdapterExit
 from ee_models.fused_pass import FusedPasses, Rows
 from ee_models.kernels import numba_gemm
 from ee_models.kernels import threads as threads_module
-from ee_models.quantized import Quantization
 from tests.helpers.support import threads
 from tests.helpers.sweeps import sweep
 from tests.helpers.tiny import FAMILIES, tiny_checkpoint
@@ -196,14 +195,14 @@ BLOCKS: dict[str, Callable[[list[LayerWeights]], list[LayerWeights]]] = {
 }
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("numbers", [NUMBERS[i] for i in (0, 1, 2, 4)], ids=str)
 @pytest.mark.parametrize("num_threads", [1, 3])
 # With biases, norms of heads, both kinds of groups: all that a layer's weights may have.
 @pytest.mark.parametrize("family", ["llama", "biased_llama", "smollm2", "qwen2", "qwen3"])
 def test_exits_on_the_way_and_at_the_end_have_the_bits_of_single_operations(
     family: str,
     num_threads: int,
-    quantization: Quantization | None,
+    numbers: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -213,8 +212,7 @@ def test_exits_on_the_way_and_at_the_end_have_the_bits_of_single_operations(
     tiny_checkpoint(tmp_path / "model", family, num_layers=3)
     with threads(num_threads):
         checkpoint = open_checkpoint(tmp_path / "model")
-        kv_dtype = torch.float32 if quantization == "int8" else torch.bfloat16
-        decoder = Decoder.load(checkpoint, torch.float32, CPU, quantization=quantization, kv_dtype=kv_dtype)
+        decoder = Decoder.load(checkpoint, torch.float32, CPU, **numbers)
         layers, passes = decoder._layers, decoder.passes
         assert passes is not None
         vocabulary = torch.randperm(decoder.config.vocab_size)[:40]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ee_models.narrow_linear import NarrowLinear
-from ee_models.kernels import numba_narrow, numba_int4, numba_int8, numba_vectors
+from ee_models.kernels import numba_int4, numba_int8, numba_narrow, numba_vectors
 from ee_models.kernels.threads import KernelThreads
+from ee_models.narrow_linear import NarrowLinear
 from tests.helpers.support import threads
 from tests.helpers.vector_width import load_with_vectors_of
 
@@ -21,6 +21,7 @@ Bits = Literal[8, 4]
 INT8 = "ee_models.kernels.numba_int8"
 MODULES = [
     "ee_models.kernels.numba_gemm",
+    "ee_models.kernels.numba_tiles",
     INT8,
     "ee_models.kernels.numba_int4",
     "ee_models.kernels.numba_narrow",
@@ -51,7 +52,7 @@ def modules(
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("compiled")
         constants = {INT8: {"DOT": dot, "NUMBER_BYTES": 2 if dot == "pairs" else 1}}
-        _, int8, _, both, linear = load_with_vectors_of(width, MODULES, cache, patch, constants)
+        _, _, int8, _, both, linear = load_with_vectors_of(width, MODULES, cache, patch, constants)
         (code,) = both.multiply.inspect_llvm().values()
         assert [name for name in ("vpdpbusd", "pmadd") if name in code] == CALLED[dot]
         yield [int8, both, linear]
@@ -124,7 +125,9 @@ def test_bits_are_the_same_on_every_cpu(modules: list[ModuleType], bits: Bits) -
     assert modules[2].NarrowLinear is not NarrowLinear
     for num_outputs, num_inputs in SHAPES:
         weight, bias, x = randn(num_outputs, num_inputs), randn(num_outputs, seed=1), randn(7, num_inputs)
-        layers = [kind(weight, bias, bits, KernelThreads()) for kind in (NarrowLinear, modules[2].NarrowLinear)]
+        layers = [
+            kind(weight, bias, bits, KernelThreads()) for kind in (NarrowLinear, modules[2].NarrowLinear)
+        ]
         assert torch.equal(layers[0](x), layers[1](x))
 
 

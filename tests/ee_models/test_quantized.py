@@ -19,10 +19,10 @@ from ee_models import quantized
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
-from ee_models.narrow_linear import NarrowLinear
 from ee_models.kernels.numba_int8 import GROUP
 from ee_models.linear import Linear, PlainLinear
 from ee_models.linear_factory import LinearMaker
+from ee_models.narrow_linear import NarrowLinear
 from ee_models.quantized import Quantization, QuantizedLinear, quantized_linear
 from hispec import LLM, SamplingParams
 from hispec.config import Plan

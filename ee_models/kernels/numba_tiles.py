@@ -1,0 +1,251 @@
+"""Matrix products by a CPU's tiles (Intel's AMX), in bfloat16: of tokens rounded to it with weights in it.
+
+Inputs are multiplied two by two, and added to a sum in float32, pair after pair from the first: a token's
+bits depend on nothing but itself. A tile takes 16 tokens in the time of one: as long as memory is what a pass
+waits for, further tokens are free.
+
+A panel holds COLUMNS outputs: their biases, float32; then, two inputs after two inputs, the weights [in / 2,
+COLUMNS, 2], and zeros where inputs are missing from a group of GROUP. A token has its numbers in the same
+order, and a line more, so that not all of a tile's tokens lie in the same places of a cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+from torch import Tensor
+
+from .numba_gemm import copy_tile
+from .numba_vectors import INT, NONE, ROWS, compiles_for, copy_numbers, for_count, prefetch, store
+from .threads import pointer
+
+TILE = 16  # tokens of a tile, and outputs
+GROUP = 32  # inputs that a tile has of a token, or of an output
+COLUMNS = 2 * TILE
+_LINE = 64  # bytes
+# Bytes of a panel ahead of its groups, and of one of them.
+HEAD, GROUP_BYTES = 4 * COLUMNS, 2 * GROUP * COLUMNS
+# Whether numba compiles what follows; elsewhere nothing of it may run.
+HAS_TILES = compiles_for("amx-bf16")
+# Of the CPU's eight tiles: sums of two times TILE tokens, for either half of the outputs; tokens; weights.
+_SUMS, _TOKENS, _WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
+_BYTE = ir.IntType(8)
+_kernel = njit(error_model="numpy", nogil=True, cache=True)
+
+
+@cache
+def can_multiply() -> bool:
+    """Whether this process may use tiles: Linux asks who does to say so first, and whoever does not dies."""
+    if not HAS_TILES or sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
+
+
+def make_panels(weight: Tensor, bias: Tensor) -> Tensor:
+    """A weight [out, in], rounded to bfloat16, and its bias [out], float32, as panels [out / COLUMNS rounded
+    up, bytes] uint8."""
+    num_outputs, num_inputs = weight.shape
+    missing = -num_outputs % COLUMNS
+    padded = F.pad(weight.bfloat16(), (0, -num_inputs % GROUP, 0, missing))
+    pairs = padded.view(-1, COLUMNS, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    head = F.pad(bias, (0, missing)).view(torch.uint8).view(len(pairs), -1)
+    return torch.cat([head, pairs.view(len(pairs), -1).view(torch.uint8)], 1)
+
+
+@_kernel
+def bytes_of_token(groups: int) -> int:
+    return groups * 2 * GROUP + _LINE
+
+
+@_kernel
+def split(x: int, num_inputs: int, to: int, groups: int) -> None:
+    """A token [in] at the address x: at the address `to` in bfloat16, and zeros up to a whole group."""
+    copy_numbers(x, num_inputs, to, 2)
+    missing = groups * GROUP - num_inputs
+    rest = carray(pointer(to + 2 * num_inputs), missing, np.int16)
+    for i in range(missing):
+        rest[i] = 0
+
+
+def _call(builder: Any, name: str, *args: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), args)
+
+
+def _place(builder: Any, at: Any) -> Any:
+    return builder.inttoptr(at, _BYTE.as_pointer())
+
+
+def _begin_intrinsic(_context: Any, num_tokens: Any) -> Any:
+    """Tells this thread's tiles their sizes: rows for each of 1 to TILE tokens, or of pairs of inputs."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        if HAS_TILES:
+            sizes = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, _LINE))
+            builder.store(ir.Constant(sizes.type.pointee, None), sizes)
+            begin, num_tokens = builder.ptrtoint(sizes, INT), builder.trunc(args[0], _BYTE)
+            palette, bytes_of_row, rows = (builder.add(begin, INT(at)) for at in (0, 16, 48))
+            store(builder, _BYTE(1), palette, INT(0))
+            for tile in range(8):
+                store(builder, ir.IntType(16)(_LINE), bytes_of_row, INT(2 * tile))
+                store(builder, _BYTE(GROUP // 2) if tile in _WEIGHTS else num_tokens, rows, INT(tile))
+            _call(builder, "ldtilecfg", builder.bitcast(sizes, _BYTE.as_pointer()))
+        return NONE
+
+    return types.none(types.intp), generate
+
+
+def _end_intrinsic(_context: Any) -> Any:
+    """From here on tiles are nothing that the system has to keep when another thread takes its turn."""
+
+    def generate(_: Any, builder: Any, __: Any, ___: Any) -> Any:
+        if HAS_TILES:
+            _call(builder, "tilerelease")
+        return NONE
+
+    return types.none(), generate
+
+
+def _multiply_tiles_intrinsic(
+    _context: Any,
+    count: Any,
+    terms: Any,
+    stride: Any,
+    num_groups: Any,
+    panel: Any,
+    out: Any,
+    to: Any,
+    ahead: Any,
+) -> Any:
+    """out[t, :COLUMNS] = bias + terms[t] . panel for the tokens t of `count` tiles, one or two of them, whose
+    terms and outputs begin at two addresses each, with `stride` and `to` bytes from a token to the next;
+    ahead: memory that is asked for, its address and how many lines of it a group."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        if HAS_TILES:
+            count, *inputs = args
+            for_count(builder, count, 2, lambda count: _tiles(builder, count, *inputs))
+        return NONE
+
+    return types.none(types.intp, ROWS, *(types.intp,) * 3, ROWS, types.intp, ROWS), generate
+
+
+def _tiles(
+    builder: Any,
+    count: int,
+    terms: Any,
+    stride: Any,
+    num_groups: Any,
+    panel: Any,
+    out: Any,
+    to: Any,
+    ahead: Any,
+) -> None:
+    halves = [INT(4 * TILE * i) for i in range(2)]
+    asked, num_lines = (builder.extract_value(ahead, i) for i in range(2))
+
+    def fill(tile: int, first: Any, stride: Any) -> None:
+        _call(builder, "tileloadd64", _BYTE(tile), _place(builder, first), stride)
+
+    for sums in _SUMS[:count]:
+        for tile, half in zip(sums, halves, strict=True):
+            fill(tile, builder.add(panel, half), INT(0))  # every row: the biases
+    groups = builder.add(panel, INT(HEAD))
+    with cgutils.for_range(builder, num_groups) as loop:
+        group = builder.add(groups, builder.mul(loop.index, INT(GROUP_BYTES)))
+        wanted = builder.add(asked, builder.mul(builder.mul(loop.index, num_lines), INT(_LINE)))
+        with cgutils.for_range(builder, num_lines) as line:
+            prefetch(builder, wanted, builder.mul(line.index, INT(_LINE)))
+        for weights, half in zip(_WEIGHTS, halves, strict=True):
+            fill(weights, builder.add(group, half), INT(4 * COLUMNS))
+        of_group = builder.mul(loop.index, INT(2 * GROUP))
+        for i in range(count):
+            fill(_TOKENS[i], builder.add(builder.extract_value(terms, i), of_group), stride)
+            for tile, weights in zip(_SUMS[i], _WEIGHTS, strict=True):
+                _call(builder, "tdpbf16ps", *map(_BYTE, (tile, _TOKENS[i], weights)))
+    for i in range(count):
+        for tile, half in zip(_SUMS[i], halves, strict=True):
+            place = _place(builder, builder.add(builder.extract_value(out, i), half))
+            _call(builder, "tilestored64", _BYTE(tile), place, to)
+
+
+_begin: Any = intrinsic(_begin_intrinsic)
+_end: Any = intrinsic(_end_intrinsic)
+_multiply_tiles: Any = intrinsic(_multiply_tiles_intrinsic)
+
+
+@_kernel
+def _multiply_panel(
+    ahead: int,
+    terms: int,
+    num_tokens: int,
+    groups: int,
+    panel: int,
+    out: int,
+    bytes_per_out: int,
+    columns: int,
+) -> None:
+    """All tiles have as many tokens: the last begins with some of the one before it, which come out as they
+    did."""
+    most, stride = min(TILE, num_tokens), bytes_of_token(groups)
+    num_tiles = (num_tokens + most - 1) // most
+    num_turns = (num_tiles + 1) // 2
+    size = HEAD + groups * GROUP_BYTES
+    spare = np.empty((2 * TILE, COLUMNS), np.float32)
+    for turn in range(num_turns):
+        # Several turns ask for a part of the next panel each, one alone for what it reads soon.
+        asked = panel + HEAD + ahead, GROUP_BYTES // _LINE
+        if num_turns > 1:
+            part = size // num_turns
+            asked = panel + size + turn * part, part // groups // _LINE + 1
+        count = min(2, num_tiles - 2 * turn)
+        first = min(2 * turn * most, num_tokens - most)
+        second = min((2 * turn + 1) * most, num_tokens - most)
+        places = terms + first * stride, terms + second * stride
+        to = out + first * bytes_per_out, out + second * bytes_per_out
+        if columns == COLUMNS:
+            _multiply_tiles(count, places, stride, groups, panel, to, bytes_per_out, asked)
+        else:  # what is past the last output must not be written over the next token's first ones
+            whole = spare.ctypes.data, spare[TILE:].ctypes.data
+            _multiply_tiles(count, places, stride, groups, panel, whole, 4 * COLUMNS, asked)
+            copy_tile(spare, most, columns, to[0], bytes_per_out)
+            if count == 2:
+                copy_tile(spare[TILE:], most, columns, to[1], bytes_per_out)
+
+
+@_kernel
+def multiply(
+    ahead: int,
+    terms: int,
+    num_tokens: int,
+    num_inputs: int,
+    panels: int,
+    out: int,
+    num_outputs: int,
+    share: int,
+    num_shares: int,
+) -> None:
+    """As numba_narrow.multiply."""
+    if num_tokens == 0:
+        return
+    groups, bytes_per_out = (num_inputs + GROUP - 1) // GROUP, 4 * num_outputs
+    num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
+    _begin(min(TILE, num_tokens))
+    for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
+        panel = panels + number * (HEAD + groups * GROUP_BYTES)
+        columns, to = min(COLUMNS, num_outputs - number * COLUMNS), out + number * 4 * COLUMNS
+        _multiply_panel(ahead, terms, num_tokens, groups, panel, to, bytes_per_out, columns)
+    _end()
