@@ -2,7 +2,8 @@
 some prompts and compared on others.
 
     python benchmarks/hierarchy.py MODEL --tune TUNE.jsonl --prompts HELD_OUT.jsonl [--batch-size 1 4 16]
-    [--max-tokens 64] [--repeats 1] [--quantization int8] [--trees] [--no-timing] [--json FILE]
+    [--max-tokens 64] [--repeats 1] [--dtype bfloat16] [--quantization int8]
+    [--trees] [--no-timing] [--json FILE]
 
 Both files are inputs of jobs, as benchmarks/prompts.py writes them, and share no prompt. Decoding is greedy.
 
@@ -63,10 +64,10 @@ RECORDED_ROWS = 16
 # ---- inputs ----
 
 
-def make_job(model: str, path: Path, quantization: str | None = None) -> Job:
+def make_job(model: str, path: Path, dtype: str = "auto", quantization: str | None = None) -> Job:
     """The job whose input is at `path`; nothing is written to its output."""
     about = {"model": model, "input": {"path": path}, "output": {"path": "unused"}}
-    job = build(Job, about | {"engine": {"quantization": quantization}})
+    job = build(Job, about | {"engine": {"dtype": dtype, "quantization": quantization}})
     count_rows(job.input)
     return job
 
@@ -147,7 +148,8 @@ def record_and_count(
     sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
     drafters = ("exit", "ngram", "hybrid", *(("tree",) if trees else ()))
     rows = min(RECORDED_ROWS, max(len(tune), len(held_out)))
-    with LLM(job.model, max_num_seqs=rows, quantization=job.engine.quantization) as llm:
+    numbers = {"dtype": job.engine.dtype, "quantization": job.engine.quantization}
+    with LLM(job.model, max_num_seqs=rows, **numbers) as llm:
         candidates = find_candidates(llm.trained_exits, llm.decoder, None, must_be_trained=True)
         plans = all_plans(ProfileOptions(drafters=drafters), candidates, None)
         if all(plan.check is None for plan in plans):
@@ -190,9 +192,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     ]
     if arguments.json is not None:
         check_target("--json", arguments.json)
-    quantization = arguments.quantization
     tune_job, job = (
-        make_job(arguments.model, path, quantization) for path in (arguments.tune, arguments.prompts)
+        make_job(arguments.model, path, arguments.dtype, arguments.quantization)
+        for path in (arguments.tune, arguments.prompts)
     )
     tune, held_out = good_rows(tune_job), good_rows(job)
     check_apart(tune, held_out)
@@ -244,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1, help="timed runs of each plan (default: 1)")
     parser.add_argument("--trees", action="store_true", help="search trees of an exit's drafts too")
+    parser.add_argument("--dtype", default="auto", help="as engine.dtype of a job (default: auto)")
     parser.add_argument("--quantization", help="as engine.quantization of a job (default: none)")
     parser.add_argument("--no-timing", action="store_true", help="count rounds alone; nothing is timed")
     parser.add_argument("--json", type=Path, help="write everything, after each part")

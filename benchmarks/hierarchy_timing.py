@@ -85,10 +85,8 @@ def measure(
     batch_size, window = options.batch_size, ProfileOptions().max_window
     sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
     answers = [*tune.recording.answers, *held_out.recording.answers]
-    quantization = job.engine.quantization
-    with LLM(
-        job.model, max_num_seqs=batch_size, enable_prefix_caching=False, quantization=quantization
-    ) as llm:
+    numbers = {"dtype": job.engine.dtype, "quantization": job.engine.quantization}
+    with LLM(job.model, max_num_seqs=batch_size, enable_prefix_caching=False, **numbers) as llm:
         candidates = find_candidates(llm.trained_exits, llm.decoder, None, must_be_trained=True)
         num_layers = llm.decoder.config.num_layers
         warm_up(llm, tune.tokens[:batch_size], sampling)

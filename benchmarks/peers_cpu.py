@@ -15,10 +15,10 @@ An engine whose packages are missing is left out. The engines:
     openvino-Q4_1, -Q8_0   OpenVINO GenAI's continuous batching of the same files; its KV cache and its
                            precision are what it chooses itself
     ...-lookup             its prompt lookup, as in its own sample
-    hispec-float32, -int8  plain decoding
+    hispec-float32, -bfloat16, -int8   plain decoding
     ...-plan               speculation by the plan of --plan
 
-All weights come from the Q4_1 file: float32 and int8 are made of what it stores. No engine keeps a cache of
+All weights come from the Q4_1 file: float32, bfloat16 and int8 are made of what it stores. No engine keeps a cache of
 prompts between or within runs. Each engine has a process of its own at each batch size, is warmed up with a
 batch, and decodes a part of the prompts when it is its turn (of four parts, every fourth prompt); the others
 sleep meanwhile. Figures are of all parts together, prompts included; a part should have a multiple of the

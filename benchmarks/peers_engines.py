@@ -69,7 +69,12 @@ def open_transformers(setup: Setup, batch_size: int) -> Generate:
 
 
 def open_hispec(
-    setup: Setup, batch_size: int, *, quantization: str | None = None, has_plan: bool = False
+    setup: Setup,
+    batch_size: int,
+    *,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    has_plan: bool = False,
 ) -> Generate:
     from hispec.jobs.bench_inputs import generate, warm_up
     from hispec.llm import LLM
@@ -77,6 +82,7 @@ def open_hispec(
 
     llm = LLM(
         MODEL,
+        dtype=dtype,
         quantization=quantization,
         speculative=setup.plan if has_plan else None,
         max_num_seqs=batch_size,
@@ -270,6 +276,8 @@ ENGINES = {
     **_gguf_engines("Q8_0"),
     "hispec-float32": Engine(open_hispec),
     "hispec-float32-plan": Engine(partial(open_hispec, has_plan=True)),
+    "hispec-bfloat16": Engine(partial(open_hispec, dtype="bfloat16")),
+    "hispec-bfloat16-plan": Engine(partial(open_hispec, dtype="bfloat16", has_plan=True)),
     "hispec-int8": Engine(partial(open_hispec, quantization="int8")),
     "hispec-int8-plan": Engine(partial(open_hispec, quantization="int8", has_plan=True)),
 }
