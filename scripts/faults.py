@@ -18,6 +18,7 @@ STATIC = ("tests/laws/test_static.py",)
 CONTROL = ("tests/laws/test_control.py",)
 EARLY_EXIT = ("tests/training/test_early_exit.py",)
 INTEGERS = ("tests/ee_models/test_narrow_linear.py",)
+TILES = ("tests/ee_models/test_tiles.py",)
 JOBS = ("tests/jobs/test_resume.py", "tests/jobs/test_output.py")
 PACKAGE = ("tests/training/test_command_ee.py",)
 UPLOADS = ("tests/jobs/test_upload.py",)
@@ -190,6 +191,48 @@ FAULTS = (
         "range(share * num_panels // num_shares, (share + 1)",
         "range(share * num_panels // num_shares + (share > 0), (share + 1)",
         INTEGERS,
+    ),
+    Fault(
+        "tiles leave out the last group of inputs",
+        "ee_models/kernels/numba_tiles.py",
+        "with cgutils.for_range(builder, num_groups) as loop:",
+        "with cgutils.for_range(builder, builder.sub(num_groups, INT(1))) as loop:",
+        TILES,
+    ),
+    Fault(
+        "tiles keep what a token's memory held before where inputs are missing",
+        "ee_models/kernels/numba_tiles.py",
+        "missing = groups * GROUP - num_inputs",
+        "missing = 0 * groups",
+        TILES,
+    ),
+    Fault(
+        "the last tile begins where the one before it ends",
+        "ee_models/kernels/numba_tiles.py",
+        "second = min((2 * turn + 1) * most, num_tokens - most)",
+        "second = (2 * turn + 1) * most",
+        TILES,
+    ),
+    Fault(
+        "the second tile of tokens is multiplied with the first half's weights alone",
+        "ee_models/kernels/numba_tiles.py",
+        "(tile, _TOKENS[i], weights)",
+        "(tile, _TOKENS[i], weights if i == 0 else _WEIGHTS[0])",
+        TILES,
+    ),
+    Fault(
+        "tiles are as high as they can be, whatever the number of tokens",
+        "ee_models/kernels/numba_tiles.py",
+        "_begin(min(TILE, num_tokens))",
+        "_begin(TILE)",
+        TILES,
+    ),
+    Fault(
+        "a panel's last outputs are those of the tile's first token",
+        "ee_models/kernels/numba_tiles.py",
+        "copy_tile(spare[TILE:], most, columns, to[1], bytes_per_out)",
+        "copy_tile(spare, most, columns, to[1], bytes_per_out)",
+        TILES,
     ),
     Fault(
         "int4 takes the scales and minima of the first group for all",

@@ -45,6 +45,7 @@ _FEATURES = (
     "avx512vnni",
     "avxvnni",
     "avx512bf16",
+    "amx-bf16",
     "amx-int8",
     "neon",
     "dotprod",
