@@ -20,9 +20,9 @@ An engine whose packages are missing is left out. The engines:
 
 All weights come from the Q4_1 file: float32, bfloat16 and int8 are made of what it stores. No engine keeps a
 cache of prompts between or within runs. Each engine has a process of its own at each batch size, is warmed up
-with a batch, and decodes a part of the prompts when it is its turn (of four parts, every fourth prompt); the others
-sleep meanwhile. Figures are of all parts together, prompts included; a part should have a multiple of the
-largest batch. "Same" is how many tokens, of those asked for, an output begins with that are those of the
+with a batch, and decodes a part of the prompts when it is its turn (of four parts, every fourth prompt); the
+others sleep meanwhile. Figures are of all parts together, prompts included; a part should have a multiple of
+the largest batch. "Same" is how many tokens, of those asked for, an output begins with that are those of the
 first engine at the first batch size: near-ties fall otherwise in other arithmetic.
 """
 
