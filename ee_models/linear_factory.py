@@ -68,6 +68,16 @@ class LinearMaker:
         return can_multiply()
 
     @cached_property
+    def attends_by_tiles(self) -> bool:
+        """Whether attention rounds what it reads to bfloat16, too, if a CPU's tiles do it and KV is that: a
+        model in narrow numbers loses no more by it."""
+        if not self.makes_panels or not (self.uses_tiles or self.quantization is not None):
+            return False
+        from .kernels.numba_tiles import can_multiply
+
+        return can_multiply()
+
+    @cached_property
     def threads(self) -> KernelThreads:
         """Those that linears of a CPU run on."""
         from .kernels.threads import KernelThreads

@@ -223,8 +223,8 @@ FAULTS = (
     Fault(
         "tiles are as high as they can be, whatever the number of tokens",
         "ee_models/kernels/numba_tiles.py",
-        "_begin(min(TILE, num_tokens))",
-        "_begin(TILE)",
+        "begin(min(TILE, num_tokens))",
+        "begin(TILE)",
         TILES,
     ),
     Fault(

@@ -49,14 +49,14 @@ PAIRS = ir.VectorType(INT32, WIDTH)  # of bfloat16, side by side
 _LINE = 64  # bytes that memory is asked for at once
 
 
-def _row_of_slot(builder: Any, matrix: Any, slots: Any, place: Any) -> Any:
+def row_of_slot(builder: Any, matrix: Any, slots: Any, place: Any) -> Any:
     """The address of the matrix's row slots[place]."""
     slot = load(builder, slots, builder.mul(place, INT(8)), INT)
     first, stride = (builder.extract_value(matrix, i) for i in range(2))
     return builder.add(first, builder.mul(slot, stride))
 
 
-def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
     """Vector i has the i-th elements of WIDTH vectors: the first half shuffled with the second, as cards are,
     until each element has come to its place."""
     half = WIDTH // 2
@@ -75,8 +75,8 @@ def _transpose_intrinsic(
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         keys, size, slots, num_dims, out, asked, asked_slots = args
-        key_rows = [_row_of_slot(builder, keys, slots, INT(j)) for j in range(WIDTH)]
-        asked_rows = [_row_of_slot(builder, asked, asked_slots, INT(j)) for j in range(WIDTH)]
+        key_rows = [row_of_slot(builder, keys, slots, INT(j)) for j in range(WIDTH)]
+        asked_rows = [row_of_slot(builder, asked, asked_slots, INT(j)) for j in range(WIDTH)]
         first, stride = (builder.extract_value(out, i) for i in range(2))
 
         def columns_at(size: int, offset: Any) -> list[Any]:
@@ -85,8 +85,8 @@ def _transpose_intrinsic(
             for row in asked_rows:
                 prefetch(builder, row, offset)
             if size == 4:
-                return _transposed(builder, [load(builder, row, offset) for row in key_rows])
-            pairs = _transposed(builder, [load(builder, row, offset, PAIRS) for row in key_rows])
+                return transposed(builder, [load(builder, row, offset) for row in key_rows])
+            pairs = transposed(builder, [load(builder, row, offset, PAIRS) for row in key_rows])
             upper, mask = (ir.Constant(PAIRS, [bits] * WIDTH) for bits in (16, 0xFFFF0000 - (1 << 32)))
             apart = [each for pair in pairs for each in (builder.shl(pair, upper), builder.and_(pair, mask))]
             return [builder.bitcast(each, VECTOR) for each in apart]
@@ -170,10 +170,10 @@ def _add_weighted_intrinsic(
             def find_row(index: Any) -> Any:
                 is_one = builder.icmp_signed("<", index, last_asked)
                 wanted = builder.select(is_one, index, last_asked)
-                wanted = _row_of_slot(builder, asked, asked_slots, wanted)
+                wanted = row_of_slot(builder, asked, asked_slots, wanted)
                 for line in range(0, size * COLUMNS, _LINE):
                     prefetch(builder, wanted, INT(line))
-                return _row_of_slot(builder, values, slots, index)
+                return row_of_slot(builder, values, slots, index)
 
             add_rows(
                 builder,

@@ -182,8 +182,49 @@ def _tiles(
             _call(builder, "tilestored64", _BYTE(tile), place, to)
 
 
-_begin: Any = intrinsic(_begin_intrinsic)
-_end: Any = intrinsic(_end_intrinsic)
+def _multiply_block_intrinsic(
+    _context: Any, begins: Any, num_groups: Any, a: Any, b: Any, half: Any, out: Any
+) -> Any:
+    """out[:TILE, :COLUMNS] += a[:TILE] . b, with nothing to begin with if `begins`, of num_groups groups of
+    GROUP numbers of bfloat16: those of a, ROWS, in a line each; of b those for TILE outputs lie together,
+    [num_groups, GROUP / 2, TILE, 2], at the address b and `half` bytes later. out: ROWS, float32."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        if HAS_TILES:
+            _block(builder, *args)
+        return NONE
+
+    return types.none(types.intp, types.intp, ROWS, types.intp, types.intp, ROWS), generate
+
+
+def _block(builder: Any, begins: Any, num_groups: Any, a: Any, b: Any, half: Any, out: Any) -> None:
+    (first, stride), (to, bytes_per_out) = (
+        [builder.extract_value(each, i) for i in range(2)] for each in (a, out)
+    )
+    halves, sums = (INT(0), half), _SUMS[0]
+    outputs = [_place(builder, to), _place(builder, builder.add(to, INT(4 * TILE)))]
+    with builder.if_else(builder.icmp_signed("!=", begins, INT(0))) as (from_nothing, from_sums):
+        with from_nothing:
+            for tile in sums:
+                _call(builder, "tilezero", _BYTE(tile))
+        with from_sums:
+            for tile, output in zip(sums, outputs, strict=True):
+                _call(builder, "tileloadd64", _BYTE(tile), output, bytes_per_out)
+    with cgutils.for_range(builder, num_groups) as loop:
+        of_a = builder.add(first, builder.mul(loop.index, INT(_LINE)))
+        of_b = builder.add(b, builder.mul(loop.index, INT(2 * GROUP * TILE)))
+        _call(builder, "tileloadd64", _BYTE(_TOKENS[0]), _place(builder, of_a), stride)
+        for tile, other, offset in zip(sums, _WEIGHTS, halves, strict=True):
+            place = _place(builder, builder.add(of_b, offset))
+            _call(builder, "tileloadd64", _BYTE(other), place, INT(_LINE))
+            _call(builder, "tdpbf16ps", *map(_BYTE, (tile, _TOKENS[0], other)))
+    for tile, output in zip(sums, outputs, strict=True):
+        _call(builder, "tilestored64", _BYTE(tile), output, bytes_per_out)
+
+
+begin: Any = intrinsic(_begin_intrinsic)
+end: Any = intrinsic(_end_intrinsic)
+multiply_block: Any = intrinsic(_multiply_block_intrinsic)
 _multiply_tiles: Any = intrinsic(_multiply_tiles_intrinsic)
 
 
@@ -243,9 +284,9 @@ def multiply(
         return
     groups, bytes_per_out = (num_inputs + GROUP - 1) // GROUP, 4 * num_outputs
     num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
-    _begin(min(TILE, num_tokens))
+    begin(min(TILE, num_tokens))
     for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
         panel = panels + number * (HEAD + groups * GROUP_BYTES)
         columns, to = min(COLUMNS, num_outputs - number * COLUMNS), out + number * 4 * COLUMNS
         _multiply_panel(ahead, terms, num_tokens, groups, panel, to, bytes_per_out, columns)
-    _end()
+    end()

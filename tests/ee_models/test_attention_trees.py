@@ -145,15 +145,12 @@ def tree_pass(
     return Pass(torch.cat([tree.nodes[2] for tree in trees]), kv, view)
 
 
-def by_chains(trees: Sequence[Tree], backend: AttentionBackend) -> Tensor:
-    """[tokens, heads * head_dim]: each node's output at the end of a chain pass over its path."""
-    return torch.stack(
-        [
-            Pass.of([tree.chain(node)]).attend(backend)[-1]
-            for tree in trees
-            for node in range(len(tree.parents))
-        ]
-    )
+def by_chains(trees: Sequence[Tree], backend: AttentionBackend, in_bfloat16: bool = False) -> Tensor:
+    """[tokens, heads * head_dim]: each node's output at the end of a chain pass over its path; in_bfloat16:
+    whether KV is that."""
+    chains = [Pass.of([tree.chain(node)]) for tree in trees for node in range(len(tree.parents))]
+    passes = [chain.in_bfloat16()[0] if in_bfloat16 else chain for chain in chains]
+    return torch.stack([each.attend(backend)[-1] for each in passes])
 
 
 @pytest.mark.parametrize("seed", range(5))
