@@ -18,7 +18,7 @@ STATIC = ("tests/laws/test_static.py",)
 CONTROL = ("tests/laws/test_control.py",)
 EARLY_EXIT = ("tests/training/test_early_exit.py",)
 INTEGERS = ("tests/ee_models/test_narrow_linear.py",)
-TILES = ("tests/ee_models/test_tiles.py",)
+TILES = ("tests/ee_models/test_tiles.py", "tests/ee_models/test_attention_by_tiles.py")
 JOBS = ("tests/jobs/test_resume.py", "tests/jobs/test_output.py")
 PACKAGE = ("tests/training/test_command_ee.py",)
 UPLOADS = ("tests/jobs/test_upload.py",)
@@ -232,6 +232,34 @@ FAULTS = (
         "ee_models/kernels/numba_tiles.py",
         "copy_tile(spare[TILE:], most, columns, to[1], bytes_per_out)",
         "copy_tile(spare, most, columns, to[1], bytes_per_out)",
+        TILES,
+    ),
+    Fault(
+        "attention by tiles adds what weights of a block before were",
+        "ee_models/attention/numba_tile_products.py",
+        "packed[num:] = 0",
+        "packed[num:] = packed[num:]",
+        TILES,
+    ),
+    Fault(
+        "attention by tiles leaves out what a narrow head's keys have past whole groups",
+        "ee_models/attention/numba_tile_products.py",
+        "part[d // 2, k, d % 2] = key[d]",
+        "part[d // 2, k, d % 2] = 0",
+        TILES,
+    ),
+    Fault(
+        "attention by tiles reads the first value of two twice",
+        "ee_models/attention/numba_tile_products.py",
+        "other = first + slots[2 * pair + 1] * stride",
+        "other = first + slots[2 * pair] * stride",
+        TILES,
+    ),
+    Fault(
+        "attention by tiles forgets that a peak has grown",
+        "ee_models/attention/numba_tile_products.py",
+        "own[d] *= factor",
+        "own[d] *= 1 + 0 * factor",
         TILES,
     ),
     Fault(
