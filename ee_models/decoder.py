@@ -108,8 +108,9 @@ class Decoder:
     ) -> Decoder:
         """Reads, fuses and packs the weights layer by layer, so that the model is never held twice.
 
-        dtype: what is computed in; weights_dtype: what weights are rounded to before, kv_dtype: what KV is
-        kept in; None: dtype. max_positions: rows of the rotary table; None: the model's limit.
+        dtype: of hidden states, and what is computed in but for narrow numbers; weights_dtype: what weights
+        are rounded to before, kv_dtype: what KV is kept in; None: dtype. max_positions: rows of the rotary
+        table; None: the model's limit.
         `progress(layers done, layers)`. quantization, exact: see LinearMaker. A tied head is held as a copy,
         whose bytes a token reads; the embedding stays as it is. Raises CheckpointError for tensors that are
         missing or unreadable, ValueError for a dtype, quantization or backend that cannot run on `device`.

@@ -31,7 +31,7 @@ def _addresses_and_sizes(*names: str) -> list[tuple[str, Any]]:
 class Step(ctypes.Structure):
     """A step of a pass and its weights, by address; 0 = it has none such. `norm`: the one before attention,
     or before the head; `num_inputs`: of `down`; `num_outputs`, `vocabulary`: of `head`; `.._size`: bytes of
-    a weight of a product in float32; `bits`: of weights in whole numbers, 8 or 4, 0 = they are float32's."""
+    a weight of a product in float32; `bits`: of weights in narrow numbers (`numba_narrow`), 0 = float32."""
 
     _fields_ = [
         *_addresses_and_sizes("kind", "bits", "kv_layer", "norm", "q_norm", "k_norm", "mlp_norm"),
@@ -48,7 +48,7 @@ class Call(ctypes.Structure):
     source, source_rows    where hidden states come from: row source_rows[t] is that of token t; 0 = they are
                            in `hidden`
     target, target_rows    where those after the last layer are left; 0 = nowhere but in `hidden`
-    terms, ahead           of what a product in whole numbers reads, 0 = there is none; bytes of weights that
+    terms, ahead           of what a product in narrow numbers reads, 0 = there is none; bytes of weights that
                            it asks for before they are read
     best, sums             what is told of logits, as scan_row does, the token for its place; 0 = nothing
     cu_q_lens, most_per_unit   what attention's units are cut by

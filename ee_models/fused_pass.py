@@ -2,7 +2,7 @@
 nothing of Python stands between these.
 
 The steps are those of `Decoder` and of exits, by the same functions: products over panels, in float32 or
-whole numbers, numba's kernels and its attention. So are their bits.
+narrow numbers, numba's kernels and its attention. So are their bits.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class LinearMaker:
 
     @cached_property
     def attends_by_tiles(self) -> bool:
-        """Whether attention rounds what it reads to bfloat16, too, if a CPU's tiles do it and KV is that: a
-        model in narrow numbers loses no more by it."""
+        """Whether a CPU's tiles do attention over KV in bfloat16, which rounds queries and weights: a model
+        in narrow numbers loses little more by it."""
         if not self.makes_panels or not (self.uses_tiles or self.quantization is not None):
             return False
         from .kernels.numba_tiles import can_multiply

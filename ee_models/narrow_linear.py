@@ -76,8 +76,8 @@ class NarrowLinear:
     def __init__(
         self, weight: Tensor, bias: Tensor | None, bits: Literal[16, 8, 4], threads: KernelThreads
     ) -> None:
-        """Raises ValueError for whole numbers of weights that are not finite, or in int4 too large for
-        float16, and for bfloat16 where a CPU has no tiles."""
+        """Raises ValueError in int8 and int4 for weights that are not finite, in int4 for those too large
+        for float16, too; in bfloat16 where the CPU has no tiles."""
         if bits == 16 and not can_multiply():
             raise ValueError("there are no tiles here that multiply bfloat16; take a PanelLinear")
         self.num_outputs, self.num_inputs = weight.shape

@@ -195,8 +195,9 @@ FAULTS = (
     Fault(
         "tiles leave out the last group of inputs",
         "ee_models/kernels/numba_tiles.py",
-        "with cgutils.for_range(builder, num_groups) as loop:",
-        "with cgutils.for_range(builder, builder.sub(num_groups, INT(1))) as loop:",
+        "with cgutils.for_range(builder, num_groups) as loop: group = builder.add(",
+        "with cgutils.for_range(builder, builder.sub(num_groups, INT(1))) as loop:\n"
+        "        group = builder.add(",
         TILES,
     ),
     Fault(
@@ -232,6 +233,14 @@ FAULTS = (
         "ee_models/kernels/numba_tiles.py",
         "copy_tile(spare[TILE:], most, columns, to[1], bytes_per_out)",
         "copy_tile(spare, most, columns, to[1], bytes_per_out)",
+        TILES,
+    ),
+    Fault(
+        "a block of tiles leaves out its last group",
+        "ee_models/kernels/numba_tiles.py",
+        "with cgutils.for_range(builder, num_groups) as loop: of_a = builder.add(",
+        "with cgutils.for_range(builder, builder.sub(num_groups, INT(1))) as loop:\n"
+        "        of_a = builder.add(",
         TILES,
     ),
     Fault(

@@ -1,5 +1,5 @@
-"""CPU attention that reads pages in place: float32, over keys and values in float32 or bfloat16; or, over
-these, by a CPU's matrix tiles.
+"""CPU attention that reads pages in place: float32, over keys and values in float32 or bfloat16. Those of
+bfloat16 a CPU's matrix tiles can multiply, with queries and weights rounded to it.
 
 Work is cut into units of (row, a few tokens, one KV head or all). A unit walks the context in tiles of 64
 positions, counted from position 0, with an online softmax; its queries go through a tile a few at a time, so
@@ -379,13 +379,14 @@ class NumbaAttention:
     """Shares large calls among as many threads as torch uses.
 
     uses_tiles: whether keys and values in bfloat16 are multiplied by the CPU's matrix tiles, with queries
-    and weights rounded to bfloat16; a CPU must have such (`numba_tiles.can_multiply`)."""
+    and weights rounded to bfloat16. Raises ValueError where it has none."""
 
     name = "numba"
     row_invariant = True
 
     def __init__(self, uses_tiles: bool = False) -> None:
-        assert not uses_tiles or tiles.can_multiply()
+        if uses_tiles and not tiles.can_multiply():
+            raise ValueError("there are no tiles here that multiply bfloat16; leave uses_tiles out")
         self.uses_tiles = uses_tiles
         self._threads = KernelThreads()
         self._last: Prepared | None = None

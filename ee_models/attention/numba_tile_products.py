@@ -2,7 +2,8 @@
 and values in bfloat16 are laid out as these read them, scores and weighted sums are products of theirs.
 
 Queries and weights are rounded to bfloat16; scores, peaks, totals and sums stay float32. Numbers that are
-missing, of a head narrower than a tile or of positions past the last, are zeros: they add nothing.
+missing, of a head narrower than a tile or of positions past the last, are zeros: they add nothing to finite
+ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Matrix products by a CPU's tiles (Intel's AMX), in bfloat16: of tokens rounded to it with weights in it.
 
-Inputs are multiplied two by two, and added to a sum in float32, pair after pair from the first: a token's
-bits depend on nothing but itself. A tile takes 16 tokens in the time of one: as long as memory is what a pass
-waits for, further tokens are free.
+Inputs are multiplied two by two and added to a sum in float32, group after group, in an order that is the
+CPU's own and the same for each token of a tile: a token's bits depend on nothing but itself. A tile takes 16
+tokens in the time of one: as long as memory is what a pass waits for, further tokens are free.
 
 A panel holds COLUMNS outputs: their biases, float32; then, two inputs after two inputs, the weights [in / 2,
 COLUMNS, 2], and zeros where inputs are missing from a group of GROUP. A token has its numbers in the same
@@ -28,7 +28,7 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from .numba_gemm import copy_tile
-from .numba_vectors import INT, NONE, ROWS, compiles_for, copy_numbers, for_count, prefetch, store
+from .numba_vectors import INT, NONE, ROWS, WIDTH, compiles_for, copy_numbers, for_count, prefetch
 from .threads import pointer
 
 TILE = 16  # tokens of a tile, and outputs
@@ -37,8 +37,9 @@ COLUMNS = 2 * TILE
 _LINE = 64  # bytes
 # Bytes of a panel ahead of its groups, and of one of them.
 HEAD, GROUP_BYTES = 4 * COLUMNS, 2 * GROUP * COLUMNS
-# Whether numba compiles what follows; elsewhere nothing of it may run.
-HAS_TILES = compiles_for("amx-bf16")
+# Whether numba compiles what follows; elsewhere nothing of it may run. Without vectors of this width, panels
+# have other sizes.
+HAS_TILES = WIDTH == TILE and compiles_for("amx-bf16")
 # Of the CPU's eight tiles: sums of two times TILE tokens, for either half of the outputs; tokens; weights.
 _SUMS, _TOKENS, _WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
 _BYTE = ir.IntType(8)
@@ -47,7 +48,7 @@ _kernel = njit(error_model="numpy", nogil=True, cache=True)
 
 @cache
 def can_multiply() -> bool:
-    """Whether this process may use tiles: Linux asks who does to say so first, and whoever does not dies."""
+    """Whether this process may use tiles, for which it asks: Linux ends one that uses them without."""
     if not HAS_TILES or sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
@@ -96,12 +97,14 @@ def _begin_intrinsic(_context: Any, num_tokens: Any) -> Any:
         if HAS_TILES:
             sizes = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, _LINE))
             builder.store(ir.Constant(sizes.type.pointee, None), sizes)
-            begin, num_tokens = builder.ptrtoint(sizes, INT), builder.trunc(args[0], _BYTE)
-            palette, bytes_of_row, rows = (builder.add(begin, INT(at)) for at in (0, 16, 48))
-            store(builder, _BYTE(1), palette, INT(0))
+            num_tokens = builder.trunc(args[0], _BYTE)
+            # Byte 0 is the palette, 16 and so on are bytes of a row, in two bytes each, 48 and so on rows.
+            known = {0: _BYTE(1)}
             for tile in range(8):
-                store(builder, ir.IntType(16)(_LINE), bytes_of_row, INT(2 * tile))
-                store(builder, _BYTE(GROUP // 2) if tile in _WEIGHTS else num_tokens, rows, INT(tile))
+                known[16 + 2 * tile] = _BYTE(_LINE)
+                known[48 + tile] = _BYTE(GROUP // 2) if tile in _WEIGHTS else num_tokens
+            for byte, value in known.items():
+                builder.store(value, builder.gep(sizes, [INT(0), INT(byte)]))
             _call(builder, "ldtilecfg", builder.bitcast(sizes, _BYTE.as_pointer()))
         return NONE
 

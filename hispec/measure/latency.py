@@ -268,6 +268,7 @@ def _facts(decoder: Decoder) -> Facts:
         "quantization": linear.quantization,
         "exact": linear.exact,
         "attention": decoder.attention.name,
+        "attends_by_tiles": linear.attends_by_tiles,
         "kernels": type(decoder.kernels).__name__,
         "linears": type(decoder.head).__name__,
         "num_bytes": decoder.num_bytes,  # weights of bfloat16's numbers are held in it

@@ -11,6 +11,7 @@ import torch
 
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
+from ee_models.kernels import numba_tiles
 from hispec.config import Plan
 from hispec.sampling_params import SamplingParams
 from tests.helpers.support import GREEDY, PLANS, make_engine, random_prompts, run
@@ -35,10 +36,20 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
+WITHOUT_TILES = "bfloat16, as without tiles"
+if numba_tiles.can_multiply():
+    FORMATS[WITHOUT_TILES] = FORMATS["bfloat16"]
+
+
 @pytest.fixture(scope="module", params=FORMATS)
 def decoder(request: pytest.FixtureRequest, tiny_path: Path) -> Decoder:
     options = FORMATS[request.param]
-    return Decoder.load(open_checkpoint(tiny_path), torch.float32, torch.device("cpu"), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == WITHOUT_TILES:
+            patch.setattr(numba_tiles, "can_multiply", lambda: False)
+        decoder = Decoder.load(open_checkpoint(tiny_path), torch.float32, torch.device("cpu"), **options)
+        assert not (request.param == WITHOUT_TILES and decoder.make_linear.uses_tiles)
+    return decoder
 
 
 @pytest.fixture(scope="module")
