@@ -17,6 +17,7 @@ from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import Checkpoint, open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit, head_name
+from ee_models.narrow_linear import NarrowLinear
 from ee_models.panel_linear import PanelLinear
 from ee_models.training.adapters import AdapterModule
 from hispec.sampling.logits import Logits
@@ -226,7 +227,10 @@ def test_adapters_are_held_as_the_decoders_weights_are(tmp_path: Path, checkpoin
         decoder = Decoder.load(checkpoint, torch.float32, CPU, weights_dtype=dtype)
         exit_ = make_exit(tmp_path / str(dtype), checkpoint, decoder, SHAPES["reduced_vocabulary"])
         head = exit_.logit_steps(2)[-1].head
-        assert isinstance(head, PanelLinear) and head.panels.dtype == dtype
+        if decoder.make_linear.uses_tiles:
+            assert isinstance(head, NarrowLinear) and head.bits == 16
+        else:
+            assert isinstance(head, PanelLinear) and head.panels.dtype == dtype
 
 
 def test_outside_a_reduced_vocabulary_nothing_can_be_said(
