@@ -105,12 +105,14 @@ def is_in_bfloat16(linear: Linear) -> bool:
 
 
 def test_weights_are_rounded_to_the_dtype_that_they_are_held_in(tmp_path: Path) -> None:
-    checkpoint = open_model(tiny_checkpoint(tmp_path / "model", num_layers=2))
+    # Sizes that tiles have whole, or their zeros would count.
+    path = tiny_checkpoint(tmp_path / "model", num_layers=2, hidden_size=64, intermediate_size=128)
+    checkpoint = open_model(path)
     whole, small = (load_decoder(checkpoint, EngineConfig(dtype=each), CPU, 64) for each in DTYPES)
     assert torch.equal(small.embedding, whole.embedding.bfloat16().float())
     assert not torch.equal(small.embedding, whole.embedding)
     assert is_in_bfloat16(small.head)
-    assert small.row_invariant and small.num_bytes < 0.75 * whole.num_bytes
+    assert small.row_invariant and small.num_bytes < 0.7 * whole.num_bytes
 
 
 def test_a_draft_model_is_held_as_its_target_is(tmp_path: Path) -> None:
