@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ee_models.kernels.threads import KernelThreads
+from tests.helpers.guarded import runs_within_bounds
 from tests.helpers.support import threads
 from tests.helpers.vector_width import load_with_vectors_of
 
@@ -66,22 +67,8 @@ def test_a_weight_that_bfloat16_would_round_stays_as_it_is(modules: list[ModuleT
 
 
 def test_nothing_is_written_beside_the_outputs(modules: list[ModuleType]) -> None:
-    panel_linear = modules[1]
-    layer = panel_linear.PanelLinear(randn(33, 7), None, KernelThreads())
-    x, around = randn(5, 7), torch.full((7, 33), 9.0)
-    expected = layer(x)
-
-    class Input(torch.Tensor):
-        def new_empty(self, *shape: int) -> Tensor:  # what a product is written to lies between other rows
-            assert shape == (5, 33)
-            return around[1:6]
-
-        def contiguous(self) -> Input:
-            return self
-
-    found = layer(x.as_subclass(Input))
-    assert torch.equal(around[[0, 6]], torch.full((2, 33), 9.0))
-    assert torch.equal(around[1:6], expected) and torch.equal(found, expected)
+    layer = modules[1].PanelLinear(randn(33, 7), None, KernelThreads())
+    assert runs_within_bounds(layer, randn(5, 7), num_tensors=1)
 
 
 def test_the_default_dtype_of_the_process_does_not_matter(modules: list[ModuleType]) -> None:
