@@ -217,8 +217,8 @@ FAULTS = (
     Fault(
         "the second tile of tokens is multiplied with the first half's weights alone",
         "ee_models/kernels/numba_tiles.py",
-        "(tile, _TOKENS[i], weights)",
-        "(tile, _TOKENS[i], weights if i == 0 else _WEIGHTS[0])",
+        "_add_products(builder, tile, _TOKENS[i], weights)",
+        "_add_products(builder, tile, _TOKENS[i], weights if i == 0 else _WEIGHTS[0])",
         TILES,
     ),
     Fault(

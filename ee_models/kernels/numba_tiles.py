@@ -86,8 +86,18 @@ def _call(builder: Any, name: str, *args: Any) -> None:
     builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), args)
 
 
-def _place(builder: Any, at: Any) -> Any:
-    return builder.inttoptr(at, _BYTE.as_pointer())
+def _fill(builder: Any, tile: int, first: Any, stride: Any) -> None:
+    """A tile with the rows at the address `first` and each `stride` bytes later."""
+    _call(builder, "tileloadd64", _BYTE(tile), builder.inttoptr(first, _BYTE.as_pointer()), stride)
+
+
+def _empty(builder: Any, tile: int, first: Any, stride: Any) -> None:
+    """A tile into rows as of _fill."""
+    _call(builder, "tilestored64", _BYTE(tile), builder.inttoptr(first, _BYTE.as_pointer()), stride)
+
+
+def _add_products(builder: Any, sums: int, tokens: int, weights: int) -> None:
+    _call(builder, "tdpbf16ps", *map(_BYTE, (sums, tokens, weights)))
 
 
 def _begin_intrinsic(_context: Any, num_tokens: Any) -> Any:
@@ -159,13 +169,9 @@ def _tiles(
 ) -> None:
     halves = [INT(4 * TILE * i) for i in range(2)]
     asked, num_lines = (builder.extract_value(ahead, i) for i in range(2))
-
-    def fill(tile: int, first: Any, stride: Any) -> None:
-        _call(builder, "tileloadd64", _BYTE(tile), _place(builder, first), stride)
-
     for sums in _SUMS[:count]:
         for tile, half in zip(sums, halves, strict=True):
-            fill(tile, builder.add(panel, half), INT(0))  # every row: the biases
+            _fill(builder, tile, builder.add(panel, half), INT(0))  # every row: the biases
     groups = builder.add(panel, INT(HEAD))
     with cgutils.for_range(builder, num_groups) as loop:
         group = builder.add(groups, builder.mul(loop.index, INT(GROUP_BYTES)))
@@ -173,16 +179,15 @@ def _tiles(
         with cgutils.for_range(builder, num_lines) as line:
             prefetch(builder, wanted, builder.mul(line.index, INT(_LINE)))
         for weights, half in zip(_WEIGHTS, halves, strict=True):
-            fill(weights, builder.add(group, half), INT(4 * COLUMNS))
+            _fill(builder, weights, builder.add(group, half), INT(4 * COLUMNS))
         of_group = builder.mul(loop.index, INT(2 * GROUP))
         for i in range(count):
-            fill(_TOKENS[i], builder.add(builder.extract_value(terms, i), of_group), stride)
+            _fill(builder, _TOKENS[i], builder.add(builder.extract_value(terms, i), of_group), stride)
             for tile, weights in zip(_SUMS[i], _WEIGHTS, strict=True):
-                _call(builder, "tdpbf16ps", *map(_BYTE, (tile, _TOKENS[i], weights)))
+                _add_products(builder, tile, _TOKENS[i], weights)
     for i in range(count):
         for tile, half in zip(_SUMS[i], halves, strict=True):
-            place = _place(builder, builder.add(builder.extract_value(out, i), half))
-            _call(builder, "tilestored64", _BYTE(tile), place, to)
+            _empty(builder, tile, builder.add(builder.extract_value(out, i), half), to)
 
 
 def _multiply_block_intrinsic(
@@ -205,24 +210,23 @@ def _block(builder: Any, begins: Any, num_groups: Any, a: Any, b: Any, half: Any
         [builder.extract_value(each, i) for i in range(2)] for each in (a, out)
     )
     halves, sums = (INT(0), half), _SUMS[0]
-    outputs = [_place(builder, to), _place(builder, builder.add(to, INT(4 * TILE)))]
+    outputs = to, builder.add(to, INT(4 * TILE))
     with builder.if_else(builder.icmp_signed("!=", begins, INT(0))) as (from_nothing, from_sums):
         with from_nothing:
             for tile in sums:
                 _call(builder, "tilezero", _BYTE(tile))
         with from_sums:
             for tile, output in zip(sums, outputs, strict=True):
-                _call(builder, "tileloadd64", _BYTE(tile), output, bytes_per_out)
+                _fill(builder, tile, output, bytes_per_out)
     with cgutils.for_range(builder, num_groups) as loop:
         of_a = builder.add(first, builder.mul(loop.index, INT(_LINE)))
         of_b = builder.add(b, builder.mul(loop.index, INT(2 * GROUP * TILE)))
-        _call(builder, "tileloadd64", _BYTE(_TOKENS[0]), _place(builder, of_a), stride)
+        _fill(builder, _TOKENS[0], of_a, stride)
         for tile, other, offset in zip(sums, _WEIGHTS, halves, strict=True):
-            place = _place(builder, builder.add(of_b, offset))
-            _call(builder, "tileloadd64", _BYTE(other), place, INT(_LINE))
-            _call(builder, "tdpbf16ps", *map(_BYTE, (tile, _TOKENS[0], other)))
+            _fill(builder, other, builder.add(of_b, offset), INT(_LINE))
+            _add_products(builder, tile, _TOKENS[0], other)
     for tile, output in zip(sums, outputs, strict=True):
-        _call(builder, "tilestored64", _BYTE(tile), output, bytes_per_out)
+        _empty(builder, tile, output, bytes_per_out)
 
 
 begin: Any = intrinsic(_begin_intrinsic)

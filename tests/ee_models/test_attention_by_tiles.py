@@ -7,14 +7,14 @@ import torch
 
 from ee_models.attention import numba_pages, select_backend
 from ee_models.attention.numba_pages import NumbaAttention
-from ee_models.kernels import numba_tiles
 from ee_models.linear_factory import LinearMaker
+from tests.helpers.tiles import needs_tiles
 
 from .test_attention import CPU, INVARIANT_HEADS, TILE_EDGES, Pass, Row, use_threads
 from .test_attention_trees import by_chains, random_forest, tree_pass
 
 HEADS = [*INVARIANT_HEADS, (32, 1, 32), (6, 6, 1), (2, 1, 96)]
-pytestmark = pytest.mark.skipif(not numba_tiles.can_multiply(), reason="needs a CPU with AMX, and Linux")
+pytestmark = needs_tiles
 
 
 def attend(rows: list[Row], block_size: int = 16, seed: int = 0) -> torch.Tensor:
@@ -75,4 +75,5 @@ def test_which_models_attend_by_tiles() -> None:
     assert LinearMaker(CPU, float32, weights_dtype=torch.bfloat16).attends_by_tiles
     assert LinearMaker(CPU, float32, "int8").attends_by_tiles
     assert not LinearMaker(CPU, float32).attends_by_tiles
-    assert select_backend("auto", CPU, float32, uses_tiles=True).uses_tiles  # type: ignore[attr-defined]
+    backend = select_backend("auto", CPU, float32, uses_tiles=True)
+    assert isinstance(backend, NumbaAttention) and backend.uses_tiles

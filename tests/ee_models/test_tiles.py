@@ -16,11 +16,11 @@ from ee_models.narrow_linear import NarrowLinear
 from ee_models.panel_linear import PanelLinear
 from tests.helpers.guarded import runs_within_bounds
 from tests.helpers.support import threads
+from tests.helpers.tiles import needs_tiles
 
 CPU = torch.device("cpu")
 SHAPES = [(3 * 32, 48), (33, 5), (1, 1), (31, 64), (40, 1538), (32, 31), (65, 33), (1, 100)]
 TOKENS = 70  # tiles of two turns and more
-has_tiles = pytest.mark.skipif(not numba_tiles.can_multiply(), reason="needs a CPU with AMX, and Linux")
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -31,7 +31,7 @@ def make(shape: tuple[int, int]) -> NarrowLinear:
     return NarrowLinear(randn(*shape), randn(shape[0], seed=1), 16, KernelThreads())
 
 
-@has_tiles
+@needs_tiles
 def test_products_are_those_of_rounded_numbers_and_a_rows_bits_its_own() -> None:
     for num_threads in (1, 3):
         for shape in SHAPES:
@@ -48,14 +48,14 @@ def test_products_are_those_of_rounded_numbers_and_a_rows_bits_its_own() -> None
                 assert torch.equal(layer(x[TOKENS - rows :]), out[TOKENS - rows :])
 
 
-@has_tiles
+@needs_tiles
 def test_nothing_is_written_beside_the_outputs() -> None:
     layer = make((33, 7))
     for num_tokens in (1, 5, 16, 17, 40):
         assert runs_within_bounds(layer, randn(num_tokens, 7), num_tensors=2)
 
 
-@has_tiles
+@needs_tiles
 def test_what_is_not_finite_stays_so_in_its_row_alone() -> None:
     layer, x = make((33, 9)), randn(4, 9)
     expected = layer(x)
@@ -66,7 +66,7 @@ def test_what_is_not_finite_stays_so_in_its_row_alone() -> None:
         assert not bool(found[1].isfinite().any()) and torch.equal(found[[0, 2, 3]], expected[[0, 2, 3]])
 
 
-@has_tiles
+@needs_tiles
 def test_a_weight_is_held_in_16_bits_and_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias = randn(200, 10), randn(200, seed=1)
     whole = numba_narrow.pack(16, weight, bias)
@@ -75,7 +75,7 @@ def test_a_weight_is_held_in_16_bits_and_packed_in_pieces(monkeypatch: pytest.Mo
     assert numba_narrow.pack(16, randn(64, 320), None).nbytes == 64 * (320 * 2 + 4)
 
 
-@has_tiles
+@needs_tiles
 def test_a_model_in_bfloat16_is_multiplied_by_tiles_and_others_as_before() -> None:
     weight, bias, x = randn(33, 40).bfloat16().float(), randn(33, seed=1), randn(5, 40)
     layer = LinearMaker(CPU, torch.float32, weights_dtype=torch.bfloat16)(weight, bias)
