@@ -94,7 +94,7 @@ def main() -> int:
     job = load_job(arguments.job, [] if arguments.limit is None else [f"input.limit={arguments.limit}"])
     rows = good_rows(job)
     with LLM(job.model, **{**job.engine.model_dump(), "max_num_seqs": 16}) as llm:
-        candidates = find_candidates(llm.trained_exits, llm.decoder, None, must_be_trained=True)
+        candidates = find_candidates(llm.engine.pretrained, None, must_be_trained=True)
         plans = all_plans(ProfileOptions(), candidates, None)
         sampling = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens)
         recording = record_rows(llm, rows, candidates, plans, sampling)

@@ -150,7 +150,7 @@ def record_and_count(
     rows = min(RECORDED_ROWS, max(len(tune), len(held_out)))
     numbers = {"dtype": job.engine.dtype, "quantization": job.engine.quantization}
     with LLM(job.model, max_num_seqs=rows, **numbers) as llm:
-        candidates = find_candidates(llm.trained_exits, llm.decoder, None, must_be_trained=True)
+        candidates = find_candidates(llm.engine.pretrained, None, must_be_trained=True)
         plans = all_plans(ProfileOptions(drafters=drafters), candidates, None)
         if all(plan.check is None for plan in plans):
             raise ConfigError(

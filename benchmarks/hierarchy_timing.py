@@ -87,7 +87,7 @@ def measure(
     answers = [*tune.recording.answers, *held_out.recording.answers]
     numbers = {"dtype": job.engine.dtype, "quantization": job.engine.quantization}
     with LLM(job.model, max_num_seqs=batch_size, enable_prefix_caching=False, **numbers) as llm:
-        candidates = find_candidates(llm.trained_exits, llm.decoder, None, must_be_trained=True)
+        candidates = find_candidates(llm.engine.pretrained, None, must_be_trained=True)
         num_layers = llm.decoder.config.num_layers
         warm_up(llm, tune.tokens[:batch_size], sampling)
         tune_steps = plain_steps(llm, tune, sampling, "tuning")

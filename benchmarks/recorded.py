@@ -63,5 +63,6 @@ def record_rows(
         answers,
         ngrams=sizes,
         most_looked_up=most_looked_up,
+        tables=candidates.tables,
         progress=True,
     )

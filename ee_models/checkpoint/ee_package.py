@@ -5,6 +5,7 @@ A folder of a few MB, beside which the base model is needed once, to make a plai
     ee.json             PackageInfo: the base model and what was made of it
     lora.safetensors    <weight's name>.a [rank, in] and .b [out, rank], bfloat16
     exits.json, exits.safetensors    the exits of the changed model (exit_files.py)
+    ngrams.json, ngrams.safetensors  n-grams of its answers, if there are any (ngram_file.py)
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from .exit_files import TENSORS as EXITS_TENSORS
 from .exit_files import BaseModelInfo, ExitsFile, FileInfo, check_base_model, sha256
 from .loader import Checkpoint, open_checkpoint
 from .low_rank import LowRank
+from .ngram_file import INFO as NGRAMS_INFO
+from .ngram_file import TENSORS as NGRAMS_TENSORS
 
 INFO, TENSORS = "ee.json", "lora.safetensors"
 # Beside the weights, what makes a folder a model that can be talked to.
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
-_NOT_COPIED = ("*.safetensors.index.json", "hispec.json", EXITS_INFO, INFO)
+_NOT_COPIED = ("*.safetensors.index.json", "hispec.json", EXITS_INFO, NGRAMS_INFO, INFO)
 
 
 class PackageError(CheckpointError):
@@ -96,7 +99,7 @@ class EEPackage:
 
     def make_checkpoint(self, base: Checkpoint, folder: Path) -> Checkpoint:
         """Writes base + package to the empty `folder`: a plain checkpoint in the base's dtype, with its exits
-        where the package has them.
+        and n-grams where the package has them.
 
         The same bits on every machine (`LowRank.added_to`). Raises PackageError for another base, OSError
         where `folder` cannot be written.
@@ -123,6 +126,9 @@ class EEPackage:
         if self.exits is not None:
             self.exits.check_model(made)
             for name in (EXITS_TENSORS, EXITS_INFO):
+                shutil.copyfile(self.folder / name, folder / name)
+        if (self.folder / NGRAMS_INFO).exists():
+            for name in (NGRAMS_TENSORS, NGRAMS_INFO):
                 shutil.copyfile(self.folder / name, folder / name)
         return made
 

@@ -40,6 +40,7 @@ def _train(options: argparse.Namespace) -> int:
         raise KeyboardInterrupt(f"What is done is in {config.output.path}; {config.output.way_on}") from None
     if report is not None:
         for name, value in report.outcome.metrics.items():
-            print(f"{name}: {value:.4f}")
-        print(f"{report.outcome.steps_run} steps in {report.outcome.seconds:.0f} s; {report.path}")
+            print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value:,}")
+        steps = f"{report.outcome.steps_run} steps in" if config.loop else "counted in"
+        print(f"{steps} {report.outcome.seconds:.0f} s; {report.path}")
     return OK

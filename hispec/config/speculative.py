@@ -26,15 +26,30 @@ class NgramConfig(Settings):
     tokens_per_match     propose at most so many tokens for each token that matched (up to 16 are counted),
                          since longer matches are right more often; None = always num_draft_tokens
     datastore_tokens     tokens of earlier requests' outputs that are searched too, at most; 0 = none
+    guess_confidence     where nothing matches, propose what most often followed the last tokens in answers
+                         that were counted beforehand, as long as all that is proposed is right with at least
+                         this probability; None = no guesses
+    guess_path           folder of these n-grams; None = those that come with the model or with HiSpec for it
     """
 
     max_size: Annotated[int, Field(ge=1, le=16)] = 4
     min_size: Annotated[int, Field(ge=1, le=16)] = 1
     tokens_per_match: Annotated[int, Field(ge=1, le=32)] | None = 2
     datastore_tokens: Annotated[int, Field(ge=0, le=1 << 22)] = 0
+    guess_confidence: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    guess_path: Annotated[str, Field(min_length=1)] | None = None
+
+    @property
+    def guesses(self) -> bool:
+        return self.guess_confidence is not None
 
     @model_validator(mode="after")
     def _ordered(self) -> NgramConfig:
+        if self.guess_path is not None and not self.guesses:
+            raise ValueError(
+                f"guess_path={shown(self.guess_path)} has no effect without guess_confidence; give that (0.2"
+                " is a good start), or leave the path out"
+            )
         if self.min_size > self.max_size:
             raise ValueError(
                 f"min_size={self.min_size} is above max_size={self.max_size}; choose min_size <= max_size"
@@ -282,6 +297,13 @@ class SpeculativeConfig(Settings):
         if self.check is not None and self.check.is_trained:
             layers["check"] = self.check.layer
         return layers
+
+    @property
+    def guess_paths(self) -> list[str | None]:
+        """The folders of n-grams that it guesses from, None = those that come with the model; empty if it
+        does not guess."""
+        lookup = self.draft.lookup
+        return [lookup.guess_path] if lookup is not None and lookup.guesses else []
 
     def plan(self, num_layers: int) -> Plan:
         """The plan for a model of `num_layers` layers. Raises ConfigError if an exit lies outside of it."""

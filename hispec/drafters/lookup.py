@@ -13,22 +13,33 @@ the same before both ends, be they more than max_size.
 The store holds outputs of earlier requests, shared by all rows: two halves, each output followed by a
 separator. When one does not fit into the current half, the previous half is dropped, and the current one
 takes its place.
+
+Where neither has a match, `guesses` are proposed, if there are any: what most often follows the text's last
+tokens in answers that were counted beforehand (ngram_table.py).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from ..decoding.drafter import CompiledLookup
+from .ngram_table import NgramTable
 
 SEPARATOR = -1
 MOST_MATCHED = 16  # tokens of a match that are counted for `per_match`
 _MAX_TOKEN = 2**31 - 1
+
+
+class Guesses(NamedTuple):
+    """Guesses from a table, chained as long as all of them together are right with at least `confidence`."""
+
+    table: NgramTable
+    confidence: float
 
 
 class Lookup(ABC):
@@ -42,6 +53,7 @@ class Lookup(ABC):
         max_size: int,
         store_tokens: int = 0,
         per_match: int | None = None,
+        guesses: Guesses | None = None,
     ) -> None:
         if per_match is not None and per_match < 1:
             raise ValueError(f"per_match={per_match} must be at least 1, or None for no limit")
@@ -59,6 +71,7 @@ class Lookup(ABC):
             )
         self._num_rows, self._max_len, self._half = num_rows, max_len, store_tokens // 2
         self._min_size, self._max_size, self._per_match = min_size, max_size, per_match
+        self._guesses = guesses
 
     @property
     @abstractmethod

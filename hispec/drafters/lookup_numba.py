@@ -17,11 +17,13 @@ from ee_models.kernels.threads import address_of_cfunc, pointer
 
 from ..decoding.drafter import CompiledLookup
 from ..decoding.rounds_numba import Lookups
-from .lookup import MOST_MATCHED, SEPARATOR, Lookup, check_shapes
+from .lookup import MOST_MATCHED, SEPARATOR, Guesses, Lookup, check_shapes
+from .ngram_table import EMPTY, FACTOR, make_table
 
 # One thread: a call takes microseconds, and a second pool of threads that spin beside torch's own costs both
 # dearly.
 _kernel = njit(cache=True, nogil=True)
+_FACTOR = FACTOR & 0xFFFFFFFFFFFFFFFF
 
 
 class Texts(NamedTuple):
@@ -69,12 +71,44 @@ class _Texts(ctypes.Structure):
         return cls(*addresses, count, texts.tokens.shape[1], num_sizes, num_slots)
 
 
+class Table(NamedTuple):
+    """An NgramTable, and the confidence that is asked for; max_size 0 = there is none."""
+
+    keys: Any
+    tokens: Any
+    shares: Any
+    slots: Any
+    max_size: Any
+    confidence: Any
+
+    @classmethod
+    def of(cls, guesses: Guesses | None) -> Table:
+        table, confidence = guesses or (make_table(None, {}, torch.device("cpu")), 1.0)
+        arrays = table.keys.numpy(), table.tokens.numpy(), table.shares.numpy()
+        return cls(*arrays, table.slots, table.max_size, np.float32(confidence))
+
+
+class _Table(ctypes.Structure):
+    """A Table, by address; count: of its slots, those at the end included."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("keys", "tokens", "shares", "slots", "max_size", "count")),
+        ("confidence", ctypes.c_float),
+    ]
+
+    @classmethod
+    def of(cls, table: Table) -> _Table:
+        addresses = (array.ctypes.data for array in table[:3])
+        return cls(*addresses, table.slots, table.max_size, len(table.keys), float(table.confidence))
+
+
 class _Index(ctypes.Structure):
     """An index, for compiled rounds; rows: the address of the text of each row of the batch, int64."""
 
     _fields_ = [
         ("texts", _Texts),
         ("store", _Texts),
+        ("table", _Table),
         *((name, ctypes.c_int64) for name in ("current", "min_size", "per_match", "rows")),
     ]
 
@@ -91,13 +125,20 @@ class LookupIndex(Lookup):
         max_size: int,
         store_tokens: int = 0,
         per_match: int | None = None,
+        guesses: Guesses | None = None,
     ) -> None:
-        super().__init__(num_rows, max_len, min_size, max_size, store_tokens, per_match)
+        super().__init__(num_rows, max_len, min_size, max_size, store_tokens, per_match, guesses)
         self._texts = make_texts(num_rows, max_len, max_size - min_size + 1)
         self._store = make_texts(2, self._half, max_size - min_size + 1)
+        self._table = Table.of(guesses)
         self._current = 0
         self._index = _Index(
-            _Texts.of(self._texts), _Texts.of(self._store), 0, self._min_size, self._per_match or 0
+            _Texts.of(self._texts),
+            _Texts.of(self._store),
+            _Table.of(self._table),
+            0,
+            self._min_size,
+            self._per_match or 0,
         )
 
     def compiled(self, rows: Tensor) -> CompiledLookup:
@@ -152,6 +193,7 @@ class LookupIndex(Lookup):
         wrong = _propose(
             self._texts,
             self._store,
+            self._table,
             self._current,
             self._min_size,
             self._per_match or 0,
@@ -185,7 +227,7 @@ def _find(texts: Any, row: Any, index: Any, size: Any, other: Any, end: Any) -> 
     the slot that would say so."""
     hashed = np.uint64(0)
     for back in range(size):
-        hashed = (hashed + np.uint64(other[end - back]) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        hashed = (hashed + np.uint64(other[end - back]) + np.uint64(1)) * np.uint64(_FACTOR)
         hashed ^= hashed >> np.uint64(32)
     text, table, base = texts.tokens[row], texts.tables[row, index], texts.bases[row]
     mask = table.shape[0] - 1
@@ -271,9 +313,29 @@ def _num_matched(source: Any, length: Any, tail: Any, end: Any, near: Any, num_n
 
 
 @_kernel
+def _guess(table: Any, near: Any, num_near: Any) -> Any:
+    """(token, share) of the longest context that ends near[:num_near]; a share of 0 where there is none."""
+    token, share, hashed = np.int32(0), np.float32(0.0), np.uint64(0)
+    for back in range(min(table.max_size, num_near)):
+        hashed = (hashed + np.uint64(near[num_near - 1 - back]) + np.uint64(1)) * np.uint64(_FACTOR)
+        hashed ^= hashed >> np.uint64(32)
+        key = np.int64(hashed)
+        if key == EMPTY:
+            key = np.int64(1)
+        slot = key & (table.slots - 1)
+        while table.keys[slot] != EMPTY:
+            if table.keys[slot] == key:
+                token, share = table.tokens[slot], table.shares[slot]
+                break
+            slot += 1
+    return token, share
+
+
+@_kernel
 def _propose(
     texts: Any,
     store: Any,
+    table: Any,
     current: Any,
     min_size: Any,
     per_match: Any,
@@ -328,6 +390,15 @@ def _propose(
             while count < limit and outputs[position + count] != SEPARATOR:
                 tokens[i, tail + 1 + count] = outputs[position + count]
                 count += 1
+        elif table.max_size > 0:
+            sure, num_near = np.float32(1.0), num_own + tail
+            while count < limit:
+                token, share = _guess(table, near, num_near + count)
+                sure *= share
+                if sure < table.confidence:
+                    break
+                near[num_near + count] = tokens[i, tail + 1 + count] = token
+                count += 1
         counts[i] = count
     return -1
 
@@ -347,6 +418,18 @@ def _texts_at(at: Any) -> Any:
     )
 
 
+@_kernel
+def _table_at(at: Any) -> Any:
+    return Table(
+        carray(pointer(at.keys), at.count, np.int64),
+        carray(pointer(at.tokens), at.count, np.int32),
+        carray(pointer(at.shares), at.count, np.float32),
+        at.slots,
+        at.max_size,
+        at.confidence,
+    )
+
+
 @cfunc(_LINK, cache=True)
 def propose(lookups: Any, index: Any) -> None:
     """As LookupIndex.propose."""
@@ -355,6 +438,7 @@ def propose(lookups: Any, index: Any) -> None:
     _propose(
         _texts_at(at.texts),
         _texts_at(at.store),
+        _table_at(at.table),
         at.current,
         at.min_size,
         at.per_match,

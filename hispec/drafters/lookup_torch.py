@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 from ee_models.kernels import runs_triton
 
 from ..utils.uploads import write
-from .lookup import MOST_MATCHED, SEPARATOR, Lookup, check_shapes
+from .lookup import MOST_MATCHED, SEPARATOR, Guesses, Lookup, check_shapes
+from .ngram_table import guess
 
 
 class TensorLookup(Lookup):
@@ -29,8 +30,9 @@ class TensorLookup(Lookup):
         max_size: int,
         store_tokens: int = 0,
         per_match: int | None = None,
+        guesses: Guesses | None = None,
     ) -> None:
-        super().__init__(num_rows, max_len, min_size, max_size, store_tokens, per_match)
+        super().__init__(num_rows, max_len, min_size, max_size, store_tokens, per_match, guesses)
         # Captured graphs read these at their addresses, so they are only ever written in place. One token
         # more than the texts have takes what is to be written nowhere.
         self._flat_texts = torch.zeros(num_rows * max_len + 1, dtype=torch.int32, device=device)
@@ -83,7 +85,9 @@ class TensorLookup(Lookup):
 
             texts = (rows, self._lengths, self._texts, self._store)
             n_grams = (self._min_size, self._max_size)
-            return lookup_triton.propose(*texts, tokens, tail_lens, most, within, n_grams, self._per_match)
+            return lookup_triton.propose(
+                *texts, tokens, tail_lens, most, within, n_grams, self._per_match, self._guesses
+            )
         lengths = self._lengths[rows].clamp(max=within)
         totals = lengths + tail_lens
         # All that is searched [n, columns]: the previous half, the current one, the text. Whatever comes
@@ -109,6 +113,7 @@ class TensorLookup(Lookup):
         best = (sizes.to(torch.int64) * len(columns) + columns).amax(1, keepdim=True)
         found, end = best >= self._min_size * len(columns), best % len(columns)
 
+        allowed = most
         if self._per_match is not None:
             backs = torch.arange(MOST_MATCHED, device=device)
             ours, theirs = (searched.gather(1, (column - backs).clamp(min=0)) for column in (last, end))
@@ -121,6 +126,16 @@ class TensorLookup(Lookup):
         proposed = searched.gather(1, (end + 1 + steps % period).clamp(max=len(columns) - 1))
         unbroken = (proposed != SEPARATOR).cumprod(1).sum(1)
         counts = torch.minimum(unbroken, most) * found[:, 0]
+
+        if self._guesses is not None:  # where nothing was found
+            table, confidence = self._guesses
+            ends = totals.clamp(max=table.max_size)
+            near = (totals - ends).unsqueeze(1) + torch.arange(table.max_size + window, device=device)
+            line = text.gather(1, near.clamp(max=text.shape[1] - 1)).long()
+            guessed = guess(table, line, ends, torch.where(found[:, 0], 0, allowed), confidence, window)
+            chained = line.gather(1, ends.unsqueeze(1) + steps)
+            proposed = torch.where(found, proposed, chained.to(proposed.dtype))
+            counts = torch.where(found[:, 0], counts, guessed)
 
         # ranks [n, window + 1]: which proposal each column of tokens would take.
         ranks = torch.arange(window + 1, device=device) - tail_lens[:, None] - 1

@@ -2,7 +2,8 @@
 twin of `TensorLookup.propose`.
 
 What is searched is one line of columns: the store, then the row's text, then the tail. The first kernel finds
-the best match within each chunk of it, the second takes the best of these and writes what follows it.
+the best match within each chunk of it, the second takes the best of these and writes what follows it. Where
+guesses are proposed, too, a third one chains them in the rows that have no match.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from torch import Tensor
 
 from ee_models.kernels.triton_math import unspecialised_jit
 
-from .lookup import MOST_MATCHED, SEPARATOR
+from .lookup import MOST_MATCHED, SEPARATOR, Guesses
+from .ngram_table import EMPTY, FACTOR, HALF
 
 _CHUNK, _NUM_WARPS = 1024, 4
 _SEPARATOR, _MOST_MATCHED = tl.constexpr(SEPARATOR), tl.constexpr(MOST_MATCHED)
 _NO_MATCH = tl.constexpr(-1)
+_EMPTY, _FACTOR, _HALF = tl.constexpr(EMPTY), tl.constexpr(FACTOR), tl.constexpr(HALF)
 _SIZE_BITS = tl.constexpr(32)  # a match's rank is its size above these, and its column below
 
 
@@ -132,6 +135,67 @@ def _propose(
     tl.store(tokens + at * width + column, proposed.to(tl.int64), mask=is_put)
 
 
+@unspecialised_jit
+def _guess(
+    rows: tl.tensor,
+    lengths: tl.tensor,
+    texts: tl.tensor,
+    tokens: tl.tensor,
+    tail_lens: tl.tensor,
+    most: tl.tensor,
+    counts: tl.tensor,
+    keys: tl.tensor,
+    table_tokens: tl.tensor,
+    shares: tl.tensor,
+    max_len: int,
+    within: int,
+    width: int,
+    slots: int,
+    num_probes: int,
+    confidence: float,
+    MAX_SIZE: tl.constexpr,
+    RING: tl.constexpr,
+    PROBES: tl.constexpr,
+) -> None:
+    """Guesses chained after a row's tail, if it has no match; RING: the power of two from MAX_SIZE on."""
+    at = tl.program_id(0).to(tl.int64)
+    row, tail_len = tl.load(rows + at), tl.load(tail_lens + at).to(tl.int32)
+    total = tl.minimum(tl.load(lengths + row), within).to(tl.int32) + tail_len
+    limit = tl.where(tl.load(counts + at) > 0, 0, tl.load(most + at)).to(tl.int32)
+    # The token at position p of the text, of the last RING ones, is at p modulo RING.
+    place, probe = tl.arange(0, RING), tl.arange(0, PROBES)
+    position = total - 1 - ((total - 1 - place) & (RING - 1))
+    in_text, in_tail = (position >= 0) & (position < total - tail_len), position >= total - tail_len
+    recent = tl.load(texts + row * max_len + position, mask=in_text, other=0).to(tl.int64)
+    tentative = tokens + at * width + 1 + position - (total - tail_len)
+    recent = tl.where(in_tail, tl.load(tentative, mask=in_tail, other=0), recent)
+    count, sure, goes_on = tl.full((), 0, tl.int32), 1.0, limit > 0
+    while goes_on:
+        token, share, hashed = tl.full((), 0, tl.int64), 0.0, tl.full((), 0, tl.int64)
+        for back in tl.static_range(MAX_SIZE):
+            last = total + count - 1 - back
+            before = tl.sum(tl.where(place == (last & (RING - 1)), recent, 0), axis=0)
+            hashed = (hashed + before + 1) * _FACTOR
+            hashed = hashed ^ ((hashed >> 32) & _HALF)
+            key = tl.where(hashed == _EMPTY, 1, hashed)
+            slot = (key & (slots - 1)) + probe
+            same = tl.load(keys + slot, mask=probe < num_probes, other=_EMPTY) == key
+            same = same & (last >= 0)
+            # A context has one slot. Of a longer one: the better guess.
+            is_there = tl.max(same.to(tl.int32), axis=0) > 0
+            follows = tl.sum(tl.load(table_tokens + slot, mask=same, other=0).to(tl.int64), axis=0)
+            token = tl.where(is_there, follows, token)
+            share = tl.where(is_there, tl.sum(tl.load(shares + slot, mask=same, other=0.0), axis=0), share)
+        sure = sure * share
+        is_sure: tl.tensor = sure >= confidence
+        tl.store(tokens + at * width + tail_len + 1 + count, token, mask=is_sure)
+        recent = tl.where(place == ((total + count) & (RING - 1)), token, recent)
+        count += is_sure.to(tl.int32)
+        goes_on = is_sure & (count < limit)
+    if limit > 0:
+        tl.store(counts + at, count.to(tl.int64))
+
+
 def propose(
     rows: Tensor,
     lengths: Tensor,
@@ -143,6 +207,7 @@ def propose(
     within: int,
     n_grams: tuple[int, int],
     per_match: int | None,
+    guesses: Guesses | None = None,
 ) -> Tensor:
     """As `Lookup.propose`, of lengths [num_rows] tokens of texts [num_rows, max_len] int32 and store [stored]
     int32; n_grams: sizes of the smallest and the largest."""
@@ -169,6 +234,30 @@ def propose(
         triton.next_power_of_2(width),
         num_warps=1,
     )
+    if guesses is not None and guesses.table.max_size > 0:
+        table, confidence = guesses
+        _guess[(num,)](
+            rows,
+            lengths,
+            texts,
+            tokens,
+            tail_lens,
+            most,
+            counts,
+            table.keys,
+            table.tokens,
+            table.shares,
+            texts.shape[1],
+            within,
+            width,
+            table.slots,
+            table.num_probes,
+            confidence,
+            table.max_size,
+            triton.next_power_of_2(table.max_size),
+            triton.next_power_of_2(table.num_probes),
+            num_warps=1,
+        )
     return counts
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from .autoregressive import ComputedDrafter, ExitHead
 from .hybrid import HybridDrafter
 from .model import ModelDrafter, ModelHead
 from .ngram import NgramDrafter
+from .ngram_table import NgramTable
 
 # Makes a drafter from (its configuration, the plan's stages, its judge, max_num_seqs, max_model_len).
 DrafterMaker = Callable[[DraftConfig, Stages, Judge, int, int], Drafter]
@@ -50,10 +51,13 @@ class DrafterFactory:
         draft_model: DecoderLike | None,
         draft_kv: PagedKV | None,
         draft_counts: PassCounts,
+        tables: Sequence[NgramTable] = (),
     ) -> None:
-        """draft_kv: of the draft model; draft_counts: where its passes are counted."""
+        """draft_kv: of the draft model; draft_counts: where its passes are counted; tables: those that
+        guesses are made from."""
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._draft_model, self._draft_kv, self._draft_counts = draft_model, draft_kv, draft_counts
+        self._tables = {table.path: table for table in tables}
         self._ngrams: dict[NgramConfig, NgramDrafter] = {}
         self._model: ModelDrafter | None = None
         self._registered: list[Drafter] = []
@@ -96,5 +100,7 @@ class DrafterFactory:
         sizes = draft.lookup
         assert sizes is not None
         if sizes not in self._ngrams:
-            self._ngrams[sizes] = NgramDrafter(sizes, judge, self._max_num_seqs, self._max_model_len, device)
+            table = self._tables[sizes.guess_path] if sizes.guesses else None
+            limits = self._max_num_seqs, self._max_model_len
+            self._ngrams[sizes] = NgramDrafter(sizes, judge, *limits, device, table)
         return self._ngrams[sizes]

@@ -14,7 +14,8 @@ from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
 from ..decoding.drafter import CompiledDrafter, Draft, Drafter, Source, count_allowed
 from ..utils.uploads import write
-from .lookup import Lookup
+from .lookup import Guesses, Lookup
+from .ngram_table import NgramTable
 
 
 def make_lookup(
@@ -25,9 +26,10 @@ def make_lookup(
     max_size: int,
     store_tokens: int = 0,
     per_match: int | None = None,
+    guesses: Guesses | None = None,
 ) -> Lookup:
     """The incremental index on a CPU, comparison of all positions elsewhere."""
-    sizes = num_rows, max_len, min_size, max_size, store_tokens, per_match
+    sizes = num_rows, max_len, min_size, max_size, store_tokens, per_match, guesses
     if device.type == "cpu":
         from .lookup_numba import LookupIndex  # here, since a machine with a GPU need not have numba
 
@@ -39,17 +41,27 @@ def make_lookup(
 
 class NgramDrafter(Drafter):
     """Looks up to K tokens up in each request's own prompt and output, and in earlier outputs if it keeps any
-    (`datastore_tokens`).
+    (`datastore_tokens`); where it finds none, it guesses by a table if it is to (`guess_confidence`).
 
     The text of a request stays in one row of the index while its row of the batch changes; `follow` brings it
     up to date."""
 
     def __init__(
-        self, config: NgramConfig, judge: Judge, max_num_seqs: int, max_len: int, device: torch.device
+        self,
+        config: NgramConfig,
+        judge: Judge,
+        max_num_seqs: int,
+        max_len: int,
+        device: torch.device,
+        table: NgramTable | None = None,
     ) -> None:
-        self._judge = judge
+        """table: what is guessed from, on `device`; needed if config.guess_confidence is given."""
+        self._judge, guesses = judge, None
+        if config.guess_confidence is not None:
+            assert table is not None
+            guesses = Guesses(table, config.guess_confidence)
         sizes = config.min_size, config.max_size, config.datastore_tokens, config.tokens_per_match
-        self._lookup = make_lookup(device, max_num_seqs, max_len, *sizes)
+        self._lookup = make_lookup(device, max_num_seqs, max_len, *sizes, guesses)
         self._keeps_outputs = config.datastore_tokens > 0
         self._index_row_of: dict[int, int] = {}  # number of a request -> its row of the index
         self._free = list(range(max_num_seqs - 1, -1, -1))

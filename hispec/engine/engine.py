@@ -17,6 +17,7 @@ from ee_models.exits import Exit
 from ..config import EngineConfig, Plan, SchedulingConfig, SpeculativeConfig
 from ..control.make import make_control
 from ..decoding.stages import DecoderLike, PassCounts
+from ..drafters.ngram_table import NgramTable
 from ..errors import ConfigError, RequestError, build, closed, shown
 from ..latency.model import LatencyModel
 from ..outputs import ContinuationScore, Delta
@@ -56,6 +57,7 @@ class Engine:
         *,
         exits: Sequence[Exit] = (),
         draft_model: DecoderLike | None = None,
+        tables: Sequence[NgramTable] = (),
         plan: Plan | None = None,
         latency: LatencyModel | None = None,
         scheduling: SchedulingConfig | None = None,
@@ -68,7 +70,7 @@ class Engine:
     ) -> None:
         """An engine of a decoder at hand; `from_pretrained` loads one.
 
-        As `set_speculative` for `speculative`, `exits`, `draft_model`, `plan` and `latency`. Raises
+        As `set_speculative` for `speculative`, `exits`, `draft_model`, `tables`, `plan` and `latency`. Raises
         ConfigError for what does not fit the model or memory.
 
         scheduling                in which order requests are served; None = first come, first served
@@ -87,7 +89,7 @@ class Engine:
         )
         self._counters = PassCounts(), PassCounts()  # of the model, and of a draft model
         self._plans = PlanCache(config, self.max_model_len, self._counters)
-        spec = PlanSpec(Models(decoder, tuple(exits), draft_model), speculative, plan, latency)
+        spec = PlanSpec(Models(decoder, tuple(exits), draft_model, tuple(tables)), speculative, plan, latency)
         check_num_blocks(config, spec.models, sharers)
         num_blocks = config.num_kv_blocks or default_num_blocks(
             config, spec.models, self.max_model_len, lambda: self._plans.make(1, spec), sharers
@@ -97,7 +99,7 @@ class Engine:
         self._offloader = KVOffloader(HostKV(scheduling.swap_bytes), lambda: self._runtime.kvs, is_cheaper)
         self._scheduler = make_scheduler(scheduling, config, self._pool, length_predictor, self._offloader)
         max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
-        tables = RowTables(config.max_num_seqs, max_blocks)
+        row_tables = RowTables(config.max_num_seqs, max_blocks)
         self.admission = Admission(
             model.vocab_size,
             self.max_model_len,
@@ -112,7 +114,7 @@ class Engine:
         self._rounds = RoundRunner(
             config,
             self._scheduler,
-            tables,
+            row_tables,
             self.max_model_len,
             decoder,
             self._counters,
@@ -121,7 +123,7 @@ class Engine:
             self._recorder.report_failure,
         )
         self._loop = StepLoop(
-            self._scheduler, tables, config.block_size, self._plans, self._rounds, self._recorder
+            self._scheduler, row_tables, config.block_size, self._plans, self._rounds, self._recorder
         )
         self._use(spec)
         if config.warm_up:
@@ -189,27 +191,31 @@ class Engine:
         *,
         exits: Sequence[Exit] = (),
         draft_model: DecoderLike | None = None,
+        tables: Sequence[NgramTable] = (),
         plan: Plan | None = None,
         latency: LatencyModel | None = None,
     ) -> None:
         """Changes the plan between requests: plain decoding for None. Raises ConfigError while requests are
-        unfinished. An engine of `from_pretrained` loads exits, draft model and latency by itself, unless one
-        of them is given: ExitsError for exits that cannot be used, CheckpointError for a draft model that
-        cannot be read.
+        unfinished. An engine of `from_pretrained` loads exits, draft model, tables and latency by itself,
+        unless one of them is given: ExitsError for exits that cannot be used, NgramsError for n-grams,
+        CheckpointError for a draft model that cannot be read.
 
         exits        the trained exits of this plan, or of the plans to choose from
                      (`ee_models.exits.load_exits`); others are read through the model's head
         draft_model  the small model, if draft.kind is "model"
+        tables       of n-grams, if draft.ngram has a guess_confidence (`hispec.drafters.ngram_table`)
         plan         overrides the one that `speculative` gives
         latency      what stages cost, which control="goodput" needs (`hispec.measure`)
         """
         self._check_open("set_speculative")
         config = None if speculative is None else build(SpeculativeConfig, speculative, "speculative")
         self._check_idle("the plan cannot change")
-        if self._pretrained is not None and not (exits or draft_model or latency):
+        if self._pretrained is not None and not (exits or draft_model or tables or latency):
             needs = self._pretrained.for_plan(config)
-            exits, draft_model, latency = needs["exits"], needs["draft_model"], needs["latency"]
-        self._use(PlanSpec(Models(self._decoder, tuple(exits), draft_model), config, plan, latency))
+            exits, draft_model, tables = needs["exits"], needs["draft_model"], needs["tables"]
+            latency = needs["latency"]
+        models = Models(self._decoder, tuple(exits), draft_model, tuple(tables))
+        self._use(PlanSpec(models, config, plan, latency))
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -14,6 +14,7 @@ from ee_models.exits import AdapterExit
 from ..config import EngineConfig, SpeculativeConfig
 from ..latency.model import LatencyModel
 from ..loading.draft_models import DraftModels
+from ..loading.ngram_tables import NgramTables
 from ..loading.target_model import load_decoder, open_model, select_device
 from ..loading.trained_exits import TrainedExits
 from .kv_sizing import max_model_len
@@ -48,6 +49,8 @@ class Pretrained:
             speculative.plan(model_config.num_layers)  # raises errors before minutes of loading
         self.trained_exits = TrainedExits(self.checkpoint)
         self.trained_exits.check(speculative)
+        self.ngram_tables = NgramTables(self.trained_exits)
+        self.ngram_tables.check(speculative)
         self.draft_models = DraftModels(config.attention)
         self.draft_models.check(speculative)
         self._max_num_seqs, self.measure_latency = config.max_num_seqs, measure_latency
@@ -61,18 +64,23 @@ class Pretrained:
 
     def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:
         """As `LLM.fingerprints`."""
-        return {"model": fingerprint(self.checkpoint), **self.trained_exits.fingerprints(speculative)}
+        return {
+            "model": fingerprint(self.checkpoint),
+            **self.trained_exits.fingerprints(speculative),
+            **self.ngram_tables.fingerprints(speculative),
+        }
 
     def for_plan(self, speculative: SpeculativeConfig | None) -> dict[str, Any]:
         """What an engine needs for a plan, or for all plans that a controller may choose from, as arguments
-        of `Engine`: trained exits, a draft model, and what stages cost. Raises ConfigError, ExitsError or
-        CheckpointError."""
+        of `Engine`: trained exits, a draft model, n-grams, and what stages cost. Raises ConfigError,
+        ExitsError, NgramsError or CheckpointError."""
         exits = self.trained_exits.load(speculative, self.decoder)
         draft_model = self.draft_models.load(speculative, self.decoder, self.tokenizer, self._max_model_len)
+        tables = self.ngram_tables.load(speculative, self.decoder.device)
         latency = None
         if speculative is not None and speculative.control == "goodput" and self.measure_latency:
             latency = self.measure_latency(speculative, self.decoder, exits, draft_model, self._max_num_seqs)
-        return {"exits": exits, "draft_model": draft_model, "latency": latency}
+        return {"exits": exits, "draft_model": draft_model, "tables": tables, "latency": latency}
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights; those of exits belong to plans."""

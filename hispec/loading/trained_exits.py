@@ -53,6 +53,10 @@ class TrainedExits:
             for path in sorted(paths, key=str)
         }
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self._checkpoint
+
     def layers(self, path: str | None) -> list[int]:
         """Where the folder at `path`, or with None what comes with HiSpec, has exits for this model. Raises
         ExitsError."""

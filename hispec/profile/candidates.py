@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ee_models.checkpoint.exit_files import ExitsError, ExitsFile
-from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 
 from ..config import SpeculativeConfig
 from ..control.candidates import ExitTiers, trained_paths
+from ..drafters.ngram_table import NgramTable
+from ..engine.pretrained import Pretrained
 from ..errors import ConfigError
-from ..loading.trained_exits import TrainedExits
 
 # Where a model without trained exits is tried, in shares of its depth.
 _SHARES = (1 / 16, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
@@ -22,17 +22,19 @@ _SHARES = (1 / 16, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
 
 @dataclass(frozen=True)
 class Candidates:
-    """One exit per layer, all of one kind.
+    """One exit per layer, all of one kind, and n-grams to guess from.
 
     exits   the trained ones; none: the model's own norm and head
     path    their folder; None = they come with HiSpec
     note    why there are no trained ones
+    tables  of n-grams: the job's own, and those that come with the model
     """
 
     layers: list[int]
     exits: list[AdapterExit]
     path: str | None = None
     note: str | None = None
+    tables: tuple[NgramTable, ...] = ()
 
     @property
     def tiers(self) -> ExitTiers:
@@ -65,29 +67,31 @@ def exits_folder(option: str | None, speculative: SpeculativeConfig | None) -> s
 
 
 def find_candidates(
-    trained: TrainedExits, decoder: Decoder, folder: str | None, *, must_be_trained: bool
+    loaded: Pretrained, folder: str | None, own: SpeculativeConfig | None = None, *, must_be_trained: bool
 ) -> Candidates:
-    """The candidates of a loaded model. `must_be_trained`: the job asks for the trained exits that come with
-    HiSpec.
+    """The candidates of a loaded model. own: the job's plan; must_be_trained: the trained exits that come
+    with HiSpec have to be there.
 
-    Raises ExitsError for trained exits that cannot be used, and ConfigError if the model has no room for an
-    exit.
+    Raises ExitsError for trained exits that cannot be used, NgramsError for n-grams, and ConfigError if the
+    model has no room for an exit.
     """
+    trained, decoder = loaded.trained_exits, loaded.decoder
     num_layers = decoder.config.num_layers
     if num_layers < 2:
         raise ConfigError(
             f"a model of {num_layers} layer has no early exit, so there is nothing to profile; plain decoding"
             " is all that it can do"
         )
+    tables = tuple(loaded.ngram_tables.candidates(own, decoder.device))
     try:
         layers = trained.layers(folder)
     except ExitsError as error:
         if folder is not None or must_be_trained:
             raise
-        return Candidates(default_layers(num_layers), [], note=str(error))
+        return Candidates(default_layers(num_layers), [], note=str(error), tables=tables)
     for layer in layers:  # raises ConfigError for one that the model has no room for
         SpeculativeConfig(draft=ExitTiers("adapter", folder).draft(layer)).plan(num_layers)
-    return Candidates(layers, trained.load_layers(folder, layers, decoder), path=folder)
+    return Candidates(layers, trained.load_layers(folder, layers, decoder), path=folder, tables=tables)
 
 
 def default_layers(num_layers: int) -> list[int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple, get_args
 
 from ..config import CheckConfig, DraftConfig, NgramConfig, SpeculativeConfig
+from ..drafters.ngram_table import NgramTable
 from ..errors import ConfigError
 from .candidates import Candidates
 from .options import Drafters, ProfileOptions
@@ -16,6 +17,7 @@ _COARSE_DRAFT, _COARSE_CHECK = (None, 0.6), (None, 0.5)
 _FINE = (None, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _COARSE_GATE, _GATES = 0.4, (None, 0.4, 0.6, 0.8)  # with as many checks as there may be
 _BRANCHES, _MOST_BRANCH_DRAFTS = (2, 3, 4, 8), 3
+_COARSE_GUESS, _GUESSES = 0.2, (0.1, 0.2, 0.3, 0.5)  # of each table of n-grams that there is
 _NGRAMS = (
     NgramConfig(),
     NgramConfig(max_size=3, min_size=2, tokens_per_match=None),
@@ -53,8 +55,8 @@ def all_plans(
 
 
 def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
-    """The plan with every combination of confidences of its drafts and its check, and with those at which
-    further cycles follow; none of a tree."""
+    """The plan with every combination of confidences of its drafts and its check, with those at which further
+    cycles follow, and with those of its guesses; none of a tree."""
     if plan.num_branches > 1:
         return
     of_draft = _FINE if plan.draft.traits.computes else (None,)
@@ -65,12 +67,22 @@ def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
     if plan.check is not None and plan.num_checks > 1:
         for gate in _GATES:
             yield plan.model_copy(update={"check": _gated(plan.check, gate)})
+    for sizes in _guessing_more_or_less(plan.draft.lookup)[1:]:
+        yield plan.model_copy(update={"draft": plan.draft.model_copy(update={"ngram": sizes})})
 
 
-def ngram_sizes(own: SpeculativeConfig | None) -> list[NgramConfig]:
-    """The n-gram sizes that prompt lookup is tried with, the job's own first."""
+def ngram_sizes(
+    own: SpeculativeConfig | None, tables: Sequence[NgramTable] = (), guesses: Sequence[float] = ()
+) -> list[NgramConfig]:
+    """The n-gram sizes that prompt lookup is tried with, the job's own first: without guesses, and with those
+    of each table, as sure as in `guesses`, in place of matches of one token."""
     named = None if own is None else own.draft.lookup
-    return list(dict.fromkeys([*(() if named is None else (named,)), *_NGRAMS]))
+    guessing = [
+        sizes.model_copy(update={"guess_confidence": confidence, "guess_path": table.path})
+        for sizes, table, confidence in product(_NGRAMS, tables, guesses)
+        if sizes.min_size > 1
+    ]
+    return list(dict.fromkeys([*(() if named is None else (named,)), *_NGRAMS, *guessing]))
 
 
 def drafter_of(plan: SpeculativeConfig) -> str:
@@ -95,6 +107,7 @@ def short_text(plan: SpeculativeConfig | None) -> str:
             + (f"×{sizes.tokens_per_match}" if sizes.tokens_per_match is not None else "")
         )
         parts += [f"store={sizes.datastore_tokens}"] if sizes.datastore_tokens else []
+        parts += [f"guess≥{sizes.guess_confidence:g}"] if sizes.guess_confidence is not None else []
     for name, value in (
         ("D", draft.layer),
         ("C", plan.check.layer if plan.check else None),
@@ -114,12 +127,21 @@ def short_text(plan: SpeculativeConfig | None) -> str:
 
 
 def lookups_of(plans: Iterable[SpeculativeConfig]) -> tuple[list[NgramConfig], int]:
-    """Sizes of prompt lookup that the plans use, and how many tokens one of them proposes at most."""
+    """Sizes of prompt lookup that the plans use, or may be refined to, and how many tokens one of them
+    proposes at most."""
     most: dict[NgramConfig, int] = {}
     for plan in plans:
-        if (sizes := plan.draft.lookup) is not None:
+        for sizes in _guessing_more_or_less(plan.draft.lookup):
             most[sizes] = max(most.get(sizes, 0), plan.num_draft_tokens)
     return list(most), max(most.values(), default=0)
+
+
+def _guessing_more_or_less(sizes: NgramConfig | None) -> list[NgramConfig]:
+    """These sizes and, if they guess, the same with other confidences; none of None."""
+    if sizes is None or not sizes.guesses:
+        return [] if sizes is None else [sizes]
+    others = (sizes.model_copy(update={"guess_confidence": confidence}) for confidence in _GUESSES)
+    return list(dict.fromkeys([sizes, *others]))
 
 
 def _models(own: SpeculativeConfig | None) -> list[DraftConfig]:
@@ -141,17 +163,18 @@ def _shapes(
 ) -> Iterator[_Shape]:
     """All shapes of one kind of drafter, also those that do not fit into the window."""
     layers, tiers, max_checks = candidates.layers, candidates.tiers, options.max_checks
+    sizes = ngram_sizes(own, candidates.tables, [_COARSE_GUESS])
     if drafter == "tree":
         for layer, num_branches in product(layers, _BRANCHES):
             for num_drafts in range(1, _MOST_BRANCH_DRAFTS + 1):
                 yield _Shape(tiers.draft(layer), num_drafts, num_branches, 1)
     elif drafter == "ngram":
-        for ngram, num_drafts in product(ngram_sizes(own), _LOOKED_UP):
+        for ngram, num_drafts in product(sizes, _LOOKED_UP):
             draft = DraftConfig(kind="ngram", ngram=ngram)
             yield _Shape(draft, num_drafts, 1, min(max_checks, _MOST_CHECKS_OF_NGRAM))
     elif drafter == "hybrid":
         exit_tokens = range(1, _MOST_EXIT_TOKENS + 1)
-        for ngram, layer, num_exit_tokens in product(ngram_sizes(own), layers, exit_tokens):
+        for ngram, layer, num_exit_tokens in product(sizes, layers, exit_tokens):
             draft = tiers.hybrid(layer, ngram, num_exit_tokens)
             for num_drafts in _LOOKED_UP:
                 if num_drafts >= num_exit_tokens:

@@ -65,6 +65,13 @@ COMMENTS = {
         "propose at most this many tokens for each that matched; null = always num_draft_tokens"
     ),
     "speculative.draft.ngram.datastore_tokens": "tokens of earlier outputs that are searched too; 0 = none",
+    "speculative.draft.ngram.guess_confidence": (
+        "where nothing matches: what mostly followed in answers counted beforehand, if at least so sure; null"
+        " = no guesses"
+    ),
+    "speculative.draft.ngram.guess_path": (
+        "folder of these n-grams; null = those that come with the model or HiSpec"
+    ),
     "speculative.draft.exit": "of hybrid: adapter or exit, as in kind",
     "speculative.draft.num_exit_tokens": (
         "of hybrid: tokens that the exit drafts where nothing is found; null = num_draft_tokens"

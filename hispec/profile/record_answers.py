@@ -19,6 +19,7 @@ from ..decoding.acceptance import CoupledJudge
 from ..decoding.batch import RoundBatch
 from ..decoding.draft_tree import DraftTree
 from ..drafters.ngram import NgramDrafter
+from ..drafters.ngram_table import NgramTable
 from ..sampling.confidence import likeliest, max_probability
 from ..sampling.logits import Logits
 from ..sampling.sampler import Sampler
@@ -41,6 +42,7 @@ def record(
     *,
     ngrams: Sequence[NgramConfig] = (),
     most_looked_up: int = 0,
+    tables: Sequence[NgramTable] = (),
     draft_model: Decoder | None = None,
     batch_size: int = 1,
     progress: bool = False,
@@ -51,6 +53,7 @@ def record(
     layers          of the candidate exits; those that are not among `exits` are read through the model's own
                     head
     ngrams          sizes of prompt lookup, of which up to `most_looked_up` proposals are noted
+    tables          that prompt lookup guesses from
     batch_size      answers that are made together: only a datastore, which earlier outputs fill, depends on
                     it
     """
@@ -68,7 +71,7 @@ def record(
             drafts.read(answer)
         model = drafts.said(last)
     looked_up = {
-        sizes: look_up(sizes, answers, most_looked_up, batch_size, decoder.device) for sizes in ngrams
+        sizes: look_up(sizes, answers, most_looked_up, batch_size, decoder.device, tables) for sizes in ngrams
     }
     said = {layer: reader.said(layer) for layer in layers}
     return Recording(answers, said, {layer: reader.own(layer) for layer in all_layers}, looked_up, model)
@@ -182,7 +185,12 @@ def _ranked(logits: Tensor) -> Tensor:
 
 
 def look_up(
-    sizes: NgramConfig, answers: Sequence[Answer], most: int, batch_size: int, device: torch.device
+    sizes: NgramConfig,
+    answers: Sequence[Answer],
+    most: int,
+    batch_size: int,
+    device: torch.device,
+    tables: Sequence[NgramTable] = (),
 ) -> LookedUp:
     """What the engine's own drafter proposes at every place, after the true text.
 
@@ -191,7 +199,8 @@ def look_up(
     """
     num_rows = batch_size if sizes.datastore_tokens else _ROWS
     longest = max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers)
-    drafter = NgramDrafter(sizes, CoupledJudge(), num_rows, longest, device)
+    table = {table.path: table for table in tables}[sizes.guess_path] if sizes.guesses else None
+    drafter = NgramDrafter(sizes, CoupledJudge(), num_rows, longest, device, table)
     counts = [np.zeros(len(answer.token_ids) + 1, np.int64) for answer in answers]
     tokens = [np.full((len(answer.token_ids) + 1, most), NOTHING, np.int64) for answer in answers]
     tasks = list(dict.fromkeys(answer.task for answer in answers))

@@ -89,7 +89,7 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
         max_tokens = options.max_tokens or job.sampling.max_tokens or llm.engine.max_model_len
         options = options.model_copy(update={"max_tokens": max_tokens})
         candidates = find_candidates(
-            llm.trained_exits, llm.decoder, folder, must_be_trained=None in trained_paths(own)
+            llm.engine.pretrained, folder, own, must_be_trained=None in trained_paths(own)
         )
         plans = all_plans(options, candidates, own)
         prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in rows]
@@ -144,6 +144,7 @@ class Session:
             answers,
             ngrams=ngrams,
             most_looked_up=most_looked_up,
+            tables=self.candidates.tables,
             draft_model=self.draft_model,
             batch_size=batch_size,
             progress=progress,

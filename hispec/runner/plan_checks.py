@@ -34,6 +34,12 @@ def check_plan(plan: Plan, speculative: SpeculativeConfig | None, models: Models
         )
     if speculative is not None and not plan.is_plain:
         _check_shape(plan, speculative)
+    for path in speculative.guess_paths if speculative else ():
+        if path not in [table.path for table in models.tables]:
+            raise ConfigError(
+                "speculative.draft.ngram.guess_confidence asks for guesses, but no n-grams were given to make"
+                " them from; pass them in `tables`, or use LLM, which loads them"
+            )
     needs_model = speculative is not None and speculative.draft.traits.has_model
     if needs_model != (models.draft_model is not None):
         raise ConfigError(

@@ -165,7 +165,7 @@ class _RuntimeFactory:
         shape = len(Tier), sizes.max_num_seqs, self._window, decoder.config.hidden_size
         self._hidden = HiddenBuffer(*shape, decoder.dtype, decoder.device)
         self.drafters = DrafterFactory(
-            sizes.max_num_seqs, sizes.max_model_len, draft_model, draft_kv, counters[1]
+            sizes.max_num_seqs, sizes.max_model_len, draft_model, draft_kv, counters[1], models.tables
         )
         self._rejection: RejectionJudge | None = None
         trained = {exit_.layer for exit_ in models.exits}

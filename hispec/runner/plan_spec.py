@@ -9,6 +9,7 @@ from ee_models.exits import Exit
 
 from ..config import Plan, SpeculativeConfig
 from ..decoding.stages import DecoderLike, PassCounts
+from ..drafters.ngram_table import NgramTable
 from ..latency.model import LatencyModel
 
 _PROBE_ROUNDS = 4  # that a controller runs of a plan when it tries it again
@@ -18,12 +19,13 @@ Counters = tuple[PassCounts, PassCounts]  # passes of the model, and of a draft 
 
 @dataclass(frozen=True)
 class Models:
-    """What rounds run: a decoder, its trained exits (others are read through the decoder's own head), and a
-    separate draft model. Equal if they are the same objects."""
+    """What rounds run: a decoder, its trained exits (others are read through the decoder's own head), a
+    separate draft model, and the n-grams that are guessed from. Equal if they are the same objects."""
 
     decoder: DecoderLike
     exits: tuple[Exit, ...] = ()
     draft_model: DecoderLike | None = None
+    tables: tuple[NgramTable, ...] = ()
 
     @property
     def num_kv_layers(self) -> int:
@@ -47,6 +49,7 @@ class Models:
             self.decoder,
             tuple(exit_ for exit_ in self.exits if exit_.layer in layers),
             self.draft_model if speculative.draft.traits.has_model else None,
+            tuple(table for table in self.tables if table.path in speculative.guess_paths),
         )
 
 

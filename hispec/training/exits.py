@@ -85,6 +85,7 @@ def export(
 def describe_recipe(config: TrainConfig, step: int) -> dict[str, Any]:
     """What exits.json and ee.json say of how something was trained, up to which step."""
     own: dict[str, Any] = {}
+    loop = {} if config.loop is None else config.loop.model_dump()
     if config.adapters is not None:
         own = {"init": config.adapters.init}
     elif config.ee is not None:
@@ -92,7 +93,7 @@ def describe_recipe(config: TrainConfig, step: int) -> dict[str, Any]:
         own["exits"] = [
             {"layer": each.layer, "init": each.init, "weight": each.weight} for each in config.ee.exits
         ]
-    return {"name": config.recipe, "seed": config.seed, "step": step, **own, **config.loop.model_dump()}
+    return {"name": config.recipe, "seed": config.seed, "step": step, **own, **loop}
 
 
 def describe_data(config: TrainConfig, training: Sequence[Example]) -> dict[str, Any]:

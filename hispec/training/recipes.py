@@ -1,5 +1,5 @@
-"""The recipes: from examples to exits, to a model, or to both. Each is one task of `ee_models.training.loop`,
-and what is written when it ends."""
+"""The recipes: from examples to exits, to a model, to both, or to n-grams. Each but the last is one task of
+`ee_models.training.loop`, and what is written when it ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ import torch
 from ee_models.checkpoint.ee_package import INFO, save_package
 from ee_models.checkpoint.exit_files import BaseModelInfo, ExitsFile, fingerprint, save_exits
 from ee_models.checkpoint.loader import Checkpoint, load_tokenizer, open_checkpoint
+from ee_models.checkpoint.ngram_file import save_ngrams
 from ee_models.decoder import Decoder
 from ee_models.errors import TrainingError
 from ee_models.exits import head_name
@@ -31,7 +33,8 @@ from ee_models.training.trunk import load_trainable, replace_folder, save_checkp
 from ..errors import ConfigError
 from ..loading.trained_exits import TrainedExits
 from .exits import check_exits, describe_data, describe_recipe, export, make_adapter
-from .schema import EarlyExitConfig, TrainConfig
+from .ngrams import by_size, count_ngrams, evaluate
+from .schema import EarlyExitConfig, LoopConfig, NgramsConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,16 @@ class Run:
 
         return PartialState(cpu=self.is_cpu).is_main_process
 
+    @property
+    def loop(self) -> LoopConfig:
+        assert self.config.loop is not None  # as the schema says
+        return self.config.loop
+
     def train(self, task: Task) -> Outcome:
         config = self.config
         return train(
             task,
-            LoopSettings(**config.loop.model_dump(exclude={"batch_size"}), seed=config.seed),
+            LoopSettings(**self.loop.model_dump(exclude={"batch_size"}), seed=config.seed),
             config.output.path,
             self._identity(),
             cpu=self.is_cpu,
@@ -105,7 +113,7 @@ def _train_adapters(run: Run) -> Outcome:
     assert adapters is not None
     training, held_out = run.split
     model = checkpoint.config
-    dtype = torch.float32 if config.loop.mixed_precision == "no" else torch.bfloat16
+    dtype = torch.float32 if run.loop.mixed_precision == "no" else torch.bfloat16
     needed = num_bytes(run.examples, len(adapters.exits), model.hidden_size)
     if needed > adapters.max_states_gb * 1e9:
         raise ConfigError(
@@ -127,7 +135,7 @@ def _train_adapters(run: Run) -> Outcome:
     ]
     exits = Exits(modules, head, model.rope.inv_freq(model.head_dim))
     numbers = range(len(training), len(run.examples))
-    task = AdaptersTask(exits, store, ordered, numbers, config.loop.batch_size, config.seed)
+    task = AdaptersTask(exits, store, ordered, numbers, run.loop.batch_size, config.seed)
     outcome = run.train(task)
     if run.is_main:
         _save_exits(run, config.output.path, modules, outcome, "layer{}_", config.model, checkpoint)
@@ -190,11 +198,11 @@ def _train_ee(run: Run) -> Outcome:
     ]
     settings = EarlyExitSettings(
         **ee.model_dump(exclude={"exits", "init_path"}),
-        batch_size=config.loop.batch_size,
+        batch_size=run.loop.batch_size,
         exit_weights={exit_.layer: exit_.weight for exit_ in ee.exits},
     )
     # What LoRA leaves frozen is multiplied in the precision that it is kept in.
-    narrow = ee.lora_rank is not None and config.loop.mixed_precision == "bf16"
+    narrow = ee.lora_rank is not None and run.loop.mixed_precision == "bf16"
     trunk = load_trainable(
         checkpoint.path, torch.bfloat16 if narrow else torch.float32, max_length=config.data.max_length
     )
@@ -257,13 +265,50 @@ def _check_layerskip(config: TrainConfig, checkpoint: Checkpoint) -> None:
 def _train_layerskip(run: Run) -> Outcome:
     config = run.config
     assert config.layerskip is not None
-    settings = LayerSkipSettings(**config.layerskip.model_dump(), batch_size=config.loop.batch_size)
+    settings = LayerSkipSettings(**config.layerskip.model_dump(), batch_size=run.loop.batch_size)
     trunk = load_trainable(run.checkpoint.path, max_length=config.data.max_length)
-    task = LayerSkipTask(trunk, *run.split, settings, num_steps=config.loop.num_steps, seed=config.seed)
+    task = LayerSkipTask(trunk, *run.split, settings, num_steps=run.loop.num_steps, seed=config.seed)
     outcome = run.train(task)
     if run.is_main:
         task.save(config.output.path / "model", tokenizer=load_tokenizer(run.checkpoint))
     return outcome
+
+
+# ---- ngrams: what follows what, counted ----
+
+
+def _check_ngrams(config: TrainConfig, checkpoint: Checkpoint) -> None:
+    """All that the schema allows can be counted."""
+
+
+def _count_ngrams(run: Run) -> Outcome:
+    config, settings, started = run.config, run.config.ngrams or NgramsConfig(), time.monotonic()
+    training, held_out = run.split
+    guesses = count_ngrams(training, settings.max_size, settings.least_count)
+    if not guesses:
+        raise ConfigError(
+            f"data: no context of up to {settings.max_size} tokens was seen {settings.least_count} times in"
+            f" {len(training)} answers; give more prompts, or lower ngrams.least_count"
+        )
+    metrics = evaluate(guesses, held_out, settings.max_size)
+    if run.is_main:
+        folder = config.output.path
+        try:
+            save_ngrams(
+                folder,
+                config.model,
+                run.checkpoint.config.vocab_size,
+                by_size(guesses),
+                recipe={"name": config.recipe, "seed": config.seed, **settings.model_dump()},
+                data=describe_data(config, training),
+                held_out={name: round(value, 4) for name, value in metrics.items()},
+            )
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write the n-grams to {folder}: {error}; free some space and run again with"
+                " output.resume=true"
+            ) from error
+    return Outcome(0, 0, time.monotonic() - started, {"contexts": len(guesses), **metrics})
 
 
 @dataclass(frozen=True)
@@ -278,4 +323,5 @@ RECIPES = {
     "adapters": Recipe(_check_adapters, _train_adapters),
     "ee": Recipe(_check_ee, _train_ee),
     "layerskip": Recipe(_check_layerskip, _train_layerskip),
+    "ngrams": Recipe(_check_ngrams, _count_ngrams),
 }

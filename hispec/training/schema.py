@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ee_models.checkpoint.ngram_file import MOST_TOKENS
+
 from ..config import EngineConfig, Settings
 from ..jobs.load import load_settings
 from ..jobs.schema import Destination, FilePath
@@ -199,6 +201,17 @@ class LayerSkipConfig(Settings):
     lora_alpha: Annotated[int, Field(ge=1)] = 16
 
 
+class NgramsConfig(Settings):
+    """The recipe `ngrams`: what follows the last few tokens in the model's own answers.
+
+    max_size      tokens of the longest contexts
+    least_count   contexts seen less often are left out
+    """
+
+    max_size: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 4
+    least_count: Annotated[int, Field(ge=1)] = 3
+
+
 class LoopConfig(Settings):
     """Steps and speed; `num_steps` are optimizer steps over `batch_size` examples (all processes together).
 
@@ -224,7 +237,8 @@ class LoopConfig(Settings):
 class TrainOutput(Destination):
     """Where results go.
 
-    path   a folder for the exits (with `layerskip` the model, with `ee` both), checkpoints and a log
+    path   a folder for the exits (with `layerskip` the model, with `ee` both, with `ngrams` these),
+           checkpoints and a log
     work   a folder for prompts, answers and hidden states, which runs on the same data may share; None =
            path/work
     overwrite   train anew; what `work` holds is used where it fits
@@ -239,26 +253,32 @@ class TrainConfig(Settings):
 
     model     a name that `hispec fetch` knows, a hub id, or a folder with a checkpoint
     engine    for writing prompts and answers
+    loop      of all recipes but `ngrams`, which counts
     """
 
     model: Annotated[str, Field(min_length=1)]
-    recipe: Literal["adapters", "ee", "layerskip"] = "adapters"
+    recipe: Literal["adapters", "ee", "layerskip", "ngrams"] = "adapters"
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     engine: EngineConfig = EngineConfig()
     data: DataConfig
     adapters: AdaptersConfig | None = None
     ee: EarlyExitConfig | None = None
     layerskip: LayerSkipConfig | None = None
-    loop: LoopConfig
+    ngrams: NgramsConfig | None = None
+    loop: LoopConfig | None = None
     output: TrainOutput
 
     @model_validator(mode="after")
     def _settings_of_the_recipe(self) -> TrainConfig:
-        for other in ("adapters", "ee", "layerskip"):
+        for other in ("adapters", "ee", "layerskip", "ngrams"):
             if other != self.recipe and getattr(self, other) is not None:
                 raise ValueError(f"`{other}` has no effect with recipe: {self.recipe}; leave it out")
-        if self.recipe != "layerskip" and getattr(self, self.recipe) is None:
+        if self.recipe in ("adapters", "ee") and getattr(self, self.recipe) is None:
             raise ValueError(f"recipe: {self.recipe} needs `{self.recipe}` with the exits to train")
+        if self.recipe == "ngrams" and self.loop is not None:
+            raise ValueError("`loop` has no effect with recipe: ngrams, which counts; leave it out")
+        if self.recipe != "ngrams" and self.loop is None:
+            raise ValueError(f"recipe: {self.recipe} needs `loop` with its num_steps")
         return self
 
 

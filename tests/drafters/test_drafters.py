@@ -248,6 +248,14 @@ def test_what_a_drafter_sees_is_what_the_request_is(tiny_decoder: Decoder) -> No
             {"draft": {"kind": "ngram", "ngram": {"datastore_tokens": 10}}},
             "datastore_tokens=10 holds hardly one output",
         ),
+        (
+            {"draft": {"kind": "ngram", "ngram": {"guess_path": "folder"}}},
+            "guess_path='folder' has no effect without guess_confidence",
+        ),
+        (
+            {"draft": {"kind": "ngram", "ngram": {"guess_confidence": 1.0}}},
+            "guess_confidence: must be below 1, got 1.0",
+        ),
         ({"draft": {"kind": "ngram", "ngram": {"max_siz": 2}}}, "max_siz: unknown setting .*max_size"),
         (
             {"draft": {"kind": "ngram"}, "draft_confidence": 0.5},

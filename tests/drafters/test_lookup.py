@@ -8,18 +8,22 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hispec.drafters.lookup import Lookup
+from ee_models.checkpoint.ngram_file import SHARES, Ngrams
+from hispec.drafters.lookup import Guesses, Lookup
 from hispec.drafters.lookup_numba import LookupIndex
 from hispec.drafters.lookup_torch import TensorLookup
 from hispec.drafters.ngram import make_lookup
+from hispec.drafters.ngram_table import make_table
 
 CPU = torch.device("cpu")
 NUM_ROWS, MAX_LEN, WINDOW = 3, 24, 7
+Known = dict[tuple[int, ...], tuple[int, int]]  # context -> (what follows, in how many 256ths)
 UNTOUCHED = 77  # in every column of tokens that is not to be read; never to be proposed
 
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -40,8 +44,10 @@ class Naive:
         max_size: int,
         store_tokens: int = 0,
         per_match: int | None = None,
+        known: Known | None = None,
+        confidence: float = 0.0,
     ) -> None:
-        self.per_match = per_match
+        self.per_match, self.known, self.confidence = per_match, known or {}, confidence
         self.texts: list[list[int]] = [[] for _ in range(num_rows)]
         self.sizes = range(max_size, min_size - 1, -1)
         self.half = store_tokens // 2
@@ -67,7 +73,20 @@ class Naive:
                         return self.follow(
                             source, j + 1, min(most, self.limit(text, source, j)), repeats=source is text
                         )
-        return []
+        return self.guess(text, most)
+
+    def guess(self, text: list[int], most: int) -> list[int]:
+        proposals: list[int] = []
+        sure = np.float32(1.0)
+        while len(proposals) < most:
+            line = text + proposals
+            contexts = (tuple(line[start:]) for start in range(len(line)))
+            context = next((each for each in contexts if each in self.known), None)
+            sure *= np.float32(0.0 if context is None else self.known[context][1] / SHARES)
+            if context is None or sure < np.float32(self.confidence):
+                break
+            proposals.append(self.known[context][0])
+        return proposals
 
     def limit(self, text: list[int], source: list[int], end: int) -> int:
         matched = 0
@@ -112,10 +131,29 @@ def propose(
     return proposals
 
 
-def replay(make: Callable[..., Any], sizes: tuple[Any, ...], steps: list[Any], max_len: int = MAX_LEN) -> int:
+def guesses_of(known: Known, confidence: float) -> Guesses:
+    sized = {}
+    for size in sorted({len(context) for context in known}):
+        those = {context: follows for context, follows in known.items() if len(context) == size}
+        tokens, shares = (np.array(each) for each in zip(*those.values(), strict=True))
+        sized[size] = Ngrams(np.array(list(those)), tokens, shares.astype(np.uint8))
+    return Guesses(make_table(None, sized, CPU), confidence)
+
+
+def replay(
+    make: Callable[..., Any],
+    sizes: tuple[Any, ...],
+    steps: list[Any],
+    max_len: int = MAX_LEN,
+    known: tuple[Known, float] | None = None,
+) -> int:
     """Runs steps on an index and on the naive one, comparing all proposals -> how many tokens were
     proposed."""
-    lookup, naive = make(NUM_ROWS, max_len, *sizes), Naive(NUM_ROWS, max_len, *sizes)
+    if known is None:
+        lookup, naive = make(NUM_ROWS, max_len, *sizes), Naive(NUM_ROWS, max_len, *sizes)
+    else:
+        lookup = make(NUM_ROWS, max_len, *sizes, guesses_of(*known))
+        naive = Naive(NUM_ROWS, max_len, *sizes, *known)
     num_proposed = 0
     for name, *arguments in steps:
         if name == "propose":
@@ -231,6 +269,38 @@ def test_proposals_are_those_of_the_rule(
     make: Callable[..., Any], script: tuple[tuple[Any, ...], list[Any]]
 ) -> None:
     replay(make, *script)
+
+
+known_ngrams = st.dictionaries(
+    st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple),
+    st.tuples(st.integers(0, 9), st.integers(1, SHARES - 1)),
+    max_size=40,
+)
+
+
+@both
+@settings(max_examples=120, deadline=None)
+@given(script=scripts(), known=known_ngrams, confidence=st.sampled_from([0.01, 0.2, 0.6]))
+# Guesses come where nothing matches; the longest context is the better guess, and a chain ends where all of
+# it is less sure than asked for.
+@example(
+    script=((2, 2, 0, 1), [("reset", 0, [1, 2, 3]), ("propose", [(0, [], 7), (0, [1, 2], 5), (0, [8], 5)])]),
+    known={(3,): (9, 200), (2, 3): (4, 128), (4,): (5, 250), (5,): (6, 100), (8,): (1, 50)},
+    confidence=0.2,
+)
+# A text that is shorter than a context, one with no token at all, and a context at the window's end.
+@example(
+    script=(
+        (1, 1, 0, 2),
+        [("reset", 0, [7]), ("propose", [(0, [], 7), (1, [], 7), (0, [5, 4, 3, 2, 1, 0], 1)])],
+    ),
+    known={(0, 7): (1, 255), (7,): (2, 255), (7, 2): (3, 255), (1, 0): (4, 255)},
+    confidence=0.01,
+)
+def test_guesses_are_those_of_the_rule(
+    make: Callable[..., Any], script: tuple[tuple[Any, ...], list[Any]], known: Known, confidence: float
+) -> None:
+    replay(make, *script, known=(known, confidence))
 
 
 @both

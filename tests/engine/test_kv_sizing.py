@@ -69,9 +69,8 @@ def test_the_largest_passes_can_be_tried_over_a_single_block(
         draft_decoder(tiny_checkpoint(tmp_path, hidden=32, num_layers=2)) if "model" in name else None
     )
     engine = drafter_engine(tiny_decoder, ALL[name], draft_model, is_static=True)
-    trial = engine._plans.make(
-        1, PlanSpec(Models(tiny_decoder, draft_model=draft_model), build(SpeculativeConfig, ALL[name]))
-    )
+    models = Models(tiny_decoder, draft_model=draft_model, tables=engine._runtime.models.tables)
+    trial = engine._plans.make(1, PlanSpec(models, build(SpeculativeConfig, ALL[name])))
     before = engine.stats()["layer_passes"]
     for runtime in (trial, engine._runtime):
         try_largest_passes(

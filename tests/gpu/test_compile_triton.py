@@ -157,6 +157,16 @@ KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
     ),
     (lookup_triton._propose, f"{TEXTS} most:*i64 counts:*i64", PROPOSED, {"num_warps": 1}),
     (
+        lookup_triton._guess,
+        (
+            "rows:*i64 lengths:*i64 texts:*i32 tokens:*i64 tail_lens:*i64 most:*i64 counts:*i64 keys:*i64"
+            " table_tokens:*i32 shares:*fp32 max_len:i32 within:i32 width:i32 slots:i32 num_probes:i32"
+            " confidence:fp32"
+        ),
+        {"MAX_SIZE": 4, "RING": 4, "PROBES": 32},
+        {"num_warps": 1},
+    ),
+    (
         lookup_triton._extend,
         "rows:*i64 lengths:*i64 texts:*i32 tokens:*i64 counts:*i64 max_len:i32 width:i32",
         {"STEPS": 8},

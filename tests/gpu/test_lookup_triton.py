@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
 from hispec.drafters import lookup_torch, lookup_triton
 from tests.drafters import test_lookup_ahead as ahead
-from tests.drafters.test_lookup import MAKERS, MAX_LEN, NUM_ROWS, replay, scripts
+from tests.drafters.test_lookup import MAKERS, MAX_LEN, NUM_ROWS, Known, known_ngrams, replay, scripts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the twins' tests run on a CPU")
 make = MAKERS["tensors"]
@@ -32,6 +33,14 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(script=scripts())
 def test_proposals_are_those_of_the_rule(script: tuple[tuple[Any, ...], list[Any]]) -> None:
     replay(make, *script)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(script=scripts(), known=known_ngrams, confidence=st.sampled_from([0.01, 0.2, 0.6]))
+def test_guesses_are_those_of_the_rule(
+    script: tuple[tuple[Any, ...], list[Any]], known: Known, confidence: float
+) -> None:
+    replay(make, *script, known=(known, confidence))
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -6,20 +6,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ee_models.checkpoint.ngram_file import Ngrams
 from ee_models.decoder import Decoder
 from hispec.config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from hispec.decoding.acceptance import Judge, Proposals
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.draft_tree import DraftTree
 from hispec.decoding.drafter import Draft, Drafter, Source
+from hispec.drafters.ngram_table import NgramTable, make_table
 from hispec.engine import Engine
 from hispec.errors import build
 from hispec.runner.cuda_graphs import GraphDevice
 
 SHORT = {"max_size": 3, "min_size": 1, "tokens_per_match": None}
+GUESSES = {**SHORT, "min_size": 2, "guess_confidence": 0.3}
 CHECK = {"layer": 6}
 
 # One or more of every kind, with and without a check tier.
@@ -29,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "draft": {"kind": "ngram", "ngram": {"tokens_per_match": 1, "datastore_tokens": 1024}},
         "num_draft_tokens": 4,
     },
+    "ngram guesses": {"draft": {"kind": "ngram", "ngram": GUESSES}, "num_draft_tokens": 4},
     "ngram check": {
         "draft": {"kind": "ngram", "ngram": SHORT},
         "check": CHECK,
@@ -80,6 +85,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_draft_tokens": 3,
         "num_checks": 3,
         "draft_confidence": 0.4,
+    },
+    "hybrid guesses gated": {
+        "draft": {"kind": "hybrid", "layer": 3, "exit": "exit", "num_exit_tokens": 1, "ngram": GUESSES},
+        "check": {"layer": 8, "confidence": 0.3, "continue_confidence": 0.5},
+        "num_draft_tokens": 3,
+        "num_checks": 2,
     },
     "model": {"draft": {"kind": "model", "path": "tiny"}, "num_draft_tokens": 3},
     "model sure": {
@@ -136,6 +147,18 @@ TREES: dict[str, dict[str, Any]] = {
 ALL = KINDS | TREES
 
 
+def make_guess_table(device: torch.device, path: str | None = None) -> NgramTable:
+    """After half of all tokens something is guessed, and with another token before it something else."""
+    tokens = np.arange(0, 256, 2)
+    shares = (tokens * 37 % 200 + 56).astype(np.uint8)
+    pairs = np.stack([tokens[::-1] + 1, tokens], axis=1)
+    ngrams = {
+        1: Ngrams(tokens[:, None], tokens * 7 % 256, shares),
+        2: Ngrams(pairs, tokens * 5 % 256, shares[::-1]),
+    }
+    return make_table(path, ngrams, device)
+
+
 def drafter_engine(
     decoder: Any,
     values: dict[str, Any],
@@ -165,6 +188,7 @@ def drafter_engine(
         EngineConfig(**fields),
         speculative,
         draft_model=draft_model if wants_model else None,
+        tables=[make_guess_table(decoder.device, path) for path in speculative.guess_paths],
         eos_token_ids=eos,
         scheduling=SchedulingConfig(swap_bytes=swap_bytes),
         is_static=is_static,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 from hispec.config import DraftConfig, NgramConfig, SpeculativeConfig
+from hispec.drafters.ngram_table import make_table
 from hispec.errors import ConfigError, build
 from hispec.profile.candidates import Candidates
 from hispec.profile.options import ProfileOptions
@@ -104,6 +106,26 @@ def test_the_jobs_own_ngram_sizes_are_tried_first() -> None:
         plan.draft.ngram
         for plan in plans_of(own=SpeculativeConfig(draft=DraftConfig(kind="ngram", ngram=own)))
     }
+
+
+def test_each_table_of_ngrams_is_guessed_from_in_place_of_matches_of_one_token() -> None:
+    tables = [make_table(path, {}, torch.device("cpu")) for path in (None, "folder")]
+    sizes = [each for each in ngram_sizes(None, tables, [0.2, 0.4]) if each.guesses]
+    assert {(each.guess_path, each.guess_confidence) for each in sizes} == set(
+        product((None, "folder"), (0.2, 0.4))
+    )
+    assert len(sizes) == len(set(sizes)) > 4 and all(each.min_size > 1 for each in sizes)
+    candidates = Candidates([2, 4], [], tables=tuple(tables[:1]))
+    plans = all_plans(build(ProfileOptions, {**SMALL, "drafters": ("ngram", "hybrid")}), candidates, None)
+    guessing = [plan for plan in plans if plan.draft.lookup and plan.draft.lookup.guesses]
+    assert {plan.draft.lookup and plan.draft.lookup.guess_confidence for plan in guessing} == {0.2}
+    assert len({kind_of(plan) for plan in guessing}) == 4 and len(guessing) < len(plans)
+    looked_up, _ = lookups_of(plans)
+    for plan in guessing[:3]:
+        others = [each.draft.lookup for each in refined(plan)]
+        assert {each and each.guess_confidence for each in others} == {0.1, 0.2, 0.3, 0.5}
+        assert set(others) <= set(looked_up), "or they cannot be predicted"
+    assert "guess≥0.2" in short_text(guessing[0]) and "guess" not in short_text(plans[0])
 
 
 def test_default_limits_leave_thousands_of_plans() -> None:

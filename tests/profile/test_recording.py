@@ -11,8 +11,10 @@ import torch
 
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
+from ee_models.checkpoint.ngram_file import Ngrams
 from ee_models.decoder import Decoder
 from hispec.config import NgramConfig
+from hispec.drafters.ngram_table import make_table
 from hispec.profile.record_answers import RANKS, look_up, record
 from hispec.profile.recording import NOTHING, Answer, LookedUp, Recording, Said, flat, said_of
 from hispec.sampling_params import SamplingParams
@@ -172,6 +174,18 @@ def test_prompt_lookup_proposes_what_followed() -> None:
     found = look_up(sizes, answers, 3, 2, CPU)
     assert found.counts.tolist() == [0, 3, 3, 0, 0, 0]  # after 1 2, and after 2 3
     assert found.tokens[1].tolist() == [3, 4, 1] and found.tokens[2].tolist() == [4, 1, 2]
+
+
+def test_where_nothing_matches_it_guesses() -> None:
+    sizes = NgramConfig(max_size=2, min_size=2, tokens_per_match=None, guess_confidence=0.5, guess_path="x")
+    known = {1: Ngrams(np.array([[5], [6]]), np.array([6, 8]), np.array([200, 200]))}
+    tables = [make_table(path, known, CPU) for path in (None, "x")]
+    answers = [Answer([1, 2, 3, 4, 1], [2, 5], 2, "all"), Answer([5], [6], 1, "all")]
+    found = look_up(sizes, answers, 3, 2, CPU, tables[1:])
+    assert found.counts.tolist() == [0, 3, 0, 2, 0]
+    assert found.tokens[1].tolist() == [3, 4, 1] and found.tokens[3].tolist() == [6, 8, NOTHING]
+    with pytest.raises(KeyError):
+        look_up(sizes, answers, 3, 2, CPU, tables[:1])
 
 
 def test_a_datastore_is_filled_by_answers_that_have_ended() -> None:

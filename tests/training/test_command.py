@@ -340,6 +340,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"adapters": {"exits": [{"layer": 2, "vocabulary_size": 261}]}},
         "adapters.exits: vocabulary_size=261 is over the model's 260 tokens; choose at most that",
     ),
+    "no loop": ({"loop": "left out"}, "recipe: adapters needs `loop` with its num_steps"),
+    "a loop for what is counted": (
+        {"recipe": "ngrams", "adapters": "left out"},
+        "`loop` has no effect with recipe: ngrams, which counts; leave it out",
+    ),
+    "contexts too long": (
+        {"recipe": "ngrams", "adapters": "left out", "loop": "left out", "ngrams": {"max_size": 9}},
+        "ngrams.max_size: must be at most 8",
+    ),
     "no exits": ({"adapters": {"exits": []}}, "adapters.exits: must have at least 1 item"),
     "no settings": ({"adapters": "left out"}, "recipe: adapters needs `adapters` with the exits to train"),
     "settings of another recipe": (

@@ -1,0 +1,97 @@
+"""Finds and loads the n-grams that a plan guesses from, each once."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from ee_models.checkpoint.exit_files import ExitsError
+from ee_models.checkpoint.ngram_file import INFO, NgramsError, NgramsFile
+
+from ..config import SpeculativeConfig
+from ..drafters.ngram_table import NgramTable, make_table
+from .trained_exits import TrainedExits
+
+_FIELD = "speculative.draft.ngram.guess_path"
+
+
+class NgramTables:
+    """Tables of n-grams for one checkpoint: the one that comes with it, and those of the user's folders."""
+
+    def __init__(self, trained_exits: TrainedExits) -> None:
+        self._trained_exits = trained_exits
+        self._loaded: dict[tuple[str | None, str, torch.device], NgramTable] = {}
+
+    def check(self, speculative: SpeculativeConfig | None) -> None:
+        """Raises NgramsError if n-grams that `speculative` guesses from are not there, or of another
+        vocabulary. Loads nothing."""
+        for path in _paths(speculative):
+            self._named(path)
+
+    def load(self, speculative: SpeculativeConfig | None, device: torch.device) -> list[NgramTable]:
+        """The tables of `speculative`; those used before are not read again. Raises NgramsError."""
+        return [self._load(path, device) for path in _paths(speculative)]
+
+    def candidates(self, own: SpeculativeConfig | None, device: torch.device) -> list[NgramTable]:
+        """Those of the plan `own`, and those that come with the model if there are any. Raises
+        NgramsError."""
+        paths = dict.fromkeys(_paths(own))
+        with suppress(NgramsError):
+            self.file(None)
+            paths[None] = None
+        return [self._load(path, device) for path in paths]
+
+    def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:
+        """{"n-grams of FOLDER": checksum of its tensors}; "n-grams" alone for those that come with the model
+        or with HiSpec. Raises NgramsError."""
+        return {
+            "n-grams" if path is None else f"n-grams of {path}": self._named(path).about.tensors_sha256
+            for path in _paths(speculative)
+        }
+
+    def file(self, path: str | None) -> NgramsFile:
+        """The n-grams in the folder at `path`; with None those that lie beside the checkpoint's weights, or
+        else come with HiSpec. Raises NgramsError."""
+        checkpoint = self._trained_exits.checkpoint
+        if path is not None:
+            folder = Path(path).expanduser()
+        elif (Path(checkpoint.path) / INFO).is_file():
+            folder = Path(checkpoint.path)
+        else:
+            folder = self._shipped()
+        file = NgramsFile(folder)
+        file.check_vocabulary(checkpoint.config.vocab_size, str(checkpoint.path))
+        return file
+
+    def _shipped(self) -> Path:
+        """The folder of what comes with HiSpec for this model."""
+        with suppress(ExitsError):
+            folder = self._trained_exits.file(None).folder
+            if (folder / INFO).is_file():
+                return folder
+        raise NgramsError(
+            f"no n-grams come with {self._trained_exits.checkpoint.path}; count some with `hispec train`,"
+            " recipe: ngrams, and give their folder, or leave guess_confidence out"
+        )
+
+    def _named(self, path: str | None) -> NgramsFile:
+        try:
+            return self.file(path)
+        except NgramsError as error:
+            raise NgramsError(f"{_FIELD}: {error}") from None
+
+    def _load(self, path: str | None, device: torch.device) -> NgramTable:
+        file = self._named(path)
+        key = path, file.about.tensors_sha256, device
+        if key not in self._loaded:
+            try:
+                self._loaded[key] = make_table(path, file.read(), device)
+            except NgramsError as error:
+                raise NgramsError(f"{_FIELD}: {error}") from None
+        return self._loaded[key]
+
+
+def _paths(speculative: SpeculativeConfig | None) -> list[str | None]:
+    return [] if speculative is None else speculative.guess_paths
