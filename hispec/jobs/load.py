@@ -22,7 +22,8 @@ _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
-_EXIT_PATHS = (("speculative", "draft", "path"), ("speculative", "check", "path"))
+_DRAFT = ("speculative", "draft")
+_PLAN_PATHS = ((*_DRAFT, "path"), (*_DRAFT, "ngram", "guess_path"), ("speculative", "check", "path"))
 _NULL = re.compile(r"~|null|Null|NULL|")
 _MOST_VALUES = 10_000  # that the aliases of a file may stand for: far above any job's, and read at once
 
@@ -111,12 +112,12 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), preset: str | Path
     Raises ConfigError with every problem of the file and the overrides, and when the file can't be read.
     """
     sections = {} if preset is None else load_preset(preset).model_dump(exclude_unset=True)
-    return load_settings(Job, Path(path), overrides, [("input", "path"), *_EXIT_PATHS], sections)
+    return load_settings(Job, Path(path), overrides, [("input", "path"), *_PLAN_PATHS], sections)
 
 
 def load_preset(path: str | Path) -> RunConfig:
     """The preset in the file at `path`: a job without input and output."""
-    return load_settings(RunConfig, Path(path), (), _EXIT_PATHS)
+    return load_settings(RunConfig, Path(path), (), _PLAN_PATHS)
 
 
 def best_plans(path: Path) -> dict[str, SpeculativeConfig]:

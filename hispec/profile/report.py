@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import IO, Any
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from ..utils.console import count, make_console, make_table, percent, print_if_b
 from ..utils.environment import hardware_text
 from .results import choose, fastest_of_kinds
 
+_PLAN_WIDTH = 56  # of a line of the table
 _MOST_TASKS = 6  # columns; the JSON has all
 _ROWS = (1, 2, 4, 8, 16, 32)  # drafts in a row of which the table tells how often all are right
 
@@ -114,7 +116,9 @@ def _ngrams(agreement: Mapping[str, Any]) -> Table:
     for sizes in agreement["ngrams"]:
         store = f" + {sizes['datastore_tokens']} stored" if sizes["datastore_tokens"] else ""
         most = "any" if sizes["tokens_per_match"] is None else str(sizes["tokens_per_match"])
-        name = f"{sizes['max_size']} to {sizes['min_size']}{store}"
+        guess = sizes.get("guess_confidence")  # results from before there were guesses have none
+        guesses = f" + guesses p≥{guess:g}" if guess is not None else ""
+        name = f"{sizes['max_size']} to {sizes['min_size']}{store}{guesses}"
         table.add_row(name, most, *_shares([sizes["found"]], sizes, tasks, num_right))
     return table
 
@@ -150,7 +154,8 @@ def _plans(result: Mapping[str, Any]) -> Table:
             for name in ("ratio_to_plain", "tokens_per_round", "tokens_per_full_pass")
         ]
         same = f"{run['exact_match'][0]}/{run['exact_match'][1]}"
+        plan = "\n".join(wrap(run["plan"], _PLAN_WIDTH))
         table.add_row(
-            run["plan"], f"{run['tokens_per_s']:.1f}", *(value for pair in pairs for value in pair), same
+            plan, f"{run['tokens_per_s']:.1f}", *(value for pair in pairs for value in pair), same
         )
     return table

@@ -33,6 +33,17 @@ def test_input_path_is_relative_to_the_job_file_and_output_path_to_the_working_d
     assert load_job(tmp_path / "job.yaml", ["input.path=other.jsonl"]).input.path == Path("other.jsonl")
 
 
+def test_folders_of_a_plan_are_relative_to_the_job_file(tmp_path: Path) -> None:
+    plan = (
+        "speculative: {draft: {kind: hybrid, layer: 4, path: exits, ngram: {guess_confidence: 0.2, guess_path:"
+        " ngrams}}, check: {kind: adapter, layer: 7, path: ../exits}}\n"
+    )
+    speculative = load_job(write_yaml(tmp_path, MINIMAL + plan)).speculative
+    assert speculative is not None and speculative.check is not None and speculative.draft.ngram is not None
+    found = speculative.draft.path, speculative.draft.ngram.guess_path, speculative.check.path
+    assert found == tuple(str(tmp_path / name) for name in ("exits", "ngrams", "../exits"))
+
+
 def test_every_problem_of_a_job_is_named_at_once(tmp_path: Path) -> None:
     path = write_yaml(
         tmp_path,
