@@ -28,6 +28,8 @@ CLOCKS = ("tests/faults/test_clocks.py",)
 METRICS = ("tests/metrics/test_latencies.py",)
 FILES = ("tests/faults/test_files.py",)
 RUNS = ("tests/laws/test_rounds_together.py",)
+GUESSES = ("tests/drafters/test_lookup.py", "tests/gpu/test_lookup_triton.py")
+COUNTED = ("tests/training/test_ngrams.py",)
 
 
 @dataclass(frozen=True)
@@ -570,6 +572,83 @@ FAULTS = (
         "if index_rows != self._written:",
         "if len(index_rows) != len(self._written):",
         ("tests/drafters/test_drafters.py",),
+    ),
+    Fault(
+        "guesses: a shorter context overrules a longer one",
+        "hispec/drafters/lookup_numba.py",
+        "token, share = table.tokens[slot], table.shares[slot]",
+        "token, share = (table.tokens[slot], table.shares[slot]) if share == 0 else (token, share)",
+        GUESSES,
+    ),
+    Fault(
+        "guesses: a chain is as sure as its last token",
+        "hispec/drafters/lookup_numba.py",
+        "sure *= share",
+        "sure = share",
+        GUESSES,
+    ),
+    Fault(
+        "guesses: the next one is not told of the one before",
+        "hispec/drafters/lookup_numba.py",
+        "near[num_near + count] = tokens[i, tail + 1 + count] = token",
+        "tokens[i, tail + 1 + count] = token",
+        GUESSES,
+    ),
+    Fault(
+        "guesses: tensors guess as many tokens as a match would give",
+        "hispec/drafters/lookup_torch.py",
+        "guess(table, line, ends, allowed,",
+        "guess(table, line, ends, most,",
+        GUESSES,
+    ),
+    Fault(
+        "guesses: Triton reads tokens before a text's first",
+        "hispec/drafters/lookup_triton.py",
+        "same = same & (last >= 0)",
+        "same = same & (last >= -9)",
+        GUESSES,
+    ),
+    Fault(
+        "guesses: a table's contexts stand where others are",
+        "hispec/drafters/ngram_table.py",
+        "np.maximum.accumulate(home[order] - steps) + steps",
+        "home[order]",
+        GUESSES,
+    ),
+    Fault(
+        "guesses: rounds that run together make none",
+        "hispec/drafters/lookup_numba.py",
+        "return cls(*addresses, table.slots, table.max_size, len(table.keys)",
+        "return cls(*addresses, table.slots, 0, len(table.keys)",
+        RUNS,
+    ),
+    Fault(
+        "n-grams: prompts are counted, too",
+        "hispec/training/ngrams.py",
+        "example.token_ids[max(example.prompt_len - size, 0) :]",
+        "example.token_ids",
+        COUNTED,
+    ),
+    Fault(
+        "n-grams: a context that says what a shorter one says is kept",
+        "hispec/training/ngrams.py",
+        "if not is_known and",
+        "if",
+        COUNTED,
+    ),
+    Fault(
+        "n-grams: those of another vocabulary are taken",
+        "hispec/loading/ngram_tables.py",
+        "        file.check_vocabulary(checkpoint.config.vocab_size, str(checkpoint.path))\n",
+        "",
+        COUNTED,
+    ),
+    Fault(
+        "n-grams: a package keeps them to itself",
+        "ee_models/checkpoint/ee_package.py",
+        "if (self.folder / NGRAMS_INFO).exists():",
+        "if False:",
+        COUNTED,
     ),
     Fault(
         "q and p swapped in the test of acceptance",

@@ -12,9 +12,9 @@ from .base import Settings
 class EngineConfig(Settings):
     """How the engine runs. Sizes are in tokens unless named otherwise.
 
-    dtype                   of weights; "auto" = float32 on a CPU, the checkpoint's own on a GPU. A CPU
-                            computes in float32, whatever they are held in, but for bfloat16 where it
-                            has matrix tiles (AMX)
+    dtype                   of weights; "auto" = the checkpoint's own on a GPU, and of bfloat16 on a CPU with
+                            matrix tiles (AMX), else float32. A CPU computes in float32, whatever they are
+                            held in, but for bfloat16 where it has such tiles
     kv_cache_dtype          of keys and values; "auto" = dtype, and bfloat16 beside int8 and int4 on a CPU; on
                             a GPU no other than dtype
     device                  "auto" = a GPU if there is one

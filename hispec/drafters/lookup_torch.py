@@ -132,7 +132,7 @@ class TensorLookup(Lookup):
             ends = totals.clamp(max=table.max_size)
             near = (totals - ends).unsqueeze(1) + torch.arange(table.max_size + window, device=device)
             line = text.gather(1, near.clamp(max=text.shape[1] - 1)).long()
-            guessed = guess(table, line, ends, torch.where(found[:, 0], 0, allowed), confidence, window)
+            guessed = guess(table, line, ends, allowed, confidence, window)
             chained = line.gather(1, ends.unsqueeze(1) + steps)
             proposed = torch.where(found, proposed, chained.to(proposed.dtype))
             counts = torch.where(found[:, 0], counts, guessed)

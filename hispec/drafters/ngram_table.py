@@ -100,7 +100,7 @@ def guess(
     """
     counts, sure = torch.zeros_like(ends), torch.ones(len(texts), device=texts.device)
     probes, last = torch.arange(table.num_probes, device=texts.device), texts.shape[1] - 1
-    for step in range(num_steps):
+    for _ in range(num_steps):
         at, hashed = ends + counts, torch.zeros_like(ends)
         token, share = torch.zeros_like(ends), torch.zeros_like(sure)
         for back in range(table.max_size):
@@ -116,7 +116,7 @@ def guess(
             token = torch.where(is_there, table.tokens[place].long(), token)
             share = torch.where(is_there, table.shares[place], share)
         sure = sure * share
-        goes_on = (sure >= confidence) & (counts == step) & (counts < most)
+        goes_on = (sure >= confidence) & (counts < most)
         column = at.clamp(max=last).unsqueeze(1)
         kept = texts.gather(1, column)
         texts.scatter_(1, column, torch.where(goes_on.unsqueeze(1), token.unsqueeze(1), kept))

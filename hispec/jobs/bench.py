@@ -244,18 +244,16 @@ def _fit(prompt: TokenIds, length: int | None) -> TokenIds:
 
 
 def _baseline(job: Job, options: BenchOptions, prompts: list[TokenIds]) -> TransformersBaseline:
-    import torch
-
     from ..loading.known_models import resolve_model
+    from ..loading.target_model import open_model, select_device, select_dtype
     from .hf_baseline import TransformersBaseline
 
-    device = job.engine.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = select_device(job.engine.device)
+    dtype = select_dtype(job.engine, open_model(job.model), device)
     baseline = TransformersBaseline(
         resolve_model(job.model),
-        dtype="float32" if job.engine.dtype == "auto" and device == "cpu" else job.engine.dtype,
-        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
         batch_size=options.batch_size,
         max_tokens=options.max_tokens,
         ignore_eos=job.sampling.ignore_eos,

@@ -78,14 +78,28 @@ def _select_kv_dtype(config: EngineConfig, device: torch.device, weights_dtype: 
     return kv_dtype
 
 
+def select_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """What weights are held in, before quantization. "auto" is the checkpoint's own wherever it is computed
+    in: on a GPU, and of bfloat16 on a CPU that has matrix tiles; elsewhere float32, which loses nothing of
+    it."""
+    if config.dtype != "auto":
+        given: torch.dtype = getattr(torch, config.dtype)
+        return given
+    if device.type != "cpu":
+        return checkpoint.dtype
+    if config.quantization is None and checkpoint.dtype == torch.bfloat16 and runs_numba(device):
+        from ee_models.kernels.numba_tiles import can_multiply
+
+        if can_multiply():
+            return torch.bfloat16
+    return torch.float32
+
+
 def load_decoder(
     checkpoint: Checkpoint, config: EngineConfig, device: torch.device, max_positions: int
 ) -> Decoder:
     """The model of a checkpoint, as `config` says. Raises CheckpointError or ConfigError."""
-    if config.dtype != "auto":
-        weights_dtype: torch.dtype = getattr(torch, config.dtype)
-    else:
-        weights_dtype = torch.float32 if device.type == "cpu" else checkpoint.dtype
+    weights_dtype = select_dtype(config, checkpoint, device)
     # HiSpec's kernels of a CPU compute in float32, over weights and KV that may be smaller.
     widens = runs_numba(device) and weights_dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if widens else weights_dtype

@@ -155,7 +155,5 @@ def _plans(result: Mapping[str, Any]) -> Table:
         ]
         same = f"{run['exact_match'][0]}/{run['exact_match'][1]}"
         plan = "\n".join(wrap(run["plan"], _PLAN_WIDTH))
-        table.add_row(
-            plan, f"{run['tokens_per_s']:.1f}", *(value for pair in pairs for value in pair), same
-        )
+        table.add_row(plan, f"{run['tokens_per_s']:.1f}", *(value for pair in pairs for value in pair), same)
     return table

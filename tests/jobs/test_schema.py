@@ -35,8 +35,8 @@ def test_input_path_is_relative_to_the_job_file_and_output_path_to_the_working_d
 
 def test_folders_of_a_plan_are_relative_to_the_job_file(tmp_path: Path) -> None:
     plan = (
-        "speculative: {draft: {kind: hybrid, layer: 4, path: exits, ngram: {guess_confidence: 0.2, guess_path:"
-        " ngrams}}, check: {kind: adapter, layer: 7, path: ../exits}}\n"
+        "speculative: {draft: {kind: hybrid, layer: 4, path: exits, ngram: {guess_confidence: 0.2,"
+        " guess_path: ngrams}}, check: {kind: adapter, layer: 7, path: ../exits}}\n"
     )
     speculative = load_job(write_yaml(tmp_path, MINIMAL + plan)).speculative
     assert speculative is not None and speculative.check is not None and speculative.draft.ngram is not None

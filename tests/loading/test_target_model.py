@@ -18,7 +18,7 @@ from hispec import LLM, ConfigError
 from hispec.config import DraftConfig, EngineConfig, SpeculativeConfig
 from hispec.loading.draft_models import DraftModels
 from hispec.loading.known_models import ModelNotFetchedError, nearest_known
-from hispec.loading.target_model import load_decoder, open_model
+from hispec.loading.target_model import load_decoder, open_model, select_dtype
 from tests.helpers.tiny import tiny_checkpoint
 
 
@@ -96,6 +96,23 @@ def test_a_cpu_computes_in_float32_over_what_is_asked_for(
     settings: dict[str, Any], expected: tuple[torch.dtype, ...], tmp_path: Path
 ) -> None:
     assert dtypes(tiny_checkpoint(tmp_path / "model", num_layers=2), **settings) == expected
+
+
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_auto_is_bfloat16_where_the_checkpoint_is_and_tiles_compute_it(
+    tmp_path: Path, has_tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ee_models.kernels.numba_tiles.can_multiply", lambda: has_tiles)
+    given = {
+        dtype: tiny_checkpoint(tmp_path / str(dtype), num_layers=2, dtype=dtype)
+        for dtype in (F32, torch.float16, BF16)
+    }
+    auto = {dtype: select_dtype(EngineConfig(), open_model(path), CPU) for dtype, path in given.items()}
+    assert auto == {F32: F32, torch.float16: F32, BF16: BF16 if has_tiles else F32}
+    of_bfloat16 = open_model(given[BF16])
+    assert select_dtype(EngineConfig(dtype="float32"), of_bfloat16, CPU) == F32
+    assert select_dtype(EngineConfig(quantization="int8"), of_bfloat16, CPU) == F32
+    assert select_dtype(EngineConfig(), of_bfloat16, torch.device("cuda")) == BF16
 
 
 def is_in_bfloat16(linear: Linear) -> bool:
