@@ -17,7 +17,9 @@ _COARSE_DRAFT, _COARSE_CHECK = (None, 0.6), (None, 0.5)
 _FINE = (None, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _COARSE_GATE, _GATES = 0.4, (None, 0.4, 0.6, 0.8)  # with as many checks as there may be
 _BRANCHES, _MOST_BRANCH_DRAFTS = (2, 3, 4, 8), 3
-_COARSE_GUESS, _GUESSES = 0.2, (0.1, 0.2, 0.3, 0.5)  # of each table of n-grams that there is
+# Of each table of n-grams that there is. An exit that drafts where there is no guess is better than most.
+_COARSE_GUESS = {"ngram": 0.2, "hybrid": 0.6}
+_GUESSES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8)
 _NGRAMS = (
     NgramConfig(),
     NgramConfig(max_size=3, min_size=2, tokens_per_match=None),
@@ -72,14 +74,14 @@ def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
 
 
 def ngram_sizes(
-    own: SpeculativeConfig | None, tables: Sequence[NgramTable] = (), guesses: Sequence[float] = ()
+    own: SpeculativeConfig | None, tables: Sequence[NgramTable] = (), guess: float | None = None
 ) -> list[NgramConfig]:
     """The n-gram sizes that prompt lookup is tried with, the job's own first: without guesses, and with those
-    of each table, as sure as in `guesses`, in place of matches of one token."""
+    of each table that are at least as sure as `guess`, in place of matches of one token."""
     named = None if own is None else own.draft.lookup
     guessing = [
-        sizes.model_copy(update={"guess_confidence": confidence, "guess_path": table.path})
-        for sizes, table, confidence in product(_NGRAMS, tables, guesses)
+        sizes.model_copy(update={"guess_confidence": guess, "guess_path": table.path})
+        for sizes, table in product(_NGRAMS, tables)
         if sizes.min_size > 1
     ]
     return list(dict.fromkeys([*(() if named is None else (named,)), *_NGRAMS, *guessing]))
@@ -163,16 +165,17 @@ def _shapes(
 ) -> Iterator[_Shape]:
     """All shapes of one kind of drafter, also those that do not fit into the window."""
     layers, tiers, max_checks = candidates.layers, candidates.tiers, options.max_checks
-    sizes = ngram_sizes(own, candidates.tables, [_COARSE_GUESS])
     if drafter == "tree":
         for layer, num_branches in product(layers, _BRANCHES):
             for num_drafts in range(1, _MOST_BRANCH_DRAFTS + 1):
                 yield _Shape(tiers.draft(layer), num_drafts, num_branches, 1)
     elif drafter == "ngram":
+        sizes = ngram_sizes(own, candidates.tables, _COARSE_GUESS["ngram"])
         for ngram, num_drafts in product(sizes, _LOOKED_UP):
             draft = DraftConfig(kind="ngram", ngram=ngram)
             yield _Shape(draft, num_drafts, 1, min(max_checks, _MOST_CHECKS_OF_NGRAM))
     elif drafter == "hybrid":
+        sizes = ngram_sizes(own, candidates.tables, _COARSE_GUESS["hybrid"])
         exit_tokens = range(1, _MOST_EXIT_TOKENS + 1)
         for ngram, layer, num_exit_tokens in product(sizes, layers, exit_tokens):
             draft = tiers.hybrid(layer, ngram, num_exit_tokens)

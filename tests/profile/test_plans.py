@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
 from typing import Any
 
 import pytest
@@ -110,20 +109,23 @@ def test_the_jobs_own_ngram_sizes_are_tried_first() -> None:
 
 def test_each_table_of_ngrams_is_guessed_from_in_place_of_matches_of_one_token() -> None:
     tables = [make_table(path, {}, torch.device("cpu")) for path in (None, "folder")]
-    sizes = [each for each in ngram_sizes(None, tables, [0.2, 0.4]) if each.guesses]
-    assert {(each.guess_path, each.guess_confidence) for each in sizes} == set(
-        product((None, "folder"), (0.2, 0.4))
-    )
-    assert len(sizes) == len(set(sizes)) > 4 and all(each.min_size > 1 for each in sizes)
+    sizes = [each for each in ngram_sizes(None, tables, 0.4) if each.guesses]
+    assert {(each.guess_path, each.guess_confidence) for each in sizes} == {(None, 0.4), ("folder", 0.4)}
+    assert len(sizes) == len(set(sizes)) > 2 and all(each.min_size > 1 for each in sizes)
     candidates = Candidates([2, 4], [], tables=tuple(tables[:1]))
     plans = all_plans(build(ProfileOptions, {**SMALL, "drafters": ("ngram", "hybrid")}), candidates, None)
     guessing = [plan for plan in plans if plan.draft.lookup and plan.draft.lookup.guesses]
-    assert {plan.draft.lookup and plan.draft.lookup.guess_confidence for plan in guessing} == {0.2}
+    assert {
+        (plan.draft.kind, plan.draft.ngram and plan.draft.ngram.guess_confidence) for plan in guessing
+    } == {
+        ("ngram", 0.2),
+        ("hybrid", 0.6),
+    }
     assert len({kind_of(plan) for plan in guessing}) == 4 and len(guessing) < len(plans)
     looked_up, _ = lookups_of(plans)
     for plan in guessing[:3]:
         others = [each.draft.lookup for each in refined(plan)]
-        assert {each and each.guess_confidence for each in others} == {0.1, 0.2, 0.3, 0.5}
+        assert {each and each.guess_confidence for each in others} == {0.1, 0.2, 0.3, 0.45, 0.6, 0.8}
         assert set(others) <= set(looked_up), "or they cannot be predicted"
     assert "guess≥0.2" in short_text(guessing[0]) and "guess" not in short_text(plans[0])
 
