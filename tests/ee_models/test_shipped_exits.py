@@ -9,6 +9,7 @@ import pytest
 
 from ee_models.checkpoint.ee_package import EEPackage
 from ee_models.checkpoint.exit_files import INFO, ExitsFile
+from ee_models.checkpoint.ngram_file import NgramsFile
 from hispec import LLM, SamplingParams
 from hispec.jobs.load import load_preset, load_settings
 from hispec.loading.ee_packages import PRETRAINED, packages
@@ -62,6 +63,19 @@ def test_the_committed_recipe_is_the_one_they_were_trained_by(folder: Path) -> N
         later["original_share"] = 1.0
     assert later | about.recipe == describe_recipe(config, about.recipe.get("step", later["step"]))
     assert about.data["prompts"] == describe_data(config, [])["prompts"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_ngrams_are_whole_and_those_of_the_committed_recipe(folder: Path) -> None:
+    file = NgramsFile(folder)
+    ngrams = file.read()
+    name = CONFIGS[folder.name].removesuffix(".yaml")
+    config = load_settings(TrainConfig, ROOT / "configs" / f"{name}_ngrams.yaml", (), ())
+    assert config.ngrams is not None and list(ngrams) == list(range(1, config.ngrams.max_size + 1))
+    assert file.about.vocab_size == 49152 and file.about.model == config.model
+    assert file.about.recipe == {"name": "ngrams", "seed": config.seed, **config.ngrams.model_dump()}
+    assert file.about.data["prompts"] == describe_data(config, [])["prompts"]
+    assert file.about.held_out["guessed"] > file.about.held_out["right"] > 0.2
 
 
 @pytest.mark.parametrize("name", ["smollm2.yaml", "kangaroo_smollm2.yaml"])
