@@ -274,8 +274,8 @@ class LLM:
         return self.engine.pretrained.draft_models
 
     def fingerprints(self, speculative: SpeculativeConfig | None = None) -> dict[str, str]:
-        """Checksums of the model ("model"), and of the trained exits that a plan names, by what names them.
-        Raises ExitsError."""
+        """Checksums of the model ("model"), and of the trained exits and n-grams that a plan names, by what
+        names them; and what weights and KV are held in. Raises ExitsError or NgramsError."""
         return self.engine.fingerprints(speculative)
 
     def token_text(self, token_id: int) -> str:

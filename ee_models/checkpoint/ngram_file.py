@@ -122,6 +122,8 @@ class NgramsFile:
                 if name != "shares" and entries and not 0 <= array.min() <= array.max() <= last:
                     raise NgramsError(f"{path}: {name}.{size} has tokens outside of 0 to {last}; {remedy}")
             found[size] = Ngrams(**arrays)
+            if len(np.unique(found[size].contexts, axis=0)) != entries:
+                raise NgramsError(f"{path}: contexts.{size} has a context twice; {remedy}")
         return found
 
 

@@ -56,7 +56,7 @@ class NgramDrafter(Drafter):
         table: NgramTable | None = None,
     ) -> None:
         """table: what is guessed from, on `device`; needed if config.guess_confidence is given."""
-        self._judge, guesses = judge, None
+        self._judge, self._table, guesses = judge, table, None
         if config.guess_confidence is not None:
             assert table is not None
             guesses = Guesses(table, config.guess_confidence)
@@ -74,7 +74,7 @@ class NgramDrafter(Drafter):
 
     @property
     def num_bytes(self) -> int:
-        return self._lookup.num_bytes
+        return self._lookup.num_bytes + (0 if self._table is None else self._table.num_bytes)
 
     def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
         gone = self._index_row_of.keys() - {number for number, _ in rows}

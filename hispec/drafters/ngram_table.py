@@ -33,6 +33,7 @@ class NgramTable:
     tokens      [slots + num_probes] int32: what follows it
     shares      [slots + num_probes] float32: how often it does, 0 to 1
     slots       a power of two
+    vocab_size  one more than the largest token that is guessed
     """
 
     path: str | None
@@ -42,6 +43,7 @@ class NgramTable:
     shares: Tensor
     slots: int
     num_probes: int
+    vocab_size: int
 
     @property
     def num_bytes(self) -> int:
@@ -75,6 +77,7 @@ def make_table(path: str | None, ngrams: Mapping[int, Ngrams], device: torch.dev
         (spread(shares, torch.float32) / SHARES).to(device),
         slots,
         num_probes,
+        int(tokens.max(initial=-1)) + 1,
     )
 
 

@@ -64,8 +64,13 @@ class Pretrained:
 
     def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:
         """As `LLM.fingerprints`."""
+        # What `dtype: auto` is differs between machines.
+        held = (
+            str(each).removeprefix("torch.") for each in (self.decoder.weights_dtype, self.decoder.kv_dtype)
+        )
         return {
             "model": fingerprint(self.checkpoint),
+            "weights and KV": " and ".join(held),
             **self.trained_exits.fingerprints(speculative),
             **self.ngram_tables.fingerprints(speculative),
         }

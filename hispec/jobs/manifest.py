@@ -23,7 +23,8 @@ class AnotherJobsOutput(ConfigError):
 
 
 class Manifest(BaseModel):
-    """settings    those that decide what the rows are, by dotted name, and fingerprints of model and exits
+    """settings    those that decide what the rows are, by dotted name, and fingerprints of the model and of
+                what its plan reads
     earlier     those of runs before, whose rows were kept with output.only_missing
     input       the files, with their sizes in bytes
     rows, done, errors   of the input; rows with errors are done
@@ -108,7 +109,8 @@ def settings_that_matter(job: Job) -> dict[str, Any]:
 
 
 def _numbers(job: Job) -> dict[str, str]:
-    """What makes another model, with other outputs, of the job's: not float32, which a CPU takes anyway."""
+    """What makes another model, with other outputs, of the job's, as far as the settings say: what `auto` is
+    only the loaded model tells (`LLM.fingerprints`)."""
     engine, found = job.engine, dict[str, str]()
     kv_dtype = engine.kv_cache_dtype
     if engine.quantization is not None:

@@ -187,7 +187,8 @@ def plan_text(speculative: SpeculativeConfig | None, num_layers: int) -> str:
         limit = f" x{ngram.tokens_per_match}" if ngram.tokens_per_match is not None else ""
         store = f", store of {ngram.datastore_tokens}" if ngram.datastore_tokens else ""
         guess = ngram.guess_confidence
-        store += f", guesses p>={guess:g}" if guess is not None else ""
+        of = "" if ngram.guess_path is None else f" of {ngram.guess_path}"
+        store += f", guesses p>={guess:g}{of}" if guess is not None else ""
         joint = "or" if draft.traits.is_mixed else "→"
         stages = f"n-grams of {ngram.max_size} to {ngram.min_size}{limit}{store} {joint} {stages}"
     elif draft.traits.has_model:

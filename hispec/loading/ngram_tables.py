@@ -12,7 +12,7 @@ from ee_models.checkpoint.ngram_file import INFO, NgramsError, NgramsFile
 
 from ..config import SpeculativeConfig
 from ..drafters.ngram_table import NgramTable, make_table
-from .trained_exits import TrainedExits
+from .trained_exits import TrainedExits, shipped_exits
 
 _FIELD = "speculative.draft.ngram.guess_path"
 
@@ -35,13 +35,13 @@ class NgramTables:
         return [self._load(path, device) for path in _paths(speculative)]
 
     def candidates(self, own: SpeculativeConfig | None, device: torch.device) -> list[NgramTable]:
-        """Those of the plan `own`, and those that come with the model if there are any. Raises
-        NgramsError."""
-        paths = dict.fromkeys(_paths(own))
-        with suppress(NgramsError):
-            self.file(None)
-            paths[None] = None
-        return [self._load(path, device) for path in paths]
+        """Those of the plan `own`, and those that come with the model if there are any that can be used.
+        Raises NgramsError for the former."""
+        tables = self.load(own, device)
+        if None not in _paths(own):
+            with suppress(NgramsError):
+                tables.append(self._load(None, device))
+        return tables
 
     def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:
         """{"n-grams of FOLDER": checksum of its tensors}; "n-grams" alone for those that come with the model
@@ -67,13 +67,14 @@ class NgramTables:
 
     def _shipped(self) -> Path:
         """The folder of what comes with HiSpec for this model."""
-        with suppress(ExitsError):
-            folder = self._trained_exits.file(None).folder
+        checkpoint = self._trained_exits.checkpoint
+        with suppress(ExitsError):  # there are none for this model
+            folder = shipped_exits(checkpoint).folder
             if (folder / INFO).is_file():
                 return folder
         raise NgramsError(
-            f"no n-grams come with {self._trained_exits.checkpoint.path}; count some with `hispec train`,"
-            " recipe: ngrams, and give their folder, or leave guess_confidence out"
+            f"no n-grams come with {checkpoint.path}; count some with `hispec train`, recipe: ngrams, and"
+            " give their folder, or leave guess_confidence out"
         )
 
     def _named(self, path: str | None) -> NgramsFile:

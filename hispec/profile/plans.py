@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from ..config import CheckConfig, DraftConfig, NgramConfig, SpeculativeConfig
@@ -109,7 +110,9 @@ def short_text(plan: SpeculativeConfig | None) -> str:
             + (f"×{sizes.tokens_per_match}" if sizes.tokens_per_match is not None else "")
         )
         parts += [f"store={sizes.datastore_tokens}"] if sizes.datastore_tokens else []
-        parts += [f"guess≥{sizes.guess_confidence:g}"] if sizes.guess_confidence is not None else []
+        if sizes.guess_confidence is not None:
+            parts.append(f"guess≥{sizes.guess_confidence:g}")
+            parts += [f"of {Path(sizes.guess_path).name}"] if sizes.guess_path is not None else []
     for name, value in (
         ("D", draft.layer),
         ("C", plan.check.layer if plan.check else None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from textwrap import wrap
 from typing import IO, Any
 
@@ -117,7 +118,8 @@ def _ngrams(agreement: Mapping[str, Any]) -> Table:
         store = f" + {sizes['datastore_tokens']} stored" if sizes["datastore_tokens"] else ""
         most = "any" if sizes["tokens_per_match"] is None else str(sizes["tokens_per_match"])
         guess = sizes.get("guess_confidence")  # results from before there were guesses have none
-        guesses = f" + guesses p≥{guess:g}" if guess is not None else ""
+        of = f" of {Path(path).name}" if (path := sizes.get("guess_path")) is not None else ""
+        guesses = f" + guesses p≥{guess:g}{of}" if guess is not None else ""
         name = f"{sizes['max_size']} to {sizes['min_size']}{store}{guesses}"
         table.add_row(name, most, *_shares([sizes["found"]], sizes, tasks, num_right))
     return table

@@ -7,6 +7,7 @@ import datetime
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ee_models.decoder import Decoder
@@ -76,7 +77,7 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
         "max_num_seqs": options.batch_size,
         "enable_prefix_caching": False,
     }
-    own = job.speculative
+    own = _with_whole_paths(job.speculative)
     # A draft model is loaded with the target, or refused; of trained exits others may be profiled than the
     # job's.
     with LLM(
@@ -104,6 +105,16 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
         "draft_model": own.draft.path if draft_model is not None and own is not None else None,
         **result,
     }
+
+
+def _with_whole_paths(own: SpeculativeConfig | None) -> SpeculativeConfig | None:
+    """The job's plan, whose n-grams are found from everywhere, as presets need it."""
+    ngram = None if own is None else own.draft.ngram
+    if own is None or ngram is None or ngram.guess_path is None:
+        return own
+    path = str(Path(ngram.guess_path).expanduser().absolute())
+    draft = own.draft.model_copy(update={"ngram": ngram.model_copy(update={"guess_path": path})})
+    return own.model_copy(update={"draft": draft})
 
 
 @dataclass(frozen=True)

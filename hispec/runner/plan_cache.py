@@ -47,7 +47,7 @@ class PlanCache:
         )
         kept = {} if drops_graphs else self._kept  # plans are kept for their graphs alone
         self._kept, self.runtime = {**kept, spec: new}, new
-        return drops_graphs, before is not None and new.models != before.models
+        return drops_graphs, before is not None and new.models.with_kv != before.models.with_kv
 
     @property
     def kept(self) -> list[PlanRuntime]:

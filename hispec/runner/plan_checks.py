@@ -35,11 +35,7 @@ def check_plan(plan: Plan, speculative: SpeculativeConfig | None, models: Models
     if speculative is not None and not plan.is_plain:
         _check_shape(plan, speculative)
     for path in speculative.guess_paths if speculative else ():
-        if path not in [table.path for table in models.tables]:
-            raise ConfigError(
-                "speculative.draft.ngram.guess_confidence asks for guesses, but no n-grams were given to make"
-                " them from; pass them in `tables`, or use LLM, which loads them"
-            )
+        _check_table(path, models)
     needs_model = speculative is not None and speculative.draft.traits.has_model
     if needs_model != (models.draft_model is not None):
         raise ConfigError(
@@ -49,6 +45,23 @@ def check_plan(plan: Plan, speculative: SpeculativeConfig | None, models: Models
         )
     if models.draft_model is not None:
         _check_draft_model(models.decoder, models.draft_model, sizes.max_model_len)
+
+
+def _check_table(path: str | None, models: Models) -> None:
+    """The n-grams that a plan guesses from must be there, on the model's device, and of its tokens."""
+    tables, decoder = {table.path: table for table in models.tables}, models.decoder
+    if path not in tables:
+        raise ConfigError(
+            f"speculative.draft.ngram.guess_path={path!r}: `tables` has n-grams of {list(tables)} alone; pass"
+            " these, too, or use LLM, which loads them"
+        )
+    table = tables[path]
+    if table.keys.device != decoder.device or table.vocab_size > decoder.config.vocab_size:
+        raise ConfigError(
+            f"speculative.draft.ngram.guess_path={path!r}: the n-grams are on {table.keys.device}, of"
+            f" {table.vocab_size} tokens, and the model on {decoder.device}, of {decoder.config.vocab_size};"
+            " make the table there, of n-grams counted in this model's answers"
+        )
 
 
 def _check_shape(plan: Plan, speculative: SpeculativeConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cache.paged_kv import PagedKV
 from ee_models.exits import Exit
@@ -26,6 +26,11 @@ class Models:
     exits: tuple[Exit, ...] = ()
     draft_model: DecoderLike | None = None
     tables: tuple[NgramTable, ...] = ()
+
+    @property
+    def with_kv(self) -> Models:
+        """Those that keep KV: without n-grams."""
+        return replace(self, tables=())
 
     @property
     def num_kv_layers(self) -> int:

@@ -104,6 +104,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "tokens.1 has tokens outside of 0 to 259",
     ),
+    "a context twice": (
+        lambda folder: rewritten(
+            folder, lambda tensors: tensors.update({"contexts.1": np.array([[3], [3]], np.uint16)})
+        ),
+        "contexts.1 has a context twice",
+    ),
     "a negative token": (
         lambda folder: rewritten(
             folder, lambda tensors: tensors.update({"contexts.1": np.array([[-1], [2]], np.int32)})

@@ -15,13 +15,16 @@ import torch
 from ee_models.checkpoint.ee_package import EEPackage, save_package
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.checkpoint.low_rank import LowRank
-from ee_models.checkpoint.ngram_file import INFO, TENSORS, NgramsError, NgramsFile, save_ngrams
+from ee_models.checkpoint.ngram_file import INFO, TENSORS, Ngrams, NgramsError, NgramsFile, save_ngrams
 from ee_models.training.examples import Example
-from hispec import LLM, SamplingParams
-from hispec.config import SpeculativeConfig
+from hispec import LLM, ConfigError, SamplingParams
+from hispec.config import EngineConfig, SpeculativeConfig
+from hispec.drafters.ngram_table import make_table
+from hispec.engine import Engine
 from hispec.errors import build
 from hispec.training.ngrams import Guess, Guesses, by_size, count_ngrams, evaluate, look_up
 from hispec.training.schema import load_training
+from tests.helpers.drafters import make_guess_table
 from tests.helpers.tiny import tiny_checkpoint
 from tests.training.test_command import SMALL, train, write_config
 
@@ -157,6 +160,25 @@ def test_guesses_change_no_output_and_some_are_right(model: Path, counted: Path,
     assert prints[f"n-grams of {counted}"] == NgramsFile(counted).about.tensors_sha256
 
 
+def test_tables_that_do_not_fit_are_refused_and_cost_no_cached_prompts(model: Path, counted: Path) -> None:
+    llm = LLM(str(model), **SMALL)
+    expected = outputs(llm)
+    decoder, plan_of = llm.decoder, build(SpeculativeConfig, plan())
+    config = EngineConfig(max_num_seqs=4, max_model_len=128, num_kv_blocks=64)
+    with pytest.raises(ConfigError, match=r"guess_path=None: `tables` has n-grams of \['x'\] alone; pass"):
+        Engine(decoder, config, plan_of, tables=[make_guess_table(decoder.device, "x")])
+    large = {1: Ngrams(np.array([[3]]), np.array([260]), np.array([9], np.uint8))}
+    with pytest.raises(
+        ConfigError, match=r"of 261 tokens, and the model on cpu, of 260; make"
+    ):
+        Engine(decoder, config, plan_of, tables=[make_table(None, large, decoder.device)])
+    llm.set_speculative(plan(guess_path=str(counted)))
+    llm.reset_stats()
+    assert outputs(llm) == expected
+    assert llm.stats()["cached_tokens"] > 0, "n-grams have no KV that cached blocks would lack"
+    assert llm.memory()["drafter_bytes"] > 0
+
+
 def test_those_beside_the_weights_are_the_models_own(model: Path, counted: Path, tmp_path: Path) -> None:
     with pytest.raises(NgramsError, match=r"guess_path: no n-grams come with .*; count some with"):
         LLM(str(model), speculative=plan(), **SMALL)
@@ -167,7 +189,7 @@ def test_those_beside_the_weights_are_the_models_own(model: Path, counted: Path,
         shutil.copyfile(counted / name, tmp_path / "model" / name)
     llm = LLM(str(tmp_path / "model"), speculative=plan(), **SMALL)
     assert outputs(llm) == outputs(LLM(str(model), **SMALL))
-    assert set(llm.fingerprints(build(SpeculativeConfig, plan()))) == {"model", "n-grams"}
+    assert set(llm.fingerprints(build(SpeculativeConfig, plan()))) == {"model", "weights and KV", "n-grams"}
     other = tiny_checkpoint(tmp_path / "other", num_layers=2, tokenizer=True, vocab_size=300)
     with pytest.raises(NgramsError, match=r"whose vocabulary has 260 tokens; .* has 300"):
         LLM(str(other), speculative=plan(guess_path=str(counted)), **SMALL)
