@@ -168,9 +168,7 @@ def test_tables_that_do_not_fit_are_refused_and_cost_no_cached_prompts(model: Pa
     with pytest.raises(ConfigError, match=r"guess_path=None: `tables` has n-grams of \['x'\] alone; pass"):
         Engine(decoder, config, plan_of, tables=[make_guess_table(decoder.device, "x")])
     large = {1: Ngrams(np.array([[3]]), np.array([260]), np.array([9], np.uint8))}
-    with pytest.raises(
-        ConfigError, match=r"of 261 tokens, and the model on cpu, of 260; make"
-    ):
+    with pytest.raises(ConfigError, match=r"of 261 tokens, and the model on cpu, of 260; make"):
         Engine(decoder, config, plan_of, tables=[make_table(None, large, decoder.device)])
     llm.set_speculative(plan(guess_path=str(counted)))
     llm.reset_stats()
