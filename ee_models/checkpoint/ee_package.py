@@ -23,9 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .described import FileInfo, sha256
 from .exit_files import INFO as EXITS_INFO
 from .exit_files import TENSORS as EXITS_TENSORS
-from .exit_files import BaseModelInfo, ExitsFile, FileInfo, check_base_model, sha256
+from .exit_files import BaseModelInfo, ExitsFile, check_base_model
 from .loader import Checkpoint, open_checkpoint
 from .low_rank import LowRank
 from .ngram_file import INFO as NGRAMS_INFO

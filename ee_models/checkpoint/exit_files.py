@@ -8,21 +8,19 @@ exits.json          ExitsInfo: the base model, each exit's shape, the recipe, th
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import CheckpointError
+from .described import FileInfo, read_info, sha256, write_described
 from .loader import Checkpoint
 
 TENSORS, INFO = "exits.safetensors", "exits.json"
@@ -31,12 +29,6 @@ _SIZES = {"num_layers": "layers", "hidden_size": "hidden size", "vocab_size": "v
 
 class ExitsError(CheckpointError):
     """Exits that cannot be used: missing, damaged, or of another model."""
-
-
-class FileInfo(BaseModel):
-    """A description that lies beside tensors: unknown fields are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ExitInfo(FileInfo):
@@ -123,20 +115,14 @@ class ExitsFile:
     def __init__(self, folder: Path) -> None:
         """Raises ExitsError if the folder holds no exits, or a description that cannot be read."""
         self.folder = folder
-        try:
-            self.about = ExitsInfo.model_validate_json((folder / INFO).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ExitsError(
-                f"{folder} holds no exits: cannot read {INFO}: {error}; give the folder that `hispec train`"
-                " wrote"
-            ) from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise ExitsError(
-                f"{folder / INFO} is not a description of exits: {where}: {first['msg']}; copy it"
-                " again, or train the exits again"
-            ) from error
+        self.about = read_info(
+            folder / INFO,
+            ExitsInfo,
+            "exits",
+            "`hispec train` wrote",
+            "copy it again, or train the exits again",
+            ExitsError,
+        )
         if not (folder / TENSORS).is_file():
             raise ExitsError(
                 f"{folder} is incomplete: {TENSORS} is missing; copy it there, or train the exits again"
@@ -209,37 +195,23 @@ def save_exits(
     recipe: dict[str, Any],
     data: dict[str, Any],
 ) -> ExitsFile:
-    """Writes exits, given by layer, to `folder`. If only one of the files could be replaced, the checksum in
-    the description does not match the tensors. Raises OSError if the folder cannot be written."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes exits, given by layer, to `folder` (`write_described`). Raises OSError if it cannot be
+    written."""
     tensors = {
         f"layer{layer}.{name}": tensor.contiguous()
         for layer, (_, named) in exits.items()
         for name, tensor in named.items()
     }
-    drafts = [folder / f".{name}.{os.getpid()}" for name in (TENSORS, INFO)]
-    try:
-        try:
-            save_file(tensors, drafts[0])
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-        about = ExitsInfo(
-            base_model=base_model,
-            exits=[info for _, (info, _) in sorted(exits.items())],
-            recipe=recipe,
-            data=data,
-            tensors_sha256=sha256(drafts[0]),
-        )
-        text = json.dumps(about.model_dump(), indent=2, ensure_ascii=False)
-        drafts[1].write_text(f"{text}\n", encoding="utf-8")
-        # safetensors makes its files private; exits are for all who may read their description.
-        drafts[0].chmod(drafts[1].stat().st_mode)
-        for draft, name in zip(drafts, (TENSORS, INFO), strict=True):
-            os.replace(draft, folder / name)
-    finally:
-        for draft in drafts:
-            with suppress(OSError):
-                draft.unlink()
+    infos = [info for _, (info, _) in sorted(exits.items())]
+    write_described(
+        folder,
+        TENSORS,
+        INFO,
+        lambda path: save_file(tensors, path),
+        lambda checksum: ExitsInfo(
+            base_model=base_model, exits=infos, recipe=recipe, data=data, tensors_sha256=checksum
+        ),
+    )
     return ExitsFile(folder)
 
 
@@ -278,9 +250,3 @@ def fingerprint(checkpoint: Checkpoint) -> str:
         weight = checkpoint.tensor(f"{name}.weight").to(torch.bfloat16).contiguous()
         digest.update(weight.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
-
-
-def sha256(path: Path) -> str:
-    """The checksum of a file. Raises OSError."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,24 +9,22 @@ ngrams.json         NgramsInfo: the model whose answers were counted, its vocabu
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ..errors import CheckpointError
-from .exit_files import FileInfo, sha256
+from .described import FileInfo, read_info, sha256, write_described
 
 TENSORS, INFO = "ngrams.safetensors", "ngrams.json"
 SHARES = 256  # what a whole is in `shares`
 MOST_TOKENS = 8  # of a context
+_REMEDY = "copy it again, or count the n-grams again"
 
 
 class NgramsError(CheckpointError):
@@ -72,20 +70,8 @@ class NgramsFile:
     def __init__(self, folder: Path) -> None:
         """Raises NgramsError if the folder holds none, or a description that cannot be read."""
         self.folder = folder
-        try:
-            self.about = NgramsInfo.model_validate_json((folder / INFO).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise NgramsError(
-                f"{folder} holds no n-grams: cannot read {INFO}: {error}; give the folder that `hispec train`"
-                " wrote with recipe: ngrams"
-            ) from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise NgramsError(
-                f"{folder / INFO} is not a description of n-grams: {where}: {first['msg']}; copy it again, or"
-                " count the n-grams again"
-            ) from error
+        made_by = "`hispec train` wrote with recipe: ngrams"
+        self.about = read_info(folder / INFO, NgramsInfo, "n-grams", made_by, _REMEDY, NgramsError)
 
     def check_vocabulary(self, vocab_size: int, model: str) -> None:
         """Raises NgramsError unless the n-grams are of as many tokens as `model` has."""
@@ -100,13 +86,12 @@ class NgramsFile:
         """The n-grams by size. Raises NgramsError if they are missing, damaged, or not what the description
         says."""
         path = self.folder / TENSORS
-        remedy = "copy it again, or count the n-grams again"
         try:
             if sha256(path) != self.about.tensors_sha256:
-                raise NgramsError(f"{path} is damaged: its checksum is not the one in {INFO}; {remedy}")
+                raise NgramsError(f"{path} is damaged: its checksum is not the one in {INFO}; {_REMEDY}")
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise NgramsError(f"{path} cannot be read: {error}; {remedy}") from error
+            raise NgramsError(f"{path} cannot be read: {error}; {_REMEDY}") from error
         found = {}
         for size, entries in sorted(self.about.sizes.items()):
             shapes = {"contexts": (entries, size), "tokens": (entries,), "shares": (entries,)}
@@ -116,14 +101,14 @@ class NgramsFile:
                 if array is None or array.shape != shape or not np.issubdtype(array.dtype, whole):
                     raise NgramsError(
                         f"{path}: {name}.{size} must be {list(shape)} {whole.__name__}, as {INFO} says;"
-                        f" {remedy}"
+                        f" {_REMEDY}"
                     )
                 last = self.about.vocab_size - 1
                 if name != "shares" and entries and not 0 <= array.min() <= array.max() <= last:
-                    raise NgramsError(f"{path}: {name}.{size} has tokens outside of 0 to {last}; {remedy}")
+                    raise NgramsError(f"{path}: {name}.{size} has tokens outside of 0 to {last}; {_REMEDY}")
             found[size] = Ngrams(**arrays)
             if len(np.unique(found[size].contexts, axis=0)) != entries:
-                raise NgramsError(f"{path}: contexts.{size} has a context twice; {remedy}")
+                raise NgramsError(f"{path}: contexts.{size} has a context twice; {_REMEDY}")
         return found
 
 
@@ -137,37 +122,22 @@ def save_ngrams(
     data: dict[str, Any],
     held_out: dict[str, float],
 ) -> NgramsFile:
-    """Writes n-grams, given by size, to `folder`. If only one of the files could be replaced, the checksum in
-    the description does not match. Raises OSError if the folder cannot be written."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes n-grams, given by size, to `folder` (`write_described`). Raises OSError if it cannot be
+    written."""
     kind = np.uint16 if vocab_size <= 1 << 16 else np.int32
     tensors = {}
     for size, each in ngrams.items():
         tensors[f"contexts.{size}"] = np.ascontiguousarray(each.contexts, kind)
         tensors[f"tokens.{size}"] = np.ascontiguousarray(each.tokens, kind)
         tensors[f"shares.{size}"] = np.ascontiguousarray(each.shares, np.uint8)
-    drafts = [folder / f".{name}.{os.getpid()}" for name in (TENSORS, INFO)]
-    try:
-        try:
-            save_file(tensors, drafts[0])
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-        about = NgramsInfo(
-            model=model,
-            vocab_size=vocab_size,
-            sizes={size: len(each.tokens) for size, each in ngrams.items()},
-            recipe=recipe,
-            data=data,
-            held_out=held_out,
-            tensors_sha256=sha256(drafts[0]),
-        )
-        text = json.dumps(about.model_dump(), indent=2, ensure_ascii=False)
-        drafts[1].write_text(f"{text}\n", encoding="utf-8")
-        drafts[0].chmod(drafts[1].stat().st_mode)  # safetensors makes its files private
-        for draft, name in zip(drafts, (TENSORS, INFO), strict=True):
-            os.replace(draft, folder / name)
-    finally:
-        for draft in drafts:
-            with suppress(OSError):
-                draft.unlink()
+    sizes = {size: len(each.tokens) for size, each in ngrams.items()}
+    about = {"model": model, "vocab_size": vocab_size, "sizes": sizes}
+    about |= {"recipe": recipe, "data": data, "held_out": held_out}
+    write_described(
+        folder,
+        TENSORS,
+        INFO,
+        lambda path: save_file(tensors, path),
+        lambda checksum: NgramsInfo.model_validate(about | {"tensors_sha256": checksum}),
+    )
     return NgramsFile(folder)

@@ -1,4 +1,4 @@
-"""hispec train: exits for a model."""
+"""hispec train: exits for a model, a model with exits, or n-grams of its answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from .common import OK, add_command
 
 
 def add(commands: Any) -> None:
-    description = "Train exits, or a LayerSkip model, as a YAML file says (docs/training.md)."
+    description = (
+        "Train exits or a model with them, or count n-grams, as a YAML file says (docs/training.md)."
+    )
     train = add_command(
         commands, "train", _train, "train exits", description, config="CONFIG.yaml", has_bar=True
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -13,8 +14,6 @@ from ee_models.checkpoint.ngram_file import INFO, NgramsError, NgramsFile
 from ..config import SpeculativeConfig
 from ..drafters.ngram_table import NgramTable, make_table
 from .trained_exits import TrainedExits, shipped_exits
-
-_FIELD = "speculative.draft.ngram.guess_path"
 
 
 class NgramTables:
@@ -78,20 +77,24 @@ class NgramTables:
         )
 
     def _named(self, path: str | None) -> NgramsFile:
-        try:
+        with _naming_the_field():
             return self.file(path)
-        except NgramsError as error:
-            raise NgramsError(f"{_FIELD}: {error}") from None
 
     def _load(self, path: str | None, device: torch.device) -> NgramTable:
         file = self._named(path)
         key = path, file.about.tensors_sha256, device
         if key not in self._loaded:
-            try:
+            with _naming_the_field():
                 self._loaded[key] = make_table(path, file.read(), device)
-            except NgramsError as error:
-                raise NgramsError(f"{_FIELD}: {error}") from None
         return self._loaded[key]
+
+
+@contextmanager
+def _naming_the_field() -> Iterator[None]:
+    try:
+        yield
+    except NgramsError as error:
+        raise NgramsError(f"speculative.draft.ngram.guess_path: {error}") from None
 
 
 def _paths(speculative: SpeculativeConfig | None) -> list[str | None]:

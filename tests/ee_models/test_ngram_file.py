@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ee_models.checkpoint.exit_files import sha256
+from ee_models.checkpoint.described import sha256
 from ee_models.checkpoint.ngram_file import INFO, TENSORS, Ngrams, NgramsError, NgramsFile, save_ngrams
 
 NGRAMS = {

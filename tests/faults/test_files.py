@@ -18,8 +18,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ee_models.checkpoint.described import sha256
 from ee_models.checkpoint.ee_package import save_package
-from ee_models.checkpoint.exit_files import ExitInfo, ExitsFile, sha256
+from ee_models.checkpoint.exit_files import ExitInfo, ExitsFile
 from ee_models.checkpoint.loader import CheckpointError, load_tokenizer, open_checkpoint
 from ee_models.checkpoint.low_rank import LowRank
 from ee_models.checkpoint.weights import INDEX_FILE
