@@ -1,4 +1,4 @@
-"""N-grams counted beforehand, as a hash table on the device: what most often follows the last few tokens.
+"""N-grams as a hash table on the device: what most often follows the last few tokens.
 
 A guess is that of the longest context which the table has. Guesses are chained, each taken as the text of the
 next, as long as the product of their shares is at least the confidence that is asked for.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,16 @@ from torch import Tensor
 from ee_models.checkpoint.ngram_file import SHARES, Ngrams
 
 EMPTY = 0
-_FACTOR = 0x9E3779B97F4A7C15
-FACTOR = _FACTOR - (1 << 64)  # the same bits, as a signed number
+FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd number without a pattern, as a signed one
 HALF = 0xFFFFFFFF
+
+
+class Entries(NamedTuple):
+    """What a table says: keys [n] int64 of contexts, each once, tokens [n] that follow them, shares [n]."""
+
+    keys: Tensor
+    tokens: Tensor
+    shares: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,51 +52,85 @@ class NgramTable:
     num_probes: int
     vocab_size: int
 
+    @classmethod
+    def empty(
+        cls,
+        path: str | None,
+        max_size: int,
+        slots: int,
+        num_probes: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> NgramTable:
+        keys = torch.full((slots + num_probes,), EMPTY, dtype=torch.int64, device=device)
+        tokens = torch.zeros_like(keys, dtype=torch.int32)
+        shares = torch.zeros_like(keys, dtype=torch.float32)
+        return cls(path, max_size, keys, tokens, shares, slots, num_probes, vocab_size)
+
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.tokens.nbytes + self.shares.nbytes
 
+    @property
+    def entries(self) -> Entries:
+        is_there = self.keys != EMPTY
+        return Entries(self.keys[is_there], self.tokens[is_there], self.shares[is_there])
+
+    def fill(self, entries: Entries) -> bool:
+        """Replaces what the table says, in place, since captured graphs read it at its address -> whether
+        there was room; else nothing has changed."""
+        order, places, num_probes = _places(entries.keys, self.slots)
+        if num_probes > self.num_probes:
+            return False
+        self.keys.zero_()  # first, and keys last: whatever an interrupt leaves can be read
+        self.tokens[places] = entries.tokens[order].to(torch.int32)
+        self.shares[places] = entries.shares[order].to(torch.float32)
+        self.keys[places] = entries.keys[order]
+        return True
+
 
 def make_table(path: str | None, ngrams: Mapping[int, Ngrams], device: torch.device) -> NgramTable:
     """The table of n-grams that are given by size."""
-    hashed = [hash_contexts(np.asarray(each.contexts, np.int64)) for each in ngrams.values()]
-    keys = np.concatenate([np.zeros(0, np.int64), *hashed])
-    tokens = np.concatenate([np.zeros(0, np.int32), *(each.tokens for each in ngrams.values())])
-    shares = np.concatenate([np.zeros(0, np.uint8), *(each.shares for each in ngrams.values())])
-    slots = 1 << (2 * len(keys)).bit_length()
-    # In the order of where they would be, each goes there or behind the one before.
-    home = keys & (slots - 1)
-    order = np.argsort(home, kind="stable")
-    steps = np.arange(len(keys))
-    places = np.maximum.accumulate(home[order] - steps) + steps if len(keys) else steps
-    num_probes = int((places - home[order]).max(initial=0)) + 1
-
-    def spread(values: Any, dtype: torch.dtype) -> Tensor:
-        made = torch.zeros(slots + num_probes, dtype=dtype)
-        made[torch.from_numpy(places)] = torch.from_numpy(values[order].astype(np.int64)).to(dtype)
-        return made
-
-    return NgramTable(
-        path,
-        max(ngrams, default=0),
-        spread(keys, torch.int64).to(device),
-        spread(tokens, torch.int32).to(device),
-        (spread(shares, torch.float32) / SHARES).to(device),
-        slots,
-        num_probes,
-        int(tokens.max(initial=-1)) + 1,
+    none = np.zeros(0, np.int64)
+    tokens, shares = (
+        torch.from_numpy(np.concatenate([none, *(getattr(each, name) for each in ngrams.values())]))
+        for name in ("tokens", "shares")
     )
+    contexts = (torch.from_numpy(np.asarray(each.contexts, np.int64)) for each in ngrams.values())
+    keys = torch.cat([torch.from_numpy(none), *(hash_contexts(each) for each in contexts)])
+    slots = 1 << (2 * len(keys)).bit_length()
+    _, _, num_probes = _places(keys, slots)
+    vocab_size = 1 + (int(tokens.max()) if len(keys) else -1)
+    table = NgramTable.empty(path, max(ngrams, default=0), slots, num_probes, vocab_size, device)
+    table.fill(Entries(keys.to(device), tokens.to(device), (shares / SHARES).to(device)))
+    return table
 
 
-def hash_contexts(contexts: Any) -> Any:
-    """[n] int64, of contexts [n, size] int64; never EMPTY. Beginning with the last token, so that one more
-    before it goes on from there."""
-    hashed = np.zeros(len(contexts), np.uint64)
+def _places(keys: Tensor, slots: int) -> tuple[Tensor, Tensor, int]:
+    """Where keys stand, keys[order[i]] at places[i], and how many slots are probed for one. In the order of
+    where they would be, each goes there or behind the one before."""
+    home, order = (keys & (slots - 1)).sort(stable=True)
+    steps = torch.arange(len(keys), device=keys.device)
+    places = (home - steps).cummax(0).values + steps
+    return order, places, 1 + (int((places - home).max()) if len(keys) else 0)
+
+
+def hash_contexts(contexts: Tensor) -> Tensor:
+    """The keys [n] of contexts [n, size] int64."""
+    hashed = torch.zeros_like(contexts[:, 0])
     for back in range(contexts.shape[1] - 1, -1, -1):
-        hashed = (hashed + contexts[:, back].astype(np.uint64) + np.uint64(1)) * np.uint64(_FACTOR)
-        hashed ^= hashed >> np.uint64(32)
-    keys = hashed.view(np.int64)
-    return np.where(keys == EMPTY, 1, keys)
+        hashed = hash_on(hashed, contexts[:, back])
+    return as_keys(hashed)
+
+
+def hash_on(hashed: Tensor, token: Tensor) -> Tensor:
+    """The hash of a context with one more token before it; both [n] int64. A context of none has 0."""
+    hashed = (hashed + token + 1) * FACTOR
+    return hashed ^ ((hashed >> 32) & HALF)
+
+
+def as_keys(hashed: Tensor) -> Tensor:
+    return torch.where(hashed == EMPTY, 1, hashed)
 
 
 def guess(
@@ -108,9 +149,8 @@ def guess(
         token, share = torch.zeros_like(ends), torch.zeros_like(sure)
         for back in range(table.max_size):
             before = texts.gather(1, (at - 1 - back).clamp(0, last).unsqueeze(1)).squeeze(1)
-            hashed = (hashed + before + 1) * FACTOR
-            hashed = hashed ^ ((hashed >> 32) & HALF)
-            key = torch.where(hashed == EMPTY, 1, hashed)
+            hashed = hash_on(hashed, before)
+            key = as_keys(hashed)
             places = (key & (table.slots - 1)).unsqueeze(1) + probes
             same = table.keys[places] == key.unsqueeze(1)
             is_there = same.any(1) & (at > back)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from ee_models.checkpoint.ngram_file import SHARES, Ngrams
 from ee_models.training.examples import Example
 
-_LEAST_SHARE = 0.1  # of what is worth knowing
-_SAME_SHARE = 0.05  # a longer context that differs by less tells nothing new
-_UNSEEN = 2  # added to how often a context was seen: of few, none is sure
+from ..drafters.lookup import SEPARATOR
+from ..drafters.ngram_counts import count
 
 
 class Guess(NamedTuple):
@@ -28,37 +27,19 @@ def count_ngrams(examples: Sequence[Example], max_size: int, least_count: int) -
     """By context, of 1 to max_size tokens: the token that followed it most often in answers, and in which
     share of places. Contexts seen less than least_count times are left out, and those that tell nothing
     beside the next shorter one."""
-    found: Guesses = {}
-    for size in range(1, max_size + 1):
-        for context, guess in _count(examples, size, least_count):
-            shorter = look_up(found, context[1:])
-            is_known = shorter.token == guess.token and abs(shorter.share - guess.share) <= _SAME_SHARE
-            if not is_known and max(guess.share, shorter.share) >= _LEAST_SHARE:
-                found[context] = guess
-    return found
-
-
-def _count(
-    examples: Sequence[Example], size: int, least_count: int
-) -> Iterator[tuple[tuple[int, ...], Guess]]:
-    """Contexts of `size` tokens that were seen often enough, with what followed most often; of equals, the
-    token with the smallest number."""
-    windows = [np.zeros((0, size + 1), np.int64)]
+    text: list[int] = []
+    is_answer: list[bool] = []
     for example in examples:
-        text = np.asarray(example.token_ids[max(example.prompt_len - size, 0) :], np.int64)
-        if len(text) > size:
-            windows.append(np.lib.stride_tricks.sliding_window_view(text, size + 1))
-    # Sorted, so that what has a context in common is together, in the order of what follows.
-    ngrams, counts = np.unique(np.concatenate(windows), axis=0, return_counts=True)
-    if not len(ngrams):
-        return
-    begins = np.flatnonzero(np.any(np.diff(ngrams[:, :size], axis=0), axis=1)) + 1
-    for start, stop in pairwise([0, *begins.tolist(), len(ngrams)]):
-        total = int(counts[start:stop].sum())
-        if total >= least_count:
-            best = start + int(counts[start:stop].argmax())
-            share = int(counts[best]) / (total + _UNSEEN)
-            yield tuple(ngrams[best, :size].tolist()), Guess(int(ngrams[best, size]), share)
+        start = max(example.prompt_len - max_size, 0)  # the last tokens of a prompt stand before its answer
+        text += [*example.token_ids[start:], SEPARATOR]
+        is_answer += [start + place >= example.prompt_len for place in range(len(example.token_ids) - start)]
+        is_answer.append(False)
+    counts = count(torch.tensor(text), torch.tensor(is_answer), max_size, least_count)
+    columns = counts.sizes, counts.places, counts.tokens, counts.shares
+    return {
+        tuple(text[place - size : place]): Guess(token, share)
+        for size, place, token, share in zip(*(column.tolist() for column in columns), strict=True)
+    }
 
 
 def look_up(guesses: Guesses, text: Sequence[int]) -> Guess:
