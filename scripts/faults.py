@@ -30,6 +30,7 @@ FILES = ("tests/faults/test_files.py",)
 RUNS = ("tests/laws/test_rounds_together.py",)
 GUESSES = ("tests/drafters/test_lookup.py", "tests/gpu/test_lookup_triton.py")
 COUNTED = ("tests/training/test_ngrams.py",)
+LEARNT = ("tests/drafters/test_ngram_learner.py",)
 
 
 @dataclass(frozen=True)
@@ -611,8 +612,8 @@ FAULTS = (
     Fault(
         "guesses: a table's contexts stand where others are",
         "hispec/drafters/ngram_table.py",
-        "np.maximum.accumulate(home[order] - steps) + steps",
-        "home[order]",
+        "(home - steps).cummax(0).values + steps",
+        "home",
         GUESSES,
     ),
     Fault(
@@ -625,16 +626,65 @@ FAULTS = (
     Fault(
         "n-grams: prompts are counted, too",
         "hispec/training/ngrams.py",
-        "example.token_ids[max(example.prompt_len - size, 0) :]",
-        "example.token_ids",
+        "start + place >= example.prompt_len",
+        "True",
         COUNTED,
     ),
     Fault(
         "n-grams: a context that says what a shorter one says is kept",
-        "hispec/training/ngrams.py",
-        "if not is_known and",
-        "if",
+        "hispec/drafters/ngram_counts.py",
+        "is_often & ~is_known &",
+        "is_often &",
         COUNTED,
+    ),
+    Fault(
+        "n-grams: of equals, the last is taken for the most frequent",
+        "hispec/drafters/ngram_counts.py",
+        'begins[is_best], "amin")',
+        'begins[is_best], "amin").clamp(min=begins[is_best].amax())',
+        COUNTED,
+    ),
+    Fault(
+        "n-grams: an output goes on in the next one",
+        "hispec/drafters/ngram_counts.py",
+        "places, before = places[before != SEPARATOR], before[before != SEPARATOR]",
+        "pass",
+        LEARNT,
+    ),
+    Fault(
+        "learning: another table takes the place of that which captured graphs read",
+        "hispec/drafters/ngram_table.py",
+        "self.keys.zero_()",
+        "object.__setattr__(self, 'keys', torch.zeros_like(self.keys))",
+        LEARNT,
+    ),
+    Fault(
+        "learning: what outputs say gives way to what was counted before them",
+        "hispec/drafters/ngram_learner.py",
+        "torch.cat((old[others], new))",
+        "torch.cat((old, new[~torch.isin(learnt.keys, self._known.keys)]))",
+        LEARNT,
+    ),
+    Fault(
+        "learning: an output that finds no room at the end is cut",
+        "hispec/drafters/ngram_learner.py",
+        "if self._end + len(kept) > size:",
+        "if self._end >= size:",
+        LEARNT,
+    ),
+    Fault(
+        "learning: of too many contexts the rarest stay",
+        "hispec/drafters/ngram_learner.py",
+        "counts.totals.argsort(stable=True)[-self._most :]",
+        "counts.totals.argsort(stable=True)[: self._most]",
+        LEARNT,
+    ),
+    Fault(
+        "learning: a drafter that learns is not told of outputs",
+        "hispec/drafters/ngram.py",
+        "            self._learner.add(output_token_ids)\n",
+        "            pass\n",
+        LEARNT,
     ),
     Fault(
         "n-grams: those of another vocabulary are taken",

@@ -30,6 +30,8 @@ class NgramConfig(Settings):
                          that were counted beforehand, as long as all that is proposed is right with at least
                          this probability; None = no guesses
     guess_path           folder of these n-grams; None = those that come with the model or with HiSpec for it
+    learn_tokens         guesses are learnt, too, from outputs that have ended, the latest so many tokens of
+                         them, and need nothing that was counted beforehand; 0 = nothing is learnt
     """
 
     max_size: Annotated[int, Field(ge=1, le=16)] = 4
@@ -38,18 +40,30 @@ class NgramConfig(Settings):
     datastore_tokens: Annotated[int, Field(ge=0, le=1 << 22)] = 0
     guess_confidence: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     guess_path: Annotated[str, Field(min_length=1)] | None = None
+    learn_tokens: Annotated[int, Field(ge=0, le=1 << 22)] = 0
 
     @property
     def guesses(self) -> bool:
         return self.guess_confidence is not None
 
+    @property
+    def needs_table(self) -> bool:
+        """Whether there must be n-grams that were counted beforehand, not only may be."""
+        return self.guesses and (self.guess_path is not None or self.learn_tokens == 0)
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether what it proposes depends on requests that have ended."""
+        return self.datastore_tokens > 0 or self.learn_tokens > 0
+
     @model_validator(mode="after")
     def _ordered(self) -> NgramConfig:
-        if self.guess_path is not None and not self.guesses:
-            raise ValueError(
-                f"guess_path={shown(self.guess_path)} has no effect without guess_confidence; give that (0.2"
-                " is a good start), or leave the path out"
-            )
+        for name, value in (("guess_path", self.guess_path), ("learn_tokens", self.learn_tokens or None)):
+            if value is not None and not self.guesses:
+                raise ValueError(
+                    f"{name}={shown(value)} has no effect without guess_confidence; give that (0.2 is a good"
+                    f" start), or leave {name} out"
+                )
         if self.min_size > self.max_size:
             raise ValueError(
                 f"min_size={self.min_size} is above max_size={self.max_size}; choose min_size <= max_size"
@@ -58,6 +72,11 @@ class NgramConfig(Settings):
             raise ValueError(
                 f"datastore_tokens={self.datastore_tokens} holds hardly one output; choose 0 (none) or at"
                 " least 1024"
+            )
+        if 0 < self.learn_tokens < 8192:
+            raise ValueError(
+                f"learn_tokens={self.learn_tokens} are too few to learn from; choose 0 (learn nothing) or at"
+                " least 8192 (1000000 is a good start)"
             )
         return self
 

@@ -103,7 +103,7 @@ class Lookup(ABC):
     def store(self, token_ids: Sequence[int]) -> None:
         """Adds an output to the store; its last tokens if it is longer than half of it, nothing if it is
         empty or the store is off."""
-        kept = _as_tokens(token_ids)[max(len(token_ids) - (self._half - 1), 0) :]
+        kept = as_tokens(token_ids)[max(len(token_ids) - (self._half - 1), 0) :]
         if self._half > 0 and len(kept) > 0:
             self._store_output(np.append(kept, np.int32(SEPARATOR)))
 
@@ -145,7 +145,7 @@ class Lookup(ABC):
                 f"row {row} would have {length} + {len(token_ids)} tokens; it holds at most"
                 f" max_len={self._max_len}"
             )
-        return _as_tokens(token_ids)
+        return as_tokens(token_ids)
 
 
 def check_shapes(rows: Tensor, tokens: Tensor, tail_lens: Tensor, most: Tensor) -> None:
@@ -162,7 +162,7 @@ def check_shapes(rows: Tensor, tokens: Tensor, tail_lens: Tensor, most: Tensor) 
         )
 
 
-def _as_tokens(token_ids: Sequence[int]) -> Any:
+def as_tokens(token_ids: Sequence[int]) -> Any:
     tokens = np.asarray(token_ids, np.int64)
     if tokens.size > 0 and tokens.view(np.uint64).max() > _MAX_TOKEN:  # negative ones are huge then
         raise ValueError(f"token ids from {tokens.min()} to {tokens.max()} must lie in 0 .. {_MAX_TOKEN}")

@@ -57,7 +57,7 @@ class DrafterFactory:
         guesses are made from."""
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._draft_model, self._draft_kv, self._draft_counts = draft_model, draft_kv, draft_counts
-        self._tables = {table.path: table for table in tables}
+        self._tables = tables
         self._ngrams: dict[NgramConfig, NgramDrafter] = {}
         self._model: ModelDrafter | None = None
         self._registered: list[Drafter] = []
@@ -100,7 +100,6 @@ class DrafterFactory:
         sizes = draft.lookup
         assert sizes is not None
         if sizes not in self._ngrams:
-            table = self._tables[sizes.guess_path] if sizes.guesses else None
             limits = self._max_num_seqs, self._max_model_len
-            self._ngrams[sizes] = NgramDrafter(sizes, judge, *limits, device, table)
+            self._ngrams[sizes] = NgramDrafter(sizes, judge, *limits, device, self._tables)
         return self._ngrams[sizes]

@@ -15,6 +15,7 @@ from ..decoding.draft_tree import DraftTree
 from ..decoding.drafter import CompiledDrafter, Draft, Drafter, Source, count_allowed
 from ..utils.uploads import write
 from .lookup import Guesses, Lookup
+from .ngram_learner import NgramLearner
 from .ngram_table import NgramTable
 
 
@@ -41,7 +42,8 @@ def make_lookup(
 
 class NgramDrafter(Drafter):
     """Looks up to K tokens up in each request's own prompt and output, and in earlier outputs if it keeps any
-    (`datastore_tokens`); where it finds none, it guesses by a table if it is to (`guess_confidence`).
+    (`datastore_tokens`); where it finds none, it guesses by a table if it is to (`guess_confidence`), of
+    n-grams that were counted beforehand, or that it learns from outputs that have ended (`learn_tokens`).
 
     The text of a request stays in one row of the index while its row of the batch changes; `follow` brings it
     up to date."""
@@ -53,13 +55,20 @@ class NgramDrafter(Drafter):
         max_num_seqs: int,
         max_len: int,
         device: torch.device,
-        table: NgramTable | None = None,
+        tables: Sequence[NgramTable] = (),
     ) -> None:
-        """table: what is guessed from, on `device`; needed if config.guess_confidence is given."""
-        self._judge, self._table, guesses = judge, table, None
+        """tables: on `device`, the one that config names among them if it needs one."""
+        self._judge = judge
+        self._table = self._learner = guesses = None
         if config.guess_confidence is not None:
-            assert table is not None
-            guesses = Guesses(table, config.guess_confidence)
+            by_path = {table.path: table for table in tables}
+            known = by_path[config.guess_path] if config.needs_table else by_path.get(config.guess_path)
+            if config.learn_tokens > 0:
+                self._learner = NgramLearner(known, config.learn_tokens, device)
+                guesses = Guesses(self._learner.table, config.guess_confidence)
+            else:
+                assert known is not None
+                self._table, guesses = known, Guesses(known, config.guess_confidence)
         sizes = config.min_size, config.max_size, config.datastore_tokens, config.tokens_per_match
         self._lookup = make_lookup(device, max_num_seqs, max_len, *sizes, guesses)
         self._keeps_outputs = config.datastore_tokens > 0
@@ -74,7 +83,8 @@ class NgramDrafter(Drafter):
 
     @property
     def num_bytes(self) -> int:
-        return self._lookup.num_bytes + (0 if self._table is None else self._table.num_bytes)
+        others = (each for each in (self._table, self._learner) if each is not None)
+        return self._lookup.num_bytes + sum(each.num_bytes for each in others)
 
     def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
         gone = self._index_row_of.keys() - {number for number, _ in rows}
@@ -122,6 +132,8 @@ class NgramDrafter(Drafter):
     def finish(self, number: int, output_token_ids: Sequence[int]) -> None:
         if self._keeps_outputs and output_token_ids:
             self._lookup.store(output_token_ids)
+        if self._learner is not None and output_token_ids:
+            self._learner.add(output_token_ids)
 
     def advance(self, batch: RoundBatch, counts: Tensor) -> None:
         self._is_ahead = True

@@ -145,12 +145,12 @@ def _is_timed_apart(options: BenchOptions) -> bool:
 
 def _takes_turns(llm: LLM, options: BenchOptions, plans: dict[str, SpeculativeConfig | None]) -> bool:
     """Whether engines take turns prompt by prompt, or batch by batch, which cancels the machine's drift. Not
-    where a change of plan loses what later prompts would find: a store of earlier outputs, or graphs of more
-    plans than are kept."""
+    where a change of plan loses what later prompts would find: earlier outputs, or graphs of more plans than
+    are kept."""
     ngrams = [plan.draft.lookup for plan in plans.values() if plan is not None]
-    has_store = any(ngram is not None and ngram.datastore_tokens for ngram in ngrams)
+    keeps_outputs = any(ngram is not None and ngram.keeps_outputs for ngram in ngrams)
     keeps_graphs = "graph_bytes" not in llm.memory() or len(plans) <= MOST_KEPT
-    return _is_timed_apart(options) and not has_store and keeps_graphs
+    return _is_timed_apart(options) and not keeps_outputs and keeps_graphs
 
 
 def _time(

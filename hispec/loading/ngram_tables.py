@@ -26,18 +26,18 @@ class NgramTables:
     def check(self, speculative: SpeculativeConfig | None) -> None:
         """Raises NgramsError if n-grams that `speculative` guesses from are not there, or of another
         vocabulary. Loads nothing."""
-        for path in _paths(speculative):
+        for path in self._paths(speculative):
             self._named(path)
 
     def load(self, speculative: SpeculativeConfig | None, device: torch.device) -> list[NgramTable]:
         """The tables of `speculative`; those used before are not read again. Raises NgramsError."""
-        return [self._load(path, device) for path in _paths(speculative)]
+        return [self._load(path, device) for path in self._paths(speculative)]
 
     def candidates(self, own: SpeculativeConfig | None, device: torch.device) -> list[NgramTable]:
         """Those of the plan `own`, and those that come with the model if there are any that can be used.
         Raises NgramsError for the former."""
         tables = self.load(own, device)
-        if None not in _paths(own):
+        if None not in (table.path for table in tables):
             with suppress(NgramsError):
                 tables.append(self._load(None, device))
         return tables
@@ -47,34 +47,41 @@ class NgramTables:
         or with HiSpec. Raises NgramsError."""
         return {
             "n-grams" if path is None else f"n-grams of {path}": self._named(path).about.tensors_sha256
-            for path in _paths(speculative)
+            for path in self._paths(speculative)
         }
 
     def file(self, path: str | None) -> NgramsFile:
         """The n-grams in the folder at `path`; with None those that lie beside the checkpoint's weights, or
         else come with HiSpec. Raises NgramsError."""
         checkpoint = self._trained_exits.checkpoint
-        if path is not None:
-            folder = Path(path).expanduser()
-        elif (Path(checkpoint.path) / INFO).is_file():
-            folder = Path(checkpoint.path)
-        else:
-            folder = self._shipped()
+        folder = self._shipped if path is None else Path(path).expanduser()
+        if folder is None:
+            raise NgramsError(
+                f"no n-grams come with {checkpoint.path}; count some with `hispec train`, recipe: ngrams, and"
+                " give their folder; or have them learnt from outputs (learn_tokens), or leave"
+                " guess_confidence out"
+            )
         file = NgramsFile(folder)
         file.check_vocabulary(checkpoint.config.vocab_size, str(checkpoint.path))
         return file
 
-    def _shipped(self) -> Path:
-        """The folder of what comes with HiSpec for this model."""
+    @property
+    def _shipped(self) -> Path | None:
+        """The folder of n-grams beside the checkpoint's weights, or else of those that come with HiSpec for
+        this model."""
         checkpoint = self._trained_exits.checkpoint
+        folders = [Path(checkpoint.path)]
         with suppress(ExitsError):  # there are none for this model
-            folder = shipped_exits(checkpoint).folder
-            if (folder / INFO).is_file():
-                return folder
-        raise NgramsError(
-            f"no n-grams come with {checkpoint.path}; count some with `hispec train`, recipe: ngrams, and"
-            " give their folder, or leave guess_confidence out"
-        )
+            folders.append(shipped_exits(checkpoint).folder)
+        return next((folder for folder in folders if (folder / INFO).is_file()), None)
+
+    def _paths(self, speculative: SpeculativeConfig | None) -> list[str | None]:
+        """The folders that a plan names, and None if it guesses from what comes with the model: if that is
+        there, or must be."""
+        lookup = None if speculative is None else speculative.draft.lookup
+        if lookup is None or not lookup.guesses:
+            return []
+        return [lookup.guess_path] if lookup.needs_table or self._shipped is not None else []
 
     def _named(self, path: str | None) -> NgramsFile:
         with _naming_the_field():
@@ -95,7 +102,3 @@ def _naming_the_field() -> Iterator[None]:
         yield
     except NgramsError as error:
         raise NgramsError(f"speculative.draft.ngram.guess_path: {error}") from None
-
-
-def _paths(speculative: SpeculativeConfig | None) -> list[str | None]:
-    return [] if speculative is None else speculative.guess_paths

@@ -113,6 +113,7 @@ def short_text(plan: SpeculativeConfig | None) -> str:
         if sizes.guess_confidence is not None:
             parts.append(f"guess≥{sizes.guess_confidence:g}")
             parts += [f"of {Path(sizes.guess_path).name}"] if sizes.guess_path is not None else []
+            parts += [f"learn={sizes.learn_tokens}"] if sizes.learn_tokens else []
     for name, value in (
         ("D", draft.layer),
         ("C", plan.check.layer if plan.check else None),

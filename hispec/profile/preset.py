@@ -72,6 +72,9 @@ COMMENTS = {
     "speculative.draft.ngram.guess_path": (
         "folder of these n-grams; null = those that come with the model or HiSpec"
     ),
+    "speculative.draft.ngram.learn_tokens": (
+        "learn guesses from outputs that have ended, the latest so many tokens; 0 = learn nothing"
+    ),
     "speculative.draft.exit": "of hybrid: adapter or exit, as in kind",
     "speculative.draft.num_exit_tokens": (
         "of hybrid: tokens that the exit drafts where nothing is found; null = num_draft_tokens"

@@ -54,8 +54,8 @@ def record(
                     head
     ngrams          sizes of prompt lookup, of which up to `most_looked_up` proposals are noted
     tables          that prompt lookup guesses from
-    batch_size      answers that are made together: only a datastore, which earlier outputs fill, depends on
-                    it
+    batch_size      answers that are made together: only what is looked up or learnt in earlier outputs
+                    depends on it
     """
     all_layers = range(1, decoder.config.num_layers + 1)
     reader = _Reader(decoder, exits, answers, own=all_layers, said=layers)
@@ -194,13 +194,12 @@ def look_up(
 ) -> LookedUp:
     """What the engine's own drafter proposes at every place, after the true text.
 
-    The rows of a batch advance together, one token at a time. That matters to a datastore alone, into which
-    an output goes when it ends: with one row it is filled as in the engine, with several nearly so.
+    The rows of a batch advance together, one token at a time. That matters only where outputs are kept, each
+    when it ends: with one row that is as in the engine, with several nearly so.
     """
-    num_rows = batch_size if sizes.datastore_tokens else _ROWS
+    num_rows = batch_size if sizes.keeps_outputs else _ROWS
     longest = max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers)
-    table = {table.path: table for table in tables}[sizes.guess_path] if sizes.guesses else None
-    drafter = NgramDrafter(sizes, CoupledJudge(), num_rows, longest, device, table)
+    drafter = NgramDrafter(sizes, CoupledJudge(), num_rows, longest, device, tables)
     counts = [np.zeros(len(answer.token_ids) + 1, np.int64) for answer in answers]
     tokens = [np.full((len(answer.token_ids) + 1, most), NOTHING, np.int64) for answer in answers]
     tasks = list(dict.fromkeys(answer.task for answer in answers))

@@ -96,7 +96,7 @@ class RoundCounter:
         from a wrong token, and what they would say there was not recorded. They are taken to find, say and
         keep what they do at those places on the true context; only the costs of the round depend on that.
         Those of gated cycles come out too high by it: after a wrong token a check is less sure. Not exact is
-        a plan with a datastore, for several rows.
+        a plan that keeps outputs, for several rows.
         """
         taken = slice(None) if answer is None else slice(answer, answer + 1)
         lengths = self._recording.lengths[taken]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config import Plan, SpeculativeConfig
+from ..config import NgramConfig, Plan, SpeculativeConfig
 from ..decoding.stages import DecoderLike
 from ..errors import ConfigError
 from .plan_spec import EngineSizes, Models
@@ -34,8 +34,8 @@ def check_plan(plan: Plan, speculative: SpeculativeConfig | None, models: Models
         )
     if speculative is not None and not plan.is_plain:
         _check_shape(plan, speculative)
-    for path in speculative.guess_paths if speculative else ():
-        _check_table(path, models)
+    if speculative is not None and (lookup := speculative.draft.lookup) is not None and lookup.guesses:
+        _check_table(lookup, models)
     needs_model = speculative is not None and speculative.draft.traits.has_model
     if needs_model != (models.draft_model is not None):
         raise ConfigError(
@@ -47,10 +47,12 @@ def check_plan(plan: Plan, speculative: SpeculativeConfig | None, models: Models
         _check_draft_model(models.decoder, models.draft_model, sizes.max_model_len)
 
 
-def _check_table(path: str | None, models: Models) -> None:
+def _check_table(lookup: NgramConfig, models: Models) -> None:
     """The n-grams that a plan guesses from must be there, on the model's device, and of its tokens."""
-    tables, decoder = {table.path: table for table in models.tables}, models.decoder
+    tables, path, decoder = {table.path: table for table in models.tables}, lookup.guess_path, models.decoder
     if path not in tables:
+        if not lookup.needs_table:
+            return
         raise ConfigError(
             f"speculative.draft.ngram.guess_path={path!r}: `tables` has n-grams of {list(tables)} alone; pass"
             " these, too, or use LLM, which loads them"

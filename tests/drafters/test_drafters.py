@@ -253,6 +253,14 @@ def test_what_a_drafter_sees_is_what_the_request_is(tiny_decoder: Decoder) -> No
             "guess_path='folder' has no effect without guess_confidence",
         ),
         (
+            {"draft": {"kind": "ngram", "ngram": {"learn_tokens": 100000}}},
+            "learn_tokens=100000 has no effect without guess_confidence",
+        ),
+        (
+            {"draft": {"kind": "ngram", "ngram": {"learn_tokens": 100, "guess_confidence": 0.5}}},
+            "learn_tokens=100 are too few to learn from; choose 0 .* or at least 8192",
+        ),
+        (
             {"draft": {"kind": "ngram", "ngram": {"guess_confidence": 1.0}}},
             "guess_confidence: must be below 1, got 1.0",
         ),

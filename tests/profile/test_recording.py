@@ -14,6 +14,7 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.checkpoint.ngram_file import Ngrams
 from ee_models.decoder import Decoder
 from hispec.config import NgramConfig
+from hispec.drafters import ngram_learner
 from hispec.drafters.ngram_table import make_table
 from hispec.profile.record_answers import RANKS, look_up, record
 from hispec.profile.recording import NOTHING, Answer, LookedUp, Recording, Said, flat, said_of
@@ -198,3 +199,14 @@ def test_a_datastore_is_filled_by_answers_that_have_ended() -> None:
         NOTHING,
     ], "the last answer of task a came after the first"
     assert look_up(sizes, answers, 2, 2, CPU).tokens[10].tolist() == [NOTHING, NOTHING]
+
+
+def test_guesses_are_learnt_from_answers_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_learner, "_FIRST_TOKENS", 1)
+    monkeypatch.setattr(ngram_learner, "_LEAST_COUNT", 1)
+    sizes = NgramConfig(max_size=9, min_size=9, guess_confidence=0.1, learn_tokens=8192)
+    answers = [Answer([9], [1, 2, 3], 3, "a"), Answer([9], [1, 2, 3], 3, "a")]
+    found = look_up(sizes, answers, 2, 1, CPU)
+    assert found.counts.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]  # that 3 follows 1 2, it does not know of 9 1
+    assert found.tokens[5].tolist() == [2, NOTHING]
+    assert look_up(sizes, answers, 2, 2, CPU).counts.tolist() == [0] * 8

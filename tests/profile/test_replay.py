@@ -14,6 +14,7 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 from hispec.config import CheckConfig, DraftConfig, EngineConfig, NgramConfig, SpeculativeConfig
+from hispec.drafters import ngram_learner
 from hispec.engine import Engine
 from hispec.latency.model import NOTHING, LatencyModel, stage_names
 from hispec.profile.plans import short_text
@@ -274,16 +275,23 @@ def test_rounds_are_the_engines_with_trained_exits(
     check_against_engine(tiny_decoder, plans, layers=[1, 4, 7], exits=exits)
 
 
-def test_a_datastore_is_used_as_by_the_engine(tiny_decoder: Decoder) -> None:
-    """By one row, which serves answers in order. Prompts that come twice are answered from the store."""
-    sizes = NgramConfig(max_size=3, min_size=2, tokens_per_match=None, datastore_tokens=4096)
+@pytest.mark.parametrize(
+    "kept", [{"datastore_tokens": 4096}, {"learn_tokens": 8192, "guess_confidence": 0.01}]
+)
+def test_outputs_are_kept_as_by_the_engine(
+    tiny_decoder: Decoder, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one row, which serves answers in order. Prompts that come twice are answered from those before."""
+    monkeypatch.setattr(ngram_learner, "_FIRST_TOKENS", 1)
+    monkeypatch.setattr(ngram_learner, "_LEAST_COUNT", 1)
+    sizes = NgramConfig(max_size=3, min_size=2, tokens_per_match=None, **kept)
     prompts = random_prompts([5, 9, 14]) * 2
     outputs = run(engine(tiny_decoder, None), prompts, PARAMS)
     answers = [Answer(prompt, output, 24, "all") for prompt, output in zip(prompts, outputs, strict=True)]
     counter = RoundCounter(record(tiny_decoder, [6], [], answers, ngrams=[sizes], most_looked_up=8))
-    with_store = plan(ngram(sizes), 8)
-    real = engine(tiny_decoder, with_store, max_num_seqs=1)
+    keeping = plan(ngram(sizes), 8)
+    real = engine(tiny_decoder, keeping, max_num_seqs=1)
     assert run(real, prompts, PARAMS) == outputs
-    counted = counter.count(with_store)
+    counted = counter.count(keeping)
     assert (real.stats()["rounds"], real.stats()["tokens"]) == (counted.rounds, counted.tokens)
     assert counted.per_answer[3:].sum() < counted.per_answer[:3].sum() / 2

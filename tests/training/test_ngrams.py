@@ -19,6 +19,7 @@ from ee_models.checkpoint.ngram_file import INFO, TENSORS, Ngrams, NgramsError, 
 from ee_models.training.examples import Example
 from hispec import LLM, ConfigError, SamplingParams
 from hispec.config import EngineConfig, SpeculativeConfig
+from hispec.drafters import ngram_learner
 from hispec.drafters.ngram_table import make_table
 from hispec.engine import Engine
 from hispec.errors import build
@@ -191,6 +192,33 @@ def test_those_beside_the_weights_are_the_models_own(model: Path, counted: Path,
     other = tiny_checkpoint(tmp_path / "other", num_layers=2, tokenizer=True, vocab_size=300)
     with pytest.raises(NgramsError, match=r"whose vocabulary has 260 tokens; .* has 300"):
         LLM(str(other), speculative=plan(guess_path=str(counted)), **SMALL)
+
+
+def test_a_model_without_ngrams_can_learn_them(
+    model: Path, counted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes with the model is used if there is any; a folder that is named must be there."""
+    monkeypatch.setattr(ngram_learner, "_FIRST_TOKENS", 1)
+    learns = plan(learn_tokens=8192)
+    llm = LLM(str(model), speculative=learns, **SMALL)
+    assert "n-grams" not in llm.fingerprints(build(SpeculativeConfig, learns))
+    rounds = []
+    expected = outputs(LLM(str(model), **SMALL))
+    for _ in range(5):
+        llm.reset_stats()
+        assert outputs(llm) == expected
+        rounds.append(llm.stats()["rounds"])
+    assert rounds[-1] < 0.75 * rounds[0]
+    with pytest.raises(NgramsError, match=r"guess_path: .*nowhere holds no n-grams"):
+        llm.set_speculative(plan(learn_tokens=8192, guess_path=str(counted.parent / "nowhere")))
+    both = plan(learn_tokens=8192, guess_path=str(counted))
+    llm.set_speculative(both)
+    assert f"n-grams of {counted}" in llm.fingerprints(build(SpeculativeConfig, both))
+    shutil.copytree(model, counted.parent / "with")
+    for name in (INFO, TENSORS):
+        shutil.copyfile(counted / name, counted.parent / "with" / name)
+    llm = LLM(str(counted.parent / "with"), speculative=learns, **SMALL)
+    assert "n-grams" in llm.fingerprints(build(SpeculativeConfig, learns))
 
 
 def test_a_package_hands_its_ngrams_on(model: Path, counted: Path, tmp_path: Path) -> None:
