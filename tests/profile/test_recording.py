@@ -204,9 +204,9 @@ def test_a_datastore_is_filled_by_answers_that_have_ended() -> None:
 def test_guesses_are_learnt_from_answers_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_learner, "_FIRST_TOKENS", 1)
     monkeypatch.setattr(ngram_learner, "_LEAST_COUNT", 1)
-    sizes = NgramConfig(max_size=9, min_size=9, guess_confidence=0.1, learn_tokens=8192)
+    sizes = NgramConfig(max_size=9, min_size=9, guess_confidence=0.1, learn_tokens=8192)  # nothing matches
     answers = [Answer([9], [1, 2, 3], 3, "a"), Answer([9], [1, 2, 3], 3, "a")]
     found = look_up(sizes, answers, 2, 1, CPU)
-    assert found.counts.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]  # that 3 follows 1 2, it does not know of 9 1
-    assert found.tokens[5].tolist() == [2, NOTHING]
+    assert found.counts.tolist() == [0, 0, 0, 0, 0, 2, 1, 0]  # what follows 9, no output has said
+    assert found.tokens[5].tolist() == [2, 3] and found.tokens[6].tolist() == [3, NOTHING]
     assert look_up(sizes, answers, 2, 2, CPU).counts.tolist() == [0] * 8

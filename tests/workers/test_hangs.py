@@ -124,11 +124,11 @@ def test_who_gives_no_sign_of_life_is_replaced_and_who_does_is_not(
 
     def is_replaced() -> bool:
         ends[1].send(Alive())
-        return dispatcher.num_replaced > 0
+        return [worker.place for worker in dispatcher._workers] == [1, 0]
 
     with caplog.at_level(logging.WARNING):
         wait_until(is_replaced)
-    assert [worker.place for worker in dispatcher._workers] == [1, 0] and dispatcher.num_replaced == 1
+    assert dispatcher.num_replaced == 1
     assert "worker 0 gave no sign of life for 1 s (engine.worker_timeout_s)" in caplog.text
     with pytest.raises(EOFError):
         ends[0].recv()
