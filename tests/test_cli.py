@@ -314,11 +314,13 @@ def test_bench_prints_a_table_and_writes_json(
         "2",
         "--batch-size",
         "2",
+        "--by-batch",
         "--max-tokens",
         "6",
     ]
     assert main([*arguments, "--set", *SPECULATIVE]) == 0
     result = json.loads(path.read_text())
+    assert len(result["groups"]) == 3, "two prompts, two, and one"
     assert result["options"] == {
         "repeats": 2,
         "batch_size": 2,
@@ -327,7 +329,7 @@ def test_bench_prints_a_table_and_writes_json(
         "temperature": 0.0,
         "transformers": False,
         "plans": {},
-        "by_batch": False,
+        "by_batch": True,
     }
     assert result["exact_match"] == {"two_tier": [5, 5], "three_tier": [5, 5]}
     assert "three-tier" in capsys.readouterr().out

@@ -42,6 +42,12 @@ def add(commands: Any) -> None:
         ("--context", int, "N", "repeat or cut each prompt to N tokens"),
     )
     bench.add_argument(
+        "--by-batch",
+        action="store_true",
+        help="time every batch by itself, engines taking turns, which cancels the machine's drift and gives"
+        " intervals",
+    )
+    bench.add_argument(
         "--no-transformers",
         dest="transformers",
         action="store_false",
