@@ -29,12 +29,12 @@ sys.path.insert(
 )  # run from a checkout: nothing needs to be installed
 
 from benchmarks.arguments import at_least_one
+from benchmarks.command import make_parser, run
 from benchmarks.markdown import table
 from ee_models.checkpoint.ngram_file import Ngrams, NgramsError, save_ngrams
-from ee_models.errors import CheckpointError
 from hispec import LLM, SamplingParams
 from hispec.config import SpeculativeConfig
-from hispec.errors import ConfigError, HiSpecError, build
+from hispec.errors import ConfigError, build
 from hispec.jobs.bench_inputs import TokenIds, generate, good_rows, warm_up
 from hispec.jobs.confidence_interval import Paired, mean_ratio, ratio_interval
 from hispec.jobs.rows import count_rows
@@ -42,9 +42,7 @@ from hispec.jobs.schema import Job
 from hispec.loading.ngram_tables import NgramTables
 from hispec.utils.console import make_bar
 from hispec.utils.environment import environment, hardware_text, watch_others
-from hispec.utils.files import check_target, write_json
 
-USER_ERROR = 2
 PLAIN = "plain"
 
 
@@ -77,8 +75,8 @@ def comes_with_ngrams(llm: LLM) -> bool:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Raises ConfigError or CheckpointError."""
-    if options.json is not None:
-        check_target("--json", options.json)
+    # Wrong settings are told before a model is loaded.
+    build(SpeculativeConfig, plans(options, True, Path("none"))["both"])
     job = build(Job, _job_values(options))
     count_rows(job.input)
     rows = good_rows(job)
@@ -184,13 +182,7 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--limit", type=at_least_one, metavar="N", help="the first N prompts")
-    parser.add_argument("--quantization", choices=["int8", "int4"])
+    parser = make_parser(__doc__)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--batch-size", type=at_least_one, default=1)
     parser.add_argument("--max-tokens", type=at_least_one, default=128)
@@ -198,19 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--confidence", type=float, default=0.2)
     parser.add_argument("--learn-tokens", type=int, default=1_000_000)
     parser.add_argument("--parts", type=at_least_one, default=4)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
-    try:
-        # Wrong settings are told before a model is loaded.
-        build(SpeculativeConfig, plans(options, True, Path("none"))["both"])
-        result = measure(options)
-        if options.json is not None:
-            write_json(options.json, result)
-    except (HiSpecError, CheckpointError, OSError) as error:
-        print(f"learning: {error}", file=sys.stderr)
-        return USER_ERROR
-    print_result(result)
-    return 0
+    return run("learning", options, measure, print_result)
 
 
 if __name__ == "__main__":

@@ -33,27 +33,22 @@ sys.path.insert(
 )  # run from a checkout: nothing needs to be installed
 
 from benchmarks.arguments import at_least_one
+from benchmarks.command import run
 from benchmarks.quality_figures import gsm8k_figures, prompts_figures, text_figures
 from benchmarks.quality_inputs import Models, examples_of, prompts_of, questions_of
 from benchmarks.quality_scores import answers_of, score
 from benchmarks.quality_tables import lines_of
 from ee_models.checkpoint.exit_files import fingerprint
-from ee_models.errors import CheckpointError
 from ee_models.training.examples import Example
-from hispec.errors import ConfigError, HiSpecError
+from hispec.errors import ConfigError
 from hispec.jobs.bench_inputs import token_ids_of
 from hispec.llm import LLM
 from hispec.utils.environment import environment
-from hispec.utils.files import check_target, write_json
-
-USER_ERROR = 2
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Raises ConfigError for input that cannot be used, before weights are read, and what loading a model
     raises."""
-    if options.json is not None:
-        check_target("--json", options.json)
     models = Models.open([options.model, *filter(None, [options.against])])
     limit, max_tokens = options.limit, options.max_tokens
     questions = [] if options.gsm8k is None else questions_of(models, options.gsm8k, limit)
@@ -143,15 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("nothing to measure: give --gsm8k, --text or --prompts, or several of them")
     if options.prompts is not None and options.against is None:
         parser.error("--prompts needs --against, the model whose answers are read")
-    try:
-        result = measure(options)
-        if options.json is not None:
-            write_json(options.json, result)
-    except (HiSpecError, CheckpointError, OSError) as error:
-        print(f"quality: {error}", file=sys.stderr)
-        return USER_ERROR
-    print(*lines_of(result), sep="\n")
-    return 0
+    return run("quality", options, measure, lambda result: print(*lines_of(result), sep="\n"))
 
 
 if __name__ == "__main__":

@@ -26,25 +26,21 @@ sys.path.insert(
 )  # run from a checkout: nothing needs to be installed
 
 from benchmarks.arguments import at_least_one
+from benchmarks.command import make_parser, run
 from benchmarks.markdown import table
-from ee_models.errors import CheckpointError
 from hispec.config import EngineConfig
-from hispec.errors import ConfigError, HiSpecError, build
+from hispec.errors import ConfigError, build
 from hispec.jobs.bench_inputs import good_rows
 from hispec.jobs.rows import count_rows
 from hispec.jobs.schema import Job
 from hispec.utils.environment import environment, hardware_text
-from hispec.utils.files import check_target, write_json
 from hispec.utils.memory import proportional_bytes
 
-USER_ERROR = 2
 ONE = "one process"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Raises ConfigError for what cannot be measured, before a model is loaded."""
-    if options.json is not None:
-        check_target("--json", options.json)
     given = {"model": options.model, "input": {"path": options.prompts}, "output": {"path": "unused"}}
     job = build(Job, given)
     count_rows(job.input)
@@ -117,28 +113,13 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--limit", type=at_least_one, metavar="N", help="the first N prompts")
-    parser.add_argument("--quantization", choices=["int8", "int4"])
+    parser = make_parser(__doc__)
     parser.add_argument("--workers", type=at_least_one, metavar="N")
     parser.add_argument("--batch-size", type=at_least_one, default=64)
     parser.add_argument("--max-tokens", type=at_least_one, default=64)
     parser.add_argument("--repeats", type=at_least_one, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
-    try:
-        result = measure(options)
-        if options.json is not None:
-            write_json(options.json, result)
-    except (HiSpecError, CheckpointError, OSError) as error:
-        print(f"threads_cpu: {error}", file=sys.stderr)
-        return USER_ERROR
-    print_result(result)
-    return 0
+    return run("threads_cpu", options, measure, print_result)
 
 
 if __name__ == "__main__":

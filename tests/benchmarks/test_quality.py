@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import quality, quality_scores
+from benchmarks.command import USER_ERROR
 from benchmarks.quality_figures import gsm8k_figures, mean_of, wilson
 from benchmarks.quality_inputs import Models, Prompt, examples_of, final_number, prompts_of
 from ee_models.checkpoint.loader import load_tokenizer, open_checkpoint
@@ -350,7 +351,7 @@ def test_rows_that_cannot_be_used_are_named(
     monkeypatch.delattr(quality, "LLM")  # no weights are read for it
     model, path = str(folder / "model"), write(tmp_path / "rows.jsonl", rows)
     arguments = [model, "--against", model, f"--{part}", str(path), "--max-tokens", "6"]
-    assert quality.main(arguments) == quality.USER_ERROR
+    assert quality.main(arguments) == USER_ERROR
     assert message in capsys.readouterr().err
 
 
@@ -359,7 +360,7 @@ def test_a_file_that_is_not_there_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str], part: str
 ) -> None:
     model = str(folder / "model")
-    assert quality.main([model, "--against", model, f"--{part}", "no.jsonl"]) == quality.USER_ERROR
+    assert quality.main([model, "--against", model, f"--{part}", "no.jsonl"]) == USER_ERROR
     assert "cannot read no.jsonl: No such file or directory" in capsys.readouterr().err
 
 
@@ -368,7 +369,7 @@ def test_models_of_other_tokens_are_refused(
 ) -> None:
     def refused(model: Path) -> str:
         arguments = [str(folder / "model"), "--against", str(model), *parts(folder, "text")]
-        assert quality.main(arguments) == quality.USER_ERROR
+        assert quality.main(arguments) == USER_ERROR
         return capsys.readouterr().err
 
     larger = tiny_checkpoint(tmp_path / "larger", num_layers=2, vocab=300, tokenizer=True)
@@ -402,5 +403,5 @@ def test_a_target_that_cannot_be_written_is_refused_before_anything_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["no model", "--text", "no.jsonl", "--json", str(tmp_path)]
-    assert quality.main(arguments) == quality.USER_ERROR
+    assert quality.main(arguments) == USER_ERROR
     assert "--json:" in capsys.readouterr().err and not list(tmp_path.iterdir())
