@@ -662,8 +662,36 @@ FAULTS = (
         "learning: what outputs say gives way to what was counted before them",
         "hispec/drafters/ngram_learner.py",
         "torch.cat((old[others], new))",
-        "torch.cat((old, new[~torch.isin(learnt.keys, self._known.keys)]))",
+        "torch.cat((old, new[~torch.isin(learnt.keys, known)]))",
         LEARNT,
+    ),
+    Fault(
+        "learning: a context that was seen three times overrules what was counted",
+        "hispec/drafters/ngram_learner.py",
+        "counts.totals >= _OVERRULES",
+        "counts.totals >= _LEAST_COUNT",
+        LEARNT,
+    ),
+    Fault(
+        "learning: a longer context that was counted stays beside what outputs say",
+        "hispec/drafters/ngram_learner.py",
+        "_LEAST_COUNT, wanted=known)",
+        "_LEAST_COUNT)",
+        LEARNT,
+    ),
+    Fault(
+        "learning: what lies behind the last output is never overwritten",
+        "hispec/drafters/ngram_learner.py",
+        "self._outputs[self._end :] = SEPARATOR",
+        "pass",
+        LEARNT,
+    ),
+    Fault(
+        "learning: a plan that is chosen again goes on with what it had kept",
+        "hispec/runner/plan_cache.py",
+        "None if spec.keeps_outputs else self._kept.get(spec)",
+        "self._kept.get(spec)",
+        ("tests/laws/test_static.py", "tests/laws/test_drafters.py"),
     ),
     Fault(
         "learning: an output that finds no room at the end is cut",
@@ -675,8 +703,8 @@ FAULTS = (
     Fault(
         "learning: of too many contexts the rarest stay",
         "hispec/drafters/ngram_learner.py",
-        "counts.totals.argsort(stable=True)[-self._most :]",
-        "counts.totals.argsort(stable=True)[: self._most]",
+        "counts.totals[tells].argsort(stable=True)[-self._most :]",
+        "counts.totals[tells].argsort(stable=True)[: self._most]",
         LEARNT,
     ),
     Fault(

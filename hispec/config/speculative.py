@@ -27,7 +27,7 @@ class NgramConfig(Settings):
                          since longer matches are right more often; None = always num_draft_tokens
     datastore_tokens     tokens of earlier requests' outputs that are searched too, at most; 0 = none
     guess_confidence     where nothing matches, propose what most often followed the last tokens in answers
-                         that were counted beforehand, as long as all that is proposed is right with at least
+                         that were counted, as long as all that is proposed is right with at least
                          this probability; None = no guesses
     guess_path           folder of these n-grams; None = those that come with the model or with HiSpec for it
     learn_tokens         guesses are learnt, too, from outputs that have ended, the latest so many tokens of
@@ -319,8 +319,8 @@ class SpeculativeConfig(Settings):
 
     @property
     def guess_paths(self) -> list[str | None]:
-        """The folders of n-grams that it guesses from, None = those that come with the model; empty if it
-        does not guess."""
+        """The folders of n-grams that it guesses from, None = those that come with the model, which may be
+        missing if it learns; empty if it does not guess."""
         lookup = self.draft.lookup
         return [lookup.guess_path] if lookup is not None and lookup.guesses else []
 

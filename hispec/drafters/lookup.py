@@ -15,7 +15,7 @@ separator. When one does not fit into the current half, the previous half is dro
 takes its place.
 
 Where neither has a match, `guesses` are proposed, if there are any: what most often follows the text's last
-tokens in answers that were counted beforehand (ngram_table.py).
+tokens in answers that were counted (ngram_table.py).
 """
 
 from __future__ import annotations

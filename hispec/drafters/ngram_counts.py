@@ -38,12 +38,14 @@ class Counts(NamedTuple):
     places: Tensor
 
 
-def count(text: Tensor, is_counted: Tensor, max_size: int, least_count: int) -> Counts:
+def count(
+    text: Tensor, is_counted: Tensor, max_size: int, least_count: int, wanted: Tensor | None = None
+) -> Counts:
     """What stands at the places of `text` [n] int64 where is_counted [n] holds, by the context of 1 to
     max_size tokens before it; contexts end at a SEPARATOR.
 
     Contexts seen less than least_count times are left out, and those that tell nothing beside the next
-    shorter one that is not.
+    shorter one that is not, unless their keys are among `wanted` [m] int64.
     """
     found = Counts(*(text.new_zeros(0, dtype=kind) for kind in _KINDS))
     # Of each place: what the longest context found so far says of it.
@@ -71,6 +73,8 @@ def count(text: Tensor, is_counted: Tensor, max_size: int, least_count: int) -> 
         shorter, shorter_share = known[places_of], known_share[places_of]
         is_known = (tokens == shorter) & ((shares - shorter_share).abs() <= _SAME_SHARE)
         is_often = totals >= least_count
+        if wanted is not None:
+            is_known &= ~torch.isin(keys[first], wanted)
         is_kept = is_often & ~is_known & (torch.maximum(shares, shorter_share) >= _LEAST_SHARE)
         sizes = torch.full_like(totals, size)
         made = Counts(keys[first], tokens, shares, totals, sizes, places_of)

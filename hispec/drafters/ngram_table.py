@@ -33,7 +33,7 @@ class Entries(NamedTuple):
 class NgramTable:
     """One table for contexts of all sizes, in open addressing with linear probing.
 
-    path        the folder, as plans name it; None = the one that comes with the model
+    path        the folder, as plans name it; None = the one that comes with the model, or none
     max_size    tokens of the longest contexts
     keys        [slots + num_probes] int64: the hash of a context, EMPTY where there is none. A context stands
                 in one of the num_probes slots from hash & (slots - 1) on, with no empty one before it

@@ -203,7 +203,8 @@ class Engine:
         exits        the trained exits of this plan, or of the plans to choose from
                      (`ee_models.exits.load_exits`); others are read through the model's head
         draft_model  the small model, if draft.kind is "model"
-        tables       of n-grams, if draft.ngram has a guess_confidence (`hispec.drafters.ngram_table`)
+        tables       of n-grams, if draft.ngram has a guess_confidence (`hispec.drafters.ngram_table`); may be
+                     left out where it has learn_tokens
         plan         overrides the one that `speculative` gives
         latency      what stages cost, which control="goodput" needs (`hispec.measure`)
         """

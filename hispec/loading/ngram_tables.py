@@ -54,7 +54,7 @@ class NgramTables:
         """The n-grams in the folder at `path`; with None those that lie beside the checkpoint's weights, or
         else come with HiSpec. Raises NgramsError."""
         checkpoint = self._trained_exits.checkpoint
-        folder = self._shipped if path is None else Path(path).expanduser()
+        folder = self._find_shipped() if path is None else Path(path).expanduser()
         if folder is None:
             raise NgramsError(
                 f"no n-grams come with {checkpoint.path}; count some with `hispec train`, recipe: ngrams, and"
@@ -65,15 +65,17 @@ class NgramTables:
         file.check_vocabulary(checkpoint.config.vocab_size, str(checkpoint.path))
         return file
 
-    @property
-    def _shipped(self) -> Path | None:
+    def _find_shipped(self) -> Path | None:
         """The folder of n-grams beside the checkpoint's weights, or else of those that come with HiSpec for
         this model."""
         checkpoint = self._trained_exits.checkpoint
-        folders = [Path(checkpoint.path)]
+        if (Path(checkpoint.path) / INFO).is_file():
+            return Path(checkpoint.path)
         with suppress(ExitsError):  # there are none for this model
-            folders.append(shipped_exits(checkpoint).folder)
-        return next((folder for folder in folders if (folder / INFO).is_file()), None)
+            folder = shipped_exits(checkpoint).folder
+            if (folder / INFO).is_file():
+                return folder
+        return None
 
     def _paths(self, speculative: SpeculativeConfig | None) -> list[str | None]:
         """The folders that a plan names, and None if it guesses from what comes with the model: if that is
@@ -81,7 +83,7 @@ class NgramTables:
         lookup = None if speculative is None else speculative.draft.lookup
         if lookup is None or not lookup.guesses:
             return []
-        return [lookup.guess_path] if lookup.needs_table or self._shipped is not None else []
+        return [lookup.guess_path] if lookup.needs_table or self._find_shipped() is not None else []
 
     def _named(self, path: str | None) -> NgramsFile:
         with _naming_the_field():

@@ -32,8 +32,9 @@ class PlanCache:
         return make_plan_runtime(spec, sizes, self._counters, kv, next(draft_kvs, None))
 
     def get(self, num_blocks: int, spec: PlanSpec) -> PlanRuntime:
-        """The one that is kept, or a new one, which `use` keeps. Raises ConfigError."""
-        return self._kept.get(spec) or self.make(num_blocks, spec)
+        """The one that is kept, or a new one, which `use` keeps: always for a plan whose drafter keeps
+        outputs, which begins with none. Raises ConfigError."""
+        return (None if spec.keeps_outputs else self._kept.get(spec)) or self.make(num_blocks, spec)
 
     def use(self, new: PlanRuntime, spec: PlanSpec, keeps_graphs: bool) -> tuple[bool, bool]:
         """Makes `new` the one in use -> whether graphs of earlier plans are to be dropped, and whether cached
@@ -43,6 +44,7 @@ class PlanCache:
             before is None
             or new.kv is not before.kv
             or not keeps_graphs
+            or self._kept.get(spec, new) is not new
             or (spec not in self._kept and len(self._kept) >= MOST_KEPT)
         )
         kept = {} if drops_graphs else self._kept  # plans are kept for their graphs alone

@@ -72,6 +72,12 @@ class PlanSpec:
     plan: Plan | None = None
     latency: LatencyModel | None = field(default=None, hash=False)
 
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether what it drafts depends on requests that have ended."""
+        lookup = None if self.speculative is None else self.speculative.draft.lookup
+        return lookup is not None and lookup.keeps_outputs
+
     def always_writes(self, layer: int) -> bool:
         """Whether every round writes the KV of the exit at `layer`, rounds that do not read it included; else
         it is backfilled in one pass before it is read again. Chosen is what the profile says is cheaper

@@ -48,8 +48,8 @@ def test_a_part_is_compared_with_the_same_prompts() -> None:
 def test_what_cannot_be_measured_is_refused_before_a_model_is_loaded(
     tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tmp_path, prompts) == 2
-    assert "8 are too few for 4 parts of two batches of 1" not in capsys.readouterr().err
+    assert run(tmp_path, prompts) == 2  # enough prompts, but no model there
+    assert "cannot load model" in capsys.readouterr().err
     assert run(tmp_path, prompts, "--batch-size", "2") == 2
     assert "8 are too few for 4 parts of two batches of 2" in capsys.readouterr().err
     assert run(tmp_path, prompts, "--confidence", "1.5") == 2

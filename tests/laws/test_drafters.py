@@ -303,11 +303,12 @@ def test_the_datastore_serves_later_requests(tiny_decoder: Decoder, expected: li
     assert (
         second["rounds"] < 0.5 * first["rounds"] and second["looked_up_kept"] > 0.9 * second["looked_up"] > 0
     )
-    engine.set_speculative(None)
-    engine.set_speculative(SpeculativeConfig(**values))
-    engine.reset_stats()
-    assert run(engine, PROMPTS) == expected
-    assert engine.stats()["rounds"] == first["rounds"]
+    for between in ([None], []):
+        for plan in (*between, SpeculativeConfig(**values)):
+            engine.set_speculative(plan)
+        engine.reset_stats()
+        assert run(engine, PROMPTS) == expected
+        assert engine.stats()["rounds"] == first["rounds"]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -385,6 +385,23 @@ def test_plans_switch_without_another_capture(
     assert graphs.num_captured == captures
 
 
+@pytest.mark.parametrize("between", [[None], []], ids=["after another", "at once"])
+def test_a_plan_that_keeps_outputs_begins_anew(
+    torch_decoder: Decoder, no_numba: None, expected: list[list[int]], between: list[None]
+) -> None:
+    ngram = {"max_size": 3, "min_size": 3, "tokens_per_match": None, "datastore_tokens": 4096}
+    values = {"draft": {"kind": "ngram", "ngram": ngram}, "num_draft_tokens": 8}
+    engine, graphs = captured(torch_decoder, values)
+    rounds = []
+    for plans in ((), (), (*between, SpeculativeConfig(**values))):
+        for plan in plans:
+            engine.set_speculative(plan)
+        engine.reset_stats()
+        assert run(engine, PROMPTS[3:5]) == expected[3:5]
+        rounds.append(engine.stats()["rounds"])
+    assert rounds[1] < rounds[0] == rounds[2] and graphs.num_captured > 0
+
+
 def test_warming_up_captures_what_is_needed_later(
     torch_decoder: Decoder, no_numba: None, expected: list[list[int]]
 ) -> None:
