@@ -41,9 +41,10 @@ from hispec.jobs.rows import count_rows
 from hispec.jobs.schema import Job
 from hispec.loading.ngram_tables import NgramTables
 from hispec.utils.console import make_bar
-from hispec.utils.environment import environment, hardware_text, watch_others
+from hispec.utils.environment import busy_text, environment, hardware_text, watch_others
 
 PLAIN = "plain"
+FEW_TOKENS = 10_000
 
 
 def plans(
@@ -167,6 +168,10 @@ def ratios(result: dict[str, Any], name: str) -> list[tuple[float, tuple[float, 
 def print_result(result: dict[str, Any]) -> None:
     parts, tokens = result["options"]["parts"], result["batches"][PLAIN]["tokens"]
     print(hardware_text(result["environment"]))
+    if busy := busy_text(result["environment"]):
+        print(f"{busy}: do not rely on these speeds.")
+    if sum(tokens) < FEW_TOKENS:
+        print(f"Learning begins at some 2,000 tokens: {sum(tokens)} are too few to tell what it gains.")
     print(f"{result['prompts']} prompts, {sum(tokens)} new tokens; the same as plain decoding's:")
     print(", ".join(f"{name} {equal}" for name, equal in result["equal_outputs"].items()))
     titles = ["", "tokens/s", "x plain", "95 %", *(f"part {i + 1}" for i in range(parts)), "rounds/token"]

@@ -189,7 +189,7 @@ def plan_text(speculative: SpeculativeConfig | None, num_layers: int) -> str:
         guess = ngram.guess_confidence
         of = "" if ngram.guess_path is None else f" of {ngram.guess_path}"
         store += f", guesses p>={guess:g}{of}" if guess is not None else ""
-        store += f" learnt from {ngram.learn_tokens} tokens" if ngram.learn_tokens else ""
+        store += f" learnt from the latest {ngram.learn_tokens} tokens" if ngram.learn_tokens else ""
         joint = "or" if draft.traits.is_mixed else "→"
         stages = f"n-grams of {ngram.max_size} to {ngram.min_size}{limit}{store} {joint} {stages}"
     elif draft.traits.has_model:

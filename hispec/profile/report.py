@@ -119,7 +119,7 @@ def _ngrams(agreement: Mapping[str, Any]) -> Table:
         most = "any" if sizes["tokens_per_match"] is None else str(sizes["tokens_per_match"])
         guess = sizes.get("guess_confidence")  # results from before there were guesses have none
         of = f" of {Path(path).name}" if (path := sizes.get("guess_path")) is not None else ""
-        of += f" learnt from {learnt}" if (learnt := sizes.get("learn_tokens")) else ""
+        of += f" learnt from the latest {learnt}" if (learnt := sizes.get("learn_tokens")) else ""
         guesses = f" + guesses p≥{guess:g}{of}" if guess is not None else ""
         name = f"{sizes['max_size']} to {sizes['min_size']}{store}{guesses}"
         table.add_row(name, most, *_shares([sizes["found"]], sizes, tasks, num_right))
