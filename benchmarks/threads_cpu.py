@@ -25,8 +25,8 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
-from benchmarks.arguments import at_least_one
-from benchmarks.command import make_parser, run
+from benchmarks.arguments import at_least_one, make_parser
+from benchmarks.command import run
 from benchmarks.markdown import table
 from hispec.config import EngineConfig
 from hispec.errors import ConfigError, build
