@@ -5,7 +5,7 @@ there are cores, each by a single-threaded pytest in a copy of its own.
 
 A fault that no test notices makes the command fail; those in a CPU's matrix tiles are left out where it has
 none. Each is a replacement of one piece of text, so that it is plain what was broken; where the text is gone,
-the list in faults.py is out of date, and that is an error too.
+the list in faults/ is out of date, and that is an error too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from faults import FAULTS, TILES, Fault
+from faults import FAULTS, Fault
+from faults.suites import TILES
 
 from ee_models.kernels.numba_tiles import can_multiply
 

@@ -1,0 +1,162 @@
+"""Faults of what runs rounds: rows, places, graphs, passes that are linked."""
+
+from __future__ import annotations
+
+from .fault import Fault
+from .suites import CONTROL, GATE, RUNS, STATIC, TIERS
+
+FAULTS = (
+    Fault(
+        "rollback off by one: the round starts a position early",
+        "hispec/runner/rows.py",
+        "start, room = len(request.token_ids) - 1,",
+        "start, room = len(request.token_ids) - 2,",
+    ),
+    Fault(
+        "a prompt that the draft model failed at counts as whole",
+        "hispec/runner/prefill.py",
+        """                chunk.request.gaps.setdefault("model", chunk.start)""",
+        "                pass",
+        ("tests/drafters/test_drafters.py",),
+    ),
+    Fault(
+        "a draft model is not told of prompts",
+        "hispec/runner/prefill.py",
+        "                drafter.prefill(token_ids, view)",
+        "                pass",
+        ("tests/laws/test_drafters.py",),
+    ),
+    Fault(
+        "learning: a plan that is chosen again goes on with what it had kept",
+        "hispec/runner/plan_cache.py",
+        "None if spec.keeps_outputs else self._kept.get(spec)",
+        "self._kept.get(spec)",
+        ("tests/laws/test_static.py", "tests/laws/test_drafters.py"),
+    ),
+    Fault(
+        "the round in flight begins with a token before the last committed one",
+        "hispec/runner/round_inputs.py",
+        "gather(1, counts.unsqueeze(1))",
+        "gather(1, (counts - 1).clamp(min=0).unsqueeze(1))",
+        STATIC,
+    ),
+    Fault(
+        "the round in flight may output more than is left",
+        "hispec/runner/round_inputs.py",
+        "    room -= counts\n",
+        "",
+        STATIC,
+    ),
+    Fault(
+        "the next round begins before the results of this one are copied",
+        "hispec/runner/launchers.py",
+        "        self._downloads.settle()  # a replay writes where the round before has left its results\n",
+        "",
+        ("tests/runner/test_downloads.py",),
+    ),
+    Fault(
+        "a stage's graph reads another round's limits",
+        "hispec/runner/round_inputs.py",
+        "torch.minimum(cap, room, out=limits)",
+        "torch.minimum(cap, room)",
+        STATIC,
+    ),
+    Fault(
+        "a failed capture ends the step",
+        "hispec/runner/cuda_graphs.py",
+        "            self._refuse((key, stage), error)\n            return\n",
+        "            raise\n",
+        STATIC,
+    ),
+    Fault(
+        "a capture that failed is tried again in each round",
+        "hispec/runner/cuda_graphs.py",
+        "        self._failed.add(key)\n",
+        "        pass\n",
+        STATIC,
+    ),
+    Fault(
+        "a capture's passes are counted too",
+        "hispec/runner/cuda_graphs.py",
+        "                counter.set(earlier)\n",
+        "                pass\n",
+        STATIC,
+    ),
+    Fault(
+        "tokens of a round that failed count for penalties",
+        "hispec/runner/round_runner.py",
+        "        self._loaded = None\n\n    def warm_up",
+        "        pass\n\n    def warm_up",
+        ("tests/engine/test_kv_sizing.py",),
+    ),
+    Fault(
+        "the sampler's mode is no part of a graph's key",
+        "hispec/runner/launchers.py",
+        "context_len, self._sampler.mode, rows",
+        "context_len, rows",
+        STATIC,
+    ),
+    Fault(
+        "KV that an exit lacks is not backfilled",
+        "hispec/runner/backfill.py",
+        "            runtime.stages.backfill(token_ids, view, layers)",
+        "            pass",
+        CONTROL,
+    ),
+    Fault(
+        "a round that began late is where a gap begins",
+        "hispec/runner/backfill.py",
+        "request.gaps.setdefault(source, request.num_computed)",
+        "request.gaps[source] = request.num_computed",
+        CONTROL,
+    ),
+    Fault(
+        "whether exits are watched is no part of a graph's key",
+        "hispec/runner/launchers.py",
+        "rows.keeps_logits, watches)",
+        "rows.keeps_logits)",
+        CONTROL,
+    ),
+    Fault(
+        "gate: not asked in rounds of static shape",
+        "hispec/runner/launchers.py",
+        "run_round(*_how(runtime, plan), batch, runtime.gate(plan))",
+        "run_round(*_how(runtime, plan), batch, None if batch.execution.is_static else runtime.gate(plan))",
+        GATE,
+    ),
+    Fault(
+        "gate: a controller counts checks that nobody asked as unsure",
+        "hispec/runner/round_output.py",
+        "went_on + 1 < choice.plan.num_checks and of_row.tentative < limit",
+        "went_on + 1 < choice.plan.num_checks",
+        ("tests/runner/test_round_output.py",),
+    ),
+    Fault(
+        "tiers: the check's own token counts as drafted",
+        "hispec/runner/round_output.py",
+        'tentative.append("check")',
+        'tentative.append("draft")',
+        TIERS,
+    ),
+    Fault(
+        "tiers: a round's bonus counts as accepted",
+        "hispec/runner/round_output.py",
+        "num_accepted = min(each.accepted, each.committed)",
+        "num_accepted = min(len(tentative), each.committed)",
+        TIERS,
+    ),
+    Fault(
+        "rounds go on in one step where a stop string may end them",
+        "hispec/runner/round_runner.py",
+        "or params.stop or",
+        "or",
+        RUNS,
+    ),
+    Fault(
+        "penalties do not count what a run has said",
+        "hispec/runner/round_runner.py",
+        "or params.has_penalties",
+        "or False",
+        RUNS,
+    ),
+)

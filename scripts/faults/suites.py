@@ -1,0 +1,29 @@
+"""Tests that should notice faults, by what they are of."""
+
+from __future__ import annotations
+
+LAWS = (
+    "tests/laws/test_exact.py",
+    "tests/decoding/test_scripted_patterns.py",
+    "tests/laws/test_engine.py",
+    "tests/laws/test_finish.py",
+)
+TIERS = ("tests/laws/test_tiers.py",)
+GATE = ("tests/decoding/test_gate.py",)
+STATIC = ("tests/laws/test_static.py",)
+CONTROL = ("tests/laws/test_control.py",)
+EARLY_EXIT = ("tests/training/test_early_exit.py",)
+INTEGERS = ("tests/ee_models/test_narrow_linear.py",)
+TILES = ("tests/ee_models/test_tiles.py", "tests/ee_models/test_attention_by_tiles.py")
+JOBS = ("tests/jobs/test_resume.py", "tests/jobs/test_output.py")
+PACKAGE = ("tests/training/test_command_ee.py",)
+UPLOADS = ("tests/jobs/test_upload.py",)
+NUMBERS = ("tests/faults/test_numbers.py", "tests/scheduling/test_scheduler.py")
+STAGES = ("tests/faults/test_stages.py",)
+CLOCKS = ("tests/faults/test_clocks.py",)
+METRICS = ("tests/metrics/test_latencies.py",)
+FILES = ("tests/faults/test_files.py",)
+RUNS = ("tests/laws/test_rounds_together.py",)
+GUESSES = ("tests/drafters/test_lookup.py", "tests/gpu/test_lookup_triton.py")
+COUNTED = ("tests/training/test_ngrams.py",)
+LEARNT = ("tests/drafters/test_ngram_learner.py",)
