@@ -27,8 +27,8 @@ class NgramConfig(Settings):
                          since longer matches are right more often; None = always num_draft_tokens
     datastore_tokens     tokens of earlier requests' outputs that are searched too, at most; 0 = none
     guess_confidence     where nothing matches, propose what most often followed the last tokens in answers
-                         that were counted, as long as all that is proposed is right with at least
-                         this probability; None = no guesses
+                         that were counted, as long as all that is proposed is right with at least this
+                         probability; None = no guesses
     guess_path           folder of these n-grams; None = those that come with the model or with HiSpec for it
     learn_tokens         guesses are learnt, too, from outputs that have ended, the latest so many tokens of
                          them, and need nothing that was counted beforehand; 0 = nothing is learnt

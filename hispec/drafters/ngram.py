@@ -59,16 +59,18 @@ class NgramDrafter(Drafter):
     ) -> None:
         """tables: on `device`, the one that config names among them if it needs one."""
         self._judge = judge
-        self._table = self._learner = guesses = None
+        self._learner: NgramLearner | None = None
+        self._num_guess_bytes, guesses = 0, None
         if config.guess_confidence is not None:
             by_path = {table.path: table for table in tables}
-            known = by_path[config.guess_path] if config.needs_table else by_path.get(config.guess_path)
+            source: NgramTable | NgramLearner
             if config.learn_tokens > 0:
-                self._learner = NgramLearner(known, config.learn_tokens, device)
-                guesses = Guesses(self._learner.table, config.guess_confidence)
+                known = by_path[config.guess_path] if config.needs_table else by_path.get(config.guess_path)
+                source = self._learner = NgramLearner(known, config.learn_tokens, device)
+                table = self._learner.table
             else:
-                assert known is not None
-                self._table, guesses = known, Guesses(known, config.guess_confidence)
+                source = table = by_path[config.guess_path]
+            self._num_guess_bytes, guesses = source.num_bytes, Guesses(table, config.guess_confidence)
         sizes = config.min_size, config.max_size, config.datastore_tokens, config.tokens_per_match
         self._lookup = make_lookup(device, max_num_seqs, max_len, *sizes, guesses)
         self._keeps_outputs = config.datastore_tokens > 0
@@ -83,8 +85,7 @@ class NgramDrafter(Drafter):
 
     @property
     def num_bytes(self) -> int:
-        others = (each for each in (self._table, self._learner) if each is not None)
-        return self._lookup.num_bytes + sum(each.num_bytes for each in others)
+        return self._lookup.num_bytes + self._num_guess_bytes
 
     def follow(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
         gone = self._index_row_of.keys() - {number for number, _ in rows}
