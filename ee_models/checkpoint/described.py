@@ -32,8 +32,9 @@ def read_info(
     try:
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as cause:
+        why = getattr(cause, "strerror", None) or cause  # the system's word, without its number and the path
         raise error(
-            f"{path.parent} holds no {what}: cannot read {path.name}: {cause}; give the folder that {made_by}"
+            f"{path.parent} holds no {what}: cannot read {path.name}: {why}; give the folder that {made_by}"
         ) from cause
     except ValidationError as cause:
         first = cause.errors()[0]

@@ -181,7 +181,9 @@ def test_tables_that_do_not_fit_are_refused_and_cost_no_cached_prompts(model: Pa
 def test_those_beside_the_weights_are_the_models_own(model: Path, counted: Path, tmp_path: Path) -> None:
     with pytest.raises(NgramsError, match=r"guess_path: no n-grams come with .*; count some with"):
         LLM(str(model), speculative=plan(), **SMALL)
-    with pytest.raises(NgramsError, match=r"guess_path: .*nowhere holds no n-grams"):
+    with pytest.raises(
+        NgramsError, match=r"guess_path: .*nowhere holds no n-grams: cannot read ngrams.json: (?!\[)"
+    ):
         LLM(str(model), speculative=plan(guess_path=str(tmp_path / "nowhere")), **SMALL)
     shutil.copytree(model, tmp_path / "model")
     for name in (INFO, TENSORS):
