@@ -1,7 +1,7 @@
 """The compiled half of `fused_pass`: what a pass is told, by address, and the way through its steps.
 
-Threads share a product by panels, attention by units, and what is between by tokens, each its own; they wait
-for each other wherever one reads what another has written.
+Threads share a product by panels, or by tokens where each has many; attention by units; what is between by
+tokens, each its own. They wait for each other wherever one reads what another has written.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from .kernels.threads import call as call_link
 from .pass_steps import Kind
 
 LINEARS = ("qkv", "output", "gate_up", "down", "head")
+# So many tokens of its own are worth that a thread reads all of a weight: it reads less from the caches of
+# other cores.
+_OWN_TOKENS = 64
 
 
 def _addresses_and_sizes(*names: str) -> list[tuple[str, Any]]:
@@ -180,14 +183,21 @@ def _activate(c: Any, size: int, first: int, last: int) -> None:
 def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outputs: int, part: Any) -> None:
     """out [tokens, outputs] = bias + x [tokens, inputs] . weight (panels, size, bias), all together: begins
     with this thread's tokens of x, and returns once all of `out` is there."""
-    n, (panels, size, bias), (first, last, share, shares) = c.num_tokens, weight, part
+    (panels, size, bias), (first, last, share, shares) = weight, part
+    terms, n = c.terms, c.num_tokens
     if bits != 0:
-        numba_narrow.split_tokens(bits, x, inputs, c.terms, first, last)
-    wait(c.barrier, part[3])
+        numba_narrow.split_tokens(bits, x, inputs, terms, first, last)
+    if n < _OWN_TOKENS * shares:
+        wait(c.barrier, shares)
+    else:  # all panels over its own tokens, which it need not wait for
+        terms += first * numba_narrow.count_bytes(bits, inputs)[3]
+        x, out, n = x + 4 * first * inputs, out + 4 * first * outputs, last - first
+        share, shares = 0, 1
     if bits != 0:
-        numba_narrow.multiply(bits, c.ahead, c.terms, n, inputs, panels, out, outputs, share, shares)
+        numba_narrow.multiply(bits, c.ahead, terms, n, inputs, panels, out, outputs, share, shares)
     else:
         numba_gemm.multiply(x, n, inputs, panels, size, bias, out, outputs, share, shares)
+    # The next product's terms lie elsewhere for each thread, and may lie where another's of this one do.
     wait(c.barrier, part[3])
 
 
@@ -205,8 +215,7 @@ def _attend(c: Any, step: Any, attention: Any, next_unit: int, part: Any) -> Non
         return
     wait(c.barrier, part[3])
     attend_units(attention, next_unit, c.q, keys, values, c.attended)
-    if step.bits != 0:  # it begins with whole tokens, of which others have computed heads
-        wait(c.barrier, part[3])
+    wait(c.barrier, part[3])  # of a token, others have computed heads
     weight = step.output, step.output_size, step.output_bias
     _project(c, step.bits, c.attended, size_q, weight, c.delta, width, part)
 

@@ -177,6 +177,20 @@ FAULTS = (
         ("tests/ee_models/test_fused_pass.py",),
     ),
     Fault(
+        "a thread that multiplies tokens of its own takes the first ones",
+        "ee_models/fused_kernel.py",
+        "x, out, n = x + 4 * first * inputs,",
+        "x, out, n = x,",
+        ("tests/ee_models/test_fused_pass.py",),
+    ),
+    Fault(
+        "a thread that multiplies tokens of its own takes the first ones' whole numbers",
+        "ee_models/fused_kernel.py",
+        "terms += first *",
+        "terms += 0 *",
+        ("tests/ee_models/test_fused_pass.py",),
+    ),
+    Fault(
         "layers in one call project what attention has read, not what it found",
         "ee_models/fused_kernel.py",
         "_project(c, step.bits, c.attended, size_q,",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
-from ee_models import fused_pass
+from ee_models import fused_kernel, fused_pass
 from ee_models.attention import numba_pages
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder, LayerWeights
@@ -75,10 +75,11 @@ PASSES = [
     make_view([(1, 4, 70)]),
     make_view([(2, 0, 1), (3, 0, 12), (4, 0, 13), (5, 0, 17), (6, 0, 2), (7, 0, 34)]),
     make_view([(7, 34, 1), (2, 1, 1), (3, 12, 1), (4, 13, 1), (5, 17, 1), (6, 2, 1), (0, 28, 1)]),
-    make_view([(0, 29, 0), (3, 13, 0)]),
-    make_tree_view([(0, 29, TREE), (6, 3, [-1]), (1, 74, [-1, 0, 1]), (7, 35, [2, 2, -1, 0])]),
+    make_view([(2, 2, 60), (3, 13, 61), (6, 3, 75)]),
+    make_view([(0, 29, 0), (3, 74, 0)]),
+    make_tree_view([(0, 29, TREE), (6, 78, [-1]), (1, 74, [-1, 0, 1]), (7, 35, [2, 2, -1, 0])]),
 ]
-EMPTY, TREES = PASSES[-2:]
+LONGEST, EMPTY, TREES = PASSES[-3:]
 MOST_TOKENS = max(view.num_tokens for view in PASSES)
 
 
@@ -181,11 +182,12 @@ def test_where_threads_cannot_wait_operations_run_one_by_one(
 
 def test_passes_are_of_the_sizes_that_matter() -> None:
     """Six rows and more, of one token and of many; more than a tile of a product and than a unit of
-    attention take; none at all."""
+    attention take; enough for three threads to have their own; none at all."""
     q_lens = [view.cu_q_lens.diff() for view in PASSES]
     assert any(len(each) >= 6 and int(each.max()) == 1 for each in q_lens)
     assert any(len(each) >= 6 and int(each.max()) > 2 * numba_pages._TOKENS_PER_UNIT for each in q_lens)
     assert all(view.num_tokens % numba_gemm.TOKENS > 1 for view in (PASSES[3], TREES))
+    assert all((view.num_tokens >= 3 * fused_kernel._OWN_TOKENS) == (view is LONGEST) for view in PASSES)
     assert EMPTY.num_tokens == 0
 
 
