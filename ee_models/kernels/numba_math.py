@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from . import stale  # noqa: F401 - before any kernel is loaded
+from . import kernel_cache  # noqa: F401 - before any kernel is loaded
 
 _f = np.float32
 ZERO, ONE = _f(0.0), _f(1.0)

@@ -14,7 +14,7 @@ from numba import config, types
 from numba.core import cgutils, codegen
 from numba.extending import intrinsic
 
-from . import stale  # noqa: F401 - before any kernel is loaded
+from . import kernel_cache  # noqa: F401 - before any kernel is loaded
 
 
 def compiles_for(feature: str) -> bool:

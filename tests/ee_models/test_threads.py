@@ -16,7 +16,6 @@ from numba import cfunc, types
 from numba.np.numpy_support import carray
 
 from ee_models.kernels import threads
-from ee_models.kernels.stale import drop_stale
 from ee_models.kernels.threads import KernelThreads, address_of, count_team, pointer, take, wait
 
 COUNT = 1000
@@ -123,14 +122,3 @@ def test_fewer_threads_than_were_asked_for_do_all_of_the_work(tiny_path: Path, t
         found.append(torch.load(path, weights_only=True))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-
-
-def test_compiled_kernels_that_are_older_than_any_source_are_dropped(tmp_path: Path) -> None:
-    package = tmp_path / "hispec" / "sampling"
-    (package / "__pycache__").mkdir(parents=True)
-    source, old, new = package / "a.py", package / "__pycache__" / "a.nbi", package / "__pycache__" / "b.nbi"
-    for path, seconds in ((source, 2000), (old, 1000), (new, 3000)):
-        path.write_text("")
-        os.utime(path, (seconds, seconds))
-    drop_stale(tmp_path)
-    assert not old.exists() and new.exists() and source.exists()
