@@ -23,7 +23,7 @@ from .pass_steps import Kind
 
 LINEARS = ("qkv", "output", "gate_up", "down", "head")
 # So many tokens of its own are worth that a thread reads all of a weight: it reads less from the caches of
-# other cores.
+# other cores. Measured on two cores without matrix tiles, which take so little time that memory is the limit.
 _OWN_TOKENS = 64
 
 
@@ -187,7 +187,7 @@ def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outp
     terms, n = c.terms, c.num_tokens
     if bits != 0:
         numba_narrow.split_tokens(bits, x, inputs, terms, first, last)
-    if n < _OWN_TOKENS * shares:
+    if n < _OWN_TOKENS * shares or bits == 16:
         wait(c.barrier, shares)
     else:  # all panels over its own tokens, which it need not wait for
         terms += first * numba_narrow.count_bytes(bits, inputs)[3]

@@ -37,10 +37,11 @@ class CompileNotice(Listener):
         self._is_due = True
 
     def on_start(self, event: Event) -> None:
-        module = event.data["dispatcher"].py_func.__module__
+        function = getattr(event.data["dispatcher"], "py_func", None)  # also of others: it may have no module
+        module = getattr(function, "__module__", None) or ""
         if self._is_due and module.partition(".")[0] in PACKAGES:
             self._is_due = False
-            _log.warning("compiling kernels for this CPU: the first run waits for them, later ones find them")
+            _log.warning("compiling kernels that this machine has not run yet; later runs find them")
 
     def on_end(self, event: Event) -> None:
         pass
