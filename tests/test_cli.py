@@ -237,6 +237,19 @@ def test_generate_without_a_draft_layer_is_plain(capsys: pytest.CaptureFixture[s
     assert FakeLLM.instances[0].speculative is None and FakeLLM.instances[0].engine["seed"] == 3
 
 
+def test_a_prompt_may_follow_settings() -> None:
+    settings = ["--set", "sampling.max_tokens=4", "engine.seed=3"]
+    assert main(["generate", "--model", "fake", "--no-chat", *settings, "is 1+1=2 so?"]) == 0
+    assert FakeLLM.instances[0].engine["seed"] == 3
+
+
+@pytest.mark.parametrize("rest", [[], ["--no-chat"]], ids=["nothing", "an option"])
+def test_set_without_a_setting_is_refused(rest: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--model", "fake", "hello", "--set", *rest])
+    assert "--set: expected at least one argument" in capsys.readouterr().err
+
+
 def test_generate_puts_the_prompt_into_the_chat_template_unless_told_not_to(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -12,11 +13,13 @@ from ..version import __version__
 from . import bench, env, fetch, generate, profile, report, run, schema, serve, simulate, train
 from .common import BROKEN_PIPE, INTERRUPTED, USER_ERROR
 
+_SETTING = re.compile(r"\w[\w.]*=")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code (docs/jobs.md). HISPEC_DEBUG=1 lets errors through, with their
     traceback."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(_bind_settings(sys.argv[1:] if arguments is None else arguments))
     debug = os.environ.get("HISPEC_DEBUG", "") not in ("", "0")
     try:
         code: int = options.command(options)
@@ -34,6 +37,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"hispec: {error}", file=sys.stderr)
         return USER_ERROR
+
+
+def _bind_settings(arguments: Sequence[str]) -> list[str]:
+    """`--set a=1 b=2 TEXT` as `--set=a=1 --set=b=2 TEXT`: argparse would take TEXT for a setting, too."""
+    bound: list[str] = []
+    are_settings = False
+    for argument in arguments:
+        is_first = bound[-1:] == ["--set"] and not argument.startswith("-")
+        if is_first or (are_settings and _SETTING.match(argument)):
+            del bound[len(bound) - is_first :]
+            bound.append(f"--set={argument}")
+        else:
+            are_settings = argument == "--set"
+            bound.append(argument)
+    return bound
 
 
 def _is_users(error: Exception) -> bool:
