@@ -39,6 +39,7 @@ from .known_models import (
     FetchError,
     KnownModel,
     is_complete,
+    known_names,
     model_dir,
     nearest_known,
     resolve_model,
@@ -69,7 +70,7 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
         return package_checkpoint(package, resolve_model)
     model = KNOWN_MODELS.get(name)
     if model is None:
-        raise FetchError(f"unknown model {name!r}{nearest_known(name)}; known: {', '.join(KNOWN_MODELS)}")
+        raise FetchError(f"unknown model {name!r}{nearest_known(name)}; known: {known_names()}")
     final = model_dir(model)
     try:
         if not force and is_complete(final, model):

@@ -89,6 +89,11 @@ def resolve_model(name_or_path: str) -> str:
     return str(final)
 
 
+def known_names() -> str:
+    """The names of all models that `hispec fetch` knows, as an error lists them."""
+    return ", ".join([*KNOWN_MODELS, *packages()])
+
+
 def nearest_known(name: str) -> str:
     """` (did you mean 'x'?)` for the known model whose name, here or on the hub, is closest to `name`, or an
     empty string."""
@@ -96,7 +101,7 @@ def nearest_known(name: str) -> str:
         alias.lower(): model.name
         for model in KNOWN_MODELS.values()
         for alias in (model.name, model.origin, model.origin.rpartition("/")[2])
-    }
+    } | {package.lower(): package for package in packages()}
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
     return f" (did you mean {names[close[0]]!r}?)" if close else ""
 

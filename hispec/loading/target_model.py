@@ -13,7 +13,7 @@ from ee_models.kernels import runs_numba
 
 from ..config import EngineConfig
 from ..errors import ConfigError, shown
-from .known_models import KNOWN_MODELS, nearest_known, resolve_model
+from .known_models import KNOWN_MODELS, known_names, nearest_known, resolve_model
 
 
 def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
@@ -24,7 +24,7 @@ def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
     """
     if not isinstance(model, str | Path) or not str(model):
         raise ConfigError(
-            f"model={shown(model)}: give a name that `hispec fetch` knows ({', '.join(KNOWN_MODELS)}), a hub"
+            f"model={shown(model)}: give a name that `hispec fetch` knows ({known_names()}), a hub"
             " id, a folder, or a .gguf file"
         )
     try:
@@ -36,7 +36,7 @@ def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
     except CheckpointError as error:
         if model in KNOWN_MODELS or Path(model).expanduser().exists():
             raise
-        known = f"{', '.join(KNOWN_MODELS)}{nearest_known(str(model))}"
+        known = f"{known_names()}{nearest_known(str(model))}"
         raise CheckpointError(f"{error}. By name `hispec fetch` knows: {known}") from error
 
 
