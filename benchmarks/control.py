@@ -47,6 +47,7 @@ def plans(with_goodput: bool) -> dict[str, SpeculativeConfig | None]:
     longer = {"max_size": 4, "min_size": 2, "tokens_per_match": None}
     given: dict[str, Any] = {
         "ngram": {"draft": {"kind": "ngram", "ngram": LOOKUP}, "num_draft_tokens": 4},
+        "hybrid": {"draft": HYBRID, "num_draft_tokens": 6, "num_checks": 1, "draft_confidence": 0.2},
         "hybrid, three tiers": {
             "draft": HYBRID | {"ngram": longer},
             "check": CHECK,
@@ -67,7 +68,6 @@ def plans(with_goodput: bool) -> dict[str, SpeculativeConfig | None]:
         }
     return {
         "plain": None,
-        "hybrid": load_preset(CONFIGS / "smollm2.yaml").speculative,
         "ngram, cautious": load_job(CONFIGS / "quickstart.yaml", []).speculative,
         "kangaroo": load_preset(CONFIGS / "kangaroo_smollm2.yaml").speculative,
         **{name: build(SpeculativeConfig, values, name) for name, values in given.items()},
