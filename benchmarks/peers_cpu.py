@@ -62,7 +62,7 @@ from hispec.utils.files import check_target, write_json
 
 # The engines' processes import this module: what loads torch is imported in functions.
 
-PLAN = Path(__file__).parent / "table" / "two_tier_guesses_int8.yaml"
+PLAN = Path(__file__).parent / "table" / "ngram_two_tier_int8.yaml"
 SHOWN = (  # title, key of the figure, its unit, decimals
     ("tokens/s", "tokens_per_s", 1.0, 1),
     ("same tokens", "same_tokens", 1.0, 1),
