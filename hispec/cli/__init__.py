@@ -44,9 +44,9 @@ def _bind_settings(arguments: Sequence[str]) -> list[str]:
     bound: list[str] = []
     are_settings = False
     for argument in arguments:
-        is_first = bound[-1:] == ["--set"] and not argument.startswith("-")
-        if is_first or (are_settings and _SETTING.match(argument)):
-            del bound[len(bound) - is_first :]
+        if are_settings and _SETTING.match(argument):
+            if bound[-1] == "--set":
+                bound.pop()
             bound.append(f"--set={argument}")
         else:
             are_settings = argument == "--set"
