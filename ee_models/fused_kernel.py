@@ -180,6 +180,12 @@ def _activate(c: Any, size: int, first: int, last: int) -> None:
 
 
 @_kernel
+def _has_own_tokens(c: Any, bits: int, shares: int) -> bool:
+    """Whether each thread multiplies tokens of its own by all panels, or panels of its own by all tokens."""
+    return bits != 16 and c.num_tokens >= _OWN_TOKENS * shares
+
+
+@_kernel
 def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outputs: int, part: Any) -> None:
     """out [tokens, outputs] = bias + x [tokens, inputs] . weight (panels, size, bias), all together: begins
     with this thread's tokens of x, and returns once all of `out` is there."""
@@ -187,12 +193,12 @@ def _project(c: Any, bits: int, x: int, inputs: int, weight: Any, out: int, outp
     terms, n = c.terms, c.num_tokens
     if bits != 0:
         numba_narrow.split_tokens(bits, x, inputs, terms, first, last)
-    if n < _OWN_TOKENS * shares or bits == 16:
-        wait(c.barrier, shares)
-    else:  # all panels over its own tokens, which it need not wait for
+    if _has_own_tokens(c, bits, shares):
         terms += first * numba_narrow.count_bytes(bits, inputs)[3]
         x, out, n = x + 4 * first * inputs, out + 4 * first * outputs, last - first
         share, shares = 0, 1
+    else:
+        wait(c.barrier, shares)
     if bits != 0:
         numba_narrow.multiply(bits, c.ahead, terms, n, inputs, panels, out, outputs, share, shares)
     else:
@@ -215,7 +221,8 @@ def _attend(c: Any, step: Any, attention: Any, next_unit: int, part: Any) -> Non
         return
     wait(c.barrier, part[3])
     attend_units(attention, next_unit, c.q, keys, values, c.attended)
-    wait(c.barrier, part[3])  # of a token, others have computed heads
+    if step.bits != 0 or _has_own_tokens(c, step.bits, part[3]):  # it begins with whole tokens, of which
+        wait(c.barrier, part[3])  # others have computed heads
     weight = step.output, step.output_size, step.output_bias
     _project(c, step.bits, c.attended, size_q, weight, c.delta, width, part)
 

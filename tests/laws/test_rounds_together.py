@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ee_models import fused_pass
+from ee_models import fused_kernel, fused_pass
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from hispec import LLM
@@ -104,6 +104,26 @@ def test_the_bits_of_keys_and_values_are_those_of_single_rounds(tiny_path: Path,
             run(engine, PROMPTS[4:5], but(GREEDY, max_tokens=64))
             found.append(engine._plans.runtime.kv.data[:, :, : 70 + 63].clone())
     assert torch.equal(*found) and bool(found[0].any())
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_passes_of_which_threads_have_tokens_of_their_own_change_no_output(
+    tiny_path: Path, quantization: str | None
+) -> None:
+    """In one call, over more rows than such passes take tokens."""
+    num_rows = 2 * fused_kernel._OWN_TOKENS + 3
+    prompts = random_prompts((9,) * num_rows)
+    with threads(2):
+        decoder = Decoder.load(
+            open_checkpoint(tiny_path), torch.float32, torch.device("cpu"), quantization=quantization
+        )
+        found = []
+        for size in (num_rows, 4):
+            engine = together(decoder, max_num_seqs=size, num_kv_blocks=512, max_prefill_tokens=2048)
+            with spied(Stages, "run_linked") as calls:
+                found.append(run(engine, prompts, but(GREEDY, max_tokens=12, ignore_eos=True)))
+            assert calls
+    assert found[0] == found[1]
 
 
 def test_passes_in_one_call_give_what_one_by_one_gives(tiny_decoder: Decoder) -> None:
