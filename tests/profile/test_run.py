@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
@@ -21,9 +18,9 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from ee_models.exits import AdapterExit
 from hispec.cli import main
-from hispec.config import NgramConfig, SpeculativeConfig
+from hispec.config import NgramConfig
 from hispec.control.candidates import trained_paths
-from hispec.errors import ConfigError, build
+from hispec.errors import ConfigError
 from hispec.jobs.load import load_job, load_preset
 from hispec.jobs.schema import RunConfig
 from hispec.latency.model import LatencyModel
@@ -31,58 +28,13 @@ from hispec.latency.profile_file import StageCost
 from hispec.measure import latency as measuring
 from hispec.profile import run as profile_run
 from hispec.profile.candidates import Candidates, default_layers, exits_folder
-from hispec.profile.options import ProfileOptions
 from hispec.profile.plots import ACCEPTANCE, RATIO, draw_plots
-from hispec.profile.predict import Prediction
 from hispec.profile.preset import COMMENTS, preset_text
 from hispec.profile.report import print_profile
-from hispec.profile.results import choose, measured_plans
-from hispec.profile.run import run_profile
-from hispec.profile.timed_runs import PlanRuns
-from hispec.utils.files import write_atomically
+from hispec.profile.results import choose
 from tests.helpers.adapters import TINY_MLP, make_exits
-
-SMALL = [
-    "--max-tokens",
-    "24",
-    "--max-drafts",
-    "2",
-    "--max-checks",
-    "2",
-    "--max-window",
-    "6",
-    "--top",
-    "1",
-    "--repeats",
-    "2",
-    "--no-progress",
-]
-ROWS: list[dict[str, Any]] = [
-    {"prompt": "hello there", "metadata": {"task": "chat"}},
-    {"prompt": "1+1=", "metadata": {"task": "maths"}},
-    {"prompt": "what is the air speed", "metadata": {"task": "chat"}},
-]
-
-
-def write_job(folder: Path, model: Path, rows: list[dict[str, Any]] | None = None, **fields: Any) -> Path:
-    (folder / "in.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in (ROWS if rows is None else rows))
-    )
-    values = {
-        "model": str(model),
-        "engine": {"max_num_seqs": 2, "max_model_len": 128, "dtype": "float32"},
-        "input": {"path": "in.jsonl"},
-        "output": {"path": str(folder / "out.jsonl"), "overwrite": True},
-        "sampling": {
-            "temperature": 0.0,
-            "max_tokens": 24,
-            "ignore_eos": True,
-            "logit_bias": {"5": -1.0},
-            "stop": ["no", "x: y"],
-        },
-    }
-    (folder / "job.yaml").write_text(yaml.safe_dump(values | fields))
-    return folder / "job.yaml"
+from tests.helpers.profile_job import ROWS, SMALL, write_job
+from tests.profile.test_choice import speeds
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -252,74 +204,6 @@ def test_the_preset_of_a_plan_that_gains_nothing_is_plain_and_tells_the_interval
     text = preset_text(job, result | {"measured": [plain | speeds(50.0, 51.0), fast]})
     assert yaml.safe_load(text)["speculative"] == fast["speculative"]
     assert re.search(r"1\.40 x plain \(1\.39 to 1\.42\).* <- this plan", text)
-
-
-def test_a_ratio_lies_in_the_middle_of_its_interval_however_the_repeats_vary() -> None:
-    def timed(plan: SpeculativeConfig | None, *runs: float) -> PlanRuns:
-        stats = {"tokens": 40, "rounds": 30, "num_layers": 4, "layer_passes": 130, "prefill_layer_passes": 10}
-        outputs = [[list(range(40))] for _ in runs]
-        return PlanRuns(plan, {"all": [0]}, [{"all": 40 / speed} for speed in runs], outputs, stats)
-
-    plan = build(SpeculativeConfig, {"draft": {"kind": "ngram"}, "num_draft_tokens": 2})
-    predicted = Prediction(plan, 1.3, 1.3, 1.0, 10.0, 30.0, 1.1)
-    runs = [timed(None, 32.8, 10.4, 11.1), timed(plan, 31.0, 33.5, 36.0)]
-    plain, measured = measured_plans([predicted, predicted], runs, 4)
-    low, high = measured["ratio_interval"]
-    assert measured["ratio_to_plain"] == pytest.approx((low * high) ** 0.5)
-    assert measured["ratio_to_plain"] == measured["tokens_per_s"] / plain["tokens_per_s"]
-
-
-def speeds(*runs: float) -> dict[str, Any]:
-    return {"tokens_per_s": statistics.geometric_mean(runs), "tokens_per_s_runs": list(runs)}
-
-
-def made_up(plan: dict[str, Any] | None, gains: float, *runs: float) -> dict[str, Any]:
-    full = (
-        None if plan is None else build(SpeculativeConfig, {"draft": {"kind": "ngram"}, **plan}).model_dump()
-    )
-    return {"speculative": full, "plan_text": str(plan), "tokens_per_round": gains, **speeds(*runs)}
-
-
-PLAIN = made_up(None, 1.0, 10.0, 9.0, 11.0)
-NARROW, WIDE = {"num_draft_tokens": 2}, {"num_draft_tokens": 8}
-THREE = NARROW | {"check": {"layer": 5}, "num_checks": 1}
-
-
-@pytest.mark.parametrize(
-    ("others", "taken", "words"),
-    [
-        ([made_up(THREE, 1.0, 10.2, 9.2, 11.2)], None, "no other plan that was run gained"),
-        ([made_up(THREE, 1.1, 10.4, 9.0, 11.1)], None, "simplest of 2 .* of the fastest, "),
-        ([made_up(THREE, 1.6, 14.0, 12.6, 15.3)], THREE, "fastest by more than the noise"),
-        (
-            [made_up(THREE, 1.6, 14.2, 12.6, 15.3), made_up(NARROW, 1.6, 13.9, 12.7, 15.2)],
-            NARROW,
-            "simplest of 2 ",
-        ),
-        (
-            [made_up(WIDE, 1.6, 14.2, 12.6, 15.3), made_up(NARROW, 1.6, 13.9, 12.7, 15.2)],
-            NARROW,
-            "simplest of 2 ",
-        ),
-        (
-            [made_up(NARROW, 1.6, 12.0, 10.8, 13.2), made_up(WIDE, 1.6, 14.0, 12.6, 15.4)],
-            WIDE,
-            "fastest by more than the noise",
-        ),
-    ],
-)
-def test_of_plans_that_the_repeats_do_not_tell_apart_the_simplest_is_taken(
-    others: list[dict[str, Any]], taken: dict[str, Any] | None, words: str
-) -> None:
-    for measured in ([PLAIN, *others], [PLAIN, *reversed(others)]):
-        chosen, reason = choose(measured)
-        assert chosen["plan_text"] == str(taken) and re.search(words, reason), reason
-
-
-def test_a_single_repeat_gives_the_fastest_that_gains_and_says_what_it_lacks() -> None:
-    runs = [made_up(None, 1.0, 10.0), made_up(NARROW, 1.0, 10.3), made_up(WIDE, 1.2, 10.1)]
-    chosen, reason = choose(runs)
-    assert chosen is runs[2] and "--repeats 3" in reason
 
 
 @pytest.mark.parametrize(
@@ -492,21 +376,6 @@ def test_the_jobs_draft_model_is_profiled(
     assert "A draft model's own layers are left out" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("given", "of_job", "taken"), [(None, 24, 24), (5, 24, 5), (None, None, 128)])
-def test_answers_are_as_long_as_the_jobs_unless_told_otherwise(
-    tiny_path: Path,
-    tmp_path: Path,
-    given: int | None,
-    of_job: int | None,
-    taken: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(profile_run.Session, "profile", lambda self, *args, **fields: {})
-    job = load_job(write_job(tmp_path, tiny_path, sampling={"max_tokens": of_job}))
-    result = run_profile(job, ProfileOptions(max_tokens=given), progress=False)
-    assert result["options"]["max_tokens"] == taken
-
-
 def test_default_layers_lie_inside_of_any_model() -> None:
     assert (
         default_layers(30) == [2, 4, 5, 8, 10, 15, 20]
@@ -549,84 +418,6 @@ def test_shipped_exits_have_no_path(tiny_decoder: Decoder) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["--write-preset", "{folder}/taken.yaml"], ["--write-preset", "taken.yaml exists", "--overwrite"]),
-        (["--write-preset", "{folder}"], ["--write-preset", "not a regular file"]),
-        (["--json", "{folder}"], ["--json", "not a regular file", "choose another path"]),
-        (["--json", "{folder}/taken.yaml/x.json"], ["--json", "cannot write to", "taken.yaml"]),
-        (["--json", "{folder}/a", "--write-preset", "{folder}/a"], ["--json and --write-preset both name"]),
-        (["--plots", "{folder}/taken.yaml"], ["--plots", "cannot write to"]),
-        (["--exits", "{folder}"], ["--exits", "holds no exits"]),
-        (["--max-drafts", "6"], ["max_drafts=6", "max_window=6", "to 5"]),
-        (["--max-drafts", "0"], ["max_drafts", "at least 1", "got 0"]),
-        (["--batch-size", "0"], ["batch_size", "got 0"]),
-        (["--top", "0"], ["top", "got 0"]),
-        (["--drafters", "exit", "exits"], ["drafters", "exits"]),
-        (["--drafters", "model"], ["drafters: 'model' needs a draft model", "speculative.draft.path"]),
-        (
-            ["--set", "speculative.draft.kind=model", "speculative.draft.path={folder}/none"],
-            ["speculative.draft.path", "none"],
-        ),
-        (["--limit", "0"], ["input.limit", "got 0"]),
-        (["--repeats", "0"], ["repeats", "must be at least 1", "got 0"]),
-        (["--max-tokens", "0"], ["max_tokens", "must be at least 1", "got 0"]),
-        (["--set", "input.path={folder}/empty.jsonl"], ["empty.jsonl has no rows"]),
-        (["--max-window", "2", "--max-drafts", "1", "--drafters", "tree"], ["no plan of tree fits", "=2"]),
-        (["--set", "speculative.draft.layer=99"], ["draft.layer=99", "9"]),
-        (
-            ["--set", "speculative.draft.layer=2", "speculative.check.layer=99"],
-            ["check.layer=99", "9"],
-        ),
-        (["--max-window", "128"], ["max_window=128", "max_model_len=128", "engine.max_model_len"]),
-        (["--set", "speculative.draft.kind=adapter", "speculative.draft.layer=2"], ["hispec train", "path"]),
-        (
-            ["--set", "input.path={folder}/bad.jsonl"],
-            ["a measurement needs input without errors", "line 2", "line 3"],
-        ),
-        (
-            ["--set", "input.path={folder}/long.jsonl"],
-            ["prompt 1: the prompt has 200 tokens", "prompt 2: the prompt is empty"],
-        ),
-    ],
-)
-def test_bad_input_is_one_message_before_anything_is_measured(
-    tiny_path: Path,
-    tmp_path: Path,
-    arguments: list[str],
-    parts: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("HISPEC_DEBUG", raising=False)
-    monkeypatch.setattr(profile_run, "warm_up", lambda *args: pytest.fail("the model was run"))
-    job = write_job(tmp_path, tiny_path)
-    (tmp_path / "taken.yaml").write_text("mine")
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{\n{}\n')
-    (tmp_path / "long.jsonl").write_text(
-        "\n".join(json.dumps({"prompt": "a" * length}) for length in (3, 200, 0))
-    )
-    before = sorted(tmp_path.iterdir())
-    assert (
-        main(["profile", str(job), *SMALL, *(argument.format(folder=tmp_path) for argument in arguments)])
-        == 2
-    )
-    out, err = capsys.readouterr()
-    assert err.startswith("hispec: ") and "Traceback" not in err and out == ""
-    assert all(part in err for part in parts), err
-    assert (tmp_path / "taken.yaml").read_text() == "mine" and sorted(tmp_path.iterdir()) == before
-
-
-def test_plots_without_matplotlib_say_what_to_install(
-    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["profile", str(write_job(tmp_path, tiny_path)), "--plots", str(tmp_path / "plots")]) == 2
-    assert "pip install '.[plots]' in a checkout" in capsys.readouterr().err
-
-
 def test_an_interrupt_leaves_no_file(
     tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -654,25 +445,3 @@ def test_an_interrupt_leaves_no_file(
         "Nothing was written; the same command starts again" in capsys.readouterr().err
         and sorted(tmp_path.iterdir()) == before
     )
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "preset.yaml"
-    write_atomically(path, b"old")
-
-    def fail(self: Path, content: bytes) -> None:
-        with self.open("wb") as file:
-            file.write(content[:1])
-        raise error
-
-    for error in (KeyboardInterrupt(), OSError(28, "No space left on device")):
-        for place, name, broken in (
-            (Path, "write_bytes", fail),
-            (os, "replace", lambda draft, path: fail(draft, b"n")),
-        ):
-            with monkeypatch.context() as patch, pytest.raises(type(error)):
-                patch.setattr(place, name, broken)
-                write_atomically(path, b"new")
-        assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
-    write_atomically(path, b"new")
-    assert path.read_bytes() == b"new"

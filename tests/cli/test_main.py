@@ -1,0 +1,174 @@
+"""The command line: what goes to which stream, exit codes, errors without tracebacks, and a quick --help."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ee_models.errors import CheckpointError
+from hispec import __version__
+from hispec.cli import main
+from tests.helpers.command import ENVIRONMENT, SLOW_RUN
+from tests.helpers.fake_llm import FakeLLM
+
+
+def test_help_needs_no_heavy_import() -> None:
+    code = (
+        "import sys; from hispec.cli import main\ntry: main(['--help'])\nfinally: print({'torch',"
+        " 'transformers', 'pydantic', 'rich'} & sys.modules.keys())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.rstrip().endswith("set()")
+    assert all(command in run.stdout for command in ("run", "generate", "bench", "fetch"))
+
+
+def test_python_m_hispec_is_the_command() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "hispec", "--version"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout == f"hispec {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--set", "engine.blocksize=4"], "did you mean 'block_size'?"),
+        (["--set", "input.path=nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--set", "output.path=/dev/null"], "not a regular file"),
+    ],
+)
+def test_a_users_error_is_a_message_and_exit_code_2(
+    job: Path, arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(job), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("hispec: ") and part in err and "Traceback" not in err and out == ""
+
+
+@pytest.mark.parametrize(
+    "error", [CheckpointError("no config.json in x"), PermissionError(13, "Permission denied", "x")]
+)
+def test_errors_of_the_model_are_the_users_too(
+    job: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **fields: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(FakeLLM, "__init__", fail)
+    assert main(["run", str(job)]) == 2
+    assert capsys.readouterr().err.strip() == f"hispec: {error}"
+    monkeypatch.setenv("HISPEC_DEBUG", "1")
+    with pytest.raises(type(error)):
+        main(["run", str(job)])
+
+
+def test_a_bug_keeps_its_traceback(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLLM, "step", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["run", str(job)])
+
+
+def test_fetch_prints_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+    monkeypatch.setattr(
+        "hispec.loading.fetch.fetch", lambda name, force: (calls.append((name, force)), tmp_path)[1]
+    )
+    assert main(["fetch", "smollm2", "--force"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}\n" and calls == [("smollm2", True)]
+
+
+def test_fetch_of_an_unknown_model_is_a_users_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", "smollm"]) == 2
+    assert "did you mean 'smollm2'?" in capsys.readouterr().err
+
+
+def test_ctrl_c_anywhere_is_a_message_and_exit_code_130(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*args: Any, **fields: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeLLM, "stream", interrupt)
+    assert main(["generate", "--model", "fake", "hello"]) == 130
+    monkeypatch.setattr(FakeLLM, "__init__", interrupt)
+    assert main(["run", str(job)]) == 130
+    assert main(["bench", str(job)]) == 2  # the bad row comes first
+    assert main(["bench", str(job), "--limit", "5"]) == 130
+    monkeypatch.setattr("hispec.loading.fetch.fetch", interrupt)
+    assert main(["fetch", "smollm2"]) == 130
+    error = capsys.readouterr().err
+    assert error.count("Interrupted") == 4
+    assert "Interrupted. No row was run; give the same command again" in error
+    assert "Interrupted. Nothing of it is kept; the same command starts again" in error
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SLOW_RUN, "generate", "--model", "fake", "--max-tokens", "9", "hello"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=30) == 141
+
+
+def test_env_says_what_a_bug_report_needs_and_nothing_private(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HISPEC_CACHE", "/home/somebody/cache")
+    monkeypatch.setenv("HISPEC_API_KEY", "secret")
+    monkeypatch.setattr("hispec.utils.bug_report.free_memory_bytes", lambda: 1 / 0)
+    assert main(["env", "--json"]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert found["hispec"] == __version__ and found["packages"]["torch"] != "missing"
+    assert found["cache"] == "~/cache" and found["memory"].startswith("not found out: ZeroDivisionError")
+    assert "somebody" not in text and "secret" not in text
+    assert main(["env"]) == 0
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) == len(found) and "torch " in printed
+
+
+def test_serve_checks_its_settings_before_it_loads_a_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for arguments, words in (
+            ([], "model"),
+            (["m", "--port", "70000"], "serve.port"),
+            (["m", "--max-requests", "0"], "serve.max_requests"),
+            (["m", "--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid:8000"),
+            (["m", "--port", port], f"cannot listen at 127.0.0.1:{port}.*choose another --port"),
+            (["m", "--set", "engine.max_num_seqs=0"], "engine.max_num_seqs"),
+        ):
+            assert main(["serve", *arguments]) == 2
+            assert re.search(words, capsys.readouterr().err)
+    assert not FakeLLM.instances
+    seen: list[Any] = []
+    monkeypatch.setattr("hispec.serving.run.serve", lambda _, *given: seen.append(given[:2]))
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("model: m\nengine: {max_num_seqs: 3}\nsampling: {temperature: 0.5}\n")
+    monkeypatch.setenv("HISPEC_API_KEY", "secret")
+    assert main(["serve", "--preset", str(preset), "--port", "0", "--name", "mine"]) == 0
+    assert main(["serve", "m"]) == 0
+    (config, sampling), (_, model_defaults) = seen
+    assert (config.name, config.api_key, config.host) == ("mine", "secret", "127.0.0.1")
+    assert sampling == {"temperature": 0.5} and model_defaults is None
