@@ -48,8 +48,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         from ..jobs.dry_run import dry_run, print_dry_run
 
-        print_dry_run(dry_run(job, progress=not options.no_progress))
-        return OK
+        found = dry_run(job, progress=not options.no_progress)
+        print_dry_run(found)
+        return ALL_FAILED if found.all_failed else OK
     try:
         report = run_job(job, progress=not options.no_progress)
     except KeyboardInterrupt as interrupt:

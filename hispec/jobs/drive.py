@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections import Counter
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from ..config import EngineConfig
-from ..errors import RequestError, cut
+from ..errors import RequestError
 from ..utils.environment import watch_others
 from .output import Outcome, RowError
+from .reasons import Reasons
 from .rows import BadRow, Row, read_rows
 from .schema import Job
 
@@ -26,47 +26,53 @@ REQUESTS_PER_ROW = 4  # requests in the engine per row of its batch: enough that
 RESULTS_WAITING_PER_ROW = 64  # results that may wait in memory for those of slower earlier prompts
 WARM_UP_ROWS = 8
 SECONDS_BETWEEN_RATES = 0.5  # that the bar shows: asking the engine for its counts takes time
-MOST_REASONS = 1000  # different reasons of errors that are counted: there may be millions of rows
-MOST_REASON = 200  # characters of each
-_LINE = re.compile(r"^(?:[^:]+, )?line \d+: ")
 
 
 @dataclass
 class Timed:
-    """One timed pass over the rows."""
+    """One timed pass over the rows.
+
+    ttft_s, tpot_s  of each output, in seconds (docs/metrics.md)
+    num_full        rows with an output that max_model_len ended
+    others          cores that other programs kept busy meanwhile
+    """
 
     seconds: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     num_results: int = 0
-    num_errors: int = 0
-    num_full: int = 0  # rows with an output that max_model_len ended
-    reasons: Counter[str] = field(default_factory=Counter)  # of errors
-    others: float | None = None  # cores that other programs kept busy meanwhile
+    num_full: int = 0
+    ttft_s: array[float] = field(default_factory=lambda: array("d"))
+    tpot_s: array[float] = field(default_factory=lambda: array("d"))
+    reasons: Reasons = field(default_factory=Reasons)
+    others: float | None = None
 
-    def count(self, outcome: Outcome, seconds: float) -> None:
+    @property
+    def num_errors(self) -> int:
+        return self.reasons.total
+
+    def count(self, row: Row | BadRow, outcome: Outcome, seconds: float) -> None:
         """Adds a row that ended `seconds` after the start."""
         self.seconds = seconds
+        if isinstance(row, BadRow):
+            self.reasons.add(row, row.problem)
+            return
         if isinstance(outcome, RowError) or outcome.error is not None:
-            self.num_errors += 1
-            reason = outcome.message if isinstance(outcome, RowError) else outcome.error
-            reason = reason_of(reason or "")
-            if reason in self.reasons or len(self.reasons) < MOST_REASONS:
-                self.reasons[reason] += 1
+            self.reasons.add(row, outcome.message if isinstance(outcome, RowError) else outcome.error or "")
             return
         self.num_results += 1
         self.num_full += any(output.is_full for output in outcome.outputs)
         self.prompt_tokens += len(outcome.prompt_token_ids)
         self.completion_tokens += sum(len(output.token_ids) for output in outcome.outputs)
+        for metrics in (output.metrics for output in outcome.outputs):
+            if metrics is not None and metrics.ttft_s is not None:
+                self.ttft_s.append(metrics.ttft_s)
+            if metrics is not None and metrics.tpot_s is not None:
+                self.tpot_s.append(metrics.tpot_s)
 
     @property
     def tokens_per_s(self) -> float:
         return self.completion_tokens / self.seconds if self.seconds else 0.0
-
-
-def reason_of(message: str) -> str:
-    """What many messages have in common, for counting them: without the line."""
-    return cut(_LINE.sub("", message), MOST_REASON)
 
 
 def drive(
@@ -91,7 +97,7 @@ def drive(
 
     def end(row: Row | BadRow, outcome: Outcome) -> None:
         finish(row, outcome)
-        timed.count(outcome, time.perf_counter() - started)
+        timed.count(row, outcome, time.perf_counter() - started)
         nonlocal shown_at
         if not bar.disable and timed.seconds >= shown_at:
             shown_at = timed.seconds + SECONDS_BETWEEN_RATES
@@ -116,6 +122,8 @@ def drive(
                 running[row.request_id] = row
             except RequestError as error:
                 end(row, RowError("refused", str(error).removeprefix(f"{row.request_id}: ")))
+    if not bar.disable and timed.seconds:  # else the last lines would be of before the last rows
+        bar.set_postfix_str(_progress(llm, timed), refresh=False)
     if llm.num_workers == 1:  # else workers would count among the others
         timed.others = others()
 

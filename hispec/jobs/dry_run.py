@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -13,8 +12,9 @@ from tqdm import tqdm
 from ..errors import RequestError
 from ..outputs import RequestOutput
 from ..utils.console import count, make_bar, make_console, make_table
-from .drive import MOST_REASONS, Timed, drive, reason_of, warm_up
+from .drive import Timed, drive, warm_up
 from .output import Outcome, check_output, find_before, output_row
+from .reasons import Reasons
 from .resume import find_work
 from .rows import BadRow, Row, read_rows
 from .schema import Job
@@ -28,7 +28,7 @@ SAMPLE_S = 20.0  # seconds that the sample may take
 @dataclass
 class DryRun:
     """num_rows, num_done    of the input; done before
-    reasons        of rows that cannot be served, with their numbers
+    reasons        of rows that cannot be served
     num_good       rows that would be done, with prompt_tokens and, at most, max_tokens in all, but for
                    num_unlimited of them, which may fill the context
     sample         rows that were done to measure, of prompts sample_prompt_tokens long in all
@@ -40,7 +40,7 @@ class DryRun:
     job: Job
     num_rows: int
     num_done: int
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: Reasons = field(default_factory=Reasons)
     num_good: int = 0
     prompt_tokens: int = 0
     max_tokens: int = 0
@@ -49,6 +49,11 @@ class DryRun:
     seconds: float | None = None
     output_bytes: float | None = None
     memory: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether none of the rows that are left can be served."""
+        return self.reasons.total > 0 and self.num_good == 0
 
 
 def dry_run(job: Job, *, progress: bool = True) -> DryRun:
@@ -74,11 +79,11 @@ def _sample(llm: LLM, job: Job, found: DryRun, done: bytearray, progress: bool) 
     with make_bar(found.num_rows, "checking", "row", progress, initial=found.num_done) as bar:
         for row in read_rows(job, job.input, done):
             bar.update()
-            reason = reason_of(row.message) if isinstance(row, BadRow) else _refusal(llm, row, found)
-            if reason is not None or isinstance(row, BadRow):
-                reason = reason or ""
-                if reason in found.reasons or len(found.reasons) < MOST_REASONS:
-                    found.reasons[reason] += 1
+            if isinstance(row, BadRow):
+                found.reasons.add(row, row.problem)
+                continue
+            if (refusal := _refusal(llm, row, found)) is not None:
+                found.reasons.add(row, refusal)
                 continue
             if seen % step == 0:
                 sample.append(row)
@@ -94,7 +99,7 @@ def _refusal(llm: LLM, row: Row, found: DryRun) -> str | None:
         num_prompt = len(llm.encode(row.prompt, chat=row.is_chat))
         llm.add(row.prompt, row.sampling, row.request_id, chat=row.is_chat)
     except RequestError as error:
-        return reason_of(str(error).removeprefix(f"{row.request_id}: "))
+        return str(error).removeprefix(f"{row.request_id}: ")
     llm.abort(row.request_id)
     found.num_good += 1
     found.prompt_tokens += num_prompt
@@ -151,13 +156,12 @@ def print_dry_run(found: DryRun, file: IO[str] | None = None) -> None:
     table = make_table("")
     table.show_header = False
     table.add_column(overflow="fold")
-    num_bad = sum(found.reasons.values())
     lines = {
-        "rows": f"{found.num_rows}: {found.num_good} to do, {num_bad} that cannot be served,"
+        "rows": f"{found.num_rows}: {found.num_good} to do, {found.reasons.total} that cannot be served,"
         f" {found.num_done} done before"
     }
-    if found.reasons:
-        lines["errors"] = "\n".join(f"{rows} × {reason}" for reason, rows in found.reasons.most_common(5))
+    if found.reasons.total:
+        lines["errors"] = "\n".join(found.reasons.lines(5))
     if found.num_good:
         lines["tokens"] = f"{found.prompt_tokens} in prompts, at most {found.max_tokens} new"
         if found.num_unlimited:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import IO, Any
 
+import numpy as np
 from rich.console import Console
 
 from ..config import SpeculativeConfig
 from ..errors import build
-from ..metrics.histogram import quantile
 from ..utils.console import count, make_console, make_table, number, percent, print_if_busy
 from ..utils.environment import OTHERS_SHARE, hardware_text
 from .bench import plans_of
@@ -52,12 +52,14 @@ def _job_lines(report: JobReport) -> dict[str, str]:
     if report.stats:
         lines["plan"] = plan_text(job.speculative, report.stats["num_layers"])
         lines["hardware"] = hardware_text(report.environment)
-    done_before = f", {report.resumed} done before" if report.resumed else ""
-    lines["rows"] = (
-        f"{report.num_rows}: {timed.num_results} with outputs, {timed.num_errors} with errors{done_before}"
-    )
-    if timed.reasons:
-        lines["errors"] = _reasons(timed)
+    rows = f"{timed.num_results} with outputs, {timed.num_errors} with errors"
+    if report.resumed == report.num_rows:
+        rows = "all done before; --new starts anew"
+    elif report.resumed:
+        rows += f", {report.resumed} done before"
+    lines["rows"] = f"{report.num_rows}: {rows}"
+    if timed.num_errors:
+        lines["errors"] = "\n".join(timed.reasons.lines(3))
     if timed.num_full:
         lines["cut short"] = (
             f"{count(timed.num_full, 'row')} filled max_model_len and ended there (stop_reason)"
@@ -67,7 +69,7 @@ def _job_lines(report: JobReport) -> dict[str, str]:
             f"{timed.prompt_tokens} in prompts, {timed.completion_tokens} new, in {timed.seconds:.1f} s"
         )
         lines["tokens/s"] = f"{timed.tokens_per_s:.1f}"
-        if latency := _latency(report.stats):
+        if latency := _latency(timed):
             lines["latency"] = latency
     if (compared := report.comparison) is not None:
         plain = compared.plain.tokens_per_s
@@ -86,23 +88,14 @@ def _job_lines(report: JobReport) -> dict[str, str]:
     return lines | {"output": place}
 
 
-def _latency(stats: dict[str, Any]) -> str:
-    """Medians and 99th percentiles, from buckets; "" without any."""
+def _latency(timed: Timed) -> str:
+    """Medians and 99th percentiles; "" without any."""
     parts = []
-    for name, words in (("ttft_s", "to the first token"), ("tpot_s", "per token after it")):
-        if name in stats and (middle := quantile(name, stats[name], 0.5)) is not None:
-            most = quantile(name, stats[name], 0.99)
+    for seconds, words in ((timed.ttft_s, "to the first token"), (timed.tpot_s, "per token after it")):
+        if seconds:
+            middle, most = np.quantile(seconds, (0.5, 0.99))
             parts.append(f"{middle:.3g} s {words} (median; p99 {most:.3g} s)")
     return ", ".join(parts)
-
-
-def _reasons(timed: Timed, most: int = 3) -> str:
-    """The most frequent reasons of errors, one in a line."""
-    first = timed.reasons.most_common(most)
-    lines = [f"{rows} × {' '.join(reason.split())}" for reason, rows in first]
-    if rest := timed.num_errors - sum(rows for _, rows in first):
-        lines.append(f"{rest} × other reasons")
-    return "\n".join(lines)
 
 
 def _rate_lines(rates: Rates, num_layers: int) -> dict[str, str]:

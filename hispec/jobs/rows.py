@@ -72,10 +72,12 @@ class InputLine(Settings):
 
 @dataclass(frozen=True)
 class Row:
-    """A valid row. `index` counts rows from 0; `line` counts lines of its file from 1, blank ones too."""
+    """A valid row. `index` counts rows from 0; `line` counts lines of its file from 1, blank ones too;
+    `where` names the file too, where the input has several."""
 
     index: int
     line: int
+    where: str
     content_hash: str
     input: InputLine
     sampling: SamplingParams
@@ -106,9 +108,15 @@ class BadRow:
 
     index: int
     line: int
+    where: str
     content_hash: str
-    message: str
+    problem: str
     id: str | int | None = None
+
+    @property
+    def message(self) -> str:
+        """Where it is, and its problem."""
+        return cut(f"{self.where}: {self.problem}", _MAX_MESSAGE_LEN)
 
     @property
     def is_chat(self) -> bool:
@@ -198,9 +206,9 @@ def parse_row(job: RunConfig, config: InputConfig, index: int, record: Record) -
         content = build(InputLine, values)
         sampling = _row_sampling(job, index, content.sampling)
     except ConfigError as error:
-        message = cut(f"{record.where}: {error}", _MAX_MESSAGE_LEN)
-        return BadRow(index, record.line, identity.content_hash, message, identity.id)
-    return Row(index, record.line, identity.content_hash, content, sampling)
+        problem = cut(str(error), _MAX_MESSAGE_LEN)
+        return BadRow(index, record.line, record.where, identity.content_hash, problem, identity.id)
+    return Row(index, record.line, record.where, identity.content_hash, content, sampling)
 
 
 def _row_sampling(job: RunConfig, index: int, overrides: dict[str, Any]) -> SamplingParams:

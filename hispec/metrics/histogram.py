@@ -45,20 +45,6 @@ def mean(histogram: Mapping[str, Any]) -> float | None:
     return histogram["sum"] / count if count else None
 
 
-def quantile(name: str, histogram: Mapping[str, Any], share: float) -> float | None:
-    """The value that `share` of all do not exceed, as if values were spread evenly over their bucket; the
-    last bound for what is above it. None for no values."""
-    bounds, counts = BY_NAME[name].bounds, histogram["counts"]
-    wanted, below, low = share * sum(counts), 0, 0.0
-    if not any(counts):
-        return None
-    for bound, count in zip(bounds, counts[:-1], strict=True):
-        if count and below + count >= wanted:
-            return low + (bound - low) * max(0.0, wanted - below) / count
-        below, low = below + count, bound
-    return bounds[-1]
-
-
 def length_histogram(counts: Sequence[int]) -> dict[str, Any]:
     """accept_length_histogram, [i] = rounds of a row that committed i tokens, in buckets."""
     histogram = Histogram("accept_length_histogram")

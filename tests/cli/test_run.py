@@ -54,7 +54,7 @@ def test_a_resumed_complete_job_says_so_without_the_model(
     assert main(["run", str(job)]) == 0
     FakeLLM.instances.clear()
     assert main(["run", str(job), "--set", "output.resume=true"]) == 0
-    assert "6 done before" in capsys.readouterr().out and not FakeLLM.instances
+    assert "6: all done before" in capsys.readouterr().out and not FakeLLM.instances
 
 
 def test_a_job_whose_rows_all_fail_exits_with_1_and_says_why(
@@ -65,9 +65,9 @@ def test_a_job_whose_rows_all_fail_exits_with_1_and_says_why(
     assert main(["run", str(job), "--set", *SPECULATIVE, "output.compare_plain=true"]) == 1
     out = capsys.readouterr().out
     assert re.findall(r"\d × .*?(?= *$)", out, re.MULTILINE) == [
-        "3 × a row needs exactly one of prompt, prompt_token_ids and messages, got none",
-        "2 × the prompt is empty: give at least one token",
-        "1 × not valid JSON: Expecting property name enclosed in double quotes, at character 2",
+        "3 × a row needs exactly one of prompt, prompt_token_ids and messages, got none (first in line 4)",
+        "2 × the prompt is empty: give at least one token (first in line 2)",
+        "1 × not valid JSON: Expecting property name enclosed in double quotes, at character 2 (line 1)",
         "2 × other reasons",
     ]
     assert not any(word in out for word in ("nan", "tokens/s", "× plain"))

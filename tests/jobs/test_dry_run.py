@@ -35,7 +35,9 @@ def test_rows_tokens_time_and_memory_are_told_and_nothing_is_written(tmp_path: P
     good = [*(line["prompt"] for line in prompts(20)), "a"]
     assert (found.num_rows, found.num_good, found.num_done) == (23, 21, 0)
     assert found.prompt_tokens == sum(map(len, good)) and found.max_tokens == 22 * 40
-    assert sum(found.reasons.values()) == 2 and any("the prompt is empty" in why for why in found.reasons)
+    broken, empty = found.reasons.lines(5)
+    assert found.reasons.total == 2 and "not valid JSON" in broken and broken.endswith("(line 21)")
+    assert empty == "1 × the prompt is empty: give at least one token (line 22)"
     assert found.sample.num_results == 4  # as many as run together
     assert found.seconds is not None and found.output_bytes is not None
     assert found.seconds == pytest.approx(found.sample.seconds / 4 * 21)
@@ -93,6 +95,9 @@ def test_the_flags_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["run", job, "--dry-run", "--no-progress"]) == 0
     assert "5: 4 to do, 1 that cannot be served" in capsys.readouterr().out
     assert main(["run", job, "--no-progress"]) == 0
+    assert main(["run", job, "--no-progress", "--dry-run", "--new"]) == 0
+    assert main(["run", write_job(tmp_path, [{"prompt": ""}]), "--no-progress", "--dry-run", "--new"]) == 1
+    job = write_job(tmp_path, [*prompts(4), {"prompt": ""}])
     assert main(["run", job, "--no-progress", "--set", "sampling.max_tokens=3"]) == 2
     assert "sampling.max_tokens was not set and is 3" in capsys.readouterr().err
     assert main(["run", job, "--no-progress", "--set", "sampling.max_tokens=3", "--only-missing"]) == 0
