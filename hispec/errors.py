@@ -72,9 +72,10 @@ def closed(call: str) -> ClosedError:
     return ClosedError(f"{call}(): this {name} was closed and its KV memory released; make a new {name}")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the known name closest to `name`, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+def nearest(name: str, known: Iterable[str], likeness: float = 0.5) -> str:
+    """` (did you mean 'x'?)` for the known name closest to `name`, or an empty string. likeness: that it must
+    have at least, of 1."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -125,11 +126,11 @@ def _lines(model: type[BaseModel], error: ValidationError, where: str) -> Iterat
         path = ".".join(parts + [cut(str(part)) for part in problem["loc"][: -2 if is_key else None]])
         kind, limits = problem["type"], problem.get("ctx", {})
         if kind == "extra_forbidden":
-            known = _fields_at(model, problem["loc"][:-1])
-            yield (
-                f"{path}: unknown setting{nearest(str(problem['loc'][-1]), known)}; known here:"
-                f" {', '.join(known)}"
-            )
+            known, name = _fields_at(model, problem["loc"][:-1]), str(problem["loc"][-1])
+            elsewhere = " or ".join(repr(".".join([*parts, *place])) for place in _places(model, name))
+            hint = nearest(name, known, 0.8)  # a slip of the pen; else a setting in the wrong place
+            hint = hint or (f" (did you mean {elsewhere}?)" if elsewhere else nearest(name, known))
+            yield f"{path}: unknown setting{hint}; known here: {', '.join(known)}"
         elif kind == "missing":
             yield f"{path}: required, but not given"
         elif kind == "value_error":
@@ -159,6 +160,19 @@ def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
             break
         model = nested
     return list(model.model_fields)
+
+
+def _places(model: type[BaseModel], name: str, most: int = 3) -> list[list[str]]:
+    """Where inside of `model` fields of this name are, those that lie higher first."""
+    found: list[list[str]] = []
+    waiting: list[tuple[list[str], type[BaseModel]]] = [([], model)]
+    while waiting and len(found) < most:
+        place, inner = waiting.pop(0)
+        found += [[*place, name]] if name in inner.model_fields else []
+        for field_name, field in inner.model_fields.items():
+            nested = _nested_model(field.annotation)
+            waiting += [] if nested is None else [([*place, field_name], nested)]
+    return found[:most]
 
 
 def _nested_model(annotation: Any) -> type[BaseModel] | None:

@@ -242,6 +242,20 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(
     assert meant in message.split("known here: ")[1].split(", ")
 
 
+@pytest.mark.parametrize(
+    ("values", "path", "meant"),
+    [
+        ({"num_checks": 2}, "at.check.num_checks", "'at.num_checks'"),
+        ({"min_size": 2}, "at.check.min_size", "'at.draft.ngram.min_size'"),
+    ],
+)
+def test_a_setting_in_the_wrong_place_is_refused_with_its_own(
+    values: dict[str, Any], path: str, meant: str
+) -> None:
+    message = refusal(SpeculativeConfig, {"draft": DRAFT, "check": {"layer": 5} | values})
+    assert message.startswith(f"{path}: unknown setting (did you mean {meant}?); known here: kind, layer,")
+
+
 def test_a_name_like_no_other_is_refused_without_a_guess() -> None:
     message = refusal(EngineConfig, {"zzzzzz": 1})
     assert message.startswith("at.zzzzzz: unknown setting; known here: dtype, kv_cache_dtype, device, ")

@@ -18,7 +18,10 @@ _NEED_A_DRAFTER = ("check_layer", "num_draft_tokens", "num_checks")
 
 
 def add(commands: Any) -> None:
-    description = "Stream the answer to one prompt. Without --draft-layer, decoding is plain."
+    description = (
+        "Stream the answer to one prompt. Decoding is plain without a drafter: --draft-layer, --preset, or"
+        " --set speculative.draft.kind=ngram."
+    )
     generate = add_command(commands, "generate", _generate, "answer one prompt", description)
     generate.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
     generate.add_argument(

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from ..config import TRAITS, SpeculativeConfig
 from ..errors import ConfigError, Model, build, cut, shown
-from .schema import STANDARD, Job, RunConfig
+from .schema import COMPRESSED, STANDARD, Job, RunConfig
 from .uris import is_uri
 
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
@@ -25,6 +25,9 @@ _FLOAT = re.compile(
 _DRAFT = ("speculative", "draft")
 _PLAN_PATHS = ((*_DRAFT, "path"), (*_DRAFT, "ngram", "guess_path"), ("speculative", "check", "path"))
 _NULL = re.compile(r"~|null|Null|NULL|")
+# What only files for one command have at the top, and that command.
+_COMMANDS = {"input": "run", "data": "train", "systems": "simulate"}
+_ROWS = (".jsonl", ".csv", ".parquet", *COMPRESSED)
 _MOST_VALUES = 10_000  # that the aliases of a file may stand for: far above any job's, and read at once
 
 
@@ -116,7 +119,8 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), preset: str | Path
 
 
 def load_preset(path: str | Path) -> RunConfig:
-    """The preset in the file at `path`: a job without input and output."""
+    """The preset in the file at `path`: a job without input and output, whose `make_llm()` gives an LLM of
+    its model, engine, plan and scheduling, and whose `sampling` are SamplingParams. Raises ConfigError."""
     return load_settings(RunConfig, Path(path), (), _PLAN_PATHS)
 
 
@@ -161,8 +165,21 @@ def load_settings(
     try:
         return build(model, values)
     except ConfigError as error:
+        if (command := _other_command(model, values)) is not None:
+            raise ConfigError(
+                f"{path}: these are settings for another command: hispec {command} {path}"
+            ) from None
         lines = [line + _culprits(line, overrides) for line in str(error).split("\n")]
+        if {"input", "output"} <= model.model_fields.keys() - values.keys():
+            lines.append(f"a file without both is a preset, put over a job's by --preset {path}")
         raise ConfigError("\n".join([f"{path}:", *lines])) from None
+
+
+def _other_command(model: type[BaseModel], values: Mapping[str, Any]) -> str | None:
+    """The command that these settings are for, which are not those of a `model`; None if they may be."""
+    unknown = values.keys() - model.model_fields.keys()
+    commands = [command for key, command in _COMMANDS.items() if key in unknown]
+    return commands[0] if commands and len(unknown) > 1 else None
 
 
 def _culprits(problem: str, overrides: Sequence[str]) -> str:
@@ -229,6 +246,11 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
 
 def read_yaml(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     """The mapping in the file at `path`, of settings that are not checked yet. Raises ConfigError."""
+    if path.suffix.lower() in _ROWS:
+        raise ConfigError(
+            f"{path}: a file of rows, not of settings; a job names it, such as `hispec run"
+            f" configs/quickstart.yaml --set input.path={path}`"
+        )
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:

