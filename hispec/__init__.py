@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .config import EngineConfig, SpeculativeConfig
     from .engine import Engine
     from .errors import ClosedError, ConfigError, HiSpecError, RequestError
+    from .jobs.load import load_preset
     from .llm import LLM
     from .outputs import CompletionOutput, ContinuationScore, Delta, RequestOutput
     from .sampling_params import SamplingParams
@@ -31,6 +32,7 @@ _MODULE_OF = {
     "ClosedError": "errors",
     "ConfigError": "errors",
     "RequestError": "errors",
+    "load_preset": "jobs.load",
 }
 __all__ = [
     "LLM",
@@ -47,6 +49,7 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "__version__",
+    "load_preset",
 ]
 
 
