@@ -6,7 +6,7 @@ reaches.
 The target's own greedy answers to the job's prompts are recorded with what every exit and prompt lookup say
 at each place, and the rounds of every plan are counted over them (`hispec.profile`), batch 1. A pass costs
 what it reads: its layers and its head, as shares of the model's weights, whatever its width. That is a GPU at
-a small batch, and the model of docs/performance.md's last section. With --profile, passes cost what `hispec
+a small batch. With --profile, passes cost what `hispec
 profile --json` measured on its machine instead.
 
 The last table makes a check exit better than it is: at a random share of the places where it is wrong it is

@@ -28,7 +28,7 @@ class Linear:
     free_tokens     tokens that cost no more than one does, since the weights are read for it anyway
     pair_ms         of one position that attends to another: several positions of a row read its context once,
                     but each computes with it. SmartSpec has neither this nor free tokens; on a CPU the error
-                    is a third with both of what it is without (docs/performance.md)
+                    is a third with both of what it is without
     """
 
     constant_ms: float = 0.0
