@@ -10,10 +10,11 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import types
 from numba.np.numpy_support import carray, from_dtype
 
 from .attention.numba_pages import CALL, NO_PATH, attend_units, cut_by, cut_units
+from .kernel_cache import cfunc, njit
 from .kernels import numba_gemm, numba_narrow
 from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
 from .kernels.numba_scan import scan_row

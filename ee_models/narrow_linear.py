@@ -6,10 +6,11 @@ import ctypes
 from typing import Any, Literal
 
 import numpy as np
-from numba import cfunc, types
+from numba import types
 from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor, uint8
 
+from .kernel_cache import cfunc
 from .kernels.numba_narrow import bytes_per_token, look_ahead, multiply, pack, split_tokens
 from .kernels.numba_tiles import can_multiply
 from .kernels.threads import KernelThreads, address_of, take

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, types
+from numba import types
 from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor
 
+from .kernel_cache import cfunc
 from .kernels.numba_gemm import multiply, pack, pad_bias
 from .kernels.threads import KernelThreads, address_of, take
 from .linear import num_bytes

@@ -21,13 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, njit, types
+from numba import types
 from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor
 
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
+from ..kernel_cache import cfunc, njit
 from ..kernels import numba_tiles as tiles
 from ..kernels.cpu import size_of_numbers
 from ..kernels.numba_math import ONE

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
+from ..kernel_cache import njit
 from ..kernels.numba_tiles import COLUMNS, GROUP, HAS_TILES, multiply_block
 from ..kernels.numba_tiles import TILE as ROWS_OF_TILE
 from ..kernels.numba_vectors import INT, NONE, ROWS, WIDTH, copy_numbers, load, prefetch, store

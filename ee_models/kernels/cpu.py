@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from cache.paged_kv import PagedKV
 from cache.view import BatchView
 
+from ..kernel_cache import njit
 from . import QkNorms
 from .numba_math import ONE, exp32
 from .numba_vectors import copy_numbers, sum_of_squares

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
+from ..kernel_cache import njit
 from .numba_vectors import (
     INT,
     NONE,

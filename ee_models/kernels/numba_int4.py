@@ -18,12 +18,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
+from ..kernel_cache import njit
 from . import numba_int8
 from .numba_int8 import COLUMNS, ROUNDS, WHOLE
 from .numba_vectors import (

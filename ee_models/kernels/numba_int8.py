@@ -23,12 +23,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
+from ..kernel_cache import njit
 from .numba_vectors import (
     FLOAT,
     INT,

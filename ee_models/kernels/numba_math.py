@@ -14,8 +14,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from . import kernel_cache  # noqa: F401 - before any kernel is loaded
-
 _f = np.float32
 ZERO, ONE = _f(0.0), _f(1.0)
 _LOWEST, _HIGHEST, _LOG2_E = (float(_f(number)) for number in (-87.0, 88.0, 1.44269504))

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from ..kernel_cache import njit
 from . import numba_int4, numba_int8, numba_tiles
 from .numba_gemm import copy_tile
 from .numba_int8 import COLUMNS

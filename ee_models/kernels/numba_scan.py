@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
+from ..kernel_cache import njit
 from .numba_math import exp
 from .numba_vectors import FLOAT, INT, INT32, VECTOR, WIDTH, highest, load, spread
 from .threads import pointer

@@ -21,12 +21,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
+from ..kernel_cache import njit
 from .numba_gemm import copy_tile
 from .numba_vectors import INT, NONE, ROWS, WIDTH, compiles_for, copy_numbers, for_count, prefetch
 from .threads import pointer

@@ -14,8 +14,6 @@ from numba import config, types
 from numba.core import cgutils, codegen
 from numba.extending import intrinsic
 
-from . import kernel_cache  # noqa: F401 - before any kernel is loaded
-
 
 def compiles_for(feature: str) -> bool:
     """Whether numba compiles for CPUs that have `feature`, by LLVM's name: this one, unless its settings say

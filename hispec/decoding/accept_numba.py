@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
+
+from ee_models.kernel_cache import njit
 
 _NEVER = np.empty(0, np.bool_)
 

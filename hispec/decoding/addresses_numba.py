@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
+
+from ee_models.kernel_cache import njit
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -13,10 +13,11 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import types
 from numba.np.numpy_support import carray, from_dtype
 
 from ee_models.fused_kernel import PLACES
+from ee_models.kernel_cache import cfunc, njit
 from ee_models.kernels.threads import call, pointer
 
 from .accept_numba import _accept

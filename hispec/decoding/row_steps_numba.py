@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
+
+from ee_models.kernel_cache import njit
 
 _ANY = np.empty(0, np.int64)  # instead of None, so that there is one compiled form
 _NEVER = np.empty(0, np.bool_)

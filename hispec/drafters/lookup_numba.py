@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import cfunc, njit, types
+from numba import types
 from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor
 
+from ee_models.kernel_cache import cfunc, njit
 from ee_models.kernels.threads import address_of_cfunc, pointer
 
 from ..decoding.drafter import CompiledLookup

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 try:
-    from numba import njit
+    from ee_models.kernel_cache import njit
 
     _kernel = njit(cache=True)
 except ImportError:  # a machine with a GPU need not have numba: the same code, a hundred times slower

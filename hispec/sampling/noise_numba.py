@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
+
+from ee_models.kernel_cache import njit
 
 # No draw of 23 bits is above this: -log(-log(1 - 2**-24)).
 _LARGEST_DRAW = 16.7

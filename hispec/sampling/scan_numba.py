@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from ee_models.kernel_cache import njit
 from ee_models.kernels.numba_math import ZERO, exp32
 from ee_models.kernels.numba_scan import scan_row
 

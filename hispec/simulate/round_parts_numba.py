@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from ee_models.kernel_cache import njit
 
 from .row_state import RoundPlan, Rows
 from .tables import Tables

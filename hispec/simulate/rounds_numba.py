@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from ee_models.kernel_cache import njit
 
 from ..control.route_costs import (
     BARE_SLOT,

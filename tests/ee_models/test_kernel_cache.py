@@ -1,55 +1,103 @@
-"""Compiled kernels are kept between runs, dropped when they are old, and the user hears of their making."""
+"""Compiled kernels are kept between runs, made anew with any change of a source, and the user hears of it."""
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from ee_models.kernels.kernel_cache import drop_stale
+import pytest
 
+from ee_models.kernel_cache import PACKAGES, digest_of
+
+ROOT = Path(__file__).parents[2]
 COUNTS = "from ee_models.kernels.numba_narrow import count_bytes; print(count_bytes(8, 64)[0])"
 OF_A_USER = """
 import numba
-from ee_models.kernels import kernel_cache
+from ee_models import kernel_cache
 names = {}
 exec("def add(x): return x + 1", names)  # of no module
 print(numba.njit(names["add"])(1), numba.njit(lambda x: x + 1)(1))
 """
+CALLER = """
+from ee_models.kernel_cache import njit
+from hispec.callee import NUMBER
+@njit(cache=True)
+def caller():
+    return NUMBER
+"""
 
 
-def test_compiled_kernels_that_are_older_than_any_source_are_dropped(tmp_path: Path) -> None:
-    package = tmp_path / "hispec" / "sampling"
-    (package / "__pycache__").mkdir(parents=True)
-    source, old, new = package / "a.py", package / "__pycache__" / "a.nbi", package / "__pycache__" / "b.nbi"
-    for path, seconds in ((source, 2000), (old, 1000), (new, 3000)):
-        path.write_text("")
-        os.utime(path, (seconds, seconds))
-    drop_stale(tmp_path)
-    assert not old.exists() and new.exists() and source.exists()
+def test_a_digest_is_of_every_source_and_its_name(tmp_path: Path) -> None:
+    source = tmp_path / "hispec" / "sampling" / "a.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("A = 1\n")
+    digests = [digest_of(tmp_path)]
+    source.write_text("A = 2\n")
+    digests.append(digest_of(tmp_path))
+    source.rename(source.with_name("b.py"))
+    digests.append(digest_of(tmp_path))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "c.py").write_text("")
+    assert len({*digests}) == 3 and digest_of(tmp_path) == digests[-1]
 
 
-def run(code: str, cache: Path) -> tuple[str, str]:
-    """What a process with this cache prints, and says."""
+def run(code: str, folder: Path, **environment: str) -> tuple[str, str]:
+    """What a process in a folder prints, and says."""
     done = subprocess.run(
         [sys.executable, "-c", code],
+        cwd=folder,
         capture_output=True,
         text=True,
         check=True,
         timeout=300,
-        env=os.environ | {"NUMBA_CACHE_DIR": str(cache)},
+        env=os.environ | environment,
     )
     return done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("is_in_tree", [True, False])
+def test_a_kernel_is_made_anew_if_what_it_reads_has_changed(tmp_path: Path, is_in_tree: bool) -> None:
+    """Though that is another file, and older than the compiled kernel, as files are that are copied."""
+    install, cache = tmp_path / "install", tmp_path / "cache"
+    for name in PACKAGES:
+        (install / name).mkdir(parents=True)
+        (install / name / "__init__.py").write_text("")
+    source = (ROOT / "ee_models" / "kernel_cache.py").read_text(encoding="utf-8")
+    (install / "ee_models" / "kernel_cache.py").write_text(source, encoding="utf-8")
+    (install / "hispec" / "caller.py").write_text(CALLER)
+    callee, printed = install / "hispec" / "callee.py", []
+    elsewhere = {} if is_in_tree else {"NUMBA_CACHE_DIR": str(cache)}
+    own = {"PYTHONPATH": str(install), "PYTHONDONTWRITEBYTECODE": "1"} | elsewhere
+    for number in (4, 8, 8):
+        callee.write_text(f"NUMBER = {number}\n")
+        os.utime(callee, (1000, 1000))
+        printed.append(run("from hispec.caller import caller; print(caller())", install, **own))
+    assert [out for out, _ in printed] == ["4\n", "8\n", "8\n"]
+    assert ["compiling kernels" in said for _, said in printed] == [True, True, False]
+    assert any((install if is_in_tree else cache).rglob("*.nbi"))
+
+
+def test_all_kernels_are_declared_by_it() -> None:
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    declared = {"njit", "jit", "cfunc"}
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "numba" and path.name != "kernel_cache.py":
+                assert not declared & {alias.name for alias in node.names}, path
+            if isinstance(node, ast.Attribute) and node.attr in declared:
+                assert ast.unparse(node.value) == "triton", path
+
+
 def test_only_a_process_that_compiles_kernels_says_so_and_does_once(tmp_path: Path) -> None:
-    printed, said = run(COUNTS, tmp_path)
+    printed, said = run(COUNTS, ROOT, NUMBA_CACHE_DIR=str(tmp_path))
     assert printed == "2\n" and said.count("compiling kernels") == 1
-    printed, said = run(COUNTS, tmp_path)
+    printed, said = run(COUNTS, ROOT, NUMBA_CACHE_DIR=str(tmp_path))
     assert printed == "2\n" and "compiling" not in said
 
 
 def test_functions_of_others_are_no_kernels(tmp_path: Path) -> None:
-    printed, said = run(OF_A_USER, tmp_path)
+    printed, said = run(OF_A_USER, ROOT, NUMBA_CACHE_DIR=str(tmp_path))
     assert printed == "2 2\n" and "compiling" not in said
