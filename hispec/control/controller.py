@@ -162,9 +162,9 @@ class GoodputControl:
 
     def _learn(self) -> None:
         """Updates the forecaster by the observations since the last call."""
-        if self._buffer:
-            self._forecaster.learn(self._buffer, self._selected, self._round_index)
-            self._buffer = []
+        seen, self._buffer = self._buffer, []  # first: nothing is to fail again and again of one observation
+        if seen:
+            self._forecaster.learn(seen, self._selected, self._round_index)
 
     def _decide(self, numbers: Sequence[int], context_tokens: int) -> None:
         resized = self._forecast is not None and len(numbers) != self._forecast.rows

@@ -73,8 +73,8 @@ class Recorder:
         """Reports a round before it is committed. rows: requests with their rows and outcomes; seconds: nan
         if other work was timed too."""
         trace = self._open_trace
-        if trace is None and isinstance(self.control, FixedControl):
-            return
+        if not rows or (trace is None and isinstance(self.control, FixedControl)):
+            return  # without a row it tells nothing: all have ended since, or their logits are no numbers
         if flight.plan != choice.plan:  # the drafter failed, or no row could speculate
             choice = Choice(None, flight.plan)
         if choice.watches != flight.rows.watches:  # a round launched ahead of the host watches no exits

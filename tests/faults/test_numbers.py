@@ -16,13 +16,15 @@ from torch import Tensor
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from hispec import LLM
-from hispec.config import Plan
+from hispec.config import EngineConfig, Plan, SpeculativeConfig
 from hispec.decoding.row_steps import sum_of_chosen
+from hispec.engine import Engine
 from hispec.sampling.logits import Logits
 from hispec.sampling_params import SamplingParams
 from tests.faults.plans import PLANS, make
 from tests.helpers.drafters import ALL, draft_decoder, drafter_engine
 from tests.helpers.faults import run_on
+from tests.helpers.restless import flat_latency
 from tests.helpers.scripted import Script, ScriptedDecoder, true_next
 from tests.helpers.support import make_engine, random_prompts, run
 
@@ -96,6 +98,23 @@ def test_what_was_seen_is_named(seen: str, temperature: float, plan: Plan) -> No
     assert tokens == [plain[0], [], plain[1]]
     assert errors[0] is errors[2] is None
     assert f"the model's logits are {seen} after 0 output tokens" in str(errors[1])
+
+
+def test_a_controller_learns_nothing_of_it(decoder: Decoder) -> None:
+    """A request that is alone in its rounds, which then have no row to tell of."""
+    config = SpeculativeConfig(draft={"layer": 3}, control="goodput", goodput={"interval": 2})
+    engine = Engine(
+        decoder,
+        EngineConfig(max_num_seqs=2, max_model_len=128, block_size=8, num_kv_blocks=64, max_run_ms=0.0),
+        config,
+        latency=flat_latency([3]),
+    )
+    wanted = run(make_engine(decoder), PROMPTS, PARAMS)
+    with damaged(decoder, 255):
+        for _ in range(3):
+            tokens, errors = run_on(engine, [[4, 255, 6]], PARAMS)
+            assert tokens == [[]] and "logits are nan" in str(errors[0])
+    assert [run(engine, [prompt], PARAMS)[0] for prompt in PROMPTS] == wanted
 
 
 def test_rejection_sampling_notices_too(decoder: Decoder) -> None:
