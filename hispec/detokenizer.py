@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers.decoders import DecodeStream
 
@@ -34,13 +35,13 @@ class IncrementalText:
         if not piece or self._end is not None:
             return None
         self._pending.clear()
-        search_from = max(0, len(self._text) - self._held)
+        before = len(self._text)
         self._text += piece
         if not may_stop:
             return None
-        found = [
-            (place, string) for string in self._stop if (place := self._text.find(string, search_from)) >= 0
-        ]
+        # Each only where this token can have completed it: what lies before was plain text, by min_tokens.
+        places = ((self._text.find(each, max(0, before - len(each) + 1)), each) for each in self._stop)
+        found = [(place, string) for place, string in places if place >= 0]
         if not found:
             return None
         self._end, string = min(found)
@@ -69,6 +70,41 @@ def split_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], tex
         pieces.append(whole.release(final=place == len(token_ids))[:left])
         left -= len(pieces[-1])
     return pieces
+
+
+class TokenBytes:
+    """The bytes of single tokens: those of a word with the space before it, and of a character's part that
+    part alone, which no text can hold."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._added = tokenizer, frozenset(tokenizer.added_tokens_decoder)
+        decoder = tokenizer.backend_tokenizer.decoder
+        self._is_byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
+
+    def __call__(self, token_id: int) -> bytes:
+        """None of a token that the vocabulary does not have, as models have whose embedding is padded."""
+        piece: Any = self._tokenizer.convert_ids_to_tokens(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._added:
+            return str(piece).encode()
+        if self._is_byte_level:
+            return bytes(_BYTE_OF[character] for character in piece)
+        if byte := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        return str(piece).replace("\u2581", " ").encode()  # SentencePiece's sign for a space
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """{character: byte} of the vocabularies of GPT-2's kind: printable bytes stand for themselves, others for
+    the characters from 256 on, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_level_alphabet()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenPieces:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from .config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from .config.ray_cluster import RayConfig
 from .config.workers import Workers, check_workers
-from .detokenizer import IncrementalText, split_text
+from .detokenizer import IncrementalText, TokenBytes, split_text
 from .engine import Engine
 from .engine.admission import list_ids
 from .errors import ConfigError, RequestError, build, closed
@@ -99,6 +99,7 @@ class LLM:
             self.engine = one = Engine.from_pretrained(model, measure_latency=_measure_latency, **arguments)
             self.tokenizer = one.pretrained.tokenizer
             self.generation_defaults = one.pretrained.checkpoint.generation_defaults
+        self._token_bytes = None if self.tokenizer is None else TokenBytes(self.tokenizer)
         self._pending: dict[str, PendingRequest] = {}
         self._of_sequence: dict[str, PendingRequest] = {}
         self._arrived: list[Delta] = []  # from the engine, not handed on yet
@@ -278,9 +279,10 @@ class LLM:
         names them; and what weights and KV are held in. Raises ExitsError or NgramsError."""
         return self.engine.fingerprints(speculative)
 
-    def token_text(self, token_id: int) -> str:
-        """The text of a token by itself; its number if the model has no tokenizer."""
-        return str(token_id) if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token is by itself: text in UTF-8, or a part of a character's bytes; its number if the model
+        has no tokenizer."""
+        return str(token_id).encode() if self._token_bytes is None else self._token_bytes(token_id)
 
     def split_text(self, token_ids: Sequence[int], text: str) -> list[str] | None:
         """What each token added to the `text` of an output: pieces that are all of it together. None if the

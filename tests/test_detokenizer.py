@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from hispec.detokenizer import IncrementalText, split_text
+from hispec.detokenizer import IncrementalText, TokenBytes, split_text
 from tests.helpers.tiny import EOS_ID, ROLE_ID, tiny_tokenizer
 
 
@@ -189,3 +191,34 @@ def test_a_text_splits_by_its_tokens(tokenizer: PreTrainedTokenizerFast, stop: S
         place = wanted.index(stop[0])
         wanted = [*wanted[:place], ""]
     assert pieces == wanted
+
+
+def test_a_stop_string_that_was_plain_text_ends_nothing_later(tokenizer: PreTrainedTokenizerFast) -> None:
+    """min_tokens let the short one pass; it still lies where the long one could begin."""
+    text = IncrementalText(tokenizer, ["ab", "END OF ANSWER"])
+    found = [text.append(token, may_stop=at > 2) for at, token in enumerate(ids_of(tokenizer, "xab yz ab"))]
+    assert found == [None] * 8 + ["ab"] and text.release(final=True) == "xab yz "
+
+
+def test_the_bytes_of_tokens_are_together_those_of_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    bytes_of, text = TokenBytes(tokenizer), "a b\n\u00e9 \U0001f642\u2581\x7f"
+    each = [bytes_of(token) for token in ids_of(tokenizer, text)]
+    assert b"".join(each) == text.encode() and max(map(len, each)) == 1
+    assert bytes_of(EOS_ID) == tokenizer.convert_ids_to_tokens(EOS_ID).encode()
+    assert bytes_of(10**6) == b""
+
+
+def test_the_bytes_of_sentencepieces_tokens_have_their_spaces() -> None:
+    pieces = ["<unk>", "\u2581river", "river", "<0xF0>", "<0x9F>", "</s>"]
+    backend = Tokenizer(BPE({piece: at for at, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    llama = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    assert [TokenBytes(llama)(token) for token in range(1, 6)] == [
+        b" river",
+        b"river",
+        b"\xf0",
+        b"\x9f",
+        b"</s>",
+    ]

@@ -48,7 +48,7 @@ def openai_row(
     row: Row | BadRow,
     outcome: RequestOutput | RowError,
     model: str,
-    token_text: Callable[[int], str],
+    token_bytes: Callable[[int], bytes],
 ) -> dict[str, Any]:
     """The line of the output file for a row: its `id` holds the row's content hash."""
     name = f"batch_req_{row.content_hash}"
@@ -57,7 +57,7 @@ def openai_row(
         response_id = f"{kind}-{row.content_hash}"
         status, body = (
             200,
-            response_body(outcome, row.is_chat, model, int(time.time()), response_id, token_text),
+            response_body(outcome, row.is_chat, model, int(time.time()), response_id, token_bytes),
         )
     else:
         refused = outcome.type != "failed"

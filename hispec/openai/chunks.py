@@ -7,7 +7,7 @@ from typing import Any
 
 from ..detokenizer import TokenPieces
 from ..outputs import Delta
-from .responses import chat_logprobs, completion_logprobs, usage
+from .responses import Offsets, chat_logprobs, completion_logprobs, usage
 
 
 class Chunks:
@@ -19,13 +19,13 @@ class Chunks:
         model: str,
         created: int,
         response_id: str,
-        token_text: Callable[[int], str] = str,
+        token_bytes: Callable[[int], bytes],
         wants_usage: bool = False,
         tokenizer: Any = None,
     ) -> None:
         """created: seconds since 1970; wants_usage: a last chunk has the numbers of tokens; tokenizer: to cut
         the text of Deltas that have tiers."""
-        self._is_chat, self._wants_usage, self._token_text = is_chat, wants_usage, token_text
+        self._is_chat, self._wants_usage, self._token_bytes = is_chat, wants_usage, token_bytes
         self._head = {
             "id": response_id,
             "object": "chat.completion.chunk" if is_chat else "text_completion",
@@ -36,7 +36,7 @@ class Chunks:
         self._num_new = 0
         self._tokenizer = tokenizer
         self._pieces: dict[int, TokenPieces] = {}  # by output
-        self._offset: dict[int, int] = {}  # characters of the tokens that were sent, by output
+        self._offsets: dict[int, Offsets] = {}  # by output
 
     def first(self, index: int) -> list[dict[str, Any]]:
         """Before the first text of output `index`."""
@@ -50,11 +50,10 @@ class Chunks:
             self._num_prompt[prompt] = delta.metrics.num_prompt_tokens
         logprobs = None
         if delta.logprobs and self._is_chat:
-            logprobs = chat_logprobs(delta.logprobs, self._token_text)
+            logprobs = chat_logprobs(delta.logprobs, self._token_bytes)
         elif delta.logprobs:
-            begin = self._offset.get(index, 0)
-            logprobs = completion_logprobs(delta.logprobs, self._token_text, begin)
-            self._offset[index] = begin + sum(map(len, logprobs["tokens"]))
+            offsets = self._offsets.setdefault(index, Offsets())
+            logprobs = completion_logprobs(delta.logprobs, self._token_bytes, offsets)
         if not (delta.text or logprobs or delta.tiers or delta.finish_reason):
             return []
         content: dict[str, Any] = {"text": delta.text}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..outputs import CompletionOutput, RequestOutput, TokenLogprobs
@@ -15,26 +16,26 @@ def response_body(
     model: str,
     created: int,
     response_id: str,
-    token_text: Callable[[int], str] = str,
+    token_bytes: Callable[[int], bytes],
 ) -> dict[str, Any]:
     """The body of a response: a chat.completion or a text_completion. created: seconds since 1970.
-    token_text: the text of a token, for logprobs."""
+    token_bytes: of a token, for logprobs."""
     return {
         "id": response_id,
         "object": "chat.completion" if is_chat else "text_completion",
         "created": created,
         "model": model,
-        "choices": choices(output.outputs, is_chat, token_text),
+        "choices": choices(output.outputs, is_chat, token_bytes),
         "usage": usage(len(output.prompt_token_ids), num_new_tokens(output)),
     }
 
 
 def choices(
-    outputs: Sequence[CompletionOutput], is_chat: bool, token_text: Callable[[int], str], first: int = 0
+    outputs: Sequence[CompletionOutput], is_chat: bool, token_bytes: Callable[[int], bytes], first: int = 0
 ) -> list[dict[str, Any]]:
     """The choices of a body, numbered from `first`."""
     choice = _chat_choice if is_chat else _completion_choice
-    return [choice(one, token_text) | {"index": first + one.index} for one in outputs]
+    return [choice(one, token_bytes) | {"index": first + one.index} for one in outputs]
 
 
 def usage(num_prompt: int, num_new: int) -> dict[str, int]:
@@ -49,53 +50,79 @@ def num_new_tokens(output: RequestOutput) -> int:
     return sum(len(one.token_ids) for one in output.outputs)
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], token_text: Callable[[int], str]) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[TokenLogprobs], token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
     """`logprobs` of a chat's choice."""
-    return {"content": [_chat_logprob(one, token_text) for one in entries], "refusal": None}
+    return {"content": [_chat_logprob(one, token_bytes) for one in entries], "refusal": None}
+
+
+class Offsets:
+    """Where tokens begin in the text of an output that is read token by token."""
+
+    def __init__(self) -> None:
+        self._read, self._num = codecs.getincrementaldecoder("utf-8")("replace"), 0
+
+    def next(self, content: bytes) -> int:
+        """Characters before the next token, of these bytes."""
+        begin = self._num
+        self._num += len(self._read.decode(content))
+        return begin
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprobs], token_text: Callable[[int], str], begin: int = 0
+    entries: Sequence[TokenLogprobs], token_bytes: Callable[[int], bytes], offsets: Offsets
 ) -> dict[str, Any]:
-    """`logprobs` of a completion's choice; begin: characters of its tokens before."""
-    tokens = [token_text(entry.token_id) for entry in entries]
-    starts = [begin]
-    for text in tokens[:-1]:
-        starts.append(starts[-1] + len(text))
+    """`logprobs` of a completion's choice; offsets: of its output, which were told of the tokens before."""
+    of_tokens = [token_bytes(entry.token_id) for entry in entries]
     return {
-        "tokens": tokens,
+        "tokens": [_text(content) for content in of_tokens],
         "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": [
-            {token_text(token): _finite(logprob) for token, logprob in entry.top.items()} for entry in entries
-        ],
-        "text_offset": starts if tokens else [],
+        "top_logprobs": [_by_text(entry.top, token_bytes) for entry in entries],
+        "text_offset": [offsets.next(content) for content in of_tokens],
     }
 
 
-def _chat_choice(output: CompletionOutput, token_text: Callable[[int], str]) -> dict[str, Any]:
+def _by_text(top: Mapping[int, float], token_bytes: Callable[[int], bytes]) -> dict[str, float]:
+    """{text: logprob}, best first; of tokens of one text the likeliest."""
+    found: dict[str, float] = {}
+    for token, logprob in top.items():
+        found.setdefault(_text(token_bytes(token)), _finite(logprob))
+    return found
+
+
+def _text(content: bytes) -> str:
+    """The text of a token; of a part of a character its bytes, as OpenAI writes them."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _chat_choice(output: CompletionOutput, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
     message = {"role": "assistant", "content": output.text, "refusal": None}
     return {
         "index": output.index,
         "message": message,
-        "logprobs": None if output.logprobs is None else chat_logprobs(output.logprobs, token_text),
+        "logprobs": None if output.logprobs is None else chat_logprobs(output.logprobs, token_bytes),
         "finish_reason": output.finish_reason,
     }
 
 
-def _chat_logprob(entry: TokenLogprobs, token_text: Callable[[int], str]) -> dict[str, Any]:
+def _chat_logprob(entry: TokenLogprobs, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
     def one(token: int, logprob: float) -> dict[str, Any]:
-        text = token_text(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        content = token_bytes(token)
+        return {"token": _text(content), "logprob": _finite(logprob), "bytes": list(content)}
 
     top = [one(token, logprob) for token, logprob in entry.top.items()]
     return {**one(entry.token_id, entry.logprob), "top_logprobs": top}
 
 
-def _completion_choice(output: CompletionOutput, token_text: Callable[[int], str]) -> dict[str, Any]:
+def _completion_choice(output: CompletionOutput, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
     return {
         "index": output.index,
         "text": output.text,
-        "logprobs": None if output.logprobs is None else completion_logprobs(output.logprobs, token_text),
+        "logprobs": None
+        if output.logprobs is None
+        else completion_logprobs(output.logprobs, token_bytes, Offsets()),
         "finish_reason": output.finish_reason,
     }
 

@@ -63,8 +63,8 @@ class CompletionRequest:
         for one in bodies:
             read = read_body(url, one)
             unlimited = {"max_tokens": None} if url == CHAT else {}
-            values = {**defaults, **unlimited, **read.pop("sampling"), "tiers": bool(tiers)}
-            sampling = _limited(values, config)
+            own = {**read.pop("sampling"), "tiers": bool(tiers)}
+            sampling = _limited({**defaults, **unlimited}, own, config)
             field, content = next(iter(read.items()))
             prompts.append(Prompt({field: content} if field == "prompt_token_ids" else content, sampling))
         outputs = sum(prompt.sampling.n for prompt in prompts)
@@ -82,7 +82,7 @@ class Responder:
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self._engine, self._model = engine, model
-        self._tokenizer, self._token_text = engine.llm.tokenizer, engine.llm.token_text
+        self._tokenizer, self._token_bytes = engine.llm.tokenizer, engine.llm.token_bytes
 
     async def body(self, request: CompletionRequest) -> dict[str, Any]:
         """The whole response. Raises what the engine raises, and Failure if an output failed."""
@@ -91,7 +91,7 @@ class Responder:
         made: list[dict[str, Any]] = []
         outputs = [task.result() for task in tasks]
         for output in outputs:
-            own = choices(output.outputs, request.is_chat, self._token_text, first=len(made))
+            own = choices(output.outputs, request.is_chat, self._token_bytes, first=len(made))
             for choice, one in zip(own, output.outputs, strict=True):
                 if one.tiers is not None and self._tokenizer is not None:
                     texts = split_text(self._tokenizer, one.token_ids, one.text)
@@ -116,7 +116,7 @@ class Responder:
             self._model,
             int(time.time()),
             _new_id(request),
-            self._token_text,
+            self._token_bytes,
             request.wants_usage,
             self._tokenizer,
         )
@@ -203,17 +203,18 @@ def _read_stream(body: dict[str, Any]) -> tuple[bool, bool]:
     return True, bool(wants_usage)
 
 
-def _limited(values: dict[str, Any], config: ServerConfig) -> SamplingParams:
-    """Sampling within the server's limits. Raises ConfigError."""
-    sampling = SamplingParams.of(values, "body").model_copy()
+def _limited(defaults: dict[str, Any], own: dict[str, Any], config: ServerConfig) -> SamplingParams:
+    """Sampling within the server's limits; own: what the body says, which goes over the defaults. Raises
+    ConfigError for what is beyond them and the body's own."""
+    sampling = SamplingParams.of({**defaults, **own}, "body").model_copy()
     most = config.max_tokens
     if most is None:
         return sampling
-    if sampling.max_tokens is not None and sampling.max_tokens > most:
+    if own.get("max_tokens") is not None and own["max_tokens"] > most:
         raise ConfigError(f"max_tokens: must be at most {most} on this server, got {sampling.max_tokens}")
     if sampling.min_tokens > most:
         raise ConfigError(f"min_tokens: must be at most {most} on this server, got {sampling.min_tokens}")
-    return sampling.model_copy(update={"max_tokens": sampling.max_tokens or most})
+    return sampling.model_copy(update={"max_tokens": min(sampling.max_tokens or most, most)})
 
 
 def _new_id(request: CompletionRequest) -> str:

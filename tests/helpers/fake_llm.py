@@ -106,8 +106,8 @@ class FakeLLM:
     def fingerprints(self, speculative: Any = None) -> dict[str, str]:
         return {"model": self.weights}
 
-    def token_text(self, token_id: int) -> str:
-        return chr(token_id)
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)

@@ -158,7 +158,7 @@ def test_stop_strings_penalties_and_biases_reach_the_engine(server: Running) -> 
     cut = post(server, prompt="one two", stop=stop, **GREEDY).json()["choices"][0]
     assert cut["text"] == free[: free.index(stop)] and cut["finish_reason"] == "stop"
     biased = post(server, prompt="one two", logit_bias={"9": 100}, logprobs=0, **GREEDY).json()["choices"][0]
-    assert biased["logprobs"]["tokens"] == [server.llm.token_text(9)] * 12
+    assert biased["logprobs"]["tokens"] == [server.llm.token_bytes(9).decode()] * 12
 
 
 def test_many_clients_at_once_get_what_each_would_get_alone(server: Running, llm: LLM) -> None:
@@ -284,6 +284,8 @@ def test_limits(tiny_path: Path) -> None:
         assert answer.status_code == 400 and "at most 20 on this server" in answer.json()["error"]["message"]
         chat = post(small, "chat/completions", messages=CHAT, ignore_eos=True).json()
         assert chat["usage"]["completion_tokens"] == 20
+        named_none = post(small, prompt="x", ignore_eos=True).json()
+        assert named_none["usage"]["completion_tokens"] == 16  # OpenAI's, which this server allows
         assert post(small, prompt="x" * 3000).status_code == 413
         chunked = small.http.post("/v1/completions", content=iter([b"x" * 1500] * 2))
         assert chunked.status_code == 413
