@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,16 +57,22 @@ class Admission:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         text: TextStream | None,
+        is_alone: bool = False,
     ) -> Request:
-        """The request, of arguments that were checked."""
+        """The request, of arguments that were checked. is_alone: its noise is no other's, even with the same
+        seed."""
         prompt = list(prompt_token_ids)
+        seed = params.seed if params.seed is not None else (self.seed + number) % 2**63
+        if is_alone:
+            digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "big") >> 1
         room = self.max_model_len - len(prompt)
         return Request(
             request_id=request_id,
             number=number,
             prompt_token_ids=prompt,
             params=params,
-            seed=params.seed if params.seed is not None else (self.seed + number) % 2**63,
+            seed=seed,
             max_tokens=min(params.max_tokens or room, room),
             stop_ids=frozenset(params.stop_token_ids)
             | (frozenset() if params.ignore_eos else self.eos_token_ids),

@@ -287,7 +287,9 @@ class Engine:
             self._loop.stats.errors["refused"] += 1
             raise
         # Only now: a request that is refused must not change the seeds of those after it.
-        request = admission.make_request(next(self._numbers), request_id, prompt_token_ids, params, text)
+        request = admission.make_request(
+            next(self._numbers), request_id, prompt_token_ids, params, text, self._spec.reuses_decisions
+        )
         request.arrival_s = request.arrival_s if arrival_s is None else arrival_s
         with self._loop.repaired():
             self._scheduler.add(request)
@@ -478,5 +480,6 @@ class Engine:
         if drops_cache:
             self._pool.forget()
         self._recorder.use_controller(control, spec)
+        self._spec = spec
         if spec.latency is not None:
             self._offloader.is_cheaper = cheaper_to_move(spec.latency, self._config.max_prefill_tokens)

@@ -78,6 +78,14 @@ class PlanSpec:
         lookup = None if self.speculative is None else self.speculative.draft.lookup
         return lookup is not None and lookup.keeps_outputs
 
+    @property
+    def reuses_decisions(self) -> bool:
+        """Whether `rejection` judges drafts that it decided itself in other requests. It is exact for drafts
+        that do not depend on the noise which it judges them by: no two requests may have the same."""
+        return (
+            self.keeps_outputs and self.speculative is not None and self.speculative.acceptance == "rejection"
+        )
+
     def always_writes(self, layer: int) -> bool:
         """Whether every round writes the KV of the exit at `layer`, rounds that do not read it included; else
         it is backfilled in one pass before it is read again. Chosen is what the profile says is cheaper

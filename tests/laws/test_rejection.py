@@ -20,7 +20,8 @@ import hispec.decoding.round
 import hispec.sampling.sampler
 from cache.hidden import HiddenBuffer
 from cache.paged_kv import PagedKV
-from hispec.config import NgramConfig, Plan
+from ee_models.decoder import Decoder
+from hispec.config import EngineConfig, NgramConfig, Plan, SpeculativeConfig
 from hispec.decoding.acceptance import RejectionJudge, Verdict
 from hispec.decoding.batch import RoundBatch
 from hispec.decoding.round import run_round
@@ -29,6 +30,7 @@ from hispec.decoding.stages import PassCounts, Stages
 from hispec.drafters.autoregressive import ExitHead
 from hispec.drafters.hybrid import HybridDrafter
 from hispec.drafters.ngram import NgramDrafter
+from hispec.engine import Engine
 from hispec.sampling.inputs import RowSampling
 from hispec.sampling.sampler import Sampler
 from hispec.sampling_params import SamplingParams
@@ -260,3 +262,22 @@ def assert_law(
                 if sequence[: len(committed)] == committed
             )
             assert got == pytest.approx(wanted, rel=1e-4, abs=1e-7), (limit, sequence)
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize(
+    "sizes", [{"datastore_tokens": 1024}, {"learn_tokens": 8192, "guess_confidence": 0.2}, {}]
+)
+def test_no_draft_is_judged_by_the_noise_that_decided_it(
+    tiny_decoder: Decoder, acceptance: str, sizes: dict[str, Any]
+) -> None:
+    """Outputs of requests that have ended are drafts of others: with the same seed, a token at the same
+    position would be judged by the very numbers that it was drawn with. For `coupled` that is the point."""
+    config = SpeculativeConfig(draft={"kind": "ngram", "ngram": sizes}, acceptance=acceptance)
+    engine = Engine(tiny_decoder, EngineConfig(max_num_seqs=2, max_model_len=64, num_kv_blocks=32), config)
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=4)
+    for _ in range(2):
+        engine.add_request([3, 4, 5], params)
+    seeds = [request.seed for request in engine._loop.requests.values()]
+    keeps_apart = acceptance == "rejection" and bool(sizes)
+    assert (len({*seeds}) == 2 and 5 not in seeds) if keeps_apart else seeds == [5, 5]
