@@ -31,6 +31,10 @@ _MOST_DEATHS = 3
 _PATIENCE_S = 5.0  # that workers have to end, their traces written
 
 
+class NoAnswerError(WorkerError):
+    """A worker has not answered in time; it may be in a long step, or hang."""
+
+
 class Dispatcher:
     """Knows all workers, in its own thread, where no interrupt comes. Others call `post`, and read `outbox`.
 
@@ -86,8 +90,8 @@ class Dispatcher:
     ) -> list[Any]:
         """What a method of `serve.Server` returns or raises in each worker that is ready; of none, once there
         is a `failure`, or if all died. is_lasting: workers that start later are to hear of it, too, and do
-        not serve without it. is_binding: nor do those that are ready, if it fails in them. Raises WorkerError
-        if they take more than `patience_s` seconds."""
+        not serve without it. is_binding: nor do those that are ready, if it fails in them. Raises
+        NoAnswerError if they take more than `patience_s` seconds."""
         call = Call(name, arguments, is_binding=is_binding)
         self.post(self._call_all, call, is_lasting)
         replies: list[Any] = self._get(call.done, patience_s)
@@ -110,7 +114,7 @@ class Dispatcher:
                 if not self._thread.is_alive():
                     raise self.failure or WorkerError("the LLM was closed meanwhile") from None
                 if time.monotonic() >= until:
-                    raise WorkerError(f"a worker has not answered for {patience_s:g} seconds") from None
+                    raise NoAnswerError(f"a worker has not answered for {patience_s:g} seconds") from None
 
     @property
     def num_queued(self) -> int:

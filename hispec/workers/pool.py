@@ -28,7 +28,7 @@ from ..sampling_params import SamplingParams
 from ..scheduling.lengths import LengthPredictor
 from ..scheduling.request import TextStream
 from ..trace.merge import drop_traces_of_workers
-from .dispatcher import Dispatcher
+from .dispatcher import Dispatcher, NoAnswerError
 from .launch import Launcher, LocalLauncher, check_setup
 from .messages import NewRequest, Setup
 from .ray_cluster import RayCluster, RayLauncher
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 
 _PATIENCE_S = 5.0  # that workers have to tell their last counts
+# How long stats are waited for while requests run, which wait, too; and how long stats stay as they are after
+# that was too short.
+_STATS_PATIENCE_S, _STATS_REST_S = 2.0, 30.0
 _MOST_TRIES = 3  # of pairs that are scored, by others when a worker has died
 
 
@@ -118,6 +121,7 @@ class WorkerPool:
             launcher, workers, num_ready, start_again, room, config.worker_timeout_s
         )
         weakref.finalize(self, self._dispatcher.close)
+        self._reads_stats_s = -math.inf  # the clock's time from which workers are asked for them again
         self._last_stats, self._last_memory = self.stats(), self.memory()
 
     @property
@@ -267,9 +271,17 @@ class WorkerPool:
     def stats(self) -> dict[str, Any]:
         """Those of all workers as one, and of requests that no worker has yet; "workers": of each by itself;
         "workers_replaced": how many died. What these had counted is in the sums, but for their work since
-        they were last asked for stats, or a request of theirs last ended."""
-        if not self.is_closed:
+        they were last asked for stats, or a request of theirs last ended. While requests are unfinished and a
+        worker is in a step of seconds, or hangs, they are those of before."""
+        if self.is_closed:
+            return self._last_stats
+        if not self._ids:
             self._read_stats()
+        elif time.monotonic() >= self._reads_stats_s:
+            try:
+                self._read_stats(_STATS_PATIENCE_S)
+            except NoAnswerError:
+                self._reads_stats_s = time.monotonic() + _STATS_REST_S
         return self._last_stats
 
     def fingerprints(self, speculative: SpeculativeConfig | None) -> dict[str, str]:
@@ -282,6 +294,7 @@ class WorkerPool:
             self._ask("reset_stats")
             self._dispatcher.post(self._dispatcher.forget_dead)
             self._num_refused = self._dispatcher.num_given_up = 0
+            self._read_stats()
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose, in all workers."""

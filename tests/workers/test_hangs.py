@@ -233,3 +233,24 @@ def test_requests_of_a_stopped_worker_are_done_again(
         assert done == wanted
         assert not is_alive(stopped) and pool(llm).pids() and llm.stats()["workers_replaced"] >= 1
         assert "gave no sign of life for 4 s (engine.worker_timeout_s) and was ended" in caplog.text
+
+
+@linux
+def test_nobody_waits_for_the_stats_of_a_stopped_worker(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hispec.workers.pool._STATS_PATIENCE_S", 0.2)
+    with LLM(str(tiny_path), workers=2, worker_timeout_s=NEVER, **SMALL) as llm:
+        llm.generate([PROMPTS[0]] * 4, GREEDY, use_tqdm=False)
+        before = llm.stats()
+        stopped = worker_pids(llm)[0]
+        os.kill(stopped, signal.SIGSTOP)
+        for at, prompt in enumerate(PROMPTS):
+            llm.add(prompt, GREEDY, str(at))
+        assert llm.stats() == llm.stats() == before  # and comes back
+        os.kill(stopped, signal.SIGCONT)
+        while llm.has_unfinished():
+            llm.step()
+        assert llm.stats()["finished"] == before["finished"] + len(PROMPTS)
+        llm.reset_stats()
+        assert llm.stats()["finished"] == 0
