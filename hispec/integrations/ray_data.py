@@ -94,6 +94,7 @@ class Generate:
         names = list(batch.column_names if isinstance(batch, pa.Table) else batch)
         rows = self._rows(batch, names)
         results = [_result(outcome) for outcome in await asyncio.gather(*map(self._serve, rows))]
+        self._count(results)
         added = {name: pa.array([result[name] for result in results], kind) for name, kind in RESULTS.items()}
         if isinstance(batch, pa.Table):
             for name, column in added.items():

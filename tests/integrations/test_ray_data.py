@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from hispec import LLM, ConfigError, SamplingParams
-from hispec.integrations.ray_data import RESULTS, Generate
+from hispec.integrations.ray_data import COUNTERS, RESULTS, Generate
 
 SMALL: dict[str, Any] = {"max_model_len": 128, "num_kv_blocks": 64, "max_num_seqs": 4}
 QUESTIONS = [f"What is {number} + {number}?" for number in range(10)]
@@ -115,3 +116,17 @@ def test_columns_that_are_not_there_are_named(udf: Generate, tiny_path: Path) ->
         Generate(str(tiny_path), columns={"promt": "question"})
     with pytest.raises(ConfigError, match="speculative"):
         Generate(str(tiny_path), speculative={"draft": {"layer": 99}})
+
+
+def test_what_is_done_is_counted(udf: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = dict.fromkeys(COUNTERS, 0)
+
+    def counter(name: str) -> Any:
+        return SimpleNamespace(inc=lambda by: counted.update({name: counted[name] + by}))
+
+    monkeypatch.setattr(udf, "_counters", {name: counter(name) for name in COUNTERS})
+    (done,) = call(udf, pa.table({"question": ["a", None, "b"]}))
+    rows, errors, prompt, new = counted.values()
+    assert (rows, errors) == (2, 1)
+    assert prompt == sum(filter(None, done["prompt_tokens"].to_pylist())) > 0
+    assert new == sum(filter(None, done["completion_tokens"].to_pylist())) > 0
