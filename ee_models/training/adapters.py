@@ -246,6 +246,9 @@ class AdaptersTask:
         indices = step_indices(self._held_out.start, self._batch_size, step, self._seed, rank, num_ranks)
         return self._gather(indices, device)
 
+    def num_places(self, micro_batch: StatesBatch) -> int:
+        return int(micro_batch.predicts.sum())
+
     def evaluate(self, device: torch.device) -> Metrics:
         """Each exit's means over held-out positions: `<exit>_loss` in nats, and `<exit>_agreement` with the
         full model's likeliest token. None without held-out examples."""

@@ -94,7 +94,7 @@ class EarlyExitSettings:
 class MicroBatch:
     """Some of a step's examples.
 
-    share      its predicting positions over the step's
+    share      its predicting positions over those of the process's step
     compared   [rows] bool: whose last layer is compared with the original, for the mean over all of its
                rows; None: all
     """
@@ -245,6 +245,9 @@ class EarlyExitTask:
         if self._settings.original_share < 1:
             drawn = torch.rand(len(picked), generator=seeded("originals", self._seed, step, rank))
         return self._split([self._examples[index] for index in picked], device, keep, drawn)
+
+    def num_places(self, micro_batch: MicroBatch) -> int:
+        return len(micro_batch.batch.targets)
 
     @torch.no_grad()
     def evaluate(self, device: torch.device) -> Metrics:

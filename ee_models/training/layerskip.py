@@ -114,6 +114,9 @@ class LayerSkipTask:
         weights = settings.exit_weights(self._num_layers, step, self._num_steps)
         return collate([self._examples[index] for index in picked], device, keep, weights)
 
+    def num_places(self, micro_batch: Batch) -> int:
+        return len(micro_batch.targets)
+
     @torch.no_grad()
     def evaluate(self, device: torch.device) -> Metrics:
         """Held-out figures, per response token and without dropout; none without held-out examples.

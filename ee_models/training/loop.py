@@ -81,7 +81,8 @@ class ParameterGroup:
 
 class Task(Protocol):
     """A model to train and its data. `module.forward(micro_batch)` returns (loss, metrics): a scalar tensor
-    and a dict of them; those of a step's micro-batches add up to the step's.
+    and a dict of them; those of a step's micro-batches, of one process, add up to the step's mean over
+    predicting positions.
 
     parameter_groups   one per exit, so that exits trained together get the weights that each would have got
                        alone
@@ -98,6 +99,9 @@ class Task(Protocol):
     def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> Sequence[Any]:
         """What process `rank` of `num_ranks` is to pass through in optimizer step `step`, at least one: a
         function of these and the seed."""
+
+    def num_places(self, micro_batch: Any) -> int:
+        """Its predicting positions."""
 
     def evaluate(self, device: torch.device) -> Metrics:
         """Figures on held-out data, which training never sees."""
@@ -159,7 +163,9 @@ def train(
         while step < settings.num_steps and not only_evaluate:
             for group, of_group in zip(groups, optimizer.param_groups, strict=True):
                 of_group["lr"] = group.lr_scale * settings.learning_rate_at(step)
-            values = _accumulate(accelerator, module, task.micro_batches(step, rank, num_ranks, device), step)
+            parts = task.micro_batches(step, rank, num_ranks, device)
+            weight = _weight_of(accelerator, sum(map(task.num_places, parts)))
+            values = _accumulate(accelerator, module, parts, step, weight)
             norms = [nn.utils.clip_grad_norm_(group.parameters, settings.max_grad_norm) for group in groups]
             # Checked before it can reach the weights, and with them a checkpoint.
             if not bool(torch.isfinite(torch.stack(norms)).all()):
@@ -182,7 +188,18 @@ def train(
     return Outcome(step - first, step, time.perf_counter() - started, metrics)
 
 
-def _accumulate(accelerator: Accelerator, module: nn.Module, parts: Sequence[Any], step: int) -> Metrics:
+def _weight_of(accelerator: Accelerator, num_places: int) -> float:
+    """What this process's loss, a mean over its positions, counts in that of a step, which is the mean over
+    the positions of all processes, though gradients are averaged over processes."""
+    if accelerator.num_processes == 1:
+        return 1.0
+    own = torch.tensor(float(num_places), device=accelerator.device)
+    return float(own / accelerator.reduce(own, "mean"))
+
+
+def _accumulate(
+    accelerator: Accelerator, module: nn.Module, parts: Sequence[Any], step: int, weight: float
+) -> Metrics:
     """Adds up the gradients of a step's micro-batches -> their metrics, added up. Raises TrainingError."""
     values = defaultdict[str, float](float)
     for number, part in enumerate(parts, start=1):
@@ -192,7 +209,7 @@ def _accumulate(accelerator: Accelerator, module: nn.Module, parts: Sequence[Any
                 loss, of_part = module(part)
             if not bool(torch.isfinite(loss)):
                 raise _diverged(f"the loss of step {step} is {float(loss.detach())}")
-            accelerator.backward(loss)
+            accelerator.backward(loss if weight == 1.0 else weight * loss)
         for name, value in of_part.items():
             values[name] += float(value)
     return values

@@ -39,7 +39,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, normed: Tensor, head: Tensor, labels: Tensor) -> Tensor:
         """labels: [places] int64 targets, or [places, hidden] states whose logits say what to learn."""
         (num_places, _), vocab = normed.shape, head.shape[0]
-        at_once = min(max(1, _LOGITS // vocab), num_places)
+        at_once = max(1, min(_LOGITS // vocab, num_places))
         total = torch.zeros((), device=normed.device)
         of_normed = torch.empty_like(normed, dtype=head.dtype) if ctx.needs_input_grad[0] else None
         of_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None

@@ -130,9 +130,8 @@ def measure_latency(
     grid = Grid.of(max_num_seqs, max_window, room, is_cuda=is_cuda, is_static=is_static)
     rng, window = random.Random(0), max(grid.positions[-1], _MOST_LOOKED_UP + 1)
     words = [rng.randrange(decoder.config.vocab_size) for _ in range(_PERIOD)]
-    context = (words * grid.contexts[1])[
-        : max(grid.context(max_num_seqs, True), -(-(grid.contexts[1] + window) // max_num_seqs))
-    ]
+    length = max(grid.context(max_num_seqs, True), -(-(grid.contexts[1] + window) // max_num_seqs))
+    context = (words * grid.contexts[1])[: min(room, length)]  # beyond it a model has no positions
     with ExitStack() as rigs:
         rig = Rig(decoder, exits, context, max_num_seqs, window, graph_device, written=())
         rigs.callback(rig.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -147,16 +148,17 @@ def time_plans(
     batch_size: int,
     progress: bool,
 ) -> list[PlanRuns]:
-    """Runs every plan `repeats` times over all prompts, in turns, so that none is always the first, or
-    always follows the same one."""
+    """Runs every plan `repeats` times over all prompts, in turns, each time in another order, so that none
+    always finds what the same one has left."""
     by_task: dict[str, list[int]] = {}
     for number, task in enumerate(tasks):
         by_task.setdefault(task, []).append(number)
     runs = [PlanRuns(speculative, by_task) for speculative in plans]
+    order, shuffled = list(runs), random.Random(0)
     with make_bar(repeats * len(runs), "plans", "run", progress) as bar:
-        for repeat in range(repeats):
-            turn = repeat % len(runs)
-            for run in runs[turn:] + runs[:turn]:
+        for _ in range(repeats):
+            shuffled.shuffle(order)
+            for run in order:
                 llm.set_speculative(run.speculative)
                 warm_up(
                     llm, prompts[:batch_size], sampling

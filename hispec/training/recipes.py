@@ -91,7 +91,8 @@ class Run:
         settings = self.config.model_dump(mode="json", include=include)
         for changeable in ("eval_every", "checkpoint_every"):
             del settings["loop"][changeable]
-        known = [settings, self.trunk, self.config.data.held_out]
+        # max_length: by it trunks are loaded with one attention or another, which round differently.
+        known = [settings, self.trunk, self.config.data.held_out, self.config.data.max_length]
         digest = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16)
         for example in self.examples:
             digest.update(json.dumps([example.prompt_len, example.token_ids]).encode())

@@ -46,7 +46,11 @@ def run_training(
             f"model: {config.model} has no tokenizer with a chat template, which prompts are put into; choose"
             " a model that has one"
         )
-    longest = checkpoint.config.max_position_embeddings
+    # As in the engine: a decoder attends to all before a token, which is a window's only within its size.
+    longest = min(
+        checkpoint.config.max_position_embeddings,
+        checkpoint.config.sliding_window or checkpoint.config.max_position_embeddings,
+    )
     if config.data.max_length > longest:
         raise ConfigError(
             f"data.max_length={config.data.max_length} is over the {longest} positions of {config.model};"

@@ -266,6 +266,23 @@ def test_a_short_model_is_measured_within_its_length(
         )
 
 
+@pytest.mark.parametrize(("window", "positions"), [(2, 64), (5, 256), (7, 300)])
+def test_nothing_is_measured_at_positions_that_a_model_does_not_have(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, window: int, positions: int
+) -> None:
+    rig, lengths = measuring.Rig, []
+
+    def recorded(decoder: Decoder, exits: Any, context: list[int], *rest: Any, **more: Any) -> Any:
+        lengths.append(len(context))
+        return rig(decoder, exits, context, *rest, **more)
+
+    monkeypatch.setattr(measuring, "Rig", recorded)
+    monkeypatch.setattr(measuring, "_SAMPLES", 1)
+    decoder = Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU, max_positions=positions)
+    measure_latency(decoder, [], max_num_seqs=1, max_window=window)
+    assert lengths and max(lengths) <= positions
+
+
 # ---- what is kept ----
 
 

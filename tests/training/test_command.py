@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from ee_models.checkpoint.exit_files import INFO, TENSORS, ExitsFile
 from ee_models.training.adapters import AdaptersTask
 from hispec import LLM, SamplingParams
 from hispec.cli import main
+from hispec.errors import ConfigError
+from hispec.loading.target_model import open_model
 from hispec.training.run import run_training
 from hispec.training.schema import load_training
 from tests.helpers.tiny import tiny_checkpoint
@@ -508,3 +511,14 @@ def test_the_report_counts_what_this_run_did(tmp_path: Path, model: Path, traine
     assert report is not None and report.path == tmp_path / "new" and report.outcome.steps_run == 6
     assert report.num_examples == about.data["examples"] + 2 and report.num_tokens > about.data["tokens"]
     assert not (tmp_path / "new" / "work").exists()
+
+
+def test_examples_are_no_longer_than_a_sliding_window(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond it a decoder, which attends to all, is not the model."""
+    checkpoint = open_model(str(model))
+    checkpoint = replace(checkpoint, config=replace(checkpoint.config, sliding_window=64))
+    monkeypatch.setattr("hispec.training.run.open_model", lambda name: checkpoint)
+    with pytest.raises(ConfigError, match=r"data\.max_length=100 is over the 64 positions of"):
+        run_training(load_training(write_config(tmp_path, model)), progress=False)

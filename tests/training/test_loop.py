@@ -7,6 +7,9 @@ import errno
 import json
 import math
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -79,6 +82,9 @@ class ToyTask:
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return [ParameterGroup(list(part.parameters())) for part in self.module.parts.values()]
+
+    def num_places(self, micro_batch: Tensor) -> int:
+        return len(micro_batch)
 
     def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> list[Tensor]:
         assert (rank, num_ranks, device) == (0, 1, CPU) and self.module.training
@@ -415,3 +421,47 @@ def test_held_out_examples_are_spread_and_kept_apart(num: int, held_out: int) ->
     assert all(
         later - earlier in (num // held_out, num // held_out + 1) for earlier, later in pairwise(places)
     )
+
+
+UNEVEN = """
+import sys
+import torch
+from accelerate import Accelerator
+from torch import nn
+from ee_models.training.loop import _accumulate, _weight_of
+
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+    def forward(self, x):
+        return (self.weight * x - 1).square().mean(), {}
+
+accelerator = Accelerator(cpu=True)
+model = Squares()
+module = accelerator.prepare(model)
+places = torch.arange(1.0, 11.0)
+part = {1: places, 2: (places[:1], places[1:])[accelerator.process_index]}[accelerator.num_processes]
+_accumulate(accelerator, module, [part], 0, _weight_of(accelerator, len(part)))
+print(accelerator.num_processes, round(model.weight.grad.item(), 4))
+"""
+
+
+def test_a_step_of_several_processes_is_that_of_one() -> None:
+    """Though one has nine times as many positions as the other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+    def start(**environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", UNEVEN],
+            cwd=Path(loop.__file__).parents[2],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"} | environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    several = [start(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", **address) for rank in ("0", "1")]
+    outputs = [process.communicate(timeout=300)[0] for process in (start(), *several)]
+    assert outputs == ["1 -11.0\n", "2 -11.0\n", "2 -11.0\n"]
