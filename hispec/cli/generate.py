@@ -51,6 +51,7 @@ def add(commands: Any) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
+    from ..errors import RequestError
     from .tier_text import TierText
 
     config = _generate_config(options)
@@ -70,7 +71,7 @@ def _generate(options: argparse.Namespace) -> int:
             else:
                 shown.print(delta)
             if delta.error is not None:
-                raise RuntimeError(delta.error)
+                raise RequestError(delta.error)
         print(flush=True)
         if shown is not None:
             shown.print_legend()

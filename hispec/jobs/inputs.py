@@ -11,9 +11,10 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -27,17 +28,19 @@ from .uris import fetch, name_of
 _BOM = b"\xef\xbb\xbf"
 _BATCH = 1024  # rows of a table that are in memory at once
 _LARGEST_VALUE = 1 << 30  # characters of a value in CSV
-JSON_FIELDS = ("prompt_token_ids", "messages", "sampling", "metadata")  # of which CSV has the JSON
+JSON_FIELDS = ("prompt_token_ids", "messages", "sampling")  # of which a table may have the JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """What stands for one row. line: of its file, from 1, blank ones too; in a table the row. content: the
-    line, stripped, or the row's columns. file: its name where the input has several, else None."""
+    line, stripped, or the row's columns. file: its name where the input has several, else None. is_text:
+    columns have nothing but texts, as in CSV."""
 
     file: str | None
     line: int
     content: bytes | dict[str, Any]
+    is_text: bool = False
 
     @property
     def where(self) -> str:
@@ -76,6 +79,28 @@ def _standard_input() -> Path:
     return Path(copy.name)
 
 
+def pattern_of(config: InputConfig, path: Path) -> Path | None:
+    """The pattern of the input that `path` fits, whether it is there or not; None if none does."""
+    for pattern in config.paths:
+        if isinstance(pattern, Path) and glob.has_magic(str(pattern)) and not pattern.exists():
+            parts = pattern.absolute().parts
+            first = next(at for at, part in enumerate(parts) if glob.has_magic(part))
+            folder, place = Path(*parts[:first]).resolve(), path.absolute().parent.resolve() / path.name
+            if place.is_relative_to(folder) and _fits(place.relative_to(folder).parts, parts[first:]):
+                return pattern
+    return None
+
+
+def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether glob finds these names of folders and a file by the parts of a pattern."""
+    if not pattern or not names:
+        return not names and all(part == "**" for part in pattern)
+    if pattern[0] == "**":
+        return _fits(names, pattern[1:]) or (not names[0].startswith(".") and _fits(names[1:], pattern))
+    is_hidden = names[0].startswith(".") and not pattern[0].startswith(".")
+    return not is_hidden and fnmatchcase(names[0], pattern[0]) and _fits(names[1:], pattern[1:])
+
+
 def describe_input(config: InputConfig) -> list[dict[str, Any]]:
     """The files and their sizes in bytes, for a manifest."""
     return [{"path": name_of(path), "bytes": path.stat().st_size} for path in find_files(config)]
@@ -94,7 +119,7 @@ def _all_records(config: InputConfig) -> Iterator[Record]:
         read = {"parquet": _parquet_rows, "csv": _csv_rows}.get(kind, _lines)
         try:
             for line, content in read(path):
-                yield Record(name, line, content)
+                yield Record(name, line, content, kind == "csv")
         except (OSError, EOFError, zlib.error) as error:
             words = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"input.path: cannot read {name_of(path)}: {words}") from None
@@ -159,15 +184,15 @@ def import_arrow(what: str) -> Any:
     return pyarrow
 
 
-def take_columns(config: InputConfig, values: dict[str, Any], is_table: bool) -> dict[str, Any]:
-    """The fields of a row by their own names, missing ones left out; in a CSV file those that are no texts
-    are JSON. Raises ConfigError."""
+def take_columns(config: InputConfig, record: Record, values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a row by their own names, missing ones left out; in a table those that are no texts may
+    be JSON, in CSV they are. Raises ConfigError."""
     if config.columns is not None:
         values = {field: values.get(column) for field, column in config.columns.items()}
-    if not is_table:
+    if isinstance(record.content, bytes):
         return {name: value for name, value in values.items() if value is not None or config.columns is None}
     values = {name: value for name, value in values.items() if value is not None}
-    for name in JSON_FIELDS:
+    for name in (*JSON_FIELDS, "metadata") if record.is_text else JSON_FIELDS:
         if isinstance(value := values.get(name), str):
             try:
                 values[name] = parse_json(value)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..errors import ConfigError
 from ..outputs import CompletionOutput, RequestOutput
 from ..utils.files import check_folder, finite
-from .inputs import find_files, import_arrow
+from .inputs import find_files, import_arrow, pattern_of
 from .manifest import (
     AnotherJobsOutput,
     Manifest,
@@ -77,7 +77,7 @@ def check_output(job: Job) -> None:
         return
     if kind == "parquet" or output.path.suffix.lower() == ".zst":
         import_arrow(f"output.path: writing {output.path}")
-    for path in dict.fromkeys((output.path, rows_path(job))):
+    for path in dict.fromkeys((output.path, rows_path(job), manifest_path(output.path))):
         _check_path(job, path)
 
 
@@ -112,6 +112,11 @@ def find_before(job: Job) -> Manifest | None:
 
 
 def _check_path(job: Job, path: Path) -> None:
+    if (pattern := pattern_of(job.input, path)) is not None:
+        raise ConfigError(
+            f"output.path: {path} would be a file of the input {pattern}, too; choose a path that this"
+            " pattern does not fit, such as one in another folder"
+        )
     for source in find_files(job.input):
         if path.resolve() == source.resolve() or (path.exists() and path.samefile(source)):
             raise ConfigError(f"output.path: {path} is the input file; choose another path")

@@ -64,7 +64,7 @@ def _job_lines(report: JobReport) -> dict[str, str]:
         lines["cut short"] = (
             f"{count(timed.num_full, 'row')} filled max_model_len and ended there (stop_reason)"
         )
-    if report.stats and not report.all_failed:
+    if report.stats and timed.num_results:
         lines["tokens"] = (
             f"{timed.prompt_tokens} in prompts, {timed.completion_tokens} new, in {timed.seconds:.1f} s"
         )
@@ -80,7 +80,7 @@ def _job_lines(report: JobReport) -> dict[str, str]:
         )
     if shares := report.stats.get("control", {}).get("rounds_by_plan"):
         lines["plans"] = f"{shares_text(shares)} of the rounds"
-    if report.rates is not None and not report.all_failed:
+    if report.rates is not None and timed.num_results:
         lines |= _rate_lines(report.rates, report.stats["num_layers"])
     place = str(job.output.path)
     if job.output.upload is not None:

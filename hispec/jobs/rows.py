@@ -196,9 +196,10 @@ def parse_row(job: RunConfig, config: InputConfig, index: int, record: Record) -
     """The row of a record."""
     identity = identify(config, record)
     try:
-        is_table = isinstance(record.content, dict)
         values = record.content if isinstance(record.content, dict) else _decode(record.content)
-        values = take_columns(config, values, is_table)
+        values = take_columns(config, record, values)
+        if isinstance(record.content, dict):
+            _check_metadata(values.get("metadata"))
         if is_openai(config, values):
             values = read_openai_line(values)
             if "messages" in values and "max_tokens" not in job.sampling.model_fields_set:
@@ -244,6 +245,18 @@ def _decode(raw: bytes) -> dict[str, Any]:
             f'expected a JSON object, such as {{"prompt": "Hello"}}, got {type(values).__name__}'
         )
     return values
+
+
+def _check_metadata(value: Any) -> None:
+    """Raises ConfigError for what a table has and no line of JSON can hold: it is repeated in one."""
+    try:
+        _canonical(value)
+    except UnicodeEncodeError:
+        raise ConfigError("metadata: holds half of a surrogate pair, which is no character") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"metadata: must be what JSON can hold, got {shown(value)} ({error}); make it a text"
+        ) from None
 
 
 def _canonical(values: Any) -> bytes:

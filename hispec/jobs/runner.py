@@ -49,11 +49,13 @@ class Comparison:
 
 @dataclass
 class JobReport:
-    """The results of a run. `resumed` rows were done before; the other numbers are of this run only."""
+    """The results of a run. `resumed` rows were done before, `failed_before` of them with errors; the other
+    numbers are of this run only."""
 
     job: Job
     num_rows: int
     resumed: int
+    failed_before: int = 0
     timed: Timed = field(default_factory=Timed)
     stats: dict[str, Any] = field(default_factory=dict)
     rates: Rates | None = None
@@ -62,8 +64,8 @@ class JobReport:
 
     @property
     def all_failed(self) -> bool:
-        """Whether all rows of this run failed."""
-        return self.timed.num_errors > 0 and self.timed.num_results == 0
+        """Whether all rows of the job failed, those done before included."""
+        return self.failed_before + self.timed.num_errors == self.num_rows > 0
 
 
 class JobInterrupted(KeyboardInterrupt):
@@ -88,7 +90,7 @@ def run_job(job: Job, *, progress: bool = True) -> JobReport:
             held = stack.enter_context(closing(hold(rows_path(job))))  # from before it is read
         before = find_before(job)
         work = find_work(job, keeps=before is not None)
-        report = JobReport(job, work.num_rows, resumed=work.num_done)
+        report = JobReport(job, work.num_rows, work.num_done, work.num_failed)
         if before is not None and work.num_done == work.num_rows:
             _tidy_up(job, before, work, held, upload)
             return report
@@ -119,9 +121,9 @@ def _tidy_up(job: Job, before: Manifest, work: Work, held: Any, upload: Upload |
 
 def _rewrite(job: Job, work: Work, held: Any, upload: Upload | None) -> Any:
     """Takes those rows out of the output that are done again -> the file, held."""
-    held, work.num_bytes = drop_lines(rows_path(job), held, work.num_bytes, partial(is_to_drop, job))
     if upload is not None:
         upload.restart()
+    held, work.num_bytes = drop_lines(rows_path(job), held, work.num_bytes, partial(is_to_drop, job))
     return held
 
 
@@ -208,7 +210,7 @@ def _write_rows(
             digests[row.index] = digest(outcome)
         outcome = error_of(outcome)
         if is_openai:
-            writer.add(row.index, openai_row(row, outcome, job.model, llm.token_text))
+            writer.add(row.index, openai_row(row, outcome, job.model, llm.token_bytes))
         else:
             writer.add(row.index, output_row(row, outcome, job.output, llm.split_text))
         if upload is not None:

@@ -80,6 +80,15 @@ def _write_table(job: Job, rows: Path, draft: Path) -> None:
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a row. Halves of surrogate pairs, which JSON can hold and tables cannot, are written
+    out."""
+    return {
+        name: value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+        for name, value in _fields(row).items()
+    }
+
+
+def _fields(row: dict[str, Any]) -> dict[str, Any]:
     outputs, usage, error = row["outputs"], row["usage"] or {}, row["error"] or {}
     first = outputs[0] if outputs else {}
     return {

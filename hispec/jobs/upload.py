@@ -91,14 +91,28 @@ class Upload:
             self._counts = there
             if self._output.overwrite:
                 return
-            self._ledger = there.model_copy(deep=True)
-            self._match()
+            if not self._is_replaced(there):
+                self._ledger = there.model_copy(deep=True)
+                self._match()
         except (OSError, ValidationError) as error:
             raise ConfigError(f"output.upload: cannot read {shown(self._uri)}: {reason_of(error)}") from None
 
     def restart(self) -> None:
-        """The rows on the disk have changed: they will take the place of those that are there."""
+        """The rows on the disk are about to be changed, and will take the place of those that are there; also
+        if this process is killed before. Raises OSError."""
+        write_atomically(self._note, self._counts.model_dump_json().encode(), sync=True)
         self._ledger = Ledger()
+
+    @property
+    def _note(self) -> Path:
+        """A file beside the rows on the disk with the ledger that they replace."""
+        return self._rows.with_name(f".{self._rows.name}.replaces")
+
+    def _is_replaced(self, there: Ledger) -> bool:
+        try:
+            return self._rows.exists() and self._note.read_bytes() == there.model_dump_json().encode()
+        except FileNotFoundError:
+            return False
 
     def __enter__(self) -> Upload:
         if self._output.overwrite and self._counts.parts:
@@ -212,6 +226,8 @@ class Upload:
             self._write(self._manifest_name, manifest_path(self._output.path).read_bytes())
         self._write(f"{self._name}.upload.json", self._ledger.model_dump_json().encode())
         before, self._counts = self._counts, self._ledger.model_copy(deep=True)
+        with suppress(OSError):
+            self._note.unlink(missing_ok=True)
         for name in {part.name for part in before.parts} - {part.name for part in self._counts.parts}:
             with suppress(OSError):  # it costs space, no more
                 self._store.delete_file(self._at(name))

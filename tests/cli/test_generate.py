@@ -5,12 +5,25 @@ from __future__ import annotations
 import re
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hispec.cli import main
+from hispec.outputs import Delta
 from tests.helpers.fake_llm import FakeLLM
+
+
+def test_a_request_that_fails_is_told_by_its_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stream(self: FakeLLM, *_: object, **__: object) -> Iterator[Delta]:
+        yield Delta("0", [], "", None, "error", None, error="the model's logits are nan")
+
+    monkeypatch.setattr(FakeLLM, "stream", stream)
+    assert main(["generate", "--model", "fake", "hello"]) == 2
+    assert capsys.readouterr().err == "hispec: the model's logits are nan\n"
 
 
 def test_generate_streams_to_stdout_and_counts_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,16 @@ def test_a_job_whose_rows_all_fail_exits_with_1_and_says_why(
     assert not any(word in out for word in ("nan", "tokens/s", "× plain"))
 
 
+def test_the_exit_code_is_of_all_rows_of_the_job(job: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"prompt": ""}\n{}\n')
+    assert [main(["run", str(job)]) for _ in range(2)] == [1, 1]
+    rows.write_text('{"prompt": ""}\n{}\n{"prompt": "a"}\n')
+    assert main(["run", str(job)]) == 0
+    rows.write_text('{"prompt": ""}\n{}\n{"prompt": "a"}\n{"id": 1}\n')
+    assert main(["run", str(job)]) == 0
+
+
 @pytest.mark.parametrize(
     ("first", "way_on"),
     [

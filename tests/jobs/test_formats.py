@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import io
 import json
@@ -437,3 +438,61 @@ def test_what_asks_for_nothing_is_let_pass(tmp_path: Path) -> None:
     }
     (row,) = openai_rows(tmp_path, [request("a", CHAT | nothing)])
     assert row["response"]["status_code"] == 200
+
+
+@pytest.mark.parametrize(
+    ("pattern", "output", "is_refused"),
+    [
+        ("*.jsonl", "out.jsonl", True),
+        ("**/*.jsonl", "a/b/out.jsonl", True),
+        ("*/../*.jsonl", "a/out.jsonl", False),
+        ("*.jsonl", "there/out.jsonl", False),
+        ("*.jsonl", ".out.jsonl", False),
+        ("*", "out.parquet", True),
+        ("*.rows.jsonl", "out.parquet", True),  # which the rows of a table are called
+        ("[in]*.jsonl", "out.jsonl", False),
+    ],
+)
+def test_an_output_is_no_file_of_the_input(
+    tmp_path: Path, pattern: str, output: str, is_refused: bool
+) -> None:
+    write(tmp_path / ("in.rows.jsonl" if "rows" in pattern else "in.jsonl"), LINES[:3])
+    (tmp_path / "a").mkdir()
+    write(tmp_path / "z.rows.jsonl", LINES[3:])
+    job = job_of(tmp_path, str(tmp_path / pattern), output)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"would be a file of the input .*; choose a path that this"):
+            run(job)
+        assert not FakeLLM.instances
+    else:
+        run(job)
+        assert run(job).resumed == len(rows_of(job))
+
+
+def test_metadata_of_a_table_is_repeated_or_its_row_is_bad(tmp_path: Path) -> None:
+    values = ["train", datetime.datetime(2026, 1, 2), None]
+    for at, value in enumerate(values):
+        table = pa.table({"prompt": ["a", "b"], "metadata": pa.array([value, value])})
+        pa.parquet.write_table(table, tmp_path / f"{at}.parquet")
+    job = job_of(tmp_path, [tmp_path / f"{at}.parquet" for at in range(3)])
+    run(job)
+    rows = rows_of(job)
+    assert [row.get("metadata") for row in rows] == ["train"] * 2 + [None] * 4
+    assert [row["error"] is None for row in rows] == [True] * 2 + [False] * 2 + [True] * 2
+    assert "metadata: must be what JSON can hold, got datetime" in rows[2]["error"]["message"]
+    assert run(job).resumed == 6
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet"])
+def test_half_a_surrogate_pair_keeps_no_table_from_being_made(tmp_path: Path, name: str) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b'{"id": "b\\ud83d", "prompt": "a"}\n{"id": "c", "prompt": "a"}\n')
+    job = job_of(tmp_path, tmp_path / "in.jsonl", name)
+    run(job)
+    path = job.output.path
+    table = pa.parquet.read_table(path) if name == "out.parquet" else pa.csv.read_csv(path)
+    assert table["id"].to_pylist() == ["b\\ud83d", "c"] and run(job).resumed == 2
+    (tmp_path / "in.csv").write_text('prompt,metadata\na,"""\\ud83d"""\nb,"{}"\n')
+    job = job_of(tmp_path, tmp_path / "in.csv", "of_csv.jsonl")
+    run(job)
+    assert "half of a surrogate pair" in rows_of(job)[0]["error"]["message"]
+    assert rows_of(job)[1]["metadata"] == {}

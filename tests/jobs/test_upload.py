@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -395,3 +396,45 @@ def test_a_query_is_part_of_the_way_there_and_not_of_the_name() -> None:
     uri = "s3://bucket/a/out.jsonl?endpoint_override=http://host:9000/x"
     assert uris.name_in(uri) == "out.jsonl"
     assert isinstance(uris.open_store("output.upload", uri)[0], fs.S3FileSystem)
+
+
+def test_a_job_that_is_killed_while_it_does_rows_again_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what is there still the rows of before."""
+    lines: list[Any] = [{"id": "bad", "prompt": 7}, *prompts(NUM_ROWS)]
+    run(job_to(tmp_path, lines=lines))
+    lines[0]["prompt"] = "good"
+    job, before = job_to(tmp_path, lines=lines, retry_failed=True, upload_s=3600.0), uploaded(tmp_path)
+
+    def killed(*_: object) -> None:
+        raise SystemExit(9)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Upload, "__enter__", killed)
+        run(job)
+    assert uploaded(tmp_path) == before and len(rows_of(job)) == NUM_ROWS
+    assert run(job).resumed == NUM_ROWS and all(row["error"] is None for row in rows_of(job))
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes() == uploaded(tmp_path)
+    assert not list((tmp_path / "here").glob("*.replaces")) + list((tmp_path / "here").glob(".*.replaces"))
+
+
+def test_rows_that_were_to_be_replaced_are_not_if_another_machine_went_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[Any] = [{"id": "bad", "prompt": 7}, *prompts(5)]
+    run(job_to(tmp_path, lines=lines))
+    lines[0]["prompt"] = "good"
+    job = job_to(tmp_path, lines=lines, retry_failed=True)
+    shutil.copytree(tmp_path / "here", tmp_path / "other")
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Upload, "__enter__", lambda self: sys.exit(9))
+        run(job)
+    shutil.move(tmp_path / "here", tmp_path / "first")
+    shutil.move(tmp_path / "other", tmp_path / "here")
+    run(job)  # on another machine
+    shutil.rmtree(tmp_path / "here")
+    shutil.move(tmp_path / "first", tmp_path / "here")
+    before = uploaded(tmp_path)
+    run(job)  # its rows are the beginning of those there
+    assert uploaded(tmp_path) == before == job.output.path.read_bytes()
