@@ -28,12 +28,13 @@ from benchmarks.arguments import at_least_one
 from benchmarks.markdown import table
 from hispec.jobs.runner import run_job
 from hispec.jobs.schema import Job
-from hispec.outputs import CompletionOutput, RequestOutput
+from hispec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from hispec.utils.environment import environment, hardware_text
 from hispec.utils.files import check_target, write_json
 
 LEFT_OUT = 1000  # rows that --resume takes off the output
 TEXT = "words of an answer. " * 10
+METRICS = RequestMetrics(0.0, 1.0, 2.0, 30, 0, 50, 50, 0, 0, 0, 0, 0.5, 2.0)  # of every row
 
 
 class StandIn:
@@ -58,7 +59,9 @@ class StandIn:
         if self.first_s is None:
             self.first_s = time.perf_counter()
         made = [
-            RequestOutput(name, None, [1] * 30, [CompletionOutput(0, TEXT, [1] * 50, None, "stop", 2)])
+            RequestOutput(
+                name, None, [1] * 30, [CompletionOutput(0, TEXT, [1] * 50, None, "stop", 2, METRICS)]
+            )
             for name in self.waiting
         ]
         self.waiting.clear()

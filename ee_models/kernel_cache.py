@@ -29,7 +29,8 @@ def digest_of(root: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+            if path.is_file():  # else a link of an editor's, such as Emacs's locks
+                digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

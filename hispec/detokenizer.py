@@ -88,7 +88,7 @@ class TokenBytes:
             return b""
         if token_id in self._added:
             return str(piece).encode()
-        if self._is_byte_level:
+        if self._is_byte_level and not set(piece) - _BYTE_OF.keys():  # else it is none of that alphabet
             return bytes(_BYTE_OF[character] for character in piece)
         if byte := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(byte[1], 16)])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -170,17 +170,20 @@ def _places(model: type[BaseModel], name: str, most: int = 3) -> list[list[str]]
         place, inner = waiting.pop(0)
         found += [[*place, name]] if name in inner.model_fields else []
         for field_name, field in inner.model_fields.items():
-            nested = _nested_model(field.annotation)
+            nested = _nested_model(field.annotation, within=(dict, list, tuple, Mapping, Sequence))
             waiting += [] if nested is None else [([*place, field_name], nested)]
     return found[:most]
 
 
-def _nested_model(annotation: Any) -> type[BaseModel] | None:
-    """The pydantic model in an annotation such as `Model` or `Model | None`."""
+def _nested_model(annotation: Any, within: tuple[Any, ...] = ()) -> type[BaseModel] | None:
+    """The pydantic model in an annotation such as `Model`, `Model | None` or `list[Model]`, but for kinds of
+    collections that are not looked into: `within`."""
+    if get_origin(annotation) in within:
+        return None
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in getattr(annotation, "__args__", ()):
-        found = _nested_model(argument)
+        found = _nested_model(argument, within)
         if found is not None:
             return found
     return None

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from hispec.config import PLAIN, CheckConfig, EngineConfig, Plan, Settings, SpeculativeConfig
 from hispec.errors import ConfigError, HiSpecError, build
 from hispec.sampling_params import SamplingParams
+from hispec.simulate.config import SimulationConfig
 
 NAN, INF = math.nan, math.inf
 DRAFT = {"layer": 4}
@@ -254,6 +255,11 @@ def test_a_setting_in_the_wrong_place_is_refused_with_its_own(
 ) -> None:
     message = refusal(SpeculativeConfig, {"draft": DRAFT, "check": {"layer": 5} | values})
     assert message.startswith(f"{path}: unknown setting (did you mean {meant}?); known here: kind, layer,")
+
+
+def test_a_place_below_a_name_of_the_users_is_not_guessed() -> None:
+    values = {"policy": "fcfs", "latency": {"path": "p"}, "arrivals": {"rates": [1.0]}, "systems": {"a": {}}}
+    assert "policy: unknown setting; known here: " in refusal(SimulationConfig, values)
 
 
 def test_a_name_like_no_other_is_refused_without_a_guess() -> None:

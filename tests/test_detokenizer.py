@@ -200,12 +200,16 @@ def test_a_stop_string_that_was_plain_text_ends_nothing_later(tokenizer: PreTrai
     assert found == [None] * 8 + ["ab"] and text.release(final=True) == "xab yz "
 
 
-def test_the_bytes_of_tokens_are_together_those_of_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_bytes_of_tokens_are_together_those_of_the_text(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bytes_of, text = TokenBytes(tokenizer), "a b\n\u00e9 \U0001f642\u2581\x7f"
     each = [bytes_of(token) for token in ids_of(tokenizer, text)]
     assert b"".join(each) == text.encode() and max(map(len, each)) == 1
     assert bytes_of(EOS_ID) == tokenizer.convert_ids_to_tokens(EOS_ID).encode()
     assert bytes_of(10**6) == b""
+    monkeypatch.setattr(tokenizer, "convert_ids_to_tokens", {7: "a b", 8: "\u6f22"}.get)
+    assert [bytes_of(7), bytes_of(8)] == [b"a b", "\u6f22".encode()]  # of no byte-level alphabet
 
 
 def test_the_bytes_of_sentencepieces_tokens_have_their_spaces() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -13,6 +12,7 @@ from tqdm import tqdm
 
 from ..config import EngineConfig
 from ..errors import RequestError
+from ..metrics.sample import Sample
 from ..utils.environment import watch_others
 from .output import Outcome, RowError
 from .reasons import Reasons
@@ -42,8 +42,8 @@ class Timed:
     completion_tokens: int = 0
     num_results: int = 0
     num_full: int = 0
-    ttft_s: array[float] = field(default_factory=lambda: array("d"))
-    tpot_s: array[float] = field(default_factory=lambda: array("d"))
+    ttft_s: Sample = field(default_factory=Sample)
+    tpot_s: Sample = field(default_factory=Sample)
     reasons: Reasons = field(default_factory=Reasons)
     others: float | None = None
 
@@ -66,9 +66,9 @@ class Timed:
         self.completion_tokens += sum(len(output.token_ids) for output in outcome.outputs)
         for metrics in (output.metrics for output in outcome.outputs):
             if metrics is not None and metrics.ttft_s is not None:
-                self.ttft_s.append(metrics.ttft_s)
+                self.ttft_s.add(metrics.ttft_s)
             if metrics is not None and metrics.tpot_s is not None:
-                self.tpot_s.append(metrics.tpot_s)
+                self.tpot_s.add(metrics.tpot_s)
 
     @property
     def tokens_per_s(self) -> float:

@@ -27,7 +27,7 @@ SAMPLE_S = 20.0  # seconds that the sample may take
 
 @dataclass
 class DryRun:
-    """num_rows, num_done    of the input; done before
+    """num_rows, num_done, failed_before   of the input; done before; of these, with errors
     reasons        of rows that cannot be served
     num_good       rows that would be done, with prompt_tokens and, at most, max_tokens in all, but for
                    num_unlimited of them, which may fill the context
@@ -40,6 +40,7 @@ class DryRun:
     job: Job
     num_rows: int
     num_done: int
+    failed_before: int = 0
     reasons: Reasons = field(default_factory=Reasons)
     num_good: int = 0
     prompt_tokens: int = 0
@@ -52,8 +53,8 @@ class DryRun:
 
     @property
     def all_failed(self) -> bool:
-        """Whether none of the rows that are left can be served."""
-        return self.reasons.total > 0 and self.num_good == 0
+        """Whether all rows of the job have failed, or will."""
+        return self.failed_before + self.reasons.total == self.num_rows > 0
 
 
 def dry_run(job: Job, *, progress: bool = True) -> DryRun:
@@ -62,7 +63,7 @@ def dry_run(job: Job, *, progress: bool = True) -> DryRun:
     check_output(job)
     before = find_before(job)
     work = find_work(job, keeps=before is not None)
-    found = DryRun(job, work.num_rows, work.num_done)
+    found = DryRun(job, work.num_rows, work.num_done, work.num_done_failed)
     if work.num_done == work.num_rows:
         return found
     with closing(job.make_llm()) as llm:

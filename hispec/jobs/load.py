@@ -165,6 +165,11 @@ def load_settings(
     try:
         return build(model, values)
     except ConfigError as error:
+        if model is RunConfig and {"input", "output"} & values.keys():
+            raise ConfigError(
+                f"{path}: has input or output, so it is a job (hispec run {path}), where a preset is needed:"
+                " a file without them"
+            ) from None
         if (command := _other_command(model, values)) is not None:
             raise ConfigError(
                 f"{path}: these are settings for another command: hispec {command} {path}"

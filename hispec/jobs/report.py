@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import IO, Any
 
-import numpy as np
 from rich.console import Console
 
 from ..config import SpeculativeConfig
@@ -93,7 +92,7 @@ def _latency(timed: Timed) -> str:
     parts = []
     for seconds, words in ((timed.ttft_s, "to the first token"), (timed.tpot_s, "per token after it")):
         if seconds:
-            middle, most = np.quantile(seconds, (0.5, 0.99))
+            middle, most = seconds.quantiles(0.5, 0.99)
             parts.append(f"{middle:.3g} s {words} (median; p99 {most:.3g} s)")
     return ", ".join(parts)
 

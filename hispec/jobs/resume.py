@@ -36,7 +36,8 @@ class Work:
     """num_rows    rows of the input
     done        for each of them 1 if it is done
     num_done    how many are
-    num_failed  rows of the output with errors that are kept
+    num_done_failed   of these, with errors
+    num_failed  rows of the output with errors that are kept, also of rows that the input no longer has
     num_bytes   the beginning of the output's rows that consists of whole lines
     rewrites    whether lines are to be taken out of it first: those of rows that are done again
     """
@@ -47,6 +48,7 @@ class Work:
     num_failed: int
     num_bytes: int
     rewrites: bool
+    num_done_failed: int = 0
 
     def turns(self) -> Iterator[int]:
         """The rows that are not done."""
@@ -65,7 +67,7 @@ def find_work(job: Job, keeps: bool) -> Work:
                     work.rewrites = True
                     continue
                 work.num_failed += line.failed
-                index.add_done(line.number, line.identity)
+                index.add_done(line.number, line.identity, line.failed)
         for number, record in enumerate(read_records(job.input)):
             work.num_rows = number + 1
             index.add_row(number, identify(job.input, record))
@@ -79,9 +81,10 @@ def find_work(job: Job, keeps: bool) -> Work:
             )
         work.done = bytearray(work.num_rows)
         num_changed, changed = 0, work.num_rows
-        for number, is_same in index.done_rows():
+        for number, is_same, failed in index.done_rows():
             work.done[number] = 1
             work.num_done += 1
+            work.num_done_failed += failed
             if not is_same:
                 num_changed, changed = num_changed + 1, min(changed, number)
         if num_changed and not job.output.only_missing:

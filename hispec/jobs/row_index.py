@@ -16,7 +16,7 @@ _CHUNK = 10_000  # rows that are handed to the database at once
 _CACHE_KIB = 64 << 10
 _TABLES = """
 PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA temp_store = FILE; PRAGMA cache_size = -{cache};
-CREATE TABLE done (number INTEGER, key BLOB, content BLOB);
+CREATE TABLE done (number INTEGER, key BLOB, content BLOB, failed INTEGER);
 CREATE TABLE row (number INTEGER PRIMARY KEY, key BLOB, content BLOB);
 """
 
@@ -42,7 +42,7 @@ class RowIndex:
         self._database = sqlite3.connect(Path(self._folder.name) / "rows.sqlite", isolation_level=None)
         self._database.executescript(_TABLES.format(cache=_CACHE_KIB))
         self._database.execute("BEGIN")
-        self._done: list[tuple[int, bytes, bytes]] = []
+        self._done: list[tuple[int, bytes, bytes, bool]] = []
         self._rows: list[tuple[int, bytes, bytes]] = []
         self.has_done = self._has_ids = False
         self._num_done = 0
@@ -56,11 +56,11 @@ class RowIndex:
         self._database.close()
         self._folder.cleanup()
 
-    def add_done(self, number: int, identity: Identity) -> None:
-        """Takes a row of the output, with its number in the input of then."""
+    def add_done(self, number: int, identity: Identity, failed: bool = False) -> None:
+        """Takes a row of the output, with its number in the input of then, and whether it has an error."""
         self.has_done = True
         self._num_done += 1
-        self._done.append((number, _key(identity), bytes.fromhex(identity.content_hash)))
+        self._done.append((number, _key(identity), bytes.fromhex(identity.content_hash), failed))
         if len(self._done) == _CHUNK:
             self._flush()
 
@@ -74,7 +74,7 @@ class RowIndex:
                 self._flush()
 
     def _flush(self) -> None:
-        self._database.executemany("INSERT INTO done VALUES (?, ?, ?)", self._done)
+        self._database.executemany("INSERT INTO done VALUES (?, ?, ?, ?)", self._done)
         self._database.executemany("INSERT INTO row VALUES (?, ?, ?)", self._rows)
         self._done, self._rows = [], []
 
@@ -94,9 +94,9 @@ class RowIndex:
         ).fetchall()
         return Repeated(first, second, sum(count - 1 for _, _, count in found))
 
-    def done_rows(self) -> Iterator[tuple[int, bool]]:
-        """(number, whether the output has it with the same content) of the rows of the input that are done,
-        in no order."""
+    def done_rows(self) -> Iterator[tuple[int, bool, bool]]:
+        """(number, whether the output has it with the same content, and with an error) of the rows of the
+        input that are done, in no order."""
         self._flush()
         if not self.has_done:
             return
@@ -105,7 +105,8 @@ class RowIndex:
         same = "row.number = done.number AND row.key = done.key"
         num_found = 0
         for found in self._database.execute(
-            f"SELECT DISTINCT row.number, row.content = done.content FROM done JOIN row ON {same}"
+            f"SELECT row.number, row.content = done.content, max(done.failed) FROM done JOIN row ON {same}"
+            " GROUP BY 1, 2"
         ):
             num_found += 1
             yield found
@@ -116,7 +117,7 @@ class RowIndex:
         rows = f"{nth.format('number', 'row')} (SELECT 1 FROM done WHERE {same})"
         done = f"{nth.format('rowid', 'done')} (SELECT 1 FROM row WHERE {same})"
         yield from self._database.execute(
-            "SELECT row.number, row.content = done.content"
+            "SELECT row.number, row.content = done.content, done.failed"
             f" FROM ({rows}) AS row JOIN ({done}) AS done USING (key, nth)"
         )
 

@@ -90,7 +90,7 @@ def run_job(job: Job, *, progress: bool = True) -> JobReport:
             held = stack.enter_context(closing(hold(rows_path(job))))  # from before it is read
         before = find_before(job)
         work = find_work(job, keeps=before is not None)
-        report = JobReport(job, work.num_rows, work.num_done, work.num_failed)
+        report = JobReport(job, work.num_rows, work.num_done, work.num_done_failed)
         if before is not None and work.num_done == work.num_rows:
             _tidy_up(job, before, work, held, upload)
             return report

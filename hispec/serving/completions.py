@@ -212,9 +212,13 @@ def _limited(defaults: dict[str, Any], own: dict[str, Any], config: ServerConfig
         return sampling
     if own.get("max_tokens") is not None and own["max_tokens"] > most:
         raise ConfigError(f"max_tokens: must be at most {most} on this server, got {sampling.max_tokens}")
-    if sampling.min_tokens > most:
-        raise ConfigError(f"min_tokens: must be at most {most} on this server, got {sampling.min_tokens}")
-    return sampling.model_copy(update={"max_tokens": min(sampling.max_tokens or most, most)})
+    if (own.get("min_tokens") or 0) > most:
+        raise ConfigError(f"min_tokens: must be at most {most} on this server, got {own['min_tokens']}")
+    limits = {
+        "max_tokens": min(sampling.max_tokens or most, most),
+        "min_tokens": min(sampling.min_tokens, most),
+    }
+    return sampling.model_copy(update=limits)
 
 
 def _new_id(request: CompletionRequest) -> str:

@@ -80,7 +80,12 @@ def test_the_exit_code_is_of_all_rows_of_the_job(job: Path, tmp_path: Path) -> N
     rows.write_text('{"prompt": ""}\n{}\n{"prompt": "a"}\n')
     assert main(["run", str(job)]) == 0
     rows.write_text('{"prompt": ""}\n{}\n{"prompt": "a"}\n{"id": 1}\n')
-    assert main(["run", str(job)]) == 0
+    assert [main(["run", str(job), *more]) for more in (["--dry-run"], [])] == [0, 0]
+    # Rows that the input no longer has count neither way.
+    rows.write_text('{"prompt": "a"}\n{"id": 2}\n')
+    assert [main(["run", str(job), *more]) for more in (["--dry-run"], [], ["--dry-run"])] == [0, 0, 0]
+    rows.write_text('{"id": 2}\n{}\n')
+    assert [main(["run", str(job), *more]) for more in (["--dry-run"], [], ["--dry-run"])] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def test_a_digest_is_of_every_source_and_its_name(tmp_path: Path) -> None:
     digests.append(digest_of(tmp_path))
     source.rename(source.with_name("b.py"))
     digests.append(digest_of(tmp_path))
+    (tmp_path / "hispec" / ".#a.py").symlink_to("nobody@nowhere.1:2")  # Emacs's, of a file with changes
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "c.py").write_text("")
     assert len({*digests}) == 3 and digest_of(tmp_path) == digests[-1]

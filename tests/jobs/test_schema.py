@@ -121,6 +121,8 @@ def test_a_preset_or_a_file_of_rows_in_a_jobs_place_is_told_how_it_is_used(tmp_p
     for name in ("prompts.jsonl", "prompts.PARQUET", "prompts.jsonl.gz"):
         with pytest.raises(ConfigError, match=r"a file of rows, not of settings; .* --set input\.path="):
             load_job(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"so it is a job \(hispec run .*\), where a preset is needed"):
+        load_preset(CONFIGS / "quickstart.yaml")
     with pytest.raises(ConfigError) as caught:  # one slip makes no file of another command
         load_job(write_yaml(tmp_path, MINIMAL + "data: {}\n"))
     assert "data: unknown setting; known here" in str(caught.value) and "--preset" not in str(caught.value)
