@@ -200,7 +200,8 @@ class BatchState:
         row = self._without_row.pop(request)
         self._paused.pop(request, None)
         if self._offloaded.pop(request, None) is not None:
-            self.stall_s += (self.setup.swap_s(int(row["length"]) - 1) or 0.0) / 2
+            moved = int(row["length"]) - 1 - int(row["prefill_left"])
+            self.stall_s += (self.setup.swap_s(moved) or 0.0) / 2
         self.rows[self.num_running] = row
         self._row_of[request] = self.num_running
         self.num_running += 1

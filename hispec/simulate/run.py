@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ..jobs.load import load_settings
 from ..scheduling.aging import Aging
 from ..utils.environment import environment
-from ..utils.files import write_json
+from ..utils.files import check_folder, check_target, write_json
 from ..utils.plots import check_matplotlib
 from .arrivals import repeat_times
 from .batch_state import new_row
@@ -45,10 +45,10 @@ def simulate_to_files(
     """Runs `simulate` and writes its result, whole or not at all. Raises ConfigError for what cannot be
     written, before anything is run."""
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
+        check_target("--json", json_path)
     if plots is not None:
         check_matplotlib("--plots")
-        plots.mkdir(parents=True, exist_ok=True)
+        check_folder("--plots", plots)
     try:
         result = simulate(config, progress=progress)
     except KeyboardInterrupt:

@@ -35,7 +35,7 @@ def merge(traces: Sequence[Trace]) -> Trace:
     requests: list[RequestRecord] = []
     for at, (trace, begin) in enumerate(zip(traces, begins, strict=True)):
         later = 0.0 if begin is None else begin - first
-        decisions += [one.model_copy(update={"t": one.t + later}) for one in trace.decisions]
+        decisions += [one.model_copy(update={"t": one.t + later, "worker": at}) for one in trace.decisions]
         rounds += [one.model_copy(update={"t": one.t + later}) for one in trace.rounds]
         requests += [_shifted(one, later, one.number * len(traces) + at) for one in trace.requests]
     header = traces[0].header

@@ -81,9 +81,11 @@ class Decision(_PlanEvent):
     alternatives          the best ones, and what was predicted of them
     acceptance            {route: {"draft_kept": share, "tentative_accepted": share}}, of the rounds that
                           the controller remembers; named and counted as in the summary
+    worker                of a merged trace: whose controller's it is
     """
 
     round: Count
+    worker: Count = 0
     predicted: Number | None
     measured: Number | None
     previous: str | None

@@ -88,13 +88,17 @@ def _control(decisions: Sequence[Decision], rounds: Sequence[Rounds]) -> dict[st
     probes left out."""
     if not decisions:
         return None
-    chosen = [decision for decision in decisions if not decision.is_probe]
-    pairs = list(pairwise(chosen))
+    of_workers = [
+        [decision for decision in decisions if decision.worker == worker]
+        for worker in sorted({decision.worker for decision in decisions})
+    ]
+    pairs = [pair for own in of_workers for pair in pairwise([each for each in own if not each.is_probe])]
     probes = [line for line in rounds if line.is_probe]
     # A decision's `measured` is what came of the prediction of the decision before.
     ratios = [
         one.predicted / after.measured
-        for one, after in pairwise(decisions)
+        for own in of_workers
+        for one, after in pairwise(own)
         if one.predicted is not None and after.measured
     ]
     reasons = Counter(one.reason for one in decisions)

@@ -80,6 +80,22 @@ def test_the_json_has_every_policy_at_every_load(
     assert "rates 2" in printed and "laps" in printed and "± 95 %" in printed
 
 
+@pytest.mark.parametrize("flag", ["--json", "--plots"])
+def test_what_cannot_be_written_is_found_before_anything_is_run(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flag: str,
+) -> None:
+    monkeypatch.setattr("hispec.simulate.run.simulate", lambda *_, **__: pytest.fail("it was run"))
+    (tmp_path / "file").touch()
+    place = tmp_path if flag == "--json" else tmp_path / "file"
+    for path in (place, tmp_path / "file" / "below"):
+        assert main(["simulate", str(config), flag, str(path)]) == 2
+        assert capsys.readouterr().err.startswith(f"hispec: {flag}: ")
+
+
 def test_bad_experiments_end_with_one_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(config), "--set", "arrivals.rates=[-1]"]) == 2
     printed = capsys.readouterr().err

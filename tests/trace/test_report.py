@@ -117,6 +117,14 @@ def test_the_summary_has_the_latencies_of_requests_that_ended_by_themselves(tmp_
     assert requests["tpot_s"]["mean"] == pytest.approx((5.0 - 0.5) / 7)
 
 
+def test_the_controllers_of_several_workers_are_judged_each_by_itself(tmp_path: Path) -> None:
+    traces = [read_trace(goodput_trace(tmp_path / f"{at}.jsonl")) for at in range(2)]
+    one, both = (summarize(trace)["control"] for trace in (traces[0], merge(traces)))
+    for name in ("decisions", "switches", "route_switches", "probes"):
+        assert both[name] == 2 * one[name]
+    assert both["predicted_to_measured"]["mean"] == pytest.approx(one["predicted_to_measured"]["mean"])
+
+
 def test_latencies_do_not_depend_on_when_a_worker_began(tmp_path: Path) -> None:
     first, second = (read_trace(goodput_trace(tmp_path / f"{at}.jsonl")) for at in range(2))
     first, second = (
