@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -32,6 +33,7 @@ from ..scheduling.lengths import LengthPredictor
 from ..scheduling.make import make_scheduler
 from ..scheduling.request import TextStream
 from ..stats import EngineStats
+from ..utils.devices import on_device
 from .admission import Admission, list_ids
 from .kv_offload import KVOffloader, cheaper_to_move
 from .kv_sizing import check_num_blocks, default_num_blocks, max_model_len
@@ -39,6 +41,22 @@ from .pretrained import MeasureLatency, Pretrained
 from .recorder import Recorder
 from .scoring import Pair, Scorer
 from .step_loop import StepLoop
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _on_its_device(
+    method: Callable[Concatenate[Engine, _Arguments], _Result],
+) -> Callable[Concatenate[Engine, _Arguments], _Result]:
+    """A method that computes: on the engine's GPU, whatever thread calls it."""
+
+    @functools.wraps(method)
+    def call(self: Engine, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with on_device(self._decoder.device):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Engine:
@@ -91,9 +109,10 @@ class Engine:
         self._plans = PlanCache(config, self.max_model_len, self._counters)
         spec = PlanSpec(Models(decoder, tuple(exits), draft_model, tuple(tables)), speculative, plan, latency)
         check_num_blocks(config, spec.models, sharers)
-        num_blocks = config.num_kv_blocks or default_num_blocks(
-            config, spec.models, self.max_model_len, lambda: self._plans.make(1, spec), sharers
-        )
+        with on_device(decoder.device):
+            num_blocks = config.num_kv_blocks or default_num_blocks(
+                config, spec.models, self.max_model_len, lambda: self._plans.make(1, spec), sharers
+            )
         self._pool = BlockPool(num_blocks, config.block_size)
         is_cheaper = cheaper_to_move(latency, config.max_prefill_tokens)
         self._offloader = KVOffloader(HostKV(scheduling.swap_bytes), lambda: self._runtime.kvs, is_cheaper)
@@ -219,6 +238,7 @@ class Engine:
         self._use(PlanSpec(models, config, plan, latency))
 
     @torch.inference_mode()
+    @_on_its_device
     def warm_up(self) -> None:
         """Captures the graphs of the plan's greedy rounds now, the largest first and at most max_graphs,
         instead of each on first use; does nothing if rounds are not captured. Raises ConfigError while
@@ -315,6 +335,7 @@ class Engine:
             raise
 
     @torch.inference_mode()
+    @_on_its_device
     def score(self, pairs: Sequence[Pair]) -> list[ContinuationScore]:
         """What the full model, which verifies every plan's tokens, makes of (prompt, continuation), both
         token ids, for each pair. Between requests; it empties the prefix cache, and nothing is counted.
@@ -367,6 +388,7 @@ class Engine:
         finally:
             self._is_draining = False
 
+    @_on_its_device
     def close(self) -> None:
         """Aborts what is unfinished and releases the KV memory. Idempotent. What computes or takes requests
         raises ClosedError after that; counts and sizes can still be read."""
@@ -450,6 +472,7 @@ class Engine:
         if self.is_closed:
             raise closed(f"Engine.{method}")
 
+    @_on_its_device
     def _compute(self) -> None:
         with torch.inference_mode():
             self._loop.step()
@@ -461,6 +484,7 @@ class Engine:
                 " first"
             )
 
+    @_on_its_device
     def _use(self, spec: PlanSpec) -> None:
         """Makes the plan of `spec` the one in use."""
         self._loop.flight = None  # all its requests were aborted

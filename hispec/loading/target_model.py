@@ -43,7 +43,7 @@ def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
 def select_device(name: str) -> torch.device:
     """The device that engine.device names. Raises ConfigError if it cannot be used."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -55,8 +55,8 @@ def select_device(name: str) -> torch.device:
         raise ConfigError(
             f"engine.device={name!r}: this runtime runs on cpu and cuda; choose one of them, or auto"
         )
-    if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # where Triton launches its kernels
+    if device.type == "cuda" and device.index is None:  # the one that is the current one now, and stays it
+        device = torch.device("cuda", torch.cuda.current_device())
     return device
 
 

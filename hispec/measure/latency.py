@@ -27,6 +27,7 @@ from ..latency.model import LatencyModel
 from ..latency.profile_file import Facts, LatencyProfile, StageCost, Subject, TimedPass, kept_path, load, save
 from ..runner.buckets import row_buckets
 from ..runner.cuda_graphs import GraphDevice
+from ..utils.devices import on_device
 from ..utils.environment import environment
 from ..version import __version__
 from .round_overhead import overheads
@@ -132,7 +133,7 @@ def measure_latency(
     words = [rng.randrange(decoder.config.vocab_size) for _ in range(_PERIOD)]
     length = max(grid.context(max_num_seqs, True), -(-(grid.contexts[1] + window) // max_num_seqs))
     context = (words * grid.contexts[1])[: min(room, length)]  # beyond it a model has no positions
-    with ExitStack() as rigs:
+    with on_device(decoder.device), ExitStack() as rigs:
         rig = Rig(decoder, exits, context, max_num_seqs, window, graph_device, written=())
         rigs.callback(rig.close)
         of_model = None
@@ -143,11 +144,12 @@ def measure_latency(
         ms = medians(
             passes, decoder.device, samples=_SAMPLES, what="latency", progress=progress, budget_s=_BUDGET_S
         )
-    points = [Point(*key, ms=max(value, 1e-4)) for key, value in ms.items()]
-    points += [
-        Point("round", rows, rows, 0, ms=max(value, 1e-4))
-        for rows, value in overheads(decoder, grid.rows, is_static, graph_device).items()
-    ]
+        points = [Point(*key, ms=max(value, 1e-4)) for key, value in ms.items()]
+    with on_device(decoder.device):
+        points += [
+            Point("round", rows, rows, 0, ms=max(value, 1e-4))
+            for rows, value in overheads(decoder, grid.rows, is_static, graph_device).items()
+        ]
     subject = subject_of(decoder, layers, exits, draft_model)
     stages = {name: StageCost.of(each) for name, each in fit(points).items()}
     return LatencyProfile(

@@ -66,6 +66,11 @@ class Rig:
         nowhere. written: layers of exits whose KV passes write on their way; None = all of `exits`."""
         config = decoder.config
         self._graphs = graph_device or (CudaGraphs(decoder.device) if decoder.device.type == "cuda" else None)
+        # All in one pool of memory, as large as the largest of them needs: one runs at a time. Held, since a
+        # pool is fit for captures for as long as a graph of it lives.
+        self._replays: list[Callable[[], None]] = []
+        if self._graphs is not None:
+            self._graphs.renew()  # those of a rig before may be gone
         context = [min(token, config.vocab_size - 1) for token in context]  # as a draft model is fed
         self._context, self._start, self._window = context, len(context) - 1, window
         max_blocks = -(-(self._start + window) // _BLOCK_SIZE)
@@ -292,7 +297,7 @@ class Rig:
         quiet = self._quiet(run)
         if self._graphs is None:
             return quiet
-        return torch.inference_mode()(_captured(quiet, self._graphs))
+        return torch.inference_mode()(_captured(quiet, self._graphs, self._replays))
 
     def _head(self, layer: int | None) -> ExitHead:
         return ExitHead(self._stages, self._num_layers if layer is None else layer)
@@ -363,16 +368,18 @@ class Rig:
         return torch.tensor(context[start:stop], device=self._device), view
 
 
-def _captured(run: Callable[[], None], device: GraphDevice) -> Callable[[], None]:
-    """`run`, which is captured once it was run, and replayed from then on."""
+def _captured(
+    run: Callable[[], None], device: GraphDevice, replays: list[Callable[[], None]]
+) -> Callable[[], None]:
+    """`run`, which is captured once it was run, and replayed from then on; replays: takes what replays it."""
     replay: Callable[[], None] | None = None
 
     def replayed() -> None:
         nonlocal replay
         if replay is None:
             run()
-            device.renew()  # the stage before may be gone, and its pool with it
             replay, _ = device.capture(run)
+            replays.append(replay)
         else:
             replay()
 

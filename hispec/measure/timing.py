@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -61,4 +62,4 @@ def medians(
 
 def sync_of(device: torch.device) -> Callable[[], None]:
     """What waits until the device has done all that it was given."""
-    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
