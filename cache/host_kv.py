@@ -22,10 +22,7 @@ class _Saved:
     num_positions: int
     dtypes: tuple[torch.dtype, ...]
     parts: tuple[Tensor, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+    num_bytes: int
 
 
 class HostKV:
@@ -57,13 +54,14 @@ class HostKV:
         blocks than positions; an error of the allocator leaves nothing behind.
         """
         self.drop(number)
-        needed = sum(_bytes_per_position(kv) for kv in kvs) * num_positions
+        needed = sum(_bytes_held(kv, num_positions) for kv in kvs)
         if self._num_bytes + needed > self.max_bytes:
             return False
         parts = tuple(_copy_out(kv, _slots(kv, blocks, num_positions)) for kv in kvs)
         _wait_for(kvs)
-        self._saved[number] = saved = _Saved(num_positions, tuple(kv.data.dtype for kv in kvs), parts)
-        self._num_bytes += saved.num_bytes
+        dtypes = tuple(kv.data.dtype for kv in kvs)
+        self._saved[number] = _Saved(num_positions, dtypes, parts, needed)
+        self._num_bytes += needed
         return True
 
     def restore(self, number: int, kvs: Sequence[PagedKV], blocks: Sequence[int]) -> bool:
@@ -92,8 +90,13 @@ class HostKV:
             self._num_bytes -= saved.num_bytes
 
 
-def _bytes_per_position(kv: PagedKV) -> int:
-    return PagedKV.bytes_per_block(kv.num_layers, 1, kv.data.shape[3], kv.data.shape[4], kv.data.dtype)
+def _bytes_held(kv: PagedKV, num_positions: int) -> int:
+    """Of host memory for so many positions; pinned memory comes in powers of two."""
+    per_position = PagedKV.bytes_per_block(
+        kv.num_layers, 1, kv.data.shape[3], kv.data.shape[4], kv.data.dtype
+    )
+    num_bytes = per_position * num_positions
+    return 1 << (num_bytes - 1).bit_length() if kv.data.device.type == "cuda" and num_bytes else num_bytes
 
 
 def _slots(kv: PagedKV, blocks: Sequence[int], num_positions: int) -> Tensor:
@@ -134,4 +137,5 @@ def _wait_for(kvs: Sequence[PagedKV]) -> None:
     """Waits for copies on a GPU to end: those out of it are read next, and the memory that those into it come
     from is freed next."""
     for device in {kv.data.device for kv in kvs if kv.data.device.type == "cuda"}:
-        torch.cuda.synchronize(device)
+        # The stream of these copies alone: the whole device cannot be waited for while a graph is captured.
+        torch.cuda.current_stream(device).synchronize()

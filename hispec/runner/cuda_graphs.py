@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,13 +59,21 @@ class CudaGraphs:
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
+        # thread_local: what other threads of the program do on the GPU meanwhile fails neither them nor this.
+        captured = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
         with _capturing:
             try:
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                with captured:
                     result = run()
             except BaseException:
-                # Where ending the capture fails too, torch leaves its stream as the current one.
-                torch.cuda.set_stream(stream)
+                # Where ending the capture fails too, torch leaves its stream as the current one, and, before
+                # 2.13, all allocations bound for the pool.
+                if torch.cuda.current_stream(self._stream.device) == self._stream:
+                    torch.cuda.set_stream(stream)
+                    with suppress(RuntimeError):
+                        torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
                 raise
         return graph.replay, result
 
@@ -111,13 +120,10 @@ class GraphCache:
         self._lacked_memory: set[Hashable] = set()  # keys and stages
         self._failed: set[Hashable] = set()
         self.num_captures = self.num_failures = self.num_replays = self.num_evictions = 0
+        self.num_bytes = 0  # that graphs held after the latest capture: asking the allocator takes long
 
     def __len__(self) -> int:
         return sum(map(len, self._graphs.values()))
-
-    @property
-    def num_bytes(self) -> int:
-        return self._device.num_bytes()
 
     @property
     def replays(self) -> list[Callable[[], None]]:
@@ -153,6 +159,7 @@ class GraphCache:
         self.num_evictions += len(self)
         self._graphs.clear()
         self._lacked_memory.clear()
+        self.num_bytes = 0
 
     def forget(self) -> None:
         """Drops all graphs, and what is known of work that cannot be captured: its plans are gone."""
@@ -183,7 +190,8 @@ class GraphCache:
         self._graphs.setdefault(key, {})[stage] = _Graph(replay, held, result, counts)
         self._graphs.move_to_end(key)
         self.num_captures += 1
-        if (num_bytes := self.num_bytes) > self._max_bytes:
+        self.num_bytes = num_bytes = self._device.num_bytes()
+        if num_bytes > self._max_bytes:
             # What is too large by itself stays: capturing it in each round would cost more.
             _log.warning(
                 "captured graphs take %d MB, more than engine.max_graph_bytes=%d; raise it",
@@ -204,6 +212,7 @@ class GraphCache:
             )
             return
         self._failed.add(key)
+        self.clear()  # the pool may be fit for no further capture: those to come have another
         _log.warning(
             "a graph of %s could not be captured: it runs eagerly from now on, with the same tokens, but"
             " slower; engine.graphs=false captures none",

@@ -195,8 +195,8 @@ class StaticLauncher:
         self._block_tables = torch.zeros_like(tables.tensor, device=device)
         self._windows: dict[int, Tensor] = {}  # tokens [rows, window + 1] by window
         self._graphs = graphs
-        # The device reads a copy's source later than the host starts it, so the source must stay unchanged:
-        # at most two rounds are in flight.
+        # The device reads a copy's source later than the host starts it, so the source must stay unchanged
+        # until then. Two rounds are in flight, as a rule.
         self._uploads = cycle([_Upload(device) for _ in range(3)])
         self._downloads = make_downloads(device)
 
@@ -291,21 +291,27 @@ class StaticLauncher:
 
 
 class _Upload:
-    """Copies to the device without waiting for it, from pinned memory of its own for each target."""
+    """Copies to the device, as a rule without waiting for it, from pinned memory of its own for each
+    target."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_pinned = device.type == "cuda"
         self._pinned: dict[int, Tensor] = {}
+        self._copied: dict[int, torch.cuda.Event] = {}  # after the last copy from each
 
     def __call__(self, target: Tensor, source: Tensor) -> None:
         if not self._is_pinned:
             target.copy_(source)
             return
-        pinned = self._pinned.get(target.data_ptr())
+        place = target.data_ptr()
+        pinned = self._pinned.get(place)
         if pinned is None:
-            pinned = self._pinned[target.data_ptr()] = torch.empty_like(source, pin_memory=True)
+            pinned = self._pinned[place] = torch.empty_like(source, pin_memory=True)
+            self._copied[place] = torch.cuda.Event()
+        self._copied[place].synchronize()  # rounds that were given up unread may still wait to read it
         pinned.copy_(source)
         target.copy_(pinned, non_blocking=True)
+        self._copied[place].record()
 
 
 def _how(runtime: PlanRuntime, plan: Plan) -> tuple[Stages, Plan, Judge, Drafter | None]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from hispec.decoding.stages import PassCounts
 from hispec.runner import cuda_graphs
 from hispec.runner.buckets import context_bucket, context_buckets, row_bucket, row_buckets
 from hispec.runner.cuda_graphs import CudaGraphs, GraphCache
+from hispec.runner.launchers import _Upload
 from hispec.utils.memory import is_due_to_memory
 from tests.helpers.recorded_graphs import NotCapturable, RecordedGraphs
 
@@ -226,6 +227,11 @@ def test_an_interrupt_in_a_capture_is_no_failure_of_it() -> None:
     assert (cache.num_failures, len(cache), counts.layer_passes) == (0, 0, 5)
 
 
+class FakeStream:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
 class FakeCuda:
     """What CudaGraphs uses of torch.cuda; `ends` = whether a capture can be ended."""
 
@@ -233,7 +239,14 @@ class FakeCuda:
         self.streams: list[torch.device] = []
         self.current: Any = self.make_stream(torch.device("cuda", 0))
         self.used: list[Any] = []
+        self.given_up: list[tuple[int, Any]] = []  # pools that captures were no longer to allocate from
         monkeypatch.setattr(cuda_graphs, "_streams", {})
+        monkeypatch.setattr(
+            torch._C,
+            "_cuda_endAllocateToPool",
+            lambda index, pool: self.given_up.append((index, pool)),
+            raising=False,
+        )
         for name, value in {
             "Stream": self.make_stream,
             "current_device": lambda: 0,
@@ -245,7 +258,8 @@ class FakeCuda:
             monkeypatch.setattr(torch.cuda, name, value)
 
         @contextlib.contextmanager
-        def graph(graph: Any, pool: Any, stream: Any) -> Iterator[None]:
+        def graph(graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+            assert capture_error_mode == "thread_local"
             before, self.current = self.current, stream
             self.used.append(stream)
             try:
@@ -259,7 +273,7 @@ class FakeCuda:
 
     def make_stream(self, device: torch.device) -> Any:
         self.streams.append(device)
-        return SimpleNamespace(device=device)
+        return FakeStream(device)
 
 
 def test_all_engines_of_a_device_capture_in_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +299,7 @@ def test_after_a_failed_capture_work_goes_on_in_the_stream_before(
     with pytest.raises(RuntimeError) as failed:
         graphs.capture(run)
     assert cuda.current is before and is_due_to_memory(failed.value)
+    assert cuda.given_up == ([] if ends else [(0, graphs._pool)])
     assert not cuda_graphs._capturing.locked()
 
 
@@ -316,3 +331,47 @@ def test_every_context_has_a_bucket(most: int) -> None:
     for context in (1, 99, 100, 511, 512, 513, 2048, 2049, 5000, 100_000):
         if context <= most:
             assert context_bucket(context, most) == min(length for length in lengths if length >= context)
+
+
+def test_what_cannot_be_captured_leaves_no_graph_in_its_pool() -> None:
+    """By then the pool may be fit for no further capture: those after have another."""
+    cache, device, _ = make()
+    cache.run("a", lambda x: x + 1, torch.ones(1))
+    assert len(cache) == 1
+    renewed: list[None] = []
+    device.renew = lambda: renewed.append(None)  # type: ignore[method-assign]
+
+    capture = device.capture
+
+    def fails(run: Callable[[], Any]) -> Any:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    device.capture = fails  # type: ignore[method-assign]
+    cache.run("b", lambda x: x, torch.ones(1))
+    assert len(cache) == 0 and cache.num_failures == 1 and cache.num_bytes == 0 and not renewed
+    device.capture = capture  # type: ignore[method-assign]
+    cache.run("a", lambda x: x + 1, torch.ones(1))
+    assert len(cache) == 1 and len(renewed) == 1
+
+
+class FakeEvent:
+    log: ClassVar[list[str]] = []
+
+    def synchronize(self) -> None:
+        self.log.append("waited")
+
+    def record(self) -> None:
+        self.log.append("copied")
+
+
+def test_pinned_memory_is_written_once_the_copies_from_it_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda source, pin_memory: empty_like(source))
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    FakeEvent.log.clear()
+    upload, targets = _Upload(torch.device("cuda", 0)), [torch.zeros(2), torch.zeros(2)]
+    for value in (1.0, 2.0):
+        for target in targets:
+            upload(target, torch.full((2,), value))
+            assert target.tolist() == [value] * 2
+    assert FakeEvent.log == ["waited", "copied"] * 4 and len({*upload._copied.values()}) == 2
