@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,18 @@ def start_all(
 ) -> tuple[list[Process], int, Hello]:
     """All workers, how many of them are ready, and what the first one says of itself.
 
-    It starts alone: it chooses how many KV blocks each has, and keeps what it measures for the others. waits:
-    for those, too. Raises WorkerError, or what a worker says that it cannot start of.
+    It starts alone: it chooses how many KV blocks each has, and keeps what it measures for the others. Of
+    several GPUs each has as many as it has room for, and requests are for the one that has the fewest. waits:
+    for all. Raises WorkerError, or what a worker says that it cannot start of.
     """
     first = launcher.start(start_of(setup, shares, None, 0))
     hello = _await_hello(launcher, first)
-    num_blocks = hello.admission.num_blocks
+    num_blocks = None if waits and shares[0].device != "cpu" else hello.admission.num_blocks
     others = [launcher.start(start_of(setup, shares, num_blocks, place)) for place in range(1, len(shares))]
     if waits:
-        for process in others:
-            _await_hello(launcher, process)
+        counts = [_await_hello(launcher, process).admission.num_blocks for process in others]
+        fewest = min([hello.admission.num_blocks, *counts])
+        hello = replace(hello, admission=replace(hello.admission, num_blocks=fewest))
     return [first, *others], 1 + len(others) * waits, hello
 
 

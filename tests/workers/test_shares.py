@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,15 @@ from hispec import LLM
 from hispec.config import EngineConfig
 from hispec.config.draft_kinds import KINDS, TRAITS
 from hispec.config.speculative import ACCEPTANCES
+from hispec.engine.admission import Admission
 from hispec.engine.kv_sizing import host_num_blocks
 from hispec.errors import ConfigError, build
 from hispec.jobs.schema import Job
 from hispec.utils import memory
 from hispec.workers import shares
+from hispec.workers.messages import Hello, Start
 from hispec.workers.shares import Share, make_shares
+from hispec.workers.start import start_all
 
 CPU = EngineConfig(device="cpu")
 
@@ -121,3 +126,31 @@ def test_what_this_process_has_registered_is_refused(
     finally:
         KINDS.remove("mine")
         ACCEPTANCES.remove("ours")
+
+
+class Starts:
+    """A Launcher of GPUs that have room for so many blocks each; `asked`: what each was told to have."""
+
+    def __init__(self, room: list[int]) -> None:
+        self.room, self.asked = room, list[int | None]()
+
+    def start(self, start: Start) -> Any:
+        at = len(self.asked)
+        self.asked.append(start.config.num_kv_blocks)
+        blocks = start.config.num_kv_blocks or self.room[at]
+        hello = Hello(Admission(100, 64, blocks, 8, 0, frozenset()), True)
+        return SimpleNamespace(connection=SimpleNamespace(poll=lambda _: True, recv=lambda: hello))
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "blocks"), [("cuda", [None] * 3, 40), ("cpu", [None, 50, 50], 50)]
+)
+def test_each_gpu_has_the_blocks_that_it_has_room_for(
+    device: str, asked: list[int | None], blocks: int
+) -> None:
+    launcher = Starts([50, 40, 60])
+    setup: Any = SimpleNamespace(config=EngineConfig(), speculative=None)
+    shares = [Share(None, 1, f"cuda:{at}" if device == "cuda" else "cpu") for at in range(3)]
+    processes, num_ready, hello = start_all(launcher, setup, shares, waits=True)  # type: ignore[arg-type]
+    assert launcher.asked == asked and len(processes) == num_ready == 3
+    assert hello.admission.num_blocks == blocks  # that any of them can serve
