@@ -142,9 +142,10 @@ def _attend_range(
     if HAS_PATHS:
         turns_begin = tl.maximum(begin, turns_begin)
         tiles_per_turn = tl.cdiv(tl.maximum(end - turns_begin, 0), TURN_TILE)
+        divisor = tl.maximum(tiles_per_turn, 1)  # the compiler divides ahead of a loop that may not run
         for i in tl.range(0, num_tokens * tiles_per_turn):
-            token = first_token + i // tiles_per_turn
-            at = turns_begin + i % tiles_per_turn * TURN_TILE + tl.arange(0, TURN_TILE)
+            token = first_token + i // divisor
+            at = turns_begin + i % divisor * TURN_TILE + tl.arange(0, TURN_TILE)
             in_use = (at < end) & (at <= tl.load(positions + token))
             step = at - tl.load(path_starts + token)  # below 0 the block table tells the slot
             by_table = (
