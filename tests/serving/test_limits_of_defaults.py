@@ -30,4 +30,4 @@ def test_defaults_beyond_a_limit_are_cut_and_bodies_refused() -> None:
     with pytest.raises(ConfigError, match="max_tokens: must be at most 50 on this server, got 51"):
         limits(COMPLETIONS, {}, 50, max_tokens=51)
     with pytest.raises(ConfigError, match="min_tokens: must be at most 50 on this server, got 51"):
-        limits(COMPLETIONS, {}, 50, min_tokens=51)
+        limits(COMPLETIONS, defaults, 50, min_tokens=51)
