@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from numba import cfunc as cfunc
+from numba import config
 from numba import njit as njit
 from numba.core import caching
 from numba.core.event import Event, Listener, register
@@ -45,6 +46,8 @@ class _ByAllSources(caching._CacheLocator):
     @classmethod
     def from_function(cls, py_func: Any, py_file: str) -> Any:
         path = Path(py_file).resolve()
+        if not path.is_file():  # in an archive, of which numba takes the digest itself
+            return None
         if not any(path.is_relative_to(_ROOT / package) for package in PACKAGES):
             return None
         others = (each for each in _locators if each is not cls)
@@ -72,5 +75,11 @@ class CompileNotice(Listener):
         pass
 
 
-_locators.insert(0, _ByAllSources)
+# Without those of an earlier import of this module: two would ask each other without end.
+_locators[:] = [_ByAllSources, *(each for each in _locators if each.__qualname__ != "_ByAllSources")]
+if getattr(config, "CACHE_LOCATOR_CLASSES", ""):
+    _log.warning(
+        "NUMBA_CACHE_LOCATOR_CLASSES is set: compiled kernels are kept by it, also where a source that they"
+        " depend on has changed; delete them when HiSpec changes, or unset it"
+    )
 register("numba:compile", CompileNotice())

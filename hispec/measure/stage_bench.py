@@ -224,10 +224,12 @@ class Rig:
     def swap(self, num_positions: int) -> Callable[[], None]:
         """The KV of the first num_positions positions of one row at all layers and exits: to host memory and
         back, as for a request that makes room, which no graph does."""
-        host, blocks = HostKV(self._kv.num_bytes), self._tables[0].tolist()
+        # Twice: pinned memory comes in powers of two.
+        host, blocks = HostKV(2 * self._kv.num_bytes), self._tables[0].tolist()
 
         def run() -> None:
-            host.save(0, [self._kv], blocks, num_positions)
+            is_saved = host.save(0, [self._kv], blocks, num_positions)
+            assert is_saved
             host.restore(0, [self._kv], blocks)
 
         return self._quiet(run)

@@ -24,6 +24,7 @@ from ..sampling.confidence import likeliest, max_probability
 from ..sampling.logits import Logits
 from ..sampling.sampler import Sampler
 from ..utils.console import make_bar
+from ..utils.devices import on_device
 from .recording import NOTHING, Answer, Ints, LookedUp, Recording, Said
 
 RANKS = 8  # likeliest tokens that are noted of each candidate exit
@@ -59,20 +60,22 @@ def record(
     """
     all_layers = range(1, decoder.config.num_layers + 1)
     reader = _Reader(decoder, exits, answers, own=all_layers, said=layers)
-    with make_bar(len(answers), "agreement", "answer", progress) as bar:
-        for answer in answers:
-            reader.read(answer)
-            bar.update()
-    model = None
-    if draft_model is not None:
-        last = draft_model.config.num_layers
-        drafts = _Reader(draft_model, [], answers, own=[], said=[last], most=decoder.config.vocab_size)
-        for answer in answers:
-            drafts.read(answer)
-        model = drafts.said(last)
-    looked_up = {
-        sizes: look_up(sizes, answers, most_looked_up, batch_size, decoder.device, tables) for sizes in ngrams
-    }
+    with on_device(decoder.device):
+        with make_bar(len(answers), "agreement", "answer", progress) as bar:
+            for answer in answers:
+                reader.read(answer)
+                bar.update()
+        model = None
+        if draft_model is not None:
+            last = draft_model.config.num_layers
+            drafts = _Reader(draft_model, [], answers, own=[], said=[last], most=decoder.config.vocab_size)
+            for answer in answers:
+                drafts.read(answer)
+            model = drafts.said(last)
+        looked_up = {
+            sizes: look_up(sizes, answers, most_looked_up, batch_size, decoder.device, tables)
+            for sizes in ngrams
+        }
     said = {layer: reader.said(layer) for layer in layers}
     return Recording(answers, said, {layer: reader.own(layer) for layer in all_layers}, looked_up, model)
 

@@ -306,8 +306,8 @@ class _Upload:
         place = target.data_ptr()
         pinned = self._pinned.get(place)
         if pinned is None:
+            self._copied[place] = torch.cuda.Event()  # first: an interrupt may come after any of these lines
             pinned = self._pinned[place] = torch.empty_like(source, pin_memory=True)
-            self._copied[place] = torch.cuda.Event()
         self._copied[place].synchronize()  # rounds that were given up unread may still wait to read it
         pinned.copy_(source)
         target.copy_(pinned, non_blocking=True)

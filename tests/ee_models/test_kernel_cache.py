@@ -102,3 +102,22 @@ def test_only_a_process_that_compiles_kernels_says_so_and_does_once(tmp_path: Pa
 def test_functions_of_others_are_no_kernels(tmp_path: Path) -> None:
     printed, said = run(OF_A_USER, ROOT, NUMBA_CACHE_DIR=str(tmp_path))
     assert printed == "2 2\n" and "compiling" not in said
+
+
+RELOADED = """
+import importlib, os, sys
+from ee_models import kernel_cache
+importlib.reload(kernel_cache)
+from ee_models.kernels.numba_narrow import count_bytes
+print(count_bytes(8, 64)[0])
+"""
+
+
+def test_it_may_be_loaded_again(tmp_path: Path) -> None:
+    assert run(RELOADED, ROOT, NUMBA_CACHE_DIR=str(tmp_path))[0] == "2\n"
+
+
+def test_other_locators_that_somebody_chose_are_warned_of(tmp_path: Path) -> None:
+    chosen = {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
+    printed, said = run(COUNTS, ROOT, **chosen)
+    assert printed == "2\n" and "NUMBA_CACHE_LOCATOR_CLASSES is set" in said

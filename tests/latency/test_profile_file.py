@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from cache import host_kv
 from cache.view import BatchView
 from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
@@ -86,6 +87,18 @@ def test_a_pass_that_is_timed_writes_no_kv_of_exits_on_its_way(
         rig._kv.data[9].zero_()
         rig.verify(2, 2, 0)()
         assert bool(rig._kv.data[9].any()) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_rig_swaps_all_that_it_has_though_pinned_memory_comes_in_powers_of_two(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    held = host_kv._bytes_held
+    monkeypatch.setattr(host_kv, "_bytes_held", lambda kv, num: 1 << (held(kv, num) - 1).bit_length())
+    rig = Rig(tiny_decoder, [], [1, 2, 3] * 43, rows, 4)
+    before = rig._kv.data.clone()
+    rig.swap(128)()
+    assert torch.equal(rig._kv.data, before)
 
 
 def test_prefill_and_swap_leave_what_was_there(tiny_decoder: Decoder, exits: list[AdapterExit]) -> None:
