@@ -58,7 +58,7 @@ PARTS = {
     "smollm2": Part("benchmarks.gpu_parts.smollm2", 240),
     "sampled": Part("benchmarks.gpu_parts.sampled", 120),
     "settings": Part("benchmarks.gpu_parts.settings", 120),
-    "profile": Part("benchmarks.gpu_parts.profile", 120),
+    "profile": Part("benchmarks.gpu_parts.profiled", 120),
 }
 
 

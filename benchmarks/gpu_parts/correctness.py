@@ -69,18 +69,19 @@ def run(bench: Bench, out: dict[str, Any]) -> None:
     sizes = Sizes(96, 10, 4, (1, 3)) if bench.is_tiny else Sizes(512, 64, 8, (1, 3, 8))
     with found_subject(bench) as subject:
         out["model"] = subject.label
-        with loaded(bench, subject, "float32", sizes.length) as model:
+        with loaded(bench, subject, "bfloat16", sizes.length) as model:
             texts = texts_of(bench, model, sizes.length // 2)
             out["prompts"] = texts.label
             out["plans"] = {
                 name: plan_text(plan, model.decoder.config.num_layers)
                 for name, plan in plans_for(subject).items()
             }
-            bench.step(out, "fp32 equals plain", 20, partial(_exact, bench, model, texts, sizes))
-        with loaded(bench, subject, "bfloat16", sizes.length) as model:
-            bench.step(out, "bf16 against plain", 20, partial(_near_ties, bench, model, texts, sizes))
+            # Without it no other figure means anything.
             bench.step(out, "replay equals eager", 40, partial(_replays, bench, model, texts, sizes))
+            bench.step(out, "bf16 against plain", 20, partial(_near_ties, bench, model, texts, sizes))
             ordinary = bench.step(out, "speed", 10, partial(_speeds, model, texts, sizes, exact=False))
+        with loaded(bench, subject, "float32", sizes.length) as model:
+            bench.step(out, "fp32 equals plain", 20, partial(_exact, bench, model, texts, sizes))
         bench.step(out, "exact_verify", 30, partial(_exact_verify, bench, subject, texts, sizes, ordinary))
 
 
@@ -116,16 +117,18 @@ def _three_tiers(model: Loaded) -> dict[str, SpeculativeConfig]:
 def _exact(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[str, Any]:
     """Greedy three-tier output in float32, TF32 off, against plain's: every token."""
     expected = _outputs(_all(model, None, texts, sizes), texts)
-    equal = {}
+    equal: dict[str, int] = {}
+    bench.found |= {"prompts": len(expected), "equal": equal}
     for name, plan in _three_tiers(model).items():
-        got = _outputs(_all(model, plan, texts, sizes), texts)
-        equal[name] = sum(one == other for one, other in zip(got, expected, strict=True))
-        if equal[name] < len(expected):
-            bench.fail(
-                f"float32, {name}: {len(expected) - equal[name]} of {len(expected)} outputs differ from plain"
-                " decoding's"
-            )
-    return {"prompts": len(expected), "equal": equal}
+        with bench.case(name):
+            got = _outputs(_all(model, plan, texts, sizes), texts)
+            equal[name] = sum(one == other for one, other in zip(got, expected, strict=True))
+            if equal[name] < len(expected):
+                bench.fail(
+                    f"float32, {name}: {len(expected) - equal[name]} of {len(expected)} outputs differ from"
+                    " plain decoding's"
+                )
+    return bench.found
 
 
 @dataclass(frozen=True)
@@ -152,10 +155,14 @@ def _near_ties(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[
     reference = _all(model, None, texts, sizes, logprobs=_NUM_TOP)
     expected, said = _outputs(reference, texts), [one for run in reference for one in run.logprobs]
     found: dict[str, list[dict[str, Any]]] = {}
+    bench.found["first_differences"] = found
     differing = compared = 0
     for name, plan in _three_tiers(model).items():
-        found[name] = []
-        for number, output in enumerate(_outputs(_all(model, plan, texts, sizes), texts)):
+        outputs: list[TokenIds] = []
+        with bench.case(name):
+            outputs = _outputs(_all(model, plan, texts, sizes), texts)
+            found[name] = []
+        for number, output in enumerate(outputs):
             difference = first_difference(output, expected[number], said[number])
             compared += 1
             if difference is None:
@@ -167,6 +174,8 @@ def _near_ties(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[
                     f"bfloat16, {name}, prompt {number}, token {difference.place}: no near-tie, but"
                     f" {difference.gap} below the best (limit {NEAR_TIE})"
                 )
+    if not compared:
+        return bench.found
     if model.subject.is_real or bench.is_tiny:
         bench.figure("bf16_divergence_rate", differing / compared)
     else:
@@ -187,22 +196,36 @@ def _near_ties(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[
 def _replays(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[str, Any]:
     """Every graph against an eager run of the same round when it is captured, and outputs against those of
     eager engines."""
-    found: dict[str, Any] = {}
     tokens = min(sizes.tokens, 12)
     for name, plan in {"plain": None, **plans_for(model.subject)}.items():
-        checked = CheckedGraphs(graph_device(bench.device))
-        captured, eager = (
-            make_engine(
-                model.decoder,
-                plan,
-                model.exits(plan),
-                rows=max(sizes.mixes),
-                length=sizes.length,
-                graphs=graphs,
-                captured_on=checked,
-            )
-            for graphs in (True, False)
+        with bench.case(name):
+            bench.found[name] = _replay(bench, model, texts, sizes, name, plan, tokens)
+    return bench.found
+
+
+def _replay(
+    bench: Bench,
+    model: Loaded,
+    texts: Texts,
+    sizes: Sizes,
+    name: str,
+    plan: SpeculativeConfig | None,
+    tokens: int,
+) -> dict[str, int]:
+    checked = CheckedGraphs(graph_device(bench.device))
+    captured, eager = (
+        make_engine(
+            model.decoder,
+            plan,
+            model.exits(plan),
+            rows=max(sizes.mixes),
+            length=sizes.length,
+            graphs=graphs,
+            captured_on=checked,
         )
+        for graphs in (True, False)
+    )
+    try:
         different = 0
         for rows, temperature in [(rows, 0.0) for rows in sizes.mixes] + [(sizes.mixes[1], 0.8)]:
             outputs = [
@@ -211,20 +234,20 @@ def _replays(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[st
             ]
             different += outputs[0] != outputs[1]
         stats = captured.stats()
-        found[name] = {
-            "graphs": checked.num_checked,
-            "different": checked.num_different,
-            "outputs_different": different,
-            "replays": stats["graph_replays"],
-        }
-        if checked.num_different or different or not checked.num_checked:
-            bench.fail(
-                f"graphs, {name}: {checked.num_different} of {checked.num_checked} replays and {different}"
-                " batches differ from eager rounds"
-            )
+    finally:
         for engine in (captured, eager):
             engine.close()
-    return found
+    if checked.num_different or different or not checked.num_checked:
+        bench.fail(
+            f"graphs, {name}: {checked.num_different} of {checked.num_checked} replays and {different}"
+            " batches differ from eager rounds"
+        )
+    return {
+        "graphs": checked.num_checked,
+        "different": checked.num_different,
+        "outputs_different": different,
+        "replays": stats["graph_replays"],
+    }
 
 
 def _speeds(model: Loaded, texts: Texts, sizes: Sizes, exact: bool) -> dict[str, float]:
@@ -249,20 +272,22 @@ def _exact_verify(
     dtype = "float32" if bench.device.type == "cpu" else "bfloat16"  # a CPU keeps bits in float32 alone
     with loaded(bench, subject, dtype, sizes.length, exact=True) as model:
         expected = _all(model, None, texts, sizes, logprobs=_NUM_TOP, exact=True)
-        different = {}
+        different: dict[str, int] = {}
+        bench.found["different"] = different
         for name, plan in _three_tiers(model).items():
-            got = _all(model, plan, texts, sizes, logprobs=_NUM_TOP, exact=True)
-            pairs = [
-                pair
-                for one, other in zip(got, expected, strict=True)
-                for pair in zip(_said(one), _said(other), strict=True)
-            ]
-            different[name] = sum(one != other for one, other in pairs)
-            if different[name]:
-                bench.fail(
-                    f"exact_verify, {name}: {different[name]} of {len(pairs)} outputs differ from plain"
-                    " decoding's in a token or in a bit"
-                )
+            with bench.case(name):
+                got = _all(model, plan, texts, sizes, logprobs=_NUM_TOP, exact=True)
+                pairs = [
+                    pair
+                    for one, other in zip(got, expected, strict=True)
+                    for pair in zip(_said(one), _said(other), strict=True)
+                ]
+                different[name] = sum(one != other for one, other in pairs)
+                if different[name]:
+                    bench.fail(
+                        f"exact_verify, {name}: {different[name]} of {len(pairs)} outputs differ from plain"
+                        " decoding's in a token or in a bit"
+                    )
         speeds = _speeds(model, texts, sizes, exact=True)
     cost = (
         {name: ordinary[name] / value for name, value in speeds.items()}

@@ -49,6 +49,8 @@ def join_parts(folder: Path, parts: Sequence[str], died: Mapping[str, str]) -> d
                 del entry["error"]
             else:
                 result["failures"].append(f"{part}: {died[part]}")
+        if (log := _log_of(folder / f"{part}.log")) and entry:
+            entry = {**entry, "log": log}
         result["parts"][part] = entry or {"status": "not run yet"}
     result["figures"] = {
         key: (max if figure.is_most else min)(values[key]) if key in values else None
@@ -62,6 +64,13 @@ def join_parts(folder: Path, parts: Sequence[str], died: Mapping[str, str]) -> d
     if result["rehearsal"]:
         result["rehearsed_not_measured"] = rehearsed
     return result
+
+
+def _log_of(path: Path, most: int = 200) -> list[str]:
+    """The last lines of a part's log: where only one file is brought back, it has them."""
+    if not path.exists():
+        return []
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()[-most:]
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -85,7 +85,9 @@ class Bench:
         self._values: dict[str, float] = {}
         self._reasons: dict[str, str] = {}
         self._bandwidth: float | None = None
+        self._errors: dict[str, Any] = {}
         self.is_rehearsal = is_tiny or device.type != "cuda"
+        self.found: dict[str, Any] = {}  # what the step that runs has so far: kept if it is cut short
         self.result: dict[str, Any] = {
             "benchmark": BENCHMARK,
             "rehearsal": self.is_rehearsal,
@@ -128,23 +130,28 @@ class Bench:
         self.result["failures"].append(text)
 
     def step(self, out: dict[str, Any], name: str, seconds: float, run: Callable[[], Any]) -> Any:
-        """run() into out[name], unless less than `seconds` are left. What it raises is recorded, and the next
-        step goes on."""
+        """run() into out[name], unless less than `seconds` are left. What it raises is recorded beside what
+        it had `found`, and the next step goes on."""
         if self.left() < (0.0 if self.is_tiny else seconds):
             out[name] = {
                 "left_out": f"{max(0.0, self.left()):.0f} s were left, and it takes about {seconds:.0f}"
             }
             return None
         started, compiled = time.monotonic(), COMPILING.seconds
+        self.found, self._errors = {}, {}
         try:
             out[name] = run()
         except Exception as error:
             if self.left() <= 0:  # what was interrupted may have said so in words of its own
                 raise OutOfTime from error
-            out[name] = {"error": _short(error), "traceback": traceback.format_exc()}
+            out[name] = {**self.found, "error": _short(error), "traceback": traceback.format_exc()}
             self.fail(f"{name}: {_short(error)}")
             return None
         finally:
+            if name not in out:
+                out[name] = {**self.found, "cut_short": "the time was up"}
+            if self._errors:
+                out.setdefault("errors_of_steps", {})[name] = self._errors
             self.tidy()
             compiling = COMPILING.seconds - compiled
             out.setdefault("seconds_of_steps", {})[name] = round(time.monotonic() - started, 2)
@@ -153,6 +160,18 @@ class Bench:
         print(f"  {name}: {time.monotonic() - started:.1f} s{said}", flush=True)
         self.save()
         return out[name]
+
+    @contextlib.contextmanager
+    def case(self, what: str) -> Iterator[None]:
+        """One of several that a step goes through: what it raises is recorded, and the others go on."""
+        try:
+            yield
+        except Exception as error:
+            if self.left() <= 0:
+                raise OutOfTime from error
+            self._errors[what] = {"error": _short(error), "traceback": traceback.format_exc()}
+            self.fail(f"{what}: {_short(error)}")
+            self.tidy()
 
     def part(self, name: str, run: Callable[[Bench, dict[str, Any]], None]) -> None:
         """run(self, out), whatever comes of it; then the JSON is written."""

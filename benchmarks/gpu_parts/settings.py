@@ -26,6 +26,7 @@ from benchmarks.gpu_parts.shapes import SHAPES, TINY_SHAPES
 from benchmarks.gpu_parts.subjects import Loaded, Texts, found_subject, loaded, texts_of
 from ee_models.kernels import runs_triton
 from ee_models.linear import Linear, PlainLinear
+from hispec.runner.cuda_graphs import CudaGraphs
 
 TILES, WARPS, ROWS = (1, 2, 4), (2, 4, 8), (1, 2, 4, 8, 16)
 NO_TRITON = "not tried: Triton's kernels do not run here"
@@ -92,7 +93,7 @@ def _attention(
         return {"skipped": NO_TRITON}
     short = min(texts.prompts, key=len)
     long = (short * length)[: length - 64]
-    found: dict[str, Any] = {}
+    found = bench.found
     for name, prompt in {"short": short, "long": long}.items():
         of_context = found[f"context {len(prompt)}, {name}"] = {}
         for value in values:
@@ -120,7 +121,8 @@ def _products(bench: Bench) -> dict[str, Any]:
         from ee_models.kernels.triton_linear import InvariantLinear
 
         kinds["own"] = InvariantLinear
-    found: dict[str, Any] = {} if "own" in kinds else {"skipped": f"own: {NO_TRITON}"}
+    found = bench.found
+    found |= {} if "own" in kinds else {"skipped": f"own: {NO_TRITON}"}
     for name, shape in (TINY_SHAPES if bench.is_tiny else SHAPES).items():
         config = shape.config
         sizes = {
@@ -139,7 +141,7 @@ def _products(bench: Bench) -> dict[str, Any]:
                 for rows in ROWS:
                     x = torch.randn(rows, inputs, device=bench.device, dtype=torch.bfloat16)
                     ms = bench.clock.medians(
-                        {kind: lambda linears=linears, x=x: [linear(x) for linear in linears]},
+                        {kind: _captured(bench, lambda linears=linears, x=x: [each(x) for each in linears])},
                         samples=1 if bench.is_tiny else 5,
                         repeats=1 if bench.is_tiny else 5,
                     )[kind]
@@ -148,6 +150,16 @@ def _products(bench: Bench) -> dict[str, Any]:
             del weights
             bench.tidy()
     return found
+
+
+def _captured(bench: Bench, run: Callable[[], Any]) -> Callable[[], Any]:
+    """`run`; on a GPU from a graph, as in a round: launches by Python take longer than small products."""
+    if bench.device.type != "cuda":
+        return run
+    with torch.inference_mode():
+        run()
+        replay, _ = CudaGraphs(bench.device).capture(run)
+    return replay
 
 
 # ---- sums of bfloat16 ----

@@ -137,10 +137,8 @@ def _batch(
         key: make_engine(decoder, plan, rows=rows, length=decoder.max_positions)
         for key, plan in plans.items()
     }
-    out: dict[str, Any] = {
-        "plans": {key: plan_text(plan, layers) for key, plan in plans.items()},
-        "rounds": {},
-    }
+    out = bench.found
+    out |= {"plans": {key: plan_text(plan, layers) for key, plan in plans.items()}, "rounds": {}}
     try:
         for key in ("plain", PAPER):
             plan = plans[key]

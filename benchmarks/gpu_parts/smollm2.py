@@ -92,7 +92,7 @@ def run(bench: Bench, out: dict[str, Any]) -> None:
 
 def _captured(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[str, Any]:
     """Milliseconds of a round at batch 1, from a graph and eagerly: the same rounds otherwise."""
-    found: dict[str, Any] = {}
+    found = bench.found
     for name, plan in {
         "plain": None,
         "exits, three tiers": plans_for(model.subject)["exits, three tiers"],
@@ -115,7 +115,7 @@ def _captured(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[s
 
 def _stages(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[str, Any]:
     """Host gap and stages of plain decoding and of a three-tier plan, batch 1."""
-    found = {}
+    found = bench.found
     prompt = max(texts.prompts, key=len)
     for name, plan in {
         "plain": None,
@@ -143,7 +143,7 @@ def _stages(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[str
 def _transformers(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes) -> dict[str, Any]:
     """Tokens per second, prompts included, of transformers' generate and of plain decoding in turn, by batch;
     and with an early exit of its own as its drafter, which it offers at batch 1 alone."""
-    found: dict[str, Any] = {}
+    found = bench.found
     dtype = str(model.decoder.dtype).removeprefix("torch.")
     for rows in sizes.batches:
         groups = grouped(texts.prompts, rows)[: sizes.baseline_prompts if rows == 1 else 1]
@@ -219,11 +219,18 @@ def _batch(bench: Bench, model: Loaded, texts: Texts, sizes: Sizes, rows: int) -
     layers = model.decoder.config.num_layers
     best: dict[str, tuple[float, str, SpeculativeConfig, Engine]] = {}
     tried: dict[str, Any] = {}
+    bench.found["tried"] = tried
     for name, plan in candidates(model.subject, rows).items():
+        rate, kind = -1.0, "two_tier" if plan.check is None else "three_tier"
         engine = make_engine(model.decoder, plan, model.exits(plan), rows=rows, length=sizes.length)
-        decode(engine, groups[0], sizes.tokens, while_full=True)  # captures
-        rate = speed([decode(engine, group, max(8, sizes.tokens // 2), while_full=True) for group in quick])
-        kind = "two_tier" if plan.check is None else "three_tier"
+        with bench.case(name):
+            decode(engine, groups[0], sizes.tokens, while_full=True)  # captures
+            rate = speed(
+                [decode(engine, group, max(8, sizes.tokens // 2), while_full=True) for group in quick]
+            )
+        if rate < 0.0:
+            engine.close()
+            continue
         tried[name] = {"kind": kind, "tokens_per_s": rate, "plan": plan_text(plan, layers)}
         loser: Engine | None = engine
         if kind not in best or rate > best[kind][0]:

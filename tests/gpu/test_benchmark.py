@@ -155,6 +155,43 @@ def test_a_step_that_raises_is_recorded_and_one_without_time_is_left_out(tmp_pat
     assert run.result["failures"] and not late.result["failures"]
 
 
+def test_no_script_lies_beside_a_namesake_of_python_s_modules() -> None:
+    """Python looks in a script's folder first: a profile.py there would be what torch imports by this name."""
+    for folder in ("benchmarks", "benchmarks/gpu_parts", "scripts", "examples"):
+        names = {path.stem for path in (ROOT / folder).glob("*.py")}
+        assert names and not names & sys.stdlib_module_names, folder
+
+
+def test_what_a_step_has_found_is_kept_when_a_case_fails_or_time_ends(tmp_path: Path) -> None:
+    run, out = bench(tmp_path), {}
+
+    def cases() -> dict[str, Any]:
+        for number in range(4):
+            with run.case(f"case {number}"):
+                run.found[str(number)] = 6 // (number - 2)
+        return run.found
+
+    assert run.step(out, "cases", 1, cases) == {"0": -3, "1": -6, "3": 6}
+    assert out["errors_of_steps"]["cases"]["case 2"]["error"].startswith("ZeroDivisionError")
+    assert len(run.result["failures"]) == 1
+
+    def ends() -> None:
+        run.found["first"] = 1
+        with run.case("second"):
+            raise gpu_run.OutOfTime
+
+    with pytest.raises(gpu_run.OutOfTime):
+        run.step(out, "ends", 1, ends)
+    assert out["ends"] == {"first": 1, "cut_short": "the time was up"}
+
+    def fails() -> None:
+        run.found["first"] = 1
+        raise RuntimeError("no")
+
+    assert run.step(out, "fails", 1, fails) is None
+    assert out["fails"]["first"] == 1 and out["fails"]["error"] == "RuntimeError: no"
+
+
 def test_time_ends_a_part_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def endless(bench: Bench, out: dict[str, Any]) -> None:
         out["begun"] = True
