@@ -156,7 +156,7 @@ def test_a_step_that_raises_is_recorded_and_one_without_time_is_left_out(tmp_pat
 
 
 def test_no_script_lies_beside_a_namesake_of_python_s_modules() -> None:
-    """Python looks in a script's folder first: a profile.py there would be what torch imports by this name."""
+    """Python looks in a script's folder first: a profile.py there would be what torch imports so."""
     for folder in ("benchmarks", "benchmarks/gpu_parts", "scripts", "examples"):
         names = {path.stem for path in (ROOT / folder).glob("*.py")}
         assert names and not names & sys.stdlib_module_names, folder
