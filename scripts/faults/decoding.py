@@ -265,4 +265,25 @@ FAULTS = (
         "pass",
         ("tests/drafters/test_drafters.py",),
     ),
+    Fault(
+        "a controller is told of a round without a row",
+        "hispec/engine/recorder.py",
+        "if not rows or (trace is None",
+        "if (trace is None",
+        ("tests/faults/test_numbers.py",),
+    ),
+    Fault(
+        "rejection: requests of one seed share their noise, though drafts are outputs of others",
+        "hispec/engine/admission.py",
+        "        if is_alone:",
+        "        if False:",
+        ("tests/laws/test_rejection.py",),
+    ),
+    Fault(
+        "a stop string that min_tokens let pass is found again",
+        "hispec/detokenizer.py",
+        "max(0, before - len(each) + 1)",
+        "max(0, before - self._held)",
+        ("tests/test_detokenizer.py",),
+    ),
 )

@@ -188,4 +188,11 @@ FAULTS = (
         "child",
         ("tests/page/test_page.py",),
     ),
+    Fault(
+        "an output that the input's pattern fits is taken",
+        "hispec/jobs/inputs.py",
+        "            if place.is_relative_to(folder) and _fits(",
+        "            if place.is_relative_to(folder) and not _fits(",
+        ("tests/jobs/test_formats.py",),
+    ),
 )
