@@ -17,6 +17,7 @@ from .attention.numba_pages import CALL, NO_PATH, attend_units, cut_by, cut_unit
 from .kernel_cache import cfunc, njit
 from .kernels import numba_gemm, numba_narrow
 from .kernels.cpu import add_rms_norm, rope_and_store, silu_mul
+from .kernels.numba_narrow import HAS_TILES
 from .kernels.numba_scan import scan_row
 from .kernels.threads import address_of, count_team, now, pointer, take, wait
 from .kernels.threads import call as call_link
@@ -183,7 +184,8 @@ def _activate(c: Any, size: int, first: int, last: int) -> None:
 @_kernel
 def _has_own_tokens(c: Any, bits: int, shares: int) -> bool:
     """Whether each thread multiplies tokens of its own by all panels, or panels of its own by all tokens."""
-    return bits != 16 and c.num_tokens >= _OWN_TOKENS * shares
+    is_by_tiles = bits == 16 and HAS_TILES
+    return not is_by_tiles and c.num_tokens >= _OWN_TOKENS * shares
 
 
 @_kernel

@@ -27,8 +27,8 @@ class LinearMaker:
 
     quantization  "int8" or "int4", every matrix product included; None = the weights as they are
     exact         on a GPU, kernels in which rows keep their bits; those of a CPU give that by themselves
-    weights_dtype what weights have been rounded to; None = dtype. of bfloat16, a CPU that has tiles
-                  rounds tokens, too, and adds up in float32; any other computes in dtype
+    weights_dtype what weights have been rounded to; None = dtype. of bfloat16, a CPU that has products in
+                  it rounds tokens, too, and adds up in float32; any other computes in dtype
     Raises ValueError for what cannot be combined, or cannot run on `device` in `dtype`.
     """
 
@@ -59,19 +59,19 @@ class LinearMaker:
         return None if self.quantization is None else 8 if self.quantization == "int8" else 4
 
     @cached_property
-    def uses_tiles(self) -> bool:
+    def is_bfloat16(self) -> bool:
         """Whether linears are NarrowLinears in bfloat16."""
         if self.quantization is not None or self.weights_dtype != torch.bfloat16 or not self.makes_panels:
             return False
-        from .kernels.numba_tiles import can_multiply
+        from .kernels.numba_narrow import multiplies_bfloat16
 
-        return can_multiply()
+        return multiplies_bfloat16()
 
     @cached_property
     def attends_by_tiles(self) -> bool:
         """Whether a CPU's tiles do attention over KV in bfloat16, which rounds queries and weights: a model
         in narrow numbers loses little more by it."""
-        if not self.makes_panels or not (self.uses_tiles or self.quantization is not None):
+        if not self.makes_panels or not (self.is_bfloat16 or self.quantization is not None):
             return False
         from .kernels.numba_tiles import can_multiply
 
@@ -105,7 +105,7 @@ class LinearMaker:
             from .kernels.triton_linear import InvariantLinear
 
             return InvariantLinear(weight, bias)
-        if self.uses_tiles:
+        if self.is_bfloat16:
             return self._narrow_linear(weight, bias, 16)
         if self.makes_panels:
             from .panel_linear import PanelLinear

@@ -11,8 +11,14 @@ from numba.np.numpy_support import carray, from_dtype
 from torch import Tensor, uint8
 
 from .kernel_cache import cfunc
-from .kernels.numba_narrow import bytes_per_token, look_ahead, multiply, pack, split_tokens
-from .kernels.numba_tiles import can_multiply
+from .kernels.numba_narrow import (
+    bytes_per_token,
+    look_ahead,
+    multiplies_bfloat16,
+    multiply,
+    pack,
+    split_tokens,
+)
 from .kernels.threads import KernelThreads, address_of, take
 
 # Multiplications of a product, and inputs to split, from which other threads are worth their 3 microseconds.
@@ -78,9 +84,9 @@ class NarrowLinear:
         self, weight: Tensor, bias: Tensor | None, bits: Literal[16, 8, 4], threads: KernelThreads
     ) -> None:
         """Raises ValueError in int8 and int4 for weights that are not finite, in int4 for those too large
-        for float16, too; in bfloat16 where the CPU has no tiles."""
-        if bits == 16 and not can_multiply():
-            raise ValueError("there are no tiles here that multiply bfloat16; take a PanelLinear")
+        for float16, too; in bfloat16 where the CPU has no products in it."""
+        if bits == 16 and not multiplies_bfloat16():
+            raise ValueError("there are no products in bfloat16 here; take a PanelLinear")
         self.num_outputs, self.num_inputs = weight.shape
         self.panels = pack(bits, weight.float(), None if bias is None else bias.float())
         self.num_bytes = self.panels.nbytes

@@ -31,6 +31,7 @@ from cache.view import BatchView
 from ..kernel_cache import cfunc, njit
 from ..kernels import numba_tiles as tiles
 from ..kernels.cpu import size_of_numbers
+from ..kernels.numba_bfloat16 import GROUP
 from ..kernels.numba_math import ONE
 from ..kernels.numba_vectors import WIDTH, number_at
 from ..kernels.threads import KernelThreads, address_of, pointer, take
@@ -173,7 +174,7 @@ def _attend_unit(
     num_queries = num_per_head * (last_head - first_head)
     most = tiles.TILE if uses_tiles else QUERIES
     # By tiles numbers are multiplied in groups, and a block of queries may reach past the last.
-    dims = (head_dim + tiles.GROUP - 1) // tiles.GROUP * tiles.GROUP if uses_tiles else head_dim
+    dims = (head_dim + GROUP - 1) // GROUP * GROUP if uses_tiles else head_dim
     num_rows = num_queries + most if uses_tiles else num_queries
     queries, sums = np.empty((num_queries, head_dim), np.float32), np.zeros((num_rows, dims), np.float32)
     peak, total = np.full(num_queries, np.float32(FAR_BELOW)), np.zeros(num_queries, np.float32)

@@ -18,7 +18,8 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
 from ..kernel_cache import njit
-from ..kernels.numba_tiles import COLUMNS, GROUP, HAS_TILES, multiply_block
+from ..kernels.numba_bfloat16 import COLUMNS, GROUP
+from ..kernels.numba_tiles import HAS_TILES, multiply_block
 from ..kernels.numba_tiles import TILE as ROWS_OF_TILE
 from ..kernels.numba_vectors import INT, NONE, ROWS, WIDTH, copy_numbers, load, prefetch, store
 from ..kernels.threads import pointer

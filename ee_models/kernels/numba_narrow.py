@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernel_cache import njit
-from . import numba_int4, numba_int8, numba_tiles
+from . import numba_bfloat16, numba_int4, numba_int8, numba_pairs, numba_tiles
 from .numba_gemm import copy_tile
 from .numba_int8 import COLUMNS
 
@@ -24,17 +24,23 @@ _AHEAD = (512, 16384)
 _LOOKS = 5  # at each of them
 _LOOKED_AT = 1 << 26  # bytes of weights: more than most caches hold
 _PACKED_AT_ONCE = 64  # panels: what is made of them on the way is small beside a model
-_MAKE_PANELS = {4: numba_int4.make_panels, 8: numba_int8.make_panels, 16: numba_tiles.make_panels}
+_MAKE_PANELS = {4: numba_int4.make_panels, 8: numba_int8.make_panels, 16: numba_bfloat16.make_panels}
+HAS_TILES = numba_tiles.HAS_TILES
 _kernel = njit(error_model="numpy", nogil=True, cache=True)
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether there are products in bfloat16 here: by matrix tiles or by vectors of pairs."""
+    return numba_tiles.can_multiply() if HAS_TILES else numba_pairs.HAS_PAIRS
 
 
 @_kernel
 def count_bytes(bits: int, num_inputs: int) -> Any:
     """Groups of inputs; bytes of a panel ahead of them, of one of them, and of a token's numbers."""
     if bits == 16:
-        groups = (num_inputs + numba_tiles.GROUP - 1) // numba_tiles.GROUP
-        bytes_per_token = numba_tiles.bytes_of_token(groups)
-        return groups, numba_tiles.HEAD, numba_tiles.GROUP_BYTES, bytes_per_token
+        groups = (num_inputs + numba_bfloat16.GROUP - 1) // numba_bfloat16.GROUP
+        bytes_per_token = numba_bfloat16.bytes_of_token(groups)
+        return groups, numba_bfloat16.HEAD, numba_bfloat16.GROUP_BYTES, bytes_per_token
     if bits == 4:
         groups = (num_inputs + numba_int4.GROUP - 1) // numba_int4.GROUP
         bytes_per_token = groups * numba_int4.TOKEN_GROUP_BYTES + numba_int4.SCALE_BYTES
@@ -76,7 +82,7 @@ def split_tokens(bits: int, x: int, num_inputs: int, terms: int, first: int, las
     for token in range(first, last):
         own, to = x + 4 * token * num_inputs, terms + token * bytes_per_token
         if bits == 16:
-            numba_tiles.split(own, num_inputs, to, groups)
+            numba_bfloat16.split(own, num_inputs, to, groups)
         elif bits == 4:
             numba_int4.split(own, num_inputs, to, groups)
         else:
@@ -101,8 +107,13 @@ def multiply(
 
     Memory is asked for while what is there is multiplied: by several tiles of tokens, a part each, for the
     next panel; by one, `ahead` bytes before it is read (see `look_ahead`)."""
-    if bits == 16:
+    if bits == 16 and HAS_TILES:
         numba_tiles.multiply(
+            ahead, terms, num_tokens, num_inputs, panels, out, num_outputs, share, num_shares
+        )
+        return
+    if bits == 16:
+        numba_pairs.multiply(
             ahead, terms, num_tokens, num_inputs, panels, out, num_outputs, share, num_shares
         )
         return

@@ -1,12 +1,8 @@
-"""Matrix products by a CPU's tiles (Intel's AMX), in bfloat16: of tokens rounded to it with weights in it.
+"""Matrix products by a CPU's tiles (Intel's AMX), in bfloat16 (`numba_bfloat16`).
 
 Inputs are multiplied two by two and added to a sum in float32, group after group, in an order that is the
 CPU's own and the same for each token of a tile: a token's bits depend on nothing but itself. A tile takes 16
 tokens in the time of one: as long as memory is what a pass waits for, further tokens are free.
-
-A panel holds COLUMNS outputs: their biases, float32; then, two inputs after two inputs, the weights [in / 2,
-COLUMNS, 2], and zeros where inputs are missing from a group of GROUP. A token has its numbers in the same
-order, and a line more, so that not all of a tile's tokens lie in the same places of a cache.
 """
 
 from __future__ import annotations
@@ -18,26 +14,17 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from numba.np.numpy_support import carray
-from torch import Tensor
 
 from ..kernel_cache import njit
+from .numba_bfloat16 import COLUMNS, GROUP, GROUP_BYTES, HEAD, LINE, bytes_of_token
 from .numba_gemm import copy_tile
-from .numba_vectors import INT, NONE, ROWS, WIDTH, compiles_for, copy_numbers, for_count, prefetch
-from .threads import pointer
+from .numba_vectors import INT, NONE, ROWS, WIDTH, compiles_for, for_count, prefetch
 
-TILE = 16  # tokens of a tile, and outputs
-GROUP = 32  # inputs that a tile has of a token, or of an output
-COLUMNS = 2 * TILE
-_LINE = 64  # bytes
-# Bytes of a panel ahead of its groups, and of one of them.
-HEAD, GROUP_BYTES = 4 * COLUMNS, 2 * GROUP * COLUMNS
+TILE = 16  # tokens of a tile, and outputs; of either it has GROUP inputs
 # Whether numba compiles what follows; elsewhere nothing of it may run. Without vectors of this width, panels
 # have other sizes.
 HAS_TILES = WIDTH == TILE and compiles_for("amx-bf16")
@@ -54,32 +41,6 @@ def can_multiply() -> bool:
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
-
-
-def make_panels(weight: Tensor, bias: Tensor) -> Tensor:
-    """A weight [out, in], rounded to bfloat16, and its bias [out], float32, as panels [out / COLUMNS rounded
-    up, bytes] uint8."""
-    num_outputs, num_inputs = weight.shape
-    missing = -num_outputs % COLUMNS
-    padded = F.pad(weight.bfloat16(), (0, -num_inputs % GROUP, 0, missing))
-    pairs = padded.view(-1, COLUMNS, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
-    head = F.pad(bias, (0, missing)).view(torch.uint8).view(len(pairs), -1)
-    return torch.cat([head, pairs.view(len(pairs), -1).view(torch.uint8)], 1)
-
-
-@_kernel
-def bytes_of_token(groups: int) -> int:
-    return groups * 2 * GROUP + _LINE
-
-
-@_kernel
-def split(x: int, num_inputs: int, to: int, groups: int) -> None:
-    """A token [in] at the address x: at the address `to` in bfloat16, and zeros up to a whole group."""
-    copy_numbers(x, num_inputs, to, 2)
-    missing = groups * GROUP - num_inputs
-    rest = carray(pointer(to + 2 * num_inputs), missing, np.int16)
-    for i in range(missing):
-        rest[i] = 0
 
 
 def _call(builder: Any, name: str, *args: Any) -> None:
@@ -106,13 +67,13 @@ def _begin_intrinsic(_context: Any, num_tokens: Any) -> Any:
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
         if HAS_TILES:
-            sizes = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, _LINE))
+            sizes = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, LINE))
             builder.store(ir.Constant(sizes.type.pointee, None), sizes)
             num_tokens = builder.trunc(args[0], _BYTE)
             # Byte 0 is the palette, 16 and so on are bytes of a row, in two bytes each, 48 and so on rows.
             known = {0: _BYTE(1)}
             for tile in range(8):
-                known[16 + 2 * tile] = _BYTE(_LINE)
+                known[16 + 2 * tile] = _BYTE(LINE)
                 known[48 + tile] = _BYTE(GROUP // 2) if tile in _WEIGHTS else num_tokens
             for byte, value in known.items():
                 builder.store(value, builder.gep(sizes, [INT(0), INT(byte)]))
@@ -176,9 +137,9 @@ def _tiles(
     groups = builder.add(panel, INT(HEAD))
     with cgutils.for_range(builder, num_groups) as loop:
         group = builder.add(groups, builder.mul(loop.index, INT(GROUP_BYTES)))
-        wanted = builder.add(asked, builder.mul(builder.mul(loop.index, num_lines), INT(_LINE)))
+        wanted = builder.add(asked, builder.mul(builder.mul(loop.index, num_lines), INT(LINE)))
         with cgutils.for_range(builder, num_lines) as line:
-            prefetch(builder, wanted, builder.mul(line.index, INT(_LINE)))
+            prefetch(builder, wanted, builder.mul(line.index, INT(LINE)))
         for weights, half in zip(_WEIGHTS, halves, strict=True):
             _fill(builder, weights, builder.add(group, half), INT(4 * COLUMNS))
         of_group = builder.mul(loop.index, INT(2 * GROUP))
@@ -220,11 +181,11 @@ def _block(builder: Any, begins: Any, num_groups: Any, a: Any, b: Any, half: Any
             for tile, output in zip(sums, outputs, strict=True):
                 _fill(builder, tile, output, bytes_per_out)
     with cgutils.for_range(builder, num_groups) as loop:
-        of_a = builder.add(first, builder.mul(loop.index, INT(_LINE)))
+        of_a = builder.add(first, builder.mul(loop.index, INT(LINE)))
         of_b = builder.add(b, builder.mul(loop.index, INT(2 * GROUP * TILE)))
         _fill(builder, _TOKENS[0], of_a, stride)
         for tile, other, offset in zip(sums, _WEIGHTS, halves, strict=True):
-            _fill(builder, other, builder.add(of_b, offset), INT(_LINE))
+            _fill(builder, other, builder.add(of_b, offset), INT(LINE))
             _add_products(builder, tile, _TOKENS[0], other)
     for tile, output in zip(sums, outputs, strict=True):
         _empty(builder, tile, output, bytes_per_out)
@@ -256,10 +217,10 @@ def _multiply_panel(
     spare = np.empty((2 * TILE, COLUMNS), np.float32)
     for turn in range(num_turns):
         # Several turns ask for a part of the next panel each, one alone for what it reads soon.
-        asked = panel + HEAD + ahead, GROUP_BYTES // _LINE
+        asked = panel + HEAD + ahead, GROUP_BYTES // LINE
         if num_turns > 1:
             part = size // num_turns
-            asked = panel + size + turn * part, part // groups // _LINE + 1
+            asked = panel + size + turn * part, part // groups // LINE + 1
         count = min(2, num_tiles - 2 * turn)
         first = min(2 * turn * most, num_tokens - most)
         second = min((2 * turn + 1) * most, num_tokens - most)

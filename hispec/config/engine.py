@@ -13,8 +13,8 @@ class EngineConfig(Settings):
     """How the engine runs. Sizes are in tokens unless named otherwise.
 
     dtype                   of weights; "auto" = the checkpoint's own on a GPU, and of bfloat16 on a CPU with
-                            matrix tiles (AMX), else float32. A CPU computes in float32, whatever they are
-                            held in, but for bfloat16 where it has such tiles
+                            products in it (AMX; AVX512-BF16 of AMD), else float32. A CPU computes in float32,
+                            whatever they are held in, but for bfloat16 where it has such products
     kv_cache_dtype          of keys and values; "auto" = dtype, and bfloat16 beside int8 and int4 on a CPU; on
                             a GPU no other than dtype
     device                  "auto" = a GPU if there is one

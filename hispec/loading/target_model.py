@@ -80,7 +80,7 @@ def _select_kv_dtype(config: EngineConfig, device: torch.device, weights_dtype: 
 
 def select_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """What weights are held in, before quantization. "auto" is the checkpoint's own wherever it is computed
-    in: on a GPU, and of bfloat16 on a CPU that has matrix tiles; elsewhere float32, which loses nothing of
+    in: on a GPU, and of bfloat16 on a CPU that has products in it; elsewhere float32, which loses nothing of
     it."""
     if config.dtype != "auto":
         given: torch.dtype = getattr(torch, config.dtype)
@@ -88,9 +88,9 @@ def select_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.dev
     if device.type != "cpu":
         return checkpoint.dtype
     if config.quantization is None and checkpoint.dtype == torch.bfloat16 and runs_numba(device):
-        from ee_models.kernels.numba_tiles import can_multiply
+        from ee_models.kernels.numba_narrow import multiplies_bfloat16
 
-        if can_multiply():
+        if multiplies_bfloat16():
             return torch.bfloat16
     return torch.float32
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .fault import Fault
-from .suites import INTEGERS, RUNS, TILES
+from .suites import BFLOAT16, INTEGERS, RUNS, TILES
 
 FAULTS = (
     Fault(
@@ -57,11 +57,32 @@ FAULTS = (
         TILES,
     ),
     Fault(
-        "tiles keep what a token's memory held before where inputs are missing",
-        "ee_models/kernels/numba_tiles.py",
+        "bfloat16 keeps what a token's memory held before where inputs are missing",
+        "ee_models/kernels/numba_bfloat16.py",
         "missing = groups * GROUP - num_inputs",
         "missing = 0 * groups",
-        TILES,
+        BFLOAT16,
+    ),
+    Fault(
+        "vectors of pairs leave out the last pair of inputs",
+        "ee_models/kernels/numba_pairs.py",
+        "num_pairs = builder.mul(num_groups, INT(GROUP // 2))",
+        "num_pairs = builder.sub(builder.mul(num_groups, INT(GROUP // 2)), INT(1))",
+        BFLOAT16,
+    ),
+    Fault(
+        "vectors of pairs multiply the first token of a tile for all",
+        "ee_models/kernels/numba_pairs.py",
+        "alike = spread(builder, load(builder, row,",
+        "alike = spread(builder, load(builder, rows[0],",
+        BFLOAT16,
+    ),
+    Fault(
+        "a panel's last outputs, by vectors of pairs, are not copied from where they were made",
+        "ee_models/kernels/numba_pairs.py",
+        "if columns < COLUMNS:",
+        "if columns < 0:",
+        BFLOAT16,
     ),
     Fault(
         "the last tile begins where the one before it ends",

@@ -227,7 +227,7 @@ def test_adapters_are_held_as_the_decoders_weights_are(tmp_path: Path, checkpoin
         decoder = Decoder.load(checkpoint, torch.float32, CPU, weights_dtype=dtype)
         exit_ = make_exit(tmp_path / str(dtype), checkpoint, decoder, SHAPES["reduced_vocabulary"])
         head = exit_.logit_steps(2)[-1].head
-        if decoder.make_linear.uses_tiles:
+        if decoder.make_linear.is_bfloat16:
             assert isinstance(head, NarrowLinear) and head.bits == 16
         else:
             assert isinstance(head, PanelLinear) and head.panels.dtype == dtype

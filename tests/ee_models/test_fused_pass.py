@@ -20,7 +20,7 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder, LayerWeights
 from ee_models.exits import AdapterExit
 from ee_models.fused_pass import FusedPasses, Rows
-from ee_models.kernels import numba_gemm, numba_tiles
+from ee_models.kernels import numba_gemm, numba_narrow
 from ee_models.kernels import threads as threads_module
 from tests.helpers.support import threads
 from tests.helpers.sweeps import sweep
@@ -108,7 +108,7 @@ def run(
     return [*found, kv.data]
 
 
-# Products in float32, in bfloat16 by tiles or in float32 over weights of bfloat16, in int8 and in int4, with
+# Products in float32, in bfloat16 or in float32 over weights of bfloat16, in int8 and in int4, with
 # KV in bfloat16 or not.
 NUMBERS: list[dict[str, Any]] = [
     {},
@@ -119,7 +119,7 @@ NUMBERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("has_tiles", [True, False] if numba_tiles.can_multiply() else [False])
+@pytest.mark.parametrize("has_products", [True, False] if numba_narrow.multiplies_bfloat16() else [False])
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 @sweep(
     "family, num_threads",
@@ -130,12 +130,12 @@ def test_bits_are_those_of_single_operations(
     family: str,
     num_threads: int,
     numbers: dict[str, Any],
-    has_tiles: bool,
+    has_products: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fused_pass, "_PARALLEL_FROM", 0)
-    monkeypatch.setattr(numba_tiles, "can_multiply", lambda: has_tiles)
+    monkeypatch.setattr(numba_narrow, "multiplies_bfloat16", lambda: has_products)
     tiny_checkpoint(tmp_path / "model", family, num_layers=3)
     with threads(num_threads):
         checkpoint = open_checkpoint(tmp_path / "model")

@@ -11,7 +11,7 @@ import torch
 
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
-from ee_models.kernels import numba_tiles
+from ee_models.kernels import numba_narrow
 from hispec.config import Plan
 from hispec.sampling_params import SamplingParams
 from tests.helpers.support import GREEDY, PLANS, make_engine, random_prompts, run
@@ -36,19 +36,19 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-WITHOUT_TILES = "bfloat16, as without tiles"
-if numba_tiles.can_multiply():
-    FORMATS[WITHOUT_TILES] = FORMATS["bfloat16"]
+IN_FLOAT32 = "bfloat16, computed in float32"
+if numba_narrow.multiplies_bfloat16():
+    FORMATS[IN_FLOAT32] = FORMATS["bfloat16"]
 
 
 @pytest.fixture(scope="module", params=FORMATS)
 def decoder(request: pytest.FixtureRequest, tiny_path: Path) -> Decoder:
     options = FORMATS[request.param]
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == WITHOUT_TILES:
-            patch.setattr(numba_tiles, "can_multiply", lambda: False)
+        if request.param == IN_FLOAT32:
+            patch.setattr(numba_narrow, "multiplies_bfloat16", lambda: False)
         decoder = Decoder.load(open_checkpoint(tiny_path), torch.float32, torch.device("cpu"), **options)
-        assert not (request.param == WITHOUT_TILES and decoder.make_linear.uses_tiles)
+        assert not (request.param == IN_FLOAT32 and decoder.make_linear.is_bfloat16)
     return decoder
 
 

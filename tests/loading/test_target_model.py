@@ -10,7 +10,7 @@ import torch
 
 from ee_models.errors import CheckpointError
 from ee_models.kernels import runs_numba
-from ee_models.kernels.numba_tiles import can_multiply
+from ee_models.kernels.numba_narrow import multiplies_bfloat16
 from ee_models.linear import Linear
 from ee_models.narrow_linear import NarrowLinear
 from ee_models.panel_linear import PanelLinear
@@ -98,17 +98,17 @@ def test_a_cpu_computes_in_float32_over_what_is_asked_for(
     assert dtypes(tiny_checkpoint(tmp_path / "model", num_layers=2), **settings) == expected
 
 
-@pytest.mark.parametrize("has_tiles", [False, True])
-def test_auto_is_bfloat16_where_the_checkpoint_is_and_tiles_compute_it(
-    tmp_path: Path, has_tiles: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_products", [False, True])
+def test_auto_is_bfloat16_where_the_checkpoint_is_and_the_cpu_computes_in_it(
+    tmp_path: Path, has_products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ee_models.kernels.numba_tiles.can_multiply", lambda: has_tiles)
+    monkeypatch.setattr("ee_models.kernels.numba_narrow.multiplies_bfloat16", lambda: has_products)
     given = {
         dtype: tiny_checkpoint(tmp_path / str(dtype), num_layers=2, dtype=dtype)
         for dtype in (F32, torch.float16, BF16)
     }
     auto = {dtype: select_dtype(EngineConfig(), open_model(path), CPU) for dtype, path in given.items()}
-    assert auto == {F32: F32, torch.float16: F32, BF16: BF16 if has_tiles else F32}
+    assert auto == {F32: F32, torch.float16: F32, BF16: BF16 if has_products else F32}
     of_bfloat16 = open_model(given[BF16])
     assert select_dtype(EngineConfig(dtype="float32"), of_bfloat16, CPU) == F32
     assert select_dtype(EngineConfig(quantization="int8"), of_bfloat16, CPU) == F32
@@ -116,7 +116,7 @@ def test_auto_is_bfloat16_where_the_checkpoint_is_and_tiles_compute_it(
 
 
 def is_in_bfloat16(linear: Linear) -> bool:
-    if can_multiply():
+    if multiplies_bfloat16():
         return isinstance(linear, NarrowLinear) and linear.bits == 16
     return isinstance(linear, PanelLinear) and linear.panels.dtype == BF16
 

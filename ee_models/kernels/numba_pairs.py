@@ -1,0 +1,149 @@
+"""Matrix products by a CPU's vectors of pairs (AVX512-BF16), in bfloat16 (`numba_bfloat16`), on CPUs that
+multiply twice as many of its numbers by them as of float32.
+
+A pair of inputs is multiplied and added to a sum in float32, pair after pair, for every token alike: a
+token's bits depend on nothing but itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba import config, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ..kernel_cache import njit
+from .numba_bfloat16 import COLUMNS, GROUP, GROUP_BYTES, HEAD, bytes_of_token
+from .numba_gemm import copy_tile
+from .numba_vectors import (
+    INT,
+    INT32,
+    NONE,
+    ROWS,
+    VECTOR,
+    WIDTH,
+    compiles_for,
+    for_count,
+    load,
+    prefetch,
+    rows_of,
+    spread,
+    store,
+)
+
+TOKENS = 8  # whose sums stay in the CPU's vectors; twelve, which fill them, are no faster
+
+
+def _cpu_name() -> str:
+    return getattr(config, "CPU_NAME", None) or llvm.get_host_cpu_name()
+
+
+# Whether numba compiles what follows. An AMD EPYC (Zen 4) multiplies a vector of pairs in the time of one of
+# float32; an Intel Xeon takes so much longer that products took half as long again as in float32.
+HAS_PAIRS = WIDTH == 16 and compiles_for("avx512bf16") and _cpu_name().startswith("znver")
+
+
+class _BFloat16(ir.Type):
+    """A type of LLVM's that llvmlite has not."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+_WORDS, _PAIRS = ir.VectorType(INT32, WIDTH), ir.VectorType(_BFloat16(), 2 * WIDTH)
+_kernel = njit(error_model="numpy", nogil=True, cache=True)
+
+
+def _add_products(builder: Any, total: Any, weights: Any, x: Any) -> None:
+    """total [WIDTH] float32, a place in memory that LLVM turns into a register, += the products of pairs of
+    bfloat16, each of weights [WIDTH] by the one of x [WIDTH]."""
+    kind = ir.FunctionType(VECTOR, [VECTOR, _PAIRS, _PAIRS])
+    add = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    pairs = (builder.bitcast(each, _PAIRS) for each in (weights, x))
+    builder.store(builder.call(add, [builder.load(total), *pairs]), total)
+
+
+def _multiply_tile_intrinsic(
+    _context: Any, num_tokens: Any, terms: Any, num_groups: Any, panel: Any, out: Any, ahead: Any
+) -> Any:
+    """out[t, :COLUMNS] = bias + terms[t] . panel for 1 to TOKENS tokens t. terms and out: ROWS; panel: an
+    address; ahead: ROWS of memory that is asked for, one a group of inputs."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        if HAS_PAIRS:
+            count, *inputs = args
+            for_count(builder, count, TOKENS, lambda count: _tile(builder, count, *inputs))
+        return NONE
+
+    return types.none(types.intp, ROWS, types.intp, types.intp, ROWS, ROWS), generate
+
+
+def _tile(builder: Any, count: int, terms: Any, num_groups: Any, panel: Any, out: Any, ahead: Any) -> None:
+    columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
+    rows, (asked, step) = rows_of(builder, terms, count), (builder.extract_value(ahead, i) for i in range(2))
+    step = builder.udiv(step, INT(GROUP // 2))
+    begin = [load(builder, panel, column) for column in columns]  # the biases
+    totals = [[cgutils.alloca_once_value(builder, value) for value in begin] for _ in rows]
+    num_pairs = builder.mul(num_groups, INT(GROUP // 2))
+    with cgutils.for_range(builder, num_pairs) as loop:
+        pair = builder.add(panel, builder.add(builder.mul(loop.index, INT(4 * COLUMNS)), INT(HEAD)))
+        wanted = builder.mul(loop.index, step)
+        for column in columns:
+            prefetch(builder, asked, builder.add(wanted, column))
+        parts = [load(builder, pair, column, _WORDS) for column in columns]
+        for row, its_totals in zip(rows, totals, strict=True):
+            alike = spread(builder, load(builder, row, builder.mul(loop.index, INT(4)), INT32))
+            for part, total in zip(parts, its_totals, strict=True):
+                _add_products(builder, total, part, alike)
+    for out_row, its_totals in zip(rows_of(builder, out, count), totals, strict=True):
+        for column, total in zip(columns, its_totals, strict=True):
+            store(builder, builder.load(total), out_row, column)
+
+
+_multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)
+
+
+@_kernel
+def multiply(
+    ahead: int,
+    terms: int,
+    num_tokens: int,
+    num_inputs: int,
+    panels: int,
+    out: int,
+    num_outputs: int,
+    share: int,
+    num_shares: int,
+) -> None:
+    """As numba_narrow.multiply."""
+    groups, bytes_per_out = (num_inputs + GROUP - 1) // GROUP, 4 * num_outputs
+    num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
+    bytes_per_token, size = bytes_of_token(groups), HEAD + groups * GROUP_BYTES
+    num_tiles = (num_tokens + TOKENS - 1) // TOKENS
+    spare = np.empty((TOKENS, COLUMNS), np.float32)
+    for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
+        panel, first = panels + number * size, 0
+        columns = min(COLUMNS, num_outputs - number * COLUMNS)
+        for tile in range(num_tiles):
+            count = (num_tokens - first) // (num_tiles - tile)  # tiles as alike as can be
+            rows = terms + first * bytes_per_token, bytes_per_token
+            to = out + first * bytes_per_out + number * 4 * COLUMNS, bytes_per_out
+            asked = panel + HEAD + ahead, GROUP_BYTES
+            if num_tiles > 1:  # a part of the next panel each
+                asked = panel + size + tile * size // num_tiles, GROUP_BYTES // num_tiles
+            # What is past the last output must not be written over the next token's first ones.
+            whole = to if columns == COLUMNS else (spare.ctypes.data, 4 * COLUMNS)
+            _multiply_tile(count, rows, groups, panel, whole, asked)
+            if columns < COLUMNS:
+                copy_tile(spare, count, columns, *to)
+            first += count
