@@ -35,14 +35,16 @@ sys.path.insert(
 from benchmarks.arguments import at_least_one
 from benchmarks.command import run
 from benchmarks.quality_figures import gsm8k_figures, prompts_figures, text_figures
-from benchmarks.quality_inputs import Models, examples_of, prompts_of, questions_of
-from benchmarks.quality_scores import answers_of, score
+from benchmarks.quality_inputs import Models, Prompt, examples_of, prompts_of, questions_of
 from benchmarks.quality_tables import lines_of
 from ee_models.checkpoint.exit_files import fingerprint
 from ee_models.training.examples import Example
 from hispec.errors import ConfigError
 from hispec.jobs.bench_inputs import token_ids_of
 from hispec.llm import LLM
+from hispec.measure.likelihood import score
+from hispec.outputs import RequestOutput
+from hispec.sampling_params import SamplingParams
 from hispec.utils.environment import environment
 
 
@@ -102,6 +104,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         scores = score(decoders, read, options.batch_size, "answers of the original")
         result["prompts"] = {"file": options.prompts.name} | prompts_figures(prompts, read, scores)
     return result
+
+
+def answers_of(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> list[RequestOutput]:
+    """Greedy answers. Raises RequestError with all that can't be served."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    outputs = llm.generate([prompt.token_ids for prompt in prompts], params)
+    token_ids_of(outputs)
+    return outputs
 
 
 def _numbers(options: argparse.Namespace) -> dict[str, str]:

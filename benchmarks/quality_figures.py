@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.quality_inputs import Prompt, final_number
 from ee_models.training.examples import Example
-from hispec.jobs.confidence_interval import Paired, ratio_interval
+from hispec.jobs.confidence_interval import mean_of
 from hispec.outputs import RequestOutput
 
 Z = 1.959964  # standard deviations on either side of the mean that hold 95 %
@@ -21,23 +21,6 @@ def wilson(num_right: int, num_all: int) -> tuple[float, float]:
     middle = share + spread / 2
     half = Z * math.sqrt((share * (1 - share) + spread / 4) / num_all)
     return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
-
-
-def mean_of(
-    totals: Sequence[float], counts: Sequence[float], tasks: Sequence[str] | None = None
-) -> dict[str, Any]:
-    """Sum of `totals` over sum of `counts`, the mean over tasks if given; with its bootstrap interval over
-    rows (None where a task has a single row)."""
-    rows: dict[str, list[int]] = {}
-    for row in range(len(totals)):
-        rows.setdefault("" if tasks is None else tasks[row], []).append(row)
-    paired, means = [], []
-    for of_task in rows.values():
-        total, count = [totals[row] for row in of_task], [counts[row] for row in of_task]
-        ones = [1.0] * len(of_task)  # over which a ratio is what it is
-        paired.append(Paired(total, count, ones, ones))
-        means.append(sum(total) / sum(count))
-    return {"value": sum(means) / len(means), "interval": ratio_interval(paired)}
 
 
 def gsm8k_figures(questions: Sequence[Prompt], answers: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:

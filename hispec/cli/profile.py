@@ -53,11 +53,28 @@ def add(commands: Any) -> None:
         help="only measure what stages cost here, for control: goodput and simulations, and write FILE;"
         " without FILE keep it for this machine, and measure how many workers `workers: auto` is to take",
     )
+    profile.add_argument(
+        "--numbers",
+        nargs="*",
+        metavar="NAME",
+        help="only compare what weights may be held in, by plain decoding: float32, bfloat16, float16, int8,"
+        " int4, the others with the first (default: float32 bfloat16 int8, on a GPU bfloat16 int8)",
+    )
+    add_options(
+        profile,
+        ("--max-kl", float, "NATS", "of --numbers: how far the best may be from the first (default: 0.005)"),
+    )
 
 
 def _profile(options: argparse.Namespace) -> int:
     if options.latency is not None:
         return _latency(options)
+    if options.numbers is not None:
+        return _numbers(options)
+    if options.max_kl is not None:
+        from ..errors import ConfigError
+
+        raise ConfigError("--max-kl: means nothing without --numbers; give that, too, or leave it out")
     from ..errors import build
     from ..profile.options import ProfileOptions, Targets
 
@@ -73,16 +90,37 @@ def _profile(options: argparse.Namespace) -> int:
     return OK
 
 
-def _latency(options: argparse.Namespace) -> int:
-    from ..errors import ConfigError
-    from ..jobs.load import load_job
+def _numbers(options: argparse.Namespace) -> int:
+    taken = {"numbers", "max_kl", "json", "batch_size", "max_tokens", "limit", "repeats"}
+    _check_alone(options, "numbers", "compares the model's numbers by plain decoding", taken)
+    from ..errors import build
+    from ..profile.numbers import default_numbers, numbers_to_file, print_numbers
+    from ..profile.options import NumbersOptions
 
-    taken = {"job", "set", "latency", "max_window", "no_progress", "command"}
+    job = load_limited_job(options)
+    numbers = options.numbers or default_numbers(job.engine.device)
+    asked = build(NumbersOptions, given_fields(options, NumbersOptions) | {"numbers": numbers})
+    result = numbers_to_file(job, asked, options.json, progress=not options.no_progress)
+    print_numbers(result, options.job)
+    return OK
+
+
+def _check_alone(options: argparse.Namespace, mode: str, does: str, taken: set[str]) -> None:
+    """Raises ConfigError for options that mean nothing beside the one that `mode` names."""
+    from ..errors import ConfigError
+
+    taken = taken | {"job", "set", "no_progress", "command"}
     given = {name for name, value in vars(options).items() if value not in (None, False)} - taken
     if given:
         flags = ["write-preset" if name == "preset" else name.replace("_", "-") for name in sorted(given)]
         names = ", ".join(f"--{flag}" for flag in flags)
-        raise ConfigError(f"{names}: means nothing with --latency, which only measures stages; leave it out")
+        raise ConfigError(f"{names}: means nothing with --{mode}, which only {does}; leave it out")
+
+
+def _latency(options: argparse.Namespace) -> int:
+    _check_alone(options, "latency", "measures stages", {"latency", "max_window"})
+    from ..jobs.load import load_job
+
     job = load_job(options.job, options.set)
     from ..profile.stage_latency import print_latency, profile_latency
 

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,23 @@ def ratio_interval(
         means += speed / plain_speed / len(tasks)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
+
+
+def mean_of(
+    totals: Sequence[float], counts: Sequence[float], tasks: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Sum of `totals` over sum of `counts`, the mean over tasks if given; with its bootstrap interval over
+    rows (None where a task has a single row)."""
+    rows: dict[str, list[int]] = {}
+    for row in range(len(totals)):
+        rows.setdefault("" if tasks is None else tasks[row], []).append(row)
+    paired, means = [], []
+    for of_task in rows.values():
+        total, count = [totals[row] for row in of_task], [counts[row] for row in of_task]
+        ones = [1.0] * len(of_task)  # over which a ratio is what it is
+        paired.append(Paired(total, count, ones, ones))
+        means.append(sum(total) / sum(count))
+    return {"value": sum(means) / len(means), "interval": ratio_interval(paired)}
 
 
 def noise_of_repeats(speeds: Sequence[Sequence[float]]) -> float | None:

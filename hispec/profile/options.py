@@ -15,6 +15,7 @@ from ..utils.files import check_folder, check_target
 from ..utils.plots import check_matplotlib
 
 Drafters = Literal["exit", "tree", "ngram", "hybrid", "model"]
+Numbers = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 
 
 class ProfileOptions(Settings):
@@ -53,6 +54,29 @@ class ProfileOptions(Settings):
                 f" max_window={self.max_window}; lower max_drafts to {self.max_window - 1}, or raise"
                 " max_window"
             )
+        return self
+
+
+class NumbersOptions(Settings):
+    """What is compared by `hispec profile --numbers`, and how.
+
+    numbers       what weights are held in; the first is what the others are compared with
+    batch_size    prompts that run together; None = the job's engine.max_num_seqs
+    max_tokens    new tokens per prompt; None = the job's sampling.max_tokens
+    repeats       timed runs of each
+    max_kl        nats a token by which what is chosen may differ from the first, on average
+    """
+
+    numbers: Annotated[Tuple[Numbers], Field(min_length=2)]
+    batch_size: Annotated[int, Field(ge=1, le=4096)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    repeats: Annotated[int, Field(ge=1)] = 3
+    max_kl: Annotated[float, Field(ge=0.0)] = 0.005
+
+    @model_validator(mode="after")
+    def _each_once(self) -> NumbersOptions:
+        if repeated := [each for each in self.numbers if self.numbers.count(each) > 1]:
+            raise ValueError(f"numbers={list(self.numbers)} names {repeated[0]} more than once; name it once")
         return self
 
 

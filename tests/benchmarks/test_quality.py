@@ -14,12 +14,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import quality, quality_scores
+from benchmarks import quality
 from benchmarks.command import USER_ERROR
-from benchmarks.quality_figures import gsm8k_figures, mean_of, wilson
+from benchmarks.quality_figures import gsm8k_figures, wilson
 from benchmarks.quality_inputs import Models, Prompt, examples_of, final_number, prompts_of
 from ee_models.checkpoint.loader import load_tokenizer, open_checkpoint
 from hispec.errors import build
+from hispec.jobs.confidence_interval import mean_of
+from hispec.measure import likelihood
 from hispec.outputs import CompletionOutput, RequestOutput
 from hispec.training.data import make_examples
 from hispec.training.schema import TrainConfig
@@ -177,7 +179,7 @@ def test_nats_and_divergence_are_those_of_transformers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sizes: tuple[str, int]
 ) -> None:
     batch_size, logits_at_once = sizes
-    monkeypatch.setattr(quality_scores, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(likelihood, "LOGITS_AT_ONCE", logits_at_once)
     model, original = folder / "model", folder / "original"
     arguments = [*parts(folder, "text", "prompts"), "--against", str(original), "--batch-size", batch_size]
     result = run(folder, *arguments)
