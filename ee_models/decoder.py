@@ -156,7 +156,7 @@ class Decoder:
             layers,
             read("model.norm.weight"),
             head,
-            select_backend(attention, device, dtype, exact, make_linear.attends_by_tiles),
+            select_backend(attention, device, dtype, exact, make_linear.attends_in_bfloat16),
             max_positions or config.max_position_embeddings,
             make_linear,
             weights_dtype,

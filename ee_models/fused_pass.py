@@ -282,7 +282,7 @@ class FusedPasses:
         )
         of_attention.positions, of_attention.num_tokens = positions.data_ptr(), num_tokens
         of_attention.many_units = self.attention.many_units
-        of_attention.uses_tiles = self.attention.uses_tiles
+        of_attention.in_bfloat16 = self.attention.in_bfloat16
         of_attention.kv_size, of_attention.block_size = call.kv_size, kv.block_size
         of_attention.path_starts = begin + 8 * call.num_steps
         of_attention.units = of_attention.path_starts + 8 * num_tokens

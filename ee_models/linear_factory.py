@@ -68,14 +68,14 @@ class LinearMaker:
         return multiplies_bfloat16()
 
     @cached_property
-    def attends_by_tiles(self) -> bool:
-        """Whether a CPU's tiles do attention over KV in bfloat16, which rounds queries and weights: a model
+    def attends_in_bfloat16(self) -> bool:
+        """Whether attention over KV in bfloat16 multiplies in it, which rounds queries and weights: a model
         in narrow numbers loses little more by it."""
         if not self.makes_panels or not (self.is_bfloat16 or self.quantization is not None):
             return False
-        from .kernels.numba_tiles import can_multiply
+        from .kernels.numba_narrow import multiplies_bfloat16
 
-        return can_multiply()
+        return multiplies_bfloat16()
 
     @cached_property
     def threads(self) -> KernelThreads:

@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from faults import FAULTS, Fault
-from faults.suites import BFLOAT16, TILES
+from faults.suites import BFLOAT16
 
 from ee_models.kernels.numba_narrow import multiplies_bfloat16
 from ee_models.kernels.numba_pairs import HAS_PAIRS
@@ -44,9 +44,9 @@ PYTEST = [
 
 def can_show(fault: Fault) -> bool:
     """Whether this CPU runs what the fault is in."""
-    if fault.file == "ee_models/kernels/numba_pairs.py":
+    if "vectors of pairs" in fault.name:
         return HAS_PAIRS
-    if fault.tests == TILES:
+    if fault.tests == BFLOAT16 and "tile" in fault.name:
         return can_multiply()
     return fault.tests != BFLOAT16 or multiplies_bfloat16()
 

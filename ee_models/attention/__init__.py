@@ -31,12 +31,12 @@ class AttentionBackend(Protocol):
 
 
 def select_backend(
-    name: str, device: torch.device, dtype: torch.dtype, exact: bool = False, uses_tiles: bool = False
+    name: str, device: torch.device, dtype: torch.dtype, exact: bool = False, in_bfloat16: bool = False
 ) -> AttentionBackend:
     """The backend called `name`; "auto" is numba on a CPU in float32, triton on a GPU that has it, else sdpa.
 
     exact: on a GPU, whether a token's output must keep its bits whatever else is in the pass; only triton
-    does that. uses_tiles: of numba, see NumbaAttention. Raises ValueError for a backend that is unknown or
+    does that. in_bfloat16: of numba, see NumbaAttention. Raises ValueError for a backend that is unknown or
     cannot run so.
     """
     on_cpu = device.type == "cpu"
@@ -64,7 +64,7 @@ def select_backend(
     if name == "numba":
         from .numba_pages import NumbaAttention
 
-        return NumbaAttention(uses_tiles)
+        return NumbaAttention(in_bfloat16)
     from .sdpa import SdpaAttention
 
     return SdpaAttention()

@@ -1,5 +1,5 @@
 """CPU attention that reads pages in place: float32, over keys and values in float32 or bfloat16. Those of
-bfloat16 a CPU's matrix tiles can multiply, with queries and weights rounded to it.
+bfloat16 some CPUs can multiply as they are, with queries and weights rounded to it.
 
 Work is cut into units of (row, a few tokens, one KV head or all). A unit walks the context in tiles of 64
 positions, counted from position 0, with an online softmax; its queries go through a tile a few at a time, so
@@ -33,9 +33,10 @@ from ..kernels import numba_tiles as tiles
 from ..kernels.cpu import size_of_numbers
 from ..kernels.numba_bfloat16 import GROUP
 from ..kernels.numba_math import ONE
+from ..kernels.numba_narrow import multiplies_bfloat16
 from ..kernels.numba_vectors import WIDTH, number_at
 from ..kernels.threads import KernelThreads, address_of, pointer, take
-from . import numba_tile_products as by_tiles
+from . import numba_narrow_products as narrow
 from .numba_products import COLUMNS, FAR_BELOW, QUERIES, TILE, add_weighted, score, transpose, weigh
 
 _TOKENS_PER_UNIT = 16  # at most
@@ -160,22 +161,22 @@ def _attend_unit(
     first_head: int,
     last_head: int,
     scale: Any,
-    uses_tiles: bool,
+    in_bfloat16: bool,
     out: Any,
 ) -> None:
     """Attention of tokens first..last-1 of one row, for the query heads that read KV heads first_head to
     last_head - 1, tile by tile. keys and values: addresses, of numbers of `size` bytes.
 
     Queries are (KV head, token, head of its group), of which up to QUERIES are taken together, or as many as
-    a matrix tile has rows.
+    products in bfloat16 take.
     """
     head_dim, group = q.shape[2], q.shape[1] // num_kv_heads
     num_per_head, bytes_per_row = (last - first) * group, size * head_dim
     num_queries = num_per_head * (last_head - first_head)
-    most = tiles.TILE if uses_tiles else QUERIES
-    # By tiles numbers are multiplied in groups, and a block of queries may reach past the last.
-    dims = (head_dim + GROUP - 1) // GROUP * GROUP if uses_tiles else head_dim
-    num_rows = num_queries + most if uses_tiles else num_queries
+    most = narrow.QUERIES if in_bfloat16 else QUERIES
+    # In bfloat16 numbers are multiplied in groups, and a block of queries may reach past the last.
+    dims = (head_dim + GROUP - 1) // GROUP * GROUP if in_bfloat16 else head_dim
+    num_rows = num_queries + most if in_bfloat16 else num_queries
     queries, sums = np.empty((num_queries, head_dim), np.float32), np.zeros((num_rows, dims), np.float32)
     peak, total = np.full(num_queries, np.float32(FAR_BELOW)), np.zeros(num_queries, np.float32)
     shrink = np.empty(num_queries, np.float32)
@@ -190,14 +191,14 @@ def _attend_unit(
             queries[i, d] = q[token, head, d] * scale
     slots, slots_ahead = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     scores = np.empty((most, TILE), np.float32)
-    in_tiles = 1 if uses_tiles else 0  # arrays for the other way are empty
-    packed_queries = np.zeros((in_tiles * num_rows, dims), np.int16)
-    packed_keys = np.zeros((in_tiles * TILE // tiles.TILE, dims // 2, tiles.TILE, 2), np.int16)
-    packed_values = np.zeros((in_tiles * dims // tiles.TILE, TILE // 2, tiles.TILE, 2), np.int16)
-    packed_weights = np.zeros((in_tiles * most, TILE), np.int16)
-    tile_keys = np.empty(((1 - in_tiles) * TILE // COLUMNS, head_dim, COLUMNS), np.float32)
-    if uses_tiles:
-        by_tiles.pack_queries(queries, packed_queries)
+    is_narrow = 1 if in_bfloat16 else 0  # arrays for the other way are empty
+    packed_queries = np.zeros((is_narrow * num_rows, dims), np.int16)
+    packed_keys = np.zeros((is_narrow * TILE // WIDTH, dims // 2, WIDTH, 2), np.int16)
+    packed_values = np.zeros((is_narrow * dims // WIDTH, TILE // 2, WIDTH, 2), np.int16)
+    packed_weights = np.zeros((is_narrow * most, TILE), np.int16)
+    tile_keys = np.empty(((1 - is_narrow) * TILE // COLUMNS, head_dim, COLUMNS), np.float32)
+    if in_bfloat16:
+        narrow.pack_queries(queries, packed_queries)
     for start in range(0, context_len, TILE):
         ahead = min(TILE, min(context_len, shared) - start - TILE)
         if ahead > 0:
@@ -223,9 +224,9 @@ def _attend_unit(
                 next_values = (values + next_head * bytes_per_row, num_kv_heads * bytes_per_row)
                 asked = next_keys, next_slots, next_count
                 asked_values = next_values, next_slots, next_count
-                if uses_tiles:
-                    by_tiles.pack_keys(all_keys, head_dim, slots, count, packed_keys, asked)
-                    by_tiles.pack_values(all_values, head_dim, slots, count, packed_values, asked_values)
+                if in_bfloat16:
+                    narrow.pack_keys(all_keys, head_dim, slots, count, packed_keys, asked)
+                    narrow.pack_values(all_values, head_dim, slots, count, packed_values, asked_values)
                 else:
                     _transpose(all_keys, size, slots, count, tile_keys, asked)
                 i = (kv_head - first_head) * num_per_head + (token - first) * group
@@ -235,8 +236,8 @@ def _attend_unit(
                     num = (end - i) // (num_blocks - block)  # blocks as alike as can be
                     longest = min(count, np.max(lengths[i : i + num]) - start)
                     if longest > 0:
-                        if uses_tiles:
-                            by_tiles.score_by_tiles(packed_queries, i, packed_keys, longest, scores)
+                        if in_bfloat16:
+                            narrow.score(packed_queries, i, num, packed_keys, longest, scores)
                         else:
                             _score(queries, i, num, tile_keys, longest, scores)
                         for k in range(num):
@@ -245,9 +246,9 @@ def _attend_unit(
                             # Addresses are taken here: numba frees an array that nothing names any more.
                             of_peak, of_total = peak.ctypes.data + at, total.ctypes.data + at
                             weigh(of_scores, seen, of_peak, of_total, shrink.ctypes.data + at)
-                        if uses_tiles:
-                            by_tiles.accumulate_by_tiles(
-                                scores, packed_weights, packed_values, shrink, sums, i, num
+                        if in_bfloat16:
+                            narrow.accumulate(
+                                scores, packed_weights, packed_values, longest, shrink, sums, i, num
                             )
                         else:
                             _accumulate(
@@ -267,8 +268,8 @@ _ARRAYS = ("tables", "positions", "units", "paths", "path_starts")  # of a pass,
 
 class Call(ctypes.Structure):
     """One call for all units of a pass at a layer: addresses of arrays, their sizes, and the next unit.
-    kv_size: bytes of a number of keys and values, 4 = float32, 2 = bfloat16; uses_tiles: whether such of
-    bfloat16 are multiplied by the CPU's tiles.
+    kv_size: bytes of a number of keys and values, 4 = float32, 2 = bfloat16; in_bfloat16: whether such of
+    bfloat16 are multiplied as they are.
     Units differ in size along a prompt, so each thread takes one when it is done with one."""
 
     _fields_ = [
@@ -288,7 +289,7 @@ class Call(ctypes.Structure):
                     "path_starts",
                 ),
                 *("num_tokens", "num_heads", "num_kv_heads", "head_dim", "kv_size", "block_size"),
-                *("num_rows", "num_blocks", "num_units", "many_units", "path_len", "uses_tiles"),
+                *("num_rows", "num_blocks", "num_units", "many_units", "path_len", "in_bfloat16"),
             )
         ),
         ("scale", ctypes.c_float),
@@ -311,8 +312,8 @@ def attend_units(c: Any, next_unit: int, q: int, keys: int, values: int, out: in
     path_starts = carray(pointer(c.path_starts), c.num_tokens, np.int64)
     num_parts = 1 if c.num_units >= c.many_units else c.num_kv_heads
     heads_per_part = c.num_kv_heads // num_parts
-    uses_tiles = c.uses_tiles != 0 and c.kv_size == 2
-    if uses_tiles:
+    in_bfloat16 = c.in_bfloat16 != 0 and c.kv_size == 2
+    if in_bfloat16:
         tiles.begin(tiles.TILE)
     while True:
         taken = take(next_unit)
@@ -335,10 +336,10 @@ def attend_units(c: Any, next_unit: int, q: int, keys: int, values: int, out: in
             first_head,
             first_head + heads_per_part,
             c.scale,
-            uses_tiles,
+            in_bfloat16,
             outputs,
         )
-    if uses_tiles:
+    if in_bfloat16:
         tiles.end()
 
 
@@ -380,16 +381,16 @@ class Prepared:
 class NumbaAttention:
     """Shares large calls among as many threads as torch uses.
 
-    uses_tiles: whether keys and values in bfloat16 are multiplied by the CPU's matrix tiles, with queries
-    and weights rounded to bfloat16. Raises ValueError where it has none."""
+    in_bfloat16: whether keys and values in bfloat16 are multiplied as they are, with queries and weights
+    rounded to it. Raises ValueError where the CPU has no products in bfloat16."""
 
     name = "numba"
     row_invariant = True
 
-    def __init__(self, uses_tiles: bool = False) -> None:
-        if uses_tiles and not tiles.can_multiply():
-            raise ValueError("there are no tiles here that multiply bfloat16; leave uses_tiles out")
-        self.uses_tiles = uses_tiles
+    def __init__(self, in_bfloat16: bool = False) -> None:
+        if in_bfloat16 and not multiplies_bfloat16():
+            raise ValueError("there are no products in bfloat16 here; leave in_bfloat16 out")
+        self.in_bfloat16 = in_bfloat16
         self._threads = KernelThreads()
         self._last: Prepared | None = None
 
@@ -433,7 +434,7 @@ class NumbaAttention:
             num_units=num_units,
             many_units=self.many_units,
             path_len=paths.shape[1],
-            uses_tiles=self.uses_tiles,
+            in_bfloat16=self.in_bfloat16,
             scale=head_dim**-0.5,
         )
         return Prepared(view, weakref.ref(kv), call, arrays, num_pairs * head_dim)

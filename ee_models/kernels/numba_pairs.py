@@ -20,6 +20,7 @@ from ..kernel_cache import njit
 from .numba_bfloat16 import COLUMNS, GROUP, GROUP_BYTES, HEAD, bytes_of_token
 from .numba_gemm import copy_tile
 from .numba_vectors import (
+    FLOAT,
     INT,
     INT32,
     NONE,
@@ -36,6 +37,7 @@ from .numba_vectors import (
 )
 
 TOKENS = 8  # whose sums stay in the CPU's vectors; twelve, which fill them, are no faster
+BLOCK = 12  # rows of a block
 
 
 def _cpu_name() -> str:
@@ -110,6 +112,48 @@ def _tile(builder: Any, count: int, terms: Any, num_groups: Any, panel: Any, out
             store(builder, builder.load(total), out_row, column)
 
 
+def _multiply_block_intrinsic(
+    _context: Any, num: Any, num_pairs: Any, a: Any, b: Any, half: Any, factors: Any, out: Any
+) -> Any:
+    """out[:num, :COLUMNS] = factors * out + a[:num] . b, for 1 to BLOCK rows and num_pairs pairs of numbers
+    of bfloat16: those of a, ROWS, side by side; of b those for WIDTH outputs lie together, [num_pairs, WIDTH,
+    2], at the address b and `half` bytes later. factors: the address of one for each row, 0 = they are zeros.
+    out: ROWS, float32."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        if HAS_PAIRS:
+            num, *inputs = args
+            for_count(builder, num, BLOCK, lambda count: _block(builder, count, *inputs))
+        return NONE
+
+    return types.none(*(types.intp,) * 2, ROWS, *(types.intp,) * 3, ROWS), generate
+
+
+def _block(
+    builder: Any, count: int, num_pairs: Any, a: Any, b: Any, half: Any, factors: Any, out: Any
+) -> None:
+    rows, out_rows = rows_of(builder, a, count), rows_of(builder, out, count)
+    columns, halves = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)], (b, builder.add(b, half))
+    zero = ir.Constant(VECTOR, [0.0] * WIDTH)
+    totals = [[cgutils.alloca_once_value(builder, zero) for _ in columns] for _ in rows]
+    with builder.if_then(builder.icmp_signed("!=", factors, INT(0))):
+        for i, (row, its_totals) in enumerate(zip(out_rows, totals, strict=True)):
+            factor = spread(builder, load(builder, factors, INT(4 * i), FLOAT))
+            for column, total in zip(columns, its_totals, strict=True):
+                builder.store(builder.fmul(load(builder, row, column), factor), total)
+    with cgutils.for_range(builder, num_pairs) as loop:
+        line = builder.mul(loop.index, INT(4 * WIDTH))
+        parts = [load(builder, each, line, _WORDS) for each in halves]
+        for row, its_totals in zip(rows, totals, strict=True):
+            alike = spread(builder, load(builder, row, builder.mul(loop.index, INT(4)), INT32))
+            for part, total in zip(parts, its_totals, strict=True):
+                _add_products(builder, total, part, alike)
+    for row, its_totals in zip(out_rows, totals, strict=True):
+        for column, total in zip(columns, its_totals, strict=True):
+            store(builder, builder.load(total), row, column)
+
+
+multiply_block: Any = intrinsic(_multiply_block_intrinsic)
 _multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)
 
 

@@ -129,6 +129,7 @@ class Engine:
         )
         self._names, self._numbers = itertools.count(), itertools.count()
         self.is_closed = self._is_draining = False
+        self._switching_to: PlanSpec | None = None  # the plan that `_use` has begun to put in place
         self._recorder = Recorder(config, name, scheduling.policy)
         self._rounds = RoundRunner(
             config,
@@ -245,6 +246,7 @@ class Engine:
         requests are unfinished."""
         self._check_open("warm_up")
         self._check_idle("warm_up() cannot run")
+        self._finish_switching()
         self._rounds.warm_up(self._runtime)
 
     @contextmanager
@@ -292,6 +294,7 @@ class Engine:
         `arrival_s`: since when it waits, on the clock of `time.monotonic`; None = it comes now.
         """
         self._check_open("add_request")
+        self._finish_switching()
         requests, gained, problems = self._loop.requests, self._loop.gained, []
         if request_id is None:
             names = (f"request-{number}" for number in self._names)
@@ -324,6 +327,7 @@ class Engine:
         tokens that were committed come with the next step, each once. An interrupted round is run again.
         """
         self._check_open("step")
+        self._finish_switching()
         self._compute()
         gained = self._loop.gained
         deltas = [gain.make_delta() for gain in gained.values()]
@@ -343,6 +347,7 @@ class Engine:
         while requests are unfinished."""
         self._check_open("score")
         self._check_idle("score() cannot run")
+        self._finish_switching()
         self.admission.check_pairs(pairs)
         with self._loop.repaired():
             self._pool.forget()  # its blocks are written over
@@ -497,13 +502,21 @@ class Engine:
             spec.latency,
             self._recorder.record_decision,
         )
+        # All buffers are allocated: nothing below can fail and leave one plan with another's buffers. After
+        # an interrupt in between, what comes next does it all again, as if nothing had been done.
+        is_torn, self._switching_to = self._switching_to is not None, spec
         drops_graphs, drops_cache = self._plans.use(new, spec, self._rounds.graphs is not None)
-        # All buffers are allocated: nothing below can fail and leave one plan with another's buffers.
-        if drops_graphs:
+        if drops_graphs or is_torn:
             self._rounds.drop_graphs(are_plans_gone=True)
-        if drops_cache:
+        if drops_cache or is_torn:
             self._pool.forget()
         self._recorder.use_controller(control, spec)
         self._spec = spec
         if spec.latency is not None:
             self._offloader.is_cheaper = cheaper_to_move(spec.latency, self._config.max_prefill_tokens)
+        self._switching_to = None
+
+    def _finish_switching(self) -> None:
+        """Completes a change of the plan that an interrupt has broken off."""
+        if self._switching_to is not None:
+            self._use(self._switching_to)

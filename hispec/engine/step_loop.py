@@ -30,6 +30,7 @@ from .recorder import Recorder
 
 _log = logging.getLogger(__name__)
 _LEAST_PREFILL = 16  # positions; fewer would not help a prefill that lacks memory
+_LEAST_PATIENCE, _MOST_PATIENCE = 256, 1 << 16  # steps after which more memory is asked for again
 
 
 class StepLoop:
@@ -57,6 +58,8 @@ class StepLoop:
         self.flight: Flight | None = None
         self._scheduler, self._tables, self._block_size = scheduler, tables, block_size
         self._plans, self._rounds, self._recorder = plans, rounds, recorder
+        # Steps since memory ran out, and how many of them are to pass before more is tried.
+        self._calm_steps, self._patience = 0, _LEAST_PATIENCE
         self._choice = Choice()  # of the round in flight
         self._read_s = 0.0  # when the last round was read
         self._is_timed = True  # whether only the round in flight was on the device since then
@@ -95,6 +98,8 @@ class StepLoop:
                     self._reduce_capacity(live, "a round", error)
                 prefill_s = self.stats.prefill_s - prefill_s
                 self.stats.round_s += max(0.0, seconds_since(started) - prefill_s)
+            if self._scheduler.is_reduced:
+                self._try_more()
 
     @contextmanager
     def repaired(self) -> Iterator[None]:
@@ -263,10 +268,13 @@ class StepLoop:
         seconds = seconds_since(started)
         for chunk in chunks:
             self.stats.prefill_tokens += chunk.end - chunk.start
+            is_new = chunk.end > chunk.request.most_computed
             self._scheduler.commit(chunk.request, chunk.end, release=False)
-            self._scheduler.served(
-                chunk.request, Service(rounds=0, tokens=0, drafted=0, accepted=0, passes=1.0, seconds=seconds)
-            )
+            if is_new:  # else it had this before it lost its blocks, and would have it once alone
+                self._scheduler.served(
+                    chunk.request,
+                    Service(rounds=0, tokens=0, drafted=0, accepted=0, passes=1.0, seconds=seconds),
+                )
 
     def _commit(
         self,
@@ -356,10 +364,20 @@ class StepLoop:
         self.stats.errors["not_finite"] += 1
         self.finish(request)
 
+    def _try_more(self) -> None:
+        """After many steps in which memory sufficed: what took it may have been another program, for a
+        moment. Each lack that follows doubles how long it is waited."""
+        self._calm_steps += 1
+        if self._calm_steps >= self._patience:
+            self._calm_steps = 0
+            self._scheduler.regain()
+
     def _reduce_capacity(self, requests: Sequence[Request], what: str, error: BaseException) -> None:
-        """After memory ran out for these requests at once: smaller chunks of prefill, or fewer rows from now
-        on. A request that fails alone ends, and the others go on as at first: it was too large."""
+        """After memory ran out for these requests at once: smaller chunks of prefill, or fewer rows, for a
+        while (`_try_more`). A request that fails alone ends, and the others go on as at first: it was too
+        large."""
         scheduler = self._scheduler
+        self._calm_steps, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
         self._rounds.drop_graphs()
         if self._plans.runtime.models.decoder.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -125,6 +125,13 @@ class LatencyProfile(Settings):
     stages: dict[str, StageCost]
     points: Tuple[TimedPass]
 
+    @property
+    def widest(self) -> int:
+        """Positions of a row in the widest pass that was timed: costs of wider ones are a guess."""
+        return max(
+            (point.tokens // point.rows for point in self.points if point.stage == "verify/0"), default=0
+        )
+
     @model_validator(mode="after")
     def _is_whole(self) -> LatencyProfile:
         if self.fingerprint != self.subject.fingerprint:

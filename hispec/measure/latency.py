@@ -31,7 +31,7 @@ from ..utils.devices import on_device
 from ..utils.environment import environment
 from ..version import __version__
 from .round_overhead import overheads
-from .stage_bench import Rig
+from .stage_bench import Rig, blocks_of
 from .timing import Timed, medians
 
 _log = logging.getLogger(__name__)
@@ -62,14 +62,24 @@ class Grid:
     def of(max_num_seqs: int, max_window: int, max_positions: int, *, is_cuda: bool, is_static: bool) -> Grid:
         """Sizes whose passes take a CPU at most a third of a second and leave a GPU room for their logits,
         within a few GB of KV."""
-        most_tokens, most_kv, longest = (2048, 2**15, 4096) if is_cuda else (128, 2**13, 512)
+        most_kv, longest = (2**15, 4096) if is_cuda else (2**13, 512)
+        most_tokens = Grid.most_tokens_of(is_cuda=is_cuda)
         all_rows = sorted(row_buckets(max_num_seqs)) if is_static else list(range(1, max_num_seqs + 1))
-        positions = _powers(2, min(max_window, most_tokens, max_positions - _LEAST_CONTEXT))
+        positions = _powers(2, Grid.widest(max_window, max_positions, is_cuda=is_cuda))
         longest = min(longest, max_positions - positions[-1])
         shortest = min(longest, max(_LEAST_CONTEXT, min(64, longest // 8)))
         most_kv = max(most_kv, max_num_seqs * shortest)
         rows, wide_rows = _among(all_rows, 2), _among(all_rows, 4)
         return Grid(rows, wide_rows, positions, most_tokens, (shortest, longest), most_kv)
+
+    @staticmethod
+    def most_tokens_of(*, is_cuda: bool) -> int:
+        return 2048 if is_cuda else 128
+
+    @staticmethod
+    def widest(max_window: int, max_positions: int, *, is_cuda: bool) -> int:
+        """Positions of a row in the widest pass."""
+        return min(max_window, Grid.most_tokens_of(is_cuda=is_cuda), max_positions - _LEAST_CONTEXT)
 
     def context(self, rows: int, is_long: bool) -> int:
         """Context tokens of each of so many rows: the shortest, or the longest that memory allows."""
@@ -131,7 +141,11 @@ def measure_latency(
     grid = Grid.of(max_num_seqs, max_window, room, is_cuda=is_cuda, is_static=is_static)
     rng, window = random.Random(0), max(grid.positions[-1], _MOST_LOOKED_UP + 1)
     words = [rng.randrange(decoder.config.vocab_size) for _ in range(_PERIOD)]
-    length = max(grid.context(max_num_seqs, True), -(-(grid.contexts[1] + window) // max_num_seqs))
+    sizes = [*grid.narrow(), *((rows, context) for rows, _, context in grid.wide()), (1, grid.contexts[1])]
+    needed = max(rows * blocks_of(context, window) for rows, context in sizes)
+    length = grid.context(max_num_seqs, True)
+    while max_num_seqs * blocks_of(length, window) < needed:
+        length += 1
     context = (words * grid.contexts[1])[: min(room, length)]  # beyond it a model has no positions
     with on_device(decoder.device), ExitStack() as rigs:
         rig = Rig(decoder, exits, context, max_num_seqs, window, graph_device, written=())
@@ -186,9 +200,15 @@ def latency_for(
     kept = kept_path(expected)
     if kept.exists():
         try:
-            return load(kept, expected, max_num_seqs)
+            profile = load(kept, expected, max_num_seqs)
         except ConfigError as error:
             _log.info("%s", error)
+        else:
+            room = min(model.max_positions for model in (decoder, draft_model) if model is not None)
+            wanted = Grid.widest(max_window, room, is_cuda=decoder.device.type == "cuda")
+            if profile.widest >= wanted:
+                return profile
+            _log.info("%s is of rounds of %d positions a row, not of %d", kept, profile.widest, wanted)
     if progress:
         print(
             "Measuring what each stage of a round costs on this machine, about a minute, before anything is"
@@ -269,7 +289,7 @@ def _facts(decoder: Decoder) -> Facts:
         "quantization": linear.quantization,
         "exact": linear.exact,
         "attention": decoder.attention.name,
-        "attends_by_tiles": linear.attends_by_tiles,
+        "attends_in_bfloat16": linear.attends_in_bfloat16,
         "kernels": type(decoder.kernels).__name__,
         "linears": type(decoder.head).__name__,
         "num_bytes": decoder.num_bytes,  # weights of bfloat16's numbers are held in it
@@ -332,17 +352,17 @@ def _passes(
     """Each pass to time, by its point, with what runs it once: of every stage that `stage_names` names except
     `round`."""
     for rows, context in grid.narrow():
-        at = rig.laid_out(context)
+        at = rig.laid_out(context, rows)
         key = rows, rows, rows * context
         yield ("plain", *key), at.plain(rows)
         yield ("lookup", *key), at.lookup(rows, _MOST_LOOKED_UP)
         for layer in layers:
             yield (f"draft/{layer}", *key), at.draft(rows, 1, layer)
         if of_model is not None:
-            yield ("draft_model", *key), of_model.laid_out(context).draft(rows, 1, None)
-            yield ("fill_model", *key), of_model.laid_out(context).fill(rows, 1, None)
+            yield ("draft_model", *key), of_model.laid_out(context, rows).draft(rows, 1, None)
+            yield ("fill_model", *key), of_model.laid_out(context, rows).fill(rows, 1, None)
     for rows, q_len, context in grid.wide():
-        at = rig.laid_out(context)
+        at = rig.laid_out(context, rows)
         key = rows, rows * q_len, rows * context
         for layer in layers:
             yield (f"fill/{layer}", *key), at.fill(rows, q_len, layer)
@@ -355,7 +375,7 @@ def _passes(
                 if hi > max(lo, 1):
                     yield (f"check/{lo}-{hi}", *key), at.check(rows, q_len, lo, hi)
     for context in grid.contexts:
-        at = rig.laid_out(context)
+        at = rig.laid_out(context, 1)
         for num in _powers(4, min(context - 1, 2 * grid.most_tokens)):
             yield ("prefill", 1, num, context - 1), at.prefill(num)
             yield ("swap", 1, num, num), at.swap(num)

@@ -37,6 +37,12 @@ _TOKENS_PER_PASS = 512
 _DRAFTS = 3  # of a cycle, of which the first follows a verify
 
 
+def blocks_of(context_len: int, window: int) -> int:
+    """KV blocks of a row of context_len positions, the last of them that of its round's first token, and a
+    round of so many."""
+    return -(-(context_len - 1 + window) // _BLOCK_SIZE)
+
+
 class Rig:
     """`rows` rows that all have the tokens `context`, the last of which is not processed yet: a round's entry
     invariant.
@@ -73,7 +79,7 @@ class Rig:
             self._graphs.renew()  # those of a rig before may be gone
         context = [min(token, config.vocab_size - 1) for token in context]  # as a draft model is fed
         self._context, self._start, self._window = context, len(context) - 1, window
-        max_blocks = -(-(self._start + window) // _BLOCK_SIZE)
+        max_blocks = blocks_of(len(context), window)
         self._most_context = max(decoder.max_positions, self._start + window)
         num_kv_layers = config.num_layers + sum(exit_.num_kv_layers for exit_ in exits)
         self._tables = torch.arange(rows * max_blocks, device=decoder.device).view(rows, max_blocks)
@@ -102,22 +108,24 @@ class Rig:
             # Tiers resume from hidden states of an ordinary size, not from what the memory held.
             hidden.data[:] = decoder.embed(self._tokens[:, :window].reshape(-1)).view(rows, window, -1)
 
-    def laid_out(self, context_len: int) -> Rig:
-        """The memory of this rig as that of rows with context_len positions each: shorter ones of the same
-        text, or fewer and longer ones. What a longer one attends to is as much as it should be, but not its
-        own text. Raises ValueError if not one such row has room.
+    def laid_out(self, context_len: int, num_rows: int) -> Rig:
+        """The memory of this rig as that of num_rows rows with context_len positions each: shorter ones of
+        the same text, or fewer and longer ones. What a longer one attends to is as much as it should be, but
+        not its own text. Raises ValueError if so many rows have no room: passes would go beyond the memory.
         """
         rig = copy.copy(self)
         rig._context = (self._context * -(-context_len // len(self._context)))[:context_len]
         rig._start = context_len - 1
         if context_len > len(self._context):
-            max_blocks = -(-(rig._start + self._window) // _BLOCK_SIZE)
-            if not (rows := self._tables.numel() // max_blocks):
-                raise ValueError(
-                    f"{context_len} positions and a window of {self._window} do not fit into"
-                    f" {self._tables.numel()} blocks"
-                )
+            max_blocks = blocks_of(context_len, self._window)
+            rows = self._tables.numel() // max_blocks
             rig._tables = self._tables.flatten()[: rows * max_blocks].view(rows, max_blocks)
+        if len(rig._tables) < num_rows:
+            raise ValueError(
+                f"{num_rows} rows of {context_len} positions and a window of {self._window} do not fit into"
+                f" {self._tables.numel()} blocks"
+            )
+        if context_len > len(self._context):
             rig._most_context = max(self._most_context, rig._start + self._window)
         return rig
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .fault import Fault
-from .suites import BFLOAT16, INTEGERS, RUNS, TILES
+from .suites import BFLOAT16, INTEGERS, RUNS
 
 FAULTS = (
     Fault(
@@ -54,7 +54,7 @@ FAULTS = (
         "with cgutils.for_range(builder, num_groups) as loop: group = builder.add(",
         "with cgutils.for_range(builder, builder.sub(num_groups, INT(1))) as loop:\n"
         "        group = builder.add(",
-        TILES,
+        BFLOAT16,
     ),
     Fault(
         "bfloat16 keeps what a token's memory held before where inputs are missing",
@@ -73,8 +73,23 @@ FAULTS = (
     Fault(
         "vectors of pairs multiply the first token of a tile for all",
         "ee_models/kernels/numba_pairs.py",
-        "alike = spread(builder, load(builder, row,",
-        "alike = spread(builder, load(builder, rows[0],",
+        "[load(builder, pair, column, _WORDS) for column in columns] for row, its_totals in zip(rows,",
+        "[load(builder, pair, column, _WORDS) for column in columns]\n"
+        "        for row, its_totals in zip(rows[:1] * count,",
+        BFLOAT16,
+    ),
+    Fault(
+        "attention by vectors of pairs forgets that a peak has grown",
+        "ee_models/kernels/numba_pairs.py",
+        "builder.store(builder.fmul(load(builder, row, column), factor), total)",
+        "builder.store(load(builder, row, column), total)",
+        BFLOAT16,
+    ),
+    Fault(
+        "attention by vectors of pairs leaves out the last of an odd number of values",
+        "ee_models/attention/numba_narrow_products.py",
+        "of_factors, num_pairs = factors.ctypes.data + 4 * i, (count + 1) // 2",
+        "of_factors, num_pairs = factors.ctypes.data + 4 * i, count // 2",
         BFLOAT16,
     ),
     Fault(
@@ -89,28 +104,28 @@ FAULTS = (
         "ee_models/kernels/numba_tiles.py",
         "second = min((2 * turn + 1) * most, num_tokens - most)",
         "second = (2 * turn + 1) * most",
-        TILES,
+        BFLOAT16,
     ),
     Fault(
         "the second tile of tokens is multiplied with the first half's weights alone",
         "ee_models/kernels/numba_tiles.py",
         "_add_products(builder, tile, _TOKENS[i], weights)",
         "_add_products(builder, tile, _TOKENS[i], weights if i == 0 else _WEIGHTS[0])",
-        TILES,
+        BFLOAT16,
     ),
     Fault(
         "tiles are as high as they can be, whatever the number of tokens",
         "ee_models/kernels/numba_tiles.py",
         "begin(min(TILE, num_tokens))",
         "begin(TILE)",
-        TILES,
+        BFLOAT16,
     ),
     Fault(
         "a panel's last outputs are those of the tile's first token",
         "ee_models/kernels/numba_tiles.py",
         "copy_tile(spare[TILE:], most, columns, to[1], bytes_per_out)",
         "copy_tile(spare, most, columns, to[1], bytes_per_out)",
-        TILES,
+        BFLOAT16,
     ),
     Fault(
         "a block of tiles leaves out its last group",
@@ -118,35 +133,35 @@ FAULTS = (
         "with cgutils.for_range(builder, num_groups) as loop: of_a = builder.add(",
         "with cgutils.for_range(builder, builder.sub(num_groups, INT(1))) as loop:\n"
         "        of_a = builder.add(",
-        TILES,
+        BFLOAT16,
     ),
     Fault(
         "attention by tiles adds what weights of a block before were",
-        "ee_models/attention/numba_tile_products.py",
+        "ee_models/attention/numba_narrow_products.py",
         "packed[num:] = 0",
         "packed[num:] = packed[num:]",
-        TILES,
+        BFLOAT16,
     ),
     Fault(
-        "attention by tiles leaves out what a narrow head's keys have past whole groups",
-        "ee_models/attention/numba_tile_products.py",
+        "attention in bfloat16 leaves out what a narrow head's keys have past whole groups",
+        "ee_models/attention/numba_narrow_products.py",
         "part[d // 2, k, d % 2] = key[d]",
         "part[d // 2, k, d % 2] = 0",
-        TILES,
+        BFLOAT16,
     ),
     Fault(
-        "attention by tiles reads the first value of two twice",
-        "ee_models/attention/numba_tile_products.py",
+        "attention in bfloat16 reads the first value of two twice",
+        "ee_models/attention/numba_narrow_products.py",
         "other = first + slots[2 * pair + 1] * stride",
         "other = first + slots[2 * pair] * stride",
-        TILES,
+        BFLOAT16,
     ),
     Fault(
         "attention by tiles forgets that a peak has grown",
-        "ee_models/attention/numba_tile_products.py",
+        "ee_models/attention/numba_narrow_products.py",
         "own[d] *= factor",
         "own[d] *= 1 + 0 * factor",
-        TILES,
+        BFLOAT16,
     ),
     Fault(
         "int4 takes the scales and minima of the first group for all",

@@ -9,9 +9,23 @@ FAULTS = (
     Fault(
         "prefix cache kept although its blocks lack the new exits' KV",
         "hispec/engine/engine.py",
-        "        if drops_cache:\n            self._pool.forget()",
-        "        if drops_cache:\n            pass",
+        "        if drops_cache or is_torn:\n            self._pool.forget()",
+        "        if drops_cache or is_torn:\n            pass",
         ("tests/laws/test_adapters.py", "tests/runner/test_adapter_plans.py"),
+    ),
+    Fault(
+        "a change of the plan that was broken off is not completed",
+        "hispec/engine/engine.py",
+        "        if self._switching_to is not None:\n            self._use(self._switching_to)",
+        "        pass",
+        ("tests/engine/test_interrupts.py",),
+    ),
+    Fault(
+        "passes of a latency profile go beyond the memory that they are given",
+        "hispec/measure/latency.py",
+        "while max_num_seqs * blocks_of(length, window) < needed:",
+        "while max_num_seqs * blocks_of(length, window) < 0 * needed:",
+        ("tests/latency/test_profile_file.py",),
     ),
     Fault(
         "the prefix cache kept although scoring wrote over its blocks",

@@ -14,9 +14,9 @@ from ee_models.kernels.threads import KernelThreads
 from ee_models.linear_factory import LinearMaker
 from ee_models.narrow_linear import NarrowLinear
 from ee_models.panel_linear import PanelLinear
+from tests.helpers.bfloat16 import needs_bfloat16
 from tests.helpers.guarded import runs_within_bounds
 from tests.helpers.support import threads
-from tests.helpers.tiles import needs_bfloat16
 
 CPU = torch.device("cpu")
 SHAPES = [(3 * 32, 48), (33, 5), (1, 1), (31, 64), (40, 1538), (32, 31), (65, 33), (1, 100)]

@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ee_models.checkpoint.exit_files import ExitInfo
+from ee_models.checkpoint.loader import open_checkpoint
+from ee_models.decoder import Decoder
 from hispec import LLM
-from hispec.config import Plan
+from hispec.config import Plan, SpeculativeConfig
 from hispec.engine import Engine
 from hispec.errors import RequestError
 from hispec.outputs import Delta, RequestOutput
 from hispec.sampling_params import SamplingParams
 from hispec.scheduling.request import Request
+from tests.helpers.adapters import TINY_MLP, loaded, make_exits
 from tests.helpers.interrupts import Interrupts
 from tests.helpers.scripted import ScriptedDecoder, one_hot_script, true_next
-from tests.helpers.support import make_engine
+from tests.helpers.support import make_engine, random_prompts, run
 
 FILES = (
     "hispec/engine/engine.py",
@@ -120,6 +125,36 @@ def undisturbed(is_static: bool) -> dict[int, Any]:
         collect(engine.step(), got)
     assert engine.stats()["preemptions"] > 0
     return {number: joined(got[str(number)]) for number in range(4)}
+
+
+def test_an_interrupted_change_of_the_plan_is_completed_by_what_comes_next(
+    tiny_path: Path, tmp_path: Path
+) -> None:
+    """From plain decoding to a plan whose exits have KV of their own, and back: neither blocks of the KV
+    before nor the controller before may serve the plan."""
+    checkpoint = open_checkpoint(tiny_path)
+    decoder = Decoder.load(checkpoint, torch.float32, torch.device("cpu"))
+    infos = [ExitInfo(layer=3, num_blocks=2, intermediate_size=TINY_MLP), ExitInfo(layer=6)]
+    exits = loaded(make_exits(tmp_path, checkpoint, infos, from_trunk=True), decoder, checkpoint)
+    prompts, few = random_prompts((20,)), SamplingParams(temperature=0.0, max_tokens=3)
+    wanted = run(make_engine(decoder), prompts, few)
+    speculative = SpeculativeConfig(draft={"layer": 3})
+    plans = itertools.cycle([(Plan(3, 6, 2, 2), exits), (None, []), (Plan(3, None, 3, 1), exits[:1])])
+    engine, interrupts = (
+        make_engine(decoder),
+        Interrupts("hispec/engine/engine.py", "hispec/runner/plan_cache.py"),
+    )
+    assert run(engine, prompts, few) == wanted
+    count = -1
+    while count < len(interrupts.lines):
+        count = len(interrupts.lines)
+        for plan, its_exits in (next(plans) for _ in range(3)):
+            with suppress(KeyboardInterrupt), interrupts.armed():
+                engine.set_speculative(speculative if plan else None, exits=its_exits, plan=plan)
+            assert run(engine, prompts, few) == wanted
+    code = Engine._use.__wrapped__.__code__  # type: ignore[attr-defined]
+    lines = {(code.co_filename, line) for *_, line in code.co_lines() if line is not None}
+    assert len(lines & interrupts.lines) >= 10
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])

@@ -134,12 +134,37 @@ def test_the_memory_of_a_rig_is_laid_out_for_other_contexts(
     for is_linked in (True, False):
         if not is_linked:
             monkeypatch.setattr(Stages, "link", lambda *_: None)
-        rig.laid_out(10).verify(4, 2, 0)()
-        rig.laid_out(80).verify(2, 8, 0)()
+        rig.laid_out(10, 4).verify(4, 2, 0)()
+        rig.laid_out(80, 2).verify(2, 8, 0)()
         rig.verify(1, 1, 0)()
     assert seen == [(9, 8, 8), (79, 16, 16), (39, 1, 1)] * 2
-    with pytest.raises(ValueError, match="200 positions and a window of 8 do not fit into 12 blocks"):
-        rig.laid_out(200)
+    with pytest.raises(
+        ValueError, match="1 rows of 200 positions and a window of 8 do not fit into 12 blocks"
+    ):
+        rig.laid_out(200, 1)
+    with pytest.raises(ValueError, match="3 rows of 80 positions"):
+        rig.laid_out(80, 3)
+    with pytest.raises(ValueError, match="5 rows of 10 positions"):
+        rig.laid_out(10, 5)
+
+
+class _Asked(Exception):
+    """All passes were made."""
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 7, 25, 31, 54, 113])
+def test_there_is_memory_for_all_passes_that_are_timed(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int
+) -> None:
+    decoder = Decoder.load(open_checkpoint(tiny_path), torch.float32, CPU, max_positions=1024)
+
+    def made(passes: Any, *_: Any, **__: Any) -> Any:  # `laid_out` has refused none of them
+        raise _Asked(len(passes))
+
+    monkeypatch.setattr(measuring, "medians", made)
+    for max_window in (6, 15):
+        with pytest.raises(_Asked):
+            measure_latency(decoder, [5], max_num_seqs=max_num_seqs, max_window=max_window)
 
 
 def test_stages_of_static_rounds_are_captured(
@@ -353,6 +378,10 @@ def test_a_profile_is_measured_once_and_kept(
     kept.write_text("{")
     ask()
     assert len(num_measured) == 4, "and so is a damaged one"
+    ask(max_window=1)
+    assert len(num_measured) == 4, "it may be of wider rounds"
+    ask(max_window=2 * SIZES["max_window"])
+    assert len(num_measured) == 5, "and not of narrower ones"
 
 
 def test_before_a_measurement_it_is_said_what_how_long_and_where_it_is_kept(

@@ -1,4 +1,5 @@
-"""Attention by a CPU's matrix tiles, where it has them: near to that in float32, a token's bits its own."""
+"""Attention by products in bfloat16, where a CPU has them: near to that in float32, a token's bits its
+own."""
 
 from __future__ import annotations
 
@@ -8,17 +9,17 @@ import torch
 from ee_models.attention import numba_pages, select_backend
 from ee_models.attention.numba_pages import NumbaAttention
 from ee_models.linear_factory import LinearMaker
-from tests.helpers.tiles import needs_tiles
+from tests.helpers.bfloat16 import needs_bfloat16
 
 from .test_attention import CPU, INVARIANT_HEADS, TILE_EDGES, Pass, Row, use_threads
 from .test_attention_trees import by_chains, random_forest, tree_pass
 
 HEADS = [*INVARIANT_HEADS, (32, 1, 32), (6, 6, 1), (2, 1, 96)]
-pytestmark = needs_tiles
+pytestmark = needs_bfloat16
 
 
 def attend(rows: list[Row], block_size: int = 16, seed: int = 0) -> torch.Tensor:
-    return Pass.of(rows, block_size, seed).in_bfloat16()[0].attend(NumbaAttention(uses_tiles=True))
+    return Pass.of(rows, block_size, seed).in_bfloat16()[0].attend(NumbaAttention(in_bfloat16=True))
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -27,12 +28,12 @@ def test_outputs_are_near_to_those_in_float32(heads: tuple[int, int, int]) -> No
         for q_len in {1, min(3, context_len), min(50, context_len)}:
             rows = [Row.random(context_len, q_len, heads), Row.random(70, 7, heads)]
             batch = Pass.of(rows).in_bfloat16()[0]
-            by_tiles, by_vectors = batch.attend(NumbaAttention(True)), batch.attend(NumbaAttention())
-            torch.testing.assert_close(by_tiles, by_vectors, atol=0.04, rtol=0)
-            assert (by_tiles - by_vectors).abs().mean() < 0.004
+            narrow, wide = batch.attend(NumbaAttention(True)), batch.attend(NumbaAttention())
+            torch.testing.assert_close(narrow, wide, atol=0.04, rtol=0)
+            assert (narrow - wide).abs().mean() < 0.004
 
 
-def test_the_way_of_vectors_is_taken_where_kv_is_in_float32() -> None:
+def test_float32_is_multiplied_where_kv_is_in_it() -> None:
     batch = Pass.of([Row.random(100, 20, (4, 2, 16))])
     assert torch.equal(batch.attend(NumbaAttention(True)), batch.attend(NumbaAttention()))
 
@@ -70,10 +71,10 @@ def test_a_nodes_bits_are_those_of_its_path_as_a_chain(seed: int, heads: tuple[i
     assert torch.equal(batch.attend(backend), by_chains(trees, backend, in_bfloat16=True))
 
 
-def test_which_models_attend_by_tiles() -> None:
+def test_which_models_attend_in_bfloat16() -> None:
     float32 = torch.float32
-    assert LinearMaker(CPU, float32, weights_dtype=torch.bfloat16).attends_by_tiles
-    assert LinearMaker(CPU, float32, "int8").attends_by_tiles
-    assert not LinearMaker(CPU, float32).attends_by_tiles
-    backend = select_backend("auto", CPU, float32, uses_tiles=True)
-    assert isinstance(backend, NumbaAttention) and backend.uses_tiles
+    assert LinearMaker(CPU, float32, weights_dtype=torch.bfloat16).attends_in_bfloat16
+    assert LinearMaker(CPU, float32, "int8").attends_in_bfloat16
+    assert not LinearMaker(CPU, float32).attends_in_bfloat16
+    backend = select_backend("auto", CPU, float32, in_bfloat16=True)
+    assert isinstance(backend, NumbaAttention) and backend.in_bfloat16

@@ -1,5 +1,6 @@
-"""What attention does with a tile of positions on a CPU that has matrix tiles (`kernels.numba_tiles`): keys
-and values in bfloat16 are laid out as these read them, scores and weighted sums are products of theirs.
+"""What attention does with a tile of positions on a CPU that has products in bfloat16 (`kernels.numba_tiles`,
+`kernels.numba_pairs`): keys and values in bfloat16 are laid out as these read them, scores and weighted sums
+are products of theirs.
 
 Queries and weights are rounded to bfloat16; scores, peaks, totals and sums stay float32. Numbers that are
 missing, of a head narrower than a tile or of positions past the last, are zeros: they add nothing to finite
@@ -18,15 +19,17 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
 from ..kernel_cache import njit
+from ..kernels import numba_pairs, numba_tiles
 from ..kernels.numba_bfloat16 import COLUMNS, GROUP
-from ..kernels.numba_tiles import HAS_TILES, multiply_block
-from ..kernels.numba_tiles import TILE as ROWS_OF_TILE
+from ..kernels.numba_tiles import HAS_TILES
 from ..kernels.numba_vectors import INT, NONE, ROWS, WIDTH, copy_numbers, load, prefetch, store
 from ..kernels.threads import pointer
 from .numba_products import PAIRS, TILE, row_of_slot, transposed
 
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "cache": True, "nogil": True}
 _LINE, _HALF = 64, ir.IntType(16)
+_HAS_PRODUCTS = HAS_TILES or numba_pairs.HAS_PAIRS
+QUERIES = numba_tiles.TILE if HAS_TILES else numba_pairs.BLOCK  # that are taken together, at most
 
 
 def _pack_keys_intrinsic(
@@ -36,7 +39,7 @@ def _pack_keys_intrinsic(
     of them; asks for asked[asked_slots[j]] meanwhile. keys and asked are ROWS, the others addresses."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        if not HAS_TILES:
+        if not _HAS_PRODUCTS:
             return NONE
         keys, slots, num_dims, out, asked, asked_slots = args
         key_rows = [row_of_slot(builder, keys, slots, INT(j)) for j in range(WIDTH)]
@@ -137,31 +140,44 @@ def pack_values(values: Any, head_dim: int, slots: Any, count: int, out: Any, as
 
 
 @njit(**_OPTIONS)
-def score_by_tiles(queries: Any, i: int, keys: Any, count: int, scores: Any) -> None:
-    """scores[k, j] = query i + k . key j for 16 k and `count` j, both as they were packed; what else is
-    written to scores [16, TILE] means nothing."""
+def score(queries: Any, i: int, num: int, keys: Any, count: int, scores: Any) -> None:
+    """scores[k, j] = query i + k . key j for `num` k and `count` j, both as they were packed; what else is
+    written to scores [QUERIES, TILE] means nothing."""
     bytes_per_part, num_groups = keys.strides[0], queries.shape[1] // GROUP
     of_queries = queries[i].ctypes.data, queries.strides[0]
     for j in range(0, count, COLUMNS):
         of_scores = scores.ctypes.data + 4 * j, scores.strides[0]
-        of_keys = keys[j // ROWS_OF_TILE].ctypes.data
-        multiply_block(1, num_groups, of_queries, of_keys, bytes_per_part, of_scores)
+        of_keys = keys[j // WIDTH].ctypes.data
+        if HAS_TILES:
+            numba_tiles.multiply_block(1, num_groups, of_queries, of_keys, bytes_per_part, of_scores)
+        else:
+            num_pairs = num_groups * (GROUP // 2)
+            numba_pairs.multiply_block(num, num_pairs, of_queries, of_keys, bytes_per_part, 0, of_scores)
 
 
 @njit(**_OPTIONS)
-def accumulate_by_tiles(
-    weights: Any, packed: Any, values: Any, factors: Any, sums: Any, i: int, num: int
+def accumulate(
+    weights: Any, packed: Any, values: Any, count: int, factors: Any, sums: Any, i: int, num: int
 ) -> None:
-    """sums[i + k] = factors[i + k] * sums[i + k] + weights[k, j] * value j, for `num` k of up to 16 and all j
-    of a tile; values as they were packed. packed [16, TILE] int16: for the weights; sums [i + 16, dims]."""
+    """sums[i + k] = factors[i + k] * sums[i + k] + weights[k, j] * value j, for `num` k of up to QUERIES and
+    `count` j of a tile, beyond which weights are zeros; values as they were packed. packed [QUERIES, TILE]
+    int16: for the weights; sums [i + QUERIES, dims]."""
     for k in range(num):
         copy_numbers(weights[k].ctypes.data, TILE, packed[k].ctypes.data, 2)
-        factor, own = factors[i + k], sums[i + k]
-        for d in range(sums.shape[1]):
-            own[d] *= factor
-    packed[num:] = 0  # so that sums of other queries stay as they are
+        if HAS_TILES:
+            factor, own = factors[i + k], sums[i + k]
+            for d in range(sums.shape[1]):
+                own[d] *= factor
+    if HAS_TILES:
+        packed[num:] = 0  # so that sums of other queries stay as they are
     of_weights, bytes_per_part = (packed.ctypes.data, packed.strides[0]), values.strides[0]
     for d in range(0, sums.shape[1], COLUMNS):
         of_sums = sums[i].ctypes.data + 4 * d, sums.strides[0]
-        of_values = values[d // ROWS_OF_TILE].ctypes.data
-        multiply_block(0, TILE // GROUP, of_weights, of_values, bytes_per_part, of_sums)
+        of_values = values[d // WIDTH].ctypes.data
+        if HAS_TILES:
+            numba_tiles.multiply_block(0, TILE // GROUP, of_weights, of_values, bytes_per_part, of_sums)
+        else:
+            of_factors, num_pairs = factors.ctypes.data + 4 * i, (count + 1) // 2
+            numba_pairs.multiply_block(
+                num, num_pairs, of_weights, of_values, bytes_per_part, of_factors, of_sums
+            )
