@@ -255,6 +255,7 @@ def test_functions_stand_by_themselves_with_their_docstring(tmp_path: Path) -> N
     (tmp_path / "test" / "no.py").write_text('def no():\n    """No."""\n')
     (tmp_path / "broken.py").write_text("def (")
     (tmp_path / "yes.py").write_text(
+        "# A page ends here, but no line: \f\n"
         'class A:\n    @staticmethod\n    def f(x):\n        """Twice x."""\n        return 2 * x\n\n'
         "    def g(self):\n        return 1\n"
     )

@@ -79,12 +79,17 @@ def _permutation(num_examples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def split(examples: Sequence[Example], held_out: int) -> tuple[list[Example], list[Example]]:
-    """(training, held out): `held_out` examples at equal distances are held out."""
+    """(training, held out): `held_out` examples at equal distances are held out, and what is the same as one
+    of them is not trained on."""
     if held_out <= 0:
         return list(examples), []
     picked = {round(i * len(examples) / held_out) for i in range(min(held_out, len(examples)))}
-    training = [example for i, example in enumerate(examples) if i not in picked]
-    return training, [example for i, example in enumerate(examples) if i in picked]
+    held = [example for i, example in enumerate(examples) if i in picked]
+    known = {(example.prompt_len, tuple(example.token_ids)) for example in held}
+    training = [
+        example for example in examples if (example.prompt_len, tuple(example.token_ids)) not in known
+    ]
+    return training, held
 
 
 def check_examples(examples: Sequence[Example], held_out: Sequence[Example], vocab_size: int) -> None:

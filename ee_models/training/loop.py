@@ -231,12 +231,13 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         write(draft)
         os.replace(draft, path)
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            draft.unlink()
         kept = "; the previous one is unharmed" if path.exists() else ""
         raise TrainingError(
             f"cannot write {path}: {error}{kept}; free some space, or choose another folder"
         ) from error
+    finally:  # after an interrupt, too: nobody would remove it later, and it is as large as a checkpoint
+        with suppress(OSError):
+            draft.unlink()
 
 
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -271,7 +271,8 @@ def _train_layerskip(run: Run) -> Outcome:
     task = LayerSkipTask(trunk, *run.split, settings, num_steps=run.loop.num_steps, seed=config.seed)
     outcome = run.train(task)
     if run.is_main:
-        task.save(config.output.path / "model", tokenizer=load_tokenizer(run.checkpoint))
+        tokenizer = load_tokenizer(run.checkpoint)
+        task.save(config.output.path / "model", dtype=run.checkpoint.dtype, tokenizer=tokenizer)
     return outcome
 
 

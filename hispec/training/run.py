@@ -61,6 +61,8 @@ def run_training(
     folder, work = config.output.path, config.output.work or config.output.path / "work"
     _prepare(config, work)
     examples = make_examples(config, work, tokenizer, progress=progress)
+    if config.output.overwrite and not only_data and not only_export:
+        _forget(folder)  # not before its data is there: a path that is wrong costs no training
     num_tokens = sum(len(example.token_ids) for example in examples)
     print(
         f"{len(examples)} examples, {num_tokens} tokens,"
@@ -73,15 +75,22 @@ def run_training(
     return TrainReport(folder, len(examples), num_tokens, outcome)
 
 
+def _forget(folder: Path) -> None:
+    """Removes what an earlier training has reached. Answers and states took hours: they stay, and are used if
+    they fit."""
+    for name in (CHECKPOINT, LOG):
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"output.overwrite: cannot remove {folder / name}: {error.strerror}; choose another"
+                " output.path"
+            ) from None
+
+
 def _prepare(config: TrainConfig, work: Path) -> None:
     folder = config.output.path
     try:
-        if config.output.overwrite and folder.exists():
-            for name in (
-                CHECKPOINT,
-                LOG,
-            ):  # answers and states took hours: they stay, and are used if they fit
-                (folder / name).unlink(missing_ok=True)
         may_exist = config.output.resume or config.output.overwrite
         if not may_exist and folder.exists() and any(folder.iterdir()):
             raise ConfigError(

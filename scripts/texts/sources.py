@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import html
+import io
 import random
 import re
 import textwrap
@@ -188,7 +189,7 @@ def functions(folder: Path) -> Iterator[tuple[str, str, str]]:
                 tree = ast.parse(source)
         except (OSError, ValueError, SyntaxError):
             continue
-        lines = source.splitlines(keepends=True)
+        lines = io.StringIO(source).readlines()  # as Python counts them: a form feed ends none
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 continue

@@ -18,6 +18,7 @@ from torch import Tensor
 import ee_models.training.hidden_states as states_module
 import hispec.training.recipes as recipes_module
 from ee_models.checkpoint.exit_files import INFO, TENSORS, ExitsFile
+from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.training.adapters import AdaptersTask
 from hispec import LLM, SamplingParams
 from hispec.cli import main
@@ -72,6 +73,13 @@ def write_config(folder: Path, model: Path, **changes: Any) -> Path:
     path = folder / "train.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value != "left out"}))
     return path
+
+
+def test_layerskip_writes_a_model_in_the_dtype_of_its_base(tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", num_layers=2, dtype=torch.bfloat16, tokenizer=True)
+    recipe: dict[str, Any] = {"recipe": "layerskip", "layerskip": {}, "adapters": "left out"}
+    assert train(write_config(tmp_path, base, loop={"num_steps": 1}, **recipe)) == 0
+    assert open_checkpoint(tmp_path / "out" / "model").dtype == torch.bfloat16
 
 
 def train(config: Path, *arguments: str) -> int:

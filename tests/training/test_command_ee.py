@@ -190,8 +190,15 @@ def test_what_an_interrupted_run_has_learnt_can_be_written(
     with monkeypatch.context() as patch:
         patch.setattr(EarlyExitTask, "micro_batches", kill)
         assert train(config, *resume) != 0
-    assert train(config, "--only-export", *resume) == 0
+    overwrite = ("--set", "output.overwrite=true")  # nothing of it is begun anew
+    assert train(config, "--only-data", *overwrite) == 0
+    assert train(config, "--only-export", *overwrite) == 0
     early = weights(tmp_path / "out" / "model")
+    assert train(config, "--only-export", *resume) == 0
+    again = weights(tmp_path / "out" / "model")
+    assert all(torch.equal(early[name], again[name]) for name in early)
+    missing = ("--set", "data.prompts=[{path: no.jsonl}]")
+    assert train(config, *overwrite, *missing) != 0, "whose data is not there"
     assert train(config, *resume) == 0
     late, whole = weights(tmp_path / "out" / "model"), weights(trained / "model")
     assert all(torch.equal(late[name], whole[name]) for name in whole)

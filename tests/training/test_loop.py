@@ -305,6 +305,14 @@ def test_writing_is_all_or_nothing(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="cannot write"):
         write_atomically(tmp_path / "taken" / "file", fail)
 
+    def interrupted(draft: Path) -> None:
+        draft.write_text("three")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(target, interrupted)
+    assert target.read_text() == "one" and files(tmp_path / "deep") == ["file"]
+
 
 # ---- what goes wrong in training ----
 
@@ -421,6 +429,15 @@ def test_held_out_examples_are_spread_and_kept_apart(num: int, held_out: int) ->
     assert all(
         later - earlier in (num // held_out, num // held_out + 1) for earlier, later in pairwise(places)
     )
+
+
+def test_what_is_the_same_as_a_held_out_example_is_not_trained_on() -> None:
+    examples = [Example([number % 4, 1], 1) for number in range(12)]
+    training, kept = split(examples, 2)
+    assert {example.token_ids[0] for example in kept} == {0, 2}
+    assert [example.token_ids[0] for example in training] == [1, 3] * 3
+    other_prompt = Example([0, 1], 2)  # the same tokens, of which less is learnt: another example
+    assert other_prompt in split([*examples, other_prompt], 2)[0]
 
 
 UNEVEN = """
