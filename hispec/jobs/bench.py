@@ -229,8 +229,12 @@ def _result(
 
 def _engine_settings(job: Job, options: BenchOptions) -> dict[str, Any]:
     """Those that differ from the job's. Without a prefix cache every run computes its prompts, as
-    transformers does."""
-    settings: dict[str, Any] = {"max_num_seqs": options.batch_size, "enable_prefix_caching": False}
+    transformers does; a trace is of the job's own rows."""
+    settings: dict[str, Any] = {
+        "max_num_seqs": options.batch_size,
+        "enable_prefix_caching": False,
+        "trace": None,
+    }
     if options.context is not None and job.engine.max_model_len is None:
         settings["max_model_len"] = options.context + options.max_tokens
     return settings

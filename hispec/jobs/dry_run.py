@@ -66,7 +66,7 @@ def dry_run(job: Job, *, progress: bool = True) -> DryRun:
     found = DryRun(job, work.num_rows, work.num_done, work.num_done_failed)
     if work.num_done == work.num_rows:
         return found
-    with closing(job.make_llm()) as llm:
+    with closing(job.make_llm(trace=None)) as llm:  # one that is there is of rows that were done
         rows = list(_sample(llm, job, found, work.done, progress))
         found.memory = llm.memory()
         _measure(llm, job, found, rows)

@@ -164,12 +164,12 @@ def _compare(
     for each, _ in turns:
         warm_up(each, prompts[:batch_size], sampling)
     with make_bar(options.repeats * len(groups), name, "batch", progress) as bar:
-        for _ in range(options.repeats):
+        for repeat in range(options.repeats):
             for _, runs in turns:
                 runs.begin_run()
             for at, group in enumerate(groups):
                 # Neither always finds in the caches what it has left there itself.
-                for each, runs in reversed(turns) if at % 2 else turns:
+                for each, runs in reversed(turns) if (repeat + at) % 2 else turns:
                     _time(each, runs, at, group, prompts, sampling)
                 bar.update()
     answers = [
@@ -204,15 +204,17 @@ def _time(
 
 
 def _ratio(run: Runs, reference: Runs) -> tuple[float, list[float] | None]:
-    """Mean over tasks of the ratio of speeds, and its 95 % interval: over batches, or where a task has a
-    single one by the noise of repeats; None where there is one repeat only."""
+    """Mean over tasks of the ratio of speeds, and its 95 % interval: the wider one of two, over batches and
+    by the noise of repeats, since of a few batches, or repeats, either alone is too narrow by chance; None
+    where neither can be told, of a single batch and repeat."""
     tasks = list(dict.fromkeys(group.task for group in run.groups))
     paired = [Paired(*run.by_group(task), *reference.by_group(task)) for task in tasks]
     ratio = mean_ratio(paired)
-    if (interval := ratio_interval(paired)) is not None:
-        return ratio, list(interval)
-    noise = noise_of_repeats([run.tokens_per_s(), reference.tokens_per_s()])
-    return ratio, None if noise is None else [ratio / noise, ratio * noise]
+    intervals = [ratio_interval(paired)]
+    if (noise := noise_of_repeats([run.tokens_per_s(), reference.tokens_per_s()])) is not None:
+        intervals.append((ratio / noise, ratio * noise))
+    known = [interval for interval in intervals if interval is not None]
+    return ratio, [min(low for low, _ in known), max(high for _, high in known)] if known else None
 
 
 def _held(llm: LLM) -> dict[str, Any]:

@@ -167,6 +167,8 @@ def preset_text(job: Job, result: Mapping[str, Any], chosen: Mapping[str, Any] |
         sampling=job.sampling,
     )
     lines = [f"# {line}".rstrip() for line in _header(result, chosen)]
+    if job.workers != 1:
+        lines.append(f"# One process was measured, on all cores; the job has workers: {job.workers}.")
     lines += _settings(config.model_dump(), "", _reason(result) if config.speculative is None else None)
     return "\n".join(lines) + "\n"
 

@@ -76,12 +76,16 @@ def run_profile(job: Job, options: ProfileOptions, *, progress: bool = True) -> 
     settings = job.engine.model_dump() | {
         "max_num_seqs": options.batch_size,
         "enable_prefix_caching": False,
+        "trace": None,  # that of the job is of its own rows
     }
     own = _with_whole_paths(job.speculative)
     # A draft model is loaded with the target, or refused; of trained exits others may be profiled than the
     # job's.
     with LLM(
-        job.model, speculative=own if own is not None and own.draft.traits.has_model else None, **settings
+        job.model,
+        speculative=own if own is not None and own.draft.traits.has_model else None,
+        scheduling=job.scheduling,
+        **settings,
     ) as llm:
         if own is not None:  # raises ConfigError for layers that the model lacks, which are not run here
             own.plan(llm.decoder.config.num_layers)

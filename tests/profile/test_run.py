@@ -445,3 +445,18 @@ def test_an_interrupt_leaves_no_file(
         "Nothing was written; the same command starts again" in capsys.readouterr().err
         and sorted(tmp_path.iterdir()) == before
     )
+
+
+@pytest.mark.parametrize(
+    "line", [["run", "--dry-run"], ["bench", "--no-transformers", "--repeats", "1"], ["profile", *SMALL]]
+)
+def test_a_jobs_trace_stays_that_of_its_own_rows(tiny_path: Path, tmp_path: Path, line: list[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    engine = {"max_num_seqs": 2, "max_model_len": 128, "dtype": "float32", "trace": str(trace)}
+    speculative = {"draft": {"kind": "ngram"}, "num_draft_tokens": 2}
+    job = write_job(tmp_path, tiny_path, engine=engine, speculative=speculative)
+    assert main(["run", str(job), "--no-progress"]) == 0
+    before = trace.read_bytes()
+    command, *options = line
+    assert main([command, str(job), *options]) == 0
+    assert before and trace.read_bytes() == before
