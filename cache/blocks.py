@@ -66,6 +66,10 @@ class BlockPool:
     def blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)
 
+    def num_unshared(self, table: BlockTable) -> int:
+        """Blocks of `table` that no other table holds: those that `free` makes available."""
+        return sum(self._num_refs[block] == 1 for block in table.blocks)
+
     def allocate(self, token_ids: Sequence[int]) -> tuple[BlockTable, int]:
         """A new table that holds the longest published prefix of `token_ids` in whole blocks -> (table,
         positions found)."""

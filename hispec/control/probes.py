@@ -62,9 +62,10 @@ class Probes:
             self._budget = min(self._budget + self._share * rounds, _MAX_BUDGET)
 
     def spend(self, rounds: int, cost: float) -> None:
-        """Pays for rounds of a probe; cost: time of one, in rounds of the present plan."""
+        """Pays for rounds of a probe; cost: time of one, in rounds of the present plan. No debt is larger
+        than all that can be saved: a process that was stopped meanwhile says nothing of the plan."""
         if not self.is_start:
-            self._budget -= rounds * max(1.0, cost)
+            self._budget = max(self._budget - rounds * max(1.0, cost), -_MAX_BUDGET)
 
     @staticmethod
     def num_rounds(rows: int, cost: float) -> int:

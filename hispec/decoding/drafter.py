@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from .batch import RoundBatch
 from .draft_tree import DraftTree
 from .row_steps import count_live
 
+_OUR_PACKAGES = ("hispec", "ee_models", "cache")
+
 
 class DrafterError(HiSpecError, RuntimeError):
     """A drafter failed; nothing of its round was committed."""
@@ -34,13 +37,20 @@ class DrafterError(HiSpecError, RuntimeError):
 
 @contextmanager
 def guarded(drafter: object) -> Iterator[None]:
-    """Turns whatever a drafter raises into a DrafterError: a heuristic must not take requests down."""
+    """Turns whatever a drafter raises into a DrafterError: a heuristic must not take requests down. An
+    invariant of ours that is broken is no heuristic's."""
     try:
         yield
-    except AssertionError:  # a broken invariant is ours, not the drafter's
-        raise
     except Exception as error:
+        if isinstance(error, AssertionError) and _is_raised_by_us(error):
+            raise
         raise DrafterError(f"{type(drafter).__name__}: {type(error).__name__}: {error}") from error
+
+
+def _is_raised_by_us(error: BaseException) -> bool:
+    """Whether it was raised in a package of this project."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OUR_PACKAGES
 
 
 class Source(IntEnum):

@@ -48,8 +48,13 @@ class KVBlocks:
 
     @property
     def num_paused_blocks(self) -> int:
-        """Blocks that paused requests hold."""
-        return sum(len(request.table.blocks) for request in self._paused.values())
+        """Blocks that paused requests hold, and nobody else does."""
+        return sum(map(self.num_freed, self._paused.values()))
+
+    def num_freed(self, request: Request) -> int:
+        """Blocks that others get where the request gives up its own: those of a prefix that others hold, too,
+        are not among them."""
+        return self._pool.num_unshared(request.table)
 
     def has_some(self, request: Request) -> bool:
         """Whether a waiting request has KV of its own, in blocks or in host memory."""
@@ -99,7 +104,8 @@ class KVBlocks:
             self._pool.free(request.table)
             return None
         request.gaps.clear()  # prefill writes all KV, and published blocks have no gaps
-        request.num_cached = num_cached
+        if request.admitted_s is None:  # later its own blocks are found, too
+            request.num_cached = num_cached
         return num_cached
 
     def repair(self, waiting: Iterable[Request]) -> None:
@@ -116,7 +122,8 @@ class KVBlocks:
     def drop(self, request: Request) -> None:
         """Forgets a request that has ended."""
         self._paused.pop(request.number, None)
-        if self._offloaded.pop(request.number, None) is not None and self._offload is not None:
+        self._offloaded.pop(request.number, None)
+        if self._offload is not None:  # whatever is known here: an interrupt may have come in between
             self._offload.drop(request)
 
     def _resume(self, request: Request, num_positions: int) -> bool:

@@ -36,10 +36,11 @@ class Request:
     token_ids      prompt and committed output
     num_computed   positions whose KV is valid at every layer while the request has blocks;
                    len(token_ids) - 1 when it is ready for a round
+    most_computed  the most that it ever was: what is computed again is no service
     stop_ids       tokens that end it; params.ignore_eos has been applied
     num_read       output tokens that `text` has taken
     stop_string    completed by the last of them
-    num_cached     prompt positions found in the prefix cache at its last admission
+    num_cached     prompt positions found in the prefix cache at its first admission
     row            its row of the batch; None while it waits
     num_timed      output tokens whose time was noted
     drafter_failed whether it continues with plain decoding because the drafter failed
@@ -74,6 +75,7 @@ class Request:
     rounds: RoundTally = field(default_factory=RoundTally)
     num_preemptions: int = 0
     num_cached: int = 0
+    most_computed: int = 0
     drafter_failed: bool = False
     is_suspect: bool = False
     gaps: dict[ExtraKV, int] = field(default_factory=dict)

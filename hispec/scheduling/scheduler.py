@@ -173,6 +173,7 @@ class Scheduler:
         """Sets a request's computed length, which grows nowhere else, and publishes its full blocks to the
         prefix cache. release: after a round, whether to free the blocks reserved beyond that length."""
         request.num_computed = num_computed
+        request.most_computed = max(request.most_computed, num_computed)
         if self._enable_prefix_caching and not request.is_suspect:
             # Only blocks that lack nobody's KV: of a drafter that failed, for example.
             num_complete = min(num_computed, *request.gaps.values()) if request.gaps else num_computed
@@ -195,13 +196,22 @@ class Scheduler:
         """Takes back what `shrink`, and whoever set max_prefill_tokens, have lowered."""
         self._max_num_seqs, self.max_prefill_tokens = self._sizes
 
+    @property
+    def is_reduced(self) -> bool:
+        return (self._max_num_seqs, self.max_prefill_tokens) != self._sizes
+
+    def regain(self) -> None:
+        """Doubles what was lowered, up to what it was at first."""
+        self._max_num_seqs = min(2 * self._max_num_seqs, self._sizes[0])
+        self.max_prefill_tokens = min(2 * self.max_prefill_tokens, self._sizes[1])
+
     def start_over(self, request: Request) -> None:
         """Has a running request wait for a row, and its KV computed again: what there is of it is not to be
         trusted, here and in the prefix cache, which it stays out of."""
         request.is_suspect = True
         self._pool.retract(request.table)
         self._pool.free(request.table)
-        request.num_computed = 0
+        request.num_computed = request.num_cached = 0
         self._leave_row(request)
         self._waiting.add(request)
 
@@ -273,7 +283,7 @@ class Scheduler:
                 victim = rest.pop()
                 victims.append(victim)
                 num_rows += 1
-                num_blocks += len(victim.table.blocks) + self._num_missing(victim, window)
+                num_blocks += self.kv.num_freed(victim) + self._num_missing(victim, window)
             if min(num_rows, num_blocks) < 0 or (victims and not is_regular and request.number not in new):
                 return  # neither this request nor any after it is admitted
             for victim in victims:
@@ -319,11 +329,11 @@ class Scheduler:
     def _admit(self, window: int) -> None:
         while self.waiting and len(self.running) < self._max_num_seqs:
             _, request = self._waiting.first()
-            resumes = self.kv.has_some(request)
             if (num_cached := self.kv.admit(request, request.round_end(window))) is None:
                 return
-            self.num_cached_tokens += num_cached
-            if self._enable_prefix_caching and not resumes and not request.is_suspect:
+            is_first = request.admitted_s is None  # later its own blocks are found, too
+            if self._enable_prefix_caching and is_first and not request.is_suspect:
+                self.num_cached_tokens += num_cached
                 self.num_queried_tokens += len(request.token_ids) - 1
             request.note_admission(self._now_s)
             self._waiting.remove(request)

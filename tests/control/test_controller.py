@@ -224,6 +224,21 @@ def test_a_pause_of_the_machine_is_no_reason_to_leave_a_plan() -> None:
     assert control.stats()["refinement"]["exit D=4"]["seconds"] < 1.15 * before
 
 
+def test_a_pause_within_a_probe_does_not_end_probing() -> None:
+    machine, control = Machine(ROUTES, cpu_like(), LAWS), made()
+    machine.run(control, range(4), 3000)
+    is_paused, probed = False, 0
+    for _ in range(8000):
+        choice = control.choose(range(4), 1200)
+        seen = machine.round(choice, range(4))
+        if choice.is_probe and not is_paused:
+            seen, is_paused = replace(seen, seconds=seen.seconds + 600.0), True
+        elif choice.is_probe:
+            probed += 1
+        control.observe(seen)
+    assert is_paused and probed > 0
+
+
 def test_seconds_that_are_not_known_teach_nothing() -> None:
     machine, control = Machine(ROUTES, cpu_like({"verify/4": 5.0}), LAWS), made()
     for _ in range(200):

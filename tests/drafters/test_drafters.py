@@ -106,12 +106,26 @@ class Raises(FixedDrafter):
         return draft
 
 
+class Asserts(FixedDrafter):
+    """Finds itself in a state that it has thought impossible, at its third call."""
+
+    def propose(self, batch: RoundBatch, first: torch.Tensor, tree: DraftTree) -> Draft:
+        draft = super().propose(batch, first, tree)
+        assert self.num_asked != 3, "OSError: the drafter's disk is full"
+        return draft
+
+
+@pytest.mark.parametrize("kind", [Raises, Asserts])
 @pytest.mark.parametrize("name", [TWO_TIER, THREE_TIER, MANY_CHECKS])
 def test_a_drafter_that_raises_leaves_plain_decoding(
-    tiny_decoder: Decoder, expected: list[list[int]], name: str, caplog: pytest.LogCaptureFixture
+    tiny_decoder: Decoder,
+    expected: list[list[int]],
+    name: str,
+    kind: type[FixedDrafter],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = drafter_engine(tiny_decoder, ALL[name], max_num_seqs=3)
-    drafter = Raises(engine._runtime.judge, lambda row, column: [1, 2])
+    drafter = kind(engine._runtime.judge, lambda row, column: [1, 2])
     with_drafter(engine, lambda _: drafter)
     with caplog.at_level(logging.WARNING, "hispec"):
         assert run(engine, PROMPTS) == expected

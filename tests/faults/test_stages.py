@@ -234,6 +234,26 @@ def test_only_a_request_that_does_not_fit_alone_fails(
     assert at == 4 or max(sizes[sizes.index(1) :]) == 4, "the others go on one by one"
 
 
+def test_rows_come_back_where_memory_was_short_for_a_moment(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hispec.engine.step_loop._LEAST_PATIENCE", 3)
+    prompts = random_prompts((4, 7, 9, 5) * 8, seed=4)
+    engine = make(tiny_decoder, "three tiers", max_num_seqs=4, max_run_ms=0.0)
+    scheduler, seen = engine._scheduler, []
+
+    def is_short(*_: object) -> bool:
+        seen.append(len(scheduler.running))
+        return len(seen) in (2, 3)
+
+    fault = Fault(monkeypatch, *SHORT_OF["verify"], ERRORS["torch"], is_short)
+    tokens, errors = run_on(engine, prompts, PARAMS)
+    assert errors == [None] * 32 and fault.num_raised >= 2
+    lowest = min(seen[: len(seen) // 2])
+    assert lowest < 4 and max(seen[seen.index(lowest) :]) == 4
+    assert tokens == run(make_engine(tiny_decoder), prompts, PARAMS)
+
+
 def test_memory_that_runs_out_for_logprobs_shrinks_the_batch(
     tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

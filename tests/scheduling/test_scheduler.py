@@ -380,6 +380,34 @@ def test_nobody_is_displaced_for_one_that_would_not_get_in() -> None:
     assert step(scheduler) == [0, 1] and scheduler.num_preemptions == 0
 
 
+def test_blocks_that_others_hold_too_are_not_those_of_a_victim() -> None:
+    """0 and 1 share the whole blocks of their prompt: pausing 1 would make room for hardly a token of 2."""
+    scheduler = make_scheduler(Ranks({0: 0.0, 1: 5.0, 2: 1.0}), num_blocks=7, rows=3, caches=True)
+    add_same(scheduler, 0)
+    assert step(scheduler) == [0]
+    shares = add_same(scheduler, 1)
+    assert step(scheduler) == [0, 1]
+    assert scheduler.kv.num_freed(shares) < len(shares.table.blocks)
+    needed, free = scheduler._pool.blocks_for(4 * SIZE + 2 + 1), scheduler._pool.num_available
+    assert free + scheduler.kv.num_freed(shares) < needed <= free + len(shares.table.blocks)
+    add(scheduler, 2, num_prompt=4 * SIZE + 2)
+    assert step(scheduler) == [0, 1] and scheduler.num_preemptions == 0
+
+
+def test_what_is_found_of_ones_own_is_not_reported_as_cached() -> None:
+    scheduler = make_scheduler(Ranks({0: 5.0, 1: 0.0}), num_blocks=5, rows=1, caches=True)
+    long = add(scheduler, 0, num_prompt=2 * SIZE + 1)
+    step(scheduler)
+    assert long.num_cached == 0 and scheduler.num_queried_tokens == 2 * SIZE
+    short = add(scheduler, 1, num_prompt=4 * SIZE - 1)
+    assert step(scheduler) == [1] and not long.table.blocks
+    short.finish_reason = "length"
+    scheduler.remove(short)
+    assert step(scheduler) == [0] and long.num_preemptions == 1
+    assert long.num_cached == 0
+    assert scheduler.num_queried_tokens == 2 * SIZE + 4 * SIZE - 2
+
+
 def test_a_paused_request_does_not_give_up_its_own_blocks_to_get_in() -> None:
     ranks = {0: 1.0, 1: 0.0, 2: 0.5}
     scheduler = make_scheduler(Ranks(ranks), num_blocks=5, rows=1)
