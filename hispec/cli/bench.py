@@ -63,7 +63,14 @@ def _bench(options: argparse.Namespace) -> int:
     from ..utils.files import check_target, write_json
 
     job = load_limited_job(options, options.preset)
-    plans = {path.stem: load_preset(path).speculative for path in options.plan}
+    files: dict[str, Path] = {}
+    for path in options.plan:
+        if (other := files.setdefault(path.stem, path)) is not path:
+            raise ConfigError(
+                f"--plan: {other} and {path} are both named {path.stem!r}; rename one of the files, which"
+                " name the plans"
+            )
+    plans = {name: load_preset(path).speculative for name, path in files.items()}
     if options.profile is not None:
         found = best_plans(options.profile)
         if taken := sorted(plans.keys() & found.keys()):

@@ -58,7 +58,7 @@ def _generate(options: argparse.Namespace) -> int:
     sampling = config.sampling
     if options.show_tiers:
         sampling = sampling.model_copy(update={"tiers": True})
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = _read_stdin() if options.prompt == "-" else options.prompt
     given = [{"role": "user", "content": prompt}] if options.chat else prompt
     with closing(config.make_llm()) as llm:
         arrivals: list[tuple[float, int]] = []  # seconds since the start, tokens
@@ -77,6 +77,19 @@ def _generate(options: argparse.Namespace) -> int:
             shown.print_legend()
         _print_generate_stats(arrivals, llm.stats(), config)
     return OK
+
+
+def _read_stdin() -> str:
+    """Raises ConfigError for bytes that are no text."""
+    from ..errors import ConfigError
+
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"PROMPT: standard input is not {error.encoding.upper()}: byte 0x{error.object[error.start]:02x}"
+            f" at position {error.start}; convert it, as iconv does"
+        ) from None
 
 
 def _generate_config(options: argparse.Namespace) -> RunConfig:

@@ -9,6 +9,7 @@ from ..errors import ConfigError, cut, nearest, shown
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MOST_PROMPTS = 128  # of one request
+MOST_STOPS = 64  # strings of one request: each is looked for with every token
 _SAME = (  # of SamplingParams, under the same name
     *("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
@@ -52,8 +53,10 @@ def read_body(url: str, body: Any) -> dict[str, Any]:
         raise ConfigError(f"{prompt_name}: required, but not given")
     read: dict[str, Any] = {"sampling": _read_sampling(given, is_chat)}
     prompt = given[prompt_name]
-    if is_chat or isinstance(prompt, str):
-        return read | {prompt_name: prompt}
+    if is_chat:
+        return read | {"messages": _plain_roles(prompt)}
+    if isinstance(prompt, str):
+        return read | {"prompt": prompt}
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return read | {"prompt_token_ids": prompt}
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
@@ -75,7 +78,10 @@ def _read_sampling(given: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
         if name in given:
             sampling["max_tokens"] = given[name]
     if "stop" in given:
-        sampling["stop"] = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
+        stop = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
+        if isinstance(stop, list) and len(stop) > MOST_STOPS:
+            raise ConfigError(f"stop: {len(stop)} strings in a request, at most {MOST_STOPS}; leave some out")
+        sampling["stop"] = stop
     wanted = given.get("logprobs")
     if is_chat:
         if wanted is not None and not isinstance(wanted, bool):
@@ -84,9 +90,25 @@ def _read_sampling(given: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
             raise ConfigError("top_logprobs needs logprobs=true")
         if wanted:
             sampling["logprobs"] = given.get("top_logprobs", 0)
+    elif "top_logprobs" in given:
+        raise ConfigError(
+            f"top_logprobs={shown(given['top_logprobs'])} is for chats; here `logprobs` is that number"
+        )
     elif wanted is not None:
         sampling["logprobs"] = wanted
     return sampling
+
+
+def _plain_roles(messages: Any) -> Any:
+    """A conversation in the roles that chat templates have: OpenAI has renamed `system` to `developer`."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {**message, "role": "system"}
+        if isinstance(message, Mapping) and message.get("role") == "developer"
+        else message
+        for message in messages
+    ]
 
 
 def _is_int(value: Any) -> bool:

@@ -21,7 +21,7 @@ from .completions import CompletionRequest, Responder, first_error
 from .openapi import HEALTH, METRICS, MODELS, ONE_MODEL, REQUESTS
 from .server_config import ServerConfig
 from .server_metrics import ServerMetrics
-from .transport import EventStream, Failure, check_key, failure_of, read_json, unless_gone
+from .transport import EventStream, Failure, check_key, failure_of, final, read_json, unless_gone
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def make_app(engine: AsyncEngine, config: ServerConfig, sampling: dict[str, Any]
     @app.exception_handler(Exception)
     async def broken(_: Request, error: Exception) -> Response:
         _log.error("a request failed", exc_info=error)
-        return Failure(500, f"{type(error).__name__}: {error}").response()
+        return final(500, f"{type(error).__name__}: {error}").response()
 
     app.add_middleware(metrics.middleware)
     return app

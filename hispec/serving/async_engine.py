@@ -164,7 +164,8 @@ class AsyncEngine:
         return self._most is not None and self._num_unfinished >= self._most
 
     async def stats(self) -> dict[str, Any]:
-        """As LLM.stats(), and "waiting": requests that wait here. After the end, the last ones."""
+        """As LLM.stats(); "waiting" counts the outputs of requests that wait here, too. After the end, the
+        last ones."""
         return await asyncio.wrap_future(self._call(self._stats))
 
     async def drain(self) -> None:
@@ -263,6 +264,7 @@ class AsyncEngine:
             while not self._is_stopping:
                 self._read_inbox()
                 self._admit()
+                self._hand_over()  # refusals: with workers a step waits until others have gained something
                 if self._running:
                     for output in self._llm.step():
                         self._end_request(self._running[output.request_id], output)
@@ -371,7 +373,9 @@ class AsyncEngine:
             future.set_result(None)
 
     def _stats(self) -> dict[str, Any]:
-        return self._llm.stats() | {"waiting": len(self._waiting)}
+        stats = self._llm.stats()
+        num_here = sum(request.num_outputs for request in self._waiting.values())
+        return stats | {"waiting": stats["waiting"] + num_here}
 
 
 def _deliver(parcels: list[tuple[_Request, list[Item]]]) -> None:

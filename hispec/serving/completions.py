@@ -19,7 +19,7 @@ from ..outputs import Delta, RequestOutput
 from ..sampling_params import SamplingParams
 from .async_engine import AsyncEngine
 from .server_config import ServerConfig
-from .transport import Failure, event, failure_of
+from .transport import Failure, event, failure_of, final
 
 _OWN = ("stream", "stream_options", "tiers")  # parameters that say how the response comes
 DONE = "data: [DONE]\n\n"
@@ -62,9 +62,10 @@ class CompletionRequest:
         bodies = split_prompts(url, rest)
         for one in bodies:
             read = read_body(url, one)
+            # Where nothing names a number, a chat goes on to its end, a completion as SamplingParams says.
             unlimited = {"max_tokens": None} if url == CHAT else {}
             own = {**read.pop("sampling"), "tiers": bool(tiers)}
-            sampling = _limited({**defaults, **unlimited}, own, config)
+            sampling = _limited({**unlimited, **defaults}, own, config)
             field, content = next(iter(read.items()))
             prompts.append(Prompt({field: content} if field == "prompt_token_ids" else content, sampling))
         outputs = sum(prompt.sampling.n for prompt in prompts)
@@ -126,7 +127,7 @@ class Responder:
                 begun = set()
                 async for prompt, index, delta in deltas:
                     if delta.error is not None:
-                        raise Failure(500, delta.error)
+                        raise final(500, delta.error)
                     made = [] if index in begun else chunks.first(index)
                     begun.add(index)
                     for chunk in made + chunks.of_delta(index, prompt, delta):
@@ -146,7 +147,7 @@ class Responder:
             prompt.content, prompt.sampling, chat=request.is_chat, wait=False
         )
         if output.error is not None:
-            raise Failure(500, output.error)
+            raise final(500, output.error)
         return output
 
     async def _deltas(self, request: CompletionRequest) -> AsyncGenerator[tuple[int, int, Delta], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..openai.requests import CHAT, COMPLETIONS, MOST_PROMPTS
+from ..openai.requests import CHAT, COMPLETIONS, MOST_PROMPTS, MOST_STOPS
 from ..sampling_params import SamplingParams
 
 _SAMPLING = (
@@ -77,12 +77,12 @@ def _answer(kind: str, own: dict[str, Any]) -> dict[str, Any]:
 
 def _body(required: str, own: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     sampling = SamplingParams.model_json_schema()["properties"]
-    either = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}
+    texts = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MOST_STOPS}
     properties = {
         "model": {"type": "string"},
         **own,
         **{name: sampling[name] for name in _SAMPLING},
-        "stop": either,
+        "stop": {"anyOf": [{"type": "string"}, texts]},
         "stream": {"type": "boolean", "default": False},
         "tiers": {"type": "boolean", "default": False},
         "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
@@ -112,7 +112,7 @@ _MESSAGE = {
     "type": "object",
     "required": ["role", "content"],
     "properties": {
-        "role": {"type": "string", "enum": ["system", "user", "assistant", "tool"]},
+        "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"type": "string"},
     },
 }

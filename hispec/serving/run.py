@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import math
 import socket
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from ..errors import ConfigError
 from ..llm import LLM
@@ -17,6 +20,7 @@ from .async_engine import AsyncEngine
 from .server_config import ServerConfig
 
 _KEEP_ALIVE_S = 30  # that an idle connection is kept
+_TELL_S = 5  # after the end of its requests, that the server has to tell clients
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -40,6 +44,35 @@ def listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
+class Server(uvicorn.Server):
+    """Serves an application until it is told to end. Then its requests have `drain_s` seconds, after which
+    the engine ends those that are left, so that their clients are told. uvicorn alone would cut them off."""
+
+    def __init__(self, app: FastAPI, engine: AsyncEngine, config: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=math.ceil(config.drain_s) + _TELL_S,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                server_header=False,
+            )
+        )
+        self._engine, self._drain_s = engine, config.drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_requests(self) -> None:
+        await asyncio.sleep(self._drain_s)
+        await self._engine.aclose()
+
+
 def serve(
     make_llm: Callable[[], LLM],
     config: ServerConfig,
@@ -59,14 +92,6 @@ def serve(
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
         print(f"{config.name} at http://{place}:{port}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)
-        settings = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=max(1, round(config.drain_s)),
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            server_header=False,
-        )
-        uvicorn.Server(settings).run(sockets=[listener])
+        Server(app, engine, config).run(sockets=[listener])
     finally:
         engine.close()

@@ -28,13 +28,27 @@ class ServerMetrics:
         """`app`, its responses counted."""
 
         async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            has_begun = False
+
+            def count(status: int) -> None:
+                self._requests.labels(getattr(scope.get("route"), "path", "other"), str(status)).inc()
+
             async def note(message: Message) -> None:
+                nonlocal has_begun
                 if message["type"] == "http.response.start":
-                    path = getattr(scope.get("route"), "path", "other")
-                    self._requests.labels(path, str(message["status"])).inc()
+                    has_begun = True
+                    count(message["status"])
                 await send(message)
 
-            await app(scope, receive, note if scope["type"] == "http" else send)
+            try:
+                await app(scope, receive, note)
+            except Exception:  # it was not foreseen: starlette answers outside of all middleware
+                if not has_begun:
+                    count(500)
+                raise
 
         return call
 

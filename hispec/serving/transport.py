@@ -23,6 +23,8 @@ _BODY_S = 30.0  # seconds that a client has to send its body
 _LAST_S = 5.0  # that a client has to take the last event of a stream that is cut off
 _RETRY_S = 1  # after which a client may try again
 _GONE = 499  # nobody reads it: it is for logs
+# JSON may hold these as they are, and clients that read line by line would cut an event there.
+_LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\u0085\u2028\u2029"})
 
 
 class Failure(Exception):
@@ -43,6 +45,12 @@ class Failure(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
+def final(status: int, message: str, code: str | None = None) -> Failure:
+    """A Failure that the same request would meet again. OpenAI's clients, which try again after a timeout
+    or a failure of the server, are told not to."""
+    return Failure(status, message, code, x_should_retry="false")
+
+
 def failure_of(error: Exception) -> Failure:
     """What a client is told of an error of the engine. Other errors are raised again."""
     if isinstance(error, ConfigError | RequestError):
@@ -50,7 +58,7 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, BusyError):
         return Failure(429, f"{error}; try again later", "busy", Retry_After=str(_RETRY_S))
     if isinstance(error, TimeoutError):
-        return Failure(408, "the request took longer than the server allows", "timeout")
+        return final(408, "the request took longer than the server allows", "timeout")
     if isinstance(error, ClosedError | EngineDeadError):
         return Failure(503, "the server is ending, or its engine has failed", "unavailable")
     if isinstance(error, ClientDisconnect):
@@ -154,7 +162,8 @@ async def _send_piece(send: Send, text: str, is_last: bool = False) -> None:
 
 def event(value: Any) -> str:
     """A server-sent event of JSON."""
-    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
+    return f"data: {text}\n\n"
 
 
 def _left(until: float) -> float:

@@ -118,3 +118,15 @@ def test_bench_measures_the_best_plans_of_a_profile(
         profile.write_text(content)
         assert main(arguments) == 2
         assert words in capsys.readouterr().err
+
+
+def test_bench_refuses_two_plans_of_one_name(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / folder / "ngram.yaml" for folder in ("one", "two")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text("{model: fake, speculative: {draft: {kind: ngram}}}")
+    assert main(["bench", str(job), "--plan", str(paths[0]), "--plan", str(paths[1])]) == 2
+    assert f"--plan: {paths[0]} and {paths[1]} are both named 'ngram'" in capsys.readouterr().err
+    assert not FakeLLM.instances

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import types
@@ -119,6 +120,15 @@ def test_generate_reads_a_prompt_from_stdin(
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(read=lambda: "hello"))
     main(["generate", "--model", "fake", "-"])
     assert capsys.readouterr().out == expected
+
+
+def test_generate_refuses_a_prompt_of_other_bytes_than_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    assert main(["generate", "--model", "fake", "-"]) == 2
+    assert "standard input is not UTF-8: byte 0xe9 at position 3" in capsys.readouterr().err
+    assert not FakeLLM.instances
 
 
 @pytest.mark.parametrize(

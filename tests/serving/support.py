@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from openai import OpenAI
 
 from hispec import LLM
 from hispec.engine import Engine
 from hispec.serving.app import make_app
 from hispec.serving.async_engine import AsyncEngine
-from hispec.serving.run import listen
+from hispec.serving.run import Server, listen
 from hispec.serving.server_config import ServerConfig
 
 SMALL: dict[str, Any] = {"max_model_len": 128, "num_kv_blocks": 64, "max_num_seqs": 4}
@@ -34,7 +33,7 @@ class Running:
     llm: LLM
     client: OpenAI
     http: httpx.Client
-    server: uvicorn.Server
+    server: Server
 
     def settle(self) -> None:
         """Fails unless nothing is left of any request within half a minute."""
@@ -49,13 +48,12 @@ def serving(path: Path, *, max_requests: int | None = None, **settings: Any) -> 
     """A server on a free port; settings: of ServerConfig, and `engine` of LLM."""
     engine_settings = {**SMALL, **settings.pop("engine", {})}
     limits = {} if max_requests is None else {"max_requests": max_requests}
-    config = ServerConfig(name="tiny", port=0, **limits, **settings)
+    config = ServerConfig(name="tiny", port=0, **{"drain_s": 5.0, **limits, **settings})
     engine = AsyncEngine(lambda: LLM(str(path), **engine_settings), max_requests=max_requests)
     llm = engine.llm
     listener = listen(config)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    app = make_app(engine, config, {"temperature": 0.0})
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    server = Server(make_app(engine, config, {"temperature": 0.0}), engine, config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     wait_until(lambda: server.started)

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing
@@ -163,6 +164,59 @@ def test_requests_beyond_the_most_wait_or_are_refused(tiny_path: Path) -> None:
     with_engine(tiny_path, test, max_requests=2)
     with pytest.raises(ConfigError, match="max_requests"):
         AsyncEngine(None, max_requests=0)  # type: ignore[arg-type]
+
+
+def test_a_refusal_does_not_wait_for_others(tiny_path: Path) -> None:
+    """With workers a step returns once a request has gained something, or when it is woken."""
+
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        step, woken, num_waits = llm.step, threading.Event(), 0
+
+        def wait() -> list[Any]:
+            nonlocal num_waits
+            num_waits += 1
+            woken.wait(60)
+            woken.clear()
+            return []
+
+        llm.step, llm.wake = wait, woken.set  # type: ignore[method-assign]
+        good = asyncio.create_task(engine.generate(PROMPTS[0], GREEDY))
+        await until(lambda: num_waits == 2)  # it was woken once, when the good one came
+        with pytest.raises(RequestError, match="the prompt has 500 tokens"):
+            await asyncio.wait_for(engine.generate([1] * 500, GREEDY), 20.0)
+        llm.step = step  # type: ignore[method-assign]
+        woken.set()
+        assert (await good).error is None
+
+    with_engine(tiny_path, test)
+
+
+def test_the_queue_is_what_waits_here_and_in_the_llm(tiny_path: Path) -> None:
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        step, held, has_stepped = llm.step, threading.Event(), threading.Event()
+
+        def step_once() -> Any:
+            if has_stepped.is_set():
+                time.sleep(0.005)
+                return []
+            finished = step()
+            has_stepped.set()
+            return finished
+
+        llm.step = step_once  # type: ignore[method-assign]
+        engine._post(lambda: held.wait(30) and None)
+        two = LONG.model_copy(update={"n": 2})
+        tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS[:4]]
+        tasks += [asyncio.create_task(engine.generate(prompt, two)) for prompt in PROMPTS[4:6]]
+        await until(lambda: engine.num_unfinished == 8)
+        held.set()
+        await until(has_stepped.is_set)
+        stats = await engine.stats()
+        assert stats["running"] == 2 and stats["waiting"] == 6  # 2 of them in the LLM, which may have 4
+        llm.step = step  # type: ignore[method-assign]
+        await asyncio.gather(*tasks)
+
+    with_engine(tiny_path, test, max_requests=4, max_num_seqs=2, max_run_ms=0.0)
 
 
 def test_outputs_count_not_requests(tiny_path: Path) -> None:

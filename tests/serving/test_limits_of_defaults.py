@@ -25,6 +25,10 @@ def test_defaults_beyond_a_limit_are_cut_and_bodies_refused() -> None:
     assert limits(COMPLETIONS, defaults, 50) == (50, 30)
     assert limits(COMPLETIONS, {}, 8) == (8, 0) and limits(COMPLETIONS, {}, 50) == (16, 0)
     assert limits(CHAT, {}, 50) == (50, 0) and limits(CHAT, {}, None) == (None, 0)
+    assert limits(COMPLETIONS, defaults, None) == limits(CHAT, defaults, None) == (100, 30)
+    assert limits(CHAT, defaults, None, max_tokens=200) == (200, 30)
+    assert limits(CHAT, defaults, None, max_tokens=None) == (100, 30)
+    assert limits(CHAT, {"max_tokens": None}, None) == (None, 0)
     assert limits(COMPLETIONS, {}, 50, max_tokens=None) == (16, 0)  # null is as if left out
     assert limits(COMPLETIONS, defaults, 50, max_tokens=40) == (40, 30)
     with pytest.raises(ConfigError, match="max_tokens: must be at most 50 on this server, got 51"):

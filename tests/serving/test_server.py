@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +19,9 @@ import pytest
 from starlette.requests import Request
 
 from hispec import LLM, SamplingParams
+from hispec.outputs import RequestOutput
 from hispec.serving import app
-from hispec.serving.transport import Failure, check_key
+from hispec.serving.transport import Failure, check_key, event
 from tests.serving.support import SMALL, Running, serving, wait_until
 
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
@@ -186,6 +188,13 @@ def test_many_clients_at_once_get_what_each_would_get_alone(server: Running, llm
         ("completions", {"prompt": ["x"] * 129}, 400, "at most 128"),
         ("completions", {"prompt": "x", "tiers": 0}, 400, "tiers: must be true or false, got 0"),
         ("completions", {"prompt": "x", "tools": [{}]}, 400, "tools=.* is not supported"),
+        (
+            "completions",
+            {"prompt": "x", "stop": ["a"] * 65},
+            400,
+            "stop: 65 strings in a request, at most 64",
+        ),
+        ("completions", {"prompt": "x", "top_logprobs": 2}, 400, "top_logprobs=2 is for chats"),
         ("nothing", {}, 404, "POST /v1/nothing"),
     ],
 )
@@ -214,6 +223,57 @@ def test_names_that_are_no_text_or_long_are_repeated_as_far_as_that_goes(server:
     for body in ({"\ud800": 1}, {"prompt": "x", "logit_bias": {"\ud800": 1}}, {"x" * 10**5: 1}):
         answer = server.http.post("/v1/completions", content=json.dumps(body))
         assert answer.status_code == 400 and len(answer.text) < 500
+
+
+def test_what_would_fail_again_is_not_tried_again(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_asked = 0
+
+    async def fails(*_: Any, **__: Any) -> RequestOutput:
+        nonlocal num_asked
+        num_asked += 1
+        return RequestOutput("0", None, [1], error="the model's logits are nan")
+
+    monkeypatch.setattr(server.engine, "generate", fails)
+    with pytest.raises(openai.InternalServerError, match="logits are nan"):
+        server.client.with_options(max_retries=2).completions.create(model="tiny", prompt="x")
+    assert num_asked == 1
+
+
+def test_what_nobody_foresaw_is_counted_and_not_tried_again(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def breaks(*_: Any) -> Any:
+        raise ZeroDivisionError("nobody foresaw it")
+
+    line = 'hispec_http_requests_total{path="/v1/completions",status="500"} '
+    counts = []
+    for is_broken in (False, True):
+        if is_broken:
+            monkeypatch.setattr(app, "read_json", breaks)
+            # By a connection of its own, which uvicorn closes after it.
+            answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=60.0)
+            assert answer.status_code == 500 and answer.headers["x-should-retry"] == "false"
+            assert answer.json()["error"]["message"] == "ZeroDivisionError: nobody foresaw it"
+        found = [each for each in server.http.get("/metrics").text.splitlines() if each.startswith(line)]
+        counts.append(sum(float(each.removeprefix(line)) for each in found))
+    assert counts[1] == counts[0] + 1
+
+
+def test_an_event_is_one_line_to_whoever_reads_lines() -> None:
+    content = {"text": "a\u2028b\u2029c\u0085d\ne\u6f22"}
+    text = event(content)
+    assert text.endswith("\n\n") and "\u6f22" in text
+    first, second = text.splitlines()
+    assert json.loads(first.removeprefix("data: ")) == content and not second
+
+
+def test_the_role_developer_is_that_of_system(server: Running) -> None:
+    texts = []
+    for role in ("system", "developer"):
+        messages = [{"role": role, "content": "be brief"}, *CHAT]
+        made = post(server, "chat/completions", messages=messages, **GREEDY).json()
+        texts.append(made["choices"][0]["message"]["content"])
+    assert texts[0] == texts[1]
 
 
 def test_the_official_client_raises_its_own_errors(server: Running) -> None:
@@ -323,7 +383,8 @@ def test_a_request_that_takes_too_long_is_ended(tiny_path: Path, is_stream: bool
 
         if not is_stream:
             hasty.llm.step = slow  # type: ignore[method-assign]
-            assert post(hasty, **LONG).status_code == 408
+            answer = post(hasty, **LONG)
+            assert answer.status_code == 408 and answer.headers["x-should-retry"] == "false"
             held.set()
         else:
             steps = iter(range(10**6))
@@ -378,6 +439,38 @@ def test_requests_may_end_when_the_server_is_told_to(tiny_path: Path) -> None:
         wait_until(lambda: ending.engine.num_unfinished == 2)
         ending.server.should_exit = True
         assert [each.result().status_code for each in asked] == [200, 200]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_requests_that_do_not_end_in_time_are_told_that_the_server_ends(
+    tiny_path: Path, is_stream: bool
+) -> None:
+    with serving(tiny_path, drain_s=0.2, engine={"max_run_ms": 0.0}) as ending:
+        step, is_held = ending.llm.step, threading.Event()
+        num_steps = 0
+
+        def endless() -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps <= 3:
+                return step()
+            is_held.set()
+            time.sleep(0.005)
+            return []
+
+        ending.llm.step = endless  # type: ignore[method-assign]
+        with ThreadPoolExecutor(1) as clients:
+            asked = clients.submit(post, ending, stream=is_stream, **LONG)
+            assert is_held.wait(30)
+            ending.server.should_exit = True
+            answer = asked.result()
+        if is_stream:
+            error = events(answer.text)[-1]["error"]
+            assert answer.status_code == 200 and events(answer.text)[0]["choices"]
+        else:
+            error = answer.json()["error"]
+            assert answer.status_code == 503
+        assert error["code"] == "unavailable" and error["type"] == "server_error"
 
 
 def test_responses_are_as_the_description_says(server: Running) -> None:
