@@ -31,7 +31,8 @@ class ArrivalsConfig(Settings):
     rates         requests per second, of all replicas together
     utilisations  the same, as shares of the capacity of the system `reference` (None = the first)
     speeds        of recorded: factors by which the times are sped up
-    clients       of closed: clients, each of which sends its next request think_s after an answer
+    clients       of closed: clients of all replicas together, each of which sends its next request think_s
+                  after an answer
     cv            of gamma: standard deviation / mean of the intervals
     burst_factor, burst_share, burst_s   of bursty: rate in a burst over that outside; share of time in
                                          bursts; mean seconds of one
@@ -64,6 +65,11 @@ class ArrivalsConfig(Settings):
             raise ValueError(
                 f"kind={self.kind!r} needs one list of loads, not {given or 'none'}:"
                 f" {', '.join(sorted(_TAKES[self.kind] & _LOADS))}"
+            )
+        if self.reference is not None and self.utilisations is None:
+            raise ValueError(
+                f"reference={shown(self.reference)} means nothing for {given[0]}, only for utilisations;"
+                " leave it out"
             )
         if self.times is not None and list(self.times) != sorted(self.times):
             raise ValueError("times must ascend")

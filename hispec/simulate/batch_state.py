@@ -23,11 +23,12 @@ _SERVICE = ["rounds", "tokens", "drafted", "accepted", "passes", "seconds", "pre
 @dataclass
 class Counts:
     """preemptions: rows taken; swaps: requests whose KV was offloaded; recomputed: positions of KV that were
-    lost; rounds: by plan"""
+    lost; stall_s: seconds of moving KV; rounds: by plan"""
 
     preemptions: int = 0
     swaps: int = 0
     recomputed: int = 0
+    stall_s: float = 0.0
     rounds: dict[RoundPlan, float] = field(default_factory=dict)
     totals: Floats = field(default_factory=lambda: np.zeros(NUM_TOTALS))
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ..config import TRAITS, DraftKind, GoodputConfig, SchedulingConfig, Settings
 from ..config.base import Tuple
 from ..control.choice import Route
-from ..errors import shown
+from ..errors import nearest, shown
+from ..latency.model import stage_names
 from .arrivals import ArrivalsConfig
-from .distributions import Distribution, constant
+from .distributions import Distribution, Shares, constant
 
-Name = Annotated[str, Field(min_length=1, max_length=80)]
+MOST_NAME = 80  # characters
+Name = Annotated[str, Field(min_length=1, max_length=MOST_NAME)]
 Cost = Annotated[float, Field(ge=0.0, le=1e9)]
+MOST_POINTS = 64  # of a drift
 
 
 class EngineSettings(Settings):
@@ -44,6 +48,21 @@ class StageSettings(Settings):
     free_tokens: Cost = 0.0
 
 
+def _check_stage(name: str) -> str:
+    layers = {int(digits) for digits in re.findall(r"\d+", name[:MOST_NAME])[:2]} - {0}
+    known = stage_names(layers, layers, has_draft_model=True)
+    if name not in known:
+        raise ValueError(
+            f"{shown(name)} is no stage{nearest(name[:MOST_NAME], known)}; there are plain, prefill, swap,"
+            " round, lookup, draft_model, fill_model and, with numbers of layers, draft/D, fill/D, along/D,"
+            " shadow/D, check/lo-C and verify/lo"
+        )
+    return name
+
+
+StageName = Annotated[str, AfterValidator(_check_stage)]  # as `LatencyModel` lists them
+
+
 class LatencySettings(Settings):
     """Costs of stages: either each by name (`LatencyModel` lists them), or a profile that `hispec profile
     --latency` wrote.
@@ -51,7 +70,7 @@ class LatencySettings(Settings):
     is_static, row_buckets  whether rounds have static shapes, and the row counts to which they are padded
     """
 
-    stages: dict[str, StageSettings] | None = None
+    stages: dict[StageName, StageSettings] | None = None
     path: Annotated[str, Field(min_length=1)] | None = None
     is_static: bool = False
     row_buckets: Tuple[Annotated[int, Field(ge=1)]] = ()
@@ -66,6 +85,11 @@ class LatencySettings(Settings):
             )
         if list(self.row_buckets) != sorted(set(self.row_buckets)):
             raise ValueError(f"row_buckets={list(self.row_buckets)} must ascend")
+        if self.row_buckets and not self.is_static:
+            raise ValueError(
+                f"row_buckets={list(self.row_buckets)} mean nothing where is_static is false; leave them out,"
+                " or set is_static: true"
+            )
         return self
 
 
@@ -78,7 +102,7 @@ class AcceptanceSettings(Settings):
     drift        points [seconds, factor] over time, linear in between; none = 1
     """
 
-    share: Distribution
+    share: Shares
     by_position: Annotated[
         Tuple[Annotated[float, Field(ge=0.0, le=10.0)]], Field(min_length=1, max_length=32)
     ] = (1.0,)
@@ -91,6 +115,11 @@ class AcceptanceSettings(Settings):
         times = [point[0] for point in self.drift]
         if times != sorted(set(times)):
             raise ValueError(f"drift={[list(point) for point in self.drift]} must ascend in its seconds")
+        if len(self.drift) > MOST_POINTS:
+            raise ValueError(
+                f"drift has {len(self.drift)} points, {MOST_POINTS} at most; leave some out, it is linear in"
+                " between"
+            )
         return self
 
 
@@ -124,7 +153,7 @@ class RouteSettings(Settings):
 
     kind: DraftKind
     draft_layer: Annotated[int, Field(ge=0)] = 0
-    check_layer: Annotated[int, Field(ge=1)] | None = None
+    check_layer: Annotated[int, Field(ge=2)] | None = None
     most_drafts: Annotated[int, Field(ge=1, le=32)] = 8
     most_checks: Annotated[int, Field(ge=1, le=16)] = 1
     num_exit_tokens: Annotated[int, Field(ge=1, le=32)] | None = None
@@ -132,7 +161,7 @@ class RouteSettings(Settings):
     exit_acceptance: AcceptanceSettings | None = None
     verify_acceptance: AcceptanceSettings | None = None
     gate: GateSettings | None = None
-    match: Distribution = constant(1.0)
+    match: Shares = constant(1.0)
 
     @model_validator(mode="after")
     def _fits_together(self) -> RouteSettings:
@@ -193,7 +222,7 @@ class ClassSettings(Settings):
     prompt_tokens: Distribution | None = None
     output_tokens: Distribution | None = None
     has_template: bool = False
-    acceptance: dict[Name, Distribution] = Field(default_factory=dict)
+    acceptance: dict[Name, Shares] = Field(default_factory=dict)
 
 
 class RequestsSettings(Settings):
@@ -205,7 +234,8 @@ class RequestsSettings(Settings):
     max_tokens     most tokens that a request may output, which policies know
     classes        by name; none = one class
     trace          a file that the engine recorded (engine.trace): lengths, drafts and how many were kept;
-                   also arrivals if these are `recorded`. Repeated as often as `num` needs
+                   also arrivals if these are `recorded`. Repeated as often as `num` needs. It does not say
+                   which drafts were looked up, so rounds of a hybrid are drawn anew
     """
 
     num: Annotated[int, Field(ge=1, le=100_000_000)] = 10_000
@@ -228,11 +258,19 @@ class RequestsSettings(Settings):
         return self
 
 
+# Fields of GoodputConfig that say what an experiment says elsewhere, and where.
+_NOT_SIMULATED = {
+    "drafters": "name the routes in control.routes",
+    "layers": "name the routes in control.routes",
+    "latency": "name the profile in latency.path",
+}
+
+
 class ControlSettings(Settings):
     """What decides the plan of a round.
 
     kind        "plain"; "fixed": always num_drafts of `route`, with num_checks; "goodput": the controller,
-                with settings `goodput`
+                with settings `goodput`, but for drafters, layers and latency
     routes      goodput: the routes it chooses from; None = all
     """
 
@@ -256,6 +294,13 @@ class ControlSettings(Settings):
             raise ValueError(
                 f"{name}={shown(getattr(self, name))} means nothing for kind={self.kind!r}; leave it out"
             )
+        if self.goodput is not None:
+            for name, instead in _NOT_SIMULATED.items():
+                if (value := getattr(self.goodput, name)) is not None:
+                    raise ValueError(
+                        f"goodput.{name}={shown(value)} means nothing in a simulation; leave it out, and"
+                        f" {instead}"
+                    )
         return self
 
 
@@ -283,7 +328,8 @@ class SystemSettings(Settings):
 
     scheduling  the engine's scheduling settings
     srtf        in place of scheduling.policy: preemptive shortest remaining first, by the true "service"
-                (rounds; the oracle that bounds all policies), the true "tokens", or the "predicted" tokens
+                (rounds; the oracle that bounds all policies, for plain decoding and fixed plans of two tiers
+                without drift or trace), the true "tokens", or the "predicted" tokens
     """
 
     scheduling: SchedulingConfig = SchedulingConfig()
@@ -302,6 +348,12 @@ class SystemSettings(Settings):
             raise ValueError(
                 f"srtf={self.srtf!r} takes the place of scheduling.policy={self.scheduling.policy!r}; leave"
                 " one of them out"
+            )
+        bound = self.scheduling.max_slowdown
+        if self.srtf is not None and "max_slowdown" in self.scheduling.model_fields_set and bound is not None:
+            raise ValueError(
+                f"scheduling.max_slowdown={bound} means nothing for srtf={self.srtf!r}, under which no"
+                " request becomes urgent; leave one of them out"
             )
         return self
 
@@ -354,7 +406,10 @@ class SimulationConfig(Settings):
                 raise ValueError(f"{where} names a route {shown(route)}; there are: {known}")
         for name, system in self.systems.items():
             if system.control.kind == "fixed" and system.control.route is not None:
-                _check_plan(name, system.control, self.routes[system.control.route])
+                planned = self.routes[system.control.route]
+                _check_plan(name, system.control, planned)
+                if system.srtf == "service":
+                    _check_oracle(name, system.control, planned, self.requests.trace)
         if self.arrivals.reference is not None and self.arrivals.reference not in self.systems:
             raise ValueError(
                 f"arrivals.reference={shown(self.arrivals.reference)} is no system; there are:"
@@ -380,4 +435,19 @@ def _check_plan(name: str, control: ControlSettings, route: RouteSettings) -> No
             raise ValueError(
                 f"systems.{name}.control.{field}={value} is more than route {control.route!r} allows"
                 f" ({most}); lower it, or raise the route's"
+            )
+
+
+def _check_oracle(name: str, control: ControlSettings, route: RouteSettings, trace: str | None) -> None:
+    """What rounds_left in round_parts_numba.py does not foresee."""
+    drifts = any(each.drift for each in (route.acceptance, route.exit_acceptance) if each is not None)
+    for is_there, what in (
+        (route.check_layer is not None, f"check_layer={route.check_layer}"),
+        (drifts, "a drift"),
+        (trace is not None, f"requests.trace={shown(trace)}"),
+    ):
+        if is_there:
+            raise ValueError(
+                f"systems.{name}.srtf='service' does not know the rounds that are left by route"
+                f" {shown(control.route)} with {what}; set srtf: tokens, or leave that out"
             )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ..config import Settings
 from ..config.base import Tuple
@@ -15,7 +16,6 @@ from ..errors import shown
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Number = Annotated[float, Field(ge=0.0, le=1e9)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
 _NEEDS: dict[str, tuple[str, ...]] = {
     "constant": ("value",),
     "uniform": ("low", "high"),
@@ -31,7 +31,7 @@ class Distribution(Settings):
     """One of:
 
     constant     value
-    uniform      low to high
+    uniform      low to high; of tokens, where both are whole, whole numbers between, and both
     exponential  mean; of tokens, rounded up: geometric
     lognormal    mean, and cv: standard deviation / mean
     beta         mean, and concentration: how little it spreads (a + b of Beta(a, b))
@@ -87,20 +87,52 @@ class Distribution(Settings):
             drawn = chance.beta(mean * weight, (1.0 - mean) * weight, num)
         else:
             drawn = chance.choice(np.asarray(self.values, np.float64), num)
+        return self._clip(drawn)
+
+    def tokens(self, num: int, chance: np.random.Generator) -> Ints:
+        """Draws [num] integers >= 1."""
+        low, high = self.low or 0.0, self.high or 0.0
+        if self.kind == "uniform" and low.is_integer() and high.is_integer():
+            # Rounded up, samples between would hardly ever be `low`.
+            drawn = self._clip(chance.integers(int(low), int(high), num, endpoint=True).astype(np.float64))
+        else:
+            drawn = self.sample(num, chance)
+        return np.maximum(1, np.ceil(drawn)).astype(np.int64)
+
+    def shares(self, ranks: Ints, chance: np.random.Generator) -> Floats:
+        """Draws [num] samples of `Shares` and assigns them by the rank of each request: one that is drafted
+        well by one drafter is drafted well by all."""
+        return np.sort(self.sample(len(ranks), chance))[ranks]
+
+    @property
+    def largest(self) -> float:
+        """What no sample exceeds."""
+        bounds = {
+            "constant": self.value,
+            "uniform": self.high,
+            "beta": 1.0,
+            "empirical": max(self.values or (0.0,)),
+        }
+        return float(self._clip(np.asarray(bounds.get(self.kind, math.inf), np.float64)))
+
+    def _clip(self, drawn: Floats) -> Floats:
         return np.clip(
             drawn,
             self.least if self.least is not None else -np.inf,
             self.most if self.most is not None else np.inf,
         )
 
-    def tokens(self, num: int, chance: np.random.Generator) -> Ints:
-        """Draws [num] integers >= 1."""
-        return np.maximum(1, np.ceil(self.sample(num, chance))).astype(np.int64)
 
-    def shares(self, ranks: Ints, chance: np.random.Generator) -> Floats:
-        """Draws [num] shares in [0, 1] and assigns them by the rank of each request: one that is drafted well
-        by one drafter is drafted well by all."""
-        return np.sort(np.clip(self.sample(len(ranks), chance), 0.0, 1.0))[ranks]
+def _check_shares(distribution: Distribution) -> Distribution:
+    if distribution.largest > 1.0:
+        raise ValueError(
+            f"a share is at most 1, but kind={distribution.kind!r} may draw up to {distribution.largest:g}"
+            " here; lower it, or clip it by most: 1"
+        )
+    return distribution
+
+
+Shares = Annotated[Distribution, AfterValidator(_check_shares)]  # whose samples lie in [0, 1]
 
 
 def constant(value: float) -> Distribution:

@@ -15,8 +15,10 @@ from .config import SimulationConfig, SystemSettings
 from .distributions import Floats
 from .row_state import T_ACCEPTED, T_DRAFTED, T_ROUNDS, T_ROWS, T_STEP_S, T_TOKENS
 
-# Student's t at 97.5 % by degrees of freedom, from 1; beyond, the normal distribution's is close enough.
+# Student's t at 97.5 % by degrees of freedom, from 1. Beyond, the first terms of its series in their
+# inverse, which begins with the normal distribution's [Abramowitz and Stegun 26.7.5].
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+_T_BEYOND = 1.95996, 2.37227, 2.82250
 
 
 @dataclass(frozen=True)
@@ -51,17 +53,18 @@ def figures(config: SimulationConfig, system: SystemSettings, runs: Sequence[Run
     )
     totals, span_s = np.sum([run.totals for run in runs], axis=0), sum(run.span_s for run in runs)
     counts = [each for run in runs for each in run.counts]
+    busy_s = float(totals[T_STEP_S]) + sum(each.stall_s for each in counts)
     bound = system.scheduling.max_slowdown
     return {
         "mean_s": float(latency.mean()),
-        "mean_error_s": _half_width([float(each.mean()) for each in latencies]),
+        "mean_error_s": half_width([float(each.mean()) for each in latencies]),
         **{f"p{share}_s": float(np.percentile(latency, share)) for share in (50, 90, 99)},
         "max_s": float(latency.max()),
         "first_token_mean_s": float(to_first.mean()),
         "first_token_p99_s": float(np.percentile(to_first, 99)),
         "goodput_tokens_per_s": sum(run.output_tokens for run in runs) / span_s,
         "throughput_per_s": sum(len(run.outcomes.finished_s) for run in runs) / span_s,
-        "utilisation": float(totals[T_STEP_S]) / (span_s * config.replicas),
+        "utilisation": busy_s / (span_s * config.replicas),
         "mean_rows": float(totals[T_ROWS] / max(totals[T_ROUNDS], 1.0)),
         "tokens_per_row_round": float(totals[T_TOKENS] / max(totals[T_ROWS], 1.0)),
         "accepted_share": float(totals[T_ACCEPTED] / totals[T_DRAFTED]) if totals[T_DRAFTED] else None,
@@ -110,11 +113,11 @@ def compare(config: SimulationConfig, policies: Mapping[str, dict[str, Any]]) ->
         own["mean_over_best_other"] = own["mean_s"] / min(others) if others else None
 
 
-def _half_width(means: Sequence[float]) -> float | None:
+def half_width(means: Sequence[float]) -> float | None:
     """Half-width of the 95 % confidence interval of the mean of `means`; None for a single one."""
     if len(means) < 2:
         return None
     degrees = len(means) - 1
-    return float(
-        (_T[degrees - 1] if degrees <= len(_T) else 1.96) * np.std(means, ddof=1) / math.sqrt(len(means))
-    )
+    normal, first, second = _T_BEYOND
+    t = _T[degrees - 1] if degrees <= len(_T) else normal + (first + second / degrees) / degrees
+    return float(t * np.std(means, ddof=1) / math.sqrt(len(means)))

@@ -14,7 +14,7 @@ from .config import SimulationConfig
 from .distributions import Floats, Ints
 from .workload import Recorded, Workload, shares_of
 
-_UNKNOWN = -2  # a route that is not in the experiment; its rounds are simulated, not repeated
+_UNKNOWN = -2  # a route whose rounds are simulated, not repeated: not in the experiment, or a hybrid
 
 
 def read_recording(config: SimulationConfig) -> Workload | None:
@@ -30,7 +30,10 @@ def read_recording(config: SimulationConfig) -> Workload | None:
         raise ConfigError(f"requests.trace: no request was finished in {path}; record a longer run")
     num = len(requests)
     shares = shares_of(config.routes, [{}], [np.arange(num)], num, np.random.default_rng([config.seed, 4]))
-    numbers = {str(route.route): number for number, route in enumerate(config.routes.values())}
+    routes = [each.route for each in config.routes.values()]
+    names = [str(route) for route in routes]
+    # Drafts that a hybrid looked up cost less than its exit's, and a trace does not tell one from the other.
+    numbers = {str(route): names.index(str(route)) for route in routes if not route.traits.is_mixed}
     times: Floats = np.array([each.arrival for each in requests])
     return Workload(
         _whole([each.prompt_tokens for each in requests]),
@@ -43,12 +46,12 @@ def read_recording(config: SimulationConfig) -> Workload | None:
         np.random.default_rng([config.seed, 2]).integers(0, 2**63, num, dtype=np.uint64),
         shares,
         np.arange(num),
-        _rounds(requests, numbers),
+        _rounds(requests, numbers, [names.index(name) for name in names]),
         times,
     )
 
 
-def _rounds(requests: list[RequestRecord], numbers: dict[str, int]) -> Recorded:
+def _rounds(requests: list[RequestRecord], numbers: dict[str, int], routes: list[int]) -> Recorded:
     starts, rounds = [0], list[tuple[int, ...]]()
     cycles: list[tuple[int, ...]] = []
     for request in requests:
@@ -57,7 +60,9 @@ def _rounds(requests: list[RequestRecord], numbers: dict[str, int]) -> Recorded:
             rounds.append((number, committed, len(cycles), len(cycles) + len(drafted)))
             cycles += zip(drafted, kept, strict=True)
         starts.append(len(rounds))
-    return Recorded(_whole(starts), _whole(rounds).reshape(-1, 4), _whole(cycles).reshape(-1, 2))
+    return Recorded(
+        _whole(starts), _whole(routes), _whole(rounds).reshape(-1, 4), _whole(cycles).reshape(-1, 2)
+    )
 
 
 def _whole(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Ints:

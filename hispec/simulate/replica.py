@@ -68,6 +68,7 @@ class Replica(BatchState):
         """Makes the run that was looked ahead the present, and looks ahead again -> requests that finished
         in it."""
         self.rows, self._ahead, self.now_s = self._ahead, self.rows, self.end_s
+        self.counts.stall_s += self.stall_s
         self.stall_s = 0.0
         totals, rounds = self._log.totals, self._log.totals[T_ROUNDS]
         self.counts.totals += totals

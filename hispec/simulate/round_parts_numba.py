@@ -134,10 +134,11 @@ def draft(tables: Tables, request: int, route: int, start: int, room: int, facto
 
 @inlined
 def recorded_round(tables: Tables, row: Any, route: int) -> int:
-    """The recorded round of this route that a row repeats now; -1 = none."""
+    """The recorded round of this route's tiers that a row repeats now; -1 = none."""
     at = row.first_recorded + row.round_index
-    is_left = row.first_recorded >= 0 and at < row.end_recorded
-    return at if is_left and tables.recorded_rounds[at, 0] == route else -1
+    if row.first_recorded < 0 or at >= row.end_recorded:
+        return -1
+    return at if tables.recorded_rounds[at, 0] == tables.recorded_routes[route] else -1
 
 
 @inlined

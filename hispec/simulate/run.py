@@ -31,7 +31,8 @@ from .system import latency_of, make_replicas
 from .tables import Tables, make_tables
 from .workload import Workload, make_workload
 
-_CALIBRATION = 50  # requests per row, at least, in the run that measures capacity
+# Requests in the run that measures capacity, at least: for each row, and in all.
+_CALIBRATION, _LEAST_CALIBRATION = 50, 2000
 
 
 def load_simulation(path: Path, overrides: list[str]) -> SimulationConfig:
@@ -142,7 +143,7 @@ class Experiment:
         replicas = make_replicas(config, system, self._latency, workload, seeded.tables, seed)
         cluster = Cluster(replicas, Router(config.router, config.replicas), len(workload), progress)
         if arrivals.kind == "closed":
-            outcomes = cluster.serve_closed(int(load) * config.replicas, arrivals.think_s)
+            outcomes = cluster.serve_closed(int(load), arrivals.think_s)
         else:
             outcomes = cluster.serve_open(self._arrival_times(load, rate, seed, workload).tolist())
         urgent = [each.policy.num_urgent for each in replicas if isinstance(each.policy, Aging)]
@@ -169,23 +170,27 @@ class Experiment:
         return repeat_times(times, len(workload), load)
 
     def _capacity(self, seed: int) -> float:
-        """Requests per second that the reference system finishes when it always has work, in the middle of
-        such a run."""
+        """Requests per second that the reference system finishes while each replica has work: the sum of what
+        each does in the middle of such a run, over requests of its own if the experiment has too few."""
         seeded, config = self._with_seed(seed), self.config
         if seeded.capacity is None:
-            rows = config.engine.max_num_seqs * config.replicas
-            num = min(len(seeded.workload), max(2000, _CALIBRATION * rows))
+            one, rows = config.model_copy(update={"replicas": 1}), config.engine.max_num_seqs
+            num = max(_LEAST_CALIBRATION, _CALIBRATION * rows)
+            workload, tables = seeded.workload, seeded.tables
+            if len(workload) < num:
+                workload = make_workload(config, num, seed, self._recording)
+                tables = make_tables(config, self._latency, workload)
             system = config.systems[config.arrivals.reference or next(iter(config.systems))]
-            replicas = make_replicas(config, system, self._latency, seeded.workload, seeded.tables, seed)
-            cluster = Cluster(replicas, Router(config.router, config.replicas), num, lambda _: None)
+            replicas = make_replicas(one, system, self._latency, workload, tables, seed)
+            cluster = Cluster(replicas, Router(config.router, 1), num, lambda _: None)
             finished = np.sort(cluster.serve_closed(2 * rows, 0.0).finished_s)
             low, high = num // 5, num * 4 // 5
-            seeded.capacity = float((high - low) / (finished[high] - finished[low]))
+            seeded.capacity = config.replicas * float((high - low) / (finished[high] - finished[low]))
         return seeded.capacity
 
     def _alone_s(self, system: SystemSettings, seeded: _Seeded) -> Floats:
-        """Seconds [requests] that each takes on an engine of its own, by the system's fixed plan, or by plain
-        decoding."""
+        """Seconds [requests] that each takes on an engine of its own, from second 0 of a drift on: by the
+        system's fixed plan, or by plain decoding."""
         from .rounds_numba import run_rounds
 
         control, plan = system.control, RoundPlan(-1, 0, 1)
@@ -197,7 +202,6 @@ class Experiment:
             log = make_log()
             for request in range(len(seconds)):
                 rows[0] = new_row(seeded.workload, request)
-                rows["max_tokens"], rows["first_recorded"] = rows["target"], -1
                 seconds[request], _ = run_rounds(
                     seeded.tables, rows, order, plan, -1, 0.0, math.inf, MANY, log
                 )

@@ -19,13 +19,11 @@ from ..control.route_costs import (
     VERIFY_SLOT,
     slots_of,
 )
-from ..errors import ConfigError
 from ..latency.model import LatencyModel
-from .config import AcceptanceSettings, SimulationConfig
+from .config import MOST_POINTS, AcceptanceSettings, SimulationConfig
 from .distributions import Floats, Ints
 from .workload import Workload
 
-MOST_POINTS = 64  # of a drift
 _MS = np.array(
     [1e3, 1e3, 1e3, 1e3, 1e3, 1.0]
 )  # what the fields of a Linear are divided by; the last counts tokens
@@ -46,7 +44,7 @@ class Tables(NamedTuple):
                   drafts of a hybrid's exit, of tentative tokens
     drift         [routes, 3, 2, points] of the same: seconds and factors
     shares        [routes, requests, 4], seeds [requests]: as Workload
-    recorded_rounds, recorded_cycles: as Recorded
+    recorded_routes, recorded_rounds, recorded_cycles: as Recorded
     max_prefill_tokens, block_size: as EngineSettings
     """
 
@@ -66,6 +64,7 @@ class Tables(NamedTuple):
     drift: Floats
     shares: Floats
     seeds: NDArray[np.uint64]
+    recorded_routes: Ints
     recorded_rounds: Ints
     recorded_cycles: Ints
     max_prefill_tokens: int
@@ -117,6 +116,7 @@ def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workl
         drift,
         workload.shares,
         workload.seeds,
+        workload.recorded.routes,
         workload.recorded.rounds,
         workload.recorded.cycles,
         config.engine.max_prefill_tokens,
@@ -127,8 +127,6 @@ def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workl
 def _put_acceptance(settings: AcceptanceSettings, positions: Floats, drift: Floats) -> None:
     factors = settings.by_position
     positions[: len(factors)], positions[len(factors) :] = factors, factors[-1]
-    if len(settings.drift) > MOST_POINTS:
-        raise ConfigError(f"drift has {len(settings.drift)} points; {MOST_POINTS} at most")
     if settings.drift:
         points = np.array(settings.drift).T
         drift[:, : points.shape[1]], drift[:, points.shape[1] :] = points, points[:, -1:]

@@ -20,11 +20,14 @@ class Recorded:
     """Rounds of recorded requests, concatenated.
 
     starts   [requests + 1] first round of each
-    rounds   [rounds, 4] route (-1 = plain decoding), tokens committed, first and last + 1 of its cycles
+    routes   [routes] the number by which `rounds` name each: that of the first with the same tiers
+    rounds   [rounds, 4] route (-1 = plain decoding; -2 = none whose rounds are repeated), tokens committed,
+             first and last + 1 of its cycles
     cycles   [cycles, 2] drafted, kept by the tier above
     """
 
     starts: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
+    routes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     rounds: Ints = field(default_factory=lambda: np.zeros((0, 4), np.int64))
     cycles: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64))
 

@@ -11,6 +11,7 @@ import pytest
 
 from hispec.cli import main
 from hispec.errors import ConfigError
+from hispec.simulate.row_state import T_ACCEPTED, T_ROUNDS
 from hispec.simulate.run import Experiment
 from tests.helpers.simulations import experiment, latencies, run, share
 
@@ -103,14 +104,14 @@ def test_bad_experiments_end_with_one_line(config: Path, capsys: pytest.CaptureF
     assert main(["simulate", str(config.parent / "nothing.yaml")]) == 2
 
 
-def trace_of(path: Path, requests: list[dict[str, Any]]) -> None:
+def trace_of(path: Path, requests: list[dict[str, Any]], route: str = "ngram") -> None:
     head = {
         "type": "trace",
         "version": 1,
         "model": "m",
         "policy": "fcfs",
         "max_num_seqs": 2,
-        "routes": ["ngram"],
+        "routes": [route],
         "environment": {},
     }
     path.write_text("".join(json.dumps(line) + "\n" for line in [head, *requests]))
@@ -163,6 +164,41 @@ def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:
         Experiment(experiment(requests={"trace": str(tmp_path / "empty.jsonl")}))
 
 
+def test_routes_of_the_same_tiers_all_repeat_what_was_recorded(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace_of(trace, [request(0, 0.0, 11, [[0, 4, [3], [3]], [0, 1, [3], [0]], [0, 2, [1], [1]]])])
+    routes = {
+        name: {"kind": "ngram", "most_drafts": most, "acceptance": share(0.0)}
+        for name, most in (("short", 3), ("long", 8))
+    }
+    systems = {name: {"control": {"kind": "fixed", "route": name, "num_drafts": 3}} for name in routes}
+    arrivals = {"kind": "recorded"}
+    config = experiment(
+        routes=routes, requests={"num": 1, "trace": str(trace)}, arrivals=arrivals, systems=systems
+    )
+    short, long = run(config, "short"), run(config, "long")
+    assert short.totals.tolist() == long.totals.tolist()
+    assert short.totals[T_ROUNDS] == 3 and short.totals[T_ACCEPTED] == 4
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_recorded_rounds_of_a_hybrid_are_drawn_anew(tmp_path: Path, found: float) -> None:
+    """For a trace does not say what was looked up, which costs less."""
+    trace = tmp_path / "trace.jsonl"
+    trace_of(trace, [request(0, 0.0, 11, [[0, 1, [4], [0]]] * 20)], "hybrid D=4")
+    hybrid = {"kind": "hybrid", "draft_layer": 4, "most_drafts": 4, "match": {"value": found}}
+    hybrid |= {"acceptance": share(1.0), "exit_acceptance": share(1.0), "num_exit_tokens": 1}
+    arrivals = {"kind": "recorded"}
+    systems = {"only": {"control": {"kind": "fixed", "route": "hybrid", "num_drafts": 4}}}
+    config = experiment(
+        routes={"hybrid": hybrid},
+        requests={"num": 1, "trace": str(trace)},
+        arrivals=arrivals,
+        systems=systems,
+    )
+    assert run(config).totals[T_ROUNDS] == 20 / (5 if found else 2)
+
+
 def test_slowdown_of_a_lone_request_is_one() -> None:
     requests = {"num": 20, "prompt_tokens": {"value": 30}, "output_tokens": {"value": 20}}
     config = experiment(requests=requests, arrivals={"kind": "recorded", "times": [0.0, 9.0]})
@@ -170,3 +206,25 @@ def test_slowdown_of_a_lone_request_is_one() -> None:
     assert latencies(done) == pytest.approx(done.alone_s)
     assert done.alone_s[0] * 1e3 == pytest.approx(2.0 + 29 * 0.1 + 20 * (10.75 + 0.32))
     assert np.isfinite(done.alone_s).all()
+
+
+@pytest.mark.parametrize("kind", ["a route", "a trace"])
+def test_slowdown_of_a_lone_request_is_one_by_a_plan(tmp_path: Path, kind: str) -> None:
+    """Alone, a request has the window that it has in company, and repeats what was recorded of it."""
+    requests: dict[str, Any] = {
+        "num": 20,
+        "prompt_tokens": {"value": 30},
+        "output_tokens": {"value": 19},
+        "max_tokens": 50,
+    }
+    if kind == "a trace":
+        trace_of(tmp_path / "trace.jsonl", [request(0, 0.0, 30, [[0, 4, [3], [3]], [0, 2, [3], [1]]])])
+        requests = {"num": 20, "trace": str(tmp_path / "trace.jsonl")}
+    config = experiment(
+        routes={"lookup": {"kind": "ngram", "most_drafts": 3, "acceptance": share(0.3)}},
+        requests=requests,
+        arrivals={"kind": "recorded", "times": [0.0, 9.0]},
+        systems={"only": {"control": {"kind": "fixed", "route": "lookup", "num_drafts": 3}}},
+    )
+    done = run(config)
+    assert latencies(done) == pytest.approx(done.alone_s)

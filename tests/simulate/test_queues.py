@@ -9,6 +9,7 @@ import pytest
 
 from hispec.simulate.config import SimulationConfig
 from hispec.simulate.row_state import T_ROWS, T_STEP_S, T_TOKENS
+from hispec.simulate.run import Experiment
 from tests.helpers.simulations import experiment, latencies, run, share
 from tests.helpers.sweeps import sweep
 
@@ -198,8 +199,11 @@ def test_one_replica_of_many_is_a_single_engine() -> None:
     assert latencies(both).mean() < latencies(fast).mean()
 
 
-def test_a_closed_loop_keeps_its_clients_busy() -> None:
-    config = experiment(engine={"max_num_seqs": 8}, arrivals={"kind": "closed", "clients": [4]})
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_closed_loop_keeps_its_clients_busy(replicas: int) -> None:
+    """So many, however many engines serve them."""
+    closed = {"kind": "closed", "clients": [4]}
+    config = experiment(engine={"max_num_seqs": 8}, arrivals=closed, replicas=replicas)
     done = run(config)
     in_system = latencies(done).sum() / done.span_s
     assert in_system == pytest.approx(4.0, rel=0.05)
@@ -214,6 +218,22 @@ def test_loads_in_shares_of_capacity_are_reached() -> None:
     config = experiment(engine={"max_num_seqs": 1}, requests=requests, arrivals={"utilisations": [0.7]})
     done = run(config)
     assert done.totals[T_STEP_S] / done.span_s == pytest.approx(0.7, rel=0.08)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_capacity_does_not_depend_on_how_many_requests_are_run(replicas: int) -> None:
+    """It is that of the rows: each is always taken, and prompts cost nothing."""
+    outputs = {"kind": "uniform", "low": 40, "high": 60}
+    stages = {"plain": {"constant_ms": 10.0}, "prefill": {}}
+    for num in (1, 20, 4000):
+        config = experiment(
+            latency={"stages": stages},
+            requests={"num": num, "prompt_tokens": {"value": 1}, "output_tokens": outputs},
+            arrivals={"utilisations": [0.5]},
+            replicas=replicas,
+        )
+        rate = Experiment(config).rate(0.5, 0)
+        assert rate == pytest.approx(0.5 * replicas * 4 * 100 / 50, rel=0.02)  # 100 rounds/s, 50 of a request
 
 
 def test_runs_repeat_and_seeds_differ() -> None:

@@ -13,6 +13,7 @@ from hispec.control.goodput import PlanGrid
 from hispec.scheduling.policy import FirstComeFirstServed
 from hispec.simulate.batch_state import Setup
 from hispec.simulate.config import GateSettings, SimulationConfig
+from hispec.simulate.metrics import figures
 from hispec.simulate.predictors import make_predictor
 from hispec.simulate.replica import Replica
 from hispec.simulate.row_state import T_DRAFTED, T_KEPT, T_ROUND_S, T_ROUNDS, T_TOKENS
@@ -296,6 +297,23 @@ def test_kv_goes_to_host_memory_where_that_is_cheaper() -> None:
     assert counts["kept"][0] > 0 and counts["kept"][1] == 0
     assert counts["dear"][0] == counts["no room"][0] == 0
     assert counts["dear"][1] > 0 and counts["no room"][1] > 0
+
+
+def test_moving_kv_counts_as_busy() -> None:
+    """An engine with clients that send on at once is never idle."""
+    engine: dict[str, Any] = {"max_num_seqs": 3, "num_kv_tokens": 400, "kv_bytes_per_token": 1024}
+    outputs, prompts = {"kind": "exponential", "mean": 60}, {"kind": "uniform", "low": 50, "high": 150}
+    config = experiment(
+        engine=engine,
+        requests={"num": 200, "prompt_tokens": prompts, "output_tokens": outputs, "max_tokens": 200},
+        latency={"stages": {**STAGES, "swap": {"constant_ms": 1.9}}},
+        arrivals={"kind": "closed", "clients": [6]},
+        systems={"only": {"scheduling": {"policy": "mlfq"}}},
+    )
+    done = run(config)
+    moved_s = sum(each.stall_s for each in done.counts)
+    assert 0.0 < moved_s == pytest.approx(1.9e-3 * sum(each.swaps for each in done.counts))
+    assert figures(config, config.systems["only"], [done])["utilisation"] == pytest.approx(1.0)
 
 
 def test_goodput_takes_the_better_of_two_plans_and_plain_where_nothing_pays() -> None:

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from hispec.errors import ConfigError, build
+from hispec.latency.model import stage_names
 from hispec.simulate.arrivals import ArrivalsConfig, repeat_times
-from hispec.simulate.config import PredictorSettings, SimulationConfig
+from hispec.simulate.config import AcceptanceSettings, PredictorSettings, SimulationConfig
 from hispec.simulate.distributions import Distribution
+from hispec.simulate.metrics import half_width
 from hispec.simulate.predictors import KnownLengths, predicted_lengths
 from hispec.simulate.run import Experiment, load_simulation
 from tests.helpers.simulations import STAGES, experiment, share
@@ -20,6 +22,8 @@ from tests.helpers.simulations import STAGES, experiment, share
 NAN = math.nan
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = {"model": {"kind": "model", "most_drafts": 4, "acceptance": share(0.5)}}
+DRIFTING = {"model": MODEL["model"] | {"acceptance": share(0.5) | {"drift": [[0.0, 1.0], [9.0, 0.5]]}}}
+CHECKED = {"model": MODEL["model"] | {"check_layer": 8, "verify_acceptance": share(0.5)}}
 
 
 def fixed(**changes: Any) -> dict[str, Any]:
@@ -38,6 +42,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"arrivals": {"kind": "recorded", "times": [2.0, 1.0]}}, "must ascend"),
     ({"arrivals": {"kind": "closed", "clients": [0]}}, "at least 1"),
     ({"arrivals": {"utilisations": [0.5], "reference": "other"}}, "'other' is no system; there are: only"),
+    ({"arrivals": {"rates": [1.0], "reference": "only"}}, "reference='only' means nothing for rates"),
     ({"requests": {"warm_up": 1.0}}, "below 1"),
     ({"requests": {"num": 0}}, "at least 1"),
     ({"requests": {"output_tokens": {"kind": "exponential"}}}, "needs mean"),
@@ -54,6 +59,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"latency": {"stages": {"plain": {"constant_ms": -1.0}}}}, "at least 0"),
     ({"latency": {"stages": {"plain": {"constant_ms": NAN}}}}, "finite number"),
     ({"latency": {"stages": STAGES, "row_buckets": [4, 2]}}, "must ascend"),
+    (
+        {"latency": {"stages": STAGES, "row_buckets": [2, 4]}},
+        "row_buckets=[2, 4] mean nothing where is_static",
+    ),
+    ({"latency": {"stages": {"verify_0": {}}}}, "stages: 'verify_0' is no stage (did you mean 'verify/0'?)"),
+    ({"latency": {"stages": {"check/8-4": {}}}}, "'check/8-4' is no stage (did you mean 'check/"),
+    ({"latency": {"stages": {"lookups": {}}}}, "did you mean 'lookup'?"),
+    ({"latency": {"stages": {"x" + "9" * 9999: {}}}}, "; there are plain, prefill"),
     ({"routes": {"r": {"kind": "exit", "acceptance": share(0.5)}}}, "give the layer"),
     ({"routes": {"r": {"kind": "ngram", "draft_layer": 4, "acceptance": share(0.5)}}}, "must be 0"),
     ({"routes": {"r": {"kind": "ngram", "most_checks": 2, "acceptance": share(0.5)}}}, "needs check_layer"),
@@ -74,6 +87,34 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "must ascend",
     ),
     ({"routes": {"r": {"kind": "ngram", "acceptance": share(0.5) | {"drift": [[2.0]]}}}}, "must be pairs"),
+    (
+        {
+            "routes": {
+                "r": {"kind": "ngram", "acceptance": share(0.5) | {"drift": [[n, 1.0] for n in range(65)]}}
+            }
+        },
+        "routes.r.acceptance: drift has 65 points, 64 at most",
+    ),
+    (
+        {"routes": {"r": {"kind": "ngram", "acceptance": share(1.5)}}},
+        "routes.r.acceptance.share: a share is at most 1",
+    ),
+    (
+        {
+            "routes": {
+                "r": {
+                    "kind": "ngram",
+                    "acceptance": share(0.5),
+                    "match": {"kind": "exponential", "mean": 0.5},
+                }
+            }
+        },
+        "routes.r.match: a share is at most 1",
+    ),
+    (
+        {"requests": {"classes": {"a": {"acceptance": {"m": {"kind": "empirical", "values": [0.5, 2.0]}}}}}},
+        "requests.classes.a.acceptance.m: a share is at most 1, but kind='empirical' may draw up to 2",
+    ),
     ({"systems": {}}, "at least 1"),
     ({"systems": {"a": {"scheduling": {"policy": "lifo"}}}}, "'fcfs', 'sjf', 'mlfq' or 'laps'"),
     (
@@ -93,6 +134,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"routes": MODEL, "systems": {"a": {"control": {"kind": "goodput"}, "srtf": "service"}}},
         "only if the plan is fixed",
+    ),
+    (
+        {"systems": {"a": {"scheduling": {"max_slowdown": 5.0}, "srtf": "tokens"}}},
+        "max_slowdown=5.0 means nothing for srtf='tokens'",
+    ),
+    *(
+        (
+            {"routes": MODEL, "systems": {"a": {"control": {"kind": "goodput", "goodput": {name: value}}}}},
+            f"goodput.{name}=",
+        )
+        for name, value in (("drafters", ["ngram"]), ("layers", [4]), ("latency", "profile.json"))
+    ),
+    (
+        {"routes": DRIFTING, "systems": {"a": fixed() | {"srtf": "service"}}},
+        "systems.a.srtf='service' does not know the rounds that are left by route 'model' with a drift",
+    ),
+    ({"routes": CHECKED, "systems": {"a": fixed() | {"srtf": "service"}}}, "with check_layer=8"),
+    (
+        {"routes": MODEL, "requests": {"trace": "t.jsonl"}, "systems": {"a": fixed() | {"srtf": "service"}}},
+        "with requests.trace='t.jsonl'",
     ),
     ({"systems": {"a": {"predictor": {"kind": "noisy"}}}}, "sigma belongs to kind='noisy'"),
     ({"replicas": 0}, "at least 1"),
@@ -139,7 +200,7 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
             Experiment(experiment(requests={"trace": str(trace)}))
 
 
-@pytest.mark.parametrize("name", ["simulate_smartspec", "simulate_laps"])
+@pytest.mark.parametrize("name", ["simulate_smartspec", "simulate_laps", "simulate_scaling"])
 def test_the_experiments_that_come_with_hispec_are_valid(name: str) -> None:
     config = load_simulation(CONFIGS / f"{name}.yaml", ["requests.num=10"])
     Experiment(config)
@@ -197,3 +258,51 @@ def test_predictions_are_as_wrong_as_they_are_told_to_be() -> None:
     predict = known.predictor(range(3), 60)
     assert [predict(tokens) for tokens in (0, 40, 49, 50, 58, 60)] == [50.0, 50.0, 50.0, 60.0, 60.0, 60.0]
     assert isinstance(experiment(), SimulationConfig)
+
+
+def test_an_oracle_takes_every_experiment_that_it_foresees() -> None:
+    """Plain decoding repeats no recorded round, and a bound that is none is no bound."""
+    plain = {"srtf": "service", "scheduling": {"max_slowdown": None}}
+    experiment(routes=DRIFTING | {"checked": CHECKED["model"]}, requests={"trace": "t"}, systems={"a": plain})
+    experiment(routes=MODEL, systems={"a": fixed() | {"srtf": "service"}})
+
+
+def test_all_stages_of_a_latency_model_may_be_given() -> None:
+    names = stage_names([4, 8, 15], [4, 8], has_draft_model=True)
+    settings = experiment(latency={"stages": {name: {"constant_ms": 1.0} for name in names}}).latency
+    assert settings.stages is not None and list(settings.stages) == names
+
+
+@pytest.mark.parametrize(
+    ("values", "largest"),
+    [
+        ({"value": 1.0}, 1.0),
+        ({"kind": "uniform", "low": 0.5, "high": 2.0, "most": 1.0}, 1.0),
+        ({"kind": "beta", "mean": 0.5, "concentration": 1.0}, 1.0),
+        ({"kind": "lognormal", "mean": 0.5, "cv": 1.0, "most": 0.9}, 0.9),
+        ({"kind": "empirical", "values": [0.25, 0.5]}, 0.5),
+    ],
+)
+def test_shares_are_what_was_asked_for(values: dict[str, Any], largest: float) -> None:
+    acceptance = build(AcceptanceSettings, {"share": values})
+    drawn = acceptance.share.shares(np.arange(2000), np.random.default_rng(0))
+    assert (drawn >= 0.0).all() and largest * 0.9 < drawn.max() <= acceptance.share.largest == largest
+
+
+def test_uniform_tokens_take_both_bounds() -> None:
+    drawn = build(Distribution, {"kind": "uniform", "low": 3, "high": 6}).tokens(
+        40_000, np.random.default_rng(0)
+    )
+    values, counts = np.unique(drawn, return_counts=True)
+    assert values.tolist() == [3, 4, 5, 6] and counts == pytest.approx(10_000, rel=0.05)
+    clipped = build(Distribution, {"kind": "uniform", "low": 0, "high": 6, "most": 4})
+    assert set(clipped.tokens(1000, np.random.default_rng(0)).tolist()) == {1, 2, 3, 4}
+    between = build(Distribution, {"kind": "uniform", "low": 2.5, "high": 3.5})
+    assert set(between.tokens(1000, np.random.default_rng(0)).tolist()) == {3, 4}
+
+
+@pytest.mark.parametrize(("num", "t"), [(2, 12.71), (16, 2.131), (17, 2.120), (31, 2.042), (61, 2.000)])
+def test_confidence_intervals_are_students(num: int, t: float) -> None:
+    means = np.arange(float(num))
+    expected = t * means.std(ddof=1) / math.sqrt(num)
+    assert half_width(means.tolist()) == pytest.approx(expected, rel=1e-3)
