@@ -1,4 +1,5 @@
-"""EE packages: made into checkpoints once, and found again by what they hold."""
+"""EE packages: made into checkpoints once, and found again by what they hold. And how a folder of the cache
+is replaced whole, which fetching does too."""
 
 from __future__ import annotations
 
@@ -8,17 +9,25 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 import ee_models
 from ee_models.checkpoint.ee_package import EEPackage, PackageError, holds_package
-from ee_models.checkpoint.loader import open_checkpoint
+from ee_models.checkpoint.exit_files import INFO as EXITS_INFO
+from ee_models.checkpoint.exit_files import TENSORS as EXITS_TENSORS
+from ee_models.checkpoint.loader import CheckpointError, open_checkpoint
+from ee_models.checkpoint.ngram_file import INFO as NGRAMS_INFO
+from ee_models.checkpoint.ngram_file import TENSORS as NGRAMS_TENSORS
 
 from ..utils.files import cache_dir
 
 PRETRAINED = Path(ee_models.__file__).parent / "pretrained"  # exits and packages that come with HiSpec
+# Files that a checkpoint has from its package, where that has the first of a pair.
+_CARRIED = (EXITS_INFO, EXITS_TENSORS), (NGRAMS_INFO, NGRAMS_TENSORS)
 
 
 def packages() -> dict[str, Path]:
@@ -26,8 +35,9 @@ def packages() -> dict[str, Path]:
     return {folder.name: folder for folder in sorted(PRETRAINED.iterdir()) if holds_package(folder)}
 
 
-def package_checkpoint(folder: Path, resolve: Callable[[str], str]) -> Path:
+def package_checkpoint(folder: Path, resolve: Callable[[str], str], *, force: bool = False) -> Path:
     """The checkpoint that the package in `folder` makes of its base model; made at first use, then reused.
+    It is made anew with `force`, and where it cannot be opened or lacks files of the package.
 
     resolve: finds the base model by the name that the package calls it. Raises PackageError, and what
     `resolve` raises.
@@ -35,19 +45,27 @@ def package_checkpoint(folder: Path, resolve: Callable[[str], str]) -> Path:
     package = EEPackage(folder)
     content = b"".join(file.read_bytes() for file in sorted(folder.glob("*.json")))
     made = cache_dir() / "models" / f"{folder.name}-{hashlib.sha256(content).hexdigest()[:12]}"
-    if (made / "config.json").exists():
+    lock = FileLock(made.with_name(f".{made.name}.lock"))
+    if not force and _is_whole(made, folder):
+        if stale_folders(made):
+            # A killed run that replaced it leaves its own; a busy or read-only cache keeps it for now.
+            with suppress(Timeout, OSError), lock.acquire(timeout=0):
+                remove_stale(made)
         return made
     base = open_checkpoint(resolve(package.about.base_model.name))
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(made.with_name(f".{made.name}.lock")):
-            if not made.exists():  # or another process was faster
+        with lock:
+            remove_stale(made)
+            if force or not _is_whole(made, folder):  # or another process was faster
                 print(f"{folder.name}: making a checkpoint of it and {base.path}, once", file=sys.stderr)
-                with tempfile.TemporaryDirectory(prefix=f".{made.name}.", dir=made.parent) as work:
+                with tempfile.TemporaryDirectory(
+                    prefix=temp_prefix(made), dir=made.parent, ignore_cleanup_errors=True
+                ) as work:
                     draft = Path(work) / "model"
                     draft.mkdir()
                     package.make_checkpoint(base, draft)
-                    os.replace(draft, made)
+                    publish(draft, made, Path(work))
     except OSError as error:
         free = shutil.disk_usage(cache_dir()).free if cache_dir().exists() else 0
         raise PackageError(
@@ -55,3 +73,50 @@ def package_checkpoint(folder: Path, resolve: Callable[[str], str]) -> Path:
             " free some space, or set HISPEC_CACHE to a folder elsewhere"
         ) from error
     return made
+
+
+def _is_whole(made: Path, folder: Path) -> bool:
+    """Whether `made` can be opened, and has the exits and n-grams of the package in `folder`."""
+    try:
+        open_checkpoint(made)
+        return all(
+            (made / name).stat().st_size == (folder / name).stat().st_size
+            for names in _CARRIED
+            if (folder / names[0]).exists()
+            for name in names
+        )
+    except (CheckpointError, OSError):
+        return False
+
+
+# ---- folders of the cache, which are there whole or not at all ----
+
+
+def temp_prefix(final: Path) -> str:
+    """How the names of temporary folders begin in which `final` is made, beside it."""
+    return f".{final.name}.tmp-"
+
+
+def stale_folders(final: Path) -> list[Path]:
+    """Temporary folders of `final`. With its lock held none is in use: killed runs left them."""
+    return list(final.parent.glob(f"{escape(temp_prefix(final))}*"))
+
+
+def remove_stale(final: Path) -> None:
+    """Removes what killed runs left. Only to be called with the lock of `final` held."""
+    for stale in stale_folders(final):
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def publish(folder: Path, final: Path, work: Path) -> None:
+    """Renames `folder` to `final`, in place of what may be there, which is put into the temporary folder
+    `work`; or put back, if that fails."""
+    replaced = work / "replaced"
+    if final.exists():
+        os.replace(final, replaced)
+    try:
+        os.replace(folder, final)
+    except BaseException:
+        if replaced.exists():
+            os.replace(replaced, final)
+        raise

