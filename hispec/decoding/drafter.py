@@ -21,7 +21,7 @@ from .batch import RoundBatch
 from .draft_tree import DraftTree
 from .row_steps import count_live
 
-_OUR_PACKAGES = ("hispec", "ee_models", "cache")
+OUR_PACKAGES = ("hispec", "ee_models", "cache")
 
 
 class DrafterError(HiSpecError, RuntimeError):
@@ -50,7 +50,7 @@ def guarded(drafter: object) -> Iterator[None]:
 def _is_raised_by_us(error: BaseException) -> bool:
     """Whether it was raised in a package of this project."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OUR_PACKAGES
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in OUR_PACKAGES
 
 
 class Source(IntEnum):

@@ -1,16 +1,13 @@
-"""EE packages: made into checkpoints once, and found again by what they hold. And how a folder of the cache
-is replaced whole, which fetching does too."""
+"""EE packages: made into checkpoints once, and found again by what they hold."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from glob import escape
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -24,6 +21,7 @@ from ee_models.checkpoint.ngram_file import INFO as NGRAMS_INFO
 from ee_models.checkpoint.ngram_file import TENSORS as NGRAMS_TENSORS
 
 from ..utils.files import cache_dir
+from .cache_folders import publish, remove_stale, stale_folders, temp_prefix
 
 PRETRAINED = Path(ee_models.__file__).parent / "pretrained"  # exits and packages that come with HiSpec
 # Files that a checkpoint has from its package, where that has the first of a pair.
@@ -87,36 +85,3 @@ def _is_whole(made: Path, folder: Path) -> bool:
         )
     except (CheckpointError, OSError):
         return False
-
-
-# ---- folders of the cache, which are there whole or not at all ----
-
-
-def temp_prefix(final: Path) -> str:
-    """How the names of temporary folders begin in which `final` is made, beside it."""
-    return f".{final.name}.tmp-"
-
-
-def stale_folders(final: Path) -> list[Path]:
-    """Temporary folders of `final`. With its lock held none is in use: killed runs left them."""
-    return list(final.parent.glob(f"{escape(temp_prefix(final))}*"))
-
-
-def remove_stale(final: Path) -> None:
-    """Removes what killed runs left. Only to be called with the lock of `final` held."""
-    for stale in stale_folders(final):
-        shutil.rmtree(stale, ignore_errors=True)
-
-
-def publish(folder: Path, final: Path, work: Path) -> None:
-    """Renames `folder` to `final`, in place of what may be there, which is put into the temporary folder
-    `work`; or put back, if that fails."""
-    replaced = work / "replaced"
-    if final.exists():
-        os.replace(final, replaced)
-    try:
-        os.replace(folder, final)
-    except BaseException:
-        if replaced.exists():
-            os.replace(replaced, final)
-        raise

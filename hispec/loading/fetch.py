@@ -31,7 +31,8 @@ from tqdm import tqdm
 from ee_models.checkpoint.ee_package import EEPackage
 
 from ..version import __version__
-from .ee_packages import package_checkpoint, packages, publish, remove_stale, temp_prefix
+from .cache_folders import publish, remove_stale, temp_prefix
+from .ee_packages import package_checkpoint, packages
 from .gguf_to_hf import ConversionError, convert_gguf
 from .known_models import (
     KNOWN_MODELS,

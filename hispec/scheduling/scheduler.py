@@ -329,11 +329,11 @@ class Scheduler:
     def _admit(self, window: int) -> None:
         while self.waiting and len(self.running) < self._max_num_seqs:
             _, request = self._waiting.first()
+            resumes = self.kv.has_some(request)
             if (num_cached := self.kv.admit(request, request.round_end(window))) is None:
                 return
-            is_first = request.admitted_s is None  # later its own blocks are found, too
-            if self._enable_prefix_caching and is_first and not request.is_suspect:
-                self.num_cached_tokens += num_cached
+            self.num_cached_tokens += num_cached
+            if self._enable_prefix_caching and not resumes and not request.is_suspect:
                 self.num_queried_tokens += len(request.token_ids) - 1
             request.note_admission(self._now_s)
             self._waiting.remove(request)

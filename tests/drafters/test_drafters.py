@@ -123,7 +123,9 @@ def test_a_drafter_that_raises_leaves_plain_decoding(
     name: str,
     kind: type[FixedDrafter],
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("hispec.decoding.drafter.OUR_PACKAGES", ("hispec", "ee_models", "cache"))
     engine = drafter_engine(tiny_decoder, ALL[name], max_num_seqs=3)
     drafter = kind(engine._runtime.judge, lambda row, column: [1, 2])
     with_drafter(engine, lambda _: drafter)

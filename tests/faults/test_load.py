@@ -34,7 +34,8 @@ KEPT = (
     *("_published", "_cached", "_free", "_predictor", "_heap", "_written", "_sampler", "_loaded"),
     *("accept_length_histogram", "_programs"),
 )
-OF_ROWS = ("_index_row_of", "_numbers")  # of the last round's rows, however many that were: never above this
+# Of the last round's rows, however many that were: never above MAX_NUM_SEQS.
+OF_ROWS = ("_index_row_of", "_numbers", "_known")
 MAX_NUM_SEQS = 6
 
 

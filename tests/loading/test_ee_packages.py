@@ -17,7 +17,8 @@ from ee_models.checkpoint.exit_files import ExitInfo
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.checkpoint.low_rank import LowRank
 from hispec.loading import ee_packages
-from hispec.loading.ee_packages import PackageError, package_checkpoint, temp_prefix
+from hispec.loading.cache_folders import temp_prefix
+from hispec.loading.ee_packages import PackageError, package_checkpoint
 from hispec.loading.fetch import fetch
 from tests.helpers.adapters import make_exits
 from tests.helpers.tiny import tiny_checkpoint
