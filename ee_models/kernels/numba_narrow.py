@@ -112,15 +112,10 @@ def multiply(
             ahead, terms, num_tokens, num_inputs, panels, out, num_outputs, share, num_shares
         )
         return
-    if bits == 16:
-        numba_pairs.multiply(
-            ahead, terms, num_tokens, num_inputs, panels, out, num_outputs, share, num_shares
-        )
-        return
     groups, head, group_bytes, bytes_per_token = count_bytes(bits, num_inputs)
     num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
     bytes_per_panel, bytes_per_out = head + groups * group_bytes, 4 * num_outputs
-    most = numba_int4.TOKENS if bits == 4 else numba_int8.TOKENS
+    most = numba_int4.TOKENS if bits == 4 else numba_int8.TOKENS if bits == 8 else numba_pairs.TOKENS
     num_tiles = (num_tokens + most - 1) // most
     spare = np.empty((most, COLUMNS), np.float32)
     for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
@@ -141,6 +136,8 @@ def multiply(
             whole = to if columns == COLUMNS else (spare.ctypes.data, 4 * COLUMNS)
             if bits == 4:
                 numba_int4.multiply_tile(count, rows, groups, panel, whole, asked)
+            elif bits == 16:
+                numba_pairs.multiply_tile(count, rows, groups, panel, whole, asked)
             else:
                 numba_int8.multiply_tile(count, rows, groups, panel, whole, asked)
             if columns < COLUMNS:

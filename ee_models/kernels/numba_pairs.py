@@ -10,15 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding as llvm
-import numpy as np
 from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ..kernel_cache import njit
-from .numba_bfloat16 import COLUMNS, GROUP, GROUP_BYTES, HEAD, bytes_of_token
-from .numba_gemm import copy_tile
+from .numba_bfloat16 import COLUMNS, GROUP, HEAD
 from .numba_vectors import (
     FLOAT,
     INT,
@@ -63,7 +60,6 @@ class _BFloat16(ir.Type):
 
 
 _WORDS, _PAIRS = ir.VectorType(INT32, WIDTH), ir.VectorType(_BFloat16(), 2 * WIDTH)
-_kernel = njit(error_model="numpy", nogil=True, cache=True)
 
 
 def _add_products(builder: Any, total: Any, weights: Any, x: Any) -> None:
@@ -154,40 +150,4 @@ def _block(
 
 
 multiply_block: Any = intrinsic(_multiply_block_intrinsic)
-_multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)
-
-
-@_kernel
-def multiply(
-    ahead: int,
-    terms: int,
-    num_tokens: int,
-    num_inputs: int,
-    panels: int,
-    out: int,
-    num_outputs: int,
-    share: int,
-    num_shares: int,
-) -> None:
-    """As numba_narrow.multiply."""
-    groups, bytes_per_out = (num_inputs + GROUP - 1) // GROUP, 4 * num_outputs
-    num_panels = (num_outputs + COLUMNS - 1) // COLUMNS
-    bytes_per_token, size = bytes_of_token(groups), HEAD + groups * GROUP_BYTES
-    num_tiles = (num_tokens + TOKENS - 1) // TOKENS
-    spare = np.empty((TOKENS, COLUMNS), np.float32)
-    for number in range(share * num_panels // num_shares, (share + 1) * num_panels // num_shares):
-        panel, first = panels + number * size, 0
-        columns = min(COLUMNS, num_outputs - number * COLUMNS)
-        for tile in range(num_tiles):
-            count = (num_tokens - first) // (num_tiles - tile)  # tiles as alike as can be
-            rows = terms + first * bytes_per_token, bytes_per_token
-            to = out + first * bytes_per_out + number * 4 * COLUMNS, bytes_per_out
-            asked = panel + HEAD + ahead, GROUP_BYTES
-            if num_tiles > 1:  # a part of the next panel each
-                asked = panel + size + tile * size // num_tiles, GROUP_BYTES // num_tiles
-            # What is past the last output must not be written over the next token's first ones.
-            whole = to if columns == COLUMNS else (spare.ctypes.data, 4 * COLUMNS)
-            _multiply_tile(count, rows, groups, panel, whole, asked)
-            if columns < COLUMNS:
-                copy_tile(spare, count, columns, *to)
-            first += count
+multiply_tile: Any = intrinsic(_multiply_tile_intrinsic)

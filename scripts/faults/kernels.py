@@ -93,13 +93,6 @@ FAULTS = (
         BFLOAT16,
     ),
     Fault(
-        "a panel's last outputs, by vectors of pairs, are not copied from where they were made",
-        "ee_models/kernels/numba_pairs.py",
-        "if columns < COLUMNS:",
-        "if columns < 0:",
-        BFLOAT16,
-    ),
-    Fault(
         "the last tile begins where the one before it ends",
         "ee_models/kernels/numba_tiles.py",
         "second = min((2 * turn + 1) * most, num_tokens - most)",
