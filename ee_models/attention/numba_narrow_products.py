@@ -164,11 +164,11 @@ def accumulate(
     int16: for the weights; sums [i + QUERIES, dims]."""
     for k in range(num):
         copy_numbers(weights[k].ctypes.data, TILE, packed[k].ctypes.data, 2)
-        if HAS_TILES:
+    if HAS_TILES:  # which add to QUERIES sums, whatever `num` is, and multiply none
+        for k in range(num):
             factor, own = factors[i + k], sums[i + k]
             for d in range(sums.shape[1]):
                 own[d] *= factor
-    if HAS_TILES:
         packed[num:] = 0  # so that sums of other queries stay as they are
     of_weights, bytes_per_part = (packed.ctypes.data, packed.strides[0]), values.strides[0]
     for d in range(0, sums.shape[1], COLUMNS):

@@ -7,6 +7,7 @@ token's bits depend on nothing but itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -59,6 +60,7 @@ class _BFloat16(ir.Type):
         return hash(_BFloat16)
 
 
+_COLUMNS = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]  # where vectors of outputs begin
 _WORDS, _PAIRS = ir.VectorType(INT32, WIDTH), ir.VectorType(_BFloat16(), 2 * WIDTH)
 
 
@@ -69,6 +71,27 @@ def _add_products(builder: Any, total: Any, weights: Any, x: Any) -> None:
     add = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
     pairs = (builder.bitcast(each, _PAIRS) for each in (weights, x))
     builder.store(builder.call(add, [builder.load(total), *pairs]), total)
+
+
+def _add_rows(
+    builder: Any,
+    factors: Sequence[Any],
+    num_pairs: Any,
+    find_parts: Callable[[Any], Sequence[Any]],
+    totals: Sequence[Sequence[Any]],
+    out: Sequence[Any],
+) -> None:
+    """As numba_vectors.add_rows, pair after pair of num_pairs: out[t] = totals[t], which are places in memory
+    that LLVM turns into registers, + factors[t][i] * pairs i, of which find_parts(i) are the vectors."""
+    with cgutils.for_range(builder, num_pairs) as loop:
+        parts = find_parts(loop.index)
+        for row, its_totals in zip(factors, totals, strict=True):
+            alike = spread(builder, load(builder, row, builder.mul(loop.index, INT(4)), INT32))
+            for part, total in zip(parts, its_totals, strict=True):
+                _add_products(builder, total, part, alike)
+    for row, its_totals in zip(out, totals, strict=True):
+        for column, total in zip(_COLUMNS, its_totals, strict=True):
+            store(builder, builder.load(total), row, column)
 
 
 def _multiply_tile_intrinsic(
@@ -87,25 +110,21 @@ def _multiply_tile_intrinsic(
 
 
 def _tile(builder: Any, count: int, terms: Any, num_groups: Any, panel: Any, out: Any, ahead: Any) -> None:
-    columns = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)]
-    rows, (asked, step) = rows_of(builder, terms, count), (builder.extract_value(ahead, i) for i in range(2))
+    asked, step = (builder.extract_value(ahead, i) for i in range(2))
     step = builder.udiv(step, INT(GROUP // 2))
-    begin = [load(builder, panel, column) for column in columns]  # the biases
-    totals = [[cgutils.alloca_once_value(builder, value) for value in begin] for _ in rows]
-    num_pairs = builder.mul(num_groups, INT(GROUP // 2))
-    with cgutils.for_range(builder, num_pairs) as loop:
-        pair = builder.add(panel, builder.add(builder.mul(loop.index, INT(4 * COLUMNS)), INT(HEAD)))
-        wanted = builder.mul(loop.index, step)
-        for column in columns:
+    begin = [load(builder, panel, column) for column in _COLUMNS]  # the biases
+    totals = [[cgutils.alloca_once_value(builder, value) for value in begin] for _ in range(count)]
+
+    def find_parts(index: Any) -> list[Any]:
+        pair = builder.add(panel, builder.add(builder.mul(index, INT(4 * COLUMNS)), INT(HEAD)))
+        wanted = builder.mul(index, step)
+        for column in _COLUMNS:
             prefetch(builder, asked, builder.add(wanted, column))
-        parts = [load(builder, pair, column, _WORDS) for column in columns]
-        for row, its_totals in zip(rows, totals, strict=True):
-            alike = spread(builder, load(builder, row, builder.mul(loop.index, INT(4)), INT32))
-            for part, total in zip(parts, its_totals, strict=True):
-                _add_products(builder, total, part, alike)
-    for out_row, its_totals in zip(rows_of(builder, out, count), totals, strict=True):
-        for column, total in zip(columns, its_totals, strict=True):
-            store(builder, builder.load(total), out_row, column)
+        return [load(builder, pair, column, _WORDS) for column in _COLUMNS]
+
+    num_pairs = builder.mul(num_groups, INT(GROUP // 2))
+    rows, out_rows = rows_of(builder, terms, count), rows_of(builder, out, count)
+    _add_rows(builder, rows, num_pairs, find_parts, totals, out_rows)
 
 
 def _multiply_block_intrinsic(
@@ -128,25 +147,20 @@ def _multiply_block_intrinsic(
 def _block(
     builder: Any, count: int, num_pairs: Any, a: Any, b: Any, half: Any, factors: Any, out: Any
 ) -> None:
-    rows, out_rows = rows_of(builder, a, count), rows_of(builder, out, count)
-    columns, halves = [INT(4 * WIDTH * i) for i in range(COLUMNS // WIDTH)], (b, builder.add(b, half))
+    out_rows, halves = rows_of(builder, out, count), (b, builder.add(b, half))
     zero = ir.Constant(VECTOR, [0.0] * WIDTH)
-    totals = [[cgutils.alloca_once_value(builder, zero) for _ in columns] for _ in rows]
+    totals = [[cgutils.alloca_once_value(builder, zero) for _ in _COLUMNS] for _ in out_rows]
     with builder.if_then(builder.icmp_signed("!=", factors, INT(0))):
         for i, (row, its_totals) in enumerate(zip(out_rows, totals, strict=True)):
             factor = spread(builder, load(builder, factors, INT(4 * i), FLOAT))
-            for column, total in zip(columns, its_totals, strict=True):
+            for column, total in zip(_COLUMNS, its_totals, strict=True):
                 builder.store(builder.fmul(load(builder, row, column), factor), total)
-    with cgutils.for_range(builder, num_pairs) as loop:
-        line = builder.mul(loop.index, INT(4 * WIDTH))
-        parts = [load(builder, each, line, _WORDS) for each in halves]
-        for row, its_totals in zip(rows, totals, strict=True):
-            alike = spread(builder, load(builder, row, builder.mul(loop.index, INT(4)), INT32))
-            for part, total in zip(parts, its_totals, strict=True):
-                _add_products(builder, total, part, alike)
-    for row, its_totals in zip(out_rows, totals, strict=True):
-        for column, total in zip(columns, its_totals, strict=True):
-            store(builder, builder.load(total), row, column)
+
+    def find_parts(index: Any) -> list[Any]:
+        line = builder.mul(index, INT(4 * WIDTH))
+        return [load(builder, each, line, _WORDS) for each in halves]
+
+    _add_rows(builder, rows_of(builder, a, count), num_pairs, find_parts, totals, out_rows)
 
 
 multiply_block: Any = intrinsic(_multiply_block_intrinsic)

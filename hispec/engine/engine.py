@@ -327,7 +327,6 @@ class Engine:
         tokens that were committed come with the next step, each once. An interrupted round is run again.
         """
         self._check_open("step")
-        self._finish_switching()
         self._compute()
         gained = self._loop.gained
         deltas = [gain.make_delta() for gain in gained.values()]
@@ -517,6 +516,7 @@ class Engine:
         self._switching_to = None
 
     def _finish_switching(self) -> None:
-        """Completes a change of the plan that an interrupt has broken off."""
+        """Completes a change of the plan that an interrupt has broken off: before whatever needs a plan while
+        there is no request."""
         if self._switching_to is not None:
             self._use(self._switching_to)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 _RESAMPLES = 2000
-# Student's t of a two-sided 95 % interval, by degrees of freedom from 1 on; the last stands for more than ten
-# too, a little wide.
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+# Student's t of a two-sided 95 % interval, by degrees of freedom from 1 on. Beyond, the first terms of its
+# series in their inverse, which begins with the normal distribution's [Abramowitz and Stegun 26.7.5].
+_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+_T_BEYOND = 1.95996, 2.37227, 2.82250
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,14 @@ def ratio_interval(
     return float(low), float(high)
 
 
+def students_t(freedom: int) -> float:
+    """Standard errors on either side of a mean that hold 95 %, for so many degrees of freedom, at least 1."""
+    if freedom <= len(_T):
+        return _T[freedom - 1]
+    normal, first, second = _T_BEYOND
+    return normal + (first + second / freedom) / freedom
+
+
 def mean_of(
     totals: Sequence[float], counts: Sequence[float], tasks: Sequence[str] | None = None
 ) -> dict[str, Any]:
@@ -90,4 +99,4 @@ def noise_of_repeats(speeds: Sequence[Sequence[float]]) -> float | None:
         return None
     left = logs - logs.mean(0) - logs.mean(1, keepdims=True) + logs.mean()
     deviation = math.sqrt((left**2).sum() / freedom)
-    return math.exp(_T[min(freedom, len(_T)) - 1] * deviation * math.sqrt(2 / num_repeats))
+    return math.exp(students_t(freedom) * deviation * math.sqrt(2 / num_repeats))

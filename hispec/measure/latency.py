@@ -135,7 +135,7 @@ def measure_latency(
     started, about = time.monotonic(), environment()
     is_cuda = decoder.device.type == "cuda"
     is_static = is_cuda or graph_device is not None
-    room = min(model.max_positions for model in (decoder, draft_model) if model is not None)
+    room = _room(decoder, draft_model)
     if max_context is not None:
         room = max(_LEAST_ROOM, min(room, max_context + max_window))
     grid = Grid.of(max_num_seqs, max_window, room, is_cuda=is_cuda, is_static=is_static)
@@ -180,6 +180,11 @@ def measure_latency(
     )
 
 
+def _room(decoder: Decoder, draft_model: Decoder | None) -> int:
+    """Positions that both models have."""
+    return min(model.max_positions for model in (decoder, draft_model) if model is not None)
+
+
 def latency_for(
     decoder: Decoder,
     layers: Sequence[int],
@@ -204,7 +209,7 @@ def latency_for(
         except ConfigError as error:
             _log.info("%s", error)
         else:
-            room = min(model.max_positions for model in (decoder, draft_model) if model is not None)
+            room = _room(decoder, draft_model)
             wanted = Grid.widest(max_window, room, is_cuda=decoder.device.type == "cuda")
             if profile.widest >= wanted:
                 return profile

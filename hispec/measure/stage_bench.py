@@ -120,13 +120,12 @@ class Rig:
             max_blocks = blocks_of(context_len, self._window)
             rows = self._tables.numel() // max_blocks
             rig._tables = self._tables.flatten()[: rows * max_blocks].view(rows, max_blocks)
+            rig._most_context = max(self._most_context, rig._start + self._window)
         if len(rig._tables) < num_rows:
             raise ValueError(
                 f"{num_rows} rows of {context_len} positions and a window of {self._window} do not fit into"
                 f" {self._tables.numel()} blocks"
             )
-        if context_len > len(self._context):
-            rig._most_context = max(self._most_context, rig._start + self._window)
         return rig
 
     def close(self) -> None:

@@ -9,16 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from ..jobs.confidence_interval import students_t
 from .batch_state import Counts
 from .cluster import Outcomes
 from .config import SimulationConfig, SystemSettings
 from .distributions import Floats
 from .row_state import T_ACCEPTED, T_DRAFTED, T_ROUNDS, T_ROWS, T_STEP_S, T_TOKENS
-
-# Student's t at 97.5 % by degrees of freedom, from 1. Beyond, the first terms of its series in their
-# inverse, which begins with the normal distribution's [Abramowitz and Stegun 26.7.5].
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-_T_BEYOND = 1.95996, 2.37227, 2.82250
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,4 @@ def half_width(means: Sequence[float]) -> float | None:
     """Half-width of the 95 % confidence interval of the mean of `means`; None for a single one."""
     if len(means) < 2:
         return None
-    degrees = len(means) - 1
-    normal, first, second = _T_BEYOND
-    t = _T[degrees - 1] if degrees <= len(_T) else normal + (first + second / degrees) / degrees
-    return float(t * np.std(means, ddof=1) / math.sqrt(len(means)))
+    return students_t(len(means) - 1) * float(np.std(means, ddof=1)) / math.sqrt(len(means))

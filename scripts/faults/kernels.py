@@ -73,9 +73,8 @@ FAULTS = (
     Fault(
         "vectors of pairs multiply the first token of a tile for all",
         "ee_models/kernels/numba_pairs.py",
-        "[load(builder, pair, column, _WORDS) for column in columns] for row, its_totals in zip(rows,",
-        "[load(builder, pair, column, _WORDS) for column in columns]\n"
-        "        for row, its_totals in zip(rows[:1] * count,",
+        "for row, its_totals in zip(factors, totals, strict=True):",
+        "for row, its_totals in zip(factors[:1] * len(factors), totals, strict=True):",
         BFLOAT16,
     ),
     Fault(

@@ -166,7 +166,7 @@ def test_requests_beyond_the_most_wait_or_are_refused(tiny_path: Path) -> None:
         AsyncEngine(None, max_requests=0)  # type: ignore[arg-type]
 
 
-def test_a_refusal_does_not_wait_for_others(tiny_path: Path) -> None:
+def test_a_refusal_does_not_wait_for_others(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With workers a step returns once a request has gained something, or when it is woken."""
 
     async def test(engine: AsyncEngine, llm: LLM) -> None:
@@ -179,19 +179,22 @@ def test_a_refusal_does_not_wait_for_others(tiny_path: Path) -> None:
             woken.clear()
             return []
 
-        llm.step, llm.wake = wait, woken.set  # type: ignore[method-assign]
+        monkeypatch.setattr(llm, "step", wait)
+        monkeypatch.setattr(llm, "wake", woken.set)
         good = asyncio.create_task(engine.generate(PROMPTS[0], GREEDY))
         await until(lambda: num_waits == 2)  # it was woken once, when the good one came
         with pytest.raises(RequestError, match="the prompt has 500 tokens"):
             await asyncio.wait_for(engine.generate([1] * 500, GREEDY), 20.0)
-        llm.step = step  # type: ignore[method-assign]
+        monkeypatch.setattr(llm, "step", step)
         woken.set()
         assert (await good).error is None
 
     with_engine(tiny_path, test)
 
 
-def test_the_queue_is_what_waits_here_and_in_the_llm(tiny_path: Path) -> None:
+def test_the_queue_is_what_waits_here_and_in_the_llm(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test(engine: AsyncEngine, llm: LLM) -> None:
         step, held, has_stepped = llm.step, threading.Event(), threading.Event()
 
@@ -203,7 +206,7 @@ def test_the_queue_is_what_waits_here_and_in_the_llm(tiny_path: Path) -> None:
             has_stepped.set()
             return finished
 
-        llm.step = step_once  # type: ignore[method-assign]
+        monkeypatch.setattr(llm, "step", step_once)
         engine._post(lambda: held.wait(30) and None)
         two = LONG.model_copy(update={"n": 2})
         tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS[:4]]
@@ -213,7 +216,7 @@ def test_the_queue_is_what_waits_here_and_in_the_llm(tiny_path: Path) -> None:
         await until(has_stepped.is_set)
         stats = await engine.stats()
         assert stats["running"] == 2 and stats["waiting"] == 6  # 2 of them in the LLM, which may have 4
-        llm.step = step  # type: ignore[method-assign]
+        monkeypatch.setattr(llm, "step", step)
         await asyncio.gather(*tasks)
 
     with_engine(tiny_path, test, max_requests=4, max_num_seqs=2, max_run_ms=0.0)

@@ -443,7 +443,7 @@ def test_requests_may_end_when_the_server_is_told_to(tiny_path: Path) -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_requests_that_do_not_end_in_time_are_told_that_the_server_ends(
-    tiny_path: Path, is_stream: bool
+    tiny_path: Path, is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(tiny_path, drain_s=0.2, engine={"max_run_ms": 0.0}) as ending:
         step, is_held = ending.llm.step, threading.Event()
@@ -458,7 +458,7 @@ def test_requests_that_do_not_end_in_time_are_told_that_the_server_ends(
             time.sleep(0.005)
             return []
 
-        ending.llm.step = endless  # type: ignore[method-assign]
+        monkeypatch.setattr(ending.llm, "step", endless)
         with ThreadPoolExecutor(1) as clients:
             asked = clients.submit(post, ending, stream=is_stream, **LONG)
             assert is_held.wait(30)
