@@ -227,16 +227,16 @@ def test_a_pause_of_the_machine_is_no_reason_to_leave_a_plan() -> None:
 def test_a_pause_within_a_probe_does_not_end_probing() -> None:
     machine, control = Machine(ROUTES, cpu_like(), LAWS), made()
     machine.run(control, range(4), 3000)
-    is_paused, probed = False, 0
-    for _ in range(8000):
+    paused_at, probed = None, []
+    for at in range(12_000):
         choice = control.choose(range(4), 1200)
         seen = machine.round(choice, range(4))
-        if choice.is_probe and not is_paused:
-            seen, is_paused = replace(seen, seconds=seen.seconds + 600.0), True
+        if choice.is_probe and paused_at is None:
+            seen, paused_at = replace(seen, seconds=seen.seconds + 600.0), at
         elif choice.is_probe:
-            probed += 1
+            probed.append(at)
         control.observe(seen)
-    assert is_paused and probed > 0
+    assert paused_at is not None and probed[-1] > paused_at + 1000, "not the rest of the same probe alone"
 
 
 def test_seconds_that_are_not_known_teach_nothing() -> None:
