@@ -12,8 +12,10 @@ from ee_models.attention import select_backend
 from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from hispec import LLM, ConfigError, RequestError, SamplingParams
-from hispec.config import EngineConfig, Plan
+from hispec.config import EngineConfig, Plan, SchedulingConfig
 from hispec.engine import Engine
+from hispec.scheduling.policy import Service
+from hispec.scheduling.request import Request
 from tests.helpers.support import GREEDY, make_engine, random_prompts, run
 
 CPU = torch.device("cpu")
@@ -34,6 +36,39 @@ class Interrupting:
 
     def release(self, final: bool) -> str:
         return ""
+
+
+def test_kv_that_is_computed_again_is_no_service(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a request that loses its blocks again and again would seem to have had much of the engine."""
+    prompts, most = random_prompts((30, 28, 25, 29), seed=5), SamplingParams(temperature=0.0, max_tokens=24)
+    wanted = run(make_engine(tiny_decoder), prompts, most)
+    engine = Engine(
+        tiny_decoder,
+        EngineConfig(
+            max_num_seqs=4,
+            max_model_len=80,
+            block_size=8,
+            num_kv_blocks=14,
+            max_prefill_tokens=200,
+            enable_prefix_caching=False,
+        ),
+        scheduling=SchedulingConfig(swap_bytes=0),  # so that what is lost is computed again
+    )
+    served: dict[int, list[float]] = {}
+    scheduler, real = engine._scheduler, engine._scheduler.served
+
+    def noted(request: Request, service: Service) -> None:
+        if service.rounds == 0:
+            served.setdefault(request.number, []).append(service.passes)
+        real(request, service)
+
+    monkeypatch.setattr(scheduler, "served", noted)
+    assert run(engine, prompts, most) == wanted
+    stats = engine.stats()
+    assert stats["preemptions"] > 0 and stats["prefill_tokens"] > sum(len(prompt) - 1 for prompt in prompts)
+    assert served == {number: [1.0] for number in range(4)}, "each prompt is one chunk"
 
 
 @pytest.mark.parametrize("at", [1, 2, 7])
