@@ -28,6 +28,7 @@ _INIT_STD = 0.02
 _EVAL_EXAMPLES = 16  # held-out examples per pass
 # A batch has a multiple of so many tokens: a CPU's matrix kernels are generated anew for each shape.
 _PAD_TO = 512
+_PAD_PLACES_TO = 64  # likewise, predicting positions
 _ROWS_PER_GROUP = 4  # examples that share a rectangle in attention
 
 
@@ -71,16 +72,25 @@ class AdapterBlock(nn.Module):
             start = torch.ones(shape) if name.endswith("norm") else _INIT_STD * torch.randn(shape)
             self.register_parameter(name, nn.Parameter(start))
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], groups: Sequence[Group]) -> Tensor:
-        """hidden [tokens, hidden] float32 -> the same shape; rotation: cosines and sines, each [tokens, 1,
-        head_dim / 2]."""
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        groups: Sequence[Group],
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """hidden [tokens, hidden] float32 -> the same shape, or of the tokens at `places` alone [places,
+        hidden]; rotation: cosines and sines, each [tokens, 1, head_dim / 2]."""
         attended = None
         if hasattr(self, "q_proj"):
             q, k, v = self.project(hidden, rotation)
             attended = torch.zeros_like(q)
-            for places, rows, positions in groups:
-                of_group = self._attend_rows(q[places], k[places], v[places], rows, positions)
-                attended = attended.index_copy(0, places, of_group)
+            for in_group, rows, positions in groups:
+                of_group = self._attend_rows(q[in_group], k[in_group], v[in_group], rows, positions)
+                attended = attended.index_copy(0, in_group, of_group)
+        if places is not None:  # nobody reads the others, but for their keys and values
+            hidden = hidden.index_select(0, places)
+            attended = attended if attended is None else attended.index_select(0, places)
         return self.finish(hidden, attended)
 
     def project(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,12 +139,17 @@ class AdapterModule(nn.Module):
         self.blocks = nn.ModuleList(AdapterBlock(shapes, model) for shapes in of_block)
         self.norm = nn.Parameter(torch.ones(model.hidden_size))
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], groups: Sequence[Group]) -> Tensor:
-        """hidden [tokens, hidden] -> what the head reads [tokens, hidden]."""
+    def forward(
+        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], groups: Sequence[Group], places: Tensor
+    ) -> Tensor:
+        """hidden [tokens, hidden] -> what the head reads at `places`, indices of tokens: [places, hidden]."""
         hidden = hidden.float()
-        for block in self.blocks:
-            hidden = block(hidden, rotation, groups)
-        return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self._model.rms_norm_eps)
+        wanted = F.pad(places, (0, -len(places) % _PAD_PLACES_TO))  # with token 0
+        for index, block in enumerate(self.blocks, start=1):
+            hidden = block(hidden, rotation, groups, wanted if index == len(self.blocks) else None)
+        if not self.blocks:
+            hidden = hidden.index_select(0, wanted)
+        return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self._model.rms_norm_eps)[: len(places)]
 
     def compile_blocks(self) -> None:
         """Raises TrainingError, see `compile_methods`."""
@@ -194,8 +209,9 @@ class Exits(nn.Module):
     def outputs(self, batch: StatesBatch) -> dict[str, Tensor]:
         """The head's inputs [predicting positions, hidden], by exit."""
         rotation = rotations(batch.positions, self.get_buffer("inv_freq"))
+        places = batch.predicts.nonzero()[:, 0]
         return {
-            name: adapter(batch.states[name], rotation, batch.groups)[batch.predicts]
+            name: adapter(batch.states[name], rotation, batch.groups, places)
             for name, adapter in self.by_name.items()
         }
 
@@ -248,6 +264,9 @@ class AdaptersTask:
 
     def num_places(self, micro_batch: StatesBatch) -> int:
         return int(micro_batch.predicts.sum())
+
+    def num_tokens(self, micro_batch: StatesBatch) -> int:
+        return sum(len(places) for places, _, _ in micro_batch.groups)
 
     def evaluate(self, device: torch.device) -> Metrics:
         """Each exit's means over held-out positions: `<exit>_loss` in nats, and `<exit>_agreement` with the

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Target = Literal["labels", "self"]
 # Rows of a micro-batch are padded to a multiple of so many tokens: a CPU's matrix kernels are generated anew
 # for each shape.
-_PAD_TO = 64
+_PAD_TO = 32
 _EVAL_PLACES = 1024  # whose logits are in memory together
 
 
@@ -67,7 +67,7 @@ class EarlyExitSettings:
     trunk_lr_scale: float = 1.0
     original_share: float = 1.0
     dropout_max: float = 0.0
-    max_pass_tokens: int = 2048
+    max_pass_tokens: int = 4096
 
     def __post_init__(self) -> None:
         limits: dict[str, tuple[bool, str]] = {
@@ -162,7 +162,7 @@ class ExitingModel(Trunk):
             hidden = found[adapter.info.layer - 1]
             # The same values, but a share of the gradient.
             hidden = torch.lerp(hidden.detach(), hidden, share)
-            exits[adapter.info.layer] = adapter(hidden, rotation, rectangle)[batch.places]
+            exits[adapter.info.layer] = adapter(hidden, rotation, rectangle, batch.places)
         return self.normed(found[self._last][batch.places]), exits
 
     def exit_losses(self, last: Tensor, exits: Mapping[int, Tensor]) -> dict[str, Tensor]:
@@ -248,6 +248,9 @@ class EarlyExitTask:
 
     def num_places(self, micro_batch: MicroBatch) -> int:
         return len(micro_batch.batch.targets)
+
+    def num_tokens(self, micro_batch: MicroBatch) -> int:
+        return int(micro_batch.batch.attention_mask.sum())
 
     @torch.no_grad()
     def evaluate(self, device: torch.device) -> Metrics:

@@ -117,6 +117,9 @@ class LayerSkipTask:
     def num_places(self, micro_batch: Batch) -> int:
         return len(micro_batch.targets)
 
+    def num_tokens(self, micro_batch: Batch) -> int:
+        return int(micro_batch.attention_mask.sum())
+
     @torch.no_grad()
     def evaluate(self, device: torch.device) -> Metrics:
         """Held-out figures, per response token and without dropout; none without held-out examples.

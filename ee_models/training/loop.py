@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 CHECKPOINT = "checkpoint.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 LOG = "log.jsonl"
+_RECENT = 25  # steps by which the speed is told while it runs
 Metrics = dict[str, float]
 
 
@@ -103,6 +105,9 @@ class Task(Protocol):
     def num_places(self, micro_batch: Any) -> int:
         """Its predicting positions."""
 
+    def num_tokens(self, micro_batch: Any) -> int:
+        """Its tokens, padding left out."""
+
     def evaluate(self, device: torch.device) -> Metrics:
         """Figures on held-out data, which training never sees."""
 
@@ -110,12 +115,14 @@ class Task(Protocol):
 @dataclass(frozen=True)
 class Outcome:
     """steps_run: steps of this run, without those before a resume; step: how many there are with these;
-    metrics: of the last evaluation."""
+    metrics: of the last evaluation; tokens_per_s: of all processes, in the median step of this run, which
+    neither compiles nor evaluates; None without any."""
 
     steps_run: int
     step: int
     seconds: float
     metrics: Metrics
+    tokens_per_s: float | None = None
 
 
 def train(
@@ -159,10 +166,12 @@ def train(
     first, started, metrics = step, time.perf_counter(), Metrics()
     rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     shows = progress and accelerator.is_main_process
+    rates: list[float] = []
     with progress_bar("training", "step", settings.num_steps, step, shows) as bar:
         while step < settings.num_steps and not only_evaluate:
             for group, of_group in zip(groups, optimizer.param_groups, strict=True):
                 of_group["lr"] = group.lr_scale * settings.learning_rate_at(step)
+            began = time.perf_counter()
             parts = task.micro_batches(step, rank, num_ranks, device)
             weight = _weight_of(accelerator, sum(map(task.num_places, parts)))
             values = _accumulate(accelerator, module, parts, step, weight)
@@ -173,7 +182,10 @@ def train(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
+            num_tokens = num_ranks * sum(map(task.num_tokens, parts))  # about: ranks have other examples
+            rates.append(num_tokens / max(time.perf_counter() - began, 1e-9))
             shown = " ".join(f"{name} {value:.3g}" for name, value in values.items())
+            shown += f" {statistics.median(rates[-_RECENT:]):.0f} tokens/s"
             bar.set_postfix_str(shown, refresh=False)
             bar.update()
             if step == settings.num_steps or step % settings.eval_every == 0:
@@ -185,7 +197,8 @@ def train(
                 accelerator.wait_for_everyone()
     if not metrics:
         metrics = _evaluate(task, accelerator)
-    return Outcome(step - first, step, time.perf_counter() - started, metrics)
+    seconds = time.perf_counter() - started
+    return Outcome(step - first, step, seconds, metrics, statistics.median(rates) if rates else None)
 
 
 def _weight_of(accelerator: Accelerator, num_places: int) -> float:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LOGITS = 2**22  # at a time: 17 MB in float32, which a CPU's cache still holds
+# Worked through at a time: enough places to fill matrix kernels, and no more logits than a CPU's cache holds
+# most of, 67 MB in float32.
+_PLACES, _LOGITS = 256, 2**24
 
 
 def soft_label_loss(normed: Tensor, final: Tensor, head: Tensor) -> Tensor:
@@ -39,7 +41,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, normed: Tensor, head: Tensor, labels: Tensor) -> Tensor:
         """labels: [places] int64 targets, or [places, hidden] states whose logits say what to learn."""
         (num_places, _), vocab = normed.shape, head.shape[0]
-        at_once = max(1, min(_LOGITS // vocab, num_places))
+        at_once = max(1, min(_PLACES, _LOGITS // vocab, num_places))
         total = torch.zeros((), device=normed.device)
         of_normed = torch.empty_like(normed, dtype=head.dtype) if ctx.needs_input_grad[0] else None
         of_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None

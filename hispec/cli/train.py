@@ -44,5 +44,7 @@ def _train(options: argparse.Namespace) -> int:
         for name, value in report.outcome.metrics.items():
             print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value:,}")
         steps = f"{report.outcome.steps_run} steps in" if config.loop else "counted in"
-        print(f"{steps} {report.outcome.seconds:.0f} s; {report.path}")
+        rate = report.outcome.tokens_per_s
+        speed = "" if rate is None else f", {rate:.0f} tokens/s in the median step"
+        print(f"{steps} {report.outcome.seconds:.0f} s{speed}; {report.path}")
     return OK

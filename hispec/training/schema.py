@@ -161,7 +161,7 @@ class EarlyExitConfig(Settings):
     trunk_lr_scale: Annotated[float, Field(gt=0.0)] = 1.0
     original_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     dropout_max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    max_pass_tokens: Annotated[int, Field(ge=1)] = 2048
+    max_pass_tokens: Annotated[int, Field(ge=1)] = 4096
 
     _distinct = model_validator(mode="after")(_check_distinct)
 

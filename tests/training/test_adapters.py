@@ -139,12 +139,8 @@ def test_the_loss_of_a_whole_batch_is_that_of_each_place(
         for example, state in zip(examples, states, strict=True):
             whole = batch_of([example], [state])
             angles = torch.outer(whole.positions.float(), model.rope.inv_freq(model.head_dim))
-            logits = F.linear(
-                module(
-                    state[f"layer{info.layer}"], (angles.cos()[:, None], angles.sin()[:, None]), whole.groups
-                ),
-                head,
-            )
+            rotation, everywhere = (angles.cos()[:, None], angles.sin()[:, None]), torch.arange(len(angles))
+            logits = F.linear(module(state[f"layer{info.layer}"], rotation, whole.groups, everywhere), head)
             full = F.linear(state[FINAL].float(), head)
             allowed = torch.arange(TINY_VOCAB) if module.vocabulary is None else module.vocabulary
             for place in range(example.prompt_len - 1, len(example.token_ids) - 1):
@@ -334,6 +330,7 @@ def test_a_batch_is_what_the_step_says_and_never_held_out(
         is_padding = torch.ones_like(batch.predicts)
         is_padding[torch.cat(parts)] = False
         assert int((~is_padding).sum()) == sum(map(len, parts)), "two examples share a place"
+        assert task.num_tokens(batch) == sum(map(len, parts))
         assert not batch.predicts[is_padding].any() and len(batch.predicts) % 512 == 0
     assert sorted(seen[:15]) == sorted(seen[15:]) == list(range(15))
     split = [len(places) for rank in range(2) for places in places_of(task.batch(2, rank, 2, CPU))]

@@ -211,6 +211,7 @@ def test_processes_share_a_batch() -> None:
     task = make_task()
     whole = task.batch(2, 0, 1, CPU)
     parts = [task.batch(2, rank, 2, CPU) for rank in (0, 1)]
+    assert task.num_tokens(whole) == sum(map(task.num_tokens, parts)) < whole.token_ids.numel()
     assert sorted(whole.targets.tolist()) == sorted(
         token for part in parts for token in part.targets.tolist()
     )

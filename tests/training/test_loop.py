@@ -86,6 +86,9 @@ class ToyTask:
     def num_places(self, micro_batch: Tensor) -> int:
         return len(micro_batch)
 
+    def num_tokens(self, micro_batch: Tensor) -> int:
+        return 3 * len(micro_batch)
+
     def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> list[Tensor]:
         assert (rank, num_ranks, device) == (0, 1, CPU) and self.module.training
         self.on_step(step)
@@ -130,6 +133,20 @@ def killed_at(*steps: int) -> Callable[[int], None]:
 
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_speed_is_that_of_a_step_that_does_not_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first take a second each for 24 tokens."""
+    now = [0.0]
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+
+    def pass_time(step: int) -> None:
+        now[0] += 100.0 if step == 0 else 1.0
+
+    assert run(ToyTask(on_step=pass_time), tmp_path).tokens_per_s == pytest.approx(24.0)
+    assert run(ToyTask(), tmp_path, resume=True).tokens_per_s is None, "no step was left"
 
 
 # ---- resuming ----
