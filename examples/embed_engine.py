@@ -22,7 +22,7 @@ def main(model: str = "smollm2", **settings: Any) -> tuple[Texts, Tokens, dict[s
         assert tokenizer is not None, "the model's folder has none: give token ids, and text=None"
         params = SamplingParams(temperature=0.0, max_tokens=24, stop=["\n\n"])
         for name, prompt in (("one", "one two three one two"), ("two", "a b c a b"), ("left", "never mind")):
-            text = IncrementalText(tokenizer, params.stop)  # None: token ids only
+            text = IncrementalText(tokenizer, params.stop, continues=True)  # None: token ids only
             engine.add_request(tokenizer.encode(prompt), params, name, text=text)
         engine.abort(["left"])  # at any time between two steps
         texts: Texts = {}

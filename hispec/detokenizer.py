@@ -12,14 +12,26 @@ from tokenizers.decoders import DecodeStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_ANY_TEXT = "a"  # in place of the prompt, of which only matters that it is there
+
 
 class IncrementalText:
     """Detokenises one output as it grows. Characters whose bytes are incomplete are held back, and so is text
-    that may be the beginning of a stop string."""
+    that may be the beginning of a stop string.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
-        self._backend = tokenizer.backend_tokenizer
+    continues   the output goes on a text, its prompt: a space with which it begins is part of it. Tokenizers
+                of SentencePiece's kind put a space before the first word of every text, and leave it out
+                again: a chat's answer, a text of its own, lacks it.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], continues: bool = False
+    ) -> None:
+        self._backend, self.continues = tokenizer.backend_tokenizer, continues
         self._stream = DecodeStream(skip_special_tokens=True)
+        if continues:
+            for token in self._backend.encode(_ANY_TEXT, add_special_tokens=False).ids:
+                self._stream.step(self._backend, token)
         self._stop = tuple(stop)
         self._held = max((len(string) for string in stop), default=1) - 1
         self._pending: list[int] = []  # tokens that have given no text yet
@@ -61,10 +73,13 @@ class IncrementalText:
         return piece
 
 
-def split_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], text: str) -> list[str]:
+def split_text(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], text: str, continues: bool = False
+) -> list[str]:
     """What each token added to the text of an output of these tokens: together all of `text`, which a stop
-    string may have cut. A character of several tokens counts to the last of them."""
-    whole, pieces, left = IncrementalText(tokenizer, ()), [], len(text)
+    string may have cut. A character of several tokens counts to the last of them. continues: as of the
+    IncrementalText that made it."""
+    whole, pieces, left = IncrementalText(tokenizer, (), continues), [], len(text)
     for place, token in enumerate(token_ids, start=1):
         whole.append(token)
         pieces.append(whole.release(final=place == len(token_ids))[:left])
@@ -108,10 +123,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenPieces:
-    """A stream's text, cut into what each token added to it, with the token's label."""
+    """A stream's text, cut into what each token added to it, with the token's label. continues: as of the
+    IncrementalText that makes it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._text = IncrementalText(tokenizer, ())
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, continues: bool) -> None:
+        self._text = IncrementalText(tokenizer, (), continues)
         self._waiting: deque[tuple[str, str]] = deque()  # (text, label) that no Delta has released yet
 
     def cut(

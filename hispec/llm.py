@@ -284,10 +284,10 @@ class LLM:
         has no tokenizer."""
         return str(token_id).encode() if self._token_bytes is None else self._token_bytes(token_id)
 
-    def split_text(self, token_ids: Sequence[int], text: str) -> list[str] | None:
-        """What each token added to the `text` of an output: pieces that are all of it together. None if the
-        model has no tokenizer."""
-        return None if self.tokenizer is None else split_text(self.tokenizer, token_ids, text)
+    def split_text(self, token_ids: Sequence[int], text: str, chat: bool = False) -> list[str] | None:
+        """What each token added to the `text` of an output: pieces that are all of it together. chat: of a
+        conversation. None if the model has no tokenizer."""
+        return None if self.tokenizer is None else split_text(self.tokenizer, token_ids, text, not chat)
 
     def stats(self) -> dict[str, Any]:
         """As Engine.stats(); with several workers their sums, and "workers": each by itself."""
@@ -344,7 +344,9 @@ class LLM:
             for index, sequence_id in enumerate(ids):
                 seed = None if params.seed is None else (params.seed + index) % 2**63
                 one = params.model_copy(update={"n": 1, "seed": seed})
-                stream = IncrementalText(self.tokenizer, params.stop) if self.tokenizer is not None else None
+                stream = None
+                if self.tokenizer is not None:
+                    stream = IncrementalText(self.tokenizer, params.stop, continues=not chat)
                 pending.sequences[sequence_id] = GrowingOutput(keeps_each=request_id in self._streams)
                 self._of_sequence[sequence_id] = pending
                 if isinstance(self.engine, WorkerPool):

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from hispec.detokenizer import IncrementalText, TokenBytes, split_text
+from hispec.detokenizer import IncrementalText, TokenBytes, TokenPieces, split_text
 from tests.helpers.tiny import EOS_ID, ROLE_ID, tiny_tokenizer
 
 
@@ -212,13 +212,50 @@ def test_the_bytes_of_tokens_are_together_those_of_the_text(
     assert [bytes_of(7), bytes_of(8)] == [b"a b", "\u6f22".encode()]  # of no byte-level alphabet
 
 
+LLAMA = decoders.Sequence(
+    [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+
+
+def sentencepiece(*pieces: str, decoder: decoders.Decoder = LLAMA) -> PreTrainedTokenizerFast:
+    names = ["<unk>", *pieces, "</s>"]
+    backend = Tokenizer(BPE({piece: at for at, piece in enumerate(names)}, [], unk_token="<unk>"))
+    backend.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("decoder", [LLAMA, decoders.Metaspace()], ids=["Llama", "Metaspace"])
+@pytest.mark.parametrize("output", [[2, 3, 2], [3, 2], [4, 2, 3], [5, 3], [5], [3, 5, 5]], ids=str)
+def test_an_output_that_continues_its_prompt_keeps_the_space_that_begins_it(
+    decoder: decoders.Decoder, output: list[int]
+) -> None:
+    """Together they are what all tokens give at once; by itself an answer has what its own tokens give."""
+    tokenizer = sentencepiece("a", "\u2581b", "c", "\u2581", "\u2581\u2581", decoder=decoder)
+    prompt = [2, 1]
+    for before, continues in ((prompt, True), ([], False)):
+        text, streamed = IncrementalText(tokenizer, (), continues), []
+        for token in output:
+            text.append(token)
+            streamed.append(text.release(final=False))
+        streamed.append(text.release(final=True))
+        whole = tokenizer.decode([*before, *output]).removeprefix(tokenizer.decode(before))
+        assert "".join(streamed) == whole
+        pieces = split_text(tokenizer, output, whole, continues)
+        assert "".join(pieces) == whole and len(pieces) == len(output)
+        cutter = TokenPieces(tokenizer, continues)
+        cut = [
+            piece
+            for at, (token, part) in enumerate(zip(output, streamed, strict=False), start=1)
+            for piece in cutter.cut([token], [str(at)], part, is_last=at == len(output))
+        ]
+        assert "".join(piece for piece, _ in cut) == "".join(streamed[:-1])
+        assert [(piece, label) for piece, label in cut if piece] == [
+            (piece, str(at)) for at, piece in enumerate(streamed[:-1], start=1) if piece
+        ]
+
+
 def test_the_bytes_of_sentencepieces_tokens_have_their_spaces() -> None:
-    pieces = ["<unk>", "\u2581river", "river", "<0xF0>", "<0x9F>", "</s>"]
-    backend = Tokenizer(BPE({piece: at for at, piece in enumerate(pieces)}, [], unk_token="<unk>"))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    llama = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    llama = sentencepiece("\u2581river", "river", "<0xF0>", "<0x9F>")
     assert [TokenBytes(llama)(token) for token in range(1, 6)] == [
         b" river",
         b"river",

@@ -63,7 +63,7 @@ def _generate(options: argparse.Namespace) -> int:
     with closing(config.make_llm()) as llm:
         arrivals: list[tuple[float, int]] = []  # seconds since the start, tokens
         started = time.perf_counter()
-        shown = TierText(llm.tokenizer) if options.show_tiers else None
+        shown = TierText(llm.tokenizer, continues=not options.chat) if options.show_tiers else None
         for delta in llm.stream(given, sampling, chat=options.chat):
             arrivals.append((time.perf_counter() - started, len(delta.token_ids)))
             if shown is None:

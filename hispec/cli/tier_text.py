@@ -19,13 +19,14 @@ class TierText:
     """Prints Deltas with tiers. On a terminal tokens are coloured; elsewhere the text is printed as it is, as
     without tiers. NO_COLOR is heeded as rich heeds it."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: the model's; None for a model without one, whose outputs have no text."""
+    def __init__(self, tokenizer: Any, continues: bool) -> None:
+        """tokenizer: the model's; None for a model without one, whose outputs have no text. continues: as of
+        IncrementalText."""
         from ..detokenizer import TokenPieces
 
         self.counts: Counter[str] = Counter()
         self._console = make_console()
-        self._pieces = None if tokenizer is None else TokenPieces(tokenizer)
+        self._pieces = None if tokenizer is None else TokenPieces(tokenizer, continues)
 
     def print(self, delta: Delta) -> None:
         """Prints the text that the Delta released."""

@@ -37,7 +37,7 @@ class RowError:
 
 
 Outcome = RequestOutput | RowError
-Split = Callable[[Sequence[int], str], list[str] | None]  # LLM.split_text
+Split = Callable[[Sequence[int], str, bool], list[str] | None]  # LLM.split_text
 
 
 def output_format(job: Job) -> str:
@@ -142,7 +142,10 @@ def error_of(outcome: Outcome) -> Outcome:
 
 
 def output_row(
-    row: Row | BadRow, outcome: Outcome, config: OutputConfig, split: Split = lambda token_ids, text: None
+    row: Row | BadRow,
+    outcome: Outcome,
+    config: OutputConfig,
+    split: Split = lambda token_ids, text, chat: None,
 ) -> dict[str, Any]:
     """The output row of an input row: its outputs, or what went wrong. split: a text by its tokens, for
     outputs with tiers."""
@@ -152,7 +155,7 @@ def output_row(
     else:
         num_new = sum(len(output.token_ids) for output in outcome.outputs)
         usage = {"prompt_tokens": len(outcome.prompt_token_ids), "completion_tokens": num_new}
-        outputs = [_output_fields(output, config, split) for output in outcome.outputs]
+        outputs = [_output_fields(output, config, split, row.is_chat) for output in outcome.outputs]
         body = {"outputs": outputs, "usage": usage, "error": None}
     return {**_head(row, config), **body, "hash": row.content_hash}
 
@@ -168,7 +171,9 @@ def _head(row: Row | BadRow, config: OutputConfig) -> dict[str, Any]:
     return head
 
 
-def _output_fields(output: CompletionOutput, config: OutputConfig, split: Split) -> dict[str, Any]:
+def _output_fields(
+    output: CompletionOutput, config: OutputConfig, split: Split, is_chat: bool
+) -> dict[str, Any]:
     values: dict[str, Any] = {
         "text": output.text,
         "finish_reason": output.finish_reason,
@@ -180,6 +185,6 @@ def _output_fields(output: CompletionOutput, config: OutputConfig, split: Split)
         values["logprobs"] = [finite(asdict(entry)) for entry in output.logprobs]
     if output.tiers is not None:
         values["tiers"] = output.tiers
-        if (pieces := split(output.token_ids, output.text)) is not None:
+        if (pieces := split(output.token_ids, output.text, is_chat)) is not None:
             values["token_texts"] = pieces
     return values

@@ -61,7 +61,7 @@ class Chunks:
             content = {"delta": {"content": delta.text} if delta.text or not delta.finish_reason else {}}
         chunk = self._chunk(index, content, logprobs, delta.finish_reason)
         if delta.tiers is not None and self._tokenizer is not None:
-            pieces = self._pieces.setdefault(index, TokenPieces(self._tokenizer))
+            pieces = self._pieces.setdefault(index, TokenPieces(self._tokenizer, not self._is_chat))
             cut = pieces.cut(delta.token_ids, delta.tiers, delta.text, delta.finish_reason is not None)
             chunk["choices"][0]["tiers"] = [{"text": text, "tier": tier} for text, tier in cut]
         return [chunk]

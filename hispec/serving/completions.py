@@ -95,7 +95,8 @@ class Responder:
             own = choices(output.outputs, request.is_chat, self._token_bytes, first=len(made))
             for choice, one in zip(own, output.outputs, strict=True):
                 if one.tiers is not None and self._tokenizer is not None:
-                    texts = split_text(self._tokenizer, one.token_ids, one.text)
+                    continues = not request.is_chat
+                    texts = split_text(self._tokenizer, one.token_ids, one.text, continues)
                     pieces = zip(texts, one.tiers, strict=True)
                     choice["tiers"] = [{"text": text, "tier": tier} for text, tier in pieces]
             made += own

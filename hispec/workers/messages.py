@@ -64,6 +64,7 @@ class NewRequest:
     """A request for a worker.
 
     has_text    whether its output becomes text, and stop strings end it
+    continues   whether that text goes on the prompt's, as of IncrementalText
     is_stream   each of its Deltas is wanted as it comes; else one, with all of them
     arrival_s, arrived_at   when it came: on the monotonic clock of the LLM's machine, and by its time of day
     """
@@ -72,6 +73,7 @@ class NewRequest:
     token_ids: list[int]
     params: SamplingParams
     has_text: bool
+    continues: bool
     is_stream: bool
     arrival_s: float
     arrived_at: float

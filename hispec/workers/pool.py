@@ -21,6 +21,7 @@ from ee_models.families import OWN_FAMILIES, find_family
 from ..config import EngineConfig, SchedulingConfig, SpeculativeConfig
 from ..config.draft_kinds import OWN_KINDS
 from ..config.speculative import OWN_ACCEPTANCES
+from ..detokenizer import IncrementalText
 from ..errors import ConfigError, RequestError, WorkerError, build, closed, shown
 from ..loading.target_model import open_model
 from ..outputs import ContinuationScore, Delta
@@ -148,7 +149,7 @@ class WorkerPool:
         is_stream: bool = False,
     ) -> str:
         """As Engine.add_request. is_stream: each Delta is wanted as it comes; else one with all of them. Of
-        `text` only whether there is one matters: workers make their own."""
+        `text` only matters whether there is one, and continues the prompt's: workers make their own."""
         self._check_open("add_request")
         problems = []
         if isinstance(request_id, str) and request_id in self._numbers:
@@ -162,8 +163,9 @@ class WorkerPool:
         if params.seed is None:  # as one engine derives it, whoever serves the request
             params = params.model_copy(update={"seed": (self.admission.seed + number) % 2**63})
         prompt = list(prompt_token_ids)
+        continues = isinstance(text, IncrementalText) and text.continues
         request = NewRequest(
-            number, prompt, params, text is not None, is_stream, time.monotonic(), time.time()
+            number, prompt, params, text is not None, continues, is_stream, time.monotonic(), time.time()
         )
         self._numbers[request_id], self._ids[number] = number, request_id
         self._dispatcher.post(self._dispatcher.add, request)

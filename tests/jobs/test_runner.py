@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,12 @@ def test_tiers_are_written_with_the_text_of_each_token() -> None:
     output = CompletionOutput(0, "ab", [5, 6], None, "stop", 2, tiers=["draft", "verify"])
     row, config = parse({"prompt": "a"}), OutputConfig(path=Path("o"))
     result = RequestOutput("row-3", None, [97], [output])
-    (written,) = output_row(row, result, config, lambda token_ids, text: list(text))["outputs"]
+
+    def split(token_ids: Sequence[int], text: str, chat: bool) -> list[str]:
+        assert list(token_ids) == [5, 6] and not chat
+        return list(text)
+
+    (written,) = output_row(row, result, config, split)["outputs"]
     assert (written["tiers"], written["token_texts"]) == (["draft", "verify"], ["a", "b"])
     (written,) = output_row(row, result, config)["outputs"]
     assert "token_texts" not in written, "a model without a tokenizer"

@@ -33,5 +33,5 @@ def test_a_far_worker_takes_the_time_of_day(
     monkeypatch.setattr(time, "monotonic", lambda: 900.0)
     monkeypatch.setattr(time, "time", lambda: now)
     server = Server(None, Engine(), is_far)  # type: ignore[arg-type]
-    server._handle(NewRequest(0, [1], SamplingParams(), False, False, 50.0, 1000.0))
+    server._handle(NewRequest(0, [1], SamplingParams(), False, False, False, 50.0, 1000.0))
     assert taken == [arrival_s]

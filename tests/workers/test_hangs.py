@@ -74,7 +74,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 def request(number: int, token_ids: list[int]) -> NewRequest:
-    return NewRequest(number, token_ids, GREEDY, False, False, 0.0, 0.0)
+    return NewRequest(number, token_ids, GREEDY, False, False, False, 0.0, 0.0)
 
 
 def received(end: Connection) -> Any:
