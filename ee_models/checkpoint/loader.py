@@ -6,6 +6,7 @@ the installed transformers.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
     UnsupportedModelError for a model that the decoder cannot run, CheckpointError for any other fault.
     """
     try:
-        path = Path(model).expanduser()
+        path = Path(os.path.expanduser(model))
         if not path.exists():
             path = _fetch(model, revision)
         elif revision is not None:

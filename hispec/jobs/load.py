@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from ..config import TRAITS, SpeculativeConfig
 from ..errors import ConfigError, Model, build, cut, shown
+from ..utils.files import expanded
 from .schema import COMPRESSED, STANDARD, Job, RunConfig
 from .uris import is_uri
 
@@ -211,17 +212,22 @@ def _make_beside(path: Path, values: Any, place: Sequence[str]) -> None:
         if rest:
             _make_beside(path, values[first], rest)
         elif isinstance(names := values[first], list):
-            values[first] = [
-                str(path.parent / Path(name).expanduser()) if _names_a_file(name) else name for name in names
-            ]
+            values[first] = [str(_beside(path, name)) if _names_a_file(name) else name for name in names]
         elif _names_a_file(values[first]):
-            beside = path.parent / Path(values[first]).expanduser()
+            beside = _beside(path, values[first])
             # A draft model may be a folder beside this file, or a name as `model` takes it.
             is_draft_model = any(
                 traits.has_model and values.get("kind") == kind for kind, traits in TRAITS.items()
             )
             if not is_draft_model or beside.exists():
                 values[first] = str(beside)
+
+
+def _beside(path: Path, name: str) -> Path:
+    try:
+        return path.parent / expanded(name)
+    except ConfigError:  # the schema says of which setting
+        return Path(name)
 
 
 def _names_a_file(value: Any) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ee_models.checkpoint.ee_package import EEPackage, holds_package
 
 from ..errors import HiSpecError
-from ..utils.files import cache_dir
+from ..utils.files import cache_dir, expanded
 from .ee_packages import package_checkpoint, packages
 
 RECORD_NAME = "hispec.json"
@@ -78,7 +78,7 @@ def resolve_model(name_or_path: str) -> str:
     """
     model = KNOWN_MODELS.get(name_or_path)
     if model is None:
-        package = packages().get(name_or_path, Path(name_or_path).expanduser())
+        package = packages().get(name_or_path, expanded(name_or_path))
         return str(package_checkpoint(package, resolve_model)) if holds_package(package) else name_or_path
     final = model_dir(model)
     if not is_complete(final, model):

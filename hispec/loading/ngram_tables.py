@@ -13,6 +13,7 @@ from ee_models.checkpoint.ngram_file import INFO, NgramsError, NgramsFile
 
 from ..config import SpeculativeConfig
 from ..drafters.ngram_table import NgramTable, make_table
+from ..utils.files import expanded
 from .trained_exits import TrainedExits, shipped_exits
 
 
@@ -54,7 +55,7 @@ class NgramTables:
         """The n-grams in the folder at `path`; with None those that lie beside the checkpoint's weights, or
         else come with HiSpec. Raises NgramsError."""
         checkpoint = self._trained_exits.checkpoint
-        folder = self._find_shipped() if path is None else Path(path).expanduser()
+        folder = self._find_shipped() if path is None else expanded(path)
         if folder is None:
             raise NgramsError(
                 f"no n-grams come with {checkpoint.path}; count some with `hispec train`, recipe: ngrams, and"

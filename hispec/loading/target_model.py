@@ -13,6 +13,7 @@ from ee_models.kernels import runs_numba
 
 from ..config import EngineConfig
 from ..errors import ConfigError, shown
+from ..utils.files import expanded
 from .known_models import KNOWN_MODELS, known_names, nearest_known, resolve_model
 
 
@@ -34,7 +35,7 @@ def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
     except UnsupportedModelError:
         raise
     except CheckpointError as error:
-        if model in KNOWN_MODELS or Path(model).expanduser().exists():
+        if model in KNOWN_MODELS or expanded(model).exists():
             raise
         known = f"{known_names()}{nearest_known(str(model))}"
         raise CheckpointError(f"{error}. By name `hispec fetch` knows: {known}") from error

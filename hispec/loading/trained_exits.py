@@ -12,6 +12,7 @@ from ee_models.exits import AdapterExit, load_exits
 
 from ..config import SpeculativeConfig
 from ..control.candidates import exit_layers, trained_path, uses_trained
+from ..utils.files import expanded
 from .ee_packages import PRETRAINED
 
 
@@ -93,7 +94,7 @@ class TrainedExits:
                 self._shipped = self._shipped or shipped_exits(self._checkpoint)
                 return self._shipped
             path = str(own)
-        file = ExitsFile(Path(path).expanduser())
+        file = ExitsFile(expanded(path))
         if file.about.tensors_sha256 not in self._checked:
             file.check_model(self._checkpoint)
             file.check_tensors()

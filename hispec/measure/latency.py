@@ -29,6 +29,7 @@ from ..runner.buckets import row_buckets
 from ..runner.cuda_graphs import GraphDevice
 from ..utils.devices import on_device
 from ..utils.environment import environment
+from ..utils.files import expanded
 from ..version import __version__
 from .round_overhead import overheads
 from .stage_bench import Rig, blocks_of
@@ -201,7 +202,7 @@ def latency_for(
     raises ConfigError."""
     expected = subject_of(decoder, layers, exits, draft_model)
     if path is not None:
-        return load(Path(path).expanduser(), expected, max_num_seqs)
+        return load(expanded(path), expected, max_num_seqs)
     kept = kept_path(expected)
     if kept.exists():
         try:

@@ -4,7 +4,6 @@ layers."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ee_models.checkpoint.exit_files import ExitsError, ExitsFile
@@ -15,6 +14,7 @@ from ..control.candidates import ExitTiers, trained_paths
 from ..drafters.ngram_table import NgramTable
 from ..engine.pretrained import Pretrained
 from ..errors import ConfigError
+from ..utils.files import expanded
 
 # Where a model without trained exits is tried, in shares of its depth.
 _SHARES = (1 / 16, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
@@ -58,7 +58,7 @@ def exits_folder(option: str | None, speculative: SpeculativeConfig | None) -> s
     path = option if option is not None else named[0] if named else None
     if path is None:
         return None
-    folder = Path(path).expanduser().absolute()
+    folder = expanded(path).absolute()
     try:
         ExitsFile(folder)
     except ExitsError as error:

@@ -7,7 +7,6 @@ import datetime
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ee_models.decoder import Decoder
@@ -21,7 +20,7 @@ from ..jobs.schema import Job
 from ..measure.latency import check_room, measure_latency
 from ..sampling_params import SamplingParams
 from ..utils.environment import environment, watch_others
-from ..utils.files import write_atomically, write_json
+from ..utils.files import expanded, write_atomically, write_json
 from .candidates import Candidates, exits_folder, find_candidates
 from .options import ProfileOptions, Targets
 from .plans import all_plans, lookups_of
@@ -116,7 +115,7 @@ def _with_whole_paths(own: SpeculativeConfig | None) -> SpeculativeConfig | None
     ngram = None if own is None else own.draft.ngram
     if own is None or ngram is None or ngram.guess_path is None:
         return own
-    path = str(Path(ngram.guess_path).expanduser().absolute())
+    path = str(expanded(ngram.guess_path).absolute())
     draft = own.draft.model_copy(update={"ngram": ngram.model_copy(update={"guess_path": path})})
     return own.model_copy(update={"draft": draft})
 

@@ -16,13 +16,23 @@ from typing import Any, NoReturn
 from ..errors import ConfigError, cut, shown
 
 
+def expanded(path: str | Path) -> Path:
+    """`path` with ~ and ~user as home folders. Raises ConfigError where there is no such home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{shown(str(path))}: no home folder is known of the user that it names; give the folder in full"
+        ) from None
+
+
 def cache_dir() -> Path:
     """$HISPEC_CACHE, else $XDG_CACHE_HOME/hispec, else ~/.cache/hispec. An empty variable counts as unset."""
     if own := os.environ.get("HISPEC_CACHE"):
-        return Path(own).expanduser().absolute()
+        return expanded(own).absolute()
     if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser().absolute() / "hispec"
-    return Path.home() / ".cache" / "hispec"
+        return expanded(shared).absolute() / "hispec"
+    return expanded("~/.cache/hispec")
 
 
 def write_atomically(path: Path, content: bytes, sync: bool = False) -> None:

@@ -45,6 +45,17 @@ def test_folders_of_a_plan_are_relative_to_the_job_file(tmp_path: Path) -> None:
     assert found == tuple(str(tmp_path / name) for name in ("exits", "ngrams", "../exits"))
 
 
+def test_a_home_of_nobody_is_no_path_of_a_job(tmp_path: Path) -> None:
+    nowhere = "~there-is-no-such-user"
+    text = MINIMAL.replace("in.jsonl", f"{nowhere}/in.jsonl").replace("out.jsonl", f"{nowhere}/out.jsonl")
+    plan = f"speculative: {{draft: {{kind: adapter, layer: 4, path: {nowhere}/exits}}}}\n"
+    with pytest.raises(ConfigError) as caught:
+        load_job(write_yaml(tmp_path, text + plan))
+    for setting, name in (("input.path", "in.jsonl"), ("output.path", "out.jsonl")):
+        assert f"{setting}: '{nowhere}/{name}': no home folder is known of the user" in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml"]
+
+
 def test_every_problem_of_a_job_is_named_at_once(tmp_path: Path) -> None:
     path = write_yaml(
         tmp_path,

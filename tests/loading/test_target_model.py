@@ -44,6 +44,28 @@ def test_a_typo_of_a_known_name_gets_that_name(model: str | Path) -> None:
         open_model(model)
 
 
+NOWHERE = "~there-is-no-such-user/folder"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": NOWHERE},
+        {"speculative": {"draft": {"kind": "adapter", "layer": 2, "path": NOWHERE}}},
+        {
+            "speculative": {
+                "draft": {"kind": "ngram", "ngram": {"guess_confidence": 0.5, "guess_path": NOWHERE}}
+            }
+        },
+        {"speculative": {"draft": {"kind": "model", "path": NOWHERE}}},
+    ],
+    ids=["model", "exits", "n-grams", "draft model"],
+)
+def test_a_home_of_nobody_is_named(tiny_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{NOWHERE!r}: no home folder is known of the user"):
+        LLM(**{"model": str(tiny_path), "max_model_len": 64, "num_kv_blocks": 8, **settings}).close()
+
+
 def test_an_unknown_name_gets_the_known_ones_and_no_guess(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot load model 'gpt2': .* knows: smollm2, smollm2-maths$"):
         open_model("gpt2")
