@@ -127,7 +127,8 @@ def as_trained(module: AdapterModule, checkpoint: Checkpoint, states: Sequence[T
     ]
     angles = torch.outer(positions.float(), checkpoint.config.rope.inv_freq(checkpoint.config.head_dim))
     with torch.no_grad():
-        normed = module(torch.cat(list(states)), (angles.cos()[:, None], angles.sin()[:, None]), groups)
+        rotation = (angles.cos()[:, None], angles.sin()[:, None])
+        normed = module(torch.cat(list(states)), rotation, groups, torch.arange(len(angles)))
         head = checkpoint.tensor(head_name(checkpoint))
         logits = F.linear(normed, head)
         if module.vocabulary is not None:

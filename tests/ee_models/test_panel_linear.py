@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -17,11 +17,12 @@ from tests.helpers.vector_width import load_with_vectors_of
 MODULES = ["ee_models.kernels.numba_gemm", "ee_models.panel_linear"]
 
 
-@pytest.fixture(params=[8, 16])
+@pytest.fixture(params=[8, 16], scope="module")
 def modules(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> list[ModuleType]:
-    return load_with_vectors_of(request.param, MODULES, tmp_path, monkeypatch)
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[ModuleType]]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield load_with_vectors_of(request.param, MODULES, tmp_path_factory.mktemp("compiled"), patch)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

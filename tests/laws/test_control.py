@@ -3,6 +3,7 @@ model has a hole in its KV."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.helpers.adapters import loaded
 from tests.helpers.recorded_graphs import RecordedGraphs
 from tests.helpers.restless import flat_latency, make_restless
 from tests.helpers.support import GREEDY, make_engine, run
+from tests.helpers.sweeps import sweep
 
 SMALL: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -157,8 +159,11 @@ def test_every_policy_preempts_without_a_trace_in_the_output(
         assert engine.stats()["preemptions"] > 0
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("name", ["exits", "hybrids", "sure", "gated", "trained", "model"])
+@sweep(
+    "name, is_captured",
+    itertools.product(["exits", "hybrids", "sure", "gated", "trained", "model"], [False, True]),
+    lambda case: case[1] or case[0] in ("exits", "gated"),
+)
 def test_rounds_of_static_shape_follow_every_choice(
     engine_of: Make,
     torch_decoder: Decoder,

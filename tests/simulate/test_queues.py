@@ -91,11 +91,11 @@ def test_littles_law_and_no_idle_row_while_somebody_waits(name: str) -> None:
     """Mean number in the system = rate * mean latency; on one row, the order does not change when the server
     is busy."""
     config = single_server({"kind": "exponential", "mean": 100.0}, 0.8, only=POLICIES[name], fcfs={})
-    config = config.model_copy(update={"requests": config.requests.model_copy(update={"num": 2000})})
+    config = config.model_copy(update={"requests": config.requests.model_copy(update={"num": 600})})
     done, reference = run(config), run(config, "fcfs")
     outcomes = done.outcomes
     changes = np.concatenate(
-        [np.stack([outcomes.arrival_s, np.ones(2000)]), np.stack([outcomes.finished_s, -np.ones(2000)])],
+        [np.stack([outcomes.arrival_s, np.ones(600)]), np.stack([outcomes.finished_s, -np.ones(600)])],
         axis=1,
     )
     changes = changes[:, np.argsort(changes[0])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hispec.simulate.system import latency_of, route_numbers
 from hispec.simulate.tables import make_tables
 from hispec.simulate.workload import make_workload
 from tests.helpers.simulations import STAGES, experiment, run, share
+from tests.helpers.sweeps import sweep
 
 ROUTES: dict[str, dict[str, Any]] = {
     "exit": {"kind": "exit", "draft_layer": 4},
@@ -75,9 +77,11 @@ def of_route(name: str, kept: float, found: float = 1.0, **changes: Any) -> Simu
 
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["packed", "static"])
-@pytest.mark.parametrize("found", [1.0, 0.0], ids=["found", "not found"])
-@pytest.mark.parametrize("kept", [1.0, 0.0], ids=["all kept", "none kept"])
-@pytest.mark.parametrize("name", ROUTES)
+@sweep(
+    "name, kept, found",
+    itertools.product(ROUTES, [1.0, 0.0], [1.0, 0.0]),
+    lambda case: case[1] == case[2],
+)
 def test_rounds_cost_what_the_controller_expects_of_them(
     name: str, kept: float, found: float, is_static: bool
 ) -> None:
