@@ -83,7 +83,7 @@ class StandIn:
         )
         return dict.fromkeys(names, 0) | {"accept_length_histogram": [], "num_layers": 1}
 
-    def split_text(self, token_ids: Sequence[int], text: str, chat: bool = False) -> None:
+    def split_text(self, token_ids: Sequence[int], text: str, chat: bool) -> None:
         """Nobody asks for tiers."""
 
     def fingerprints(self, speculative: Any = None) -> dict[str, str]:

@@ -7,12 +7,21 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ANY_TEXT = "a"  # in place of the prompt, of which only matters that it is there
+
+def _any_text(backend: Tokenizer) -> Sequence[int]:
+    """Tokens that stand for a prompt, of which only matters that it is there; none where a vocabulary has no
+    letter of its own, and no way to say so."""
+    try:
+        encoding = backend.encode("a", add_special_tokens=False)
+    except Exception:  # tokenizers raise no class of their own
+        return ()
+    return [token for token, is_text in zip(encoding.ids, encoding.attention_mask, strict=True) if is_text]
 
 
 class IncrementalText:
@@ -29,9 +38,8 @@ class IncrementalText:
     ) -> None:
         self._backend, self.continues = tokenizer.backend_tokenizer, continues
         self._stream = DecodeStream(skip_special_tokens=True)
-        if continues:
-            for token in self._backend.encode(_ANY_TEXT, add_special_tokens=False).ids:
-                self._stream.step(self._backend, token)
+        for token in _any_text(self._backend) if continues else ():
+            self._stream.step(self._backend, token)
         self._stop = tuple(stop)
         self._held = max((len(string) for string in stop), default=1) - 1
         self._pending: list[int] = []  # tokens that have given no text yet
@@ -74,7 +82,7 @@ class IncrementalText:
 
 
 def split_text(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], text: str, continues: bool = False
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], text: str, continues: bool
 ) -> list[str]:
     """What each token added to the text of an output of these tokens: together all of `text`, which a stop
     string may have cut. A character of several tokens counts to the last of them. continues: as of the

@@ -284,7 +284,7 @@ class LLM:
         has no tokenizer."""
         return str(token_id).encode() if self._token_bytes is None else self._token_bytes(token_id)
 
-    def split_text(self, token_ids: Sequence[int], text: str, chat: bool = False) -> list[str] | None:
+    def split_text(self, token_ids: Sequence[int], text: str, chat: bool) -> list[str] | None:
         """What each token added to the `text` of an output: pieces that are all of it together. chat: of a
         conversation. None if the model has no tokenizer."""
         return None if self.tokenizer is None else split_text(self.tokenizer, token_ids, text, not chat)

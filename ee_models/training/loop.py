@@ -115,8 +115,8 @@ class Task(Protocol):
 @dataclass(frozen=True)
 class Outcome:
     """steps_run: steps of this run, without those before a resume; step: how many there are with these;
-    metrics: of the last evaluation; tokens_per_s: of all processes, in the median step of this run, which
-    neither compiles nor evaluates; None without any."""
+    metrics: of the last evaluation; tokens_per_s: in the median step of this run, without evaluations; of
+    several processes, about; None without any step."""
 
     steps_run: int
     step: int

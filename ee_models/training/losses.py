@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Worked through at a time: enough places to fill matrix kernels, and no more logits than a CPU's cache holds
-# most of, 67 MB in float32.
+# Worked through at a time: enough places to fill matrix kernels, and logits of 67 MB in float32 at most.
 _PLACES, _LOGITS = 256, 2**24
 
 

@@ -123,9 +123,9 @@ def _latency(options: argparse.Namespace) -> int:
 
     job = load_job(options.job, options.set)
     from ..profile.stage_latency import print_latency, profile_latency
-    from ..utils.files import expanded
+    from ..utils.files import known_place
 
-    path = expanded(options.latency) if options.latency else None
+    path = known_place(options.latency) if options.latency else None
     progress = not options.no_progress
     profile, place = profile_latency(job, path, max_window=options.max_window, progress=progress)
     print_latency(profile, place)

@@ -224,10 +224,8 @@ def _make_beside(path: Path, values: Any, place: Sequence[str]) -> None:
 
 
 def _beside(path: Path, name: str) -> Path:
-    try:
-        return path.parent / expanded(name)
-    except ConfigError:  # the schema says of which setting
-        return Path(name)
+    own = expanded(name)
+    return own if str(own).startswith("~") else path.parent / own  # of nobody: the schema refuses it
 
 
 def _names_a_file(value: Any) -> bool:

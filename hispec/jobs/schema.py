@@ -13,7 +13,7 @@ from ..config.ray_cluster import RayConfig
 from ..config.workers import Workers
 from ..errors import shown
 from ..sampling_params import SamplingParams
-from ..utils.files import cache_dir, expanded
+from ..utils.files import cache_dir, known_place
 from .uris import is_uri, name_in
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def _as_path(value: Any) -> Any:
     is_name = isinstance(value, str) and value.strip() and "\0" not in value
     if not is_name or max(len(name.encode("utf-8", "replace")) for name in value.split("/")) > _MOST_NAME:
         raise ValueError(f"must name a file, got {shown(value)}")
-    return expanded(value)
+    return known_place(value)
 
 
 def _as_place(value: Any) -> Any:

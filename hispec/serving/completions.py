@@ -10,7 +10,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from ..detokenizer import split_text
 from ..errors import ConfigError, RequestError, shown
 from ..openai.chunks import Chunks
 from ..openai.requests import CHAT, read_body, split_prompts
@@ -84,6 +83,7 @@ class Responder:
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self._engine, self._model = engine, model
         self._tokenizer, self._token_bytes = engine.llm.tokenizer, engine.llm.token_bytes
+        self._split_text = engine.llm.split_text
 
     async def body(self, request: CompletionRequest) -> dict[str, Any]:
         """The whole response. Raises what the engine raises, and Failure if an output failed."""
@@ -95,8 +95,7 @@ class Responder:
             own = choices(output.outputs, request.is_chat, self._token_bytes, first=len(made))
             for choice, one in zip(own, output.outputs, strict=True):
                 if one.tiers is not None and self._tokenizer is not None:
-                    continues = not request.is_chat
-                    texts = split_text(self._tokenizer, one.token_ids, one.text, continues)
+                    texts = self._split_text(one.token_ids, one.text, request.is_chat) or ()
                     pieces = zip(texts, one.tiers, strict=True)
                     choice["tiers"] = [{"text": text, "tier": tier} for text, tier in pieces]
             made += own

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from .environment import environment, package_version
@@ -105,5 +104,5 @@ def _gpus() -> Any:
 
 def _without_home(text: str) -> str:
     """Without the name of the user's folder."""
-    home = str(Path.home())
+    home = os.path.expanduser("~")
     return text.replace(home, "~") if len(home) > 1 else text

@@ -17,22 +17,26 @@ from ..errors import ConfigError, cut, shown
 
 
 def expanded(path: str | Path) -> Path:
-    """`path` with ~ and ~user as home folders. Raises ConfigError where there is no such home."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise ConfigError(
-            f"{shown(str(path))}: no home folder is known of the user that it names; give the folder in full"
-        ) from None
+    """`path` with ~ and ~user as home folders. ~user of nobody stays what it is, and nothing is found there;
+    `known_place` is for what is written."""
+    return Path(os.path.expanduser(path))
+
+
+def known_place(path: str | Path) -> Path:
+    """As `expanded`. Raises ConfigError for ~user of nobody, which would become a folder of that name."""
+    found = expanded(path)
+    if str(found).startswith("~"):
+        raise ConfigError(f"{shown(str(path))} is in the home folder of nobody here; give the folder in full")
+    return found
 
 
 def cache_dir() -> Path:
     """$HISPEC_CACHE, else $XDG_CACHE_HOME/hispec, else ~/.cache/hispec. An empty variable counts as unset."""
     if own := os.environ.get("HISPEC_CACHE"):
-        return expanded(own).absolute()
+        return known_place(own).absolute()
     if shared := os.environ.get("XDG_CACHE_HOME"):
-        return expanded(shared).absolute() / "hispec"
-    return expanded("~/.cache/hispec")
+        return known_place(shared).absolute() / "hispec"
+    return known_place("~/.cache/hispec")
 
 
 def write_atomically(path: Path, content: bytes, sync: bool = False) -> None:

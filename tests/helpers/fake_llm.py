@@ -69,7 +69,7 @@ class FakeLLM:
     tokenizer: ClassVar[Any] = Bytes()
 
     @staticmethod
-    def split_text(token_ids: list[int], text: str, chat: bool = False) -> list[str]:
+    def split_text(token_ids: list[int], text: str, chat: bool) -> list[str]:
         return [text[at : at + 1] for at in range(len(token_ids))]
 
     def add(self, prompt: Any, sampling_params: SamplingParams, request_id: str, chat: bool = False) -> None:

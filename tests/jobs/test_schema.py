@@ -52,7 +52,7 @@ def test_a_home_of_nobody_is_no_path_of_a_job(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_job(write_yaml(tmp_path, text + plan))
     for setting, name in (("input.path", "in.jsonl"), ("output.path", "out.jsonl")):
-        assert f"{setting}: '{nowhere}/{name}': no home folder is known of the user" in str(caught.value)
+        assert f"{setting}: '{nowhere}/{name}' is in the home folder of nobody here" in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml"]
 
 

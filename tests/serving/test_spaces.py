@@ -48,7 +48,7 @@ def test_a_completion_begins_with_its_space(
         assert [continued.outputs[0].text, answer.outputs[0].text] == [" " * 3, " " * 2]
         assert "".join(delta.text for delta in llm.stream("one", params)) == " " * 3
         token_ids = continued.outputs[0].token_ids
-        assert llm.split_text(token_ids, " " * 3) == [" ", " ", " "]
+        assert llm.split_text(token_ids, " " * 3, chat=False) == [" ", " ", " "]
         assert llm.split_text(token_ids, " " * 2, chat=True) == ["", " ", " "]
 
 
@@ -71,3 +71,12 @@ def test_the_server_tells_it_and_its_tier(server: Running, spaces: dict[str, flo
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     tiers = [piece["text"] for chunk in chunks for piece in chunk["choices"][0].get("tiers", [])]
     assert "".join(tiers) == wanted
+
+
+def test_offsets_and_stop_strings_are_those_of_the_text(server: Running, spaces: dict[str, float]) -> None:
+    body = {"prompt": "one", **THREE, "logit_bias": spaces}
+    (choice,) = server.http.post("/v1/completions", json={**body, "logprobs": 1}).json()["choices"]
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"] == " " * 3
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+    (choice,) = server.http.post("/v1/completions", json={**body, "stop": ["  "]}).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop"), "the space that begins it counts"
