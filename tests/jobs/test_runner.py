@@ -196,11 +196,15 @@ def test_tiers_are_written_with_the_text_of_each_token() -> None:
     row, config = parse({"prompt": "a"}), OutputConfig(path=Path("o"))
     result = RequestOutput("row-3", None, [97], [output])
 
+    chats = []
+
     def split(token_ids: Sequence[int], text: str, chat: bool) -> list[str]:
-        assert list(token_ids) == [5, 6] and not chat
+        chats.append(chat)
         return list(text)
 
+    output_row(parse({"messages": [{"role": "user", "content": "a"}]}), result, config, split)
     (written,) = output_row(row, result, config, split)["outputs"]
+    assert chats == [True, False], "whose text goes on the prompt's"
     assert (written["tiers"], written["token_texts"]) == (["draft", "verify"], ["a", "b"])
     (written,) = output_row(row, result, config)["outputs"]
     assert "token_texts" not in written, "a model without a tokenizer"
