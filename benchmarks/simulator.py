@@ -35,6 +35,7 @@ from hispec.config import SchedulingConfig, SpeculativeConfig
 from hispec.errors import build
 from hispec.jobs.bench_inputs import TokenIds, good_rows
 from hispec.jobs.load import load_job
+from hispec.latency.fit import Point, fit
 from hispec.latency.model import Linear
 from hispec.llm import LLM
 from hispec.measure.latency import measure_latency
@@ -98,22 +99,14 @@ def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.
     scheduling = SchedulingConfig(policy=arguments.policy)
     with LLM(job.model, speculative=PLANS[name], scheduling=scheduling, **settings) as llm:
         prompts = [llm.encode(row.prompt, chat=row.is_chat) for row in good_rows(job)]
-        profile = profile_of(llm, arguments.rows)
+        points = points_of(llm, arguments.rows)
         serve(llm, prompts, rate, arguments)
-        profiles = [profile, profile_of(llm, arguments.rows)]
+        points += points_of(llm, arguments.rows)
     recorded = read_trace(trace)
     latencies = [each.e2e_s for each in sorted(recorded.requests, key=lambda each: each.number)][WARM_UP:]
     engine = statistics.fmean(latencies)
     round_s = sum(each.seconds for each in recorded.rounds if each.seconds is not None)
-    costs = {
-        name: Linear(
-            **{
-                field: statistics.fmean(getattr(each[name], field) for each in profiles)
-                for field in vars(cost)
-            }
-        )
-        for name, cost in profiles[0].items()
-    }
+    costs = {name: each.cost for name, each in fit(points).items()}
     found, num_rounds, simulated_round_s = simulated(costs, 1.0, name, trace, arguments)
     timed = sum(each.rounds for each in recorded.rounds if each.seconds is not None)
     drift = (round_s / timed) / (simulated_round_s / num_rounds)
@@ -132,8 +125,10 @@ def compare(job: Any, name: str, rate: float, folder: Path, arguments: argparse.
     }
 
 
-def profile_of(llm: LLM, rows: int) -> dict[str, Linear]:
-    return dict(measure_latency(llm.decoder, (), max_num_seqs=rows, max_window=NUM_DRAFTS + 1).model().stages)
+def points_of(llm: LLM, rows: int) -> list[Point]:
+    """Passes timed now."""
+    profile = measure_latency(llm.decoder, (), max_num_seqs=rows, max_window=NUM_DRAFTS + 1)
+    return [Point(**each.model_dump()) for each in profile.points]
 
 
 def serve(llm: LLM, prompts: Sequence[TokenIds], rate: float, arguments: argparse.Namespace) -> None:
@@ -166,11 +161,7 @@ def simulated(
     costs: dict[str, Linear], factor: float, name: str, trace: Path, arguments: argparse.Namespace
 ) -> tuple[Floats, int, float]:
     """Latencies after the warm-up; rounds, and seconds of all of them. factor: of all costs."""
-    scale = {field: 1.0 if field == "free_tokens" else factor for field in vars(costs["plain"])}
-    stages = {
-        stage: {field: value * scale[field] for field, value in vars(cost).items()}
-        for stage, cost in costs.items()
-    }
+    stages = {stage: vars(cost.scaled(factor)) for stage, cost in costs.items()}
     control = (
         {"kind": "plain"}
         if name == "plain"

@@ -48,4 +48,6 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-Tuple = Annotated[tuple[Item, ...], BeforeValidator(_as_tuple)]  # as YAML and JSON give it: a list
+# As YAML and JSON give them: lists.
+Tuple = Annotated[tuple[Item, ...], BeforeValidator(_as_tuple)]
+Pair = Annotated[tuple[Item, Item], BeforeValidator(_as_tuple)]

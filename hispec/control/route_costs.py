@@ -52,7 +52,8 @@ def slots_of(route: Route | None, along: Collection[int]) -> dict[int, list[str]
 
 
 class _Layer:
-    """At most one stage per slot of each plan, as arrays [slots, plans] of Linear's fields."""
+    """At most one stage per slot of each plan, as arrays [slots, plans] of Linear's fields, and
+    [bends, slots, plans] of its bends."""
 
     def __init__(self, stages: Sequence[Mapping[int, Linear]], route: Ints) -> None:
         rows = [[stages[index].get(slot, NOTHING) for index in route.tolist()] for slot in range(len(SLOTS))]
@@ -60,17 +61,21 @@ class _Layer:
         def field(name: str) -> Floats:
             return np.array([[getattr(stage, name) for stage in row] for row in rows])
 
-        self.constant, self.row, self.token = field("constant_ms"), field("row_ms"), field("token_ms")
-        self.context, self.pair, self.free = field("context_ms"), field("pair_ms"), field("free_tokens")
+        self.least, self.row = field("least_ms"), field("row_ms")
+        self.context, self.pair = field("context_ms"), field("pair_ms")
+        bends = [[stage.bends() for stage in row] for row in rows]
+        most = max(len(each) for row in bends for each in row)
+        padded = [[[*each, *[(0.0, 0.0)] * (most - len(each))] for each in row] for row in bends]
+        self.bends, self.slopes = np.moveaxis(np.array(padded), (3, 2), (0, 1))
 
     def milliseconds(self, passes: Passes, context_per_row: float) -> Floats:
         """As Linear says, each pass being the mean of its slot's."""
         num, rows, tokens = passes
-        paid = np.maximum(tokens - self.free * num, 0.0)
+        beyond = np.maximum(tokens - self.bends * num, 0.0)
         total = (
-            self.constant * num
+            self.least * num
             + (self.row + context_per_row * self.context) * rows
-            + self.token * paid
+            + (self.slopes * beyond).sum(axis=0)
             + (context_per_row * self.pair) * tokens
         )
         return total.sum(axis=0)

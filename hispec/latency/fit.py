@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,18 +16,12 @@ from .model import Linear
 Floats = NDArray[np.float64]
 _FOLDS = 3
 _LEAST_POINTS = 6  # from which on a third of them can be held out
-_WORTH = (
-    0.8  # free tokens are believed in only if they lower the squared error of held-out points to this share
-)
+_WORTH = 0.5  # knots are believed in only if they lower the squared error of held-out points to this share
 _ALIKE = 1e-6  # share of a column that others must leave unexplained, or it says nothing that they do not
-_COEFFICIENTS = (
-    "constant_ms",
-    "token_ms",
-    "context_ms",
-    "pair_ms",
-    "row_ms",
-)  # of those that say the same, the first is kept
-_TOKENS = _COEFFICIENTS.index("token_ms")
+# Of coefficients that say the same, the first is kept.
+_COEFFICIENTS = ("constant_ms", "token_ms", "context_ms", "pair_ms", "row_ms")
+_ITERATIONS = 200  # of least squares: each takes a coefficient in, of a few dozen
+_SLACK = 1e-9  # gradient of a coefficient that would be taken in for rounding's sake alone
 
 
 @dataclass(frozen=True)
@@ -79,8 +73,8 @@ def fit(points: Iterable[Point]) -> dict[str, StageFit]:
 
 
 def fit_stage(points: Sequence[Point]) -> StageFit:
-    """Non-negative least squares of relative errors over all points; whether there are free tokens, and how
-    many, by what is held out."""
+    """Non-negative least squares of relative errors over all points; up to which number of tokens there are
+    knots, by what is held out."""
     if not points:
         raise ConfigError(
             "a stage without a measured pass has no cost; measure again: hispec profile JOB.yaml --latency"
@@ -95,25 +89,30 @@ def fit_stage(points: Sequence[Point]) -> StageFit:
 
 
 def _best(points: Sequence[Point]) -> Linear:
-    """The fit with the number of free tokens that lowers the error of held-out points most, if by enough."""
+    """The fit with knots up to the number of tokens that lowers the error of held-out points most, as far as
+    each more of them lowers it by enough."""
     ms = np.array([point.ms for point in points])
 
-    def error(free_tokens: float) -> float:
-        predicted = _held_out(points, lambda taken: _linear(taken, free_tokens))
+    def error(most: float) -> float:
+        predicted = _held_out(points, lambda taken: _linear(taken, most))
         return float((((predicted - ms) / ms) ** 2).sum())
 
-    errors = {free_tokens: error(free_tokens) for free_tokens in (0.0, *_knees(points))}
-    best = min(errors, key=lambda free_tokens: errors[free_tokens])
-    return _linear(points, best if errors[best] < _WORTH * errors[0.0] else 0.0)
+    best, least = 0.0, error(0.0)
+    for most in _ends(points):
+        if (found := error(most)) < _WORTH * least:
+            best, least = most, found
+    return _linear(points, best)
 
 
-def _knees(points: Sequence[Point]) -> Iterator[float]:
-    """Numbers of tokens that may be free: those measured and halfway between them, as long as two larger ones
-    were measured."""
+def _ends(points: Sequence[Point]) -> Iterator[float]:
+    """Numbers of tokens up to which there may be knots: each about twice the one before, as long as two
+    larger ones were measured."""
     tokens = sorted({float(point.tokens) for point in points})
-    for at in range(1, len(tokens) - 2):
-        yield tokens[at]
-        yield (tokens[at] + tokens[at + 1]) / 2
+    last = 0.0
+    for each in tokens[1:-2]:
+        if each >= 2 * last:
+            yield each
+            last = each
 
 
 def _held_out(points: Sequence[Point], fitted: Callable[[Sequence[Point]], Linear]) -> Floats:
@@ -130,8 +129,9 @@ def _held_out(points: Sequence[Point], fitted: Callable[[Sequence[Point]], Linea
     return found
 
 
-def _linear(points: Sequence[Point], free_tokens: float) -> Linear:
-    """The coefficients, given free_tokens. Those that the points cannot tell from others are 0."""
+def _linear(points: Sequence[Point], most: float) -> Linear:
+    """The coefficients, with a knot at every measured number of tokens up to `most`, if that are two or more.
+    Those that the points cannot tell from others are 0."""
     rows, tokens, context_tokens, ms = np.array(
         [(point.rows, point.tokens, point.context_tokens, point.ms) for point in points], float
     ).T
@@ -139,11 +139,19 @@ def _linear(points: Sequence[Point], free_tokens: float) -> Linear:
         (np.ones_like(rows), tokens, context_tokens, tokens * context_tokens / rows, rows), axis=1
     )
     told = _told_apart(columns)
-    columns[:, _TOKENS] = np.maximum(tokens - free_tokens, 0.0)
-    found = _non_negative(columns[:, told] / ms[:, None])
+    knots = np.unique(tokens[tokens <= most])
+    if len(knots) < 2 or _COEFFICIENTS.index("token_ms") not in told:
+        knots = np.empty(0)
+    # A stretch between two knots is a column of its own: the share of it that a pass has behind it.
+    stretches = [np.clip((tokens - low) / (high - low), 0.0, 1.0) for low, high in pairwise(knots)]
+    if len(knots):
+        columns[:, _COEFFICIENTS.index("token_ms")] = np.maximum(tokens - knots[-1], 0.0)
+    relative = np.column_stack((columns[:, told], *stretches)) / ms[:, None]
+    found = _non_negative(relative).tolist()
+    risen = np.cumsum([0.0, *found[len(told) :]]).tolist()
     return Linear(
-        **{_COEFFICIENTS[at]: float(value) for at, value in zip(told, found, strict=True)},
-        free_tokens=free_tokens if found.any() else 0.0,
+        **{_COEFFICIENTS[at]: value for at, value in zip(told, found[: len(told)], strict=True)},
+        knots=tuple(zip(knots.tolist(), risen, strict=True)) if len(knots) else (),
     )
 
 
@@ -162,20 +170,28 @@ def _told_apart(columns: Floats) -> list[int]:
 
 def _non_negative(relative: Floats) -> Floats:
     """The x >= 0 that minimises |relative @ x - 1|, relative [points, coefficients] in shares of what was
-    measured: the best of the unconstrained solutions over the few sets of coefficients that may differ from
-    0."""
+    measured: Lawson's and Hanson's active sets (Solving Least Squares Problems, chapter 23)."""
     scale = np.linalg.norm(relative, axis=0)
-    scale[scale == 0] = 1.0  # all tokens are free
+    scale[scale == 0] = 1.0  # a stretch that no point reaches
     scaled = relative / scale
     gram, target = scaled.T @ scaled, scaled.sum(axis=0)
-    best, least = np.zeros(len(scale)), float(len(relative))
-    for size in range(1, len(scale) + 1):
-        for taken in map(list, combinations(range(len(scale)), size)):
-            found = np.linalg.lstsq(gram[np.ix_(taken, taken)], target[taken], rcond=None)[0]
-            error = float(
-                len(relative) - 2 * found @ target[taken] + found @ gram[np.ix_(taken, taken)] @ found
-            )
-            if (found >= 0).all() and error < least:
-                best, least = np.zeros(len(scale)), error
-                best[taken] = found
-    return best / scale
+    found, taken = np.zeros(len(scale)), np.zeros(len(scale), bool)
+    for _ in range(_ITERATIONS):
+        gradient = np.where(taken, -np.inf, target - gram @ found)
+        best = int(gradient.argmax())
+        if gradient[best] <= _SLACK:
+            break
+        taken[best] = True
+        while True:
+            solved = np.zeros(len(scale))
+            solved[taken] = np.linalg.lstsq(gram[np.ix_(taken, taken)], target[taken], rcond=None)[0]
+            falling = taken & (solved <= 0)
+            if not falling.any():
+                break
+            # As far towards the solution as nothing is below 0; what is 0 then leaves.
+            share = (found[falling] / (found[falling] - solved[falling])).min()
+            found += share * (solved - found)
+            taken &= found > _SLACK
+            found[~taken] = 0.0
+        found = solved
+    return found / scale

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -13,22 +14,39 @@ from numpy.typing import NDArray
 from ..errors import ConfigError
 
 Value = TypeVar("Value", float, NDArray[np.float64])
+Knots = tuple[tuple[float, float], ...]  # (tokens, ms)
 _LEAST_ROWS = 1e-9  # in whose place no rows stand, over which nothing is run
+
+
+def rising(knots: Knots) -> Knots:
+    """The knots of a Linear. Raises ValueError if they do not rise."""
+    for (fewer, less), (tokens, ms) in pairwise(knots):
+        if not fewer < tokens or not less <= ms:
+            raise ValueError(
+                f"must rise: more tokens cost no less, but ({fewer:g}, {less:g}) is followed by"
+                f" ({tokens:g}, {ms:g})"
+            )
+    if not all(0 <= value < math.inf for knot in knots for value in knot):
+        raise ValueError("must be of numbers >= 0")
+    return knots
 
 
 @dataclass(frozen=True)
 class Linear:
     """Milliseconds of a pass:
 
-        constant + row * rows + token * max(tokens - free_tokens, 0) + context * context tokens + pair *
-        tokens * context tokens / rows
+        constant + row * rows + of_tokens(tokens) + context * context tokens + pair * tokens * context tokens
+        / rows
 
     tokens          batched tokens: positions that the pass computes, over all rows
     context tokens  positions that the rows attend to, summed over rows
-    free_tokens     tokens that cost no more than one does, since the weights are read for it anyway
+    knots           ((tokens, ms), ...), both rising: what so many tokens cost; between them a straight line,
+                    below the first as much as it, beyond the last token_ms for each token. None of them:
+                    token_ms for each token. The weights are read for one token anyway, and kernels compute in
+                    tiles, so that a fifth token may cost what a sixth to an eighth do not
     pair_ms         of one position that attends to another: several positions of a row read its context once,
-                    but each computes with it. SmartSpec has neither this nor free tokens; on a CPU the error
-                    is a third with both of what it is without
+                    but each computes with it. SmartSpec has neither this nor knots; on a CPU the error is a
+                    third with both of what it is without
     """
 
     constant_ms: float = 0.0
@@ -36,28 +54,55 @@ class Linear:
     token_ms: float = 0.0
     context_ms: float = 0.0
     pair_ms: float = 0.0
-    free_tokens: float = 0.0
+    knots: Knots = ()
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
+        again = "measure again: hispec profile JOB.yaml --latency"
+        for name in ("constant_ms", "row_ms", "token_ms", "context_ms", "pair_ms"):
+            value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
-                raise ConfigError(
-                    f"{each.name}={value!r} of a stage's cost must be a number >= 0; measure again: hispec"
-                    " profile JOB.yaml --latency"
-                )
+                raise ConfigError(f"{name}={value!r} of a stage's cost must be a number >= 0; {again}")
+        try:
+            rising(self.knots)
+        except ValueError as error:
+            raise ConfigError(f"knots={self.knots!r} of a stage's cost {error}; {again}") from None
 
     def __call__(self, rows: Value, tokens: Value, context_tokens: Value) -> Value:
         """Milliseconds; takes numbers, or arrays of one shape."""
         each = context_tokens / np.maximum(rows, _LEAST_ROWS)
-        paid = np.maximum(tokens - self.free_tokens, 0.0)
+        of_tokens = sum(slope * np.maximum(tokens - knot, 0.0) for knot, slope in self.bends())
         return (
-            self.constant_ms
+            self.least_ms
             + self.row_ms * rows
-            + self.token_ms * paid
+            + of_tokens
             + self.context_ms * context_tokens
             + self.pair_ms * tokens * each
         )
+
+    @property
+    def least_ms(self) -> float:
+        """Of a pass whatever it is run over."""
+        return self.constant_ms + (self.knots[0][1] if self.knots else 0.0)
+
+    def scaled(self, factor: float) -> Linear:
+        """As of a machine that takes `factor` times as long."""
+        return replace(
+            self,
+            constant_ms=factor * self.constant_ms,
+            row_ms=factor * self.row_ms,
+            token_ms=factor * self.token_ms,
+            context_ms=factor * self.context_ms,
+            pair_ms=factor * self.pair_ms,
+            knots=tuple((tokens, factor * ms) for tokens, ms in self.knots),
+        )
+
+    def bends(self) -> list[tuple[float, float]]:
+        """(tokens, ms): beyond so many tokens each costs so much more than those before, or less."""
+        if not self.knots:
+            return [(0.0, self.token_ms)]
+        between = [(ms - less) / (tokens - fewer) for (fewer, less), (tokens, ms) in pairwise(self.knots)]
+        changes = [after - before for before, after in pairwise((0.0, *between, self.token_ms))]
+        return [(tokens, change) for (tokens, _), change in zip(self.knots, changes, strict=True)]
 
 
 NOTHING = Linear()

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from ..config.base import Settings, Tuple
+from ..config.base import Pair, Settings, Tuple
 from ..errors import ConfigError, build
 from ..utils.files import cache_dir, write_json
 from .fit import Point, StageFit
-from .model import LatencyModel, Linear, stage_names
+from .model import LatencyModel, Linear, rising, stage_names
 
 _FORMAT = "hispec latency profile"
 _NOTHING_BESIDE = 0.02  # share of a round of plain decoding
@@ -70,7 +70,7 @@ class StageCost(Settings):
     token_ms: NotNegative
     context_ms: NotNegative
     pair_ms: NotNegative
-    free_tokens: NotNegative
+    knots: Annotated[Tuple[Pair[NotNegative]], AfterValidator(rising)]
     num_points: Annotated[int, Field(ge=1)]
     r2: Annotated[float, Field(le=1.0)] | None
     mean_error: NotNegative | None
@@ -113,7 +113,7 @@ class LatencyProfile(Settings):
     """
 
     format: Literal["hispec latency profile"] = "hispec latency profile"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     fingerprint: str
     subject: Subject
     date: str
@@ -199,7 +199,7 @@ def load(path: Path, expected: Subject | None = None, max_num_seqs: int = 1) -> 
     except ValueError as error:
         raise ConfigError(f"the latency profile {path} is damaged: {error}; {_AGAIN} {path}") from None
     if isinstance(values, dict):
-        for name, known in (("format", _FORMAT), ("version", 1)):
+        for name, known in (("format", _FORMAT), ("version", 2)):
             if values.get(name) != known:
                 raise ConfigError(
                     f"{path} is not a latency profile of this hispec: {name} is {values.get(name)!r},"

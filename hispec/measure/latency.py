@@ -66,7 +66,8 @@ class Grid:
         most_kv, longest = (2**15, 4096) if is_cuda else (2**13, 512)
         most_tokens = Grid.most_tokens_of(is_cuda=is_cuda)
         all_rows = sorted(row_buckets(max_num_seqs)) if is_static else list(range(1, max_num_seqs + 1))
-        positions = _powers(2, Grid.widest(max_window, max_positions, is_cuda=is_cuda))
+        widest = Grid.widest(max_window, max_positions, is_cuda=is_cuda)
+        positions = _powers(2, widest) if is_static else _ladder(widest)
         longest = min(longest, max_positions - positions[-1])
         shortest = min(longest, max(_LEAST_CONTEXT, min(64, longest // 8)))
         most_kv = max(most_kv, max_num_seqs * shortest)
@@ -339,6 +340,15 @@ def _powers(base: int, most: int) -> tuple[int, ...]:
         found.append(found[-1] * base)
     if 2 * (most - found[-1]) < found[-1] > 1:
         found.pop()  # too near to `most` to tell more
+    return tuple(dict.fromkeys((*found, most)))
+
+
+def _ladder(most: int) -> tuple[int, ...]:
+    """1, 2, 3 ..., in steps of a quarter where that is more, up to `most`, and that: kernels of a CPU compute
+    in tiles of a few tokens, and between powers of two is most of what rounds verify."""
+    found = [1]
+    while (more := found[-1] + max(1, found[-1] // 4)) < most:
+        found.append(more)
     return tuple(dict.fromkeys((*found, most)))
 
 

@@ -24,7 +24,7 @@ _WINDOW = 32  # positions of a row's round, where the job says nothing of them
 _COLUMNS: dict[str, Callable[[StageCost], str]] = {
     "constant": lambda stage: f"{stage.constant_ms:.3f}",
     "per token": lambda stage: f"{stage.token_ms:.4f}",
-    "free tokens": lambda stage: f"{stage.free_tokens:g}",
+    "beyond tokens": lambda stage: f"{stage.knots[-1][0] if stage.knots else 0:g}",
     "per row": lambda stage: f"{stage.row_ms:.4f}",
     "per 1k context": lambda stage: f"{1e3 * stage.context_ms:.3f}",
     "per 1k pairs": lambda stage: f"{1e3 * stage.pair_ms:.4f}",
@@ -96,8 +96,9 @@ def print_latency(profile: LatencyProfile, path: Path, file: IO[str] | None = No
         table.add_row(name, *(text_of(stage) for text_of in _COLUMNS.values()))
     console.print(table)
     console.print(
-        "context: positions attended to, of all rows; pairs: of a token and such a position. R² and mean"
-        " error are of points that were held out."
+        "per token: beyond so many, below which a stage costs what was measured of each number. context:"
+        " positions attended to, of all rows; pairs: of a token and such a position. R² and mean error are of"
+        " points that were held out."
     )
     console.print(f"{len(profile.points)} passes timed in {profile.seconds:.0f} s; {path}")
     if poor := profile.poor_stages():

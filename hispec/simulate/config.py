@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from ..config import TRAITS, DraftKind, GoodputConfig, SchedulingConfig, Settings
-from ..config.base import Tuple
+from ..config.base import Pair, Tuple
 from ..control.choice import Route
 from ..errors import nearest, shown
-from ..latency.model import stage_names
+from ..latency.model import rising, stage_names
 from .arrivals import ArrivalsConfig
 from .distributions import Distribution, Shares, constant
 
@@ -45,7 +45,7 @@ class StageSettings(Settings):
     token_ms: Cost = 0.0
     context_ms: Cost = 0.0
     pair_ms: Cost = 0.0
-    free_tokens: Cost = 0.0
+    knots: Annotated[Tuple[Pair[Cost]], AfterValidator(rising)] = ()
 
 
 def _check_stage(name: str) -> str:

@@ -32,14 +32,11 @@ def uniform(seed: Any, stream: int, position: int) -> Any:
 
 @kernel
 def cost(stage: Any, rows: int, tokens: int, context: int) -> Any:
-    """Seconds of a pass, as hispec.latency.model.Linear; stage [6]."""
-    return (
-        stage[0]
-        + stage[1] * rows
-        + stage[2] * max(tokens - stage[5], 0.0)
-        + stage[3] * context
-        + stage[4] * tokens * context / max(rows, 1)
-    )
+    """Seconds of a pass, as hispec.latency.model.Linear; stage [terms], see Tables."""
+    seconds = stage[0] + stage[1] * rows + stage[2] * context + stage[3] * tokens * context / max(rows, 1)
+    for at in range(4, len(stage), 2):
+        seconds += max(tokens - stage[at], 0.0) * stage[at + 1]
+    return seconds
 
 
 @kernel

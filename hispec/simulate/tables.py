@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import NamedTuple
 
 import numpy as np
@@ -19,21 +18,21 @@ from ..control.route_costs import (
     VERIFY_SLOT,
     slots_of,
 )
-from ..latency.model import LatencyModel
+from ..latency.model import LatencyModel, Linear
 from .config import MOST_POINTS, AcceptanceSettings, SimulationConfig
 from .distributions import Floats, Ints
 from .workload import Workload
 
-_MS = np.array(
-    [1e3, 1e3, 1e3, 1e3, 1e3, 1.0]
-)  # what the fields of a Linear are divided by; the last counts tokens
+_NUM_TERMS = 4  # least, of a row, of a context token, of a pair
 
 
 class Tables(NamedTuple):
-    """Costs of stages are [6] arrays of a Linear's fields, in seconds.
+    """Costs of stages are arrays [terms] of seconds: the least, of a row, of a context token, of a pair; then
+    the tokens of each bend of a Linear, and what each token beyond costs more. Of those with fewer bends, the
+    last are nothing.
 
-    stages        [routes, slots, 6] of the passes of a round (see control/route_costs.py)
-    plain, prefill, round_cost   [6]
+    stages        [routes, slots, terms] of the passes of a round (see control/route_costs.py)
+    plain, prefill, round_cost   [terms]
     passes        [routes, slots] attained service: a pass's layers over all layers
     buckets       row counts that rounds of static shapes are padded to
     looks_up      [routes] whether drafts are looked up
@@ -75,7 +74,9 @@ def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workl
     """Raises ConfigError if the latency model lacks a stage that a route runs."""
     routes, num_layers = list(config.routes.values()), config.engine.num_layers
     num = max(1, len(routes))
-    stages, passes = np.zeros((num, len(SLOTS), 6)), np.zeros((num, len(SLOTS)))
+    num_bends = max((len(each.bends()) for each in latency.stages.values()), default=1)
+    stages = np.zeros((num, len(SLOTS), _NUM_TERMS + 2 * num_bends))
+    passes = np.zeros((num, len(SLOTS)))
     looks_up, has_check = np.zeros(num, np.bool_), np.zeros(num, np.bool_)
     is_gated, gates = np.zeros(num, np.bool_), np.ones((num, 2))
     exit_tokens, positions = np.zeros(num, np.int64), np.ones((num, 3, 32))
@@ -88,7 +89,7 @@ def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workl
             route.check_layer or route.draft_layer,
         )
         for slot, (name,) in slots.items():
-            stages[index, slot] = _seconds(latency, name)
+            stages[index, slot] = _seconds(latency[name], num_bends)
         looks_up[index], has_check[index] = LOOKUP_SLOT in slots, CHECK_SLOT in slots
         if route.gate is not None:
             is_gated[index], gates[index] = True, (route.gate.wrong, route.gate.right)
@@ -101,9 +102,9 @@ def make_tables(config: SimulationConfig, latency: LatencyModel, workload: Workl
                 _put_acceptance(settings, positions[index, which], drift[index, which])
     return Tables(
         stages,
-        _seconds(latency, "plain"),
-        _seconds(latency, "prefill"),
-        _seconds(latency, "round"),
+        _seconds(latency["plain"], num_bends),
+        _seconds(latency["prefill"], num_bends),
+        _seconds(latency["round"], num_bends),
         passes,
         latency.is_static,
         np.array(latency.row_buckets, np.int64),
@@ -132,5 +133,8 @@ def _put_acceptance(settings: AcceptanceSettings, positions: Floats, drift: Floa
         drift[:, : points.shape[1]], drift[:, points.shape[1] :] = points, points[:, -1:]
 
 
-def _seconds(latency: LatencyModel, name: str) -> Floats:
-    return np.array(astuple(latency[name])) / _MS
+def _seconds(cost: Linear, num_bends: int) -> Floats:
+    terms = [cost.least_ms, cost.row_ms, cost.context_ms, cost.pair_ms]
+    bends = [(tokens, slope / 1e3) for tokens, slope in cost.bends()]
+    padded = [*bends, *[(0.0, 0.0)] * (num_bends - len(bends))]
+    return np.array([*(ms / 1e3 for ms in terms), *(value for bend in padded for value in bend)])

@@ -28,6 +28,27 @@ FAULTS = (
         ("tests/latency/test_profile_file.py",),
     ),
     Fault(
+        "a stage's cost between two measured numbers of tokens is what the fewer cost",
+        "hispec/latency/model.py",
+        "        between = [(ms - less) / (tokens - fewer) for",
+        "        between = [0.0 * (ms - less) / (tokens - fewer) for",
+        ("tests/latency/test_model.py", "tests/control/test_goodput.py"),
+    ),
+    Fault(
+        "a controller's pass bends at the tokens of one pass, not of all in a slot",
+        "hispec/control/route_costs.py",
+        "tokens - self.bends * num",
+        "tokens - self.bends",
+        ("tests/control/test_goodput.py",),
+    ),
+    Fault(
+        "a simulated pass takes no notice of what tokens beyond the last bend cost",
+        "hispec/simulate/round_parts_numba.py",
+        "for at in range(4, len(stage), 2):",
+        "for at in range(4, len(stage) - 2, 2):",
+        ("tests/simulate/test_rounds.py",),
+    ),
+    Fault(
         "the prefix cache kept although scoring wrote over its blocks",
         "hispec/engine/engine.py",
         "            self._pool.forget()  # its blocks are written over\n",

@@ -226,14 +226,14 @@ def test_milliseconds_are_those_of_passes_one_by_one(rows: int) -> None:
 
 
 def test_costs_are_what_linear_says() -> None:
-    """Knees and pairs included."""
-    stage, rest = Linear(3.0, 0.2, 0.1, 1e-3, 1e-4, 7.0), Linear(0.5, 0.1)
+    """Bends and pairs included."""
+    stage, rest = Linear(3.0, 0.2, 0.1, 1e-3, 1e-4, ((2.0, 0.5), (7.0, 0.75))), Linear(0.5, 0.1)
     latency = LatencyModel({"plain": stage, "round": rest, "along/4": Linear(0.3, 0.0, 0.02)})
     costs = StageCosts([{VERIFY_SLOT: ["plain", "along/4"]}], latency, np.zeros(2, np.int64))
     passes = np.zeros((3, len(SLOTS), 2))
-    passes[:, VERIFY_SLOT] = [[1, 1], [4, 4], [5, 30]]
-    for at, tokens in enumerate((5.0, 30.0)):
-        exact = float(stage(4.0, tokens, 900.0)) + float(rest(4.0, 4.0, 900.0)) + 0.3 + 0.02 * tokens
+    passes[:, VERIFY_SLOT] = [[1, 2], [4, 8], [5, 20]]  # one pass of 5 tokens, two of 10 each
+    for at, (num, tokens) in enumerate(((1, 5.0), (2, 10.0))):
+        exact = float(rest(4.0, 4.0, 900.0)) + num * (float(stage(4.0, tokens, 900.0)) + 0.3 + 0.02 * tokens)
         assert costs.milliseconds(passes, 4, 900.0)[at] == pytest.approx(exact)
 
 

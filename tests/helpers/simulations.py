@@ -12,11 +12,11 @@ from hispec.simulate.metrics import Run
 from hispec.simulate.run import Experiment
 
 STEP = {"constant_ms": 10.0, "token_ms": 0.5, "row_ms": 0.25}
-STAGES: dict[str, dict[str, float]] = {
+STAGES: dict[str, dict[str, Any]] = {
     "plain": STEP,
     "prefill": {"constant_ms": 2.0, "token_ms": 0.1},
     "verify/0": STEP,
-    "verify/4": {"constant_ms": 6.0, "token_ms": 0.3},
+    "verify/4": {"constant_ms": 6.0, "token_ms": 0.3, "knots": [[1, 0.5], [6, 0.6], [8, 2.0], [20, 5.0]]},
     "verify/8": {"constant_ms": 3.0, "token_ms": 0.2},
     "draft/4": {"constant_ms": 4.0, "token_ms": 0.2},
     "fill/4": {"constant_ms": 3.5, "token_ms": 0.15},

@@ -248,6 +248,14 @@ def test_the_grid_keeps_within_its_limits(max_num_seqs: int, max_window: int, is
         assert rows * context <= grid.most_kv and 2 <= context <= 1024 - q_len
 
 
+@pytest.mark.parametrize("is_static", [True, False])
+def test_a_cpu_is_asked_what_each_of_few_positions_costs(is_static: bool) -> None:
+    """Its kernels compute in tiles, where a static round takes its rectangle, whatever is in it."""
+    widths = Grid.of(4, 40, 1024, is_cuda=False, is_static=is_static).positions
+    assert widths[:8] == ((1, 2, 4, 8, 16, 40) if is_static else (1, 2, 3, 4, 5, 6, 7, 8))[:8]
+    assert widths[-1] == 40 and len(widths) < 20
+
+
 def test_passes_take_turns_within_a_budget() -> None:
     runs: list[str] = []
 

@@ -207,7 +207,7 @@ def test_the_positions_of_a_pass_and_its_context_cost_what_the_latency_model_say
     """Of one row by each width as often as it was counted, of two by the sums of both; free tokens are free
     of each pass, not on average."""
     stages = dict(constant_costs().stages)
-    stages["verify/2"] = cost = Linear(constant_ms=8.0, token_ms=1.0, context_ms=0.5, free_tokens=3.0)
+    stages["verify/2"] = cost = Linear(constant_ms=8.0, token_ms=1.0, context_ms=0.5, knots=((3.0, 0.5),))
     plan = exit_plan(3)
     rounds = RoundCounter(hand_recording()).count(plan)
     assert rounds.verifies.tolist() == [0, 0, 1, 0, 2]

@@ -56,6 +56,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "'nobody'; there are: none",
     ),
     ({"latency": {}}, "latency.stages or latency.path"),
+    (
+        {"latency": {"stages": {"plain": {"knots": [[2, 3], [1, 5]]}}}},
+        "plain.knots: must rise: more tokens cost no less, but (2, 3) is followed by (1, 5)",
+    ),
     ({"latency": {"stages": {"plain": {"constant_ms": -1.0}}}}, "at least 0"),
     ({"latency": {"stages": {"plain": {"constant_ms": NAN}}}}, "finite number"),
     ({"latency": {"stages": STAGES, "row_buckets": [4, 2]}}, "must ascend"),
