@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..checkpoint.exit_files import ExitInfo, ExitsError, ExitsFile
 from ..checkpoint.loader import Checkpoint
 from ..config import ModelConfig
+from .attention import causal_attention
 from .compiling import compile_methods
 from .examples import Example, step_indices
 from .hidden_states import FINAL, StateStore
@@ -34,6 +35,8 @@ _ROWS_PER_GROUP = 4  # examples that share a rectangle in attention
 
 # Of a group of examples in a packed batch: the index of each token, its row in the group, its position.
 Group = tuple[Tensor, Tensor, Tensor]
+# Of a batch: its groups; or the length of its rows, where all are padded to it and lie one after the other.
+Rows = Sequence[Group] | int
 
 
 @dataclass
@@ -76,7 +79,7 @@ class AdapterBlock(nn.Module):
         self,
         hidden: Tensor,
         rotation: tuple[Tensor, Tensor],
-        groups: Sequence[Group],
+        rows: Rows,
         places: Tensor | None = None,
     ) -> Tensor:
         """hidden [tokens, hidden] float32 -> the same shape, or of the tokens at `places` alone [places,
@@ -84,10 +87,13 @@ class AdapterBlock(nn.Module):
         attended = None
         if hasattr(self, "q_proj"):
             q, k, v = self.project(hidden, rotation)
-            attended = torch.zeros_like(q)
-            for in_group, rows, positions in groups:
-                of_group = self._attend_rows(q[in_group], k[in_group], v[in_group], rows, positions)
-                attended = attended.index_copy(0, in_group, of_group)
+            if isinstance(rows, int):
+                attended = self.attend(*(part.unflatten(0, (-1, rows)) for part in (q, k, v))).flatten(0, 1)
+            else:
+                attended = torch.zeros_like(q)
+                for in_group, *places_of in rows:
+                    of_group = self._attend_rows(q[in_group], k[in_group], v[in_group], *places_of)
+                    attended = attended.index_copy(0, in_group, of_group)
         if places is not None:  # nobody reads the others, but for their keys and values
             hidden = hidden.index_select(0, places)
             attended = attended if attended is None else attended.index_select(0, places)
@@ -110,19 +116,20 @@ class AdapterBlock(nn.Module):
             hidden = hidden + F.linear(inner, self.down_proj)
         return hidden
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention in each row; all [rows, length, heads or kv_heads, head_dim]."""
+        return causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
     def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Causal attention within each example; all [places, heads or kv_heads, head_dim]."""
         num_rows, length = int(rows.max()) + 1, int(positions.max()) + 1
 
         def rectangle(packed: Tensor) -> Tensor:
-            """[rows, heads, length, head_dim]; zeros past an example's end, which causal attention hides."""
+            """[rows, length, heads, head_dim]; zeros past an example's end, which causal attention hides."""
             out = packed.new_zeros(num_rows, length, *packed.shape[1:])
-            return out.index_put((rows, positions), packed).transpose(1, 2)
+            return out.index_put((rows, positions), packed)
 
-        group = self._model.num_heads // self._model.num_kv_heads
-        keys, values = (rectangle(part).repeat_interleave(group, dim=1) for part in (k, v))
-        out = F.scaled_dot_product_attention(rectangle(q), keys, values, is_causal=True)
-        return out.transpose(1, 2)[rows, positions]
+        return self.attend(*map(rectangle, (q, k, v)))[rows, positions]
 
 
 class AdapterModule(nn.Module):
@@ -139,21 +146,19 @@ class AdapterModule(nn.Module):
         self.blocks = nn.ModuleList(AdapterBlock(shapes, model) for shapes in of_block)
         self.norm = nn.Parameter(torch.ones(model.hidden_size))
 
-    def forward(
-        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], groups: Sequence[Group], places: Tensor
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], rows: Rows, places: Tensor) -> Tensor:
         """hidden [tokens, hidden] -> what the head reads at `places`, indices of tokens: [places, hidden]."""
         hidden = hidden.float()
         wanted = F.pad(places, (0, -len(places) % _PAD_PLACES_TO))  # with token 0
         for index, block in enumerate(self.blocks, start=1):
-            hidden = block(hidden, rotation, groups, wanted if index == len(self.blocks) else None)
+            hidden = block(hidden, rotation, rows, wanted if index == len(self.blocks) else None)
         if not self.blocks:
             hidden = hidden.index_select(0, wanted)
         return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self._model.rms_norm_eps)[: len(places)]
 
     def compile_blocks(self) -> None:
         """Raises TrainingError, see `compile_methods`."""
-        compile_methods(self.blocks, "project", "finish")
+        compile_methods(self.blocks, "project", "attend", "finish")
 
     def load(self, file: ExitsFile) -> None:
         """Takes the weights of the exit of this layer in `file`. Raises ExitsError if it has another shape, a

@@ -153,16 +153,14 @@ class ExitingModel(Trunk):
         layers = {adapter.info.layer - 1 for adapter in self._adapters()}
         found = self.hidden_after(layers | {self._last}, batch)
         num_rows, q_len = batch.token_ids.shape
-        places = torch.arange(num_rows * q_len, device=batch.token_ids.device)
-        positions = places % q_len
+        positions = torch.arange(q_len, device=batch.token_ids.device).repeat(num_rows)
         rotation = rotations(positions, self.get_buffer("inv_freq"))
-        rectangle = [(places, places // q_len, positions)]
         exits = {}
         for adapter, share in zip(self._adapters(), self._into_trunk, strict=True):
             hidden = found[adapter.info.layer - 1]
             # The same values, but a share of the gradient.
             hidden = torch.lerp(hidden.detach(), hidden, share)
-            exits[adapter.info.layer] = adapter(hidden, rotation, rectangle, batch.places)
+            exits[adapter.info.layer] = adapter(hidden, rotation, q_len, batch.places)
         return self.normed(found[self._last][batch.places]), exits
 
     def exit_losses(self, last: Tensor, exits: Mapping[int, Tensor]) -> dict[str, Tensor]:

@@ -23,14 +23,12 @@ from ..checkpoint.loader import open_checkpoint
 from ..checkpoint.low_rank import LowRank
 from ..errors import TrainingError
 from ..families import FAMILIES
+from . import attention
 from .compiling import compile_methods
 from .examples import Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-_SHORT_ROWS = 512  # beyond, whole score matrices take more memory than they save time
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,8 @@ class Batch:
     weights: dict[int, float]
 
 
-def load_trainable(
-    path: str | Path, dtype: torch.dtype = torch.float32, *, max_length: int | None = None
-) -> PreTrainedModel:
-    """The transformers model of a hub id or folder, on the CPU. max_length: of the rows that it will see.
+def load_trainable(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The transformers model of a hub id or folder, on the CPU.
 
     Raises CheckpointError for what the decoder could not run afterwards, and TrainingError for a GGUF file.
     """
@@ -67,11 +63,10 @@ def load_trainable(
             f"{folder} is a GGUF file, whose weights are rounded; train the safetensors checkpoint that it"
             " was made from"
         )
-    # On a CPU, products and a softmax over short rows in bfloat16 take a third of the fused kernel's time.
-    plain = not torch.cuda.is_available() and max_length is not None and max_length <= _SHORT_ROWS
+    attention.register()
     return AutoModelForCausalLM.from_pretrained(
         folder,
-        attn_implementation="eager" if plain else "sdpa",
+        attn_implementation=attention.NAME,
         dtype=dtype,
         use_safetensors=True,
         trust_remote_code=False,

@@ -204,9 +204,7 @@ def _train_ee(run: Run) -> Outcome:
     )
     # What LoRA leaves frozen is multiplied in the precision that it is kept in.
     narrow = ee.lora_rank is not None and run.loop.mixed_precision == "bf16"
-    trunk = load_trainable(
-        checkpoint.path, torch.bfloat16 if narrow else torch.float32, max_length=config.data.max_length
-    )
+    trunk = load_trainable(checkpoint.path, torch.bfloat16 if narrow else torch.float32)
     inv_freq = model.rope.inv_freq(model.head_dim)
     module = ExitingModel(trunk, modules, inv_freq, settings)
     outcome = run.train(EarlyExitTask(module, training, held_out, settings, seed=config.seed))
@@ -267,7 +265,7 @@ def _train_layerskip(run: Run) -> Outcome:
     config = run.config
     assert config.layerskip is not None
     settings = LayerSkipSettings(**config.layerskip.model_dump(), batch_size=run.loop.batch_size)
-    trunk = load_trainable(run.checkpoint.path, max_length=config.data.max_length)
+    trunk = load_trainable(run.checkpoint.path)
     task = LayerSkipTask(trunk, *run.split, settings, num_steps=run.loop.num_steps, seed=config.seed)
     outcome = run.train(task)
     if run.is_main:

@@ -62,7 +62,7 @@ def make_examples(count: int, seed: int = 0) -> list[Example]:
 def make_task(checkpoint: Checkpoint, settings: EarlyExitSettings = SETTINGS, seed: int = 0) -> EarlyExitTask:
     model = checkpoint.config
     module = ExitingModel(
-        load_trainable(checkpoint.path, max_length=100),
+        load_trainable(checkpoint.path),
         make_modules(checkpoint, INFOS),
         model.rope.inv_freq(model.head_dim),
         settings,
@@ -394,7 +394,7 @@ def test_every_layer_and_exit_is_compiled_or_none(
     plain = run_task(make_task(checkpoint), tmp_path / "plain")
     assert not compiled
     assert run_task(make_task(checkpoint), tmp_path / "compiled", compile=True) == plain
-    assert called == set(compiled) and len(compiled) == LAYERS + 2 * sum(i.num_blocks for i in INFOS)
+    assert called == set(compiled) and len(compiled) == LAYERS + 3 * sum(i.num_blocks for i in INFOS)
 
 
 def test_without_a_compiler_a_cpu_says_so_before_anything_is_done(
@@ -425,7 +425,7 @@ def test_lora_trains_nothing_of_the_model_itself_and_merges_into_it(checkpoint: 
     merged = task.module.merged(torch.float32)
     with torch.no_grad():
         expected = task.module.states(part.batch)[0]
-        plain = load_trainable(checkpoint.path, max_length=100)
+        plain = load_trainable(checkpoint.path)
         plain.load_state_dict(merged, strict=False)
         found = plain.base_model(part.batch.token_ids).last_hidden_state.flatten(0, 1)[part.batch.places]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)

@@ -1,0 +1,80 @@
+"""Causal attention over whole rows in training, of trunks and exits alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NAME = "hispec_causal"  # among transformers' attention functions
+# On a CPU products and a softmax of rows up to this length take a third of the fused kernel's time; beyond,
+# whole score matrices take more memory than they save time.
+_SHORT = 512
+_SPLIT = 128  # longer rows in two parts, of which the first leaves the keys of the second alone
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """q [rows, heads, length, head_dim], k and v [rows, kv_heads, length, head_dim] -> [rows, length, heads,
+    head_dim] of v's dtype. Rows may be padded on the right: what is real attends to nothing behind it.
+
+    scale    of the scores; None = 1 / sqrt(head_dim)
+    window   positions that each attends to at most, itself included; None = all before it
+    """
+    length, is_banded = q.shape[2], window is not None and window < q.shape[2]
+    group = q.shape[1] // k.shape[1]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if q.is_cuda or length > _SHORT or is_banded:
+        band = None
+        if is_banded:
+            assert window is not None
+            ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
+            band = ones.tril() & ~ones.tril(-window)
+        # Rotation leaves q and k in float32 where the products are in bfloat16.
+        out = F.scaled_dot_product_attention(
+            q.to(v.dtype),
+            k.to(v.dtype),
+            v,
+            attn_mask=band,
+            is_causal=band is None,
+            scale=scale,
+            enable_gqa=group > 1,
+        )
+        return out.transpose(1, 2).contiguous()
+    k, v = (each.repeat_interleave(group, dim=1) if group > 1 else each for each in (k, v))
+    if length > _SPLIT:
+        parts = [_attend(q, k, v, scale, *part) for part in ((0, _SPLIT), (_SPLIT, length))]
+        return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+    return _attend(q, k, v, scale, 0, length).transpose(1, 2).contiguous()
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, low: int, high: int) -> Tensor:
+    """Of the positions [low, high), which attend to those below `high`: [rows, heads, high - low,
+    head_dim]."""
+    scores = (q[:, :, low:high] @ k[:, :, :high].transpose(2, 3)).float() * scale
+    positions = torch.arange(high, device=q.device)
+    scores = scores.masked_fill(positions > positions[low:, None], -torch.inf)
+    return scores.softmax(-1).to(v.dtype) @ v[:, :, :high]
+
+
+def register() -> None:
+    """Makes `causal_attention` known to transformers, as NAME; masks are then not made."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _of_transformers)
+
+
+def _of_transformers(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    return causal_attention(query, key, value, scaling, sliding_window), None

@@ -1,0 +1,76 @@
+"""Causal attention in training, against the definition and against transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ee_models.training import attention
+from ee_models.training.attention import causal_attention
+from ee_models.training.trunk import load_trainable
+from tests.helpers.tiny import tiny_checkpoint
+
+
+def definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """In float64, place by place."""
+    q, k, v = (each.double() for each in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=torch.float64)
+    for head in range(q.shape[1]):
+        for place in range(q.shape[2]):
+            first = 0 if window is None else max(0, place + 1 - window)
+            keys, values = (each[:, head // group, first : place + 1] for each in (k, v))
+            shares = (scale * (keys @ q[:, head, place, :, None])[..., 0]).softmax(-1)
+            out[:, place, head] = (shares[:, None] @ values)[:, 0]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 5, 1000])
+@pytest.mark.parametrize("length", [1, 2, 31, 128, 129, 150])
+def test_attention_is_what_its_definition_says_and_so_are_its_gradients(
+    length: int, window: int | None
+) -> None:
+    torch.manual_seed(length)
+    q, k, v = (torch.randn(2, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
+    of_definition = [each.detach().clone().requires_grad_() for each in (q, k, v)]
+    upstream = torch.randn(2, length, 4, 8)
+    found, expected = (
+        causal_attention(q, k, v, 0.3, window),
+        definition(*of_definition, 0.3, window),
+    )
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    found.backward(upstream)
+    expected.backward(upstream.double())
+    for each, other in zip((q, k, v), of_definition, strict=True):
+        torch.testing.assert_close(each.grad, other.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_long_rows_take_the_fused_kernel_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 140, 8), torch.randn(1, 2, 140, 8), torch.randn(1, 2, 140, 8)
+    short = causal_attention(q, k, v)
+    monkeypatch.setattr(attention, "_SHORT", 100)
+    monkeypatch.setattr(attention, "_attend", None)
+    torch.testing.assert_close(causal_attention(q, k, v), short, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {"sliding_window": 20})])
+def test_a_trunk_attends_as_transformers_does(tmp_path: Path, family: str, changes: dict[str, int]) -> None:
+    """Rows padded on the right included, and a checkpoint of it says nothing of our attention."""
+    folder = tiny_checkpoint(tmp_path / "model", family, num_layers=2, **changes)
+    ours, theirs = load_trainable(folder), load_trainable(folder)
+    theirs.set_attn_implementation("eager")
+    token_ids = torch.randint(1, 60, (3, 40), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(40) < torch.tensor([[40], [25], [33]])
+    with torch.no_grad():
+        found, expected = (
+            model(input_ids=token_ids, attention_mask=mask.long(), use_cache=False).logits
+            for model in (ours, theirs)
+        )
+    torch.testing.assert_close(found[mask], expected[mask], atol=1e-4, rtol=1e-3)
+    ours.save_pretrained(tmp_path / "again")
+    assert attention.NAME not in (tmp_path / "again" / "config.json").read_text()
