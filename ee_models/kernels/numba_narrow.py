@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ from . import numba_bfloat16, numba_int4, numba_int8, numba_pairs, numba_tiles
 from .numba_gemm import copy_tile
 from .numba_int8 import COLUMNS
 
-# Bytes ahead of which weights may be asked for. CPUs differ too much for one number. An AMD EPYC sees by
-# itself that one tile of tokens reads on and on, and those who ask 1024 bytes ahead or more are in its way:
-# four tokens took up to 1.4 times as long as one. An Intel Xeon looks less far ahead by itself: with 512
-# bytes a pass over one token took 3.7 ms and one over four 5.8, with 16384 2.9 and 3.9.
-_AHEAD = (512, 16384)
+# Bytes ahead of which weights may be asked for. CPUs differ too much for one number. An AMD EPYC of Zen 4
+# sees by itself that one tile of tokens reads on and on, and those who ask 1024 bytes ahead or more are in
+# its way: four tokens took up to 1.4 times as long as one. On one of Zen 5 a pass over two tokens takes 1.1
+# times as long with 16384 as with 4096. An Intel Xeon looks less far ahead by itself: with 512 bytes a pass
+# over one token took 3.7 ms and one over four 5.8, with 16384 2.9 and 3.9.
+_AHEAD = (512, 4096, 16384)
 _LOOKS = 5  # at each of them
 _LOOKED_AT = 1 << 26  # bytes of weights: more than most caches hold
 _PACKED_AT_ONCE = 64  # panels: what is made of them on the way is small beside a model
@@ -147,23 +149,23 @@ def multiply(
 
 @cache
 def look_ahead() -> int:
-    """The number of bytes that was fastest on this CPU: measured once a process, in about 0.1 seconds. What
-    is computed does not depend on it."""
-    bits, num_inputs, num_tokens = 8, 512, numba_int8.TOKENS
+    """The number of bytes that was fastest on this CPU, for one token to a whole tile of them together:
+    measured once a process, in about 0.2 seconds. What is computed does not depend on it."""
+    bits, num_inputs, most = 8, 512, numba_int8.TOKENS
     groups, head, group_bytes, _ = count_bytes.py_func(bits, num_inputs)
     size = head + groups * group_bytes
     # Written to, or its pages would all be the same one.
     panels = torch.empty(_LOOKED_AT // size, size, dtype=torch.uint8).fill_(0)
-    terms = torch.empty(num_tokens, bytes_per_token(bits, num_inputs), dtype=torch.uint8)
-    x, out = torch.zeros(num_tokens, num_inputs), torch.empty(num_tokens, len(panels) * COLUMNS)
-    split_tokens(bits, x.data_ptr(), num_inputs, terms.data_ptr(), 0, num_tokens)
-    fastest = dict.fromkeys(_AHEAD, float("inf"))
+    terms = torch.empty(most, bytes_per_token(bits, num_inputs), dtype=torch.uint8)
+    x, out = torch.zeros(most, num_inputs), torch.empty(most, len(panels) * COLUMNS)
+    split_tokens(bits, x.data_ptr(), num_inputs, terms.data_ptr(), 0, most)
+    fastest = dict.fromkeys(product(_AHEAD, range(1, most + 1)), float("inf"))
     for _ in range(_LOOKS):
-        for ahead in _AHEAD:
+        for ahead, num_tokens in fastest:
             start = time.perf_counter()
             multiply(
                 *(bits, ahead, terms.data_ptr(), num_tokens, num_inputs, panels.data_ptr(), out.data_ptr()),
                 *(out.shape[1], 0, 1),
             )
-            fastest[ahead] = min(fastest[ahead], time.perf_counter() - start)
-    return min(fastest, key=lambda ahead: fastest[ahead])
+            fastest[ahead, num_tokens] = min(fastest[ahead, num_tokens], time.perf_counter() - start)
+    return min(_AHEAD, key=lambda ahead: sum(fastest[ahead, num] for num in range(1, most + 1)))
