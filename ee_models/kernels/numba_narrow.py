@@ -150,7 +150,7 @@ def multiply(
 @cache
 def look_ahead() -> int:
     """The number of bytes that was fastest on this CPU, for one token to a whole tile of them together:
-    measured once a process, in about 0.2 seconds. What is computed does not depend on it."""
+    measured once a process, in about 0.3 seconds. What is computed does not depend on it."""
     bits, num_inputs, most = 8, 512, numba_int8.TOKENS
     groups, head, group_bytes, _ = count_bytes.py_func(bits, num_inputs)
     size = head + groups * group_bytes
