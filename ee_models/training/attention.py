@@ -25,26 +25,18 @@ def causal_attention(
     window   positions that each attends to at most, itself included; None = all before it
     """
     length, is_banded = q.shape[2], window is not None and window < q.shape[2]
-    group = q.shape[1] // k.shape[1]
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    group = q.shape[1] // k.shape[1]
+    k, v = (each.repeat_interleave(group, dim=1) if group > 1 else each for each in (k, v))
     if q.is_cuda or length > _SHORT or is_banded:
         band = None
-        if is_banded:
-            assert window is not None
+        if window is not None and is_banded:
             ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
             band = ones.tril() & ~ones.tril(-window)
         # Rotation leaves q and k in float32 where the products are in bfloat16.
-        out = F.scaled_dot_product_attention(
-            q.to(v.dtype),
-            k.to(v.dtype),
-            v,
-            attn_mask=band,
-            is_causal=band is None,
-            scale=scale,
-            enable_gqa=group > 1,
-        )
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scale)
         return out.transpose(1, 2).contiguous()
-    k, v = (each.repeat_interleave(group, dim=1) if group > 1 else each for each in (k, v))
     if length > _SPLIT:
         parts = [_attend(q, k, v, scale, *part) for part in ((0, _SPLIT), (_SPLIT, length))]
         return torch.cat(parts, dim=2).transpose(1, 2).contiguous()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class Calibration:
     prefill_s       seconds that the prompts took in all
     max_run_ms      as EngineConfig: rounds that run together share the host's work
     links           whether those of plans run together, too, as one call
+    drift           how much longer a pass took during those steps than by itself; times are without it
     """
 
     rows: int
@@ -43,6 +44,7 @@ class Calibration:
     prefill_s: float
     max_run_ms: float = 0.0
     links: bool = False
+    drift: float = 1.0
 
     def host_ms_of(self, plan: SpeculativeConfig | None, parts_ms: float) -> float:
         """The host's share of a round of the plan whose parts take so long."""
@@ -52,10 +54,20 @@ class Calibration:
 
 
 def calibrate(
-    steps: Sequence[Step], times: PassTimes, batch_size: int, max_run_ms: float = 0.0, links: bool = False
+    steps: Sequence[Step],
+    times: PassTimes,
+    batch_size: int,
+    max_run_ms: float = 0.0,
+    links: bool = False,
+    drift: float = 1.0,
 ) -> Calibration:
-    """The calibration by the steps of a plain run over all prompts, in which no rounds ran together;
-    max_run_ms, links: as Calibration."""
+    """The calibration by the steps of a plain run over all prompts, in which no rounds ran together.
+
+    drift   what a pass took while they ran over what it took when `times` were measured: a machine that
+            others share may be a third slower for minutes, and that must not count as the engine's own work
+    max_run_ms, links: as Calibration
+    """
+    steps = [replace(step, seconds=step.seconds / drift) for step in steps]
     plain = partial(times.one_each, ["plain"])
     decoding = [step for step in steps if step.rows and not step.prefill_tokens]
     full = [1e3 * step.seconds for step in decoding if step.rows == batch_size]
@@ -77,6 +89,7 @@ def calibrate(
         max(0.0, prefill_ms / 1e3),
         max_run_ms,
         links,
+        drift,
     )
 
 

@@ -18,6 +18,7 @@ from ..jobs.bench_inputs import TokenIds, good_rows, task_of, warm_up
 from ..jobs.rows import count_rows
 from ..jobs.schema import Job
 from ..measure.latency import check_room, measure_latency
+from ..measure.yardstick import Yardstick
 from ..sampling_params import SamplingParams
 from ..utils.environment import environment, watch_others
 from ..utils.files import expanded, write_atomically, write_json
@@ -145,7 +146,10 @@ class Session:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
         check_served(llm, prompts, sampling)
         warm_up(llm, prompts[:batch_size], sampling)
-        outputs, steps = generate_in_steps(llm, prompts, sampling, progress=progress)
+        with Yardstick(decoder, prompts, max_tokens, batch_size) as yardstick:
+            outputs, steps = generate_in_steps(
+                llm, prompts, sampling, progress=progress, between=yardstick.measure
+            )
         answers = [
             Answer(prompt, output, min(max_tokens, room - len(prompt)), task)
             for prompt, output, task in zip(prompts, outputs, tasks, strict=True)
@@ -178,7 +182,14 @@ class Session:
             statistics.fmean(len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in answers)
         )
         times, num_layers = PassTimes(latency.model(), context_len), decoder.config.num_layers
-        calibration = calibrate(steps, times, batch_size, self._max_run_ms, decoder.passes is not None)
+        calibration = calibrate(
+            steps,
+            times,
+            batch_size,
+            self._max_run_ms,
+            links=decoder.passes is not None,
+            drift=yardstick.drift(latency.model()),
+        )
         predictor = Predictor(
             recording,
             times,

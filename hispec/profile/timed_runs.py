@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,9 @@ from ..utils.console import make_bar
 
 if TYPE_CHECKING:
     from ..llm import LLM
+
+
+_BETWEEN = 8  # steps from one call of `between` to the next
 
 
 @dataclass(frozen=True)
@@ -104,20 +107,28 @@ def check_served(llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams
 
 
 def generate_in_steps(
-    llm: LLM, prompts: Sequence[TokenIds], sampling: SamplingParams, *, progress: bool
+    llm: LLM,
+    prompts: Sequence[TokenIds],
+    sampling: SamplingParams,
+    *,
+    progress: bool,
+    between: Callable[[], None] = lambda: None,
 ) -> tuple[list[TokenIds], list[Step]]:
-    """As `generate`, with the time of every step of the engine, each of one round."""
+    """As `generate`, with the time of every step of the engine, each of one round; `between` is called now
+    and then, and its time is none of theirs."""
     if not isinstance(llm.engine, Engine):
         raise ConfigError("steps are timed with workers=1")
     ids = [f"profile-{number}" for number in range(len(prompts))]
     done: dict[str, RequestOutput] = {}
-    steps = []
+    steps: list[Step] = []
     try:
         for request_id, prompt in zip(ids, prompts, strict=True):
             llm.add(prompt, sampling, request_id)
         before = llm.stats()
         with make_bar(len(prompts), "answers", "prompt", progress) as bar, llm.engine.single_rounds():
             while llm.has_unfinished():
+                if len(steps) % _BETWEEN == 0:
+                    between()
                 started = time.perf_counter()
                 finished = llm.step()
                 seconds = time.perf_counter() - started

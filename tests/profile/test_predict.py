@@ -296,6 +296,15 @@ def test_what_a_step_takes_beside_its_pass_is_told_from_plain_steps() -> None:
     )
 
 
+def test_a_machine_that_was_slower_meanwhile_is_no_work_of_the_engine() -> None:
+    steps = [Step(0.050, 20, 0), Step(0.030, 5, 2), *[Step(0.012, 0, 2)] * 3]
+    slower = [Step(1.5 * step.seconds, step.prefill_tokens, step.rows) for step in steps]
+    found = calibrate(slower, PassTimes(constant_costs(), 30), 2, drift=1.5)
+    expected = calibrate(steps, PassTimes(constant_costs(), 30), 2)
+    assert found.drift == 1.5 and found.host_ms == pytest.approx(expected.host_ms)
+    assert found.prefill_s == pytest.approx(expected.prefill_s)
+
+
 def test_the_best_of_each_kind_are_run() -> None:
     plans = [exit_plan(num, checks) for num in (1, 2, 3) for checks in (0, 1, 2)]
     found, num_predicted = search(predictor_of(hand_recording()), plans)

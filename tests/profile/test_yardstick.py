@@ -1,0 +1,58 @@
+"""A pass that is timed between the steps of a run tells how fast the machine was meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ee_models.decoder import Decoder
+from hispec.latency.model import LatencyModel, Linear
+from hispec.llm import LLM
+from hispec.measure import yardstick as module
+from hispec.measure.yardstick import Yardstick
+from hispec.profile.timed_runs import generate_in_steps
+from hispec.sampling_params import SamplingParams
+from tests.helpers.tiny import tiny_checkpoint
+
+
+@pytest.mark.parametrize(("num_rows", "prompts"), [(1, [[3]]), (3, [[1, 2, 3], list(range(2000))])])
+def test_drift_is_what_passes_took_over_what_they_should(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch, num_rows: int, prompts: list[list[int]]
+) -> None:
+    latency = LatencyModel({"plain": Linear(constant_ms=4.0, row_ms=2.0)})
+    with Yardstick(tiny_decoder, prompts, 8, num_rows) as found:
+        assert found.drift(latency) == 1.0, "nothing was timed yet"
+        for _ in range(3):
+            found.measure()
+        assert found.drift(latency) > 0
+    monkeypatch.setattr(found, "_ms", [100.0, 9.0, 3.0])
+    assert found.drift(latency) == pytest.approx(9.0 / (4.0 + 2.0 * num_rows))
+    found.measure()  # its memory is given back: nothing more is timed
+    assert len(found._ms) == 3
+
+
+def test_a_gpu_is_not_asked(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Rig", None)
+    monkeypatch.setattr(tiny_decoder, "device", torch.device("meta"))
+    with Yardstick(tiny_decoder, [[1, 2]], 8, 1) as found:
+        found.measure()
+    assert found.drift(LatencyModel({"plain": Linear(4.0)})) == 1.0
+
+
+def test_what_is_done_between_steps_changes_neither_outputs_nor_their_times(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, calls = 0.0, []
+
+    def between() -> None:
+        nonlocal now
+        now += 1000.0
+        calls.append(now)
+
+    params, prompts = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), [[1, 2, 3], [4, 5]]
+    with LLM(tiny_checkpoint(tmp_path_factory.mktemp("model")), max_num_seqs=2) as llm:
+        expected, _ = generate_in_steps(llm, prompts, params, progress=False)
+        monkeypatch.setattr("hispec.profile.timed_runs.time.perf_counter", lambda: now)
+        outputs, steps = generate_in_steps(llm, prompts, params, progress=False, between=between)
+    assert outputs == expected
+    assert len(calls) == -(-len(steps) // 8) > 1 and max(step.seconds for step in steps) < 1000.0
