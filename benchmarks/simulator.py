@@ -161,7 +161,10 @@ def simulated(
     costs: dict[str, Linear], factor: float, name: str, trace: Path, arguments: argparse.Namespace
 ) -> tuple[Floats, int, float]:
     """Latencies after the warm-up; rounds, and seconds of all of them. factor: of all costs."""
-    stages = {stage: vars(cost.scaled(factor)) for stage, cost in costs.items()}
+    stages = {}
+    for stage, cost in costs.items():
+        fields = {name: factor * ms for name, ms in vars(cost).items() if name != "knots"}
+        stages[stage] = fields | {"knots": [[tokens, factor * ms] for tokens, ms in cost.knots]}
     control = (
         {"kind": "plain"}
         if name == "plain"

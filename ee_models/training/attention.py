@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NAME = "hispec_causal"  # among transformers' attention functions
-# On a CPU products and a softmax of rows up to this length take a third of the fused kernel's time; beyond,
-# whole score matrices take more memory than they save time.
+# On a CPU, in bfloat16, products and a softmax of short rows take a third of the fused kernel's time; beyond
+# this length whole score matrices take more memory than they save time.
 _SHORT = 512
 _SPLIT = 128  # longer rows in two parts, of which the first leaves the keys of the second alone
 
@@ -53,7 +53,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, low: int, high: int) 
 
 
 def register() -> None:
-    """Makes `causal_attention` known to transformers, as NAME; masks are then not made."""
+    """Makes `causal_attention` known to transformers, as NAME: no mask is made then, so rows must be whole,
+    and padded on the right."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _of_transformers)
@@ -69,4 +70,6 @@ def _of_transformers(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    if attention_mask is not None or query.shape[2] != key.shape[2]:
+        raise ValueError(f"{NAME} takes whole rows without a mask, as training has them, and no KV cache")
     return causal_attention(query, key, value, scaling, sliding_window), None

@@ -105,12 +105,12 @@ def _best(points: Sequence[Point]) -> Linear:
 
 
 def _ends(points: Sequence[Point]) -> Iterator[float]:
-    """Numbers of tokens up to which there may be knots: each about twice the one before, as long as two
-    larger ones were measured."""
-    tokens = sorted({float(point.tokens) for point in points})
+    """Numbers of tokens up to which there may be knots: each about twice the one before, and the last but one
+    that was measured, since beyond it there must be something to tell what a token costs."""
+    tokens = sorted({float(point.tokens) for point in points})[1:-1]
     last = 0.0
-    for each in tokens[1:-2]:
-        if each >= 2 * last:
+    for each in tokens:
+        if each >= 2 * last or each == tokens[-1]:
             yield each
             last = each
 

@@ -1,10 +1,11 @@
-"""What stages cost: milliseconds of each as a linear function of what it is run over [SmartSpec §4.2]."""
+"""What stages cost: milliseconds of each as a function of what it is run over, linear but for few tokens
+[SmartSpec §4.2]."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
 
@@ -45,8 +46,7 @@ class Linear:
                     token_ms for each token. The weights are read for one token anyway, and kernels compute in
                     tiles, so that a fifth token may cost what a sixth to an eighth do not
     pair_ms         of one position that attends to another: several positions of a row read its context once,
-                    but each computes with it. SmartSpec has neither this nor knots; on a CPU the error is a
-                    third with both of what it is without
+                    but each computes with it. SmartSpec has neither this nor knots
     """
 
     constant_ms: float = 0.0
@@ -83,18 +83,6 @@ class Linear:
     def least_ms(self) -> float:
         """Of a pass whatever it is run over."""
         return self.constant_ms + (self.knots[0][1] if self.knots else 0.0)
-
-    def scaled(self, factor: float) -> Linear:
-        """As of a machine that takes `factor` times as long."""
-        return replace(
-            self,
-            constant_ms=factor * self.constant_ms,
-            row_ms=factor * self.row_ms,
-            token_ms=factor * self.token_ms,
-            context_ms=factor * self.context_ms,
-            pair_ms=factor * self.pair_ms,
-            knots=tuple((tokens, factor * ms) for tokens, ms in self.knots),
-        )
 
     def bends(self) -> list[tuple[float, float]]:
         """(tokens, ms): beyond so many tokens each costs so much more than those before, or less."""

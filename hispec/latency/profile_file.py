@@ -158,7 +158,7 @@ class LatencyProfile(Settings):
             stage: max(point.ms for point in self.points if point.stage == stage)
             for stage in {point.stage for point in self.points}
         }
-        least = _NOTHING_BESIDE * self.stages["plain"].constant_ms
+        least = _NOTHING_BESIDE * self.stages["plain"].cost.least_ms
         return [
             name for name, stage in self.stages.items() if stage.is_poor and longest.get(name, 0.0) > least
         ]

@@ -22,7 +22,7 @@ from .options import Targets
 
 _WINDOW = 32  # positions of a row's round, where the job says nothing of them
 _COLUMNS: dict[str, Callable[[StageCost], str]] = {
-    "constant": lambda stage: f"{stage.constant_ms:.3f}",
+    "constant": lambda stage: f"{stage.cost.least_ms:.3f}",
     "per token": lambda stage: f"{stage.token_ms:.4f}",
     "beyond tokens": lambda stage: f"{stage.knots[-1][0] if stage.knots else 0:g}",
     "per row": lambda stage: f"{stage.row_ms:.4f}",

@@ -204,8 +204,8 @@ def test_a_check_is_left_out_only_where_no_row_has_drafts() -> None:
 
 
 def test_the_positions_of_a_pass_and_its_context_cost_what_the_latency_model_says() -> None:
-    """Of one row by each width as often as it was counted, of two by the sums of both; free tokens are free
-    of each pass, not on average."""
+    """Of one row by each width as often as it was counted, of two by the sums of both; a pass bends at
+    its own tokens, not at their average."""
     stages = dict(constant_costs().stages)
     stages["verify/2"] = cost = Linear(constant_ms=8.0, token_ms=1.0, context_ms=0.5, knots=((3.0, 0.5),))
     plan = exit_plan(3)

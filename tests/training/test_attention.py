@@ -58,6 +58,43 @@ def test_long_rows_take_the_fused_kernel_and_give_the_same(monkeypatch: pytest.M
     torch.testing.assert_close(causal_attention(q, k, v), short, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("length", "window"), [(40, None), (200, None), (600, None), (40, 9)])
+def test_what_rotation_leaves_in_float32_meets_bfloat16(
+    length: int, window: int | None, autocast: bool
+) -> None:
+    """The output has the values' dtype, and scores are weighed in float32."""
+    torch.manual_seed(1)
+    q, k, v = torch.randn(1, 4, length, 8), torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8)
+    q, k, v = 4 * q, k.bfloat16().float(), v.bfloat16()
+    q = q.bfloat16().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        found = causal_attention(q, k, v, 0.3, window)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), definition(q, k, v, 0.3, window), atol=0.05, rtol=0.05)
+
+
+def test_a_long_row_is_cut_where_the_first_part_leaves_the_second_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: float, low: int, high: int) -> object:
+        seen.append((low, high))
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)[:, :, low:high]
+
+    monkeypatch.setattr(attention, "_attend", attend)
+    for length in (128, 200):
+        causal_attention(*torch.randn(3, 1, 2, length, 8))
+    assert seen == [(0, 128), (0, 128), (128, 200)]
+
+
+def test_a_cache_or_a_mask_is_refused(tmp_path: Path) -> None:
+    model = load_trainable(tiny_checkpoint(tmp_path / "model", num_layers=1))
+    with pytest.raises(ValueError, match="whole rows without a mask, as training has them, and no KV cache"):
+        model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=3, do_sample=False)
+
+
 @pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {"sliding_window": 20})])
 def test_a_trunk_attends_as_transformers_does(tmp_path: Path, family: str, changes: dict[str, int]) -> None:
     """Rows padded on the right included, and a checkpoint of it says nothing of our attention."""
