@@ -46,10 +46,10 @@ def causal_attention(
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, low: int, high: int) -> Tensor:
     """Of the positions [low, high), which attend to those below `high`: [rows, heads, high - low,
     head_dim]."""
-    scores = (q[:, :, low:high] @ k[:, :, :high].transpose(2, 3)).float() * scale
-    positions = torch.arange(high, device=q.device)
-    scores = scores.masked_fill(positions > positions[low:, None], -torch.inf)
-    return scores.softmax(-1).to(v.dtype) @ v[:, :, :high]
+    scores = (scale * q[:, :, low:high]) @ k[:, :, :high].transpose(2, 3)
+    # Added, not filled in: that takes half of the time, backwards above all.
+    behind = torch.full((high - low, high), -torch.inf, dtype=scores.dtype, device=q.device).triu(low + 1)
+    return (scores + behind).softmax(-1, dtype=torch.float32).to(v.dtype) @ v[:, :, :high]
 
 
 def register() -> None:
