@@ -63,6 +63,27 @@ FAULTS = (
         EARLY_EXIT,
     ),
     Fault(
+        "in training a token attends to the one behind it",
+        "ee_models/training/attention.py",
+        ".triu(low + 1)",
+        ".triu(low + 2)",
+        ("tests/training/test_attention.py",),
+    ),
+    Fault(
+        "in training a window is one token wider",
+        "ee_models/training/attention.py",
+        "ones.tril(-window)",
+        "ones.tril(-window - 1)",
+        ("tests/training/test_attention.py",),
+    ),
+    Fault(
+        "a slower machine counts as the engine's own work",
+        "hispec/profile/predict.py",
+        "seconds=step.seconds / drift",
+        "seconds=step.seconds",
+        ("tests/profile/test_predict.py",),
+    ),
+    Fault(
         "a package is merged without its scale",
         "ee_models/checkpoint/low_rank.py",
         "self.scale * total",
