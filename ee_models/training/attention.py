@@ -24,13 +24,15 @@ def causal_attention(
     scale    of the scores; None = 1 / sqrt(head_dim)
     window   positions that each attends to at most, itself included; None = all before it
     """
-    length, is_banded = q.shape[2], window is not None and window < q.shape[2]
+    length = q.shape[2]
     scale = q.shape[3] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
     k, v = (each.repeat_interleave(group, dim=1) if group > 1 else each for each in (k, v))
+    is_banded = window is not None and window < length
     if q.is_cuda or length > _SHORT or is_banded:
         band = None
-        if window is not None and is_banded:
+        if is_banded:
+            assert window is not None
             ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
             band = ones.tril() & ~ones.tril(-window)
         # Rotation leaves q and k in float32 where the products are in bfloat16.
@@ -47,7 +49,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, low: int, high: int) 
     """Of the positions [low, high), which attend to those below `high`: [rows, heads, high - low,
     head_dim]."""
     scores = (scale * q[:, :, low:high]) @ k[:, :, :high].transpose(2, 3)
-    # Added, not filled in: that takes half of the time, backwards above all.
+    # Added, not filled in, which takes longer, backwards above all.
     behind = torch.full((high - low, high), -torch.inf, dtype=scores.dtype, device=q.device).triu(low + 1)
     return (scores + behind).softmax(-1, dtype=torch.float32).to(v.dtype) @ v[:, :, :high]
 
