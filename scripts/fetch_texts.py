@@ -63,7 +63,7 @@ from texts.sources import code, dialogue, encyclopedia, prose, speeches
 from hispec.utils.files import write_atomically
 
 MAX_TEXTS = 6000  # rows of a file of texts
-MAX_PROMPTS = 2000  # rows of a file of prompts
+MAX_PROMPTS = 5000  # rows of a file of prompts
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     device = torch.device(chosen.device)
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("highest")  # no TF32: float32 is to be compared token for token
     COMPILING.listen()

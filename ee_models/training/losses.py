@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Worked through at a time: enough places to fill matrix kernels, and logits of 67 MB in float32 at most.
+# Worked through at a time: enough places to fill matrix kernels, and logits of 67 MB in float32 at most; on a
+# GPU, which each launch of a kernel keeps waiting, of 1 GB.
 _PLACES, _LOGITS = 256, 2**24
+_GPU_PLACES, _GPU_LOGITS = 8192, 2**28
 
 
 def soft_label_loss(normed: Tensor, final: Tensor, head: Tensor) -> Tensor:
@@ -40,7 +42,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, normed: Tensor, head: Tensor, labels: Tensor) -> Tensor:
         """labels: [places] int64 targets, or [places, hidden] states whose logits say what to learn."""
         (num_places, _), vocab = normed.shape, head.shape[0]
-        at_once = max(1, min(_PLACES, _LOGITS // vocab, num_places))
+        places, logits = (_GPU_PLACES, _GPU_LOGITS) if normed.is_cuda else (_PLACES, _LOGITS)
+        at_once = max(1, min(places, logits // vocab, num_places))
         total = torch.zeros((), device=normed.device)
         of_normed = torch.empty_like(normed, dtype=head.dtype) if ctx.needs_input_grad[0] else None
         of_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None

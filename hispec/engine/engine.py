@@ -116,7 +116,10 @@ class Engine:
         self._pool = BlockPool(num_blocks, config.block_size)
         is_cheaper = cheaper_to_move(latency, config.max_prefill_tokens)
         self._offloader = KVOffloader(HostKV(scheduling.swap_bytes), lambda: self._runtime.kvs, is_cheaper)
-        self._scheduler = make_scheduler(scheduling, config, self._pool, length_predictor, self._offloader)
+        is_static = decoder.device.type == "cuda" if is_static is None else is_static
+        self._scheduler = make_scheduler(
+            scheduling, config, self._pool, length_predictor, self._offloader, is_static
+        )
         max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
         row_tables = RowTables(config.max_num_seqs, max_blocks)
         self.admission = Admission(

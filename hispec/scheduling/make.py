@@ -14,6 +14,8 @@ from .policy import FirstComeFirstServed, Policy
 from .scheduler import Scheduler
 from .sjf import ShortestJobFirst
 
+_FILLED_TOGETHER = 8  # on a GPU, an eighth of the rows: see Scheduler
+
 
 def make_scheduler(
     config: SchedulingConfig,
@@ -21,12 +23,15 @@ def make_scheduler(
     pool: BlockPool,
     length_predictor: LengthPredictor | None,
     offload: KVOffload | None,
+    is_static: bool,
 ) -> Scheduler:
     """length_predictor: the user's; None = the default. offload: None = KV that loses its blocks is computed
-    again."""
+    again. is_static: whether rounds have static shapes, as on a GPU."""
     sizes = engine.max_num_seqs, engine.max_prefill_tokens, engine.enable_prefix_caching
     predictor = make_lengths(config.expected_tokens, length_predictor)
-    return Scheduler(pool, make_policy(config), *sizes, predictor=predictor, offload=offload)
+    fill_rows = max(1, engine.max_num_seqs // _FILLED_TOGETHER) if is_static else 1
+    policy = make_policy(config)
+    return Scheduler(pool, policy, *sizes, predictor=predictor, offload=offload, fill_rows=fill_rows)
 
 
 def make_policy(config: SchedulingConfig) -> Policy:
