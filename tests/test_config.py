@@ -411,3 +411,9 @@ def test_a_plan_knows_its_window_and_where_verify_resumes(
     plan: Plan, window: int, top_layer: int, is_plain: bool
 ) -> None:
     assert (plan.window, plan.top_layer, plan.is_plain) == (window, top_layer, is_plain)
+
+
+def test_prefill_of_a_step_depends_on_the_device_unless_it_is_said() -> None:
+    assert EngineConfig().prefill_tokens("cuda") > EngineConfig().prefill_tokens("cpu") >= 1
+    said = EngineConfig(max_prefill_tokens=7)
+    assert said.prefill_tokens("cuda") == said.prefill_tokens("cpu") == 7

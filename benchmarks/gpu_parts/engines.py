@@ -121,7 +121,7 @@ def make_engine(
     )
     device = captured_on or graph_device(decoder.device)
     engine = Engine(decoder, config, speculative, exits=exits, is_static=True, graph_device=device)
-    if isinstance(device, CheckedGraphs):
+    if isinstance(device, CheckedGraphs) and graphs:
         device.windows = engine._rounds._launcher._windows.values
     return engine
 

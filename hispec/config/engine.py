@@ -27,7 +27,8 @@ class EngineConfig(Settings):
     num_kv_blocks           None = enough for max_num_seqs requests of max_model_len, within half of the free
                             memory; on a GPU within what a trial run of the largest passes leaves free
     gpu_memory_utilization  share of a GPU's free memory that may be used, weights not counted
-    max_prefill_tokens      prompt positions computed per step at most (chunked prefill)
+    max_prefill_tokens      prompt positions computed per step at most (chunked prefill); None = 512, and 2048
+                            on a GPU, where a pass over few takes as long as one over many
     max_run_ms              on a CPU, a step does up to eight rounds (in plain decoding, tokens of each row),
                             where nothing is to be decided between them, for about so long at most: whoever
                             reads a stream, and new requests, wait for them. 0 = one round a step
@@ -59,7 +60,7 @@ class EngineConfig(Settings):
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     num_kv_blocks: Annotated[int, Field(ge=1)] | None = None
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
-    max_prefill_tokens: Annotated[int, Field(ge=1)] = 512
+    max_prefill_tokens: Annotated[int, Field(ge=1)] | None = None
     max_run_ms: Annotated[float, Field(ge=0.0, le=10_000.0)] = 50.0
     enable_prefix_caching: bool = True
     attention: Literal["auto", "sdpa", "numba", "triton"] = "auto"
@@ -71,3 +72,7 @@ class EngineConfig(Settings):
     warm_up: bool = False
     exact_verify: bool = False
     worker_timeout_s: Annotated[float, Field(ge=0.1, le=86400.0)] = 600.0
+
+    def prefill_tokens(self, device_type: str) -> int:
+        """max_prefill_tokens on such a device."""
+        return self.max_prefill_tokens or (2048 if device_type == "cuda" else 512)

@@ -114,11 +114,11 @@ class Engine:
                 config, spec.models, self.max_model_len, lambda: self._plans.make(1, spec), sharers
             )
         self._pool = BlockPool(num_blocks, config.block_size)
-        is_cheaper = cheaper_to_move(latency, config.max_prefill_tokens)
+        is_cheaper = cheaper_to_move(latency, config.prefill_tokens(decoder.device.type))
         self._offloader = KVOffloader(HostKV(scheduling.swap_bytes), lambda: self._runtime.kvs, is_cheaper)
         is_static = decoder.device.type == "cuda" if is_static is None else is_static
         self._scheduler = make_scheduler(
-            scheduling, config, self._pool, length_predictor, self._offloader, is_static
+            scheduling, config, self._pool, length_predictor, self._offloader, decoder.device, is_static
         )
         max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
         row_tables = RowTables(config.max_num_seqs, max_blocks)
@@ -515,7 +515,8 @@ class Engine:
         self._recorder.use_controller(control, spec)
         self._spec = spec
         if spec.latency is not None:
-            self._offloader.is_cheaper = cheaper_to_move(spec.latency, self._config.max_prefill_tokens)
+            prefill = self._config.prefill_tokens(self._decoder.device.type)
+            self._offloader.is_cheaper = cheaper_to_move(spec.latency, prefill)
         self._switching_to = None
 
     def _finish_switching(self) -> None:

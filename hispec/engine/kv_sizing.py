@@ -59,7 +59,8 @@ def try_largest_passes(
     rounds = RoundRunner(
         config.model_copy(update={"graphs": False}), None, tables, max_model_len, decoder, (), is_static=True
     )
-    rounds.try_largest_passes(trial, min(config.max_prefill_tokens, max_model_len))
+    prefill = config.prefill_tokens(decoder.device.type)
+    rounds.try_largest_passes(trial, min(prefill, config.max_num_seqs * max_model_len))
 
 
 def max_model_len(config: EngineConfig, max_position_embeddings: int, sliding_window: int | None) -> int:
@@ -102,7 +103,7 @@ def num_blocks_beside(
             f"engine: of {_mb(free)} of free GPU memory,"
             f" gpu_memory_utilization={config.gpu_memory_utilization} allows {_mb(allowed)}; rounds of"
             f" max_num_seqs={config.max_num_seqs} and prefill of"
-            f" max_prefill_tokens={config.max_prefill_tokens} take {_mb(peak)}, graphs {_mb(for_graphs)}"
+            f" max_prefill_tokens={config.prefill_tokens('cuda')} take {_mb(peak)}, graphs {_mb(for_graphs)}"
             f" (max_graph_bytes), so that not one KV block of {_mb(bytes_per_block)} is left; lower one of"
             " these, or set num_kv_blocks"
         )

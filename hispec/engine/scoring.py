@@ -87,12 +87,12 @@ class Scorer:
         """The chunks of each pass, in an order in which a block is computed before it is read, or in the same
         pass, which writes the KV of a layer before it attends."""
         chunks: list[_Chunk] = []
-        room = self._config.max_prefill_tokens
+        room = most = self._config.prefill_tokens(self._decoder.device.type)
         for row in rows:
             start = self._allocate(row)
             if start is None:  # all blocks are there once the rows before have been computed
                 yield chunks
-                chunks, room = [], self._config.max_prefill_tokens
+                chunks, room = [], most
                 start = self._allocate(row)
                 assert start is not None, "checked before"
             while start < len(row.inputs):
@@ -101,7 +101,7 @@ class Scorer:
                 start, room = end, room - (end - start)
                 if room == 0 or len(chunks) == self._config.max_num_seqs:
                     yield chunks
-                    chunks, room = [], self._config.max_prefill_tokens
+                    chunks, room = [], most
         if chunks:
             yield chunks
 

@@ -281,8 +281,8 @@ class RoundRunner:
             counter.set(counts)
 
     def try_largest_passes(self, runtime: PlanRuntime, num_tokens: int) -> None:
-        """Runs the passes that need most memory: prefill of num_tokens, and rounds of all rows, without any
-        request in them."""
+        """Runs the passes that need most memory: prefill of num_tokens, of as few requests as it may be of,
+        and rounds of all rows, without any request in them."""
         device, (num_rows, max_blocks) = runtime.kv.data.device, self._tables.tensor.shape
         # Each row asks for all that takes memory.
         params = SamplingParams(
@@ -290,10 +290,11 @@ class RoundRunner:
         )
         self._sampler.load([RowSampling(params, 0, [0], [0], frozenset())] * num_rows)
         nowhere = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
-        tables = torch.zeros(1, max_blocks, dtype=torch.int64, device=device)
-        cu_q_lens = torch.tensor([0, num_tokens], device=device)
-        positions = torch.arange(num_tokens, device=device)
-        view = BatchView(positions, nowhere, tables, cu_q_lens, num_tokens, num_tokens)
+        longest = min(num_tokens, self._max_model_len)
+        ends = [*range(0, num_tokens, longest), num_tokens]
+        tables = torch.zeros(len(ends) - 1, max_blocks, dtype=torch.int64, device=device)
+        positions = torch.arange(num_tokens, device=device) % longest
+        view = BatchView(positions, nowhere, tables, torch.tensor(ends, device=device), longest, longest)
         runtime.stages.prefill(torch.zeros_like(nowhere), view)
         for drafter in runtime.drafters:
             drafter.prefill(torch.zeros_like(nowhere), view)

@@ -45,7 +45,7 @@ def test_blocks_take_what_passes_and_graphs_leave() -> None:
 
 def test_no_room_for_a_block_is_an_error_that_names_what_to_lower() -> None:
     limits = (
-        r"utilization=0\.5 allows 500 MB.*max_num_seqs=4.*max_prefill_tokens=512 take 400 MB.*not one KV"
+        r"utilization=0\.5 allows 500 MB.*max_num_seqs=4.*max_prefill_tokens=2048 take 400 MB.*not one KV"
         r" block of 1 MB"
     )
     with pytest.raises(ConfigError, match=limits):
@@ -72,10 +72,12 @@ def test_the_largest_passes_can_be_tried_over_a_single_block(
     models = Models(tiny_decoder, draft_model=draft_model, tables=engine._runtime.models.tables)
     trial = engine._plans.make(1, PlanSpec(models, build(SpeculativeConfig, ALL[name])))
     before = engine.stats()["layer_passes"]
-    for runtime in (trial, engine._runtime):
-        try_largest_passes(
-            EngineConfig(max_num_seqs=8, block_size=8, max_prefill_tokens=40), tiny_decoder, 256, runtime
-        )
+    # A prompt's chunk; prompts of several requests, as long as they may be, and a part of one.
+    for runtime, prefill_tokens, length in ((trial, 40, 256), (engine._runtime, 40, 16)):
+        config = EngineConfig(max_num_seqs=8, block_size=8, max_prefill_tokens=prefill_tokens)
+        counted = engine._counters[0].layer_positions
+        try_largest_passes(config, tiny_decoder, length, runtime)
+        assert engine._counters[0].layer_positions >= counted + prefill_tokens * runtime.stages.num_layers
     assert engine.stats()["layer_passes"] > before + 9
     assert run(engine, PROMPTS) == expected
 

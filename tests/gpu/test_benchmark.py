@@ -288,6 +288,46 @@ def test_checked_graphs_see_a_replay_that_differs() -> None:
     assert (right.num_checked, right.num_different, wrong.num_different) == (1, 0, 1)
 
 
+def test_a_stage_that_replaces_what_it_has_read_is_compared_from_the_same_window() -> None:
+    """As verify does with drafts, where it is a graph of its own."""
+
+    class Lazy(Rerun):
+        """Captures without doing the work, as a GPU does."""
+
+        def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            result = torch.zeros(2)
+
+            def replay() -> None:
+                result.copy_(run())
+
+            return replay, result
+
+    window = torch.arange(2.0)
+
+    def stage() -> torch.Tensor:
+        window.add_(1)
+        return window.clone()
+
+    blind, seeing = CheckedGraphs(Lazy()), CheckedGraphs(Lazy())
+    seeing.windows = lambda: [window]
+    for graphs in (blind, seeing):
+        graphs.capture(stage)
+    assert (blind.num_different, seeing.num_different) == (1, 0)
+
+
+def test_the_windows_are_those_of_the_engine_that_captures(tiny_decoder: Decoder) -> None:
+    checked = CheckedGraphs(Rerun())
+    engines = [
+        make_engine(tiny_decoder, rows=2, length=64, graphs=graphs, captured_on=checked)
+        for graphs in (True, False)
+    ]
+    decode(engines[0], [[5, 6, 7]], 4)
+    windows = engines[0]._rounds._launcher._windows  # type: ignore[attr-defined]
+    assert windows and all(one is other for one, other in zip(checked.windows(), windows.values(), strict=True))
+    for engine in engines:
+        engine.close()
+
+
 def test_groups_are_filled_up_from_the_front() -> None:
     assert grouped([[1], [2], [3]], 2) == [[[1], [2]], [[3], [1]]]
     assert grouped([[1], [2]], 5) == [[[1], [2], [1], [2], [1]]]
