@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from benchmarks.markdown import table
 from hispec.utils.environment import hardware_text
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+_WIDTH = 110
 BEGIN, END = "<!-- gpu: begin, written by benchmarks/gpu_report.py -->", "<!-- gpu: end -->"
 
 
@@ -84,14 +86,26 @@ def lines_of(result: dict[str, Any] | None, source: str = "") -> list[str]:
     lines += _sampled(parts.get("sampled", {}))
     lines += _profile(parts.get("profile", {}))
     lines += _compiling(parts)
-    return lines
+    return [short for line in lines for short in _wrapped(line)]
+
+
+def _wrapped(line: str) -> list[str]:
+    """Prose in lines of the documents' width; a table's row stays one."""
+    if line.startswith("|"):
+        return [line]
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.wrap(
+        line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [""]
 
 
 def _reasons(result: dict[str, Any]) -> Iterator[str]:
     if result.get("reasons"):
         yield ""
         yield from (
-            f"- Not measured: {FIGURES[key].text}: {reason}." for key, reason in result["reasons"].items()
+            # Without the states of all parts, which the file has.
+            f"- Not measured: {FIGURES[key].text}: {reason.partition(' (')[0]}."
+            for key, reason in result["reasons"].items()
         )
     if result["failures"]:
         yield ""

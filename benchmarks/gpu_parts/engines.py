@@ -56,6 +56,9 @@ class Rerun:
     def num_bytes(self) -> int:
         return 0
 
+    def another(self) -> Rerun:
+        return self
+
 
 class CheckedGraphs:
     """Graphs that are compared when they are captured: every tensor of a replay's result with that of an
@@ -63,10 +66,11 @@ class CheckedGraphs:
 
     windows   of an engine's rounds: where verify, as a stage of its own, replaces the drafts that it has
               read; both runs begin with the same
+    counter   whose counts these are too; None = its own alone
     """
 
-    def __init__(self, inner: GraphDevice) -> None:
-        self._inner = inner
+    def __init__(self, inner: GraphDevice, counter: CheckedGraphs | None = None) -> None:
+        self._inner, self._counter = inner, counter or self
         self.windows: Callable[[], Iterable[Tensor]] = tuple
         self.num_checked = self.num_different = 0
 
@@ -78,8 +82,8 @@ class CheckedGraphs:
         for window, value in zip(windows, before, strict=True):
             window.copy_(value)
         replay()
-        self.num_checked += 1
-        self.num_different += not all(
+        self._counter.num_checked += 1
+        self._counter.num_different += not all(
             torch.equal(held, again) for held, again in zip(tensors_of(result), eager, strict=True)
         )
         return replay, result
@@ -89,6 +93,9 @@ class CheckedGraphs:
 
     def num_bytes(self) -> int:
         return self._inner.num_bytes()
+
+    def another(self) -> CheckedGraphs:
+        return CheckedGraphs(self._inner.another(), self._counter)
 
 
 def graph_device(device: torch.device) -> GraphDevice:

@@ -118,7 +118,7 @@ class Engine:
         self._offloader = KVOffloader(HostKV(scheduling.swap_bytes), lambda: self._runtime.kvs, is_cheaper)
         is_static = decoder.device.type == "cuda" if is_static is None else is_static
         self._scheduler = make_scheduler(
-            scheduling, config, self._pool, length_predictor, self._offloader, decoder.device, is_static
+            scheduling, config, self._pool, length_predictor, self._offloader, decoder.device.type, is_static
         )
         max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
         row_tables = RowTables(config.max_num_seqs, max_blocks)
@@ -145,9 +145,7 @@ class Engine:
             graph_device,
             self._recorder.report_failure,
         )
-        self._loop = StepLoop(
-            self._scheduler, row_tables, config.block_size, self._plans, self._rounds, self._recorder
-        )
+        self._loop = StepLoop(self._scheduler, row_tables, self._plans, self._rounds, self._recorder)
         self._use(spec)
         if config.warm_up:
             self.warm_up()

@@ -47,7 +47,6 @@ class StepLoop:
         self,
         scheduler: Scheduler,
         tables: RowTables,
-        block_size: int,
         plans: PlanCache,
         rounds: RoundRunner,
         recorder: Recorder,
@@ -56,7 +55,7 @@ class StepLoop:
         self.gained: dict[str, Gain] = {}
         self.stats = EngineStats()
         self.flight: Flight | None = None
-        self._scheduler, self._tables, self._block_size = scheduler, tables, block_size
+        self._scheduler, self._tables = scheduler, tables
         self._plans, self._rounds, self._recorder = plans, rounds, recorder
         # Steps since memory ran out, and how many of them are to pass before more is tried.
         self._calm_steps, self._patience = 0, _LEAST_PATIENCE
@@ -264,7 +263,7 @@ class StepLoop:
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         started, tables = time.perf_counter(), self._tables.tensor[: len(self._scheduler.running)]
-        prefill(self._plans.runtime, chunks, tables, self._block_size, self.stats)
+        prefill(self._plans.runtime, chunks, tables, self._rounds.prompts, self.stats)
         seconds = seconds_since(started)
         for chunk in chunks:
             self.stats.prefill_tokens += chunk.end - chunk.start

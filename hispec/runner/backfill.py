@@ -10,7 +10,7 @@ from torch import Tensor
 from ..scheduling.request import ExtraKV, Request
 from ..scheduling.scheduler import Chunk
 from .plan_runtime import PlanRuntime
-from .prefill import make_prefill_pass
+from .prefill import make_pass, parts_of
 
 
 def backfill(
@@ -27,7 +27,7 @@ def backfill(
     layers = [source for source in all_sources if isinstance(source, int)]
     num_tokens = 0
     for piece in _split(chunks, most_tokens):
-        token_ids, view = make_prefill_pass(piece, block_tables, block_size, runtime.kv.data.device)
+        token_ids, view = make_pass(parts_of(piece), block_tables, block_size, runtime.kv.data.device)
         if layers:
             runtime.stages.backfill(token_ids, view, layers)
         if "model" in all_sources:

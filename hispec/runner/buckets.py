@@ -32,3 +32,16 @@ def context_buckets(most: int) -> list[int]:
     while lengths[-1] < most:
         lengths.append(context_bucket(lengths[-1] + 1, most))
     return lengths
+
+
+def prompt_bucket(num_tokens: int) -> int:
+    """Tokens of the static pass over prompts that `num_tokens` are computed in: powers of 2 from 16 on, and
+    from 256 on also what lies in the middle of two."""
+    power = 1 << max(4, (num_tokens - 1).bit_length())
+    between = power * 3 // 4
+    return between if power > 256 and num_tokens <= between else power
+
+
+def prompt_rows_bucket(num: int) -> int:
+    """Rows of such a pass, or tokens of its longest row: powers of 4."""
+    return 1 << 2 * (max(0, num - 1).bit_length() + 1 >> 1)

@@ -49,6 +49,9 @@ class GraphDevice(Protocol):
     def num_bytes(self) -> int:
         """Memory held by the graphs that were captured since `renew`."""
 
+    def another(self) -> GraphDevice:
+        """One whose graphs share no memory with these: they may run before results of these are read."""
+
 
 class CudaGraphs:
     """CUDA graphs in one memory pool: only one of them runs at a time, so all share what they compute in."""
@@ -88,6 +91,9 @@ class CudaGraphs:
             for segment in segments
             if tuple(segment["segment_pool_id"]) == tuple(self._pool)
         )
+
+    def another(self) -> CudaGraphs:
+        return CudaGraphs(self._stream.device)
 
 
 @dataclass

@@ -31,6 +31,7 @@ from .cuda_graphs import CudaGraphs, GraphCache, GraphDevice
 from .drafter_failures import fall_back_to_plain
 from .launchers import Flight, Launcher, PackedLauncher, Rows, StaticLauncher
 from .plan_runtime import PlanRuntime
+from .prefill import PackedPrompts, PromptPasses, StaticPrompts
 from .rows import can_join, empty_rows, ends_after, make_rows, make_rows_after
 
 _log = logging.getLogger(__name__)
@@ -97,12 +98,19 @@ class RoundRunner:
         self._loaded: tuple[int, ...] | None = None  # numbers of the requests that the sampler has loaded
         self.graphs: GraphCache | None = None
         self._launcher: Launcher = PackedLauncher(tables, self._sampler, config.block_size, device)
+        self.prompts: PromptPasses = PackedPrompts(config.block_size)
+        self._caches: list[GraphCache] = []
         if is_static:
+            prompt_graphs: GraphCache | None = None
             if config.graphs and graph_device is not None:
-                self.graphs = GraphCache(graph_device, counters, config.max_graphs, config.max_graph_bytes)
+                devices = graph_device, graph_device.another()
+                limits = config.max_graphs, config.max_graph_bytes
+                self._caches = [GraphCache(each, counters, *limits) for each in devices]
+                self.graphs, prompt_graphs = self._caches
             self._launcher = StaticLauncher(
                 tables, self._sampler, config.block_size, max_model_len, device, self.graphs
             )
+            self.prompts = StaticPrompts(config.block_size, max_model_len, config.max_num_seqs, prompt_graphs)
 
     @property
     def _scheduler(self) -> Scheduler:
@@ -304,23 +312,24 @@ class RoundRunner:
 
     def drop_graphs(self, are_plans_gone: bool = False) -> None:
         """Drops all captured graphs; with are_plans_gone all that is known of plans, too."""
-        if self.graphs is None:
-            return
-        if are_plans_gone:
-            self.graphs.forget()
-        else:
-            self.graphs.clear()
+        for graphs in self._caches:
+            if are_plans_gone:
+                graphs.forget()
+            else:
+                graphs.clear()
 
     def stats(self) -> dict[str, int]:
-        """Counts of captured graphs; empty if rounds are not captured."""
-        graphs = self.graphs
-        if graphs is None:
-            return {}
+        """Counts of captured graphs, those of rounds and then those of prompts; empty if nothing is
+        captured."""
         return {
-            "graphs": len(graphs),
-            "graph_captures": graphs.num_captures,
-            "graph_replays": graphs.num_replays,
-            "graph_bytes": graphs.num_bytes,
+            f"{kind}graph{name}": count
+            for kind, graphs in zip(("", "prompt_"), self._caches, strict=False)
+            for name, count in (
+                ("s", len(graphs)),
+                ("_captures", graphs.num_captures),
+                ("_replays", graphs.num_replays),
+                ("_bytes", graphs.num_bytes),
+            )
         }
 
     def _launch(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from cache.blocks import BlockPool
 
 from ..config import EngineConfig, SchedulingConfig
@@ -25,12 +23,12 @@ def make_scheduler(
     pool: BlockPool,
     length_predictor: LengthPredictor | None,
     offload: KVOffload | None,
-    device: torch.device,
+    device_type: str,
     is_static: bool,
 ) -> Scheduler:
     """length_predictor: the user's; None = the default. offload: None = KV that loses its blocks is computed
     again. is_static: whether rounds have static shapes, as on a GPU."""
-    sizes = engine.max_num_seqs, engine.prefill_tokens(device.type), engine.enable_prefix_caching
+    sizes = engine.max_num_seqs, engine.prefill_tokens(device_type), engine.enable_prefix_caching
     predictor = make_lengths(config.expected_tokens, length_predictor)
     fill_rows = max(1, engine.max_num_seqs // _FILLED_TOGETHER) if is_static else 1
     policy = make_policy(config)

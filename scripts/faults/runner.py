@@ -7,6 +7,55 @@ from .suites import CONTROL, GATE, RUNS, STATIC, TIERS
 
 FAULTS = (
     Fault(
+        "prompts: padding of a static pass is written",
+        "hispec/runner/prefill.py",
+        "slots = torch.full((tokens,), -1, dtype=torch.int64)",
+        "slots = torch.zeros(tokens, dtype=torch.int64)",
+        ("tests/runner/test_prefill.py",),
+    ),
+    Fault(
+        "prompts: padding does not count in the longest row",
+        "hispec/runner/prefill.py",
+        "max(*q_lens, tokens - num)",
+        "max(q_lens)",
+        ("tests/runner/test_prefill.py",),
+    ),
+    Fault(
+        "prompts: a static pass reads the tables of the first rows",
+        "hispec/runner/prefill.py",
+        "tables[: len(parts)] = block_tables[[row for row, _, _ in parts], :columns]",
+        "tables[: len(parts)] = block_tables[: len(parts), :columns]",
+        ("tests/runner/test_prefill.py",),
+    ),
+    Fault(
+        "prompts: their graphs share memory with those of rounds",
+        "hispec/runner/round_runner.py",
+        "graph_device.another()",
+        "graph_device",
+        ("tests/runner/test_prefill.py",),
+    ),
+    Fault(
+        "prompts: their graphs stay when memory is short",
+        "hispec/runner/round_runner.py",
+        "for graphs in self._caches:",
+        "for graphs in self._caches[:1]:",
+        ("tests/runner/test_prefill.py",),
+    ),
+    Fault(
+        "scheduler: the last rows of a backlog wait for more to come",
+        "hispec/scheduling/scheduler.py",
+        " or len(self.waiting) <= free",
+        "",
+        ("tests/scheduling/test_scheduler.py",),
+    ),
+    Fault(
+        "scheduler: a row that was cleared for a request waits for others",
+        "hispec/scheduling/scheduler.py",
+        "self._num_free if has_displaced else self._num_fillable",
+        "self._num_fillable",
+        ("tests/scheduling/test_scheduler.py",),
+    ),
+    Fault(
         "rollback off by one: the round starts a position early",
         "hispec/runner/rows.py",
         "start, room = len(request.token_ids) - 1,",

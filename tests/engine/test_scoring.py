@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hispec import LLM, ConfigError, Engine, EngineConfig, RequestError, SamplingParams
+from hispec import LLM, ConfigError, Engine, RequestError, SamplingParams
 from hispec.engine.scoring import Scorer
 from hispec.errors import ClosedError
 from tests.helpers.tiny import EOS_ID, TINY_VOCAB

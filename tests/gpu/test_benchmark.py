@@ -323,7 +323,9 @@ def test_the_windows_are_those_of_the_engine_that_captures(tiny_decoder: Decoder
     ]
     decode(engines[0], [[5, 6, 7]], 4)
     windows = engines[0]._rounds._launcher._windows  # type: ignore[attr-defined]
-    assert windows and all(one is other for one, other in zip(checked.windows(), windows.values(), strict=True))
+    assert windows and all(
+        one is other for one, other in zip(checked.windows(), windows.values(), strict=True)
+    )
     for engine in engines:
         engine.close()
 

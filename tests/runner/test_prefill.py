@@ -1,0 +1,100 @@
+"""Passes over prompts: padded to few shapes, and from captured graphs, as on a GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ee_models.decoder import Decoder
+from hispec.engine import Engine
+from hispec.runner.buckets import prompt_bucket, prompt_rows_bucket
+from hispec.runner.prefill import PackedPrompts, StaticPrompts
+from hispec.sampling_params import SamplingParams
+from tests.helpers.recorded_graphs import RecordedGraphs
+from tests.helpers.support import make_engine, run
+
+BLOCK_SIZE, BLOCKS_OF_ROW = 4, 6
+
+
+def test_shapes_are_few_and_hold_what_they_are_for() -> None:
+    tokens = [prompt_bucket(num) for num in range(1, 2049)]
+    assert all(num <= bucket <= max(16, 2 * num) for num, bucket in enumerate(tokens, start=1))
+    assert all(bucket <= 1.5 * num for num, bucket in enumerate(tokens, start=1) if num > 256)
+    assert sorted(set(tokens)) == [16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048]
+    assert [prompt_rows_bucket(num) for num in (0, 1, 2, 4, 5, 16, 17, 64, 65)] == [
+        1,
+        1,
+        4,
+        4,
+        16,
+        16,
+        64,
+        64,
+        256,
+    ]
+
+
+def prompts_engine(decoder: Decoder, **config: object) -> Engine:
+    settings = {"block_size": BLOCK_SIZE, "num_kv_blocks": 40, "max_num_seqs": 5, "max_model_len": 24}
+    return make_engine(decoder, is_static=True, **{**settings, **config})  # type: ignore[arg-type]
+
+
+def tables() -> torch.Tensor:
+    """Of five rows, in an order of their own."""
+    blocks = torch.randperm(40, generator=torch.Generator().manual_seed(3))[: 5 * BLOCKS_OF_ROW]
+    return blocks.view(5, BLOCKS_OF_ROW)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_padded_passes_write_what_passes_without_padding_write_and_nothing_else(
+    tiny_decoder: Decoder, seed: int
+) -> None:
+    rng, engines = random.Random(seed), [prompts_engine(tiny_decoder) for _ in range(2)]
+    passes = PackedPrompts(BLOCK_SIZE), StaticPrompts(BLOCK_SIZE, 24, 5, None)
+    done = dict.fromkeys(range(5), 0)
+    for _ in range(6):  # chunks of prompts, those of one row in order
+        rows = sorted(rng.sample(range(5), rng.randint(1, 5)))
+        parts = []
+        for row in rows:
+            num = min(rng.randint(1, 8), 24 - done[row])
+            if num:
+                parts.append((row, done[row], [rng.randrange(3, 90) for _ in range(num)]))
+                done[row] += num
+        if not parts:
+            continue
+        with torch.inference_mode():
+            for engine, how in zip(engines, passes, strict=True):
+                token_ids, view = how.run(engine._runtime, parts, tables())
+                assert token_ids.shape == view.positions.shape == view.slots.shape
+                assert int(view.cu_q_lens[-1]) == len(token_ids) and view.max_context_len <= 24
+                assert int(view.cu_q_lens.diff().max()) <= view.max_q_len
+                assert int(view.positions.max()) < view.max_context_len
+    packed, static = (engine._runtime.kv.data[..., : 40 * BLOCK_SIZE, :, :] for engine in engines)
+    assert packed.abs().sum() > 0
+    torch.testing.assert_close(static, packed, rtol=1e-4, atol=1e-5)
+    assert torch.equal(static == 0, packed == 0)
+    for engine in engines:
+        engine.close()
+
+
+def test_prompts_come_from_graphs_that_share_no_memory_with_those_of_rounds(
+    torch_decoder: Decoder, no_numba: None
+) -> None:
+    graphs = RecordedGraphs()
+    engine = prompts_engine(torch_decoder, graph_device=graphs)
+    expected = prompts_engine(torch_decoder, graphs=False)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 90) for _ in range(rng.randint(2, 15))] for _ in range(30)]
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    assert run(engine, prompts, params) == run(expected, prompts, params)
+    (of_prompts,) = graphs.others
+    stats = engine.stats()
+    assert 0 < of_prompts.num_captured == stats["prompt_graph_captures"] == stats["prompt_graphs"]
+    assert stats["prompt_graph_replays"] > of_prompts.num_captured
+    assert stats["graph_captures"] == graphs.num_captured > 0
+    engine._rounds.drop_graphs()
+    assert engine.stats()["prompt_graphs"] == engine.stats()["graphs"] == 0
+    assert run(engine, prompts, params) == run(expected, prompts, params)
+    assert "prompt_graphs" not in expected.stats()
