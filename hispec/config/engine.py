@@ -35,20 +35,22 @@ class EngineConfig(Settings):
     enable_prefix_caching   reuse KV blocks of equal prefixes
     attention               "auto", or a backend by name
     seed                    base of the seeds of requests that bring none
-    graphs                  on a GPU, whether rounds are captured as CUDA graphs at all, those of plain
-                            decoding included
+    graphs                  on a GPU, whether rounds, those of plain decoding included, and passes over
+                            prompts are captured as CUDA graphs at all
     exact_verify            on a GPU, use slower kernels whose result for a token does not depend on what else
                             is in the pass, so that speculative and plain output agree bit for bit; on a CPU
                             they always do
     max_graphs              graphs kept, one per plan, number of rows, length of context and way of sampling
-                            (those of a round's stages count as one); the least recently used makes room
-    max_graph_bytes         GPU memory reserved for graphs
+                            (those of a round's stages count as one); the least recently used makes room. As
+                            many are kept of passes over prompts
+    max_graph_bytes         GPU memory reserved for graphs of rounds; those of prompts take at most as much,
+                            of what is set aside for prompts
     trace                   file that decisions, rounds and requests are recorded in, one JSON object per
                             line, for `hispec report` and `hispec simulate`
     worker_timeout_s        with several workers: seconds without a sign of life, which a thread of each gives
                             however long a step is, after which another takes a worker's place
-    warm_up                 capture all graphs when the engine starts, the largest first, instead of each when
-                            it is first needed
+    warm_up                 capture all graphs of rounds when the engine starts, the largest first, instead of
+                            each when it is first needed
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -31,7 +31,7 @@ COMMENTS = {
     "engine.num_kv_blocks": (
         "blocks of the KV cache; null = enough for max_num_seqs requests of max_model_len"
     ),
-    "engine.max_prefill_tokens": "prompt tokens computed per step, at most",
+    "engine.max_prefill_tokens": "prompt tokens computed per step, at most; null: 512, on a GPU 2048",
     "engine.max_run_ms": "on a CPU, how long several rounds may run in one step; 0 = one round a step",
     "engine.enable_prefix_caching": "compute equal beginnings of prompts once; it was off in the measurement",
     "engine.quantization": "null = weights as stored; int8, int4: a smaller model with other outputs",

@@ -89,7 +89,7 @@ class StaticPrompts:
         write(there, numbers)
         token_ids, view = _unpack(there, shape)
         prefill = partial(runtime.stages.prefill, token_ids, view)
-        if self.graphs is None:
+        if self.graphs is None or not runtime.captures:
             prefill()
         else:
             self.graphs.run((runtime, shape), prefill)

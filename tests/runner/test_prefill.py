@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ee_models.decoder import Decoder
+from hispec.config import EngineConfig, SpeculativeConfig
 from hispec.engine import Engine
 from hispec.runner.buckets import prompt_bucket, prompt_rows_bucket
 from hispec.runner.prefill import PackedPrompts, StaticPrompts
@@ -98,3 +99,12 @@ def test_prompts_come_from_graphs_that_share_no_memory_with_those_of_rounds(
     assert engine.stats()["prompt_graphs"] == engine.stats()["graphs"] == 0
     assert run(engine, prompts, params) == run(expected, prompts, params)
     assert "prompt_graphs" not in expected.stats()
+
+
+def test_a_plan_without_graphs_has_none_of_prompts(torch_decoder: Decoder, no_numba: None) -> None:
+    graphs = RecordedGraphs()
+    speculative = SpeculativeConfig(draft={"layer": 1}, graphs=False)  # type: ignore[arg-type]
+    config = EngineConfig(max_num_seqs=2, max_model_len=24, block_size=BLOCK_SIZE, num_kv_blocks=12)
+    engine = Engine(torch_decoder, config, speculative, is_static=True, graph_device=graphs)
+    run(engine, [[5, 6, 7, 8]], SamplingParams(temperature=0.0, max_tokens=4))
+    assert engine.stats()["prompt_graph_captures"] == engine.stats()["graph_captures"] == 0
