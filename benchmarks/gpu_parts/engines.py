@@ -62,31 +62,40 @@ class Rerun:
 
 class CheckedGraphs:
     """Graphs that are compared when they are captured: every tensor of a replay's result with that of an
-    eager run, bit for bit.
+    eager run, bit for bit; of what has no result, such as a pass over prompts, the KV that it writes.
 
     windows   of an engine's rounds: where verify, as a stage of its own, replaces the drafts that it has
               read; both runs begin with the same
-    counter   whose counts these are too; None = its own alone
+    kv        the engine's; None = what has no result is not compared, and not counted
+    counter   whose counts these are too, and whose KV; None = its own alone
     """
 
     def __init__(self, inner: GraphDevice, counter: CheckedGraphs | None = None) -> None:
         self._inner, self._counter = inner, counter or self
         self.windows: Callable[[], Iterable[Tensor]] = tuple
+        self.kv: Callable[[], Tensor] | None = None
         self.num_checked = self.num_different = 0
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         replay, result = self._inner.capture(run)
+        if any(True for _ in tensors_of(result)):
+            self._count(self._same_results(run, replay, result))
+        elif (kv := self._counter.kv) is not None:
+            self._count(_same_kv(kv(), run, replay))
+        return replay, result
+
+    def _count(self, is_same: bool) -> None:
+        self._counter.num_checked += 1
+        self._counter.num_different += not is_same
+
+    def _same_results(self, run: Callable[[], Any], replay: Callable[[], None], result: Any) -> bool:
         windows = list(self.windows())
         before = [window.clone() for window in windows]
         eager = [tensor.clone() for tensor in tensors_of(run())]
         for window, value in zip(windows, before, strict=True):
             window.copy_(value)
         replay()
-        self._counter.num_checked += 1
-        self._counter.num_different += not all(
-            torch.equal(held, again) for held, again in zip(tensors_of(result), eager, strict=True)
-        )
-        return replay, result
+        return all(torch.equal(held, again) for held, again in zip(tensors_of(result), eager, strict=True))
 
     def renew(self) -> None:
         self._inner.renew()
@@ -96,6 +105,23 @@ class CheckedGraphs:
 
     def another(self) -> CheckedGraphs:
         return CheckedGraphs(self._inner.another(), self._counter)
+
+
+def _same_kv(kv: Tensor, run: Callable[[], Any], replay: Callable[[], None]) -> bool:
+    """Whether a replay writes the KV that an eager run does. What that writes is found over other numbers,
+    and is not there when the replay begins."""
+    before = kv.clone()
+    others = kv.add_(1).clone()
+    run()
+    is_written = kv != others
+    kv.copy_(before)
+    run()
+    eager = kv.clone()
+    kv.copy_(before.masked_fill(is_written, 0))
+    replay()
+    is_same = torch.equal(kv, eager)
+    kv.copy_(eager)
+    return is_same
 
 
 def graph_device(device: torch.device) -> GraphDevice:
@@ -130,6 +156,7 @@ def make_engine(
     engine = Engine(decoder, config, speculative, exits=exits, is_static=True, graph_device=device)
     if isinstance(device, CheckedGraphs) and graphs:
         device.windows = engine._rounds._launcher._windows.values
+        device.kv = lambda: engine._runtime.kv.data
     return engine
 
 

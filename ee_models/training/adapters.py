@@ -316,8 +316,8 @@ def frequent_tokens(examples: Sequence[Example], vocab_size: int, ends: Sequence
     ends: the tokens that end an answer come before all others, since answers may be cut, and an exit that
     does not know them never drafts the end.
     """
-    learnt = [torch.tensor(example.token_ids[example.prompt_len :]) for example in examples]
-    counts = torch.bincount(torch.cat(learnt), minlength=vocab_size)
+    learnt = [token for example in examples for token in example.token_ids[example.prompt_len :]]
+    counts = torch.bincount(torch.tensor(learnt, dtype=torch.int64), minlength=vocab_size)
     counts[list(ends)] += counts.sum() + 1
     return counts.argsort(descending=True, stable=True)
 

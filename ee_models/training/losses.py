@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Worked through at a time: enough places to fill matrix kernels, and logits of 67 MB in float32 at most; on a
-# GPU, which each launch of a kernel keeps waiting, of 1 GB.
+# Worked through at a time: enough places to fill matrix kernels, and logits of 67 MB in float32 at most, of
+# which there are two, and one in the head's dtype; on a GPU, which waits for each kernel's launch, of 1 GB.
 _PLACES, _LOGITS = 256, 2**24
 _GPU_PLACES, _GPU_LOGITS = 8192, 2**28
 

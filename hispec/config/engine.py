@@ -28,7 +28,7 @@ class EngineConfig(Settings):
                             memory; on a GPU within what a trial run of the largest passes leaves free
     gpu_memory_utilization  share of a GPU's free memory that may be used, weights not counted
     max_prefill_tokens      prompt positions computed per step at most (chunked prefill); None = 512, and 2048
-                            on a GPU, where a pass over few takes as long as one over many
+                            on a GPU
     max_run_ms              on a CPU, a step does up to eight rounds (in plain decoding, tokens of each row),
                             where nothing is to be decided between them, for about so long at most: whoever
                             reads a stream, and new requests, wait for them. 0 = one round a step
@@ -43,8 +43,7 @@ class EngineConfig(Settings):
     max_graphs              graphs kept, one per plan, number of rows, length of context and way of sampling
                             (those of a round's stages count as one); the least recently used makes room. As
                             many are kept of passes over prompts
-    max_graph_bytes         GPU memory reserved for graphs of rounds; those of prompts take at most as much,
-                            of what is set aside for prompts
+    max_graph_bytes         GPU memory reserved for graphs, a quarter of it for those of prompts
     trace                   file that decisions, rounds and requests are recorded in, one JSON object per
                             line, for `hispec report` and `hispec simulate`
     worker_timeout_s        with several workers: seconds without a sign of life, which a thread of each gives

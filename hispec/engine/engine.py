@@ -116,9 +116,8 @@ class Engine:
         self._pool = BlockPool(num_blocks, config.block_size)
         is_cheaper = cheaper_to_move(latency, config.prefill_tokens(decoder.device.type))
         self._offloader = KVOffloader(HostKV(scheduling.swap_bytes), lambda: self._runtime.kvs, is_cheaper)
-        is_static = decoder.device.type == "cuda" if is_static is None else is_static
         self._scheduler = make_scheduler(
-            scheduling, config, self._pool, length_predictor, self._offloader, decoder.device.type, is_static
+            scheduling, config, self._pool, length_predictor, self._offloader, decoder.device.type
         )
         max_blocks = min(num_blocks, self._pool.blocks_for(self.max_model_len))
         row_tables = RowTables(config.max_num_seqs, max_blocks)
@@ -448,11 +447,11 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose; those of weights if this engine has loaded them; on a GPU including
         those of up to eight earlier plans, whose graphs are kept."""
-        graphs, loaded = self._rounds.graphs, self._pretrained
+        loaded, graph_bytes = self._pretrained, self._rounds.graph_bytes
         return {
             **({} if loaded is None else loaded.memory()),
             **self._plans.memory(),
-            **({} if graphs is None else {"graph_bytes": graphs.num_bytes}),
+            **({} if graph_bytes is None else {"graph_bytes": graph_bytes}),
         }
 
     def check(self) -> None:

@@ -10,6 +10,7 @@ from ..config import EngineConfig
 from ..decoding.stages import DecoderLike
 from ..errors import ConfigError
 from ..runner.block_tables import RowTables
+from ..runner.buckets import prompt_bucket
 from ..runner.plan_runtime import PlanRuntime
 from ..runner.plan_spec import Models
 from ..runner.round_runner import RoundRunner
@@ -59,8 +60,8 @@ def try_largest_passes(
     rounds = RoundRunner(
         config.model_copy(update={"graphs": False}), None, tables, max_model_len, decoder, (), is_static=True
     )
-    prefill = config.prefill_tokens(decoder.device.type)
-    rounds.try_largest_passes(trial, min(prefill, config.max_num_seqs * max_model_len))
+    prefill = min(config.prefill_tokens(decoder.device.type), config.max_num_seqs * max_model_len)
+    rounds.try_largest_passes(trial, prompt_bucket(prefill))
 
 
 def max_model_len(config: EngineConfig, max_position_embeddings: int, sliding_window: int | None) -> int:

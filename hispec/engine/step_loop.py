@@ -86,7 +86,10 @@ class StepLoop:
             if (flight := self.flight) is not None:
                 started = time.perf_counter()
                 prefill_s = self.stats.prefill_s
+                num_captures = self._rounds.num_captures
                 self.flight = self._launch_ahead(flight)
+                if self._rounds.num_captures > num_captures:
+                    self._is_timed = False  # the round in flight was done long before it could be read
                 try:
                     self.read(flight)
                 except Exception as error:  # of logprobs, for one

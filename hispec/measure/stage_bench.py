@@ -222,11 +222,11 @@ class Rig:
         return self._stage(run)
 
     def prefill(self, num_tokens: int) -> Callable[[], None]:
-        """The last num_tokens positions of one row's context, at all layers and exits: eagerly, as an engine
-        computes prompts."""
+        """The last num_tokens positions of one row's context, at all layers and exits. On a GPU from a graph,
+        as an engine computes prompts, which pads them besides."""
         start = self._start - num_tokens
         token_ids, view = self._chunk(self._context, start, self._start)
-        return self._quiet(lambda: self._stages.prefill(token_ids, view))
+        return self._stage(lambda: self._stages.prefill(token_ids, view))
 
     def swap(self, num_positions: int) -> Callable[[], None]:
         """The KV of the first num_positions positions of one row at all layers and exits: to host memory and

@@ -43,6 +43,9 @@ class PromptPasses(Protocol):
         """Computes the KV of all layers and exits; block_tables [rows, max_blocks] of all rows, on the host
         -> what it ran over: token ids [tokens], and their view."""
 
+    def forget(self) -> None:
+        """Called when all graphs were dropped."""
+
 
 class PackedPrompts:
     def __init__(self, block_size: int) -> None:
@@ -54,6 +57,9 @@ class PackedPrompts:
         token_ids, view = make_pass(parts, block_tables, self._block_size, runtime.kv.data.device)
         runtime.stages.prefill(token_ids, view)
         return token_ids, view
+
+    def forget(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class _Shape:
 
 
 class StaticPrompts:
-    """Tensors of a shape stay where they are, for graphs read them there."""
+    """Tensors of a shape that is captured stay where they are, for its graph reads them there."""
 
     def __init__(
         self, block_size: int, max_model_len: int, max_num_seqs: int, graphs: GraphCache | None
@@ -77,23 +83,30 @@ class StaticPrompts:
         results of a round are still to be read; None = they run eagerly, with the same results."""
         self._block_size, self._max_model_len, self._max_num_seqs = block_size, max_model_len, max_num_seqs
         self.graphs = graphs
+        self._seen: set[tuple[PlanRuntime, _Shape]] = set()
         self._numbers: dict[_Shape, Tensor] = {}
 
     def run(
         self, runtime: PlanRuntime, parts: Sequence[Part], block_tables: Tensor
     ) -> tuple[Tensor, BatchView]:
         shape, numbers = self._pad(parts, block_tables)
+        device, key = runtime.kv.data.device, (runtime, shape)
+        if self.graphs is None or not runtime.captures or key not in self._seen:
+            # Many shapes come but once: a graph pays from the second time on.
+            self._seen.add(key)
+            token_ids, view = _unpack(upload(numbers, device), shape)
+            runtime.stages.prefill(token_ids, view)
+            return token_ids, view
         if shape not in self._numbers:
-            self._numbers[shape] = torch.empty_like(numbers, device=runtime.kv.data.device)
-        there = self._numbers[shape]
-        write(there, numbers)
-        token_ids, view = _unpack(there, shape)
-        prefill = partial(runtime.stages.prefill, token_ids, view)
-        if self.graphs is None or not runtime.captures:
-            prefill()
-        else:
-            self.graphs.run((runtime, shape), prefill)
+            self._numbers[shape] = torch.empty_like(numbers, device=device)
+        write(self._numbers[shape], numbers)
+        token_ids, view = _unpack(self._numbers[shape], shape)
+        self.graphs.run(key, partial(runtime.stages.prefill, token_ids, view))
         return token_ids, view
+
+    def forget(self) -> None:
+        self._seen.clear()
+        self._numbers.clear()
 
     def _pad(self, parts: Sequence[Part], block_tables: Tensor) -> tuple[_Shape, Tensor]:
         """The shape, and its numbers one after the other, as `_unpack` reads them.

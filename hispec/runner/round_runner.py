@@ -36,6 +36,7 @@ from .rows import can_join, empty_rows, ends_after, make_rows, make_rows_after
 
 _log = logging.getLogger(__name__)
 _MOST_TOGETHER = 8  # rounds: seven eighths of the host's work around them are saved then
+_PROMPTS_SHARE = 4  # of the memory for graphs those of prompts have a quarter
 _LEAST_ROUND_MS = 0.1  # the clock may have stood still
 _Passes = tuple[int, float, float, float]  # PassCounts' layers, and seconds of draft, check and verify
 
@@ -103,9 +104,14 @@ class RoundRunner:
         if is_static:
             prompt_graphs: GraphCache | None = None
             if config.graphs and graph_device is not None:
-                devices = graph_device, graph_device.another()
-                limits = config.max_graphs, config.max_graph_bytes
-                self._caches = [GraphCache(each, counters, *limits) for each in devices]
+                of_prompts = config.max_graph_bytes // _PROMPTS_SHARE
+                self._caches = [
+                    GraphCache(each, counters, config.max_graphs, num_bytes)
+                    for each, num_bytes in (
+                        (graph_device, config.max_graph_bytes - of_prompts),
+                        (graph_device.another(), of_prompts),
+                    )
+                ]
                 self.graphs, prompt_graphs = self._caches
             self._launcher = StaticLauncher(
                 tables, self._sampler, config.block_size, max_model_len, device, self.graphs
@@ -227,7 +233,7 @@ class RoundRunner:
         for row, request in rows.requests:
             blocks[row] = request.table.blocks
         self._tables.update(blocks)
-        before, captures = self._passes, self._num_captures
+        before, captures = self._passes, self.num_captures
         try:
             self._launcher.advance(flight)
             if joined:
@@ -310,6 +316,11 @@ class RoundRunner:
         for each, plan in dict.fromkeys(rounds):
             self._launcher.launch(each, plan, empty_rows(num_rows, self._max_model_len)).outcomes()
 
+    @property
+    def graph_bytes(self) -> int | None:
+        """Memory of captured graphs, as GraphCache has it; None if nothing is captured."""
+        return sum(graphs.num_bytes for graphs in self._caches) if self._caches else None
+
     def drop_graphs(self, are_plans_gone: bool = False) -> None:
         """Drops all captured graphs; with are_plans_gone all that is known of plans, too."""
         for graphs in self._caches:
@@ -317,6 +328,7 @@ class RoundRunner:
                 graphs.forget()
             else:
                 graphs.clear()
+        self.prompts.forget()
 
     def stats(self) -> dict[str, int]:
         """Counts of captured graphs, those of rounds and then those of prompts; empty if nothing is
@@ -335,7 +347,7 @@ class RoundRunner:
     def _launch(
         self, runtime: PlanRuntime, plan: Plan, rows: Rows, route: int | None, started_s: float
     ) -> Flight:
-        before, captures = self._passes, self._num_captures
+        before, captures = self._passes, self.num_captures
         flight = self._launcher.launch(runtime, plan, rows)
         return self._describe(flight, before, captures, route, started_s)
 
@@ -357,7 +369,7 @@ class RoundRunner:
             draft_s += draft.pass_s - sum(seconds)
         flight.pass_s = draft_s, own.check_pass_s - check_s, own.verify_pass_s - verify_s
         flight.launched_s, flight.route = launched_s, route
-        flight.is_timed = num_captures == self._num_captures
+        flight.is_timed = num_captures == self.num_captures
         return flight
 
     @property
@@ -369,9 +381,9 @@ class RoundRunner:
         ]
 
     @property
-    def _num_captures(self) -> int:
-        """Tried ones, whatever came of them: they take time."""
-        return 0 if self.graphs is None else self.graphs.num_captures + self.graphs.num_failures
+    def num_captures(self) -> int:
+        """Of rounds and prompts; tried ones, whatever came of them: they take time."""
+        return sum(graphs.num_captures + graphs.num_failures for graphs in self._caches)
 
     def _handle_failure(
         self, route: int | None, requests: Sequence[Request], error: DrafterError, stats: EngineStats

@@ -14,8 +14,6 @@ from .policy import FirstComeFirstServed, Policy
 from .scheduler import Scheduler
 from .sjf import ShortestJobFirst
 
-_FILLED_TOGETHER = 8  # on a GPU, an eighth of the rows: see Scheduler
-
 
 def make_scheduler(
     config: SchedulingConfig,
@@ -24,15 +22,12 @@ def make_scheduler(
     length_predictor: LengthPredictor | None,
     offload: KVOffload | None,
     device_type: str,
-    is_static: bool,
 ) -> Scheduler:
     """length_predictor: the user's; None = the default. offload: None = KV that loses its blocks is computed
-    again. is_static: whether rounds have static shapes, as on a GPU."""
+    again."""
     sizes = engine.max_num_seqs, engine.prefill_tokens(device_type), engine.enable_prefix_caching
     predictor = make_lengths(config.expected_tokens, length_predictor)
-    fill_rows = max(1, engine.max_num_seqs // _FILLED_TOGETHER) if is_static else 1
-    policy = make_policy(config)
-    return Scheduler(pool, policy, *sizes, predictor=predictor, offload=offload, fill_rows=fill_rows)
+    return Scheduler(pool, make_policy(config), *sizes, predictor=predictor, offload=offload)
 
 
 def make_policy(config: SchedulingConfig) -> Policy:

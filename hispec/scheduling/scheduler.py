@@ -45,10 +45,6 @@ class Scheduler:
     Admission never skips ahead: if the first in order cannot have its blocks, the next is not admitted in its
     place because it needs fewer, or a large request would wait forever. No row stays empty for that while
     paused requests hold blocks: these are taken.
-
-    On a GPU the prompts of few requests take as long as those of many, since Python launches each kernel. So
-    where more requests wait than rows are free, `fill_rows` rows are left to become free and are filled
-    together.
     """
 
     def __init__(
@@ -61,10 +57,8 @@ class Scheduler:
         *,
         predictor: LengthPredictor | None = None,
         offload: KVOffload | None = None,
-        fill_rows: int = 1,
     ) -> None:
-        """offload: None = the KV of requests that lose their blocks is always computed again. fill_rows: free
-        rows that are filled together while more requests than that wait."""
+        """offload: None = the KV of requests that lose their blocks is always computed again."""
         self.running: list[Request] = []
         self.num_preemptions = self.num_cached_tokens = self.num_queried_tokens = 0
         self._pool, self._policy = pool, policy
@@ -72,7 +66,6 @@ class Scheduler:
         self.counts_service = getattr(type(policy), "served", None) is not Stateless.served
         self._max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self._sizes = max_num_seqs, max_prefill_tokens  # as they are configured
-        self._fill_rows = fill_rows
         self._enable_prefix_caching = enable_prefix_caching
         self._predictor: LengthPredictor = predictor or OnlineLengths()
         self._waiting = WaitingOrder(self._key)
@@ -121,18 +114,15 @@ class Scheduler:
         self._now_s = now_s
         if self.may_admit:
             self._waiting.refresh()
-        preempted_before = self.num_preemptions
         if self._is_review_due:
             self._review(window)
-        has_displaced = self.num_preemptions > preempted_before
         self._rounds_since_review += 1
         preempted_before = self.num_preemptions
         for request in self._in_order(self.running):
             if request.row is not None:
                 self._make_room(request, window)
         if self.num_preemptions == preempted_before:
-            # A row that was cleared for a request is for that request, and not for later.
-            self._admit(window, self._num_free if has_displaced else self._num_fillable)
+            self._admit(window)
         step = Step(self._plan_chunks())
         # A prompt whose last chunk is computed in this step joins its round at once: it has the blocks.
         joining = {
@@ -152,7 +142,7 @@ class Scheduler:
         self._now_s = now_s
         if self.may_admit:
             self._waiting.refresh()
-            self._admit(window, self._num_fillable)
+            self._admit(window)
         return self._plan_chunks()
 
     def fit(self, step: Step, window: int, num_rounds: int = 1) -> None:
@@ -194,18 +184,7 @@ class Scheduler:
     @property
     def may_admit(self) -> bool:
         """Whether a waiting request may get a row now: then the next round needs `schedule`."""
-        return bool(self.waiting) and (self._num_fillable > 0 or self._is_review_due)
-
-    @property
-    def _num_fillable(self) -> int:
-        """Free rows that are to be filled now."""
-        free = self._num_free
-        is_worth_it = free >= min(self._fill_rows, self._max_num_seqs) or len(self.waiting) <= free
-        return free if is_worth_it else 0
-
-    @property
-    def _num_free(self) -> int:
-        return max(0, self._max_num_seqs - len(self.running))
+        return bool(self.waiting) and (len(self.running) < self._max_num_seqs or self._is_review_due)
 
     def shrink(self, max_num_seqs: int) -> None:
         """Lowers the number of rows, and pauses the requests beyond them, the last in order."""
@@ -347,10 +326,8 @@ class Scheduler:
         self.num_preemptions += 1
         self._waiting.add(request)
 
-    def _admit(self, window: int, num_rows: int) -> None:
-        """Gives at most so many waiting requests a row each."""
-        while self.waiting and num_rows > 0:
-            num_rows -= 1
+    def _admit(self, window: int) -> None:
+        while self.waiting and len(self.running) < self._max_num_seqs:
             _, request = self._waiting.first()
             resumes = self.kv.has_some(request)
             if (num_cached := self.kv.admit(request, request.round_end(window))) is None:

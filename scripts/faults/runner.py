@@ -42,20 +42,6 @@ FAULTS = (
         ("tests/runner/test_prefill.py",),
     ),
     Fault(
-        "scheduler: the last rows of a backlog wait for more to come",
-        "hispec/scheduling/scheduler.py",
-        " or len(self.waiting) <= free",
-        "",
-        ("tests/scheduling/test_scheduler.py",),
-    ),
-    Fault(
-        "scheduler: a row that was cleared for a request waits for others",
-        "hispec/scheduling/scheduler.py",
-        "self._num_free if has_displaced else self._num_fillable",
-        "self._num_fillable",
-        ("tests/scheduling/test_scheduler.py",),
-    ),
-    Fault(
         "rollback off by one: the round starts a position early",
         "hispec/runner/rows.py",
         "start, room = len(request.token_ids) - 1,",

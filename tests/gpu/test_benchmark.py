@@ -315,6 +315,32 @@ def test_a_stage_that_replaces_what_it_has_read_is_compared_from_the_same_window
     assert (blind.num_different, seeing.num_different) == (1, 0)
 
 
+def test_prompts_are_compared_by_the_kv_that_they_write(tiny_decoder: Decoder) -> None:
+    class Forgetful(Rerun):
+        """A replay that does nothing."""
+
+        def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            return lambda: None, run()
+
+        def another(self) -> Rerun:
+            return self
+
+    different = []
+    for inner in (Rerun(), Forgetful()):
+        checked = CheckedGraphs(Rerun())
+        checked.another = lambda inner=inner, checked=checked: CheckedGraphs(inner, checked)  # type: ignore[method-assign, misc]
+        engine = make_engine(tiny_decoder, rows=2, length=64, captured_on=checked)
+        outputs = [decode(engine, [[5, 6, 7, 8, 9]] * 2, 4).outputs for _ in range(3)]
+        assert outputs[0] == outputs[1] == outputs[2]
+        assert (
+            checked.num_checked == engine.stats()["graph_captures"] + engine.stats()["prompt_graph_captures"]
+        )
+        assert engine.stats()["prompt_graph_captures"] > 0
+        different.append(checked.num_different)
+        engine.close()
+    assert different[0] == 0 < different[1]
+
+
 def test_the_windows_are_those_of_the_engine_that_captures(tiny_decoder: Decoder) -> None:
     checked = CheckedGraphs(Rerun())
     engines = [
@@ -322,6 +348,7 @@ def test_the_windows_are_those_of_the_engine_that_captures(tiny_decoder: Decoder
         for graphs in (True, False)
     ]
     decode(engines[0], [[5, 6, 7]], 4)
+    assert checked.kv is not None and checked.kv() is engines[0]._runtime.kv.data
     windows = engines[0]._rounds._launcher._windows  # type: ignore[attr-defined]
     assert windows and all(
         one is other for one, other in zip(checked.windows(), windows.values(), strict=True)

@@ -98,8 +98,9 @@ class RecordedGraphs:
         return self.num_captured * self.bytes_of_a_graph
 
     def another(self) -> RecordedGraphs:
-        """Counted by itself, and never failing."""
+        """Counted by itself; made by each engine, in `others`."""
         self.others.append(other := RecordedGraphs())
+        other.bytes_of_a_graph = self.bytes_of_a_graph
         return other
 
 

@@ -284,6 +284,16 @@ def test_all_engines_of_a_device_capture_in_one_stream(monkeypatch: pytest.Monke
     assert [stream.device.index for stream in cuda.used] == [0, 0, 1, 1]
 
 
+def test_graphs_of_another_kind_have_memory_of_their_own_and_the_same_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    first = CudaGraphs(torch.device("cuda", 1))
+    for graphs in (first, second := first.another()):
+        graphs.capture(lambda: None)
+    assert cuda.used[0] is cuda.used[1] and first._pool is not second._pool
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_after_a_failed_capture_work_goes_on_in_the_stream_before(
     monkeypatch: pytest.MonkeyPatch, ends: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -84,6 +85,7 @@ def test_prompts_come_from_graphs_that_share_no_memory_with_those_of_rounds(
     torch_decoder: Decoder, no_numba: None
 ) -> None:
     graphs = RecordedGraphs()
+    graphs.bytes_of_a_graph = 1000
     engine = prompts_engine(torch_decoder, graph_device=graphs)
     expected = prompts_engine(torch_decoder, graphs=False)
     rng = random.Random(5)
@@ -95,10 +97,64 @@ def test_prompts_come_from_graphs_that_share_no_memory_with_those_of_rounds(
     assert 0 < of_prompts.num_captured == stats["prompt_graph_captures"] == stats["prompt_graphs"]
     assert stats["prompt_graph_replays"] > of_prompts.num_captured
     assert stats["graph_captures"] == graphs.num_captured > 0
+    assert (
+        engine.memory()["graph_bytes"]
+        == graphs.num_bytes() + of_prompts.num_bytes()
+        == 1000 * (graphs.num_captured + of_prompts.num_captured)
+    )
     engine._rounds.drop_graphs()
     assert engine.stats()["prompt_graphs"] == engine.stats()["graphs"] == 0
     assert run(engine, prompts, params) == run(expected, prompts, params)
     assert "prompt_graphs" not in expected.stats()
+
+
+def test_a_prompt_that_cannot_be_captured_is_computed_all_the_same(
+    torch_decoder: Decoder, no_numba: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = RecordedGraphs()
+    engine = prompts_engine(torch_decoder, graph_device=graphs)
+    graphs.others[0].failure = lambda: RuntimeError("not here")
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    outputs = [run(engine, [[5, 6, 7, 8]], params) for _ in range(4)]
+    assert outputs == [outputs[0]] * 4 and graphs.others[0].num_tried == 1
+    assert engine.stats()["prompt_graphs"] == 0 < engine.stats()["graph_replays"]
+    assert "could not be captured" in caplog.text
+
+
+def test_a_shape_is_captured_when_it_comes_again(torch_decoder: Decoder, no_numba: None) -> None:
+    graphs = RecordedGraphs()
+    engine = prompts_engine(torch_decoder, graph_device=graphs, enable_prefix_caching=False)
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    captures = []
+    for _ in range(4):
+        run(engine, [[5, 6, 7, 8]], params)
+        captures.append(engine.stats()["prompt_graph_captures"])
+    assert captures == [0, 1, 1, 1] and engine.stats()["prompt_graph_replays"] == 2
+
+
+def test_the_time_of_a_round_is_not_told_where_a_prompt_was_captured_behind_it(
+    torch_decoder: Decoder, no_numba: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = prompts_engine(torch_decoder, graph_device=RecordedGraphs(), enable_prefix_caching=False)
+    timed: list[bool] = []
+    record = engine._recorder.record_round
+
+    def recorded(flight: object, choice: object, rows: object, seconds: float) -> None:
+        timed.append(not math.isnan(seconds))
+        record(flight, choice, rows, seconds)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine._recorder, "record_round", recorded)
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    engine.add_request([5, 6, 7, 8], params)
+    for step in range(24):
+        if step in (4, 8, 12):
+            engine.add_request([9 + step, 6, 7, 8], params)
+        before, known = engine.stats()["prompt_graph_captures"], len(timed)
+        engine.step()
+        if engine.stats()["prompt_graph_captures"] > before and len(timed) > known:
+            assert not timed[known]
+            return
+    raise AssertionError("no prompt was captured behind a round")
 
 
 def test_a_plan_without_graphs_has_none_of_prompts(torch_decoder: Decoder, no_numba: None) -> None:

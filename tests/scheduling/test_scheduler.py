@@ -11,7 +11,7 @@ import pytest
 
 from cache.blocks import BlockPool
 from hispec.sampling_params import SamplingParams
-from hispec.scheduling.policy import FirstComeFirstServed, Job, Key, Service
+from hispec.scheduling.policy import Job, Key, Service
 from hispec.scheduling.request import Request
 from hispec.scheduling.scheduler import Scheduler
 from tests.helpers.scheduling_server import make_request
@@ -303,39 +303,6 @@ def test_admission_follows_the_keys_and_chunks_do_too() -> None:
         (3, 0, 8),
         (2, 0, 4),
     ]
-
-
-def test_rows_of_a_backlog_are_filled_together() -> None:
-    scheduler = make_scheduler(FirstComeFirstServed(), num_blocks=200, rows=4, fill_rows=2)
-    requests = [add(scheduler, number) for number in range(7)]
-    assert step(scheduler) == [0, 1, 2, 3]
-    scheduler.remove(requests[1])
-    assert not scheduler.may_admit and scheduler.schedule_ahead(1) == []
-    assert step(scheduler) == [0, 2, 3]
-    scheduler.remove(requests[0])
-    assert scheduler.may_admit and step(scheduler) == [2, 3, 4, 5]
-    scheduler.remove(requests[2])  # as many rows as wait: nothing is to be gained by leaving it empty
-    assert scheduler.may_admit and step(scheduler) == [3, 4, 5, 6]
-
-
-def test_a_row_that_was_cleared_for_a_request_is_not_kept_for_others_to_be_filled_with() -> None:
-    ranks = Ranks({0: 5.0, 1: 4.0, 2: 3.0, 3: 6.0, 4: 7.0})
-    scheduler = make_scheduler(ranks, rows=3, fill_rows=2)
-    for number in (0, 1, 2, 3, 4):
-        add(scheduler, number)
-    assert step(scheduler) == [0, 1, 2]
-    ranks.ranks[5] = 1.0
-    add(scheduler, 5)
-    assert step(scheduler) == [1, 2, 5]
-
-
-def test_fewer_rows_than_are_filled_together_are_filled_all_the_same() -> None:
-    scheduler = make_scheduler(FirstComeFirstServed(), rows=4, fill_rows=3)
-    requests = [add(scheduler, number) for number in range(9)]
-    scheduler.shrink(1)
-    assert step(scheduler) == [0]
-    scheduler.remove(requests[0])
-    assert step(scheduler) == [1]
 
 
 def test_nobody_overtakes_because_it_needs_fewer_blocks() -> None:
