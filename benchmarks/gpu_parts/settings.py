@@ -1,8 +1,9 @@
 """Settings to try on a GPU, by name and in one place: `python benchmarks/gpu.py --parts settings [--settings
-tiles,warps,product,reduced]`. What wins belongs in the constants that it stands for here.
+tiles,warps,floor,product,reduced]`. What wins belongs in the constants that it stands for here.
 
 tiles     fewest tiles of keys that a split of attention has (`_MIN_TILES`), at batch 1
 warps     of a program of attention, at batch 1
+floor     tokens of the vocabulary per program of the floor of top_p (`_CHUNK`), in sampled rounds
 product   cuBLAS against our invariant product, for 1 to 16 rows, by shape
 reduced   bfloat16 sums in cuBLAS in reduced precision, allowed and not: time, and outputs that differ from
           plain decoding's
@@ -20,15 +21,16 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_parts.correctness import plans_for
-from benchmarks.gpu_parts.engines import TokenIds, decode, make_engine
+from benchmarks.gpu_parts.engines import TokenIds, decode, grouped, make_engine
 from benchmarks.gpu_parts.run import Bench
+from benchmarks.gpu_parts.sampled import TEMPERATURE, TOP_P
 from benchmarks.gpu_parts.shapes import SHAPES, TINY_SHAPES
 from benchmarks.gpu_parts.subjects import Loaded, Texts, found_subject, loaded, texts_of
 from ee_models.kernels import runs_triton
 from ee_models.linear import Linear, PlainLinear
 from hispec.runner.cuda_graphs import CudaGraphs
 
-TILES, WARPS, ROWS = (1, 2, 4), (2, 4, 8), (1, 2, 4, 8, 16)
+TILES, WARPS, CHUNKS, ROWS = (1, 2, 4), (2, 4, 8), (1024, 2048, 4096), (1, 2, 4, 8, 16)
 NO_TRITON = "not tried: Triton's kernels do not run here"
 
 
@@ -80,6 +82,31 @@ def warps(number: int) -> Iterator[None]:
         triton_pages._launch_config = before
 
 
+@contextmanager
+def chunk(number: int) -> Iterator[None]:
+    from hispec.sampling import floor_triton
+
+    before, floor_triton._CHUNK = floor_triton._CHUNK, number
+    try:
+        yield
+    finally:
+        floor_triton._CHUNK = before
+
+
+def _floor(bench: Bench, model: Loaded, texts: Texts, length: int) -> dict[str, Any]:
+    """Milliseconds of a sampled plain round, of one row and of many."""
+    if not runs_triton(bench.device):
+        return {"skipped": NO_TRITON}
+    found = bench.found
+    for rows in (1, 32):
+        prompts = grouped(texts.prompts, rows)[0]
+        of_rows = found[f"batch {rows}"] = {}
+        for value in CHUNKS:
+            with chunk(value):
+                of_rows[str(value)] = _ms(model, prompts, length, temperature=TEMPERATURE, top_p=TOP_P)
+    return found
+
+
 def _attention(
     setting: Callable[[int], Any],
     values: tuple[int, ...],
@@ -98,14 +125,16 @@ def _attention(
         of_context = found[f"context {len(prompt)}, {name}"] = {}
         for value in values:
             with setting(value):
-                of_context[str(value)] = _ms(model, prompt, length)
+                of_context[str(value)] = _ms(model, [prompt], length)
     return found
 
 
-def _ms(model: Loaded, prompt: TokenIds, length: int) -> float:
-    engine = make_engine(model.decoder, rows=1, length=length)
+def _ms(model: Loaded, prompts: list[TokenIds], length: int, **sampling: float) -> float:
+    engine = make_engine(model.decoder, rows=len(prompts), length=length)
     try:
-        return statistics.median(decode(engine, [prompt], 48).ms_per_round for _ in range(4))
+        return statistics.median(
+            decode(engine, prompts, 48, while_full=True, **sampling).ms_per_round for _ in range(4)
+        )
     finally:
         engine.close()
 
@@ -192,7 +221,7 @@ def _reduced(bench: Bench, model: Loaded, texts: Texts, length: int) -> dict[str
                 outputs.append([decode(engine, [prompt], tokens).outputs[0] for prompt in prompts])
                 engine.close()
             found["allowed" if is_allowed else "not allowed"] = {
-                "ms_per_round": _ms(model, prompts[0], length),
+                "ms_per_round": _ms(model, [prompts[0]], length),
                 "outputs": len(prompts),
                 "differing": sum(one != other for one, other in zip(*outputs, strict=True)),
             }
@@ -202,6 +231,7 @@ def _reduced(bench: Bench, model: Loaded, texts: Texts, length: int) -> dict[str
 SETTINGS: dict[str, Callable[..., Any]] = {
     "tiles": partial(_attention, fewest_tiles, TILES),
     "warps": partial(_attention, warps, WARPS),
+    "floor": _floor,
     "product": _products,
     "reduced": _reduced,
 }

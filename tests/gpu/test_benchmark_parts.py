@@ -162,6 +162,11 @@ def test_a_setting_holds_as_long_as_it_is_tried() -> None:
         assert triton_pages._split_len(1, 512, 64, 132) == 64 < usual[0]
     with gpu_settings.warps(8):
         assert triton_pages._launch_config(*arguments).num_warps == 8 != usual[1]
+    from hispec.sampling import floor_triton
+
+    with gpu_settings.chunk(1024):
+        assert floor_triton._CHUNK == 1024
+    assert floor_triton._CHUNK != 1024
     matmul = torch.backends.cuda.matmul
     allowed = matmul.allow_bf16_reduced_precision_reduction
     with gpu_settings.reduced_precision(not allowed):
@@ -183,5 +188,5 @@ def test_settings_are_tried_by_name(tmp_path: Path) -> None:
 
     products = run("product")["product"]
     assert any("head" in name for name in products)
-    with pytest.raises(ValueError, match=r"tile; there are tiles, warps, product, reduced"):
+    with pytest.raises(ValueError, match=r"tile; there are tiles, warps, floor, product, reduced"):
         run("tile")
