@@ -48,6 +48,8 @@ class PromptPasses(Protocol):
 
 
 class PackedPrompts:
+    """Over the tokens that there are."""
+
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
 
@@ -74,7 +76,8 @@ class _Shape:
 
 
 class StaticPrompts:
-    """Tensors of a shape that is captured stay where they are, for its graph reads them there."""
+    """Padded to one of few shapes. Tensors of a shape that is captured stay where they are, for its graph
+    reads them there."""
 
     def __init__(
         self, block_size: int, max_model_len: int, max_num_seqs: int, graphs: GraphCache | None
@@ -91,9 +94,7 @@ class StaticPrompts:
     ) -> tuple[Tensor, BatchView]:
         shape, numbers = self._pad(parts, block_tables)
         device, key = runtime.kv.data.device, (runtime, shape)
-        if self.graphs is None or not runtime.captures or key not in self._seen:
-            # Many shapes come but once: a graph pays from the second time on.
-            self._seen.add(key)
+        if self.graphs is None or not runtime.captures or not self._comes_again(key):
             token_ids, view = _unpack(upload(numbers, device), shape)
             runtime.stages.prefill(token_ids, view)
             return token_ids, view
@@ -103,6 +104,13 @@ class StaticPrompts:
         token_ids, view = _unpack(self._numbers[shape], shape)
         self.graphs.run(key, partial(runtime.stages.prefill, token_ids, view))
         return token_ids, view
+
+    def _comes_again(self, key: tuple[PlanRuntime, _Shape]) -> bool:
+        """Many shapes come but once: a graph pays from the second time on."""
+        if key in self._seen:
+            return True
+        self._seen.add(key)
+        return False
 
     def forget(self) -> None:
         self._seen.clear()
