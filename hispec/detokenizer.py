@@ -31,14 +31,26 @@ class IncrementalText:
     continues   the output goes on a text, its prompt: a space with which it begins is part of it. Tokenizers
                 of SentencePiece's kind put a space before the first word of every text, and leave it out
                 again: a chat's answer, a text of its own, lacks it.
+    at_end      nobody reads the text before the output has ended. Without stop strings its tokens are then
+                taken all at once, by `take_all`, in a fraction of the time
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], continues: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str],
+        continues: bool = False,
+        at_end: bool = False,
     ) -> None:
-        self._backend, self.continues = tokenizer.backend_tokenizer, continues
+        self._backend, self.continues, self.at_end = (
+            tokenizer.backend_tokenizer,
+            continues,
+            at_end and not stop,
+        )
+        # Of these only matters that they are there.
+        self._before = list(_any_text(self._backend)) if continues else []
         self._stream = DecodeStream(skip_special_tokens=True)
-        for token in _any_text(self._backend) if continues else ():
+        for token in self._before:
             self._stream.step(self._backend, token)
         self._stop = tuple(stop)
         self._held = max((len(string) for string in stop), default=1) - 1
@@ -46,6 +58,15 @@ class IncrementalText:
         self._text = ""
         self._released = 0
         self._end: int | None = None
+
+    def take_all(self, token_ids: Sequence[int]) -> None:
+        """Takes all tokens of the output, in place of those that were taken before."""
+        before, text = (
+            self._backend.decode([*self._before, *tokens], skip_special_tokens=True)
+            for tokens in ((), token_ids)
+        )
+        self._text = text.removeprefix(before)
+        self._pending.clear()
 
     def append(self, token_id: int, may_stop: bool = True) -> str | None:
         """Takes one token -> the stop string that it completed, if any; of several, the one that begins

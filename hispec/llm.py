@@ -346,7 +346,9 @@ class LLM:
                 one = params.model_copy(update={"n": 1, "seed": seed})
                 stream = None
                 if self.tokenizer is not None:
-                    stream = IncrementalText(self.tokenizer, params.stop, continues=not chat)
+                    stream = IncrementalText(
+                        self.tokenizer, params.stop, continues=not chat, at_end=not is_stream
+                    )
                 pending.sequences[sequence_id] = GrowingOutput(keeps_each=request_id in self._streams)
                 self._of_sequence[sequence_id] = pending
                 if isinstance(self.engine, WorkerPool):

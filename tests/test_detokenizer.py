@@ -158,6 +158,22 @@ def test_bytes_that_are_no_text_are_what_the_tokenizer_decodes(tokenizer: PreTra
         assert "".join(stream(tokenizer, ids)[0]) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
+def test_taken_at_the_end_a_text_is_the_same(tokenizer: PreTrainedTokenizerFast) -> None:
+    generator = random.Random(1)
+    for case in range(400):
+        ids = [generator.choice([*range(260), ROLE_ID, EOS_ID]) for _ in range(generator.randrange(12))]
+        if case % 2:
+            ids = ids_of(tokenizer, "".join(generator.choice("aé漢😀 ") for _ in range(5)))
+        text = IncrementalText(tokenizer, (), at_end=True)
+        assert text.at_end
+        text.take_all(ids[: len(ids) // 2])  # as an interrupt may leave it
+        text.take_all(ids)
+        assert text.release(final=True) == "".join(stream(tokenizer, ids)[0])
+        text.take_all(ids)
+        assert text.release(final=True) == "", "nothing twice"
+    assert not IncrementalText(tokenizer, ["stop"], at_end=True).at_end, "a stop string may end it before"
+
+
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(
     text=st.text("abé漢😀", max_size=12), stop=st.lists(st.text("abé漢", min_size=1, max_size=4), max_size=3)
@@ -240,6 +256,9 @@ def test_an_output_that_continues_its_prompt_keeps_the_space_that_begins_it(
         streamed.append(text.release(final=True))
         whole = tokenizer.decode([*before, *output]).removeprefix(tokenizer.decode(before))
         assert "".join(streamed) == whole
+        at_end = IncrementalText(tokenizer, (), continues, at_end=True)
+        at_end.take_all(output)
+        assert at_end.release(final=True) == whole
         pieces = split_text(tokenizer, output, whole, continues)
         assert "".join(pieces) == whole and len(pieces) == len(output)
         cutter = TokenPieces(tokenizer, continues)

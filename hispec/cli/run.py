@@ -44,6 +44,7 @@ def _run(options: argparse.Namespace) -> int:
     from ..jobs.report import print_job
     from ..jobs.runner import run_job
     from ..jobs.schema import STANDARD
+    from ..utils.memory import keep_loaded
 
     if options.dry_run:
         from ..jobs.dry_run import dry_run, print_dry_run
@@ -52,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
         print_dry_run(found)
         return ALL_FAILED if found.all_failed else OK
     try:
-        report = run_job(job, progress=not options.no_progress)
+        report = run_job(job, progress=not options.no_progress, on_loaded=keep_loaded)
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(str(interrupt) or "No row was run; give the same command again") from None
     print_job(report, sys.stderr if job.output.path == STANDARD else None)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import closing
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .common import OK, PRESET, add_command, add_options, given_fields
+
+if TYPE_CHECKING:
+    from ..llm import LLM
 
 KEY_VARIABLE = "HISPEC_API_KEY"
 
@@ -52,6 +54,7 @@ def _serve(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(f"hispec serve needs {error.name}: pip install '.[server]'") from None
     from ..serving.server_config import ServerConfig
+    from ..utils.memory import keep_loaded
 
     values: dict[str, Any] = (
         {} if options.preset is None else load_preset(options.preset).model_dump(exclude_unset=True)
@@ -63,7 +66,12 @@ def _serve(options: argparse.Namespace) -> int:
     given = {"name": run.model, "api_key": os.environ.get(KEY_VARIABLE) or None}
     config = build(ServerConfig, given | given_fields(options, ServerConfig), "serve")
     workers = options.workers or "1"
-    make_llm = partial(run.make_llm, workers=int(workers) if workers.isdecimal() else workers)
+
+    def make_llm() -> LLM:
+        llm = run.make_llm(workers=int(workers) if workers.isdecimal() else workers)
+        keep_loaded()
+        return llm
+
     sampling = run.sampling.model_dump(exclude_unset=True) if "sampling" in run.model_fields_set else None
     with closing(listen(config)) as listener:
         serve(make_llm, config, sampling, listener)

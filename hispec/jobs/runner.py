@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,9 +73,9 @@ class JobInterrupted(KeyboardInterrupt):
     """Ctrl-C during a job; the message says what is done. The output file ends with a whole line."""
 
 
-def run_job(job: Job, *, progress: bool = True) -> JobReport:
+def run_job(job: Job, *, progress: bool = True, on_loaded: Callable[[], None] | None = None) -> JobReport:
     """Runs every row of the job's input that is not done yet and writes its output; `progress` shows a bar
-    on stderr.
+    on stderr; on_loaded is called once the model is there.
 
     Raises ConfigError (before the model is loaded, wherever that is possible), CheckpointError, OutputError
     if the output can't be written any more, and JobInterrupted on Ctrl-C. Bad rows raise nothing: they are
@@ -97,6 +98,8 @@ def run_job(job: Job, *, progress: bool = True) -> JobReport:
         report.environment = environment()
         settings = {"enable_prefix_caching": False} if job.output.compare_plain else {}
         llm = stack.enter_context(closing(job.make_llm(**settings)))
+        if on_loaded is not None:
+            on_loaded()
         manifest = make_manifest(job, before, llm.fingerprints(job.speculative))
         manifest.input, manifest.rows = describe_input(job.input), work.num_rows
         _run(llm, job, report, work, held, manifest, upload, progress)

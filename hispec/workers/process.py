@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
 import os
 import signal
 import traceback
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import NoReturn
@@ -17,6 +14,7 @@ from ..config import EngineConfig
 from ..engine import Engine
 from ..engine.pretrained import Pretrained
 from ..sampling_params import SamplingParams
+from ..utils.memory import keep_loaded
 from .messages import Hello, Setup, Start, portable
 from .pipes import WorkerEnd
 from .serve import Server
@@ -40,11 +38,7 @@ def main(handle: int) -> NoReturn:
         connection.send(portable(error))
         os._exit(1)
     connection.send(None)
-    # What is there now is never freed, and its pages are not written to: workers share them.
-    gc.collect()
-    with suppress(OSError, AttributeError):  # what loading has freed
-        ctypes.CDLL(None).malloc_trim(0)
-    gc.freeze()
+    keep_loaded()  # nor are its pages written to: workers share them
     _nurse(connection, setup, loaded)
 
 

@@ -85,7 +85,8 @@ class Server:
     def _add(self, request: NewRequest) -> None:
         text = None
         if request.has_text and self._tokenizer is not None:
-            text = IncrementalText(self._tokenizer, request.params.stop, request.continues)
+            stop, at_end = request.params.stop, not request.is_stream
+            text = IncrementalText(self._tokenizer, stop, request.continues, at_end)
         if not request.is_stream:
             self._growing[request.number] = GrowingOutput()
         name = str(request.number)
