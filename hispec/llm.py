@@ -351,10 +351,7 @@ class LLM:
                     )
                 pending.sequences[sequence_id] = GrowingOutput(keeps_each=request_id in self._streams)
                 self._of_sequence[sequence_id] = pending
-                if isinstance(self.engine, WorkerPool):
-                    self.engine.add_request(token_ids, one, sequence_id, stream, is_stream)
-                else:
-                    self.engine.add_request(token_ids, one, sequence_id, stream)
+                self.engine.add_request(token_ids, one, sequence_id, stream, is_stream=is_stream)
         except BaseException as error:
             self._abort(request_id)
             if isinstance(error, RequestError):

@@ -286,12 +286,15 @@ class Engine:
         request_id: str | None = None,
         text: TextStream | None = None,
         arrival_s: float | None = None,
+        is_stream: bool = True,
     ) -> str:
         """Queues a request -> its id. Raises RequestError, naming all that is wrong with it; the engine goes
         on.
 
         `params.n` must be 1: a sequence is one request. `text` follows the output for stop strings and text.
-        `arrival_s`: since when it waits, on the clock of `time.monotonic`; None = it comes now.
+        `arrival_s`: since when it waits, on the clock of `time.monotonic`; None = it comes now. `is_stream`:
+        its Deltas are wanted as they come; else `step` returns one, when it has ended (of one with logprobs
+        or tiers, as they come).
         """
         self._check_open("add_request")
         self._finish_switching()
@@ -314,6 +317,7 @@ class Engine:
             next(self._numbers), request_id, prompt_token_ids, params, text, self._spec.reuses_decisions
         )
         request.arrival_s = request.arrival_s if arrival_s is None else arrival_s
+        request.is_stream = is_stream or params.logprobs is not None or params.tiers
         with self._loop.repaired():
             self._scheduler.add(request)
             requests[request_id] = request
@@ -329,9 +333,10 @@ class Engine:
         self._check_open("step")
         self._compute()
         gained = self._loop.gained
-        deltas = [gain.make_delta() for gain in gained.values()]
+        held = {name: gain for name, gain in gained.items() if gain.is_held}
+        deltas = [gain.make_delta() for name, gain in gained.items() if name not in held]
         try:
-            self._loop.gained = {}
+            self._loop.gained = held
             return deltas
         except BaseException:  # they did not reach the caller
             self._loop.gained = gained

@@ -38,7 +38,7 @@ class StepLoop:
     flight, if it can; else it starts from what the host knows.
 
     requests   the unfinished ones, by id
-    gained     by id, what requests have gained that no step has returned yet
+    gained     by id, what requests have gained that no step of the engine has returned yet
     stats      counts since the last reset
     flight     the round that was launched and not read yet
     """
@@ -63,6 +63,7 @@ class StepLoop:
         self._read_s = 0.0  # when the last round was read
         self._is_timed = True  # whether only the round in flight was on the device since then
         self._is_torn = False  # whether an interrupt came that is not repaired; within a body of `repaired`
+        self._is_whole = True  # whether all that is in `gained` is what its request has
 
     def step(self) -> None:
         """Computes one chunk of prefill and one round, or rounds that run together; what requests have
@@ -71,8 +72,9 @@ class StepLoop:
         An interrupt anywhere in here loses rounds in flight, and nothing that was committed: `gained` holds
         it for the next step, which goes on from there.
         """
+        is_whole, self._is_whole = self._is_whole, False
         with self.repaired():
-            for gain in list(self.gained.values()):
+            for gain in () if is_whole else list(self.gained.values()):
                 if gain.request.request_id in self.requests:  # the last step was interrupted
                     self._take(gain)
                     if gain.request.finish_reason is not None:
@@ -102,6 +104,7 @@ class StepLoop:
                 self.stats.round_s += max(0.0, seconds_since(started) - prefill_s)
             if self._scheduler.is_reduced:
                 self._try_more()
+        self._is_whole = True
 
     @contextmanager
     def repaired(self) -> Iterator[None]:
@@ -113,6 +116,7 @@ class StepLoop:
         try:
             yield
         except BaseException:
+            self._is_whole = False
             self._repair()
             raise
         self._is_torn = False

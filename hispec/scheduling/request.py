@@ -49,6 +49,7 @@ class Request:
     num_timed      output tokens whose time was noted
     drafter_failed whether it continues with plain decoding because the drafter failed
     is_suspect     whether its logits were no numbers: it started over, plainly and out of the prefix cache
+    is_stream      whether what it gains is wanted as it comes; else when it has ended
     rounds         its rounds so far
     gaps           by ExtraKV, the first position without KV of an exit or a draft model, because the request
                    was in no round of it since; backfilled before the next one
@@ -82,6 +83,7 @@ class Request:
     most_computed: int = 0
     drafter_failed: bool = False
     is_suspect: bool = False
+    is_stream: bool = True
     gaps: dict[ExtraKV, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -222,6 +224,11 @@ class Gain:
     logprobs: list[TokenLogprobs] | None = None
     tiers: list[TokenTier] | None = None
     error: str | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nobody wants it yet."""
+        return not self.request.is_stream and self.request.finish_reason is None
 
     def make_delta(self) -> Delta:
         """Changes nothing."""

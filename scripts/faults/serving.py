@@ -7,6 +7,34 @@ from .suites import CLOCKS, CONTROL, NUMBERS, RUNS, STAGES, STATIC
 
 FAULTS = (
     Fault(
+        "held: what a request has gained comes before anybody wants it",
+        "hispec/scheduling/request.py",
+        "return not self.request.is_stream and self.request.finish_reason is None",
+        "return False",
+        ("tests/engine/test_held.py",),
+    ),
+    Fault(
+        "held: it waits for ever",
+        "hispec/scheduling/request.py",
+        "return not self.request.is_stream and self.request.finish_reason is None",
+        "return not self.request.is_stream",
+        ("tests/engine/test_held.py",),
+    ),
+    Fault(
+        "held: what an interrupt left undone is not done by the next step",
+        "hispec/engine/step_loop.py",
+        "() if is_whole else list(self.gained.values())",
+        "()",
+        ("tests/engine/test_interrupts.py",),
+    ),
+    Fault(
+        "held: an interrupted abort is not completed",
+        "hispec/engine/step_loop.py",
+        "self._is_whole = False\n            self._repair()",
+        "self._repair()",
+        ("tests/engine/test_interrupts.py",),
+    ),
+    Fault(
         "text: one with stop strings is looked at when it has ended",
         "hispec/detokenizer.py",
         "at_end and not stop",

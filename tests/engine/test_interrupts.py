@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,22 @@ PROMPTS = [[*STEM, 5], [*STEM, 6, 2], [1, 2], [*STEM, 5, 5, 5]]
 class Letters:
     """A text hook: each token is one letter."""
 
-    def __init__(self) -> None:
-        self._new = ""
+    def __init__(self, at_end: bool = False) -> None:
+        self.at_end = at_end
+        self._text, self._released = "", 0
 
     def append(self, token_id: int, may_stop: bool) -> str | None:
-        self._new += chr(65 + token_id)
+        assert not self.at_end
+        self._text += chr(65 + token_id)
         return None
 
+    def take_all(self, token_ids: Sequence[int]) -> None:
+        assert self.at_end
+        self._text = "".join(chr(65 + token) for token in token_ids)
+
     def release(self, final: bool) -> str:
-        new, self._new = self._new, ""
+        new = self._text[self._released :]
+        self._released += len(new)
         return new
 
 
@@ -89,7 +96,9 @@ def params_of(number: int) -> SamplingParams:
 
 
 def add(engine: Engine, name: str, number: int) -> None:
-    engine.add_request(PROMPTS[number % 4], params_of(number % 4), name, text=Letters())
+    is_stream = number % 4 != 1  # nobody reads that one before its end
+    text = Letters(at_end=not is_stream)
+    engine.add_request(PROMPTS[number % 4], params_of(number % 4), name, text=text, is_stream=is_stream)
 
 
 def collect(deltas: list[Delta], into: dict[str, list[Delta]]) -> None:
@@ -125,6 +134,7 @@ def undisturbed(is_static: bool) -> dict[int, Any]:
     while engine.has_unfinished():
         collect(engine.step(), got)
     assert engine.stats()["preemptions"] > 0
+    assert len(got["1"]) == 1 < len(got["0"])
     return {number: joined(got[str(number)]) for number in range(4)}
 
 

@@ -28,7 +28,7 @@ def test_a_far_worker_takes_the_time_of_day(
 
         @staticmethod
         def add_request(*arguments: Any) -> None:
-            taken.append(arguments[-1])
+            taken.append(arguments[4])
 
     monkeypatch.setattr(time, "monotonic", lambda: 900.0)
     monkeypatch.setattr(time, "time", lambda: now)
