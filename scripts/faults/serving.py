@@ -32,7 +32,7 @@ FAULTS = (
         "hispec/engine/step_loop.py",
         "self._is_whole = False\n            self._repair()",
         "self._repair()",
-        ("tests/engine/test_interrupts.py",),
+        ("tests/engine/test_held.py",),
     ),
     Fault(
         "text: one with stop strings is looked at when it has ended",
