@@ -142,7 +142,7 @@ def test_the_flag_for_ray_says_where_workers_are_in_place_of_the_file(
 ) -> None:
     seen = []
 
-    def no_run(job: Any, progress: bool) -> None:
+    def no_run(job: Any, **_: Any) -> None:
         seen.append((job.workers, job.ray.address, job.ray.num_cpus))
         raise ConfigError("enough")
 
@@ -152,3 +152,12 @@ def test_the_flag_for_ray_says_where_workers_are_in_place_of_the_file(
     for flags in (["--ray"], ["--ray", "head:6379"], ["--ray", "--set", "ray.num_cpus=2"]):
         assert main(["run", str(job), *flags]) == 2
     assert seen == [(1, "auto", 3), (1, "head:6379", 3), (1, "auto", 2)]
+
+
+def test_what_a_run_has_loaded_is_kept_from_the_garbage_collector(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr("hispec.utils.memory.gc.freeze", lambda: kept.append(1))
+    assert main(["run", str(job)]) == 0
+    assert kept == [1]
