@@ -24,6 +24,10 @@ def _any_text(backend: Tokenizer) -> Sequence[int]:
     return [token for token, is_text in zip(encoding.ids, encoding.attention_mask, strict=True) if is_text]
 
 
+def _is_byte_level(backend: Tokenizer) -> bool:
+    return backend.decoder is not None and b"ByteLevel" in backend.decoder.__getstate__()
+
+
 class IncrementalText:
     """Detokenises one output as it grows. Characters whose bytes are incomplete are held back, and so is text
     that may be the beginning of a stop string.
@@ -31,8 +35,9 @@ class IncrementalText:
     continues   the output goes on a text, its prompt: a space with which it begins is part of it. Tokenizers
                 of SentencePiece's kind put a space before the first word of every text, and leave it out
                 again: a chat's answer, a text of its own, lacks it.
-    at_end      nobody reads the text before the output has ended. Without stop strings its tokens are then
-                taken all at once, by `take_all`, in a fraction of the time
+    at_end      nobody reads the text before the output has ended. Without stop strings it is then made at
+                once, by `whole`, in a fraction of the time, where the tokenizer's pieces are bytes: a decoder
+                that falls back to bytes gives up a whole run of them where one is wrong
     """
 
     def __init__(
@@ -42,11 +47,8 @@ class IncrementalText:
         continues: bool = False,
         at_end: bool = False,
     ) -> None:
-        self._backend, self.continues, self.at_end = (
-            tokenizer.backend_tokenizer,
-            continues,
-            at_end and not stop,
-        )
+        self._backend, self.continues = tokenizer.backend_tokenizer, continues
+        self.at_end = at_end and not stop and _is_byte_level(self._backend)
         # Of these only matters that they are there.
         self._before = list(_any_text(self._backend)) if continues else []
         self._stream = DecodeStream(skip_special_tokens=True)
@@ -59,14 +61,13 @@ class IncrementalText:
         self._released = 0
         self._end: int | None = None
 
-    def take_all(self, token_ids: Sequence[int]) -> None:
-        """Takes all tokens of the output, in place of those that were taken before."""
+    def whole(self, token_ids: Sequence[int]) -> str:
+        """The text of an output of these tokens, whatever was appended."""
         before, text = (
             self._backend.decode([*self._before, *tokens], skip_special_tokens=True)
             for tokens in ((), token_ids)
         )
-        self._text = text.removeprefix(before)
-        self._pending.clear()
+        return text.removeprefix(before)
 
     def append(self, token_id: int, may_stop: bool = True) -> str | None:
         """Takes one token -> the stop string that it completed, if any; of several, the one that begins
@@ -122,8 +123,7 @@ class TokenBytes:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._added = tokenizer, frozenset(tokenizer.added_tokens_decoder)
-        decoder = tokenizer.backend_tokenizer.decoder
-        self._is_byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
+        self._is_byte_level = _is_byte_level(tokenizer.backend_tokenizer)
 
     def __call__(self, token_id: int) -> bytes:
         """None of a token that the vocabulary does not have, as models have whose embedding is padded."""

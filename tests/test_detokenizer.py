@@ -164,13 +164,14 @@ def test_taken_at_the_end_a_text_is_the_same(tokenizer: PreTrainedTokenizerFast)
         ids = [generator.choice([*range(260), ROLE_ID, EOS_ID]) for _ in range(generator.randrange(12))]
         if case % 2:
             ids = ids_of(tokenizer, "".join(generator.choice("aé漢😀 ") for _ in range(5)))
-        text = IncrementalText(tokenizer, (), at_end=True)
-        assert text.at_end
-        text.take_all(ids[: len(ids) // 2])  # as an interrupt may leave it
-        text.take_all(ids)
-        assert text.release(final=True) == "".join(stream(tokenizer, ids)[0])
-        text.take_all(ids)
-        assert text.release(final=True) == "", "nothing twice"
+        for continues in (False, True):
+            text, streamed = IncrementalText(tokenizer, (), continues, at_end=True), []
+            assert text.at_end
+            in_turn = IncrementalText(tokenizer, (), continues)
+            for token in ids:
+                in_turn.append(token)
+                streamed.append(in_turn.release(final=False))
+            assert text.whole(ids) == text.whole(ids) == "".join([*streamed, in_turn.release(final=True)])
     assert not IncrementalText(tokenizer, ["stop"], at_end=True).at_end, "a stop string may end it before"
 
 
@@ -256,9 +257,7 @@ def test_an_output_that_continues_its_prompt_keeps_the_space_that_begins_it(
         streamed.append(text.release(final=True))
         whole = tokenizer.decode([*before, *output]).removeprefix(tokenizer.decode(before))
         assert "".join(streamed) == whole
-        at_end = IncrementalText(tokenizer, (), continues, at_end=True)
-        at_end.take_all(output)
-        assert at_end.release(final=True) == whole
+        assert not IncrementalText(tokenizer, (), continues, at_end=True).at_end, "its bytes may be wrong"
         pieces = split_text(tokenizer, output, whole, continues)
         assert "".join(pieces) == whole and len(pieces) == len(output)
         cutter = TokenPieces(tokenizer, continues)

@@ -293,8 +293,8 @@ class Engine:
 
         `params.n` must be 1: a sequence is one request. `text` follows the output for stop strings and text.
         `arrival_s`: since when it waits, on the clock of `time.monotonic`; None = it comes now. `is_stream`:
-        its Deltas are wanted as they come; else `step` returns one, when it has ended (of one with logprobs
-        or tiers, as they come).
+        its Deltas are wanted as they come; else `step` returns one, when it has ended (with logprobs or
+        tiers, and from `drain`, as they come).
         """
         self._check_open("add_request")
         self._finish_switching()
@@ -324,8 +324,9 @@ class Engine:
         return request_id
 
     def step(self) -> list[Delta]:
-        """Computes one chunk of prefill and one round, or several that run together -> what every request
-        gained; [] only if none is ready yet.
+        """Computes one chunk of prefill and one round, or several that run together -> what every stream
+        gained, and all of other requests that have ended; [] if no request is ready yet, or none that is a
+        stream and none has ended.
 
         After an exception, an interrupt included, the engine goes on: no request or KV block is lost, and
         tokens that were committed come with the next step, each once. An interrupted round is run again.

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -72,7 +72,7 @@ class StepLoop:
         An interrupt anywhere in here loses rounds in flight, and nothing that was committed: `gained` holds
         it for the next step, which goes on from there.
         """
-        is_whole, self._is_whole = self._is_whole, False
+        is_whole, self._is_whole = self._is_whole and not self._is_torn, False
         with self.repaired():
             for gain in () if is_whole else list(self.gained.values()):
                 if gain.request.request_id in self.requests:  # the last step was interrupted
@@ -111,6 +111,7 @@ class StepLoop:
         """For whatever changes requests, rows or blocks: after an exception in the body they fit together
         again. If a second interrupt comes while they are repaired, they do once the next body begins."""
         if self._is_torn:
+            self._is_whole = False
             self._repair()
         self._is_torn = True
         try:
@@ -137,7 +138,10 @@ class StepLoop:
 
     def finish(self, request: Request) -> None:
         """Removes a request that has its finish_reason."""
-        self._gain(request)  # its last Delta is due, from here on
+        gain = self._gain(request)  # its last Delta is due, from here on
+        if request.finish_reason == "error" and not request.reads_each:
+            with suppress(Exception):  # of a hook, which may be what ended it
+                gain.text = request.whole_text()
         self._note_times(request, time.monotonic())
         if self.requests.pop(request.request_id, None) is not None:
             metrics = request.metrics()
@@ -339,9 +343,11 @@ class StepLoop:
                 request.append(token_ids)
             else:
                 request.has_ended()
-            if request.text is not None:
+            if request.reads_each:
                 # In one statement: an interrupt between two would lose the text that was released.
                 gain.text += request.release_text()
+            elif request.finish_reason is not None:
+                gain.text = request.whole_text()
         except Exception as problem:  # a text hook is the caller's code: its request ends, the others go on
             if request.finish_reason != "abort":
                 self.stats.errors["text"] += request.finish_reason != "error"

@@ -16,8 +16,8 @@ from ..stats import RoundCounts, RoundTally
 class TextStream(Protocol):
     """Turns output tokens into text as they come, and looks for stop strings in it.
 
-    One that has an `at_end`, and it is true, takes all tokens of an output when that has ended, by
-    `take_all(token_ids)`, which may be called again: that is quicker, where nobody reads text before.
+    One whose `at_end` is True is asked for nothing but the text of all tokens of an output that has ended, by
+    `whole(token_ids)`, perhaps again: that is quicker, where nobody reads text before, nor stop strings.
     """
 
     def append(self, token_id: int, may_stop: bool) -> str | None:
@@ -88,7 +88,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-        self._reads_each = self.text is not None and not getattr(self.text, "at_end", False)
+        self.reads_each = self.text is not None and getattr(self.text, "at_end", False) is not True
 
     @property
     def num_output(self) -> int:
@@ -123,7 +123,7 @@ class Request:
         """
         num = len(token_ids)
         if (
-            not self._reads_each
+            not self.reads_each
             and self.finish_reason is None
             and len(self.token_ids) + num < len(self.prompt_token_ids) + self.max_tokens
             and self.stop_ids.isdisjoint(token_ids)
@@ -141,7 +141,7 @@ class Request:
         request. So it does what is left to do after an interrupt within `append`."""
         num_output, token = self.num_output, self.token_ids[-1]
         may_stop = num_output >= self.params.min_tokens
-        if self._reads_each and self.text is not None and self.num_read < num_output:
+        if self.reads_each and self.text is not None and self.num_read < num_output:
             # In one statement: an interrupt between two would have `text` take the token twice, or never.
             self.num_read, self.stop_string = num_output, self.text.append(token, may_stop)
         if self.finish_reason is None and num_output:
@@ -156,12 +156,11 @@ class Request:
 
     def release_text(self) -> str:
         """Returns text that became certain since the last call; all of it once the request is finished."""
-        text, has_ended = self.text, self.finish_reason is not None
-        if text is None or not (self._reads_each or has_ended):
-            return ""
-        if not self._reads_each:
-            text.take_all(self.output_token_ids)  # type: ignore[attr-defined]
-        return text.release(final=has_ended)
+        return self.text.release(final=self.finish_reason is not None) if self.text is not None else ""
+
+    def whole_text(self) -> str:
+        """The text of what it has put out, of a request whose text is not read token by token."""
+        return self.text.whole(self.output_token_ids) if self.text is not None else ""  # type: ignore[attr-defined]
 
     def note_admission(self, now_s: float) -> None:
         """Notes when it first got a row."""

@@ -80,6 +80,6 @@ def keep_loaded() -> None:
     Python's garbage collector again, and never freed by it. Looking through all modules and the tokenizer
     takes a tenth of a second, again and again."""
     gc.collect()
-    with suppress(OSError, AttributeError):  # what loading has freed
+    with suppress(OSError, AttributeError, TypeError):  # what loading has freed
         ctypes.CDLL(None).malloc_trim(0)
     gc.freeze()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import pytest
 
 from ee_models.decoder import Decoder
@@ -85,5 +88,56 @@ def test_an_abort_that_was_interrupted_is_completed_by_the_next_step(
         patch.setattr(engine._loop, "finish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.abort(["aborted"])
+    assert [delta.finish_reason for delta in engine.step()] == ["abort"]
+    assert list(deltas_of(engine)) == ["other"]
+
+
+class Whole:
+    """A text hook that is asked at the end alone."""
+
+    at_end = True
+
+    def append(self, token_id: int, may_stop: bool) -> str | None:
+        raise AssertionError
+
+    def release(self, final: bool) -> str:
+        raise AssertionError
+
+    def whole(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(65 + token) for token in token_ids)
+
+
+def test_what_ends_with_an_error_has_its_text(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tiny_decoder, max_run_ms=0.0)
+    engine.add_request([5, 6, 7], PARAMS, "held", text=Whole(), is_stream=False)
+    for _ in range(4):
+        engine.step()
+    request = engine._loop.requests["held"]
+    request.is_suspect = True
+    engine._loop._give_up_numbers(request, math.nan)
+    (delta,) = engine.step()
+    assert delta.finish_reason == "error" and delta.error is not None
+    assert 0 < len(delta.token_ids) == len(delta.text)
+
+
+def test_an_abort_that_was_interrupted_twice_is_completed(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the abort, and within the repair after it."""
+    engine = make_engine(tiny_decoder, max_run_ms=0.0)
+    for name in ("aborted", "other"):
+        engine.add_request([5, 6, 7], PARAMS, name, is_stream=False)
+    for _ in range(3):
+        engine.step()
+    loop = engine._loop
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.abort(["aborted"])
+    loop._is_torn = loop._is_whole = True  # as if the second one had come before anything was noted
     assert [delta.finish_reason for delta in engine.step()] == ["abort"]
     assert list(deltas_of(engine)) == ["other"]

@@ -52,9 +52,9 @@ class Letters:
         self._text += chr(65 + token_id)
         return None
 
-    def take_all(self, token_ids: Sequence[int]) -> None:
+    def whole(self, token_ids: Sequence[int]) -> str:
         assert self.at_end
-        self._text = "".join(chr(65 + token) for token in token_ids)
+        return "".join(chr(65 + token) for token in token_ids)
 
     def release(self, final: bool) -> str:
         new = self._text[self._released :]
