@@ -1,4 +1,4 @@
-"""Outputs: one Delta per request and step, one RequestOutput per prompt, and the collection of Deltas into
+"""Outputs: one Delta per stream and step, one RequestOutput per prompt, and the collection of Deltas into
 RequestOutputs."""
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class RequestMetrics:
 
 @dataclass(slots=True)  # not frozen, which would triple the time that making one takes
 class Delta:
-    """What one step added to one request; nobody changes one. `finish_reason` is set on its last Delta."""
+    """What one step added to one request, or all of one that is no stream; nobody changes one. `finish_reason`
+    is set on a request's last Delta."""
 
     request_id: str
     token_ids: list[int]
