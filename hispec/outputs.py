@@ -93,8 +93,8 @@ class RequestMetrics:
 
 @dataclass(slots=True)  # not frozen, which would triple the time that making one takes
 class Delta:
-    """What one step added to one request, or all of one that is no stream; nobody changes one. `finish_reason`
-    is set on a request's last Delta."""
+    """What one step added to one request, or all of one that is no stream; nobody changes one.
+    `finish_reason` is set on a request's last Delta."""
 
     request_id: str
     token_ids: list[int]
