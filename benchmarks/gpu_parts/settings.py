@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -56,41 +56,37 @@ def run(bench: Bench, out: dict[str, Any]) -> None:
 
 
 @contextmanager
-def fewest_tiles(number: int) -> Iterator[None]:
-    from ee_models.attention import triton_pages
-
-    before, triton_pages._MIN_TILES = triton_pages._MIN_TILES, number
+def held(target: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute, for as long as it is tried."""
+    before = getattr(target, name)
+    setattr(target, name, value)
     try:
         yield
     finally:
-        triton_pages._MIN_TILES = before
+        setattr(target, name, before)
 
 
-@contextmanager
-def warps(number: int) -> Iterator[None]:
+def fewest_tiles(number: int) -> AbstractContextManager[None]:
     from ee_models.attention import triton_pages
 
-    before = triton_pages._launch_config
+    return held(triton_pages, "_MIN_TILES", number)
+
+
+def warps(number: int) -> AbstractContextManager[None]:
+    from ee_models.attention import triton_pages
+
+    usual = triton_pages._launch_config
 
     def launch(*arguments: Any) -> Any:
-        return replace(before(*arguments), num_warps=number)
+        return replace(usual(*arguments), num_warps=number)
 
-    triton_pages._launch_config = launch
-    try:
-        yield
-    finally:
-        triton_pages._launch_config = before
+    return held(triton_pages, "_launch_config", launch)
 
 
-@contextmanager
-def chunk(number: int) -> Iterator[None]:
+def chunk(number: int) -> AbstractContextManager[None]:
     from hispec.sampling import floor_triton
 
-    before, floor_triton._CHUNK = floor_triton._CHUNK, number
-    try:
-        yield
-    finally:
-        floor_triton._CHUNK = before
+    return held(floor_triton, "_CHUNK", number)
 
 
 def _floor(bench: Bench, model: Loaded, texts: Texts, length: int) -> dict[str, Any]:
@@ -194,15 +190,8 @@ def _captured(bench: Bench, run: Callable[[], Any]) -> Callable[[], Any]:
 # ---- sums of bfloat16 ----
 
 
-@contextmanager
-def reduced_precision(is_allowed: bool) -> Iterator[None]:
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction
-    matmul.allow_bf16_reduced_precision_reduction = is_allowed
-    try:
-        yield
-    finally:
-        matmul.allow_bf16_reduced_precision_reduction = before
+def reduced_precision(is_allowed: bool) -> AbstractContextManager[None]:
+    return held(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", is_allowed)
 
 
 def _reduced(bench: Bench, model: Loaded, texts: Texts, length: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -16,8 +16,9 @@ from ..stats import RoundCounts, RoundTally
 class TextStream(Protocol):
     """Turns output tokens into text as they come, and looks for stop strings in it.
 
-    One whose `at_end` is True is asked for nothing but the text of all tokens of an output that has ended, by
-    `whole(token_ids)`, perhaps again: that is quicker, where nobody reads text before, nor stop strings.
+    One that has `at_end` = True and a method `whole(token_ids)` is asked for nothing but the text of all
+    tokens of an output that has ended, perhaps again: that is quicker, where nobody reads text before, nor
+    stop strings.
     """
 
     def append(self, token_id: int, may_stop: bool) -> str | None:
@@ -88,7 +89,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-        self.reads_each = self.text is not None and getattr(self.text, "at_end", False) is not True
+        is_whole = getattr(self.text, "at_end", False) is True
+        self._whole: Callable[[list[int]], str] | None = (
+            getattr(self.text, "whole", None) if is_whole else None
+        )
+        self.reads_each = self.text is not None and self._whole is None
 
     @property
     def num_output(self) -> int:
@@ -160,7 +165,7 @@ class Request:
 
     def whole_text(self) -> str:
         """The text of what it has put out, of a request whose text is not read token by token."""
-        return self.text.whole(self.output_token_ids) if self.text is not None else ""  # type: ignore[attr-defined]
+        return "" if self._whole is None else self._whole(self.output_token_ids)
 
     def note_admission(self, now_s: float) -> None:
         """Notes when it first got a row."""

@@ -72,22 +72,27 @@ def test_drained_and_closed_engines_leave_none_behind(tiny_decoder: Decoder) -> 
     assert not engine.has_unfinished()
 
 
+@pytest.mark.parametrize("twice", [False, True])
 def test_an_abort_that_was_interrupted_is_completed_by_the_next_step(
-    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch, twice: bool
 ) -> None:
+    """Within the abort; and then within the repair after it."""
     engine = make_engine(tiny_decoder, max_run_ms=0.0)
     for name in ("aborted", "other"):
         engine.add_request([5, 6, 7], PARAMS, name, is_stream=False)
     for _ in range(3):
         engine.step()
+    loop = engine._loop
 
     def interrupted(request: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._loop, "finish", interrupted)
+        patch.setattr(loop, "finish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.abort(["aborted"])
+    if twice:  # as if the second one had come before anything was noted
+        loop._is_torn = loop._is_whole = True
     assert [delta.finish_reason for delta in engine.step()] == ["abort"]
     assert list(deltas_of(engine)) == ["other"]
 
@@ -107,7 +112,7 @@ class Whole:
         return "".join(chr(65 + token) for token in token_ids)
 
 
-def test_what_ends_with_an_error_has_its_text(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_with_an_error_has_its_text(tiny_decoder: Decoder) -> None:
     engine = make_engine(tiny_decoder, max_run_ms=0.0)
     engine.add_request([5, 6, 7], PARAMS, "held", text=Whole(), is_stream=False)
     for _ in range(4):
@@ -118,26 +123,3 @@ def test_what_ends_with_an_error_has_its_text(tiny_decoder: Decoder, monkeypatch
     (delta,) = engine.step()
     assert delta.finish_reason == "error" and delta.error is not None
     assert 0 < len(delta.token_ids) == len(delta.text)
-
-
-def test_an_abort_that_was_interrupted_twice_is_completed(
-    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Within the abort, and within the repair after it."""
-    engine = make_engine(tiny_decoder, max_run_ms=0.0)
-    for name in ("aborted", "other"):
-        engine.add_request([5, 6, 7], PARAMS, name, is_stream=False)
-    for _ in range(3):
-        engine.step()
-    loop = engine._loop
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "finish", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.abort(["aborted"])
-    loop._is_torn = loop._is_whole = True  # as if the second one had come before anything was noted
-    assert [delta.finish_reason for delta in engine.step()] == ["abort"]
-    assert list(deltas_of(engine)) == ["other"]

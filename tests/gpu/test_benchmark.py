@@ -29,6 +29,7 @@ from benchmarks.gpu_parts.run import FIGURES, Bench
 from ee_models.decoder import Decoder
 from hispec.config import PLAIN, CheckConfig, DraftConfig, Plan, SpeculativeConfig
 from hispec.outputs import TokenLogprobs
+from hispec.runner.launchers import StaticLauncher
 from tests.helpers.support import random_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -322,13 +323,19 @@ def test_prompts_are_compared_by_the_kv_that_they_write(tiny_decoder: Decoder) -
         def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
             return lambda: None, run()
 
-        def another(self) -> Rerun:
-            return self
+    class Checked(CheckedGraphs):
+        """Of prompts, those of `of_prompts`."""
+
+        def __init__(self, of_prompts: Rerun) -> None:
+            super().__init__(Rerun())
+            self.of_prompts = of_prompts
+
+        def another(self) -> CheckedGraphs:
+            return CheckedGraphs(self.of_prompts, self)
 
     different = []
-    for inner in (Rerun(), Forgetful()):
-        checked = CheckedGraphs(Rerun())
-        checked.another = lambda inner=inner, checked=checked: CheckedGraphs(inner, checked)  # type: ignore[method-assign, misc]
+    for of_prompts in (Rerun(), Forgetful()):
+        checked = Checked(of_prompts)
         engine = make_engine(tiny_decoder, rows=2, length=64, captured_on=checked)
         outputs = [decode(engine, [[5, 6, 7, 8, 9]] * 2, 4).outputs for _ in range(3)]
         assert outputs[0] == outputs[1] == outputs[2]
@@ -349,7 +356,9 @@ def test_the_windows_are_those_of_the_engine_that_captures(tiny_decoder: Decoder
     ]
     decode(engines[0], [[5, 6, 7]], 4)
     assert checked.kv is not None and checked.kv() is engines[0]._runtime.kv.data
-    windows = engines[0]._rounds._launcher._windows  # type: ignore[attr-defined]
+    launcher = engines[0]._rounds._launcher
+    assert isinstance(launcher, StaticLauncher)
+    windows = launcher._windows
     assert windows and all(
         one is other for one, other in zip(checked.windows(), windows.values(), strict=True)
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from ee_models.decoder import Decoder
-from hispec.config import EngineConfig, SpeculativeConfig
+from hispec.config import DraftConfig, EngineConfig, SpeculativeConfig
 from hispec.engine import Engine
 from hispec.runner.buckets import prompt_bucket, prompt_rows_bucket
 from hispec.runner.prefill import PackedPrompts, StaticPrompts
@@ -38,9 +39,14 @@ def test_shapes_are_few_and_hold_what_they_are_for() -> None:
     ]
 
 
-def prompts_engine(decoder: Decoder, **config: object) -> Engine:
-    settings = {"block_size": BLOCK_SIZE, "num_kv_blocks": 40, "max_num_seqs": 5, "max_model_len": 24}
-    return make_engine(decoder, is_static=True, **{**settings, **config})  # type: ignore[arg-type]
+def prompts_engine(decoder: Decoder, **config: Any) -> Engine:
+    settings: dict[str, Any] = {
+        "block_size": BLOCK_SIZE,
+        "num_kv_blocks": 40,
+        "max_num_seqs": 5,
+        "max_model_len": 24,
+    }
+    return make_engine(decoder, is_static=True, **{**settings, **config})
 
 
 def tables() -> torch.Tensor:
@@ -139,9 +145,9 @@ def test_the_time_of_a_round_is_not_told_where_a_prompt_was_captured_behind_it(
     timed: list[bool] = []
     record = engine._recorder.record_round
 
-    def recorded(flight: object, choice: object, rows: object, seconds: float) -> None:
+    def recorded(flight: Any, choice: Any, rows: Any, seconds: float) -> None:
         timed.append(not math.isnan(seconds))
-        record(flight, choice, rows, seconds)  # type: ignore[arg-type]
+        record(flight, choice, rows, seconds)
 
     monkeypatch.setattr(engine._recorder, "record_round", recorded)
     params = SamplingParams(temperature=0.0, max_tokens=20)
@@ -159,7 +165,7 @@ def test_the_time_of_a_round_is_not_told_where_a_prompt_was_captured_behind_it(
 
 def test_a_plan_without_graphs_has_none_of_prompts(torch_decoder: Decoder, no_numba: None) -> None:
     graphs = RecordedGraphs()
-    speculative = SpeculativeConfig(draft={"layer": 1}, graphs=False)  # type: ignore[arg-type]
+    speculative = SpeculativeConfig(draft=DraftConfig(layer=1), graphs=False)
     config = EngineConfig(max_num_seqs=2, max_model_len=24, block_size=BLOCK_SIZE, num_kv_blocks=12)
     engine = Engine(torch_decoder, config, speculative, is_static=True, graph_device=graphs)
     run(engine, [[5, 6, 7, 8]], SamplingParams(temperature=0.0, max_tokens=4))
