@@ -37,14 +37,14 @@ from hispec.utils.environment import busy_text, environment, hardware_text
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GOODPUT = "goodput"
-LOOKUP = {"max_size": 3, "min_size": 1, "tokens_per_match": None}
+LOOKUP = {"max_size": 3, "min_size": 1, "match_confidence": None}
 HYBRID = {"kind": "hybrid", "layer": 4, "ngram": LOOKUP, "exit": "adapter", "num_exit_tokens": 2}
 CHECK = {"kind": "adapter", "layer": 7, "confidence": 0.9}
 
 
 def plans(with_goodput: bool) -> dict[str, SpeculativeConfig | None]:
     """What is compared, by name. The controlled one may choose among the tiers of all others."""
-    longer = {"max_size": 4, "min_size": 2, "tokens_per_match": None}
+    longer = {"max_size": 4, "min_size": 2, "match_confidence": None}
     given: dict[str, Any] = {
         "ngram": {"draft": {"kind": "ngram", "ngram": LOOKUP}, "num_draft_tokens": 4},
         "hybrid": {"draft": HYBRID, "num_draft_tokens": 6, "num_checks": 1, "draft_confidence": 0.2},

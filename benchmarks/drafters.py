@@ -44,7 +44,7 @@ from hispec.profile.recording import NOTHING, Recording, Said
 from hispec.profile.round_cost import PassTimes
 from hispec.sampling_params import SamplingParams
 
-LOOKUP = NgramConfig(max_size=3, min_size=1, tokens_per_match=None)
+LOOKUP = NgramConfig(max_size=3, min_size=1, match_confidence=None)
 WANTED = 1.05  # three tiers over two
 SHARES = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the wrong places of a check exit that are made right
 

@@ -53,7 +53,7 @@ def plans(
     """The plan of each engine. none: a folder of n-grams that say nothing."""
 
     def lookup(**guesses: Any) -> dict[str, Any]:
-        sizes = {"max_size": 4, "min_size": 2, "tokens_per_match": None, **guesses}
+        sizes = {"max_size": 4, "min_size": 2, "match_confidence": None, **guesses}
         return {"draft": {"kind": "ngram", "ngram": sizes}, "num_draft_tokens": options.num_draft_tokens}
 
     guess, learn = {"guess_confidence": options.confidence}, {"learn_tokens": options.learn_tokens}

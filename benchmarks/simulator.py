@@ -50,7 +50,7 @@ from hispec.utils.environment import busy_text, environment, hardware_text
 CONFIGS = Path(__file__).parent.parent / "configs"
 NUM_DRAFTS = 4
 LOOKUP = {
-    "draft": {"kind": "ngram", "ngram": {"max_size": 4, "min_size": 2, "tokens_per_match": None}},
+    "draft": {"kind": "ngram", "ngram": {"max_size": 4, "min_size": 2, "match_confidence": None}},
     "num_draft_tokens": NUM_DRAFTS,
 }
 PLANS: dict[str, SpeculativeConfig | None] = {"plain": None, "lookup": build(SpeculativeConfig, LOOKUP)}

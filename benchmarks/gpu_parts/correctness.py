@@ -26,7 +26,7 @@ from hispec.outputs import TokenLogprobs
 
 NEAR_TIE = 0.5  # of logits that bfloat16 holds in steps of 0.06 to 0.125, after some hundred roundings
 _NUM_TOP = 4
-LOOKUP = NgramConfig(max_size=3, min_size=1, tokens_per_match=None)
+LOOKUP = NgramConfig(max_size=3, min_size=1, match_confidence=None)
 
 
 @dataclass(frozen=True)

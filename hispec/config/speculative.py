@@ -23,12 +23,13 @@ class NgramConfig(Settings):
     followed their latest occurrence are proposed.
 
     max_size, min_size   tokens that must be the same, the longest match first
-    tokens_per_match     propose at most so many tokens for each token that matched (up to 16 are counted),
-                         since longer matches are right more often; None = always num_draft_tokens
+    match_confidence     propose what followed as long as all that is proposed is right with at least this
+                         probability, as far as can be told by the number of tokens that matched: longer
+                         matches are right more often; None = always num_draft_tokens
     datastore_tokens     tokens of earlier requests' outputs that are searched too, at most; 0 = none
-    guess_confidence     where nothing matches, propose what most often followed the last tokens in answers
-                         that were counted, as long as all that is proposed is right with at least this
-                         probability; None = no guesses
+    guess_confidence     where nothing matches, or a match is much less sure, propose what most often followed
+                         the last tokens in answers that were counted, as long as all that is proposed is
+                         right with at least this probability; None = no guesses
     guess_path           folder of these n-grams; None = those that come with the model or with HiSpec for it
     learn_tokens         guesses are learnt, too, from outputs that have ended, the latest so many tokens of
                          them, and need nothing that was counted beforehand; 0 = nothing is learnt
@@ -36,7 +37,7 @@ class NgramConfig(Settings):
 
     max_size: Annotated[int, Field(ge=1, le=16)] = 4
     min_size: Annotated[int, Field(ge=1, le=16)] = 1
-    tokens_per_match: Annotated[int, Field(ge=1, le=32)] | None = 2
+    match_confidence: Annotated[float, Field(gt=0.0, lt=1.0)] | None = 0.2
     datastore_tokens: Annotated[int, Field(ge=0, le=1 << 22)] = 0
     guess_confidence: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     guess_path: Annotated[str, Field(min_length=1)] | None = None

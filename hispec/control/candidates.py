@@ -18,7 +18,7 @@ from ..config import (
 from ..errors import ConfigError
 from .choice import Route
 
-_CAUTIOUS = NgramConfig(max_size=4, min_size=2, tokens_per_match=1)
+_CAUTIOUS = NgramConfig(match_confidence=0.6)
 
 
 @dataclass(frozen=True)

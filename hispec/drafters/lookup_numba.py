@@ -18,13 +18,14 @@ from ee_models.kernels.threads import address_of_cfunc, pointer
 
 from ..decoding.drafter import CompiledLookup
 from ..decoding.rounds_numba import Lookups
-from .lookup import MOST_MATCHED, SEPARATOR, Guesses, Lookup, check_shapes
+from .lookup import LIKELY, MOST_MATCHED, RIVAL, SEPARATOR, Guesses, Lookup, check_shapes
 from .ngram_table import EMPTY, FACTOR, make_table
 
 # One thread: a call takes microseconds, and a second pool of threads that spin beside torch's own costs both
 # dearly.
 _kernel = njit(cache=True, nogil=True)
 _FACTOR = FACTOR & 0xFFFFFFFFFFFFFFFF
+_LIKELY, _RIVAL, _ONE = np.array(LIKELY, np.float32), np.float32(RIVAL), np.float32(1.0)
 
 
 class Texts(NamedTuple):
@@ -110,7 +111,8 @@ class _Index(ctypes.Structure):
         ("texts", _Texts),
         ("store", _Texts),
         ("table", _Table),
-        *((name, ctypes.c_int64) for name in ("current", "min_size", "per_match", "rows")),
+        *((name, ctypes.c_int64) for name in ("current", "min_size", "rows")),
+        ("match_confidence", ctypes.c_float),
     ]
 
 
@@ -125,10 +127,10 @@ class LookupIndex(Lookup):
         min_size: int,
         max_size: int,
         store_tokens: int = 0,
-        per_match: int | None = None,
+        match_confidence: float | None = None,
         guesses: Guesses | None = None,
     ) -> None:
-        super().__init__(num_rows, max_len, min_size, max_size, store_tokens, per_match, guesses)
+        super().__init__(num_rows, max_len, min_size, max_size, store_tokens, match_confidence, guesses)
         self._texts = make_texts(num_rows, max_len, max_size - min_size + 1)
         self._store = make_texts(2, self._half, max_size - min_size + 1)
         self._table = Table.of(guesses)
@@ -137,9 +139,9 @@ class LookupIndex(Lookup):
             _Texts.of(self._texts),
             _Texts.of(self._store),
             _Table.of(self._table),
-            0,
-            self._min_size,
-            self._per_match or 0,
+            current=0,
+            min_size=self._min_size,
+            match_confidence=self._match_confidence,
         )
 
     def compiled(self, rows: Tensor) -> CompiledLookup:
@@ -197,7 +199,7 @@ class LookupIndex(Lookup):
             self._table,
             self._current,
             self._min_size,
-            self._per_match or 0,
+            np.float32(self._match_confidence),
             rows.numpy(),
             tokens.numpy(),
             tail_lens.numpy(),
@@ -339,7 +341,7 @@ def _propose(
     table: Any,
     current: Any,
     min_size: Any,
-    per_match: Any,
+    match_confidence: Any,
     rows: Any,
     tokens: Any,
     tail_lens: Any,
@@ -372,34 +374,32 @@ def _propose(
             if most[i] == 0
             else _latest(texts, row, store, current, near, num_own + tail, num_own, min_size)
         )
-        limit = most[i]
-        if source >= 0 and per_match > 0:
-            searched, end = (
-                (text, length) if source == 0 else (store.tokens[source - 1], store.lengths[source - 1])
-            )
-            limit = min(
-                limit,
-                per_match * _num_matched(searched, end, tokens[i, 1:], position - 1, near, num_own + tail),
-            )
-        if source == 0:
-            count = limit
-            for k in range(position, position + count):
+        # What is copied: the text itself, or one half of the store, whose outputs each end with a separator.
+        copied, end = (text, length) if source <= 0 else (store.tokens[source - 1], store.lengths[source - 1])
+        copies, matched, sure = source >= 0, 0, _ONE
+        if copies:
+            matched = _num_matched(copied, end, tokens[i, 1:], position - 1, near, num_own + tail)
+        while count < most[i]:
+            token, share, least, right = np.int32(0), np.float32(0.0), table.confidence, np.float32(0.0)
+            if table.max_size > 0:
+                token, share = _guess(table, near, num_own + tail + count)
+            copy = np.int32(SEPARATOR)
+            if copies:
                 # Proposals follow the tail, so that reading past the text's end goes on with them.
-                tokens[i, tail + 1 + k - position] = text[k] if k < length else tokens[i, 1 + k - length]
-        elif source > 0:
-            outputs = store.tokens[source - 1]  # each ends with a separator
-            while count < limit and outputs[position + count] != SEPARATOR:
-                tokens[i, tail + 1 + count] = outputs[position + count]
-                count += 1
-        elif table.max_size > 0:
-            sure, num_near = np.float32(1.0), num_own + tail
-            while count < limit:
-                token, share = _guess(table, near, num_near + count)
-                sure *= share
-                if sure < table.confidence:
-                    break
-                near[num_near + count] = tokens[i, tail + 1 + count] = token
-                count += 1
+                at = position + count
+                copy = copied[at] if at < end else np.int32(tokens[i, 1 + at - end])
+                copies = copy != SEPARATOR
+            if copies:
+                right, least = _LIKELY[min(matched + count, MOST_MATCHED)], match_confidence
+                if share > 0 and token == copy:
+                    right = right + share - right * share
+                elif share > _RIVAL * right:
+                    copies, least = False, table.confidence
+            sure *= right if copies else share
+            if sure < least:
+                break
+            near[num_own + tail + count] = tokens[i, tail + 1 + count] = copy if copies else token
+            count += 1
         counts[i] = count
     return -1
 
@@ -442,7 +442,7 @@ def propose(lookups: Any, index: Any) -> None:
         _table_at(at.table),
         at.current,
         at.min_size,
-        at.per_match,
+        at.match_confidence,
         carray(pointer(at.rows), n, np.int64),
         carray(pointer(asked.tokens), (n, asked.window + 1), np.int64),
         carray(pointer(asked.first), n, np.int64),

@@ -4,6 +4,7 @@ CUDA graph."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch.nn.functional import pad
 from ee_models.kernels import runs_triton
 
 from ..utils.uploads import write
-from .lookup import MOST_MATCHED, SEPARATOR, Guesses, Lookup, check_shapes
-from .ngram_table import guess
+from .lookup import LIKELY, MOST_MATCHED, RIVAL, SEPARATOR, Guesses, Lookup, check_shapes
+from .ngram_table import look_up
 
 
 class TensorLookup(Lookup):
@@ -29,10 +30,10 @@ class TensorLookup(Lookup):
         min_size: int,
         max_size: int,
         store_tokens: int = 0,
-        per_match: int | None = None,
+        match_confidence: float | None = None,
         guesses: Guesses | None = None,
     ) -> None:
-        super().__init__(num_rows, max_len, min_size, max_size, store_tokens, per_match, guesses)
+        super().__init__(num_rows, max_len, min_size, max_size, store_tokens, match_confidence, guesses)
         # Captured graphs read these at their addresses, so they are only ever written in place. One token
         # more than the texts have takes what is to be written nowhere.
         self._flat_texts = torch.zeros(num_rows * max_len + 1, dtype=torch.int32, device=device)
@@ -84,9 +85,10 @@ class TensorLookup(Lookup):
             from . import lookup_triton
 
             texts = (rows, self._lengths, self._texts, self._store)
-            n_grams = (self._min_size, self._max_size)
+            n_grams, likely = (self._min_size, self._max_size), likely_on(device)
             return lookup_triton.propose(
-                *texts, tokens, tail_lens, most, within, n_grams, self._per_match, self._guesses
+                *(*texts, tokens, tail_lens, most, within, n_grams, likely),
+                *(self._match_confidence, self._guesses),
             )
         lengths = self._lengths[rows].clamp(max=within)
         totals = lengths + tail_lens
@@ -113,29 +115,15 @@ class TensorLookup(Lookup):
         best = (sizes.to(torch.int64) * len(columns) + columns).amax(1, keepdim=True)
         found, end = best >= self._min_size * len(columns), best % len(columns)
 
-        allowed = most
-        if self._per_match is not None:
-            backs = torch.arange(MOST_MATCHED, device=device)
-            ours, theirs = (searched.gather(1, (column - backs).clamp(min=0)) for column in (last, end))
-            matched = ((ours == theirs) & (backs < totals[:, None]) & (backs <= end)).cumprod(1).sum(1)
-            most = torch.minimum(most, self._per_match * matched)
+        backs = torch.arange(MOST_MATCHED, device=device)
+        ours, theirs = (searched.gather(1, (column - backs).clamp(min=0)) for column in (last, end))
+        matched = ((ours == theirs) & (backs < totals[:, None]) & (backs <= end)).cumprod(1).sum(1)
 
         # proposed [n, window]: what follows; in the text its end repeats with the period of the copy, in the
         # store a separator comes before that.
         steps, period = torch.arange(window, device=device), (last - end).clamp(min=1)
-        proposed = searched.gather(1, (end + 1 + steps % period).clamp(max=len(columns) - 1))
-        unbroken = (proposed != SEPARATOR).cumprod(1).sum(1)
-        counts = torch.minimum(unbroken, most) * found[:, 0]
-
-        if self._guesses is not None:  # where nothing was found
-            table, confidence = self._guesses
-            ends = totals.clamp(max=table.max_size)
-            near = (totals - ends).unsqueeze(1) + torch.arange(table.max_size + window, device=device)
-            line = text.gather(1, near.clamp(max=text.shape[1] - 1)).long()
-            guessed = guess(table, line, ends, allowed, confidence, window)
-            chained = line.gather(1, ends.unsqueeze(1) + steps)
-            proposed = torch.where(found, proposed, chained.to(proposed.dtype))
-            counts = torch.where(found[:, 0], counts, guessed)
+        proposed = searched.gather(1, (end + 1 + steps % period).clamp(max=len(columns) - 1)).long()
+        counts = self._chain(text.long(), totals, found[:, 0], matched, proposed, most)
 
         # ranks [n, window + 1]: which proposal each column of tokens would take.
         ranks = torch.arange(window + 1, device=device) - tail_lens[:, None] - 1
@@ -144,9 +132,46 @@ class TensorLookup(Lookup):
         tokens.copy_(torch.where(written, moved.to(tokens.dtype), tokens))
         return counts
 
+    def _chain(
+        self, text: Tensor, totals: Tensor, copies: Tensor, matched: Tensor, proposed: Tensor, most: Tensor
+    ) -> Tensor:
+        """Of each row, whose text [n, columns] has `totals` tokens: how many proposals it gets, [n]. It has
+        copies if copies [n] bool holds, proposed [n, window], after `matched` tokens that were the same;
+        guesses take the place of those that they are surer than."""
+        device, num_steps, likely = text.device, proposed.shape[1], likely_on(text.device)
+        table, confidence = self._guesses or (None, 1.0)
+        near = 0 if table is None else table.max_size
+        ends = totals.clamp(max=near)
+        columns = (totals - ends).unsqueeze(1) + torch.arange(near + num_steps, device=device)
+        line = text.gather(1, columns.clamp(max=text.shape[1] - 1))  # the last tokens, and room
+        counts, sure = torch.zeros_like(totals), torch.ones(len(totals), device=device)
+        token, share = torch.zeros_like(totals), torch.zeros_like(sure)
+        for step in range(num_steps):
+            copy = proposed[:, step]
+            copies = copies & (copy != SEPARATOR)
+            right = likely[(matched + step).clamp(max=MOST_MATCHED)]
+            if table is not None:
+                token, share = look_up(table, line, ends + step)
+                agrees = (share > 0) & (token == copy)
+                right = torch.where(agrees, right + share - right * share, right)
+                copies = copies & (agrees | (share <= RIVAL * right))
+            sure = sure * torch.where(copies, right, share)
+            goes_on = sure >= torch.where(copies, self._match_confidence, confidence)
+            counts = counts + (goes_on & (counts == step) & (step < most))
+            proposed[:, step] = torch.where(copies, copy, token)
+            line.scatter_(1, (ends + step).unsqueeze(1), proposed[:, step : step + 1])
+        return counts
+
     def _write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
         added = self._check_tokens(row, start, token_ids)
         stop = start + len(added)
         write(self._texts[row, start:stop], torch.from_numpy(added))
         self._lengths[row].fill_(stop)
         self._host_lengths[row] = stop
+
+
+@cache  # never dropped: captured graphs read it at its address
+def likely_on(device: torch.device) -> Tensor:
+    """LIKELY, [MOST_MATCHED + 1] float32."""
+    with torch.inference_mode(False):
+        return torch.tensor(LIKELY, dtype=torch.float32, device=device)

@@ -26,11 +26,11 @@ def make_lookup(
     min_size: int,
     max_size: int,
     store_tokens: int = 0,
-    per_match: int | None = None,
+    match_confidence: float | None = None,
     guesses: Guesses | None = None,
 ) -> Lookup:
     """The incremental index on a CPU, comparison of all positions elsewhere."""
-    sizes = num_rows, max_len, min_size, max_size, store_tokens, per_match, guesses
+    sizes = num_rows, max_len, min_size, max_size, store_tokens, match_confidence, guesses
     if device.type == "cpu":
         from .lookup_numba import LookupIndex  # here, since a machine with a GPU need not have numba
 
@@ -71,7 +71,7 @@ class NgramDrafter(Drafter):
             else:
                 source = table = by_path[config.guess_path]
             self._num_guess_bytes, guesses = source.num_bytes, Guesses(table, config.guess_confidence)
-        sizes = config.min_size, config.max_size, config.datastore_tokens, config.tokens_per_match
+        sizes = config.min_size, config.max_size, config.datastore_tokens, config.match_confidence
         self._lookup = make_lookup(device, max_num_seqs, max_len, *sizes, guesses)
         self._keeps_outputs = config.datastore_tokens > 0
         self._index_row_of: dict[int, int] = {}  # number of a request -> its row of the index

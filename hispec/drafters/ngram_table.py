@@ -133,35 +133,26 @@ def as_keys(hashed: Tensor) -> Tensor:
     return torch.where(hashed == EMPTY, 1, hashed)
 
 
-def guess(
-    table: NgramTable, texts: Tensor, ends: Tensor, most: Tensor, confidence: float, num_steps: int
-) -> Tensor:
-    """Chains guesses after the first ends[i] tokens of texts[i], at most most[i] <= num_steps of them, and
-    writes them there -> how many, [n] int64. In operations of fixed shape.
+def look_up(table: NgramTable, texts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """What most often follows the first ends[i] tokens of texts[i], by the longest context that the table
+    has, and in which share of places: [n] int64 and float32; a share of 0 where it has none. In operations of
+    fixed shape.
 
-    texts   [n, width] int64; ends[i] + most[i] is at most the width
-    ends    [n] int64, as is most
+    texts   [n, width] int64
+    ends    [n] int64, at most the width
     """
-    counts, sure = torch.zeros_like(ends), torch.ones(len(texts), device=texts.device)
     probes, last = torch.arange(table.num_probes, device=texts.device), texts.shape[1] - 1
-    for _ in range(num_steps):
-        at, hashed = ends + counts, torch.zeros_like(ends)
-        token, share = torch.zeros_like(ends), torch.zeros_like(sure)
-        for back in range(table.max_size):
-            before = texts.gather(1, (at - 1 - back).clamp(0, last).unsqueeze(1)).squeeze(1)
-            hashed = hash_on(hashed, before)
-            key = as_keys(hashed)
-            places = (key & (table.slots - 1)).unsqueeze(1) + probes
-            same = table.keys[places] == key.unsqueeze(1)
-            is_there = same.any(1) & (at > back)
-            place = places.gather(1, same.to(torch.int8).argmax(1, keepdim=True)).squeeze(1)
-            # Of a longer context: the better guess.
-            token = torch.where(is_there, table.tokens[place].long(), token)
-            share = torch.where(is_there, table.shares[place], share)
-        sure = sure * share
-        goes_on = (sure >= confidence) & (counts < most)
-        column = at.clamp(max=last).unsqueeze(1)
-        kept = texts.gather(1, column)
-        texts.scatter_(1, column, torch.where(goes_on.unsqueeze(1), token.unsqueeze(1), kept))
-        counts = counts + goes_on
-    return counts
+    token, share = torch.zeros_like(ends), torch.zeros(len(ends), device=texts.device)
+    hashed = torch.zeros_like(ends)
+    for back in range(table.max_size):
+        before = texts.gather(1, (ends - 1 - back).clamp(0, last).unsqueeze(1)).squeeze(1)
+        hashed = hash_on(hashed, before)
+        key = as_keys(hashed)
+        places = (key & (table.slots - 1)).unsqueeze(1) + probes
+        same = table.keys[places] == key.unsqueeze(1)
+        is_there = same.any(1) & (ends > back)
+        place = places.gather(1, same.to(torch.int8).argmax(1, keepdim=True)).squeeze(1)
+        # Of a longer context: the better guess.
+        token = torch.where(is_there, table.tokens[place].long(), token)
+        share = torch.where(is_there, table.shares[place], share)
+    return token, share

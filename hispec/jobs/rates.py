@@ -184,7 +184,8 @@ def plan_text(speculative: SpeculativeConfig | None, num_layers: int) -> str:
     starts = [0] + [end for _, end in tiers]
     stages = " → ".join(f"{name} [{start}, {end})" for start, (name, end) in zip(starts, tiers, strict=False))
     if (ngram := draft.lookup) is not None:
-        limit = f" x{ngram.tokens_per_match}" if ngram.tokens_per_match is not None else ""
+        copies = ngram.match_confidence
+        limit = f", copies p>={copies:g}" if copies is not None else ""
         store = f", store of {ngram.datastore_tokens}" if ngram.datastore_tokens else ""
         guess = ngram.guess_confidence
         of = "" if ngram.guess_path is None else f" of {ngram.guess_path}"

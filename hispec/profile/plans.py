@@ -18,15 +18,11 @@ _COARSE_DRAFT, _COARSE_CHECK = (None, 0.6), (None, 0.5)
 _FINE = (None, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _COARSE_GATE, _GATES = 0.4, (None, 0.4, 0.6, 0.8)  # with as many checks as there may be
 _BRANCHES, _MOST_BRANCH_DRAFTS = (2, 3, 4, 8), 3
-# Of each table of n-grams that there is. An exit that drafts where there is no guess is better than most.
-_COARSE_GUESS = {"ngram": 0.2, "hybrid": 0.6}
-_GUESSES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8)
-_NGRAMS = (
-    NgramConfig(),
-    NgramConfig(max_size=3, min_size=2, tokens_per_match=None),
-    NgramConfig(max_size=4, min_size=2, tokens_per_match=None),
-    NgramConfig(max_size=3, min_size=1, tokens_per_match=None),
-)
+# Of copies and guesses alike. An exit that drafts where neither is sure is better than most of them.
+_COARSE_LOOKUP: dict[str, tuple[float, ...]] = {"ngram": (0.2, 0.5), "hybrid": (0.5,)}
+_LOOKUPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8)
+_NGRAM = NgramConfig()
+_UNLIMITED = NgramConfig(min_size=2, match_confidence=None)
 _LOOKED_UP = (2, 3, 4, 6, 8, 12, 16)  # drafts of prompt lookup: what is found costs nothing
 _MOST_EXIT_TOKENS = 3  # of an exit, where prompt lookup finds nothing
 _MOST_CHECKS_OF_NGRAM, _MOST_CHECKS_OF_HYBRID = 4, 3
@@ -59,7 +55,7 @@ def all_plans(
 
 def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
     """The plan with every combination of confidences of its drafts and its check, with those at which further
-    cycles follow, and with those of its guesses; none of a tree."""
+    cycles follow, and with those of what it looks up; none of a tree."""
     if plan.num_branches > 1:
         return
     of_draft = _FINE if plan.draft.traits.computes else (None,)
@@ -70,22 +66,24 @@ def refined(plan: SpeculativeConfig) -> Iterator[SpeculativeConfig]:
     if plan.check is not None and plan.num_checks > 1:
         for gate in _GATES:
             yield plan.model_copy(update={"check": _gated(plan.check, gate)})
-    for sizes in _guessing_more_or_less(plan.draft.lookup)[1:]:
+    for sizes in _surer_or_less(plan.draft.lookup)[1:]:
         yield plan.model_copy(update={"draft": plan.draft.model_copy(update={"ngram": sizes})})
 
 
 def ngram_sizes(
-    own: SpeculativeConfig | None, tables: Sequence[NgramTable] = (), guess: float | None = None
+    own: SpeculativeConfig | None,
+    tables: Sequence[NgramTable] = (),
+    confidences: Sequence[float] = _COARSE_LOOKUP["ngram"],
 ) -> list[NgramConfig]:
-    """The n-gram sizes that prompt lookup is tried with, the job's own first: without guesses, and with those
-    of each table that are at least as sure as `guess`, in place of matches of one token."""
+    """The n-gram sizes that prompt lookup is tried with, the job's own first: copies that are at least so
+    sure, and any; and with guesses of each table that are as sure."""
     named = None if own is None else own.draft.lookup
+    sizes = [_NGRAM.model_copy(update={"match_confidence": each}) for each in confidences]
     guessing = [
-        sizes.model_copy(update={"guess_confidence": guess, "guess_path": table.path})
-        for sizes, table in product(_NGRAMS, tables)
-        if sizes.min_size > 1
+        each.model_copy(update={"guess_confidence": each.match_confidence, "guess_path": table.path})
+        for each, table in product(sizes, tables)
     ]
-    return list(dict.fromkeys([*(() if named is None else (named,)), *_NGRAMS, *guessing]))
+    return list(dict.fromkeys([*(() if named is None else (named,)), *sizes, _UNLIMITED, *guessing]))
 
 
 def drafter_of(plan: SpeculativeConfig) -> str:
@@ -105,10 +103,8 @@ def short_text(plan: SpeculativeConfig | None) -> str:
     draft, sizes = plan.draft, plan.draft.lookup
     parts = [drafter_of(plan)]
     if sizes is not None:
-        parts.append(
-            f"{sizes.max_size}-{sizes.min_size}"
-            + (f"×{sizes.tokens_per_match}" if sizes.tokens_per_match is not None else "")
-        )
+        parts.append(f"{sizes.max_size}-{sizes.min_size}")
+        parts += [f"copy≥{sizes.match_confidence:g}"] if sizes.match_confidence is not None else []
         parts += [f"store={sizes.datastore_tokens}"] if sizes.datastore_tokens else []
         if sizes.guess_confidence is not None:
             parts.append(f"guess≥{sizes.guess_confidence:g}")
@@ -137,16 +133,17 @@ def lookups_of(plans: Iterable[SpeculativeConfig]) -> tuple[list[NgramConfig], i
     proposes at most."""
     most: dict[NgramConfig, int] = {}
     for plan in plans:
-        for sizes in _guessing_more_or_less(plan.draft.lookup):
+        for sizes in _surer_or_less(plan.draft.lookup):
             most[sizes] = max(most.get(sizes, 0), plan.num_draft_tokens)
     return list(most), max(most.values(), default=0)
 
 
-def _guessing_more_or_less(sizes: NgramConfig | None) -> list[NgramConfig]:
-    """These sizes and, if they guess, the same with other confidences; none of None."""
-    if sizes is None or not sizes.guesses:
-        return [] if sizes is None else [sizes]
-    others = (sizes.model_copy(update={"guess_confidence": confidence}) for confidence in _GUESSES)
+def _surer_or_less(sizes: NgramConfig | None) -> list[NgramConfig]:
+    """These sizes, and the same with other confidences, one for copies and guesses; none of None."""
+    if sizes is None:
+        return []
+    asked = [name for name in ("match_confidence", "guess_confidence") if getattr(sizes, name) is not None]
+    others = (sizes.model_copy(update=dict.fromkeys(asked, confidence)) for confidence in _LOOKUPS)
     return list(dict.fromkeys([sizes, *others]))
 
 
@@ -174,12 +171,12 @@ def _shapes(
             for num_drafts in range(1, _MOST_BRANCH_DRAFTS + 1):
                 yield _Shape(tiers.draft(layer), num_drafts, num_branches, 1)
     elif drafter == "ngram":
-        sizes = ngram_sizes(own, candidates.tables, _COARSE_GUESS["ngram"])
+        sizes = ngram_sizes(own, candidates.tables, _COARSE_LOOKUP["ngram"])
         for ngram, num_drafts in product(sizes, _LOOKED_UP):
             draft = DraftConfig(kind="ngram", ngram=ngram)
             yield _Shape(draft, num_drafts, 1, min(max_checks, _MOST_CHECKS_OF_NGRAM))
     elif drafter == "hybrid":
-        sizes = ngram_sizes(own, candidates.tables, _COARSE_GUESS["hybrid"])
+        sizes = ngram_sizes(own, candidates.tables, _COARSE_LOOKUP["hybrid"])
         exit_tokens = range(1, _MOST_EXIT_TOKENS + 1)
         for ngram, layer, num_exit_tokens in product(sizes, layers, exit_tokens):
             draft = tiers.hybrid(layer, ngram, num_exit_tokens)

@@ -61,13 +61,14 @@ COMMENTS = {
     "speculative.draft.ngram": "prompt lookup of ngram and hybrid; null = the defaults",
     "speculative.draft.ngram.max_size": "longest run of tokens that is looked for in the text",
     "speculative.draft.ngram.min_size": "shortest run of tokens that counts as found",
-    "speculative.draft.ngram.tokens_per_match": (
-        "propose at most this many tokens for each that matched; null = always num_draft_tokens"
+    "speculative.draft.ngram.match_confidence": (
+        "propose what followed as long as all of it is at least so sure to be right; null = always"
+        " num_draft_tokens"
     ),
     "speculative.draft.ngram.datastore_tokens": "tokens of earlier outputs that are searched too; 0 = none",
     "speculative.draft.ngram.guess_confidence": (
-        "where nothing matches: what mostly followed in answers counted beforehand, if at least so sure; null"
-        " = no guesses"
+        "where nothing sure matches: what mostly followed in answers counted beforehand, if at least so sure;"
+        " null = no guesses"
     ),
     "speculative.draft.ngram.guess_path": (
         "folder of these n-grams; null = those that come with the model or HiSpec"

@@ -112,17 +112,18 @@ def _agreement(agreement: Mapping[str, Any], draft_model: str | None) -> Table:
 
 def _ngrams(agreement: Mapping[str, Any]) -> Table:
     tasks, num_right = _tasks(agreement), _lengths(agreement["ngrams"][0])
-    titles = ("n-grams of", "tokens per match", "found", *tasks, *(f"p({j})" for j in num_right))
+    titles = ("n-grams of", "copies", "found", *tasks, *(f"p({j})" for j in num_right))
     table = make_table(*titles, num_left=0)
     for sizes in agreement["ngrams"]:
         store = f" + {sizes['datastore_tokens']} stored" if sizes["datastore_tokens"] else ""
-        most = "any" if sizes["tokens_per_match"] is None else str(sizes["tokens_per_match"])
+        copies = sizes["match_confidence"]
+        copies = "any" if copies is None else f"p≥{copies:g}"
         guess = sizes.get("guess_confidence")  # results from before there were guesses have none
         of = f" of {Path(path).name}" if (path := sizes.get("guess_path")) is not None else ""
         of += f" learnt from the latest {learnt}" if (learnt := sizes.get("learn_tokens")) else ""
         guesses = f" + guesses p≥{guess:g}{of}" if guess is not None else ""
         name = f"{sizes['max_size']} to {sizes['min_size']}{store}{guesses}"
-        table.add_row(name, most, *_shares([sizes["found"]], sizes, tasks, num_right))
+        table.add_row(name, copies, *_shares([sizes["found"]], sizes, tasks, num_right))
     return table
 
 

@@ -224,7 +224,7 @@ def test_blocks_of_requests_whose_drafter_failed_are_not_reused(
 def test_what_a_drafter_sees_is_what_the_request_is(tiny_decoder: Decoder) -> None:
     """Rows move when requests leave, and are taken by others: the index follows."""
     drafter = NgramDrafter(
-        NgramConfig(max_size=2, min_size=1, tokens_per_match=None), CoupledJudge(), 2, 32, torch.device("cpu")
+        NgramConfig(max_size=2, min_size=1, match_confidence=None), CoupledJudge(), 2, 32, torch.device("cpu")
     )
     drafter.follow([(0, [1, 2, 3, 1]), (1, [5, 6, 5])])
     assert drafter._lookup.length(int(drafter._index_rows[1])) == 3

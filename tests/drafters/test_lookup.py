@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ee_models.checkpoint.ngram_file import SHARES, Ngrams
-from hispec.drafters.lookup import Guesses, Lookup
+from hispec.drafters.lookup import LIKELY, MOST_MATCHED, RIVAL, SEPARATOR, Guesses, Lookup
 from hispec.drafters.lookup_numba import LookupIndex
 from hispec.drafters.lookup_torch import TensorLookup
 from hispec.drafters.ngram import make_lookup
@@ -43,11 +44,12 @@ class Naive:
         min_size: int,
         max_size: int,
         store_tokens: int = 0,
-        per_match: int | None = None,
+        match_confidence: float | None = None,
         known: Known | None = None,
-        confidence: float = 0.0,
+        confidence: float = 1.0,
     ) -> None:
-        self.per_match, self.known, self.confidence = per_match, known or {}, confidence
+        self.match_confidence = np.float32(match_confidence or 0)
+        self.known, self.confidence = known or {}, np.float32(confidence)
         self.texts: list[list[int]] = [[] for _ in range(num_rows)]
         self.sizes = range(max_size, min_size - 1, -1)
         self.half = store_tokens // 2
@@ -64,46 +66,43 @@ class Naive:
 
     def propose(self, row: int, tail: list[int], most: int) -> list[int]:
         text = self.texts[row] + tail
+        source, position, matched = self.find(text)
+        proposals: list[int] = []
+        sure = np.float32(1)
+        while len(proposals) < most:
+            line = text + proposals
+            copied = line if source is text else source
+            copy = copied[position] if copied and copied[position] != SEPARATOR else None
+            token, share = self.guess(line)
+            right = np.float32(0 if copy is None else LIKELY[min(matched, MOST_MATCHED)])
+            if copy is not None and copy == token:
+                right = right + share - right * share
+            elif share > RIVAL * right:
+                copy, right = None, share
+            sure *= right
+            if sure < (self.confidence if copy is None else self.match_confidence):
+                break
+            proposals.append(token if copy is None else copy)
+            source, position, matched = (None, 0, 0) if copy is None else (source, position + 1, matched + 1)
+        return proposals
+
+    def find(self, text: list[int]) -> tuple[list[int] | None, int, int]:
+        """(what is copied, from where on, how many tokens before are the same)."""
         for size in self.sizes:
             if len(text) <= size:
                 continue
             for source in (text, self.current, self.previous):
                 for j in range(len(source) - 2, size - 2, -1):
-                    if source[j - size + 1 : j + 1] == text[-size:] and source[j + 1] != -1:
-                        return self.follow(
-                            source, j + 1, min(most, self.limit(text, source, j)), repeats=source is text
-                        )
-        return self.guess(text, most)
+                    if source[j - size + 1 : j + 1] == text[-size:] and source[j + 1] != SEPARATOR:
+                        same = zip(reversed(source[: j + 1]), reversed(text), strict=False)
+                        return source, j + 1, len(list(takewhile(lambda pair: pair[0] == pair[1], same)))
+        return None, 0, 0
 
-    def guess(self, text: list[int], most: int) -> list[int]:
-        proposals: list[int] = []
-        sure = np.float32(1.0)
-        while len(proposals) < most:
-            line = text + proposals
-            contexts = (tuple(line[start:]) for start in range(len(line)))
-            context = next((each for each in contexts if each in self.known), None)
-            sure *= np.float32(0.0 if context is None else self.known[context][1] / SHARES)
-            if context is None or sure < np.float32(self.confidence):
-                break
-            proposals.append(self.known[context][0])
-        return proposals
-
-    def limit(self, text: list[int], source: list[int], end: int) -> int:
-        matched = 0
-        while matched < min(16, len(text), end + 1) and source[end - matched] == text[-1 - matched]:
-            matched += 1
-        return WINDOW if self.per_match is None else self.per_match * matched
-
-    @staticmethod
-    def follow(source: list[int], position: int, most: int, repeats: bool) -> list[int]:
-        proposals: list[int] = []
-        source = list(source)
-        while len(proposals) < most and position < len(source) and source[position] != -1:
-            proposals.append(source[position])
-            if repeats:
-                source.append(source[position])
-            position += 1
-        return proposals
+    def guess(self, line: list[int]) -> tuple[int | None, np.float32]:
+        contexts = (tuple(line[start:]) for start in range(len(line)))
+        found = (self.known[context] for context in contexts if context in self.known)
+        token, share = next(found, (None, 0))
+        return token, np.float32(share / SHARES)
 
 
 def propose(
@@ -192,8 +191,8 @@ def scripts(draw: st.DrawFn) -> tuple[tuple[Any, ...], list[Any]]:
         st.tuples(st.just("store"), st.lists(token, max_size=20)),
         st.tuples(st.just("propose"), st.lists(query, min_size=1, max_size=4)),
     )
-    per_match = draw(st.sampled_from([None, None, 1, 2]))
-    return (min_size, max_size, store_tokens, per_match), draw(st.lists(step, min_size=2, max_size=25))
+    match_confidence = draw(st.sampled_from([None, None, 0.1, 0.5]))
+    return (min_size, max_size, store_tokens, match_confidence), draw(st.lists(step, min_size=2, max_size=25))
 
 
 @both
@@ -284,14 +283,17 @@ known_ngrams = st.dictionaries(
 # Guesses come where nothing matches; the longest context is the better guess, and a chain ends where all of
 # it is less sure than asked for.
 @example(
-    script=((2, 2, 0, 1), [("reset", 0, [1, 2, 3]), ("propose", [(0, [], 7), (0, [1, 2], 5), (0, [8], 5)])]),
+    script=(
+        (2, 2, 0, None),
+        [("reset", 0, [1, 2, 3]), ("propose", [(0, [], 7), (0, [1, 2], 5), (0, [8], 5)])],
+    ),
     known={(3,): (9, 200), (2, 3): (4, 128), (4,): (5, 250), (5,): (6, 100), (8,): (1, 50)},
     confidence=0.2,
 )
 # A text that is shorter than a context, one with no token at all, and a context at the window's end.
 @example(
     script=(
-        (1, 1, 0, 2),
+        (1, 1, 0, 0.2),
         [("reset", 0, [7]), ("propose", [(0, [], 7), (1, [], 7), (0, [5, 4, 3, 2, 1, 0], 1)])],
     ),
     known={(0, 7): (1, 255), (7,): (2, 255), (7, 2): (3, 255), (1, 0): (4, 255)},
@@ -359,8 +361,9 @@ def test_a_period_repeats_past_the_end(make: Callable[..., Any]) -> None:
 
 @both
 def test_a_longer_match_gives_more_proposals(make: Callable[..., Any]) -> None:
+    """As many as are right together with the probability asked for, by LIKELY."""
     phrase = list(range(1, 30))
-    lookup = make(1, 100, 1, 2, 0, 3)
+    lookup = make(1, 100, 1, 2, 0, 0.2)
     lookup.reset(0, [*phrase, 60, 61, 5])
     # One token is the same, then two of which one is in the tail, then more than are counted.
     assert [
@@ -368,7 +371,24 @@ def test_a_longer_match_gives_more_proposals(make: Callable[..., Any]) -> None:
         for found in propose(
             lookup, [(0, [], 60), (0, [6], 60), (0, phrase[5:25], 70)], lambda _: 5, window=90
         )
-    ] == [3, 6, 48]
+    ] == [1, 3, 26]
+
+
+@both
+def test_of_a_copy_and_a_guess_the_surer_is_proposed(make: Callable[..., Any]) -> None:
+    """After a match of one token: a guess that says the same makes the copy surer, one that says another thing
+    takes its place if it is more than RIVAL times as sure."""
+
+    def proposed(share: float, token: int, match_confidence: float | None = None) -> list[int]:
+        lookup = make(1, 10, 1, 2, 0, match_confidence, guesses_of({(4,): (token, int(share * SHARES))}, 0.3))
+        lookup.reset(0, [4, 1, 2, 3, 4])
+        return propose(lookup, [(0, [], 3)], lambda _: 4)[0]
+
+    assert LIKELY[1] < 0.4 < RIVAL * LIKELY[1] < 0.6
+    assert proposed(0.4, 9) == [1, 2, 3], "the copy goes on"
+    assert proposed(0.6, 9) == [9], "and ends where the guess is surer"
+    assert proposed(0.4, 9, 0.5) == [], "a copy that is not sure enough is no reason to guess otherwise"
+    assert proposed(0.4, 1, 0.5) == [1], "both together are as sure as is asked for, what follows is not"
 
 
 @both
@@ -469,7 +489,8 @@ def test_bad_arguments_are_refused_and_change_nothing(make: Callable[..., Any]) 
         (1, 9, 3, 2),
         (1, 9, 1, 2, -1),
         (1, 9, 1, 2, 7),
-        (1, 9, 1, 2, 0, 0),
+        (1, 9, 1, 2, 0, 0.0),
+        (1, 9, 1, 2, 0, 1.0),
     ):
         with pytest.raises(ValueError, match="must be"):
             make(*sizes)

@@ -17,7 +17,7 @@ from hispec import LLM, RequestError
 from hispec.outputs import RequestOutput
 from hispec.sampling_params import SamplingParams
 
-SHORT = {"max_size": 3, "min_size": 1, "tokens_per_match": None}
+SHORT = {"max_size": 3, "min_size": 1, "match_confidence": None}
 PLANS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "three tiers": {"draft": {"layer": 3}, "check": {"layer": 6}, "num_draft_tokens": 2, "num_checks": 2},

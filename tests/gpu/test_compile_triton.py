@@ -74,6 +74,10 @@ TEXTS = (
     "rows:*i64 lengths:*i64 texts:*i32 store:*i32 tokens:*i64 tail_lens:*i64 best:*i64 num_stored:i32"
     " max_len:i32 within:i32 width:i32 num_chunks:i32"
 )
+PROPOSALS = (
+    f"{TEXTS} most:*i64 counts:*i64 likely:*fp32 slots:i32 num_probes:i32 match_confidence:fp32"
+    " guess_confidence:fp32"
+)
 PROPOSED = {"MIN_SIZE": 1, "CHUNKS": 8, "STEPS": 8}
 KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
     (gpu._add_rms_norm, f"{NORM} delta:*", {"BLOCK": 4096}, {"num_warps": 16, **EXACT}),
@@ -151,19 +155,14 @@ KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
     (lookup_triton._search, TEXTS, {"MAX_SIZE": 3, "CHUNK": 1024}, {}),
     (
         lookup_triton._propose,
-        f"{TEXTS} most:*i64 counts:*i64",
-        {**PROPOSED, "PER_MATCH": 2},
+        f"{PROPOSALS} keys:*i64 table_tokens:*i64 shares:*fp32",
+        {**PROPOSED, "MAX_SIZE": 0, "RING": 1, "PROBES": 1},
         {"num_warps": 1},
     ),
-    (lookup_triton._propose, f"{TEXTS} most:*i64 counts:*i64", PROPOSED, {"num_warps": 1}),
     (
-        lookup_triton._guess,
-        (
-            "rows:*i64 lengths:*i64 texts:*i32 tokens:*i64 tail_lens:*i64 most:*i64 counts:*i64 keys:*i64"
-            " table_tokens:*i32 shares:*fp32 max_len:i32 within:i32 width:i32 slots:i32 num_probes:i32"
-            " confidence:fp32"
-        ),
-        {"MAX_SIZE": 4, "RING": 4, "PROBES": 32},
+        lookup_triton._propose,
+        f"{PROPOSALS} keys:*i64 table_tokens:*i32 shares:*fp32",
+        {**PROPOSED, "MAX_SIZE": 4, "RING": 4, "PROBES": 32},
         {"num_warps": 1},
     ),
     (

@@ -22,7 +22,7 @@ from hispec.engine import Engine
 from hispec.errors import build
 from hispec.runner.cuda_graphs import GraphDevice
 
-SHORT = {"max_size": 3, "min_size": 1, "tokens_per_match": None}
+SHORT = {"max_size": 3, "min_size": 1, "match_confidence": None}
 GUESSES = {**SHORT, "min_size": 2, "guess_confidence": 0.3}
 CHECK = {"layer": 6}
 
@@ -30,7 +30,7 @@ CHECK = {"layer": 6}
 KINDS: dict[str, dict[str, Any]] = {
     "ngram": {"draft": {"kind": "ngram", "ngram": SHORT}, "num_draft_tokens": 5},
     "ngram by length": {
-        "draft": {"kind": "ngram", "ngram": {"tokens_per_match": 1, "datastore_tokens": 1024}},
+        "draft": {"kind": "ngram", "ngram": {"match_confidence": 0.5, "datastore_tokens": 1024}},
         "num_draft_tokens": 4,
     },
     "ngram guesses": {"draft": {"kind": "ngram", "ngram": GUESSES}, "num_draft_tokens": 4},

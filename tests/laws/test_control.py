@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
     "num_kv_blocks": 64,
     "max_prefill_tokens": 32,
 }
-SHORT = {"max_size": 3, "min_size": 1, "tokens_per_match": None}
+SHORT = {"max_size": 3, "min_size": 1, "match_confidence": None}
 # By what is chosen from.
 WAYS: dict[str, dict[str, Any]] = {
     "exits": {"draft": {"layer": 3}, "check": {"layer": 6}, "num_draft_tokens": 4, "num_checks": 3},

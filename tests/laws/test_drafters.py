@@ -290,7 +290,7 @@ def test_the_datastore_serves_later_requests(tiny_decoder: Decoder, expected: li
     values = {
         "draft": {
             "kind": "ngram",
-            "ngram": {"max_size": 3, "min_size": 3, "tokens_per_match": None, "datastore_tokens": 4096},
+            "ngram": {"max_size": 3, "min_size": 3, "match_confidence": None, "datastore_tokens": 4096},
         },
         "num_draft_tokens": 8,
     }

@@ -118,7 +118,7 @@ def lookup(row: int, column: int) -> list[int]:
 def ngram_drafter(judge: RejectionJudge) -> NgramDrafter:
     """Finds something after any token."""
     drafter = NgramDrafter(
-        NgramConfig(max_size=2, min_size=1, tokens_per_match=None), judge, 1, 32, torch.device("cpu")
+        NgramConfig(max_size=2, min_size=1, match_confidence=None), judge, 1, 32, torch.device("cpu")
     )
     drafter.follow([(0, [0, 0, 2, 1, 0, 1, 2, 0, FIRST])])
     return drafter

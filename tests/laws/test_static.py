@@ -389,7 +389,7 @@ def test_plans_switch_without_another_capture(
 def test_a_plan_that_keeps_outputs_begins_anew(
     torch_decoder: Decoder, no_numba: None, expected: list[list[int]], between: list[None]
 ) -> None:
-    ngram = {"max_size": 3, "min_size": 3, "tokens_per_match": None, "datastore_tokens": 4096}
+    ngram = {"max_size": 3, "min_size": 3, "match_confidence": None, "datastore_tokens": 4096}
     values = {"draft": {"kind": "ngram", "ngram": ngram}, "num_draft_tokens": 8}
     engine, graphs = captured(torch_decoder, values)
     rounds = []

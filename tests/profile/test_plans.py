@@ -107,11 +107,13 @@ def test_the_jobs_own_ngram_sizes_are_tried_first() -> None:
     }
 
 
-def test_each_table_of_ngrams_is_guessed_from_in_place_of_matches_of_one_token() -> None:
+def test_each_table_of_ngrams_is_guessed_from_as_surely_as_copies_are_made() -> None:
     tables = [make_table(path, {}, torch.device("cpu")) for path in (None, "folder")]
-    sizes = [each for each in ngram_sizes(None, tables, 0.4) if each.guesses]
-    assert {(each.guess_path, each.guess_confidence) for each in sizes} == {(None, 0.4), ("folder", 0.4)}
-    assert len(sizes) == len(set(sizes)) > 2 and all(each.min_size > 1 for each in sizes)
+    sizes = [each for each in ngram_sizes(None, tables, (0.4, 0.7)) if each.guesses]
+    assert {(each.guess_path, each.guess_confidence) for each in sizes} == {
+        (path, confidence) for path in (None, "folder") for confidence in (0.4, 0.7)
+    }
+    assert len(sizes) == 4 and all(each.match_confidence == each.guess_confidence for each in sizes)
     candidates = Candidates([2, 4], [], tables=tuple(tables[:1]))
     plans = all_plans(build(ProfileOptions, {**SMALL, "drafters": ("ngram", "hybrid")}), candidates, None)
     guessing = [plan for plan in plans if plan.draft.lookup and plan.draft.lookup.guesses]
@@ -119,13 +121,16 @@ def test_each_table_of_ngrams_is_guessed_from_in_place_of_matches_of_one_token()
         (plan.draft.kind, plan.draft.ngram and plan.draft.ngram.guess_confidence) for plan in guessing
     } == {
         ("ngram", 0.2),
-        ("hybrid", 0.6),
+        ("ngram", 0.5),
+        ("hybrid", 0.5),
     }
     assert len({kind_of(plan) for plan in guessing}) == 4 and len(guessing) < len(plans)
     looked_up, _ = lookups_of(plans)
     for plan in guessing[:3]:
         others = [each.draft.lookup for each in refined(plan)]
-        assert {each and each.guess_confidence for each in others} == {0.1, 0.2, 0.3, 0.45, 0.6, 0.8}
+        asked = {each.guess_confidence for each in others if each}
+        assert {0.1, 0.2, 0.3, 0.45, 0.6, 0.8} < asked
+        assert all(each.match_confidence == each.guess_confidence for each in others if each)
         assert set(others) <= set(looked_up), "or they cannot be predicted"
     assert "guess≥0.2" in short_text(guessing[0]) and "guess" not in short_text(plans[0])
 
@@ -152,32 +157,51 @@ def test_trained_exits_are_in_every_plan(tiny_decoder: Decoder) -> None:
 
 
 def test_refined_plans_differ_in_confidence_alone() -> None:
-    for plan in (
-        plans[0]
-        for plans in (
-            plans_of({**SMALL, "drafters": (name,)}) for name in ("exit", "tree", "ngram", "hybrid")
-        )
+    for name, num_computed, num_looked_up in (
+        ("exit", 9, 0),
+        ("tree", 0, 0),
+        ("ngram", 1, 7),  # 0.2 is among what is tried anyhow
+        ("hybrid", 9, 8),
     ):
+        plan = plans_of({**SMALL, "drafters": (name,)})[0]
         others = list(refined(plan))
-        assert len(others) == (
-            9 if kind_of(plan) in ("exit_two_tier", "hybrid_two_tier") else 0 if plan.num_branches > 1 else 1
-        )
+        assert len(others) == len(set(others)) == num_computed + num_looked_up
         for other in others:
             assert SpeculativeConfig.model_validate(other.model_dump()) == other
-            assert other.model_copy(update={"draft_confidence": plan.draft_confidence}) == plan
-    checked = next(plan for plan in plans_of() if plan.check is not None)
+            alike = other.model_copy(update={"draft_confidence": plan.draft_confidence})
+            if other.draft != plan.draft:
+                assert other.draft.ngram is not None and plan.draft.ngram is not None
+                alike = alike.model_copy(update={"draft": plan.draft})
+                sizes = {"match_confidence": plan.draft.ngram.match_confidence}
+                assert other.draft.ngram.model_copy(update=sizes) == plan.draft.ngram
+            assert alike == plan
+    exits = plans_of({**SMALL, "drafters": ("exit",)})
+    checked = next(plan for plan in exits if plan.check is not None)
     assert len(set(refined(checked))) == 81
-    gated = next(plan for plan in plans_of() if plan.check is not None and plan.check.continue_confidence)
+    gated = next(plan for plan in exits if plan.check is not None and plan.check.continue_confidence)
     gates = {plan.check and plan.check.continue_confidence for plan in refined(gated)}
     assert len(set(refined(gated))) == 81 + 3 and gates == {None, 0.4, 0.6, 0.8}
 
 
+def test_plans_that_copy_without_limit_stay_so() -> None:
+    sizes = NgramConfig(min_size=2, match_confidence=None)
+    plan = SpeculativeConfig(draft=DraftConfig(kind="ngram", ngram=sizes))
+    assert list(refined(plan)) == [plan]
+    guessing = sizes.model_copy(update={"guess_confidence": 0.4})
+    others = refined(plan.model_copy(update={"draft": DraftConfig(kind="ngram", ngram=guessing)}))
+    found = [each.draft.ngram for each in others if each.draft.ngram]
+    assert {each.match_confidence for each in found} == {None}
+    assert len({each.guess_confidence for each in found}) == len(found) == 9
+
+
 def test_what_is_looked_up_is_what_any_plan_looks_up() -> None:
     plans = plans_of()
-    assert lookups_of(plans) == (ngram_sizes(None), 6)
-    own = NgramConfig(max_size=7, min_size=5)
+    sizes, most = lookups_of(plans)
+    assert most == 6 and len(sizes) == len(set(sizes)) and set(ngram_sizes(None)) < set(sizes)
+    assert {plan.draft.ngram for each in plans for plan in refined(each)} - {None} <= set(sizes)
+    own = NgramConfig(max_size=7, min_size=5, match_confidence=None)
     more = SpeculativeConfig(draft=DraftConfig(kind="ngram", ngram=own), num_draft_tokens=9)
-    assert lookups_of([*plans, more]) == ([*ngram_sizes(None), own], 9)
+    assert lookups_of([*plans, more]) == ([*sizes, own], 9)
     assert lookups_of(plan for plan in plans if kind_of(plan).startswith("exit")) == ([], 0)
 
 
@@ -192,7 +216,10 @@ def test_a_plan_in_a_column() -> None:
         num_checks=2,
         draft_confidence=0.25,
     )
-    assert short_text(plan) == "hybrid 4-1×2 store=1024 D=4 C=9 K=8 exit=2 R=2 draft≥0.25 check≥0.4 go on≥0.5"
+    assert (
+        short_text(plan)
+        == "hybrid 4-1 copy≥0.2 store=1024 D=4 C=9 K=8 exit=2 R=2 draft≥0.25 check≥0.4 go on≥0.5"
+    )
     assert (
         short_text(SpeculativeConfig(draft={"layer": 2}, num_branches=3)) == "tree D=2 K=2 B=3"
         and short_text(None) == "plain"

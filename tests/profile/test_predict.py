@@ -352,7 +352,7 @@ def test_every_plan_within_the_limits_has_its_cost(
     answers = [Answer([0], [1] * 40, 40, "all") for _ in range(4)]
     said = said_of(flat([[1] * 40] * 4))
     sizes, most = lookups_of(plans)
-    assert (sizes, most) == (ngram_sizes(None), 6)
+    assert most == 6 and set(ngram_sizes(None)) < set(sizes)
     looked_up = {each: look_up(each, answers, most, 3, tiny_decoder.device) for each in sizes}
     recording = Recording(answers, {2: said, 5: said}, {}, looked_up, said)
     calibration = Calibration(3, None, 1.0, 0.0, 0.0)

@@ -170,7 +170,7 @@ def test_trained_exits_are_read_with_their_own_kv(
 
 
 def test_prompt_lookup_proposes_what_followed() -> None:
-    sizes = NgramConfig(max_size=2, min_size=2, tokens_per_match=None)
+    sizes = NgramConfig(max_size=2, min_size=2, match_confidence=None)
     answers = [Answer([1, 2, 3, 4, 1], [2, 3, 7], 3, "all"), Answer([5], [6], 1, "all")]
     found = look_up(sizes, answers, 3, 2, CPU)
     assert found.counts.tolist() == [0, 3, 3, 0, 0, 0]  # after 1 2, and after 2 3
@@ -178,7 +178,7 @@ def test_prompt_lookup_proposes_what_followed() -> None:
 
 
 def test_where_nothing_matches_it_guesses() -> None:
-    sizes = NgramConfig(max_size=2, min_size=2, tokens_per_match=None, guess_confidence=0.5, guess_path="x")
+    sizes = NgramConfig(max_size=2, min_size=2, match_confidence=None, guess_confidence=0.5, guess_path="x")
     known = {1: Ngrams(np.array([[5], [6]]), np.array([6, 8]), np.array([200, 200]))}
     tables = [make_table(path, known, CPU) for path in (None, "x")]
     answers = [Answer([1, 2, 3, 4, 1], [2, 5], 2, "all"), Answer([5], [6], 1, "all")]
@@ -191,7 +191,7 @@ def test_where_nothing_matches_it_guesses() -> None:
 
 def test_a_datastore_is_filled_by_answers_that_have_ended() -> None:
     """With one row in the order in which tasks are run; with two, only once both have ended."""
-    sizes = NgramConfig(max_size=2, min_size=2, tokens_per_match=None, datastore_tokens=1024)
+    sizes = NgramConfig(max_size=2, min_size=2, match_confidence=None, datastore_tokens=1024)
     answers = [Answer([9], [1, 2, 3], 3, "a"), Answer([9], [1, 2, 3], 3, "b"), Answer([9], [1, 2, 4], 3, "a")]
     assert look_up(sizes, answers, 2, 1, CPU).counts.tolist() == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 0]
     assert look_up(sizes, answers, 2, 1, CPU).tokens[6].tolist() == [

@@ -29,7 +29,7 @@ from tests.helpers.tiny import tiny_model
 
 LAYERS, NUM_LAYERS = [1, 3, 6, 8], 9
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24)
-SIZES = NgramConfig(max_size=3, min_size=2, tokens_per_match=None)
+SIZES = NgramConfig(max_size=3, min_size=2, match_confidence=None)
 
 
 def exit_(layer: int) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def test_outputs_are_kept_as_by_the_engine(
     """By one row, which serves answers in order. Prompts that come twice are answered from those before."""
     monkeypatch.setattr(ngram_learner, "_FIRST_TOKENS", 1)
     monkeypatch.setattr(ngram_learner, "_LEAST_COUNT", 1)
-    sizes = NgramConfig(max_size=3, min_size=2, tokens_per_match=None, **kept)
+    sizes = NgramConfig(max_size=3, min_size=2, match_confidence=None, **kept)
     prompts = random_prompts([5, 9, 14]) * 2
     outputs = run(engine(tiny_decoder, None), prompts, PARAMS)
     answers = [Answer(prompt, output, 24, "all") for prompt, output in zip(prompts, outputs, strict=True)]
