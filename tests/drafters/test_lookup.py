@@ -280,7 +280,7 @@ known_ngrams = st.dictionaries(
 @both
 @settings(max_examples=120, deadline=None)
 @given(script=scripts(), known=known_ngrams, confidence=st.sampled_from([0.01, 0.2, 0.6]))
-# Guesses come where nothing matches; the longest context is the better guess, and a chain ends where all of
+# Guesses come where nothing surer matches; the longest context is the better guess, and a chain ends where all of
 # it is less sure than asked for.
 @example(
     script=(
@@ -376,7 +376,7 @@ def test_a_longer_match_gives_more_proposals(make: Callable[..., Any]) -> None:
 
 @both
 def test_of_a_copy_and_a_guess_the_surer_is_proposed(make: Callable[..., Any]) -> None:
-    """After a match of one token: a guess that says the same makes the copy surer, one that says another thing
+    """After a match of one token: a guess that says the same makes the copy surer, one that contradicts it
     takes its place if it is more than RIVAL times as sure."""
 
     def proposed(share: float, token: int, match_confidence: float | None = None) -> list[int]:
