@@ -229,6 +229,14 @@ class Decoder:
         """
         return self.run_weights(self._layers[lo:hi], hidden, kv, lo, view)
 
+    def fill_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> None:
+        """As `run_layers` of at least one layer, where nobody reads what comes after the last: of that no
+        more is computed than its KV. Overwrites hidden [tokens, hidden]."""
+        *layers, last = self._layers[lo:hi]
+        hidden = self.run_weights(layers, hidden, kv, lo, view)
+        assert last.attention is not None
+        self.write_kv(last.attention, hidden, kv, hi - 1, view)
+
     def run_weights(
         self, layers: Sequence[LayerWeights], hidden: Tensor, kv: PagedKV, kv_layer: int, view: BatchView
     ) -> Tensor:

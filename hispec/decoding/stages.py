@@ -44,6 +44,8 @@ class DecoderLike(Protocol):
 
     def run_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> Tensor: ...
 
+    def fill_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> None: ...
+
     def logits(self, hidden: Tensor, exit_layer: int) -> Tensor: ...
 
 
@@ -396,14 +398,24 @@ class Stages:
     def prefill(self, token_ids: Tensor, view: BatchView) -> None:
         """Writes the KV of all layers and of all exits for token_ids [tokens]."""
         before = self.counts.layer_passes
-        self._through(self._decoder.embed(token_ids), 0, self.num_layers, view, self._exits)
+        hidden, lo = self._fill_exits(token_ids, view, self._exits)
+        self._count(lo, self.num_layers, view.num_tokens)
+        self._decoder.fill_layers(hidden, lo, self.num_layers, self._kv, view)
         self.counts.prefill_layer_passes += self.counts.layer_passes - before
 
     def backfill(self, token_ids: Tensor, view: BatchView, layers: Collection[int]) -> None:
         """Writes the missing KV of the exits at `layers` for token_ids [tokens], whose KV at all layers of
         the model is there."""
-        hidden = self._through(self._decoder.embed(token_ids), 0, max(layers), view, layers)
-        self.fill(hidden, max(layers), view)
+        self._fill_exits(token_ids, view, layers)
+
+    def _fill_exits(self, token_ids: Tensor, view: BatchView, layers: Collection[int]) -> tuple[Tensor, int]:
+        """Writes the KV of the exits at `layers`, and of the model's layers below -> hidden states [tokens,
+        hidden] after the last of these, and how many they are."""
+        hidden, last = self._decoder.embed(token_ids), max(layers, default=0)
+        if last > 0:
+            hidden = self._through(hidden, 0, last, view, layers)
+            self.fill(hidden, last, view)
+        return hidden, last
 
     def _through(
         self,

@@ -43,6 +43,9 @@ class NoModel:
     def run_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> Tensor:
         return hidden
 
+    def fill_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> None:
+        pass
+
     def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:
         return self._logits.expand(hidden.shape[0], -1).contiguous()
 

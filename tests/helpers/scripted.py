@@ -74,6 +74,9 @@ class ScriptedDecoder:
             assert torch.equal(tokens, kv.keys(0)[slots, 0, 0]), "KV of another token at a higher layer"
         return hidden
 
+    def fill_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> None:
+        self.run_layers(hidden, lo, hi, kv, view)
+
     def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:
         assert bool((hidden[:, 2] == exit_layer).all()), "an exit was read at another layer's hidden state"
         return torch.stack(

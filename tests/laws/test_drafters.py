@@ -262,6 +262,7 @@ class SecondBest:
         )
         self.kv_dtype = decoder.kv_dtype
         self.embed, self.run_layers, self._decoder = decoder.embed, decoder.run_layers, decoder
+        self.fill_layers = decoder.fill_layers
 
     def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:
         logits = self._decoder.logits(hidden, exit_layer)

@@ -45,6 +45,18 @@ def test_every_split_of_the_layers_equals_one_call(tiny_decoder: Decoder) -> Non
             assert torch.equal(hidden, whole) and torch.equal(kv.data, whole_kv.data), (first, second)
 
 
+def test_a_prompt_leaves_the_kv_that_all_layers_leave(tiny_decoder: Decoder) -> None:
+    """Of its last layer nothing else is computed: nobody reads what comes after it."""
+    tokens, view = torch.tensor(random_prompts([11])[0]), whole_view(11)
+    whole_kv = make_kv(tiny_decoder)
+    tiny_decoder.run_layers(tiny_decoder.embed(tokens), 0, 9, whole_kv, view)
+    for lo in range(9):
+        kv = make_kv(tiny_decoder)
+        hidden = tiny_decoder.run_layers(tiny_decoder.embed(tokens), 0, lo, kv, view)
+        tiny_decoder.fill_layers(hidden, lo, 9, kv, view)
+        assert torch.equal(kv.data, whole_kv.data), lo
+
+
 class CountingDecoder:
     """Passes everything on, and counts (request, layer, position) by the KV that stays."""
 
@@ -61,11 +73,18 @@ class CountingDecoder:
         return self._decoder.embed(token_ids)
 
     def run_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> Tensor:
+        self._count(lo, hi, view)
+        return self._decoder.run_layers(hidden, lo, hi, kv, view)
+
+    def fill_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> None:
+        self._count(lo, hi, view)
+        self._decoder.fill_layers(hidden, lo, hi, kv, view)
+
+    def _count(self, lo: int, hi: int, view: BatchView) -> None:
         for layer in range(lo, hi):
             for slot in view.slots.tolist():
                 self.runs[layer, slot, 0] += 1
         self.layer_positions += (hi - lo) * view.num_tokens
-        return self._decoder.run_layers(hidden, lo, hi, kv, view)
 
     def logits(self, hidden: Tensor, exit_layer: int) -> Tensor:
         return self._decoder.logits(hidden, exit_layer)
