@@ -22,8 +22,8 @@ FAULTS = (
     Fault(
         "adapter KV is not filled at prefill",
         "hispec/decoding/stages.py",
-        "0, self.num_layers, view, self._exits)",
-        "0, self.num_layers, view, ())",
+        "self._fill_exits(token_ids, view, self._exits)",
+        "self._fill_exits(token_ids, view, ())",
         ("tests/laws/test_adapters.py", "tests/runner/test_adapter_plans.py"),
     ),
     Fault(

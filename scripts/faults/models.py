@@ -7,6 +7,13 @@ from .suites import COUNTED, EARLY_EXIT, FILES, PACKAGE
 
 FAULTS = (
     Fault(
+        "a prompt's last layer keeps no keys and values",
+        "ee_models/decoder.py",
+        "self.write_kv(last.attention, hidden, kv, hi - 1, view)",
+        "self.write_kv(last.attention, hidden, kv, lo, view)",
+        ("tests/laws/test_layers.py",),
+    ),
+    Fault(
         "the original is compared in rows that were not drawn",
         "ee_models/training/early_exit.py",
         "soft_label_loss(last[here], self.original(rows), head.detach())",

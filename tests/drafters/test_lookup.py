@@ -280,8 +280,8 @@ known_ngrams = st.dictionaries(
 @both
 @settings(max_examples=120, deadline=None)
 @given(script=scripts(), known=known_ngrams, confidence=st.sampled_from([0.01, 0.2, 0.6]))
-# Guesses come where nothing surer matches; the longest context is the better guess, and a chain ends where all
-# of it is less sure than asked for.
+# Guesses come where nothing surer matches; the longest context is the better guess, and a chain ends where
+# all of it is less sure than asked for.
 @example(
     script=(
         (2, 2, 0, None),
