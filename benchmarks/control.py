@@ -45,7 +45,9 @@ CHECK = {"kind": "adapter", "layer": 7, "confidence": 0.9}
 def plans(with_goodput: bool) -> dict[str, SpeculativeConfig | None]:
     """What is compared, by name. The controlled one may choose among the tiers of all others."""
     longer = {"max_size": 4, "min_size": 2, "match_confidence": None}
+    cautious = {"match_confidence": 0.6}  # as the controller's is
     given: dict[str, Any] = {
+        "ngram, cautious": {"draft": {"kind": "ngram", "ngram": cautious}, "num_draft_tokens": 4},
         "ngram": {"draft": {"kind": "ngram", "ngram": LOOKUP}, "num_draft_tokens": 4},
         "hybrid": {"draft": HYBRID, "num_draft_tokens": 6, "num_checks": 1, "draft_confidence": 0.2},
         "hybrid, three tiers": {
@@ -68,7 +70,6 @@ def plans(with_goodput: bool) -> dict[str, SpeculativeConfig | None]:
         }
     return {
         "plain": None,
-        "ngram, cautious": load_job(CONFIGS / "quickstart.yaml", []).speculative,
         "kangaroo": load_preset(CONFIGS / "kangaroo_smollm2.yaml").speculative,
         **{name: build(SpeculativeConfig, values, name) for name, values in given.items()},
     }

@@ -44,6 +44,7 @@ _STAGES: list[tuple[type, str, str]] = [
 _MODEL: list[tuple[type, str]] = [
     (Decoder, "embed"),
     (Decoder, "run_layers"),
+    (Decoder, "fill_layers"),
     (Decoder, "logits"),
     (AdapterExit, "logits"),
     (AdapterExit, "fill"),

@@ -231,7 +231,8 @@ class Decoder:
 
     def fill_layers(self, hidden: Tensor, lo: int, hi: int, kv: PagedKV, view: BatchView) -> None:
         """As `run_layers` of at least one layer, where nobody reads what comes after the last: of that no
-        more is computed than its KV. Overwrites hidden [tokens, hidden]."""
+        more is computed than queries, keys and values, and these two are kept. Overwrites hidden [tokens,
+        hidden]."""
         *layers, last = self._layers[lo:hi]
         hidden = self.run_weights(layers, hidden, kv, lo, view)
         assert last.attention is not None

@@ -4,7 +4,6 @@ CUDA graph."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ class TensorLookup(Lookup):
         self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         # The previous half, the current one.
         self._store = torch.full((2, self._half), SEPARATOR, dtype=torch.int32, device=device)
+        self._likely = torch.tensor(LIKELY, dtype=torch.float32, device=device)
         self._host_lengths = [0] * num_rows  # as _lengths, to be read without a sync
         self._stored = 0  # tokens in the current half
 
@@ -85,9 +85,9 @@ class TensorLookup(Lookup):
             from . import lookup_triton
 
             texts = (rows, self._lengths, self._texts, self._store)
-            n_grams, likely = (self._min_size, self._max_size), likely_on(device)
+            n_grams = (self._min_size, self._max_size)
             return lookup_triton.propose(
-                *(*texts, tokens, tail_lens, most, within, n_grams, likely),
+                *(*texts, tokens, tail_lens, most, within, n_grams, self._likely),
                 *(self._match_confidence, self._guesses),
             )
         lengths = self._lengths[rows].clamp(max=within)
@@ -123,7 +123,7 @@ class TensorLookup(Lookup):
         # store a separator comes before that.
         steps, period = torch.arange(window, device=device), (last - end).clamp(min=1)
         proposed = searched.gather(1, (end + 1 + steps % period).clamp(max=len(columns) - 1)).long()
-        counts = self._chain(text.long(), totals, found[:, 0], matched, proposed, most)
+        counts = self._chain(text, totals, found[:, 0], matched, proposed, most)
 
         # ranks [n, window + 1]: which proposal each column of tokens would take.
         ranks = torch.arange(window + 1, device=device) - tail_lens[:, None] - 1
@@ -138,18 +138,18 @@ class TensorLookup(Lookup):
         """Of each row, whose text [n, columns] has `totals` tokens: how many proposals it gets, [n]. It has
         copies if copies [n] bool holds, proposed [n, window], after `matched` tokens that were the same;
         guesses take the place of those that they are surer than."""
-        device, num_steps, likely = text.device, proposed.shape[1], likely_on(text.device)
+        device, num_steps = text.device, proposed.shape[1]
         table, confidence = self._guesses or (None, 1.0)
         near = 0 if table is None else table.max_size
         ends = totals.clamp(max=near)
         columns = (totals - ends).unsqueeze(1) + torch.arange(near + num_steps, device=device)
-        line = text.gather(1, columns.clamp(max=text.shape[1] - 1))  # the last tokens, and room
+        line = text.gather(1, columns.clamp(max=text.shape[1] - 1)).long()  # the last tokens, and room
         counts, sure = torch.zeros_like(totals), torch.ones(len(totals), device=device)
         token, share = torch.zeros_like(totals), torch.zeros_like(sure)
         for step in range(num_steps):
             copy = proposed[:, step]
             copies = copies & (copy != SEPARATOR)
-            right = likely[(matched + step).clamp(max=MOST_MATCHED)]
+            right = self._likely[(matched + step).clamp(max=MOST_MATCHED)]
             if table is not None:
                 token, share = look_up(table, line, ends + step)
                 agrees = (share > 0) & (token == copy)
@@ -168,10 +168,3 @@ class TensorLookup(Lookup):
         write(self._texts[row, start:stop], torch.from_numpy(added))
         self._lengths[row].fill_(stop)
         self._host_lengths[row] = stop
-
-
-@cache  # never dropped: captured graphs read it at its address
-def likely_on(device: torch.device) -> Tensor:
-    """LIKELY, [MOST_MATCHED + 1] float32."""
-    with torch.inference_mode(False):
-        return torch.tensor(LIKELY, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""Prompt lookup on a GPU by two kernels, instead of some ninety operations over all that is searched: the
+"""Prompt lookup on a GPU by two kernels, instead of operations over all that is searched: the
 twin of `TensorLookup.propose`.
 
 What is searched is one line of columns: the store, then the row's text, then the tail. The first kernel finds
@@ -248,6 +248,7 @@ def propose(
         triton.next_power_of_2(max(max_size, 1)),
         triton.next_power_of_2(num_probes),
         num_warps=1,
+        enable_fp_fusion=False,
     )
     return counts
 

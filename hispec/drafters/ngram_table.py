@@ -1,7 +1,6 @@
 """N-grams as a hash table on the device: what most often follows the last few tokens.
 
-A guess is that of the longest context which the table has. Guesses are chained, each taken as the text of the
-next, as long as the product of their shares is at least the confidence that is asked for.
+A guess is that of the longest context which the table has (`look_up`); lookup.py chains them.
 """
 
 from __future__ import annotations

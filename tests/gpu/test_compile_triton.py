@@ -157,13 +157,13 @@ KERNELS: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
         lookup_triton._propose,
         f"{PROPOSALS} keys:*i64 table_tokens:*i64 shares:*fp32",
         {**PROPOSED, "MAX_SIZE": 0, "RING": 1, "PROBES": 1},
-        {"num_warps": 1},
+        {"num_warps": 1, **EXACT},
     ),
     (
         lookup_triton._propose,
         f"{PROPOSALS} keys:*i64 table_tokens:*i32 shares:*fp32",
         {**PROPOSED, "MAX_SIZE": 4, "RING": 4, "PROBES": 32},
-        {"num_warps": 1},
+        {"num_warps": 1, **EXACT},
     ),
     (
         lookup_triton._extend,
