@@ -41,8 +41,8 @@ LIKELY = (
     *(0.87, 0.88, 0.90, 0.91, 0.92, 0.94),
 )
 MOST_MATCHED = len(LIKELY) - 1  # tokens of a match that are counted; a power of two, which Triton asks for
-# A guess that contradicts the copy after a single token is right in 28 % of places at shares of 0.4 to 0.6, in
-# 61 % at 0.6 to 0.8; the copy in 18 and 10 % (from the same).
+# From there, too: a guess that contradicts the copy after a single token is right in 28 % of places at shares
+# of 0.4 to 0.6 and in 61 % at 0.6 to 0.8, the copy in 18 and 10 %.
 RIVAL = 2.5
 _MAX_TOKEN = 2**31 - 1
 

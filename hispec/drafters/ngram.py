@@ -42,8 +42,9 @@ def make_lookup(
 
 class NgramDrafter(Drafter):
     """Looks up to K tokens up in each request's own prompt and output, and in earlier outputs if it keeps any
-    (`datastore_tokens`); where it finds none that is surer, it guesses by a table if it is to (`guess_confidence`), of
-    n-grams that were counted beforehand, or that it learns from outputs that have ended (`learn_tokens`).
+    (`datastore_tokens`); where that says nothing surer, it guesses by a table if it is to
+    (`guess_confidence`), of n-grams that were counted beforehand, or that it learns from outputs that have
+    ended (`learn_tokens`).
 
     The text of a request stays in one row of the index while its row of the batch changes; `follow` brings it
     up to date."""

@@ -25,7 +25,8 @@ def test_the_latest_of_the_longest_runs_is_copied() -> None:
 def test_places_are_counted_by_what_matched_and_what_is_guessed() -> None:
     table = make_guess_table(torch.device("cpu"))  # after 2: 14, in some half of places
     found, rivals = copies._count([[2, 5]], [[2, 5, 2, 14]], table)
-    # Before 2: 5, new. Before 5: 2, of which a copy says 5. Before 2: 2 5. Before 14: 5 2, of which one says 5.
+    # Nothing is the same before the first 2, then a token before 5 and two before 2, which copies say, too;
+    # before 14 three are, after which another 5 stood.
     assert [found[size, "places"] for size in range(4)] == [1, 1, 1, 1]
     assert [found[size, "right"] for size in range(4)] == [0, 1, 1, 0]
     assert rivals == {
