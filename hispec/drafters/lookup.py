@@ -42,8 +42,8 @@ LIKELY = (
     *(0.87, 0.88, 0.90, 0.91, 0.92, 0.94),
 )
 MOST_MATCHED = len(LIKELY) - 1  # tokens of a match that are counted; a power of two, which Triton asks for
-# From there, too: a guess that contradicts the copy after a single token is as sure as its share says from 0.6
-# on (right in 62 % of places at 0.6 to 0.8, the copy in 9 %), and less sure below (37 % at 0.4 to 0.6).
+# From there, too: a guess that contradicts the copy after a single token is as sure as its share says from
+# 0.6 on (right in 62 % of places at 0.6 to 0.8, the copy in 9 %), and less sure below (37 % at 0.4 to 0.6).
 RIVAL = 2.5
 _MAX_TOKEN = 2**31 - 1
 

@@ -109,7 +109,6 @@ def _guess(
         key = tl.where(hashed == _EMPTY, 1, hashed)
         slot = (key & (slots - 1)) + probe
         same = tl.load(keys + slot, mask=probe < num_probes, other=_EMPTY) == key
-        same = same & (last >= 0)
         # A context has one slot. Of a longer one: the better guess.
         is_there = tl.max(same.to(tl.int32), axis=0) > 0
         follows = tl.sum(tl.load(table_tokens + slot, mask=same, other=0).to(tl.int64), axis=0)
@@ -169,7 +168,8 @@ def _propose(
     period = tl.maximum(last - end, 1)
     source = end + 1 + step % period
     follows = _read(source, step < width - 1, store, text, tail, num_stored, length, total)
-    # The token at position p of the text, of the last RING ones, is at p modulo RING.
+    # The token at position p of the text, of the last RING ones, is at p modulo RING; before the first one
+    # there are separators, which no context has.
     place, probe = tl.arange(0, RING), tl.arange(0, PROBES)
     column = num_stored + total - 1 - ((total - 1 - place) & (RING - 1))
     recent = _read(column, column >= num_stored, store, text, tail, num_stored, length, total).to(tl.int64)

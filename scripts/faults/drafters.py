@@ -87,10 +87,10 @@ FAULTS = (
         GUESSES,
     ),
     Fault(
-        "guesses: Triton reads tokens before a text's first",
+        "guesses: Triton's next one is not told of the one before",
         "hispec/drafters/lookup_triton.py",
-        "same = same & (last >= 0)",
-        "same = same & (last >= -9)",
+        "recent = tl.where(place == ((total + count) & (RING - 1)), token, recent)",
+        "recent = tl.where(place == RING, token, recent)",
         GUESSES,
     ),
     Fault(

@@ -270,6 +270,14 @@ def test_proposals_are_those_of_the_rule(
     replay(make, *script)
 
 
+CHAINED: dict[str, Any] = {
+    "script": (
+        (2, 2, 0, None),
+        [("reset", 0, [1, 2, 3]), ("propose", [(0, [], 7), (0, [1, 2], 5), (0, [8], 5)])],
+    ),
+    "known": {(3,): (9, 200), (2, 3): (4, 128), (4,): (5, 250), (5,): (6, 100), (8,): (1, 50)},
+    "confidence": 0.2,
+}
 known_ngrams = st.dictionaries(
     st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple),
     st.tuples(st.integers(0, 9), st.integers(1, SHARES - 1)),
@@ -282,14 +290,7 @@ known_ngrams = st.dictionaries(
 @given(script=scripts(), known=known_ngrams, confidence=st.sampled_from([0.01, 0.2, 0.6]))
 # Guesses come where nothing surer matches; the longest context is the better guess, and a chain ends where
 # all of it is less sure than asked for.
-@example(
-    script=(
-        (2, 2, 0, None),
-        [("reset", 0, [1, 2, 3]), ("propose", [(0, [], 7), (0, [1, 2], 5), (0, [8], 5)])],
-    ),
-    known={(3,): (9, 200), (2, 3): (4, 128), (4,): (5, 250), (5,): (6, 100), (8,): (1, 50)},
-    confidence=0.2,
-)
+@example(**CHAINED)
 # A text that is shorter than a context, one with no token at all, and a context at the window's end.
 @example(
     script=(

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
 from hispec.drafters import lookup_torch, lookup_triton
+from tests.drafters import test_lookup as lookup
 from tests.drafters import test_lookup_ahead as ahead
 from tests.drafters.test_lookup import MAKERS, MAX_LEN, NUM_ROWS, Known, known_ngrams, replay, scripts
 
@@ -37,6 +38,7 @@ def test_proposals_are_those_of_the_rule(script: tuple[tuple[Any, ...], list[Any
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=scripts(), known=known_ngrams, confidence=st.sampled_from([0.01, 0.2, 0.6]))
+@example(**lookup.CHAINED)
 def test_guesses_are_those_of_the_rule(
     script: tuple[tuple[Any, ...], list[Any]], known: Known, confidence: float
 ) -> None:
@@ -60,6 +62,10 @@ def test_long_texts_are_searched_to_both_ends(seed: int) -> None:
 @pytest.mark.parametrize(
     "test",
     [
+        lookup.test_a_period_repeats_past_the_end,
+        lookup.test_a_longer_match_gives_more_proposals,
+        lookup.test_of_a_copy_and_a_guess_the_surer_is_proposed,
+        lookup.test_the_store_keeps_the_last_tokens_and_forgets_the_oldest,
         ahead.test_a_row_that_is_reset_forgets_what_it_was_extended_by,
         ahead.test_a_text_that_is_extended_beyond_its_end_stops_there,
         ahead.test_rows_of_padding_share_a_place_and_change_nothing,
@@ -71,7 +77,10 @@ def test_long_texts_are_searched_to_both_ends(seed: int) -> None:
             for seed in range(2)
         ),
     ],
-    ids=["reset", "beyond its end", "padding", "within", "extended 0", "extended 1"],
+    ids=[
+        *("period", "longer match", "surer", "store", "reset", "beyond its end", "padding", "within"),
+        *("extended 0", "extended 1"),
+    ],
 )
 def test_what_holds_of_the_twins_holds(test: Callable[[Any], None]) -> None:
     test(make)
