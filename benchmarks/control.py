@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hispec.config import SpeculativeConfig
+from hispec.control.candidates import CAUTIOUS
 from hispec.errors import build
 from hispec.jobs.bench_inputs import TokenIds, good_rows
 from hispec.jobs.load import load_job, load_preset
@@ -45,9 +46,8 @@ CHECK = {"kind": "adapter", "layer": 7, "confidence": 0.9}
 def plans(with_goodput: bool) -> dict[str, SpeculativeConfig | None]:
     """What is compared, by name. The controlled one may choose among the tiers of all others."""
     longer = {"max_size": 4, "min_size": 2, "match_confidence": None}
-    cautious = {"match_confidence": 0.6}  # as the controller's is
     given: dict[str, Any] = {
-        "ngram, cautious": {"draft": {"kind": "ngram", "ngram": cautious}, "num_draft_tokens": 4},
+        "ngram, cautious": {"draft": {"kind": "ngram", "ngram": CAUTIOUS}, "num_draft_tokens": 4},
         "ngram": {"draft": {"kind": "ngram", "ngram": LOOKUP}, "num_draft_tokens": 4},
         "hybrid": {"draft": HYBRID, "num_draft_tokens": 6, "num_checks": 1, "draft_confidence": 0.2},
         "hybrid, three tiers": {

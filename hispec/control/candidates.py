@@ -18,7 +18,7 @@ from ..config import (
 from ..errors import ConfigError
 from .choice import Route
 
-_CAUTIOUS = NgramConfig(match_confidence=0.6)
+CAUTIOUS = NgramConfig(match_confidence=0.6)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def candidates(speculative: SpeculativeConfig, trained: Collection[int]) -> list
         for way in _ways(speculative, each, layers)
     ]
     if "ngram" in kinds:
-        found.append(_two_tier(speculative, DraftConfig(kind="ngram", ngram=_CAUTIOUS)))
+        found.append(_two_tier(speculative, DraftConfig(kind="ngram", ngram=CAUTIOUS)))
     return list(dict.fromkeys(found))
 
 
@@ -137,7 +137,7 @@ def route_of(way: SpeculativeConfig) -> Route:
         num_exit_tokens=way.draft.num_exit_tokens,
         has_confidence=way.draft_confidence is not None,
         is_gated=way.check is not None and way.check.continue_confidence is not None,
-        lookup="cautious" if not way.draft.traits.computes and way.draft.ngram == _CAUTIOUS else None,
+        lookup="cautious" if not way.draft.traits.computes and way.draft.ngram == CAUTIOUS else None,
     )
 
 
