@@ -6,7 +6,7 @@ import hashlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import ee_models
 from ee_models.checkpoint.ee_package import EEPackage, PackageError, holds_package
 from ee_models.checkpoint.exit_files import INFO as EXITS_INFO
 from ee_models.checkpoint.exit_files import TENSORS as EXITS_TENSORS
+from ee_models.checkpoint.exit_files import ExitsFile
 from ee_models.checkpoint.loader import CheckpointError, open_checkpoint
 from ee_models.checkpoint.ngram_file import INFO as NGRAMS_INFO
 from ee_models.checkpoint.ngram_file import TENSORS as NGRAMS_TENSORS
@@ -24,13 +25,17 @@ from ..utils.files import cache_dir
 from .cache_folders import publish, remove_stale, stale_folders, temp_prefix
 
 PRETRAINED = Path(ee_models.__file__).parent / "pretrained"  # exits and packages that come with HiSpec
-# Files that a checkpoint has from its package, where that has the first of a pair.
-_CARRIED = (EXITS_INFO, EXITS_TENSORS), (NGRAMS_INFO, NGRAMS_TENSORS)
+_EXITS, _NGRAMS = (EXITS_INFO, EXITS_TENSORS), (NGRAMS_INFO, NGRAMS_TENSORS)
 
 
 def packages() -> dict[str, Path]:
     """The packages that come with HiSpec, by the names that models are called by."""
     return {folder.name: folder for folder in sorted(PRETRAINED.iterdir()) if holds_package(folder)}
+
+
+def shipped_files() -> list[ExitsFile]:
+    """The exits that come with HiSpec, of packages too. Raises ExitsError."""
+    return [ExitsFile(info.parent) for info in sorted(PRETRAINED.glob(f"*/{EXITS_INFO}"))]
 
 
 def package_checkpoint(folder: Path, resolve: Callable[[str], str], *, force: bool = False) -> Path:
@@ -41,10 +46,14 @@ def package_checkpoint(folder: Path, resolve: Callable[[str], str], *, force: bo
     `resolve` raises.
     """
     package = EEPackage(folder)
-    content = b"".join(file.read_bytes() for file in sorted(folder.glob("*.json")))
+    carried = [folder / name for name in _EXITS if (folder / EXITS_INFO).exists()]
+    if (ngrams := _ngrams_folder(package)) is not None:
+        carried += [ngrams / name for name in _NGRAMS]
+    described = {*folder.glob("*.json"), *(file for file in carried if file.suffix == ".json")}
+    content = b"".join(file.read_bytes() for file in sorted(described, key=lambda file: file.name))
     made = cache_dir() / "models" / f"{folder.name}-{hashlib.sha256(content).hexdigest()[:12]}"
     lock = FileLock(made.with_name(f".{made.name}.lock"))
-    if not force and _is_whole(made, folder):
+    if not force and _is_whole(made, carried):
         if stale_folders(made):
             # A killed run that replaced it leaves its own; a busy or read-only cache keeps it for now.
             with suppress(Timeout, OSError), lock.acquire(timeout=0):
@@ -55,7 +64,7 @@ def package_checkpoint(folder: Path, resolve: Callable[[str], str], *, force: bo
         made.parent.mkdir(parents=True, exist_ok=True)
         with lock:
             remove_stale(made)
-            if force or not _is_whole(made, folder):  # or another process was faster
+            if force or not _is_whole(made, carried):  # or another process was faster
                 print(f"{folder.name}: making a checkpoint of it and {base.path}, once", file=sys.stderr)
                 with tempfile.TemporaryDirectory(
                     prefix=temp_prefix(made), dir=made.parent, ignore_cleanup_errors=True
@@ -63,6 +72,9 @@ def package_checkpoint(folder: Path, resolve: Callable[[str], str], *, force: bo
                     draft = Path(work) / "model"
                     draft.mkdir()
                     package.make_checkpoint(base, draft)
+                    for file in carried:
+                        if file.parent != folder:  # the package's own are there
+                            shutil.copyfile(file, draft / file.name)
                     publish(draft, made, Path(work))
     except OSError as error:
         free = shutil.disk_usage(cache_dir()).free if cache_dir().exists() else 0
@@ -73,15 +85,22 @@ def package_checkpoint(folder: Path, resolve: Callable[[str], str], *, force: bo
     return made
 
 
-def _is_whole(made: Path, folder: Path) -> bool:
-    """Whether `made` can be opened, and has the exits and n-grams of the package in `folder`."""
+def _ngrams_folder(package: EEPackage) -> Path | None:
+    """The folder whose n-grams the checkpoint has: the package; or, for a model that was trained to stay what
+    its base was, and so says nearly the same, what comes with HiSpec for that."""
+    if (package.folder / NGRAMS_INFO).exists():
+        return package.folder
+    if package.about.recipe.get("target") != "self":
+        return None
+    of_base = package.about.base_model.fingerprint
+    shipped = (file.folder for file in shipped_files() if file.about.base_model.fingerprint == of_base)
+    return next((folder for folder in shipped if (folder / NGRAMS_INFO).exists()), None)
+
+
+def _is_whole(made: Path, carried: Sequence[Path]) -> bool:
+    """Whether `made` can be opened, and has the files that are `carried` into it."""
     try:
         open_checkpoint(made)
-        return all(
-            (made / name).stat().st_size == (folder / name).stat().st_size
-            for names in _CARRIED
-            if (folder / names[0]).exists()
-            for name in names
-        )
+        return all((made / file.name).stat().st_size == file.stat().st_size for file in carried)
     except (CheckpointError, OSError):
         return False

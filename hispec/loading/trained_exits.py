@@ -13,7 +13,7 @@ from ee_models.exits import AdapterExit, load_exits
 from ..config import SpeculativeConfig
 from ..control.candidates import exit_layers, trained_path, uses_trained
 from ..utils.files import expanded
-from .ee_packages import PRETRAINED
+from .ee_packages import shipped_files
 
 
 class TrainedExits:
@@ -107,8 +107,7 @@ def shipped_exits(checkpoint: Checkpoint) -> ExitsFile:
     none."""
     print_of_model = fingerprint(checkpoint)
     names = []
-    for info in sorted(PRETRAINED.glob(f"*/{INFO}")):
-        file = ExitsFile(info.parent)
+    for file in shipped_files():
         if file.about.base_model.fingerprint == print_of_model:
             return file
         names.append(file.about.base_model.name)

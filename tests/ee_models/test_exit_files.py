@@ -494,7 +494,7 @@ def test_trained_exits_are_read_once_and_found_again(
 def test_shipped_exits_are_found_by_the_models_weights(
     tmp_path: Path, good: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hispec.loading.trained_exits.PRETRAINED", tmp_path)
+    monkeypatch.setattr("hispec.loading.ee_packages.PRETRAINED", tmp_path)
     with pytest.raises(ExitsError, match="not for"):
         shipped_exits(checkpoint)
     other = open_checkpoint(tiny_checkpoint(tmp_path / "other", seed=1))

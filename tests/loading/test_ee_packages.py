@@ -3,6 +3,7 @@ leftovers."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,42 @@ def test_a_damaged_checkpoint_is_made_anew(
     assert package_checkpoint(package, as_it_is) == made
     assert (made / name).read_bytes() == right and not (made / "old").exists()
     assert leftovers(made) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "has_own", "expected"),
+    [("self", False, "base"), ("self", True, "own"), ("labels", False, None), ("labels", True, "own")],
+)
+def test_a_model_that_stayed_what_it_was_guesses_from_its_bases_ngrams(
+    base: Path,
+    package: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    has_own: bool,
+    expected: str | None,
+) -> None:
+    """It says nearly the same; what was trained on labels has n-grams of its own, or none."""
+    shipped, folder = tmp_path / "shipped", tmp_path / "tiny-ee"
+    monkeypatch.setattr(ee_packages, "PRETRAINED", shipped)
+    make_exits(
+        shipped / "another", open_checkpoint(package_checkpoint(package, as_it_is)), [ExitInfo(layer=1)]
+    )
+    make_exits(shipped / "tiny", open_checkpoint(base), [ExitInfo(layer=1)])
+    shutil.copytree(package, folder)
+    about = json.loads((folder / "ee.json").read_text())
+    (folder / "ee.json").write_text(json.dumps(about | {"recipe": {"target": target}}))
+    without = package_checkpoint(folder, as_it_is)
+    for where in (shipped / "another", shipped / "tiny", *([folder] if has_own else [])):
+        for name in ("ngrams.json", "ngrams.safetensors"):
+            (where / name).write_text({"tiny": "base", "tiny-ee": "own"}.get(where.name, "of another model"))
+    made = package_checkpoint(folder, as_it_is)
+    found = made / "ngrams.safetensors"
+    assert (found.read_text() if found.exists() else None) == expected
+    assert (made == without) == (expected is None), "n-grams that come later are taken, too"
+    if expected is not None:
+        found.unlink()
+        assert package_checkpoint(folder, as_it_is) == made and found.read_text() == expected
 
 
 def test_force_makes_it_anew(package: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
