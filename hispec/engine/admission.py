@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..errors import RequestError, described, shown
 from ..sampling_params import SamplingParams
-from ..scheduling.request import Request, TextStream
+from ..scheduling.request import Request, TextStream, is_asked_at_end
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Admission:
         `problems`."""
         found = [*_wrong_types(request_id, prompt_token_ids, params, text)]
         if not found:
-            found = [*self._problems(prompt_token_ids, params, has_text=text is not None), *problems]
+            found = [*self._problems(prompt_token_ids, params, text), *problems]
         if found:
             raise RequestError(f"{request_id}: " + "; ".join(found))
 
@@ -81,7 +81,7 @@ class Admission:
         )
 
     def _problems(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, has_text: bool
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, text: TextStream | None
     ) -> Iterator[str]:
         vocab_size, model_len = self.vocab_size, self.max_model_len
         num_blocks, block_size = self.num_blocks, self.block_size
@@ -101,7 +101,13 @@ class Admission:
                 yield f"{field} names token {outside[0]}, but the vocabulary ends at {vocab_size - 1}"
         if params.logprobs is not None and params.logprobs > vocab_size:
             yield f"logprobs={params.logprobs} is more than the vocabulary of {vocab_size} tokens"
-        if params.stop and not has_text:
+        if params.stop and text is not None and is_asked_at_end(text):
+            yield (
+                f"stop={shown(params.stop)}: stop strings are looked for as tokens come, and this text has"
+                " at_end = True: it is asked for when the output has ended; pass"
+                " text=IncrementalText(tokenizer, stop), or leave stop or at_end out"
+            )
+        if params.stop and text is None:
             yield (
                 f"stop={shown(params.stop)}: stop strings are looked for in text, and this request has none;"
                 " pass text=IncrementalText(tokenizer, stop) to Engine.add_request, load the LLM with its"

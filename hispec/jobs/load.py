@@ -138,7 +138,10 @@ def best_plans(path: Path) -> dict[str, SpeculativeConfig]:
         raise ConfigError(f"--profile: cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
-            raise
+            raise ConfigError(
+                f"{error}; if another version of HiSpec wrote the file, make it anew with `hispec profile"
+                " --json`"
+            ) from None
         raise ConfigError(
             f"--profile: {path} is not what `hispec profile --json` writes ({type(error).__name__}: {error});"
             " make it anew"

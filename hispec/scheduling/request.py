@@ -30,6 +30,11 @@ class TextStream(Protocol):
         string."""
 
 
+def is_asked_at_end(text: TextStream | None) -> bool:
+    """Whether `text` is asked for nothing before the output has ended, and so finds no stop strings."""
+    return getattr(text, "at_end", False) is True and hasattr(text, "whole")
+
+
 ExtraKV = int | str  # of KV besides the model's own: the exit at a layer, or "model" for a draft model
 
 
@@ -89,9 +94,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-        is_whole = getattr(self.text, "at_end", False) is True
         self._whole: Callable[[list[int]], str] | None = (
-            getattr(self.text, "whole", None) if is_whole else None
+            getattr(self.text, "whole", None) if is_asked_at_end(self.text) else None
         )
         self.reads_each = self.text is not None and self._whole is None
 

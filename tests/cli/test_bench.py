@@ -114,6 +114,10 @@ def test_bench_measures_the_best_plans_of_a_profile(
     for content, words in (
         ("{}", "is not what `hispec profile --json` writes"),
         ('{"best_of_kind": {"a": {"speculative": {"draft": {}}}}}', "best_of_kind.a"),
+        (
+            '{"best_of_kind": {"a": {"speculative": {"draft": {"kind": "ngram"}, "former": 1}}}}',
+            "if another version of HiSpec wrote the file, make it anew with `hispec profile --json`",
+        ),
     ):
         profile.write_text(content)
         assert main(arguments) == 2

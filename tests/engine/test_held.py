@@ -9,6 +9,7 @@ import pytest
 
 from ee_models.decoder import Decoder
 from hispec.engine import Engine
+from hispec.errors import RequestError
 from hispec.outputs import Delta
 from hispec.sampling_params import SamplingParams
 from tests.helpers.support import make_engine
@@ -123,3 +124,12 @@ def test_what_ends_with_an_error_has_its_text(tiny_decoder: Decoder) -> None:
     (delta,) = engine.step()
     assert delta.finish_reason == "error" and delta.error is not None
     assert 0 < len(delta.token_ids) == len(delta.text)
+
+
+def test_stop_strings_are_refused_by_a_text_that_would_find_none(tiny_decoder: Decoder) -> None:
+    engine = make_engine(tiny_decoder)
+    stop = PARAMS.model_copy(update={"stop": ("x",)})
+    with pytest.raises(RequestError, match=r"stop=.*this text has at_end = True.*; pass text=Incremental"):
+        engine.add_request([5, 6, 7], stop, "held", text=Whole(), is_stream=False)
+    engine.add_request([5, 6, 7], PARAMS, "held", text=Whole(), is_stream=False)
+    assert deltas_of(engine)["held"][-1].finish_reason == "length"
