@@ -32,7 +32,7 @@ from ee_models.training.adapters import (
 from ee_models.training.examples import Example
 from ee_models.training.hidden_states import FINAL, trunk_states
 from ee_models.training.loop import LoopSettings, train
-from ee_models.training.losses import soft_label_loss
+from ee_models.training.losses import hard_label_loss, soft_label_loss
 from tests.helpers import training_adapters
 from tests.helpers.adapters import TINY_MLP, make_module
 from tests.helpers.scripted import tiny_config
@@ -101,17 +101,29 @@ def test_the_loss_is_the_cross_entropy_to_the_full_models_distribution(vocabular
 def test_the_loss_in_pieces_is_that_of_all_places_with_autograds_own_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Whatever the last piece is padded with; for distributions and for single tokens to learn."""
     generator = torch.Generator().manual_seed(0)
-    final, head = torch.randn(11, 6, generator=generator), torch.randn(40, 6, generator=generator)
+    final = torch.randn(11, 6, generator=generator)
+    head = torch.randn(40, 6, generator=generator, requires_grad=True)
     normed = torch.randn(11, 6, generator=generator, requires_grad=True)
-    expected = -((final @ head.T).softmax(-1) * (normed @ head.T).log_softmax(-1)).sum(-1).mean() * 3
-    (gradient,) = torch.autograd.grad(expected, normed)
+    targets = torch.randint(40, (11,), generator=generator)
+    logits = normed @ head.T
+    of_soft = -((final @ head.T).detach().softmax(-1) * logits.log_softmax(-1)).sum(-1).mean() * 3
+    of_hard = torch.nn.functional.cross_entropy(logits, targets) * 3
+    expected = [
+        (each, *torch.autograd.grad(each, (normed, head), retain_graph=True)) for each in (of_soft, of_hard)
+    ]
     for places in (1, 4, 11, 512):
-        monkeypatch.setattr(losses, "_LOGITS", places * head.shape[0])
-        loss = soft_label_loss(normed, final, head) * 3
-        (found,) = torch.autograd.grad(loss, normed)
-        torch.testing.assert_close(loss, expected)
-        torch.testing.assert_close(found, gradient)
+        for pad_to in (1, 8, 64):
+            monkeypatch.setattr(losses, "_LOGITS", places * head.shape[0])
+            monkeypatch.setattr(losses, "_PAD_TO", pad_to)
+            for loss, right in zip(
+                (soft_label_loss(normed, final, head) * 3, hard_label_loss(normed, targets, head) * 3),
+                expected,
+                strict=True,
+            ):
+                found = (loss, *torch.autograd.grad(loss, (normed, head)))
+                torch.testing.assert_close(found, right)
 
 
 INFOS = [
