@@ -34,6 +34,7 @@ def compile_methods(modules: Iterable[nn.Module], *names: str) -> None:
 
 def keep_matrix_kernels() -> None:
     """Lets oneDNN keep the kernels of all shapes that training has. Each shape's are generated on a CPU, in a
-    millisecond, and of the 1,024 that are kept otherwise those of many lengths drive each other out. Works
-    ahead of a process's first matrix product; what the environment says stands."""
+    millisecond, and of the 1,024 that are kept otherwise those of many lengths drive each other out. Must be
+    called before a process's first matrix product; what ONEDNN_PRIMITIVE_CACHE_CAPACITY says already stands.
+    """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_MATRIX_KERNELS))

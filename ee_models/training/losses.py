@@ -49,6 +49,8 @@ class _CrossEntropy(torch.autograd.Function):
         padded = num_places + -num_places % _PAD_TO
         places, logits = (_GPU_PLACES, _GPU_LOGITS) if normed.is_cuda else (_PLACES, _LOGITS)
         at_once = max(1, min(places, logits // vocab, padded))
+        if at_once > _PAD_TO:
+            at_once -= at_once % _PAD_TO
         total = torch.zeros((), device=normed.device)
         states = _padded(normed.to(head.dtype), padded)
         of_label = None if labels.dtype == torch.int64 else _padded(labels.to(head.dtype), padded)
@@ -60,21 +62,21 @@ class _CrossEntropy(torch.autograd.Function):
         all_q, all_p = torch.empty(2, at_once, vocab, device=normed.device)
         for start in range(0, num_places, at_once):
             x = states[start : start + at_once]
-            product = products[: len(x)]
-            q, p = (each[: num_places - start][: len(x)] for each in (all_q, all_p))  # without padding
-            q.copy_(torch.mm(x, head.T, out=product)[: len(q)])
+            num = min(len(x), num_places - start)  # without padding
+            product, q, p = products[: len(x)], all_q[:num], all_p[:num]
+            q.copy_(torch.mm(x, head.T, out=product)[:num])
             if of_label is None:
-                label = labels[start : start + len(q), None]
+                label = labels[start : start + num, None]
                 total -= q.gather(1, label).sum()
                 total += _softmax_(q).sum()
-                q.scatter_add_(1, label, q.new_full((len(q), 1), -1.0))
+                q.scatter_add_(1, label, q.new_full((num, 1), -1.0))
             else:
-                p.copy_(torch.mm(of_label[start : start + at_once], head.T, out=product)[: len(q)])
+                p.copy_(torch.mm(of_label[start : start + at_once], head.T, out=product)[:num])
                 _softmax_(p)
                 total -= torch.dot(p.view(-1), q.view(-1))
                 total += _softmax_(q).sum()  # as sum_v p(v) = 1
                 q.sub_(p)
-            product[: len(q)].copy_(q)
+            product[:num].copy_(q)
             if of_normed is not None:
                 torch.mm(product, head, out=of_normed[start : start + at_once])
             if of_head is not None:

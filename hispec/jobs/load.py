@@ -136,12 +136,11 @@ def best_plans(path: Path) -> dict[str, SpeculativeConfig]:
         }
     except OSError as error:
         raise ConfigError(f"--profile: cannot read {path}: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; if another version of HiSpec wrote the file, make it anew with `hispec profile --json`"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise ConfigError(
-                f"{error}; if another version of HiSpec wrote the file, make it anew with `hispec profile"
-                " --json`"
-            ) from None
         raise ConfigError(
             f"--profile: {path} is not what `hispec profile --json` writes ({type(error).__name__}: {error});"
             " make it anew"

@@ -6,7 +6,7 @@ import hashlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,14 +33,15 @@ def packages() -> dict[str, Path]:
     return {folder.name: folder for folder in sorted(PRETRAINED.iterdir()) if holds_package(folder)}
 
 
-def shipped_files() -> list[ExitsFile]:
-    """The exits that come with HiSpec, of packages too. Raises ExitsError."""
-    return [ExitsFile(info.parent) for info in sorted(PRETRAINED.glob(f"*/{EXITS_INFO}"))]
+def shipped_files() -> Iterator[ExitsFile]:
+    """The exits that come with HiSpec, of packages too, each read when it is asked for. Raises ExitsError."""
+    return (ExitsFile(info.parent) for info in sorted(PRETRAINED.glob(f"*/{EXITS_INFO}")))
 
 
 def package_checkpoint(folder: Path, resolve: Callable[[str], str], *, force: bool = False) -> Path:
-    """The checkpoint that the package in `folder` makes of its base model; made at first use, then reused.
-    It is made anew with `force`, and where it cannot be opened or lacks files of the package.
+    """The checkpoint that the package in `folder` makes of its base model, with n-grams where there are any
+    for it (`_ngrams_folder`); made at first use, then reused. It is made anew with `force`, and where it
+    cannot be opened or lacks files of the package.
 
     resolve: finds the base model by the name that the package calls it. Raises PackageError, and what
     `resolve` raises.
@@ -94,7 +95,7 @@ def _ngrams_folder(package: EEPackage) -> Path | None:
         return None
     of_base = package.about.base_model.fingerprint
     shipped = (file.folder for file in shipped_files() if file.about.base_model.fingerprint == of_base)
-    return next((folder for folder in shipped if (folder / NGRAMS_INFO).exists()), None)
+    return next((folder for folder in shipped if all((folder / name).is_file() for name in _NGRAMS)), None)
 
 
 def _is_whole(made: Path, carried: Sequence[Path]) -> bool:

@@ -17,8 +17,8 @@ class TextStream(Protocol):
     """Turns output tokens into text as they come, and looks for stop strings in it.
 
     One that has `at_end` = True and a method `whole(token_ids)` is asked for nothing but the text of all
-    tokens of an output that has ended, perhaps again: that is quicker, where nobody reads text before, nor
-    stop strings.
+    tokens of an output that has ended, perhaps again: that is quicker, where nobody reads text before. A
+    request that has one and stop strings is refused.
     """
 
     def append(self, token_id: int, may_stop: bool) -> str | None:

@@ -126,6 +126,49 @@ def test_the_loss_in_pieces_is_that_of_all_places_with_autograds_own_gradient(
                 torch.testing.assert_close(found, right)
 
 
+@pytest.mark.parametrize(("num_places", "at_once"), [(150, 512), (150, 100), (700, 110), (700, 64), (3, 512)])
+def test_products_of_losses_have_few_shapes(
+    monkeypatch: pytest.MonkeyPatch, num_places: int, at_once: int
+) -> None:
+    """Whatever number of places is left for the last piece: each shape has a kernel of its own."""
+    sizes, multiply = set(), torch.mm
+
+    def recorded(left: Tensor, right: Tensor, **out: Tensor) -> Tensor:
+        sizes.add(len(left))
+        return multiply(left, right, **out)
+
+    head = torch.ones(40, 6)
+    monkeypatch.setattr(losses, "_LOGITS", at_once * len(head))
+    monkeypatch.setattr(torch, "mm", recorded)
+    soft_label_loss(torch.ones(num_places, 6, requires_grad=True), torch.ones(num_places, 6), head)
+    assert sizes and all(size % 64 == 0 for size in sizes), sizes
+
+
+def test_the_loss_of_no_places_is_zero_and_so_is_its_gradient() -> None:
+    normed, head = torch.empty(0, 6, requires_grad=True), torch.ones(40, 6, requires_grad=True)
+    for loss in (
+        soft_label_loss(normed, torch.empty(0, 6), head),
+        hard_label_loss(normed, torch.empty(0, dtype=torch.int64), head),
+    ):
+        of_normed, of_head = torch.autograd.grad(loss, (normed, head))
+        assert float(loss.detach()) == 0 and of_normed.shape == (0, 6) and not of_head.any()
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_gradients_have_the_types_of_what_they_are_of(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(11, 6, generator=generator), torch.randn(40, 6, generator=generator)
+    final = torch.randn(11, 6, generator=generator)
+    normed, head = (value.to(dtype).requires_grad_() for value, dtype in zip(values, dtypes, strict=True))
+    loss = soft_label_loss(normed, final, head)
+    gradients = torch.autograd.grad(loss, (normed, head))
+    assert tuple(each.dtype for each in gradients) == dtypes
+    exact = [each.detach().float().requires_grad_() for each in (normed, head)]
+    expected = torch.autograd.grad(soft_label_loss(exact[0], final, exact[1]), exact)
+    for found, right in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(found.float(), right, rtol=0.05, atol=2e-3)
+
+
 INFOS = [
     ExitInfo(layer=2, intermediate_size=20),
     ExitInfo(layer=4, num_blocks=2, intermediate_size=20, vocabulary_size=90),
