@@ -149,7 +149,8 @@ class WorkerPool:
         is_stream: bool = False,
     ) -> str:
         """As Engine.add_request. is_stream: each Delta is wanted as it comes; else one with all of them. Of
-        `text` only matters whether there is one, and continues the prompt's: workers make their own."""
+        `text` only matters whether there is one, and continues the prompt's: workers make their own. One
+        that an engine would refuse is refused, too."""
         self._check_open("add_request")
         problems = []
         if isinstance(request_id, str) and request_id in self._numbers:
