@@ -229,7 +229,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for of, rows in ((tuning, tune), (recording, held_out))
         ]
         size = str(options.batch_size)
-        result["measured"][size] = measure(job, options, *both, plans)
+        measured = measure(job, options, *both, plans)
+        measured["environment"]["load"] = measured_on["load"]  # what was added since is this command's own
+        result["measured"][size] = measured
         keep()
         print_measured(size, result["measured"][size])
     return result

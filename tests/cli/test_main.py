@@ -98,7 +98,7 @@ def test_fetch_without_a_name_lists_what_there_is(
     monkeypatch.setenv("HISPEC_CACHE", str(tmp_path))
     assert main(["fetch"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines[1:]} >= {"smollm2", "smollm2-maths"}
+    assert {line.split()[0] for line in lines[1:]} >= {"smollm2", "smollm2-ee", "smollm2-maths"}
     assert any("93 MB to download" in line for line in lines) and not list(tmp_path.iterdir())
 
 

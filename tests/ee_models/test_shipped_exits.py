@@ -9,6 +9,7 @@ import pytest
 
 from ee_models.checkpoint.ee_package import EEPackage
 from ee_models.checkpoint.exit_files import INFO, ExitsFile
+from ee_models.checkpoint.ngram_file import INFO as NGRAMS_INFO
 from ee_models.checkpoint.ngram_file import NgramsFile
 from hispec import LLM, SamplingParams
 from hispec.jobs.load import load_preset, load_settings
@@ -65,7 +66,15 @@ def test_the_committed_recipe_is_the_one_they_were_trained_by(folder: Path) -> N
     assert about.data["prompts"] == describe_data(config, [])["prompts"]
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+WITH_NGRAMS = sorted(path.parent for path in PRETRAINED.glob(f"*/{NGRAMS_INFO}"))
+
+
+def test_all_come_with_ngrams_or_stayed_what_their_base_was() -> None:
+    for folder in set(FOLDERS) - set(WITH_NGRAMS):
+        assert EEPackage(folder).about.recipe["target"] == "self", folder
+
+
+@pytest.mark.parametrize("folder", WITH_NGRAMS, ids=lambda folder: folder.name)
 def test_ngrams_are_whole_and_those_of_the_committed_recipe(folder: Path) -> None:
     file = NgramsFile(folder)
     ngrams = file.read()

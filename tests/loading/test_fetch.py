@@ -279,8 +279,8 @@ def test_unwritable_cache_names_the_way_out(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_unknown_name_lists_the_known() -> None:
-    known = r"unknown model 'smolm2' \(did you mean 'smollm2'\?\); known: smollm2, tiny, smollm2-maths"
-    with pytest.raises(FetchError, match=known):
+    known = "known: smollm2, tiny, smollm2-ee, smollm2-maths"
+    with pytest.raises(FetchError, match=rf"unknown model 'smolm2' \(did you mean 'smollm2'\?\); {known}"):
         fetch("smolm2")
 
 

@@ -33,14 +33,16 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [None, 5, "", b"smollm2", ["smollm2"], Path])
 def test_what_is_no_name_or_path_is_refused(model: Any) -> None:
-    known = r"^model=.*: give a name that `hispec fetch` knows \(smollm2, smollm2-maths\), a hub id"
+    known = (
+        r"^model=.*: give a name that `hispec fetch` knows \(smollm2, smollm2-ee, smollm2-maths\), a hub id"
+    )
     with pytest.raises(ConfigError, match=known):
         LLM(model)
 
 
 @pytest.mark.parametrize("model", ["smolm2", "SmolLM2", "./smollm2", Path("smollm2")])
 def test_a_typo_of_a_known_name_gets_that_name(model: str | Path) -> None:
-    known = r"`hispec fetch` knows: smollm2, smollm2-maths \(did you mean 'smollm2'\?\)$"
+    known = r"`hispec fetch` knows: smollm2, smollm2-ee, smollm2-maths \(did you mean 'smollm2'\?\)$"
     with pytest.raises(CheckpointError, match=known):
         open_model(model)
 
@@ -75,7 +77,9 @@ def test_nothing_is_found_in_the_home_of_nobody(tiny_path: Path, settings: dict[
 
 
 def test_an_unknown_name_gets_the_known_ones_and_no_guess(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot load model 'gpt2': .* knows: smollm2, smollm2-maths$"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot load model 'gpt2': .* knows: smollm2, smollm2-ee, smollm2-maths$"
+    ):
         open_model("gpt2")
     for there in (tmp_path, tmp_path / "notes.txt"):
         (tmp_path / "notes.txt").touch()
