@@ -1,5 +1,4 @@
-"""What makes training fast: modules compiled, so that torch.compile fuses what lies between the matrix
-products, and a CPU's matrix kernels kept."""
+"""Modules in training, compiled: torch.compile fuses what lies between the matrix products."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from torch import nn
 
 from ..errors import TrainingError
 
-_MATRIX_KERNELS = 4096  # of some 0.7 MB each, as far as there are so many shapes
 _MAX_VARIANTS = 64  # of a layer's code: with gradients and without, with LoRA and without, in training or not
 
 
@@ -30,11 +28,3 @@ def compile_methods(modules: Iterable[nn.Module], *names: str) -> None:
     for module in modules:
         for name in names:
             setattr(module, name, torch.compile(getattr(module, name), dynamic=True))
-
-
-def keep_matrix_kernels() -> None:
-    """Lets oneDNN keep the kernels of all shapes that training has. Each shape's are generated on a CPU, in a
-    millisecond, and of the 1,024 that are kept otherwise those of many lengths drive each other out. Must be
-    called before a process's first matrix product; what ONEDNN_PRIMITIVE_CACHE_CAPACITY says already stands.
-    """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_MATRIX_KERNELS))

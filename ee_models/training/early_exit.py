@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 Target = Literal["labels", "self"]
 # Rows of a micro-batch are padded to a multiple of so many tokens: a CPU's matrix kernels are generated anew
-# for each shape (`compiling.keep_matrix_kernels`).
-_PAD_TO = 16
+# for each shape.
+_PAD_TO = 32
 _EVAL_PLACES = 1024  # whose logits are in memory together
 
 

@@ -10,16 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Worked through at a time: enough places to fill matrix kernels, and logits of 67 MB in float32 at most, of
 # which there are two, and one in the head's dtype; on a GPU, which waits for each kernel's launch, of 1 GB.
 _PLACES, _LOGITS = 256, 2**24
 _GPU_PLACES, _GPU_LOGITS = 8192, 2**28
-# Places are padded to a multiple of so many: a CPU's matrix kernels are generated anew for each shape
-# (`compiling.keep_matrix_kernels`), and any number may be left for the last piece.
-_PAD_TO = 64
 
 
 def soft_label_loss(normed: Tensor, final: Tensor, head: Tensor) -> Tensor:
@@ -45,43 +41,37 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, normed: Tensor, head: Tensor, labels: Tensor) -> Tensor:
         """labels: [places] int64 targets, or [places, hidden] states whose logits say what to learn."""
-        num_places, vocab = len(normed), len(head)
-        padded = num_places + -num_places % _PAD_TO
+        (num_places, _), vocab = normed.shape, head.shape[0]
         places, logits = (_GPU_PLACES, _GPU_LOGITS) if normed.is_cuda else (_PLACES, _LOGITS)
-        at_once = max(1, min(places, logits // vocab, padded))
-        if at_once > _PAD_TO:
-            at_once -= at_once % _PAD_TO
+        at_once = max(1, min(places, logits // vocab, num_places))
         total = torch.zeros((), device=normed.device)
-        states = _padded(normed.to(head.dtype), padded)
-        of_label = None if labels.dtype == torch.int64 else _padded(labels.to(head.dtype), padded)
-        of_normed = torch.empty_like(states) if ctx.needs_input_grad[0] else None
+        of_normed = torch.empty_like(normed, dtype=head.dtype) if ctx.needs_input_grad[0] else None
         of_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         # One piece of memory for all parts: on a CPU, that of each new tensor of this size would first have
         # to be had from the system, which takes longer than what is done with it.
         products = torch.empty(at_once, vocab, dtype=head.dtype, device=normed.device)
         all_q, all_p = torch.empty(2, at_once, vocab, device=normed.device)
         for start in range(0, num_places, at_once):
-            x = states[start : start + at_once]
-            num = min(len(x), num_places - start)  # without padding
-            product, q, p = products[: len(x)], all_q[:num], all_p[:num]
-            q.copy_(torch.mm(x, head.T, out=product)[:num])
-            if of_label is None:
-                label = labels[start : start + num, None]
-                total -= q.gather(1, label).sum()
-                total += _softmax_(q).sum()
-                q.scatter_add_(1, label, q.new_full((num, 1), -1.0))
+            x, label = normed[start : start + at_once].to(head.dtype), labels[start : start + at_once]
+            product, q, p = (each[: len(x)] for each in (products, all_q, all_p))
+            q.copy_(torch.mm(x, head.T, out=product))
+            if label.dtype == torch.int64:
+                total -= q.gather(1, label[:, None]).sum()
             else:
-                p.copy_(torch.mm(of_label[start : start + at_once], head.T, out=product)[:num])
+                p.copy_(torch.mm(label.to(head.dtype), head.T, out=product))
                 _softmax_(p)
                 total -= torch.dot(p.view(-1), q.view(-1))
-                total += _softmax_(q).sum()  # as sum_v p(v) = 1
+            total += _softmax_(q).sum()  # as sum_v p(v) = 1
+            if label.dtype == torch.int64:
+                q.scatter_add_(1, label[:, None], q.new_full((len(x), 1), -1.0))
+            else:
                 q.sub_(p)
-            product[:num].copy_(q)
+            product.copy_(q)
             if of_normed is not None:
                 torch.mm(product, head, out=of_normed[start : start + at_once])
             if of_head is not None:
-                of_head += (product.T @ x).float()  # where x is padding, it is 0
-        ctx.save_for_backward(None if of_normed is None else of_normed[:num_places], of_head)
+                of_head += (product.T @ x).float()
+        ctx.save_for_backward(of_normed, of_head)
         ctx.num_places, ctx.dtypes = max(num_places, 1), (normed.dtype, head.dtype)
         return total / max(num_places, 1)
 
@@ -94,11 +84,6 @@ class _CrossEntropy(torch.autograd.Function):
             for each, dtype in zip((of_normed, of_head), ctx.dtypes, strict=True)
         )
         return of_normed, of_head, None
-
-
-def _padded(states: Tensor, places: int) -> Tensor:
-    """states [fewer places, hidden] with zeros behind it: [places, hidden]."""
-    return F.pad(states, (0, 0, 0, places - len(states)))
 
 
 def _softmax_(logits: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ee_models.checkpoint.loader import load_tokenizer
 from ee_models.errors import install_command
-from ee_models.training.compiling import keep_matrix_kernels
 from ee_models.training.loop import CHECKPOINT, LOG, Outcome
 
 from ..errors import ConfigError
@@ -38,7 +37,6 @@ def run_training(
     With several processes (`accelerate launch`), run it once with `only_data` first. Raises ConfigError,
     CheckpointError, TrainingError; all that is on disk then is whole, and `output.resume` goes on from there.
     """
-    keep_matrix_kernels()
     if not only_data and find_spec("accelerate") is None:
         raise ConfigError(f"training needs the package accelerate: {install_command('train')}")
     checkpoint = open_model(config.model)

@@ -42,6 +42,27 @@ FAULTS = (
         COUNTED,
     ),
     Fault(
+        "n-grams: a model that learnt given answers guesses from its base's",
+        "hispec/loading/ee_packages.py",
+        'if package.about.recipe.get("target") != "self":',
+        "if False:",
+        ("tests/loading/test_ee_packages.py",),
+    ),
+    Fault(
+        "n-grams: a package takes those of any model that has some",
+        "hispec/loading/ee_packages.py",
+        " if file.about.base_model.fingerprint == of_base)",
+        " if of_base)",
+        ("tests/loading/test_ee_packages.py",),
+    ),
+    Fault(
+        "stop strings are taken from a text that looks for none",
+        "hispec/engine/admission.py",
+        "if params.stop and text is not None and is_asked_at_end(text):",
+        "if False:",
+        ("tests/engine/test_held.py",),
+    ),
+    Fault(
         "all of an exit's gradient reaches the trunk",
         "ee_models/training/early_exit.py",
         "hidden = torch.lerp(hidden.detach(), hidden, share)",

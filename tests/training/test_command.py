@@ -4,7 +4,6 @@ refused before work begins."""
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -435,26 +434,6 @@ def test_a_folder_that_is_not_empty_is_left_alone(
     (tmp_path / "file").touch()
     assert train(write_config(tmp_path, model, output={"path": str(tmp_path / "file" / "out")})) == 2
     assert "output.path: cannot write to" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("before", "after"), [(None, "4096"), ("64", "64")])
-def test_training_keeps_its_matrix_kernels_unless_the_environment_says_how_many(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
-) -> None:
-    """Before the model is opened: later, the kernels of its first products would have settled it."""
-    name, seen = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", []
-    monkeypatch.setenv(name, before or "")
-    if before is None:
-        monkeypatch.delenv(name)
-
-    def opened(path: str) -> None:
-        seen.append(os.environ.get(name))
-        raise ConfigError("enough")
-
-    monkeypatch.setattr("hispec.training.run.open_model", opened)
-    with pytest.raises(ConfigError, match="enough"):
-        run_training(load_training(write_config(tmp_path, model)))
-    assert seen == [after]
 
 
 def test_a_model_without_a_chat_template_is_refused(

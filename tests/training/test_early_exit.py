@@ -293,9 +293,7 @@ def test_passes_have_few_shapes_and_no_more_tokens_than_allowed(checkpoint: Chec
     examples = make_examples(13)
     parts = task.micro_batches(0, 0, 1, CPU)
     shapes = [tuple(part.batch.token_ids.shape) for part in parts]
-    longest = [int(part.batch.attention_mask.sum(1).max()) for part in parts]
-    assert [q_len for _, q_len in shapes] == [length + -length % 16 for length in longest]
-    assert all(rows * q_len <= 600 for rows, q_len in shapes), shapes
+    assert all(q_len % 32 == 0 and rows * q_len <= 600 for rows, q_len in shapes), shapes
     assert all(rows & (rows - 1) == 0 for rows, _ in shapes), shapes
     seen = sorted(
         row[: int(mask.sum())].tolist()
