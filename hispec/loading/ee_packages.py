@@ -40,18 +40,18 @@ def shipped_files() -> Iterator[ExitsFile]:
 
 def package_checkpoint(folder: Path, resolve: Callable[[str], str], *, force: bool = False) -> Path:
     """The checkpoint that the package in `folder` makes of its base model, with n-grams where there are any
-    for it (`_ngrams_folder`); made at first use, then reused. It is made anew with `force`, and where it
-    cannot be opened or lacks files of the package.
+    for it (its own, or `_borrowed_ngrams`); made at first use, then reused. It is made anew with `force`, and
+    where it cannot be opened or lacks such files.
 
     resolve: finds the base model by the name that the package calls it. Raises PackageError, and what
     `resolve` raises.
     """
     package = EEPackage(folder)
-    carried = [folder / name for name in _EXITS if (folder / EXITS_INFO).exists()]
-    if (ngrams := _ngrams_folder(package)) is not None:
-        carried += [ngrams / name for name in _NGRAMS]
-    described = {*folder.glob("*.json"), *(file for file in carried if file.suffix == ".json")}
-    content = b"".join(file.read_bytes() for file in sorted(described, key=lambda file: file.name))
+    own = [names for names in (_EXITS, _NGRAMS) if (folder / names[0]).exists()]
+    borrowed = _borrowed_ngrams(package)
+    carried = [*(folder / name for names in own for name in names), *borrowed]
+    described = [*sorted(folder.glob("*.json")), *borrowed[:1]]
+    content = b"".join(file.read_bytes() for file in described)
     made = cache_dir() / "models" / f"{folder.name}-{hashlib.sha256(content).hexdigest()[:12]}"
     lock = FileLock(made.with_name(f".{made.name}.lock"))
     if not force and _is_whole(made, carried):
@@ -73,9 +73,8 @@ def package_checkpoint(folder: Path, resolve: Callable[[str], str], *, force: bo
                     draft = Path(work) / "model"
                     draft.mkdir()
                     package.make_checkpoint(base, draft)
-                    for file in carried:
-                        if file.parent != folder:  # the package's own are there
-                            shutil.copyfile(file, draft / file.name)
+                    for file in borrowed:
+                        shutil.copyfile(file, draft / file.name)
                     publish(draft, made, Path(work))
     except OSError as error:
         free = shutil.disk_usage(cache_dir()).free if cache_dir().exists() else 0
@@ -86,16 +85,15 @@ def package_checkpoint(folder: Path, resolve: Callable[[str], str], *, force: bo
     return made
 
 
-def _ngrams_folder(package: EEPackage) -> Path | None:
-    """The folder whose n-grams the checkpoint has: the package; or, for a model that was trained to stay what
-    its base was, and so says nearly the same, what comes with HiSpec for that."""
-    if (package.folder / NGRAMS_INFO).exists():
-        return package.folder
-    if package.about.recipe.get("target") != "self":
-        return None
+def _borrowed_ngrams(package: EEPackage) -> list[Path]:
+    """The files of n-grams that come with HiSpec for the base of a model that has none of its own, and was
+    trained to stay what its base was: it says nearly the same. None where there are none."""
+    if (package.folder / NGRAMS_INFO).exists() or package.about.recipe.get("target") != "self":
+        return []
     of_base = package.about.base_model.fingerprint
     shipped = (file.folder for file in shipped_files() if file.about.base_model.fingerprint == of_base)
-    return next((folder for folder in shipped if all((folder / name).is_file() for name in _NGRAMS)), None)
+    found = ([folder / name for name in _NGRAMS] for folder in shipped)
+    return next((files for files in found if all(file.is_file() for file in files)), [])
 
 
 def _is_whole(made: Path, carried: Sequence[Path]) -> bool:

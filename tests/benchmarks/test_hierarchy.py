@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -147,11 +148,19 @@ def test_agreement_is_that_of_the_held_out_answers(counted: dict[str, Any]) -> N
 
 
 def test_plans_are_measured_batch_by_batch_beside_what_is_predicted(
-    model: Path, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    files: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path, batch = tmp_path / "result.json", ["--batch-size", "2", "--max-tokens", "6"]
+    loads = itertools.count(0.25)  # which the command itself makes rise
+    monkeypatch.setattr("os.getloadavg", lambda: (next(loads), 0.0, 0.0))
     assert hierarchy.main([str(model), *files, *batch, "--json", str(path)]) == 0
-    result = json.loads(path.read_text())["measured"]["2"]
+    whole = json.loads(path.read_text())
+    result = whole["measured"]["2"]
+    assert result["environment"]["load"] == whole["environment"]["load"] == 0.25
     assert [group["prompts"] for group in result["groups"]] == [[0, 2], [1, 3]]
     assert list(result["plans"]) == KINDS
     for kind, plan in result["plans"].items():

@@ -13,12 +13,13 @@ from ee_models.checkpoint.ngram_file import INFO as NGRAMS_INFO
 from ee_models.checkpoint.ngram_file import NgramsFile
 from hispec import LLM, SamplingParams
 from hispec.jobs.load import load_preset, load_settings
-from hispec.loading.ee_packages import PRETRAINED, packages
+from hispec.loading.ee_packages import PRETRAINED, _borrowed_ngrams, packages
 from hispec.training.exits import describe_data, describe_recipe
 from hispec.training.schema import TrainConfig
 from tests.test_packaging import ROOT
 
 FOLDERS = sorted(path.parent for path in PRETRAINED.glob(f"*/{INFO}"))
+WITH_NGRAMS = sorted(path.parent for path in PRETRAINED.glob(f"*/{NGRAMS_INFO}"))
 CONFIGS = {
     "smollm2-135m-instruct": "train_smollm2.yaml",
     "smollm2-maths": "train_smollm2_maths.yaml",
@@ -66,12 +67,12 @@ def test_the_committed_recipe_is_the_one_they_were_trained_by(folder: Path) -> N
     assert about.data["prompts"] == describe_data(config, [])["prompts"]
 
 
-WITH_NGRAMS = sorted(path.parent for path in PRETRAINED.glob(f"*/{NGRAMS_INFO}"))
-
-
-def test_all_come_with_ngrams_or_stayed_what_their_base_was() -> None:
-    for folder in set(FOLDERS) - set(WITH_NGRAMS):
-        assert EEPackage(folder).about.recipe["target"] == "self", folder
+def test_what_has_no_ngrams_of_its_own_has_those_of_its_base() -> None:
+    without = set(FOLDERS) - set(WITH_NGRAMS)
+    assert {folder.name for folder in without} == {"smollm2-ee"}
+    for folder in without:
+        of_base = PRETRAINED / "smollm2-135m-instruct"
+        assert [file.parent for file in _borrowed_ngrams(EEPackage(folder))] == [of_base] * 2
 
 
 @pytest.mark.parametrize("folder", WITH_NGRAMS, ids=lambda folder: folder.name)
