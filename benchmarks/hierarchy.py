@@ -13,8 +13,9 @@ Both files are inputs of jobs, as benchmarks/prompts.py writes them, and share n
    as a share of the weights (memory-bound), and at each batch size what it takes on this machine.
 2. The answers to the held-out prompts are recorded, and the rounds of the memory-bound plans counted.
 3. At each batch size plain decoding and the plans that are best on this machine decode the held-out prompts,
-   as `hispec bench` does: each batch by all of them in turn. What was predicted of these prompts stands
-   beside what came out.
+   as `hispec bench` does: each batch by all of them in turn. What is predicted of these prompts, at the
+   speed that the machine has meanwhile (passes through the whole model, timed between turns), stands beside
+   what came out.
 
 "Best" is what the tuning prompts say. Figures are means over tasks, and intervals hold 95 % of bootstrap
 means over prompts (batches, where these run together), drawn task by task: a task with a single one has none.
@@ -224,16 +225,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     print_counted(result["counted"])
     result["measured"] = {}
     for options in () if arguments.no_timing else each_options:
-        both = [
-            Prompts(of, [group.prompts for group in make_groups(rows, options.batch_size, by_batch=True)])
+        tune_on, compare_on = (
+            Prompts(of, rows, make_groups(rows, options.batch_size, by_batch=True))
             for of, rows in ((tuning, tune), (recording, held_out))
-        ]
+        )
         size = str(options.batch_size)
-        measured = measure(job, options, *both, plans)
-        measured["environment"]["load"] = measured_on["load"]  # what was added since is this command's own
-        result["measured"][size] = measured
+        result["measured"][size] = measure(job, options, tune_on, compare_on, plans)
         keep()
-        print_measured(size, result["measured"][size])
+        print_measured(size, result["measured"][size], result["environment"])
     return result
 
 

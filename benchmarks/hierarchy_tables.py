@@ -83,7 +83,7 @@ def print_counted(found: Mapping[str, Any]) -> None:
     print_claims(found["claims"], {"per_cost": "per cost", "per_full_pass": "per full pass"})
 
 
-def print_measured(batch_size: str, found: Mapping[str, Any]) -> None:
+def print_measured(batch_size: str, found: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
     print(f"## Measured, batch {batch_size}\n")
     rows = []
     for kind, each in found["plans"].items():
@@ -107,5 +107,5 @@ def print_measured(batch_size: str, found: Mapping[str, Any]) -> None:
     print_claims(found["claims"], {"all": "measured", "rounds": "rounds alone"})
     if not found["row_invariant"]:
         print("Rows do not keep their bits on this platform: outputs may differ at near-ties.\n")
-    if (busy := busy_text(found["environment"])) is not None:
+    if (busy := busy_text(environment)) is not None:
         print(f"{busy}: do not rely on these speeds.\n")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,12 +13,15 @@ import numpy as np
 from benchmarks.hierarchy_plans import best_of_kinds, plans_tuned
 from benchmarks.hierarchy_ratios import Totals, claims, compared
 from hispec.config import SpeculativeConfig
-from hispec.jobs.bench import BenchOptions, run_bench
+from hispec.jobs.bench import BenchOptions, make_llm, time_engines
 from hispec.jobs.bench_inputs import TokenIds, warm_up
+from hispec.jobs.bench_runs import Group
+from hispec.jobs.rows import Row
 from hispec.jobs.schema import Job
 from hispec.latency.profile_file import LatencyProfile
 from hispec.llm import LLM
 from hispec.measure.latency import measure_latency
+from hispec.measure.yardstick import Yardstick
 from hispec.profile.candidates import find_candidates
 from hispec.profile.options import ProfileOptions
 from hispec.profile.predict import Predictor, calibrate
@@ -28,30 +33,42 @@ from hispec.utils.console import make_bar
 
 
 class Prompts(NamedTuple):
-    """Prompts with the model's own answers to them, and the batches in which they are decoded."""
+    """Prompts with the model's own answers to them, and the groups in which they are decoded."""
 
     recording: Recording
-    batches: list[list[int]]
+    rows: list[Row]
+    groups: list[Group]
 
     @property
     def tokens(self) -> list[TokenIds]:
         return [answer.prompt_token_ids for answer in self.recording.answers]
 
 
-def plain_steps(llm: LLM, prompts: Prompts, sampling: SamplingParams, what: str) -> list[Step]:
+class PlainSteps(NamedTuple):
+    """Steps of plain decoding, and passes that were timed between them."""
+
+    steps: list[Step]
+    meanwhile: Yardstick
+
+
+def plain_steps(
+    llm: LLM, prompts: Prompts, sampling: SamplingParams, meanwhile: Yardstick, what: str
+) -> PlainSteps:
     """The steps of plain decoding, batch by batch."""
     steps, tokens = [], prompts.tokens
-    with make_bar(len(tokens), what, "prompt", True) as bar:
-        for batch in prompts.batches:
-            steps += generate_in_steps(llm, [tokens[at] for at in batch], sampling, progress=False)[1]
-            bar.update(len(batch))
-    return steps
+    with meanwhile, make_bar(len(tokens), what, "prompt", True) as bar:
+        for group in prompts.groups:
+            steps += generate_in_steps(
+                llm, [tokens[at] for at in group.prompts], sampling, progress=False, between=meanwhile.measure
+            )[1]
+            bar.update(len(group.prompts))
+    return PlainSteps(steps, meanwhile)
 
 
 def predictor_here(
     prompts: Prompts,
     latency: LatencyProfile,
-    steps: Sequence[Step],
+    plain: PlainSteps,
     batch_size: int,
     num_layers: int,
     max_run_ms: float,
@@ -67,10 +84,10 @@ def predictor_here(
     return Predictor(
         prompts.recording,
         times,
-        calibrate(steps, times, batch_size, max_run_ms, links),
+        calibrate(plain.steps, times, batch_size, max_run_ms, links, plain.meanwhile.drift(latency.model())),
         batch_size,
         num_layers,
-        groups=[np.array(batch) for batch in prompts.batches],
+        groups=[np.array(group.prompts) for group in prompts.groups],
     )
 
 
@@ -85,12 +102,12 @@ def measure(
     batch_size, window = options.batch_size, ProfileOptions().max_window
     sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
     answers = [*tune.recording.answers, *held_out.recording.answers]
-    numbers = {"dtype": job.engine.dtype, "quantization": job.engine.quantization}
-    with LLM(job.model, max_num_seqs=batch_size, enable_prefix_caching=False, **numbers) as llm:
+    with closing(make_llm(job, options)) as llm:
+        yard = llm.decoder, tune.tokens, options.max_tokens, batch_size, window
         candidates = find_candidates(llm.engine.pretrained, None, must_be_trained=True)
         num_layers = llm.decoder.config.num_layers
         warm_up(llm, tune.tokens[:batch_size], sampling)
-        tune_steps = plain_steps(llm, tune, sampling, "tuning")
+        tune_steps = plain_steps(llm, tune, sampling, Yardstick(*yard), "tuning")
         latency = measure_latency(
             llm.decoder,
             candidates.layers,
@@ -100,13 +117,22 @@ def measure(
             max_context=max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers),
             progress=True,
         )
-        held_steps = plain_steps(llm, held_out, sampling, "held out")
-        links = llm.decoder.passes is not None
-    here = batch_size, num_layers, job.engine.max_run_ms, links
-    best = best_of_kinds(predictor_here(tune, latency, tune_steps, *here), plans)
-    predictor = predictor_here(held_out, latency, held_steps, *here)
-    others = {kind: each.plan for kind, each in best.items() if each.plan is not None}
-    result = run_bench(job, options.model_copy(update={"plans": others}))
+        held_steps = plain_steps(llm, held_out, sampling, Yardstick(*yard), "held out")
+        here = batch_size, num_layers, job.engine.max_run_ms, llm.decoder.passes is not None
+        best = best_of_kinds(predictor_here(tune, latency, tune_steps, *here), plans)
+        predictor = predictor_here(held_out, latency, held_steps, *here)
+        others = {kind: each.plan for kind, each in best.items() if each.plan is not None}
+        with Yardstick(*yard) as meanwhile:
+            result = time_engines(
+                llm,
+                job,
+                options.model_copy(update={"plans": others}),
+                held_out.rows,
+                between=meanwhile.measure,
+            )
+    # The machine's speed has changed since stages were timed, and is no fault of what was predicted.
+    drift = meanwhile.drift(latency.model())
+    predictor = predictor.during(drift)
     engines, tasks = result["engines"], [group["task"] for group in result["groups"]]
     total = {kind: Totals(each["group_tokens"], each["group_seconds"]) for kind, each in engines.items()}
     rounds = {
@@ -137,6 +163,6 @@ def measure(
         "plans": found,
         "claims": {"all": claims(total, tasks, best), "rounds": claims(rounds, tasks, best)},
         "row_invariant": result["row_invariant"],
-        "environment": result["environment"],
+        "drift": asdict(drift),
         "stages": latency.model_dump(mode="json", include={"stages", "is_static", "row_buckets"}),
     }

@@ -81,12 +81,35 @@ def run_bench(job: Job, options: BenchOptions, *, progress: bool = True) -> dict
     count_rows(job.input)
     rows = good_rows(job)
     measured_on, others = environment(), watch_others()  # now, so that its load is that of others
-    with closing(job.make_llm(**_engine_settings(job, options))) as llm:
-        result = _measure(llm, job, options, rows, progress)
+    with closing(make_llm(job, options)) as llm:
+        result = time_engines(llm, job, options, rows, progress=progress)
     return result | {"environment": measured_on | {"others": others()}}
 
 
-def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progress: bool) -> dict[str, Any]:
+def make_llm(job: Job, options: BenchOptions) -> LLM:
+    """The job's model with the settings of a benchmark. Without a prefix cache every run computes its
+    prompts, as transformers does; a trace is of the job's own rows."""
+    settings: dict[str, Any] = {
+        "max_num_seqs": options.batch_size,
+        "enable_prefix_caching": False,
+        "trace": None,
+    }
+    if options.context is not None and job.engine.max_model_len is None:
+        settings["max_model_len"] = options.context + options.max_tokens
+    return job.make_llm(**settings)
+
+
+def time_engines(
+    llm: LLM,
+    job: Job,
+    options: BenchOptions,
+    rows: list[Row],
+    *,
+    progress: bool = True,
+    between: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """As `run_bench`, with a model that `make_llm` has loaded; without the environment. `between` is called
+    before each turn of an engine."""
     prompts = [_fit(llm.encode(row.prompt, chat=row.is_chat), options.context) for row in rows]
     sampling = SamplingParams(
         temperature=options.temperature, max_tokens=options.max_tokens, ignore_eos=job.sampling.ignore_eos
@@ -123,6 +146,7 @@ def _measure(llm: LLM, job: Job, options: BenchOptions, rows: list[Row], progres
                     if name != "transformers":
                         llm.set_speculative(plans[name])
                         llm.reset_stats()
+                    between()
                     for number in numbers:
                         if name == "transformers":
                             assert baseline is not None
@@ -225,19 +249,6 @@ def _result(
         },
         "acceptance": acceptance,
     }
-
-
-def _engine_settings(job: Job, options: BenchOptions) -> dict[str, Any]:
-    """Those that differ from the job's. Without a prefix cache every run computes its prompts, as
-    transformers does; a trace is of the job's own rows."""
-    settings: dict[str, Any] = {
-        "max_num_seqs": options.batch_size,
-        "enable_prefix_caching": False,
-        "trace": None,
-    }
-    if options.context is not None and job.engine.max_model_len is None:
-        settings["max_model_len"] = options.context + options.max_tokens
-    return settings
 
 
 def _fit(prompt: TokenIds, length: int | None) -> TokenIds:

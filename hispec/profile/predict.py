@@ -3,7 +3,9 @@ their passes cost by the latency model."""
 
 from __future__ import annotations
 
+import copy
 import heapq
+import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..config import SpeculativeConfig
+from ..latency.drift import STEADY, Drift
 from ..runner.round_runner import num_together
 from .plans import kind_of, refined, short_text
 from .recording import Ints, Recording
@@ -34,7 +37,7 @@ class Calibration:
     prefill_s       seconds that the prompts took in all
     max_run_ms      as EngineConfig: rounds that run together share the host's work
     links           whether those of plans run together, too, as one call
-    drift           how much longer a pass took during those steps than by itself; times are without it
+    drift           how much longer passes took during those steps than by themselves; times are without it
     """
 
     rows: int
@@ -44,7 +47,15 @@ class Calibration:
     prefill_s: float
     max_run_ms: float = 0.0
     links: bool = False
-    drift: float = 1.0
+    drift: Drift = STEADY
+
+    def during(self, drift: Drift) -> Calibration:
+        """What is not passes, at another speed of the machine."""
+        return replace(
+            self,
+            host_ms=self.host_ms * float(drift(self.rows)),
+            prefill_s=self.prefill_s * float(drift(math.inf)),
+        )
 
     def host_ms_of(self, plan: SpeculativeConfig | None, parts_ms: float) -> float:
         """The host's share of a round of the plan whose parts take so long."""
@@ -59,15 +70,17 @@ def calibrate(
     batch_size: int,
     max_run_ms: float = 0.0,
     links: bool = False,
-    drift: float = 1.0,
+    drift: Drift = STEADY,
 ) -> Calibration:
     """The calibration by the steps of a plain run over all prompts, in which no rounds ran together.
 
-    drift   what a pass took while they ran over what it took when `times` were measured: a machine that
+    drift   what passes took while they ran over what they took when `times` were measured: a machine that
             others share may be a third slower for minutes, and that must not count as the engine's own work
     max_run_ms, links: as Calibration
     """
-    steps = [replace(step, seconds=step.seconds / drift) for step in steps]
+    steps = [
+        replace(step, seconds=step.seconds / float(drift(step.rows + step.prefill_tokens))) for step in steps
+    ]
     plain = partial(times.one_each, ["plain"])
     decoding = [step for step in steps if step.rows and not step.prefill_tokens]
     full = [1e3 * step.seconds for step in decoding if step.rows == batch_size]
@@ -165,6 +178,13 @@ class Predictor:
         self._batch_size, self.num_layers = batch_size, num_layers
         self._draft_model_share = draft_model_share
         self._plain_tokens_per_s: float | None = None
+
+    def during(self, drift: Drift) -> Predictor:
+        """The same at another speed of the machine than that of its times."""
+        other = copy.copy(self)
+        other._times, other._calibration = self._times.during(drift), self._calibration.during(drift)
+        other._plain_tokens_per_s = None
+        return other
 
     def predict(self, plan: SpeculativeConfig | None) -> Prediction:
         rounds = self._counter.count(plan)

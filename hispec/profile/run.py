@@ -146,7 +146,8 @@ class Session:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
         check_served(llm, prompts, sampling)
         warm_up(llm, prompts[:batch_size], sampling)
-        with Yardstick(decoder, prompts, max_tokens, batch_size) as yardstick:
+        yard = decoder, prompts, max_tokens, batch_size, options.max_window
+        with Yardstick(*yard) as yardstick:
             outputs, steps = generate_in_steps(
                 llm, prompts, sampling, progress=progress, between=yardstick.measure
             )
@@ -200,16 +201,22 @@ class Session:
         )
         predictions, num_predicted = search(predictor, self.plans)
         chosen = [predictor.predict(None), *best_of_each_kind(predictions, options.top)]
-        runs = time_plans(
-            llm,
-            [prediction.plan for prediction in chosen],
-            prompts,
-            tasks,
-            sampling,
-            options.repeats,
-            batch_size=batch_size,
-            progress=progress,
-        )
+        with Yardstick(*yard) as yardstick:
+            runs = time_plans(
+                llm,
+                [prediction.plan for prediction in chosen],
+                prompts,
+                tasks,
+                sampling,
+                options.repeats,
+                batch_size=batch_size,
+                progress=progress,
+                between=yardstick.measure_all,
+            )
+        # The machine's speed has changed since stages were timed, and is no fault of what was predicted.
+        meanwhile = yardstick.drift(latency.model())
+        then = predictor.during(meanwhile)
+        chosen = [then.predict(each.plan) for each in chosen]
         measured = measured_plans(chosen, runs, num_layers)
         best, best_reason = choose(measured)
         lengths = list(map(len, prompts))
@@ -227,6 +234,7 @@ class Session:
                 **latency.model_dump(mode="json", include={"stages", "is_static", "row_buckets"}),
             },
             "calibration": asdict(calibration),
+            "drift": asdict(meanwhile),
             "num_predicted": num_predicted,
             "predictions": [prediction.as_dict() for prediction in best_by_layers(predictions)],
             "measured": measured,

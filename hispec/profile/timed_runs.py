@@ -158,9 +158,10 @@ def time_plans(
     *,
     batch_size: int,
     progress: bool,
+    between: Callable[[], None] = lambda: None,
 ) -> list[PlanRuns]:
     """Runs every plan `repeats` times over all prompts, in turns, each time in another order, so that none
-    always finds what the same one has left."""
+    always finds what the same one has left; `between` is called before each task of a run."""
     by_task: dict[str, list[int]] = {}
     for number, task in enumerate(tasks):
         by_task.setdefault(task, []).append(number)
@@ -176,17 +177,24 @@ def time_plans(
                 )  # every time: KV memory of a plan with other exits is new
                 llm.set_speculative(run.speculative)  # again, for a drafter that has not seen anything
                 llm.reset_stats()
-                _time(llm, run, prompts, sampling)
+                _time(llm, run, prompts, sampling, between)
                 bar.update()
     return runs
 
 
-def _time(llm: LLM, run: PlanRuns, prompts: Sequence[TokenIds], sampling: SamplingParams) -> None:
+def _time(
+    llm: LLM,
+    run: PlanRuns,
+    prompts: Sequence[TokenIds],
+    sampling: SamplingParams,
+    between: Callable[[], None],
+) -> None:
     """Adds one run: the prompts of each task together."""
     seconds: dict[str, float] = {}
     outputs: list[TokenIds] = [[]] * len(prompts)
     for task, numbers in run.tasks.items():
         taken = [prompts[number] for number in numbers]
+        between()
         started = time.perf_counter()
         results = generate(llm, taken, sampling)
         seconds[task] = time.perf_counter() - started

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import hispec.llm
 from benchmarks import hierarchy, hierarchy_timing
 from benchmarks.hierarchy_ratios import Totals, compared
 from ee_models.checkpoint.exit_files import ExitInfo
@@ -160,7 +161,8 @@ def test_plans_are_measured_batch_by_batch_beside_what_is_predicted(
     assert hierarchy.main([str(model), *files, *batch, "--json", str(path)]) == 0
     whole = json.loads(path.read_text())
     result = whole["measured"]["2"]
-    assert result["environment"]["load"] == whole["environment"]["load"] == 0.25
+    assert whole["environment"]["load"] == 0.25, "before the command itself has added to it"
+    assert result["drift"]["tokens"] == [2.0, 8.0] and min(result["drift"]["factors"]) > 0
     assert [group["prompts"] for group in result["groups"]] == [[0, 2], [1, 3]]
     assert list(result["plans"]) == KINDS
     for kind, plan in result["plans"].items():
@@ -230,7 +232,7 @@ def test_weights_are_quantized_as_asked_where_rounds_are_counted_and_timed(
         made.append(settings["quantization"])
         return LLM(*arguments, **settings)
 
-    for module in (hierarchy, hierarchy_timing):
+    for module in (hierarchy, hispec.llm):
         monkeypatch.setattr(module, "LLM", spy)
     path = tmp_path / "result.json"
     sizes = ["--max-tokens", "4", "--batch-size", "2", "--quantization", "int8"]

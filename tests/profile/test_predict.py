@@ -12,6 +12,7 @@ from ee_models.checkpoint.loader import open_checkpoint
 from ee_models.decoder import Decoder
 from hispec.config import CheckConfig, DraftConfig, NgramConfig, SpeculativeConfig
 from hispec.errors import ConfigError
+from hispec.latency.drift import Drift
 from hispec.latency.model import LatencyModel, Linear
 from hispec.measure.latency import measure_latency
 from hispec.profile.candidates import Candidates
@@ -297,12 +298,32 @@ def test_what_a_step_takes_beside_its_pass_is_told_from_plain_steps() -> None:
 
 
 def test_a_machine_that_was_slower_meanwhile_is_no_work_of_the_engine() -> None:
+    """Here by a half for the two tokens of plain steps, by an eighth from 12 on, and by a third of the way
+    back from there for the seven of the step with a prompt."""
+    drift = Drift((2.0, 12.0), (1.5, 1.125))
     steps = [Step(0.050, 20, 0), Step(0.030, 5, 2), *[Step(0.012, 0, 2)] * 3]
-    slower = [Step(1.5 * step.seconds, step.prefill_tokens, step.rows) for step in steps]
-    found = calibrate(slower, PassTimes(constant_costs(), 30), 2, drift=1.5)
+    factors = [1.125, 1.3125, 1.5, 1.5, 1.5]
+    slower = [
+        Step(factor * step.seconds, step.prefill_tokens, step.rows)
+        for factor, step in zip(factors, steps, strict=True)
+    ]
+    found = calibrate(slower, PassTimes(constant_costs(), 30), 2, drift=drift)
     expected = calibrate(steps, PassTimes(constant_costs(), 30), 2)
-    assert found.drift == 1.5 and found.host_ms == pytest.approx(expected.host_ms)
+    assert found.drift == drift and found.host_ms == pytest.approx(expected.host_ms)
     assert found.prefill_s == pytest.approx(expected.prefill_s)
+
+
+def test_plans_are_predicted_at_the_speed_that_the_machine_had_while_they_ran() -> None:
+    """Twice as slow at one token and as fast as ever at four: prompts take what they took, plain rounds twice
+    as long, wide ones hardly longer."""
+    steady, plan = predictor_of(hand_recording()), exit_plan(3)
+    slower = steady.during(Drift((1.0, 4.0), (2.0, 1.0)))
+    plain, before = slower.predict(None), steady.predict(None)
+    assert plain.round_ms == pytest.approx(2.0 * before.round_ms)
+    rounds = 8  # of one token each
+    assert 8 / plain.tokens_per_s - 8 / before.tokens_per_s == pytest.approx(1e-3 * rounds * before.round_ms)
+    assert slower.predict(plan).ratio_to_plain > steady.predict(plan).ratio_to_plain
+    assert steady.predict(None) == before, "the other is a predictor of its own"
 
 
 def test_the_best_of_each_kind_are_run() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ee_models.decoder import Decoder
+from hispec.latency.drift import STEADY
 from hispec.latency.model import LatencyModel, Linear
 from hispec.llm import LLM
 from hispec.measure import yardstick as module
@@ -19,16 +20,36 @@ from tests.helpers.tiny import tiny_checkpoint
 def test_drift_is_what_passes_took_over_what_they_should(
     tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch, num_rows: int, prompts: list[list[int]]
 ) -> None:
-    latency = LatencyModel({"plain": Linear(constant_ms=4.0, row_ms=2.0)})
-    with Yardstick(tiny_decoder, prompts, 8, num_rows) as found:
-        assert found.drift(latency) == 1.0, "nothing was timed yet"
-        for _ in range(3):
-            found.measure()
-        assert found.drift(latency) > 0
-    monkeypatch.setattr(found, "_ms", [100.0, 9.0, 3.0])
-    assert found.drift(latency) == pytest.approx(9.0 / (4.0 + 2.0 * num_rows))
+    latency = LatencyModel(
+        {"plain": Linear(constant_ms=4.0, row_ms=2.0), "verify/0": Linear(constant_ms=5.0, token_ms=3.0)}
+    )
+    with Yardstick(tiny_decoder, prompts, 8, num_rows, widest=20) as found:
+        assert found.drift(latency) == STEADY, "nothing was timed yet"
+        found.measure()
+        assert found.drift(latency).tokens == (num_rows,)
+        found.measure()
+        found.measure_all()
+        assert [len(each.ms) for each in found._passes] == [2, 2, 1], "in turns"
+        assert min(found.drift(latency).factors) > 0
+    for each, ms in zip(found._passes, ([100.0, 9.0, 3.0], [8.0], [7.0, 6.0, 80.0]), strict=True):
+        monkeypatch.setattr(each, "ms", ms)
+    drift = found.drift(latency)
+    assert drift.tokens == (num_rows, 4 * num_rows, 16 * num_rows)
+    expected = [9.0 / (4 + 2 * num_rows), 8.0 / (5 + 12 * num_rows), 7.0 / (5 + 48 * num_rows)]
+    assert drift.factors == pytest.approx(expected)
     found.measure()  # its memory is given back: nothing more is timed
-    assert len(found._ms) == 3
+    assert len(found._passes[-1].ms) == 3
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "widest", "tokens"),
+    [(1, 1, [1]), (1, 15, [1, 4]), (1, 500, [1, 4, 16, 64]), (8, 500, [8, 32, 128]), (200, 500, [200])],
+)
+def test_passes_are_as_wide_as_rounds_may_be_and_short(
+    tiny_decoder: Decoder, num_rows: int, widest: int, tokens: list[int]
+) -> None:
+    with Yardstick(tiny_decoder, [[1, 2]], 8, num_rows, widest) as found:
+        assert [each.num_tokens for each in found._passes] == tokens
 
 
 def test_a_gpu_is_not_asked(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +57,7 @@ def test_a_gpu_is_not_asked(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tiny_decoder, "device", torch.device("meta"))
     with Yardstick(tiny_decoder, [[1, 2]], 8, 1) as found:
         found.measure()
-    assert found.drift(LatencyModel({"plain": Linear(4.0)})) == 1.0
+    assert found.drift(LatencyModel({"plain": Linear(4.0)})) == STEADY
 
 
 def test_what_is_done_between_steps_changes_neither_outputs_nor_their_times(
