@@ -14,6 +14,7 @@ from ee_models.decoder import Decoder
 
 from ..latency.drift import STEADY, Drift
 from ..latency.model import LatencyModel
+from ..utils.means import trimmed_mean
 from .stage_bench import Rig
 from .timing import Timed
 
@@ -89,10 +90,10 @@ class Yardstick:
             self.measure()
 
     def drift(self, latency: LatencyModel) -> Drift:
-        """Medians of the passes over what they take by `latency`; STEADY if none was timed."""
+        """Means of the passes over what they take by `latency`; STEADY if none was timed."""
         rows = float(self._num_rows)
         found = {
-            float(each.num_tokens): statistics.median(each.ms)
+            float(each.num_tokens): trimmed_mean(each.ms)
             / float(latency[each.stage](rows, float(each.num_tokens), rows * self._length))
             for each in self._passes
             if each.ms

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import heapq
-import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,6 +16,7 @@ import numpy as np
 from ..config import SpeculativeConfig
 from ..latency.drift import STEADY, Drift
 from ..runner.round_runner import num_together
+from ..utils.means import trimmed_mean
 from .plans import kind_of, refined, short_text
 from .recording import Ints, Recording
 from .replay import RoundCounter, Rounds
@@ -30,14 +30,15 @@ _REFINED = 20  # plans of each kind whose confidences are tried more finely
 class Calibration:
     """What an engine's step takes besides the passes that were measured alone.
 
-    plain_step_ms   median of the engine's plain steps with `rows` rows (None if there was none without a
-                    prompt in it)
+    plain_step_ms   mean of the engine's plain steps with `rows` rows (None if there was none without a prompt
+                    in it)
     plain_parts_ms  what its one pass takes by itself
-    host_ms         median of the difference, over all plain steps: scheduling, batches, copies, text
+    host_ms         mean of the difference, over all plain steps: scheduling, batches, copies, text
     prefill_s       seconds that the prompts took in all
     max_run_ms      as EngineConfig: rounds that run together share the host's work
     links           whether those of plans run together, too, as one call
     drift           how much longer passes took during those steps than by themselves; times are without it
+    prefill_tokens  positions of prompts in a step that computed some, on average
     """
 
     rows: int
@@ -48,13 +49,14 @@ class Calibration:
     max_run_ms: float = 0.0
     links: bool = False
     drift: Drift = STEADY
+    prefill_tokens: float = 1.0
 
     def during(self, drift: Drift) -> Calibration:
         """What is not passes, at another speed of the machine."""
         return replace(
             self,
             host_ms=self.host_ms * float(drift(self.rows)),
-            prefill_s=self.prefill_s * float(drift(math.inf)),
+            prefill_s=self.prefill_s * float(drift(self.prefill_tokens)),
         )
 
     def host_ms_of(self, plan: SpeculativeConfig | None, parts_ms: float) -> float:
@@ -85,24 +87,24 @@ def calibrate(
     decoding = [step for step in steps if step.rows and not step.prefill_tokens]
     full = [1e3 * step.seconds for step in decoding if step.rows == batch_size]
     host_ms = (
-        max(0.0, statistics.median(1e3 * step.seconds - plain(step.rows) for step in decoding))
+        max(0.0, trimmed_mean(1e3 * step.seconds - plain(step.rows) for step in decoding))
         if decoding
         else 0.0
     )
+    prefills = [step for step in steps if step.prefill_tokens]
     prefill_ms = sum(
-        1e3 * step.seconds - (plain(step.rows) + host_ms if step.rows else 0.0)
-        for step in steps
-        if step.prefill_tokens
+        1e3 * step.seconds - (plain(step.rows) + host_ms if step.rows else 0.0) for step in prefills
     )
     return Calibration(
         batch_size,
-        statistics.median(full) if full else None,
+        trimmed_mean(full) if full else None,
         plain(batch_size),
         host_ms,
         max(0.0, prefill_ms / 1e3),
         max_run_ms,
         links,
         drift,
+        statistics.fmean(step.prefill_tokens for step in prefills) if prefills else 1.0,
     )
 
 

@@ -117,11 +117,16 @@ class Recording:
 
     def kept_looked_up(self, found: LookedUp, check: Said, confidence: float | None = None) -> Ints:
         """[places]: how many leading proposals a check keeps, as in `kept`. What it says after a wrong one
-        that it keeps is not known: no more than that one is counted."""
-        kept = self._ahead(check.tokens, found) == found.tokens
+        that it keeps is not known. What follows there was said after that token once, and so is taken to be
+        kept where the answer's own token would be: a check that overrules only where it is sure keeps most
+        of it, and verify pays for it all."""
+        said = self._ahead(check.tokens, found)
+        first_wrong = self.right_looked_up(found)[:, None]
+        is_beyond = np.arange(found.tokens.shape[1]) > first_wrong
+        kept = said == np.where(is_beyond, self._ahead(self.truth, found), found.tokens)
         if confidence is not None:
             kept |= self._ahead(check.probability, found) < np.float32(confidence)
-        return np.minimum(self._leading(found, kept), self.right_looked_up(found) + 1)
+        return self._leading(found, kept)
 
     # ---- shares ----
 

@@ -94,7 +94,8 @@ class RoundCounter:
         What a round commits is exact: its drafts and checks are on the true context up to the first tentative
         token that is wrong, and nothing is committed beyond that. After it, the tiers go on in that round
         from a wrong token, and what they would say there was not recorded. They are taken to find, say and
-        keep what they do at those places on the true context; only the costs of the round depend on that.
+        keep what they do at those places on the true context, a proposal that was looked up before it as if
+        it were right (`Recording.kept_looked_up`); only the costs of the round depend on that.
         Those of gated cycles come out too high by it: after a wrong token a check is less sure. Not exact is
         a plan that keeps outputs, for several rows.
         """

@@ -15,7 +15,7 @@ from ..control.candidates import exit_layers, trained_path, uses_trained
 from ..jobs.schema import Job
 from ..latency.profile_file import LatencyProfile, StageCost, kept_path, save
 from ..llm import LLM
-from ..measure.latency import measure_latency, subject_of
+from ..measure.latency import largest_window, measure_latency, subject_of
 from ..utils.console import make_console, make_table, number, percent, print_if_busy
 from ..utils.environment import hardware_text
 from .options import Targets
@@ -54,7 +54,7 @@ def profile_latency(
         draft_model = llm.draft_models.load(own, llm.decoder, llm.tokenizer, llm.engine.max_model_len)
         place = path or kept_path(subject_of(llm.decoder, layers, exits, draft_model))
         Targets(latency=place).check()
-        window = max_window or (_WINDOW if own is None else own.plan(llm.decoder.config.num_layers).window)
+        window = max_window or _window_of(own, llm.decoder.config.num_layers)
         profile = measure_latency(
             llm.decoder,
             layers,
@@ -66,6 +66,13 @@ def profile_latency(
         )
     save(profile, place)
     return profile, place
+
+
+def _window_of(own: SpeculativeConfig | None, num_layers: int) -> int:
+    """Places of a row's round at most, of all that the job's plan allows."""
+    if own is None:
+        return _WINDOW
+    return largest_window(own) if own.control == "goodput" else own.plan(num_layers).window
 
 
 def _exits(llm: LLM, speculative: SpeculativeConfig | None) -> list[AdapterExit]:

@@ -107,7 +107,7 @@ FAULTS = (
     Fault(
         "a slower machine counts as the engine's own work",
         "hispec/profile/predict.py",
-        "seconds=step.seconds / drift",
+        "seconds=step.seconds / float(drift(step.rows + step.prefill_tokens))",
         "seconds=step.seconds",
         ("tests/profile/test_predict.py",),
     ),

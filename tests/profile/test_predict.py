@@ -70,7 +70,7 @@ def predictor_of(
     return Predictor(
         recording,
         PassTimes(constant_costs(), 30),
-        Calibration(batch_size, 10.0, 9.5, host_ms, prefill_s),
+        Calibration(batch_size, 10.0, 9.5, host_ms, prefill_s, prefill_tokens=40.0),
         batch_size,
         num_layers=9,
     )
@@ -293,7 +293,7 @@ def test_what_a_step_takes_beside_its_pass_is_told_from_plain_steps() -> None:
     )
     assert found.prefill_s == pytest.approx(0.050 + 0.030 - 0.012)
     assert calibrate(steps[:2], PassTimes(constant_costs(), 30), 2) == Calibration(
-        2, None, 10.0, 0.0, pytest.approx(0.070)
+        2, None, 10.0, 0.0, pytest.approx(0.070), prefill_tokens=12.5
     )
 
 

@@ -73,10 +73,12 @@ def test_proposals_are_right_and_kept_up_to_the_first_that_is_not() -> None:
     tokens = np.array([[1, 2, 8], [2, 3, 4], [8, 4, 7], [4, 5, 5], [0, 0, 0], [6, 6, 6], [0, 0, 0]])
     found = LookedUp(np.array([3, 3, 2, 3, 0, 1, 0]), tokens)
     assert recording.right_looked_up(found).tolist() == [2, 3, 0, 1, 0, 0, 0]
-    # After a wrong proposal that is kept, what the check says is not known: one more than the right ones at
-    # most.
-    assert recording.kept_looked_up(found, check).tolist() == [3, 1, 1, 1, 0, 1, 0]
-    assert recording.kept_looked_up(found, check, 0.5).tolist() == [3, 3, 1, 1, 0, 1, 0]
+    # After a wrong proposal that is kept, as the third's 8, what the check says is not known: what follows is
+    # kept where the answer's own token, here 4, would be.
+    assert recording.kept_looked_up(found, check).tolist() == [3, 1, 2, 1, 0, 1, 0]
+    assert recording.kept_looked_up(found, check, 0.5).tolist() == [3, 3, 2, 1, 0, 1, 0]
+    never = Said(flat([[1, 2, 8, 9], [6]])[:, None], check.probability)
+    assert recording.kept_looked_up(found, never).tolist() == [3, 1, 1, 0, 0, 1, 0]
     assert recording.found(found) == pytest.approx(5 / 5) and recording.first_right(
         recording.right_looked_up(found), 2, found.counts
     ) == [3 / 5, 2 / 3]

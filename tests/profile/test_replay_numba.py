@@ -121,14 +121,14 @@ class Reference:
             branches = [branch for branch in branches if branch[:1] == [own]] or [[]]
             if own != self.truth(place):
                 return branches[0][:1]
-        kept = []
+        kept, is_right = [], True
         for step, token in enumerate(branches[0]):
             own, sure = self.own(place + step)
-            if place + step >= self.length or (token != own and sure):
+            asked = token if is_right else self.truth(place + step)
+            if place + step >= self.length or (own != asked and sure):
                 break
             kept.append(token)
-            if is_looked_up and token != self.truth(place + step):
-                break
+            is_right = is_right and not (is_looked_up and token != self.truth(place + step))
         return kept
 
     def round(self, done: int) -> int:
