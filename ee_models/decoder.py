@@ -15,6 +15,7 @@ from cache.view import BatchView
 
 from .attention import AttentionBackend, select_backend
 from .checkpoint.loader import Checkpoint
+from .checkpoint.weights import EMBEDDING, HEAD
 from .config import ModelConfig
 from .kernels import QkNorms, select_kernels
 from .linear import Linear
@@ -148,8 +149,8 @@ class Decoder:
             )
             layers.append(LayerWeights(attention_weights, mlp_weights))
             progress(index + 1, config.num_layers)
-        embedding = read("model.embed_tokens.weight")
-        head = make_linear.head(embedding if config.tie_word_embeddings else read("lm_head.weight"))
+        embedding = read(EMBEDDING)
+        head = make_linear.head(embedding if config.tie_word_embeddings else read(HEAD))
         return cls(
             config,
             embedding,

@@ -22,6 +22,7 @@ from cache.view import BatchView
 
 from .checkpoint.exit_files import ExitInfo, ExitsFile
 from .checkpoint.loader import Checkpoint
+from .checkpoint.weights import EMBEDDING, HEAD
 from .decoder import AttentionWeights, Decoder, LayerWeights, MlpWeights
 from .linear import Linear
 from .pass_steps import Kind, PassStep
@@ -149,4 +150,4 @@ def _load(file: ExitsFile, info: ExitInfo, decoder: Decoder, checkpoint: Checkpo
 
 def head_name(checkpoint: Checkpoint) -> str:
     """Name of the tensor [vocab, hidden] that turns hidden states into logits."""
-    return "model.embed_tokens.weight" if checkpoint.config.tie_word_embeddings else "lm_head.weight"
+    return EMBEDDING if checkpoint.config.tie_word_embeddings else HEAD

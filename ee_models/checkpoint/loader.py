@@ -20,6 +20,8 @@ from ..config import ModelConfig, make_transformers_config
 from ..errors import CheckpointError, UnsupportedModelError, reason, shown, unsupported
 from .gguf_file import GgufSource
 from .weights import (
+    EMBEDDING,
+    HEAD,
     INDEX_FILE,
     SINGLE_FILE,
     SafetensorsSource,
@@ -138,6 +140,13 @@ def _make_checkpoint(
     path: Path, config: ModelConfig, source: TensorSource, generation: Mapping[str, Any]
 ) -> Checkpoint:
     tensors = check_tensors(config, source.index)
+    # Some programs save a shared tensor twice. A head that was trained apart makes another model.
+    is_said_twice = config.tie_word_embeddings and HEAD in source.index
+    if is_said_twice and not torch.equal(source.read(HEAD), source.read(EMBEDDING)):
+        raise CheckpointError(
+            f"tie_word_embeddings is true in the config, but {HEAD} differs from {EMBEDDING}; set it to false"
+            f" if the model has a head of its own, else delete {HEAD} from the weights"
+        )
     dtype, defaults = prevailing_dtype(tensors), _read_defaults(generation)
     return Checkpoint(str(path), config, dtype, defaults, tensors, source)
 

@@ -22,6 +22,7 @@ from ..config import ModelConfig
 from ..errors import CheckpointError, cut, reason, shown
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LISTED_PROBLEMS = 5
 # Old versions of transformers saved it; the decoder computes it from the config.
@@ -50,7 +51,7 @@ class TensorSource(Protocol):
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors that the decoder reads. Linear weights are [out, in]."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     linears = (
         ("self_attn.q_proj", config.q_size, hidden, config.attention_bias),
         ("self_attn.k_proj", config.kv_size, hidden, config.attention_bias),
@@ -73,7 +74,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 shapes[f"{prefix}.{name}.bias"] = (out_size,)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[HEAD] = (config.vocab_size, hidden)
     return shapes
 
 
@@ -91,15 +92,15 @@ def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[
             " fetch them again"
         )
     expected = expected_tensors(config)
-    embedding = index.get("model.embed_tokens.weight")
+    embedding = index.get(EMBEDDING)
     if embedding is not None and embedding.shape[:1] != (config.vocab_size,):
         raise CheckpointError(
-            f"vocab_size is {config.vocab_size} in the config, but model.embed_tokens.weight has shape"
+            f"vocab_size is {config.vocab_size} in the config, but {EMBEDDING} has shape"
             f" {list(embedding.shape)}; set vocab_size to the number of its rows, or take the config it was"
             " saved with"
         )
     problems = [
-        f"{name} is missing" + (" (tie_word_embeddings is false)" if name == "lm_head.weight" else "")
+        f"{name} is missing" + (" (tie_word_embeddings is false)" if name == HEAD else "")
         for name in expected
         if name not in index
     ]
@@ -125,7 +126,7 @@ def check_tensors(config: ModelConfig, index: Mapping[str, TensorInfo]) -> dict[
 def _changes_output(name: str, config: ModelConfig) -> bool:
     """Whether leaving out the unexpected tensor `name` would change what the model computes: not so of layers
     past the config's last, of tables made from the config, and of the unread head of a tied checkpoint."""
-    if name.endswith(_DERIVED_SUFFIX) or name == "lm_head.weight":
+    if name.endswith(_DERIVED_SUFFIX) or name == HEAD:
         return False
     layer = _layer_of(name)
     return name.startswith(("model.", "lm_head.")) and (layer is None or layer < config.num_layers)

@@ -19,7 +19,7 @@ from ee_models.checkpoint.loader import (
     load_tokenizer,
     open_checkpoint,
 )
-from ee_models.checkpoint.weights import expected_tensors
+from ee_models.checkpoint.weights import EMBEDDING, HEAD, expected_tensors
 from ee_models.config import ModelConfig, RopeConfig
 from ee_models.families import SUPPORTED_SETTINGS
 from tests.helpers.tiny import (
@@ -128,11 +128,20 @@ def test_config_says_what_the_decoder_needs(original: Path) -> None:
 def test_a_tied_checkpoint_has_no_head(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path, "smollm2", num_layers=1)
     assert not open_checkpoint(folder).has("lm_head.weight")
-    edit_weights(folder, lambda weights: weights.update({"lm_head.weight": torch.zeros(TINY_VOCAB, 48)}))
+    edit_weights(folder, lambda weights: weights.update({HEAD: weights[EMBEDDING].clone()}))
     checkpoint = open_checkpoint(folder)
-    assert not checkpoint.has("lm_head.weight")
+    assert not checkpoint.has(HEAD)
     with pytest.raises(CheckpointError, match=r"no tensor 'lm_head.weight' that LlamaForCausalLM uses"):
-        checkpoint.tensor("lm_head.weight")
+        checkpoint.tensor(HEAD)
+
+
+def test_a_head_that_is_said_to_be_tied_and_is_not_is_refused(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "smollm2", num_layers=1)
+    edit_weights(folder, lambda weights: weights.update({HEAD: 2 * weights[EMBEDDING]}))
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true .* but lm_head.weight differs"):
+        open_checkpoint(folder)
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    assert open_checkpoint(folder).has(HEAD)
 
 
 def test_rotary_buffers_of_old_checkpoints_are_left_out(folder: Path) -> None:
