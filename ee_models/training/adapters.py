@@ -163,16 +163,9 @@ class AdapterModule(nn.Module):
     def load(self, file: ExitsFile) -> None:
         """Takes the weights of the exit of this layer in `file`. Raises ExitsError if it has another shape, a
         vocabulary aside."""
-        info = file.info(self.info.layer)
-        tensors = file.tensors(info, self._model)
+        check_shape(self.info, file)
+        tensors = file.tensors(file.info(self.info.layer), self._model)
         tensors.pop("vocabulary", None)
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        if shapes != {name: tensor.shape for name, tensor in self.state_dict().items()}:
-            raise ExitsError(
-                f"the exit at layer {info.layer} in {file.folder} has {info.num_blocks} blocks with an"
-                f" intermediate size of {info.intermediate_size}, the one to train {self.info.num_blocks}"
-                f" with {self.info.intermediate_size}; give it the same shape, or another init"
-            )
         self.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
 
     def export(self) -> dict[str, Tensor]:
@@ -182,6 +175,18 @@ class AdapterModule(nn.Module):
         if self.vocabulary is not None:
             tensors["vocabulary"] = self.vocabulary.to("cpu", torch.int32)
         return tensors
+
+
+def check_shape(wanted: ExitInfo, file: ExitsFile) -> None:
+    """Raises ExitsError if `file` has no exit of this layer and shape, a vocabulary aside."""
+    info = file.info(wanted.layer)
+    for name in ("num_blocks", "attention", "intermediate_size"):
+        its, own = getattr(info, name), getattr(wanted, name)
+        if its != own:
+            raise ExitsError(
+                f"the exit at layer {info.layer} in {file.folder} has {name}={its}, the one to train {own};"
+                " give it the same shape, or another init"
+            )
 
 
 class Exits(nn.Module):

@@ -19,12 +19,14 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ee_models.checkpoint.exit_files import fingerprint
+from ee_models.checkpoint.loader import Checkpoint
 from ee_models.training.examples import Example
 from ee_models.training.loop import write_atomically
 
 from ..config import EngineConfig
 from ..errors import ConfigError, RequestError, build, shown
-from ..jobs.manifest import AnotherJobsOutput
+from ..jobs.manifest import AnotherJobsOutput, read_manifest
 from ..jobs.rows import Message
 from ..jobs.runner import run_job
 from ..jobs.schema import InputConfig, Job, OutputConfig
@@ -272,6 +274,18 @@ def _answers(
     params = SamplingParams(max_tokens=config.data.max_tokens)
     files = work / "prompts.jsonl", work / "answers.jsonl"
     return _generate(config, *files, rows, params, "answers", progress)
+
+
+def check_model_of_answers(work: Path, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError if what was written in the folder `work` is another model's, though of that name."""
+    for target in (work / "written.jsonl", work / "answers.jsonl"):
+        manifest = read_manifest(target)
+        made_by = None if manifest is None else manifest.settings.get("fingerprint.model")
+        if made_by is not None and made_by != fingerprint(checkpoint):
+            raise ConfigError(
+                f"{target} was written by other weights than those of {checkpoint.path} today; choose another"
+                " output.work, or delete the file"
+            )
 
 
 def _generate(

@@ -34,6 +34,14 @@ def check_exits(config: TrainConfig, exits: Sequence[ExitTraining], checkpoint: 
             )
 
 
+def shape_of(exit_: ExitTraining, checkpoint: Checkpoint) -> ExitInfo:
+    """The exit as exits.json will have it."""
+    size = exit_.intermediate_size
+    size = checkpoint.config.intermediate_size if size == "model" else size
+    fields = exit_.model_dump(exclude={"init", "weight"})
+    return ExitInfo(**fields | {"intermediate_size": size if exit_.num_blocks else None})
+
+
 def make_adapter(
     exit_: ExitTraining,
     init: str,
@@ -45,14 +53,7 @@ def make_adapter(
     """An exit to train. frequent [vocab]: all tokens, those first that a reduced vocabulary should hold;
     init: "trunk" starts from the layers after the exit, "trained" from those of `trained`, else at random.
     Raises ExitsError if `trained` has no exit of this shape."""
-    size = exit_.intermediate_size
-    size = checkpoint.config.intermediate_size if size == "model" else size
-    info = ExitInfo(
-        **{
-            **exit_.model_dump(exclude={"init", "weight"}),
-            "intermediate_size": size if exit_.num_blocks else None,
-        }
-    )
+    info = shape_of(exit_, checkpoint)
     vocabulary = None if exit_.vocabulary_size is None else frequent[: exit_.vocabulary_size]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + exit_.layer)  # an exit's start does not depend on which others are trained

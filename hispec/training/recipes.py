@@ -22,7 +22,7 @@ from ee_models.checkpoint.ngram_file import save_ngrams
 from ee_models.decoder import Decoder
 from ee_models.errors import TrainingError
 from ee_models.exits import head_name
-from ee_models.training.adapters import AdapterModule, AdaptersTask, Exits, frequent_tokens
+from ee_models.training.adapters import AdapterModule, AdaptersTask, Exits, check_shape, frequent_tokens
 from ee_models.training.early_exit import EarlyExitSettings, EarlyExitTask, ExitingModel
 from ee_models.training.examples import Example, split
 from ee_models.training.hidden_states import StateStore, num_bytes
@@ -32,7 +32,7 @@ from ee_models.training.trunk import load_trainable, replace_folder, save_checkp
 
 from ..errors import ConfigError
 from ..loading.trained_exits import TrainedExits
-from .exits import check_exits, describe_data, describe_recipe, export, make_adapter
+from .exits import check_exits, describe_data, describe_recipe, export, make_adapter, shape_of
 from .ngrams import by_size, count_ngrams, evaluate
 from .schema import EarlyExitConfig, LoopConfig, NgramsConfig, TrainConfig
 
@@ -177,7 +177,7 @@ def _check_ee(config: TrainConfig, checkpoint: Checkpoint) -> None:
     trained = _trained_exits(config.ee, checkpoint)
     for exit_ in config.ee.exits:
         if trained is not None and exit_.init == "trained":
-            trained.info(exit_.layer)
+            check_shape(shape_of(exit_, checkpoint), trained)
 
 
 def _trained_exits(ee: EarlyExitConfig, checkpoint: Checkpoint) -> ExitsFile | None:

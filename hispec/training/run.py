@@ -13,7 +13,7 @@ from ee_models.training.loop import CHECKPOINT, LOG, Outcome
 
 from ..errors import ConfigError
 from ..loading.target_model import open_model
-from .data import make_examples
+from .data import check_model_of_answers, make_examples
 from .recipes import RECIPES, Run
 from .schema import TrainConfig
 
@@ -60,6 +60,7 @@ def run_training(
     recipe.check(config, checkpoint)
     folder, work = config.output.path, config.output.work or config.output.path / "work"
     _prepare(config, work)
+    check_model_of_answers(work, checkpoint)
     examples = make_examples(config, work, tokenizer, progress=progress)
     if config.output.overwrite and not only_data and not only_export:
         _forget(folder)  # not before its data is there: a path that is wrong costs no training

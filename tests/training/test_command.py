@@ -314,6 +314,19 @@ def test_other_settings_do_not_go_on_from_a_checkpoint_but_other_intervals_do(
     assert same(exits_of(tmp_path / "out"), exits_of(trained))
 
 
+def test_answers_of_other_weights_of_the_same_name_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_checkpoint(tmp_path / "model", num_layers=6, tokenizer=True)
+    config = write_config(tmp_path, model)
+    assert train(config) == 0
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] *= 2
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert train(config, "--set", "output.overwrite=true") == 2
+    assert "was written by other weights than those of" in capsys.readouterr().err
+
+
 def test_another_number_of_held_out_examples_is_another_run(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

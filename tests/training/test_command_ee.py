@@ -224,7 +224,9 @@ def test_target_self_trains_on_the_models_own_answers(
     assert held_out.keys() == {"loss", "kl", "same"}
 
 
-def test_exits_go_on_from_trained_ones(trained: Path, model: Path, tmp_path: Path) -> None:
+def test_exits_go_on_from_trained_ones(
+    trained: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The vocabulary is chosen anew, so that one which fits other answers can be taken along."""
     first = write_config(tmp_path / "adapters", model)
     assert train(first) == 0
@@ -239,7 +241,8 @@ def test_exits_go_on_from_trained_ones(trained: Path, model: Path, tmp_path: Pat
     assert before["layer2.vocabulary"].numel() == 100 and after["layer2.vocabulary"].numel() == 50
     exits[1]["init"] = "trained"  # which there has two blocks
     config = write(tmp_path / "other", model, ee | {"exits": exits})
-    assert train(config) != 0
+    assert train(config) == 2 and "num_blocks=2, the one to train 1" in capsys.readouterr().err
+    assert not (tmp_path / "other" / "out").exists(), "before anything was answered"
 
 
 @pytest.mark.parametrize(
