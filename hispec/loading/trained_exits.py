@@ -74,9 +74,12 @@ class TrainedExits:
         """(what names it, folder, layer): those of the tiers, and those that a controller may choose from."""
         if speculative is None:
             return
+        chooses = speculative.control == "goodput"
+        goodput = speculative.goodput if chooses else None
         for name, layer in speculative.trained_layers().items():
-            yield name, getattr(speculative, name).path, layer
-        if speculative.control == "goodput" and uses_trained(speculative):
+            if goodput is None or goodput.layers is None or layer in goodput.layers:
+                yield name, getattr(speculative, name).path, layer
+        if chooses and uses_trained(speculative):
             path = trained_path(speculative)
             try:
                 layers = self.layers(path)

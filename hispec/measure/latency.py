@@ -207,15 +207,21 @@ def latency_for(
     kept = kept_path(expected)
     if kept.exists():
         try:
-            profile = load(kept, expected, max_num_seqs)
+            profile = load(kept, expected)
         except ConfigError as error:
             _log.info("%s", error)
         else:
             room = _room(decoder, draft_model)
             wanted = Grid.widest(max_window, room, is_cuda=decoder.device.type == "cuda")
-            if profile.widest >= wanted:
+            if profile.max_num_seqs >= max_num_seqs and profile.widest >= wanted:
                 return profile
-            _log.info("%s is of rounds of %d positions a row, not of %d", kept, profile.widest, wanted)
+            _log.info(
+                "%s is of %d rows and rounds of %d positions a row, not of %d and %d",
+                *(kept, profile.max_num_seqs, profile.widest, max_num_seqs, wanted),
+            )
+            # What it covers is measured again: the job that it was made for finds it there the next time.
+            max_num_seqs = max(max_num_seqs, profile.max_num_seqs)
+            max_window = max(max_window, profile.widest)
     if progress:
         print(
             "Measuring what each stage of a round costs on this machine, about a minute, before anything is"
@@ -240,6 +246,12 @@ def latency_for(
     return profile
 
 
+def largest_window(speculative: SpeculativeConfig) -> int:
+    """Places of a row in the largest round that control="goodput" may choose: with a check, whether the plan
+    that it starts from has one or not."""
+    return speculative.num_checks * (speculative.num_draft_tokens + 1)
+
+
 def latency_for_control(
     speculative: SpeculativeConfig,
     decoder: Decoder,
@@ -255,7 +267,7 @@ def latency_for_control(
         exit_layers(speculative, [exit_.layer for exit_ in exits]),
         exits,
         max_num_seqs=max_num_seqs,
-        max_window=speculative.num_checks * (speculative.num_draft_tokens + 1),
+        max_window=largest_window(speculative),
         draft_model=draft_model,
         path=goodput.latency,
     ).model()

@@ -491,6 +491,16 @@ def test_trained_exits_are_read_once_and_found_again(
     assert trained.load(None, tiny_decoder) == []
 
 
+def test_a_controller_has_the_exits_that_it_may_choose_and_no_others(
+    tiny_decoder: Decoder, checkpoint: Checkpoint, good: Path
+) -> None:
+    """Those of the plan that it starts from among them, unless goodput.layers leaves them out."""
+    draft, trained = {"kind": "adapter", "layer": 3, "path": str(good)}, TrainedExits(checkpoint)
+    for layers, expected in ((None, [3, 6]), ([6], [6]), ([3, 6], [3, 6])):
+        config = SpeculativeConfig(draft=draft, check=None, control="goodput", goodput={"layers": layers})
+        assert [each.layer for each in trained.load(config, tiny_decoder)] == expected
+
+
 def test_shipped_exits_are_found_by_the_models_weights(
     tmp_path: Path, good: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

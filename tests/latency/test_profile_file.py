@@ -392,6 +392,17 @@ def test_a_profile_is_measured_once_and_kept(
     assert len(num_measured) == 5, "and not of narrower ones"
 
 
+def test_what_one_job_needs_does_not_throw_out_what_another_has_measured(
+    tiny_decoder: Decoder, measured: LatencyProfile, cache: Path, num_measured: list[Any]
+) -> None:
+    """Many rows of short rounds, then one row of long ones: both are measured the second time."""
+    many, wide = {"max_num_seqs": 4, "max_window": 1}, {"max_num_seqs": 1, "max_window": 40}
+    for sizes in (many, wide):
+        latency_for(tiny_decoder, [2, 5, 7], **SIZES | {"draft_model": None} | sizes, progress=False)
+    last = num_measured[-1]
+    assert len(num_measured) == 2 and (last["max_num_seqs"], last["max_window"]) == (4, 40)
+
+
 def test_before_a_measurement_it_is_said_what_how_long_and_where_it_is_kept(
     tiny_decoder: Decoder,
     measured: LatencyProfile,
@@ -509,6 +520,18 @@ def test_the_command_keeps_it_where_it_is_looked_for(
     assert kept.suffix == ".json" and [
         (each["max_num_seqs"], each["max_window"]) for each in num_measured
     ] == [(2, 7)]
+
+
+def test_the_command_measures_rounds_as_wide_as_a_controller_may_choose(
+    tiny_path: Path, tmp_path: Path, cache: Path, num_measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a check, though the plan that it starts from has none: else the job would measure again."""
+    monkeypatch.setattr("hispec.profile.stage_latency.measure_latency", measuring.measure_latency)
+    plan = {"draft": {"kind": "ngram"}, "num_draft_tokens": 3, "num_checks": 2}
+    for control, widest in (("fixed", 4), ("goodput", 8)):
+        job = write_job(tmp_path, tiny_path, speculative=plan | {"control": control})
+        assert main(["profile", str(job), "--latency", "--no-progress"]) == 0
+        assert num_measured[-1]["max_window"] == widest
 
 
 def test_the_command_refuses_what_means_nothing(
