@@ -30,7 +30,8 @@ from ..sampling_params import SamplingParams
 from ..serving.async_engine import AsyncEngine
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
-FIELDS = (*PROMPT_FIELDS, "id", "sampling")
+BESIDE_PROMPTS = ("id", "sampling")
+FIELDS = (*PROMPT_FIELDS, *BESIDE_PROMPTS)
 RESULTS = {
     "text": pa.string(),
     "finish_reason": pa.string(),
@@ -98,7 +99,6 @@ class Generate:
         added = {name: pa.array([result[name] for result in results], kind) for name, kind in RESULTS.items()}
         if isinstance(batch, pa.Table):
             for name, column in added.items():
-                batch = batch.drop_columns([name]) if name in batch.column_names else batch
                 batch = batch.append_column(name, column)
             return batch
         return {**batch, **{name: column.to_numpy(zero_copy_only=False) for name, column in added.items()}}
@@ -109,7 +109,9 @@ class Generate:
 
     def _rows(self, batch: Any, names: list[str]) -> list[dict[str, Any]]:
         """The fields of each row. Raises ConfigError."""
-        taken = {field: self._columns.get(field, field) for field in FIELDS}
+        # A prompt whose column is named goes before what else the batch has.
+        prompts = [field for field in PROMPT_FIELDS if field in self._columns] or PROMPT_FIELDS
+        taken = {field: self._columns.get(field, field) for field in (*prompts, *BESIDE_PROMPTS)}
         taken = {field: name for field, name in taken.items() if name in names or field in self._columns}
         missing = [name for name in taken.values() if name not in names]
         prompts = [field for field in PROMPT_FIELDS if field in taken]
@@ -118,6 +120,11 @@ class Generate:
             raise ConfigError(
                 f"the batch has {wanted}, it has {', '.join(names)}; give one of {', '.join(PROMPT_FIELDS)},"
                 " or say in columns={field: column} where it is"
+            )
+        if clashes := [name for name in names if name in RESULTS]:
+            raise ConfigError(
+                f"the batch has a column {shown(clashes[0])} already, in whose place the results' would"
+                " stand; give it another name (Dataset.rename_columns), or drop it (Dataset.drop_columns)"
             )
         values = {field: _plain(batch[name]) for field, name in taken.items()}
         return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]

@@ -39,11 +39,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Start:
-    """One worker: its share, and where it differs from Setup."""
+    """One worker: its share, and where it differs from Setup. sharers: workers that the memory for KV, as it
+    is free now, is to be shared with, this one among them."""
 
     share: Share
     config: EngineConfig
     speculative: SpeculativeConfig | None
+    sharers: int
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def work(connection: Connection, setup: Setup, loaded: Pretrained | None, start:
                 setup.scheduling,
                 setup.length_predictor,
                 name=str(setup.model),
-                sharers=setup.sharers,
+                sharers=start.sharers,
             )
             end.send(Hello(engine.admission, loaded.decoder.row_invariant))
         except Exception as error:

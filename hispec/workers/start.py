@@ -64,10 +64,12 @@ def _await_hello(launcher: Launcher, process: Process) -> Hello:
 def start_of(
     setup: Setup, shares: Sequence[Share], num_blocks: int | None, place: int, num_replaced: int = 0
 ) -> Start:
-    """What the worker at a place is started with. One that replaces another has a trace of its own."""
+    """What the worker at a place is started with. One that replaces another has a trace of its own, and takes
+    what that one had of the memory: the others hold theirs."""
     share, config = shares[place], setup.config
     changed: dict[str, Any] = {"device": share.device, "num_kv_blocks": num_blocks or config.num_kv_blocks}
     if config.trace is not None:
         number = place if num_replaced == 0 else len(shares) - 1 + num_replaced
         changed["trace"] = str(trace_of_worker(Path(config.trace), number))
-    return Start(share, config.model_copy(update=changed), setup.speculative)
+    sharers = setup.sharers if num_replaced == 0 else 1
+    return Start(share, config.model_copy(update=changed), setup.speculative, sharers)

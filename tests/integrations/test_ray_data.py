@@ -57,6 +57,19 @@ def test_batches_that_overlap_get_plain_decodings_texts(udf: Generate, tiny_path
     assert all(0 < row["completion_tokens"] <= 8 and row["prompt_tokens"] for row in done)
 
 
+def test_a_column_of_prompts_that_is_named_goes_before_others(udf: Generate, tiny_path: Path) -> None:
+    table = pa.table({"question": QUESTIONS, "messages": ["not of any use"] * len(QUESTIONS)})
+    (done,) = call(udf, table)
+    assert done.column("text").to_pylist() == plain(tiny_path)
+
+
+@pytest.mark.parametrize("name", ["text", "error"])
+def test_a_column_of_the_name_of_a_results_is_not_written_over(udf: Generate, name: str) -> None:
+    for batch in (pa.table({"question": ["x"], name: ["mine"]}), {"question": ["x"], name: ["mine"]}):
+        with pytest.raises(ConfigError, match=f"has a column '{name}' already"):
+            call(udf, batch)
+
+
 def test_a_batch_of_numpys_comes_back_as_one(udf: Generate, tiny_path: Path) -> None:
     (done,) = call(udf, {"question": np.array(QUESTIONS, object), "n": np.arange(10)})
     assert list(done["text"]) == plain(tiny_path) and done["n"].tolist() == list(range(10))

@@ -25,6 +25,7 @@ from hispec.workers import pool as pool_module
 from hispec.workers.launch import LocalLauncher
 from hispec.workers.messages import Setup
 from hispec.workers.shares import make_shares
+from hispec.workers.start import start_of
 from tests.helpers.interrupts import Interrupts
 from tests.helpers.sweeps import sweep
 from tests.workers.support import SMALL, all_pids, is_alive, linux, pool, wait_until, worker_pids
@@ -214,6 +215,14 @@ def test_a_nursery_has_one_thread_and_workers_share_its_pages(tiny_path: Path) -
         assert make_shares(1, config)[0].device == "cpu"
     finally:
         launcher.close()
+
+
+def test_a_worker_in_anothers_place_has_all_memory_that_is_free(tiny_path: Path) -> None:
+    """The others hold theirs by then: divided by their number again, it would be less than the dead one's."""
+    config = EngineConfig(**SMALL)
+    setup = Setup(tiny_path, config, None, None, None, None, False, sharers=4, forks=True)
+    shares = make_shares(2, config)
+    assert [start_of(setup, shares, 8, 1, num_replaced).sharers for num_replaced in (0, 1)] == [4, 1]
 
 
 def test_workers_are_bound_to_their_cores(two: LLM) -> None:
