@@ -48,7 +48,7 @@ def make_app(engine: AsyncEngine, config: ServerConfig, sampling: dict[str, Any]
             asked = CompletionRequest.of(url, body, config, sampling)
             if not asked.is_stream:
                 made = await unless_gone(request, responder.body(asked), until)
-                return JSONResponse(made)
+                return await asyncio.to_thread(JSONResponse, made)  # it takes as long as making it
             events = responder.events(asked)
             first = await unless_gone(request, anext(events), until)
             return EventStream(_again(first, events), until)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from ..sampling_params import SamplingParams
 Sampling = SamplingParams | dict[str, Any] | None
 Item = tuple[int, Delta] | RequestOutput | BaseException
 T = TypeVar("T")
+_ADMISSION_S = 0.02  # for which prompts are read while those that run wait for their next step
 
 
 @dataclass(eq=False)
@@ -303,6 +305,7 @@ class AsyncEngine:
         self._waiting[request.name] = request
 
     def _admit(self) -> None:
+        until_s = time.monotonic() + _ADMISSION_S
         while self._waiting:
             request = next(iter(self._waiting.values()))
             if self._most is not None:
@@ -319,6 +322,9 @@ class AsyncEngine:
                 self._end_request(request, type(error)(message))
             except Exception as error:  # it was not foreseen, and is of this request alone
                 self._end_request(request, error)
+            if self._waiting and self._running and time.monotonic() >= until_s:
+                self._llm.wake()  # with workers a step would wait until others have gained something
+                return
 
     def _put_delta(self, request: _Request, index: int, delta: Delta) -> None:
         self._put(request, (index, delta))

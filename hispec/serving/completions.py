@@ -21,6 +21,7 @@ from .server_config import ServerConfig
 from .transport import Failure, event, failure_of, final
 
 _OWN = ("stream", "stream_options", "tiers")  # parameters that say how the response comes
+MOST_ENTRIES = 1024  # of a body's logit_bias, and of its stop_token_ids: each output holds them all
 DONE = "data: [DONE]\n\n"
 
 
@@ -57,17 +58,21 @@ class CompletionRequest:
         if tiers is not None and not isinstance(tiers, bool):
             raise ConfigError(f"tiers: must be true or false, got {shown(tiers)}")
         rest = {name: value for name, value in body.items() if name not in _OWN}
+        # What prompts share is read once, with the first: a body may have much of it, and many prompts.
+        prompt_name = "messages" if url == CHAT else "prompt"
+        bodies = split_prompts(url, {prompt_name: rest.pop(prompt_name)} if prompt_name in rest else {})
+        bodies[0] = rest | bodies[0]
+        read = [read_body(url, one) for one in bodies]
+        own = {**read[0]["sampling"], "tiers": bool(tiers)}
+        # Where nothing names a number, a chat goes on to its end, a completion as SamplingParams says.
+        unlimited = {"max_tokens": None} if url == CHAT else {}
+        sampling = _limited({**unlimited, **defaults}, own, config)
         prompts = []
-        bodies = split_prompts(url, rest)
-        for one in bodies:
-            read = read_body(url, one)
-            # Where nothing names a number, a chat goes on to its end, a completion as SamplingParams says.
-            unlimited = {"max_tokens": None} if url == CHAT else {}
-            own = {**read.pop("sampling"), "tiers": bool(tiers)}
-            sampling = _limited({**unlimited, **defaults}, own, config)
-            field, content = next(iter(read.items()))
+        for one in read:
+            del one["sampling"]
+            ((field, content),) = one.items()
             prompts.append(Prompt({field: content} if field == "prompt_token_ids" else content, sampling))
-        outputs = sum(prompt.sampling.n for prompt in prompts)
+        outputs = len(prompts) * sampling.n
         if outputs > config.max_requests:  # each counts: there would never be room for all
             name = "n" if len(prompts) == 1 else "prompt"
             raise ConfigError(
@@ -89,8 +94,11 @@ class Responder:
         """The whole response. Raises what the engine raises, and Failure if an output failed."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._generate(request, prompt)) for prompt in request.prompts]
+        # In a thread: of many outputs with logprobs it takes seconds, for which all others would wait.
+        return await asyncio.to_thread(self._make_body, request, [task.result() for task in tasks])
+
+    def _make_body(self, request: CompletionRequest, outputs: list[RequestOutput]) -> dict[str, Any]:
         made: list[dict[str, Any]] = []
-        outputs = [task.result() for task in tasks]
         for output in outputs:
             own = choices(output.outputs, request.is_chat, self._token_bytes, first=len(made))
             for choice, one in zip(own, output.outputs, strict=True):
@@ -207,6 +215,12 @@ def _read_stream(body: dict[str, Any]) -> tuple[bool, bool]:
 def _limited(defaults: dict[str, Any], own: dict[str, Any], config: ServerConfig) -> SamplingParams:
     """Sampling within the server's limits; own: what the body says, which goes over the defaults. Raises
     ConfigError for what is beyond them and the body's own."""
+    for name in ("logit_bias", "stop_token_ids"):
+        entries = own.get(name)
+        if isinstance(entries, dict | list) and len(entries) > MOST_ENTRIES:
+            raise ConfigError(
+                f"{name}: {len(entries)} entries in a request, at most {MOST_ENTRIES}; leave some out"
+            )
     sampling = SamplingParams.of({**defaults, **own}, "body").model_copy()
     most = config.max_tokens
     if most is None:

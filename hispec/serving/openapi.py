@@ -6,6 +6,7 @@ from typing import Any
 
 from ..openai.requests import CHAT, COMPLETIONS, MOST_PROMPTS, MOST_STOPS
 from ..sampling_params import SamplingParams
+from .completions import MOST_ENTRIES
 
 _SAMPLING = (
     *(
@@ -82,6 +83,8 @@ def _body(required: str, own: dict[str, Any], answer: dict[str, Any]) -> dict[st
         "model": {"type": "string"},
         **own,
         **{name: sampling[name] for name in _SAMPLING},
+        "logit_bias": sampling["logit_bias"] | {"maxProperties": MOST_ENTRIES},
+        "stop_token_ids": sampling["stop_token_ids"] | {"maxItems": MOST_ENTRIES},
         "stop": {"anyOf": [{"type": "string"}, texts]},
         "stream": {"type": "boolean", "default": False},
         "tiers": {"type": "boolean", "default": False},

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +191,41 @@ def test_a_refusal_does_not_wait_for_others(tiny_path: Path, monkeypatch: pytest
         assert (await good).error is None
 
     with_engine(tiny_path, test)
+
+
+def test_those_that_run_make_steps_while_many_prompts_are_read(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second each, on the clock that the engine sees."""
+    now_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("hispec.serving.async_engine.time", clock, raising=False)
+
+    async def test(engine: AsyncEngine, llm: LLM) -> None:
+        add, step, held = llm.add, llm.step, threading.Event()
+        running, woken_by = [], []
+
+        def add_slowly(*arguments: Any) -> None:
+            nonlocal now_s
+            now_s += 1.0
+            add(*arguments)
+
+        def step_noted() -> Any:
+            running.append(len(llm._pending))
+            return step()
+
+        monkeypatch.setattr(llm, "add", add_slowly)
+        monkeypatch.setattr(llm, "step", step_noted)
+        monkeypatch.setattr(llm, "wake", lambda: woken_by.append(threading.current_thread()))
+        engine._post(lambda: held.wait(30) and None)
+        tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS[:4]]
+        await until(lambda: engine.num_unfinished == 4)
+        held.set()
+        assert all(output.error is None for output in await asyncio.gather(*tasks))
+        assert running[:4] == [1, 2, 3, 4]
+        assert woken_by.count(engine._thread) == 3, "with workers steps would wait"
+
+    with_engine(tiny_path, test, max_run_ms=0.0)
 
 
 def test_the_queue_is_what_waits_here_and_in_the_llm(

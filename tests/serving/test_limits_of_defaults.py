@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hispec.errors import ConfigError
-from hispec.openai.requests import CHAT, COMPLETIONS
+from hispec.openai.requests import CHAT, COMPLETIONS, read_body
 from hispec.serving.completions import CompletionRequest
 from hispec.serving.server_config import ServerConfig
 
@@ -35,3 +35,19 @@ def test_defaults_beyond_a_limit_are_cut_and_bodies_refused() -> None:
         limits(COMPLETIONS, {}, 50, max_tokens=51)
     with pytest.raises(ConfigError, match="min_tokens: must be at most 50 on this server, got 51"):
         limits(COMPLETIONS, defaults, 50, min_tokens=51)
+
+
+def test_what_prompts_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of 128 prompts would else be copied, and its sampling made, as many times."""
+    sizes = []
+
+    def read(url: str, body: dict[str, Any]) -> dict[str, Any]:
+        sizes.append(len(body))
+        return read_body(url, body)
+
+    monkeypatch.setattr("hispec.serving.completions.read_body", read)
+    body = {"logit_bias": {"3": 1.0}, "prompt": ["a", "b", [4, 5]], "top_k": 7, "n": 2, "user": None}
+    prompts = CompletionRequest.of(COMPLETIONS, body, ServerConfig(name="m"), {}).prompts
+    assert [prompt.content for prompt in prompts] == ["a", "b", {"prompt_token_ids": [4, 5]}]
+    assert all(prompt.sampling is prompts[0].sampling for prompt in prompts)
+    assert prompts[0].sampling.logit_bias == {3: 1.0} and sizes == [5, 1, 1]

@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from hispec import LLM, SamplingParams
 from hispec.outputs import RequestOutput
-from hispec.serving import app
+from hispec.serving import app, completions
 from hispec.serving.transport import Failure, check_key, event
 from tests.serving.support import SMALL, Running, serving, wait_until
 
@@ -194,6 +194,18 @@ def test_many_clients_at_once_get_what_each_would_get_alone(server: Running, llm
             400,
             "stop: 65 strings in a request, at most 64",
         ),
+        (
+            "completions",
+            {"prompt": "x", "logit_bias": {str(token): 0 for token in range(1025)}},
+            400,
+            "logit_bias: 1025 entries in a request, at most 1024; leave some out",
+        ),
+        (
+            "chat/completions",
+            {"messages": CHAT, "stop_token_ids": [1] * 1025},
+            400,
+            "stop_token_ids: 1025 entries in a request, at most 1024; leave some out",
+        ),
         ("completions", {"prompt": "x", "top_logprobs": 2}, 400, "top_logprobs=2 is for chats"),
         ("nothing", {}, 404, "POST /v1/nothing"),
     ],
@@ -257,6 +269,23 @@ def test_what_nobody_foresaw_is_counted_and_not_tried_again(
         found = [each for each in server.http.get("/metrics").text.splitlines() if each.startswith(line)]
         counts.append(sum(float(each.removeprefix(line)) for each in found))
     assert counts[1] == counts[0] + 1
+
+
+def test_bodies_are_made_outside_of_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would wait for long ones."""
+    threads = []
+
+    def noted(make: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return make(*arguments, **options)
+
+        return run
+
+    monkeypatch.setattr(completions, "choices", noted(completions.choices))
+    monkeypatch.setattr(app, "JSONResponse", noted(app.JSONResponse))
+    assert post(server, prompt="x", logprobs=1, **GREEDY).status_code == 200
+    assert len(threads) == 2 and all(name.startswith("asyncio_") for name in threads)
 
 
 def test_an_event_is_one_line_to_whoever_reads_lines() -> None:
