@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 _ROOT = 0  # the prefix id of "nothing before this block"
@@ -66,24 +66,25 @@ class BlockPool:
     def blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)
 
-    def num_unshared(self, table: BlockTable) -> int:
-        """Blocks of `table` that no other table holds: those that `free` makes available."""
-        return sum(self._num_refs[block] == 1 for block in table.blocks)
+    def held_alone(self, tables: Iterable[BlockTable]) -> set[int]:
+        """Blocks that no tables but these hold: those that `free` of all of them makes available."""
+        held = Counter(block for table in tables for block in table.blocks)
+        return {block for block, count in held.items() if count == self._num_refs[block]}
+
+    def find_held(self, token_ids: Sequence[int]) -> set[int]:
+        """Blocks that `allocate` would find and that tables hold already. Changes nothing."""
+        return {block for block, _ in self._find(token_ids) if self._num_refs[block] > 0}
 
     def allocate(self, token_ids: Sequence[int]) -> tuple[BlockTable, int]:
         """A new table that holds the longest published prefix of `token_ids` in whole blocks -> (table,
         positions found)."""
         table = BlockTable()
-        size = self.block_size
-        for start in range(0, len(token_ids) - size + 1, size):
-            found = self._published.get((table.prefix_id, tuple(token_ids[start : start + size])))
-            if found is None:
-                break
-            block, table.prefix_id = found
+        for block, prefix_id in self._find(token_ids):
+            table.prefix_id = prefix_id
             self._acquire(block)
             table.blocks.append(block)
         table.num_published = len(table.blocks)
-        return table, table.num_published * size
+        return table, table.num_published * self.block_size
 
     def extend(self, table: BlockTable, num_positions: int) -> bool:
         """Makes `table` cover `num_positions`. False, with nothing changed, if blocks do not suffice."""
@@ -191,6 +192,16 @@ class BlockPool:
         assert all(self._key[block] is not None for block in self._cached) and all(
             self._key[block] is None for block in self._free
         )
+
+    def _find(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(block, prefix id after it) of the longest published prefix of `token_ids` in whole blocks."""
+        prefix_id, size = _ROOT, self.block_size
+        for start in range(0, len(token_ids) - size + 1, size):
+            found = self._published.get((prefix_id, tuple(token_ids[start : start + size])))
+            if found is None:
+                return
+            yield found
+            prefix_id = found[1]
 
     def _count_refs(self, tables: Iterable[BlockTable]) -> list[int]:
         num_refs = [0] * self.num_blocks

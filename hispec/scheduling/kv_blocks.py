@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Protocol
 
 from cache.blocks import BlockPool, BlockTable
@@ -47,14 +47,23 @@ class KVBlocks:
         self._offloaded: dict[int, int] = {}  # positions in host memory, by the request's number
 
     @property
-    def num_paused_blocks(self) -> int:
-        """Blocks that paused requests hold, and nobody else does."""
-        return sum(map(self.num_freed, self._paused.values()))
+    def paused(self) -> list[Request]:
+        return list(self._paused.values())
 
-    def num_freed(self, request: Request) -> int:
-        """Blocks that others get where the request gives up its own: those of a prefix that others hold, too,
-        are not among them."""
-        return self._pool.num_unshared(request.table)
+    def num_available(self, giving: Iterable[Request], kept: Set[int]) -> int:
+        """Blocks that there are for others once `giving` have given up theirs, all but the `kept` ones. Those
+        of a prefix that somebody else holds, too, are not among them."""
+        given = self._pool.held_alone(request.table for request in giving)
+        return self._pool.num_available + len(given - kept)
+
+    def first_blocks(self, request: Request) -> set[int]:
+        """Blocks that a waiting request would begin with and that are held already: its own, or those of a
+        prefix that others have."""
+        if self.has_some(request):
+            return set(request.table.blocks)
+        if not self._enable_prefix_caching or request.is_suspect:
+            return set()
+        return self._pool.find_held(request.token_ids[:-1])  # as `admit` looks for them
 
     def has_some(self, request: Request) -> bool:
         """Whether a waiting request has KV of its own, in blocks or in host memory."""

@@ -271,20 +271,28 @@ class Scheduler:
             self._rounds_since_review = 0
         new, self._new = self._new, set()
         rest = self._in_order(self.running)
-        # Blocks of paused requests can be taken; blocks that running ones lack for a round are taken off.
         num_rows = self._max_num_seqs - len(rest)
-        num_blocks = self._pool.num_available + self.kv.num_paused_blocks
-        num_blocks -= sum(self._num_missing(request, window) for request in rest)
+        # Whose blocks can be taken; which of them stay, since those who get in begin with them; how many
+        # blocks these need besides, and running ones lack for a round.
+        giving, kept = self.kv.paused, set[int]()
+        num_needed = sum(self._num_missing(request, window) for request in rest)
         for key, request in self._waiting.heads(self._max_num_seqs):
             num_rows -= 1
-            num_blocks -= self._pool.blocks_for(request.round_end(window))
+            first = self.kv.first_blocks(request)
+            kept |= first
+            num_needed += self._pool.blocks_for(request.round_end(window)) - len(first)
             victims: list[Request] = []
-            while min(num_rows, num_blocks) < 0 and rest and self._policy.displaces(key, self._key(rest[-1])):
+            while (
+                not (fits := num_rows >= 0 and num_needed <= self.kv.num_available(giving, kept))
+                and rest
+                and self._policy.displaces(key, self._key(rest[-1]))
+            ):
                 victim = rest.pop()
                 victims.append(victim)
+                giving.append(victim)
                 num_rows += 1
-                num_blocks += self.kv.num_freed(victim) + self._num_missing(victim, window)
-            if min(num_rows, num_blocks) < 0 or (victims and not is_regular and request.number not in new):
+                num_needed -= self._num_missing(victim, window)
+            if not fits or (victims and not is_regular and request.number not in new):
                 return  # neither this request nor any after it is admitted
             for victim in victims:
                 self._pause(victim)

@@ -78,6 +78,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(target=sequences, tokens=token_lists)
     def allocate(self, tokens: list[int]) -> Sequence:
+        before = copy.deepcopy(self.pool.__dict__)
+        held = self.pool.find_held(tokens)
+        assert self.pool.__dict__ == before, "a look changed something"
         table, num_found = self.pool.allocate(tokens)
         model, node, blocks = self.model, None, []
         for start in range(0, len(tokens) - self.size + 1, self.size):
@@ -88,6 +91,7 @@ class PoolMachine(RuleBasedStateMachine):
             blocks.append(found.block)
         model.cached = [block for block in model.cached if block not in blocks]
         assert table.blocks == blocks
+        assert held == set(blocks) & {block for other in model.sequences for block in other.blocks}
         assert num_found == len(blocks) * self.size
         for i, block in enumerate(blocks):
             assert self.content[block] == tuple(tokens[: (i + 1) * self.size]), (
@@ -197,6 +201,8 @@ def test_equal_prefixes_share_blocks_and_free_returns_them_all() -> None:
     second, num_found = pool.allocate([1, 2, 3, 4, 9, 9])
     assert (num_found, second.blocks) == (4, first.blocks[:2])
     assert pool.num_held == 3
+    alone = [pool.held_alone(tables) for tables in ([first], [second], [first, second])]
+    assert alone == [{first.blocks[2]}, set(), set(first.blocks)]
     pool.free(first)
     assert pool.num_held == 2
     pool.free(second)

@@ -129,9 +129,9 @@ def add(scheduler: Scheduler, number: int, num_prompt: int = 3, max_tokens: int 
     return request
 
 
-def add_same(scheduler: Scheduler, number: int) -> Request:
+def add_same(scheduler: Scheduler, number: int, num_prompt: int = 9) -> Request:
     """One of the same prompt as all that are added so."""
-    prompt = make_request(0, 9).prompt_token_ids
+    prompt = make_request(0, num_prompt).prompt_token_ids
     request = Request(f"r{number}", number, prompt, SamplingParams(), 0, 100, frozenset(), None, 0.0)
     scheduler.add(request)
     return request
@@ -387,11 +387,44 @@ def test_blocks_that_others_hold_too_are_not_those_of_a_victim() -> None:
     assert step(scheduler) == [0]
     shares = add_same(scheduler, 1)
     assert step(scheduler) == [0, 1]
-    assert scheduler.kv.num_freed(shares) < len(shares.table.blocks)
     needed, free = scheduler._pool.blocks_for(4 * SIZE + 2 + 1), scheduler._pool.num_available
-    assert free + scheduler.kv.num_freed(shares) < needed <= free + len(shares.table.blocks)
+    assert scheduler.kv.num_available([shares], set()) < needed <= free + len(shares.table.blocks)
     add(scheduler, 2, num_prompt=4 * SIZE + 2)
     assert step(scheduler) == [0, 1] and scheduler.num_preemptions == 0
+
+
+def test_one_that_shares_a_prefix_with_others_needs_no_blocks_for_it() -> None:
+    """Neither when it comes, nor when it goes on after a pause."""
+    ranks = {0: 1.0, 1: 2.0, 2: 0.0}
+    scheduler = make_scheduler(Ranks(ranks), num_blocks=12, caches=True)
+    for number in (0, 1):
+        add_same(scheduler, number, 8 * SIZE + 1)
+        assert number in step(scheduler)
+    assert scheduler._pool.num_available == 2
+    add_same(scheduler, 2, 8 * SIZE + 1)
+    assert step(scheduler) == [0, 2]
+    ranks[1] = -1.0
+    assert step(scheduler) == [1, 2] and scheduler.num_preemptions == 2
+
+
+def test_a_prefix_that_one_begins_with_is_not_taken_for_another() -> None:
+    """2 goes on with the blocks of 0, who gives up but one for 3 if it is paused."""
+    scheduler = make_scheduler(Ranks({0: 5.0, 1: 6.0, 2: 0.0, 3: 1.0}), num_blocks=11, caches=True)
+    add_same(scheduler, 0, 8 * SIZE + 1)
+    add(scheduler, 1)
+    assert step(scheduler) == [0, 1]
+    add_same(scheduler, 2, 8 * SIZE + 1)
+    add(scheduler, 3, num_prompt=7 * SIZE + 1)
+    assert step(scheduler) == [0, 2] and scheduler.num_preemptions == 1
+
+
+def test_who_shares_blocks_with_other_victims_alone_gives_them_up() -> None:
+    scheduler = make_scheduler(Ranks({0: 5.0, 1: 6.0, 2: 0.0}), num_blocks=12, caches=True)
+    for number in (0, 1):
+        add_same(scheduler, number, 8 * SIZE + 1)
+        assert number in step(scheduler)
+    add(scheduler, 2, num_prompt=9 * SIZE)
+    assert step(scheduler) == [2] and scheduler.num_preemptions == 2
 
 
 def test_what_is_found_of_ones_own_is_not_reported_as_cached() -> None:
