@@ -139,9 +139,9 @@ class StepLoop:
     def finish(self, request: Request) -> None:
         """Removes a request that has its finish_reason."""
         gain = self._gain(request)  # its last Delta is due, from here on
-        if request.finish_reason == "error" and not request.reads_each:
+        if request.finish_reason == "error":
             with suppress(Exception):  # of a hook, which may be what ended it
-                gain.text = request.whole_text()
+                self._add_text(gain)
         self._note_times(request, time.monotonic())
         if self.requests.pop(request.request_id, None) is not None:
             metrics = request.metrics()
@@ -343,15 +343,20 @@ class StepLoop:
                 request.append(token_ids)
             else:
                 request.has_ended()
-            if request.reads_each:
-                # In one statement: an interrupt between two would lose the text that was released.
-                gain.text += request.release_text()
-            elif request.finish_reason is not None:
-                gain.text = request.whole_text()
+            self._add_text(gain)
         except Exception as problem:  # a text hook is the caller's code: its request ends, the others go on
             if request.finish_reason != "abort":
                 self.stats.errors["text"] += request.finish_reason != "error"
                 request.finish_reason, gain.error = "error", f"{type(problem).__name__}: {problem}"
+
+    def _add_text(self, gain: Gain) -> None:
+        """Adds to `gain` what text is certain by now, all of it where the request has ended."""
+        request = gain.request
+        if request.reads_each:
+            # In one statement: an interrupt between two would lose the text that was released.
+            gain.text += request.release_text()
+        elif request.finish_reason is not None:
+            gain.text = request.whole_text()
 
     def _give_up_numbers(self, request: Request, seen: float) -> None:
         """For a request whose round gave logits that are no numbers, and was not committed.

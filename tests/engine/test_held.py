@@ -126,6 +126,38 @@ def test_what_ends_with_an_error_has_its_text(tiny_decoder: Decoder) -> None:
     assert 0 < len(delta.token_ids) == len(delta.text)
 
 
+class HeldBack:
+    """A text hook that holds the last token back, as that of a stop string does, until the output ends."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def append(self, token_id: int, may_stop: bool) -> str | None:
+        self._text += chr(65 + token_id)
+        return None
+
+    def release(self, final: bool) -> str:
+        num = len(self._text) if final else len(self._text) - 1
+        piece, self._text = self._text[:num], self._text[num:]
+        return piece
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_ends_with_an_error_has_the_text_that_was_held_back(
+    tiny_decoder: Decoder, is_stream: bool
+) -> None:
+    engine = make_engine(tiny_decoder, max_run_ms=0.0)
+    engine.add_request([5, 6, 7], PARAMS, "held", text=HeldBack(), is_stream=is_stream)
+    deltas = [delta for _ in range(4) for delta in engine.step()]
+    request = engine._loop.requests["held"]
+    request.is_suspect = True
+    engine._loop._give_up_numbers(request, math.nan)
+    deltas += engine.step()
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    assert deltas[-1].finish_reason == "error" and (len(deltas) > 1) == is_stream
+    assert tokens and "".join(delta.text for delta in deltas) == "".join(chr(65 + token) for token in tokens)
+
+
 def test_stop_strings_are_refused_by_a_text_that_would_find_none(tiny_decoder: Decoder) -> None:
     engine = make_engine(tiny_decoder)
     stop = PARAMS.model_copy(update={"stop": ("x",)})
