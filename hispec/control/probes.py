@@ -14,8 +14,8 @@ _MAX_BUDGET = 64.0  # rounds that may be saved up
 _START_PROBES, _START_PROBES_PER_ROUTE = 6, 1  # probes at the start, outside of the budget
 _ROW_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS = 16, 2, 8  # of a probe: fewer rounds where there are many rows
 # All in windows: before a route may be probed again; until it is probed whatever it promises; for how long a
-# route whose drafter failed is barred, the first time (each further time twice as long); between searches
-# that fail.
+# route whose drafter failed is barred, the first time (until it runs again, each further time twice as
+# long); between searches that fail.
 _AGAIN, _OVERDUE, _FIRST_BAR, _SEARCH_AGAIN = 0.125, 4.0, 0.25, 0.0625
 
 
@@ -46,11 +46,12 @@ class Probes:
         return np.isfinite(self._tried_at)
 
     def record_run(self, route: int | None, round_index: int) -> None:
-        self._tried_at[-1 if route is None else route] = round_index
+        at = -1 if route is None else route
+        self._tried_at[at], self._bar[at] = round_index, _FIRST_BAR * self._window
 
     def record_failure(self, route: int, round_index: int) -> None:
-        """The route's drafter failed: bars the route for a while."""
-        self._tried_at[route], self._barred_until[route] = round_index, round_index + self._bar[route]
+        """The route's drafter failed: bars the route for a while. Not a try: no round of it has run."""
+        self._barred_until[route] = round_index + self._bar[route]
         self._bar[route] *= 2.0
 
     def may_run(self, round_index: int) -> Bools:

@@ -15,7 +15,7 @@ import pytest
 from hispec.config import PLAIN, GoodputConfig
 from hispec.control.choice import Route
 from hispec.control.controller import GoodputControl
-from hispec.control.probes import ShadowSchedule
+from hispec.control.probes import Probes, ShadowSchedule
 from hispec.latency.model import LatencyModel, Linear
 
 from ..helpers.scripted_control import ROUTES, Law, Machine, cpu_like
@@ -310,6 +310,18 @@ def test_exits_are_watched_on_a_share_of_rounds_evenly(share: float) -> None:
     assert control.stats()["shadow_rounds"] == len(watched)
     if 1 < len(watched) < 400:
         assert max(after - before for before, after in pairwise(watched)) <= math.ceil(1 / share) + 1
+
+
+def test_a_failure_is_no_try_and_the_bar_is_short_again_once_a_route_runs() -> None:
+    probes = Probes(2, GoodputConfig(window=64.0))
+    for failed_at, barred_until in ((0, 16), (100, 132), (200, 264)):  # twice as long each time
+        probes.record_failure(1, failed_at)
+        assert [bool(probes.may_run(at)[1]) for at in (barred_until - 1, barred_until)] == [False, True]
+    assert not probes.was_tried.any()
+    probes.record_run(1, 300)
+    probes.record_failure(1, 400)
+    assert [bool(probes.may_run(at)[1]) for at in (415, 416)] == [False, True]
+    assert list(probes.was_tried) == [False, True, False]
 
 
 def test_exits_that_are_all_in_use_are_not_watched() -> None:
