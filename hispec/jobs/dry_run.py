@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -13,9 +14,9 @@ from ..errors import RequestError
 from ..outputs import RequestOutput
 from ..utils.console import count, make_bar, make_console, make_table
 from .drive import Timed, drive, warm_up
-from .output import Outcome, check_output, find_before, output_row
+from .output import Outcome, check_output, find_before, output_row, settle_format
 from .reasons import Reasons
-from .resume import find_work
+from .resume import Work, find_work
 from .rows import BadRow, Row, read_rows
 from .schema import Job
 
@@ -61,24 +62,25 @@ def dry_run(job: Job, *, progress: bool = True) -> DryRun:
     """Checks every row that is not done with the model's own tokenizer and limits, and decodes a few. Raises
     what `run_job` raises before it writes."""
     check_output(job)
+    job = settle_format(job)
     before = find_before(job)
     work = find_work(job, keeps=before is not None)
     found = DryRun(job, work.num_rows, work.num_done, work.num_done_failed)
     if work.num_done == work.num_rows:
         return found
     with closing(job.make_llm(trace=None)) as llm:  # one that is there is of rows that were done
-        rows = list(_sample(llm, job, found, work.done, progress))
+        rows = list(_sample(llm, job, found, work, progress))
         found.memory = llm.memory()
         _measure(llm, job, found, rows)
     return found
 
 
-def _sample(llm: LLM, job: Job, found: DryRun, done: bytearray, progress: bool) -> list[Row]:
+def _sample(llm: LLM, job: Job, found: DryRun, work: Work, progress: bool) -> list[Row]:
     """Checks all rows -> as many as run together, spread over the good ones."""
     wanted, step, seen = job.engine.max_num_seqs, 1, 0
     sample: list[Row] = []
     with make_bar(found.num_rows, "checking", "row", progress, initial=found.num_done) as bar:
-        for row in read_rows(job, job.input, done):
+        for row in read_rows(job, job.input, work.done, work.extent):
             bar.update()
             if isinstance(row, BadRow):
                 found.reasons.add(row, row.problem)
@@ -121,11 +123,16 @@ def _measure(llm: LLM, job: Job, found: DryRun, rows: list[Row]) -> None:
         num_bytes += len(str(output_row(row, outcome, job.output)).encode())
 
     limited = cast("LLM", _Limited(llm, time.perf_counter() + SAMPLE_S))
+    # A step of workers waits for a request that ends: it is woken just after the time at which _Limited ends.
+    timer = threading.Timer(SAMPLE_S + 0.1, llm.wake)
+    timer.start()
     with tqdm(disable=True) as bar:
         try:
             drive(limited, rows, job.engine, finish, found.sample, bar)
         except _Late:
             llm.abort([row.request_id for row in rows])
+        finally:
+            timer.cancel()
     ended = found.sample.num_results
     if ended:
         # The last rows of a sample run alone; those of a job do not, so that this is rather too long.

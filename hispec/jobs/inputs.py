@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,25 +22,27 @@ from typing import IO, Any, cast
 
 from ..errors import ConfigError, cut
 from ..utils.files import parse_json
-from .schema import STANDARD, InputConfig, format_of
+from .schema import STANDARD, InputConfig, RowField, format_of
 from .uris import fetch, name_of
 
 _BOM = b"\xef\xbb\xbf"
 _BATCH = 1024  # rows of a table that are in memory at once
 _LARGEST_VALUE = 1 << 30  # characters of a value in CSV
 JSON_FIELDS = ("prompt_token_ids", "messages", "sampling")  # of which a table may have the JSON
+Extent = Mapping[Path, int | None]  # files in their order, and how many rows are read of each; None = all
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """What stands for one row. line: of its file, from 1, blank ones too; in a table the row. content: the
     line, stripped, or the row's columns. file: its name where the input has several, else None. is_text:
-    columns have nothing but texts, as in CSV."""
+    columns have nothing but texts, as in CSV. place: of its file among those of the input, from 0."""
 
     file: str | None
     line: int
     content: bytes | dict[str, Any]
     is_text: bool = False
+    place: int = 0
 
     @property
     def where(self) -> str:
@@ -101,30 +103,49 @@ def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
     return not is_hidden and fnmatchcase(names[0], pattern[0]) and _fits(names[1:], pattern[1:])
 
 
-def describe_input(config: InputConfig) -> list[dict[str, Any]]:
-    """The files and their sizes in bytes, for a manifest."""
-    return [{"path": name_of(path), "bytes": path.stat().st_size} for path in find_files(config)]
+def describe_input(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Files of an input and their sizes in bytes, for a manifest, in which bytes of a name that are not UTF-8
+    are written out."""
+    return [
+        {"path": name_of(path).encode("utf-8", "backslashreplace").decode(), "bytes": path.stat().st_size}
+        for path in files
+    ]
 
 
-def read_records(config: InputConfig) -> Iterator[Record]:
-    """The records of all files, lazily, up to `limit`. Raises ConfigError if a file can't be read."""
-    return islice(_all_records(config), config.limit)
+def read_records(config: InputConfig, extent: Extent | None = None) -> Iterator[Record]:
+    """The records of all files, lazily, up to `limit`; extent: of these files so many, whatever has come to
+    the input since. Raises ConfigError if a file can't be read, or has less."""
+    return islice(_all_records(config, extent), config.limit)
 
 
-def _all_records(config: InputConfig) -> Iterator[Record]:
-    files = find_files(config)
-    for path in files:
+def _all_records(config: InputConfig, extent: Extent | None) -> Iterator[Record]:
+    if extent is None:
+        extent = dict.fromkeys(find_files(config))
+    for place, (path, num_rows) in enumerate(extent.items()):
         kind = format_of(path) if config.format == "auto" else config.format
-        name = path.name if len(files) > 1 else None
-        read = {"parquet": _parquet_rows, "csv": _csv_rows}.get(kind, _lines)
+        name = path.name if len(extent) > 1 else None
+        num_read = 0
         try:
-            for line, content in read(path):
-                yield Record(name, line, content, kind == "csv")
+            for line, content in islice(_rows_of(config, path, kind), num_rows):
+                num_read += 1
+                yield Record(name, line, content, kind == "csv", place)
         except (OSError, EOFError, zlib.error) as error:
             words = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"input.path: cannot read {name_of(path)}: {words}") from None
         except (ValueError, csv.Error) as error:  # pyarrow's are such
             raise ConfigError(f"input.path: cannot read {name_of(path)} as {kind}: {error}") from None
+        if num_rows is not None and num_read < num_rows:
+            raise ConfigError(
+                f"input.path: {name_of(path)} had {num_rows} rows when the job began and has {num_read} now;"
+                " the same command goes on with those that are there"
+            )
+
+
+def _rows_of(config: InputConfig, path: Path, kind: str) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
+    """(number, content) of a file's rows, as of Record."""
+    if kind == "parquet":
+        return _parquet_rows(path, config.columns)
+    return _csv_rows(path) if kind == "csv" else _lines(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -136,11 +157,17 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, raw
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_rows(path: Path, columns: Mapping[RowField, str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Of `columns` alone, where they are given: others may be large, or hold what Python has no value for."""
     arrow = import_arrow(f"input.path: reading {path}")
     with arrow.parquet.ParquetFile(path) as file:
-        rows = (row for batch in file.iter_batches(_BATCH) for row in batch.to_pylist())
-        yield from enumerate(rows, start=1)
+        names = columns and sorted(set(columns.values()) & set(file.schema_arrow.names))
+        batches = file.iter_batches(_BATCH, columns=names or None)  # without any of them all rows are bad
+        try:
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+        except (ValueError, OverflowError, arrow.ArrowException) as error:
+            hint = "" if columns else "; name the columns that rows need in input.columns: no other is read"
+            raise ValueError(f"{error}{hint}") from None
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

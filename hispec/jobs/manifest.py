@@ -88,7 +88,8 @@ def load_manifest(output: Path) -> Manifest | None:
 
 def settings_that_matter(job: Job) -> dict[str, Any]:
     """The settings on which rows of the output depend, by dotted name, defaults left out. Plans do not
-    matter, since outputs are plain decoding's with all of them, but with `rejection`."""
+    matter, since outputs are plain decoding's with all of them, but with `rejection`. job: as
+    `settle_format` gives it."""
     found: dict[str, Any] = {"model": job.model, "engine.seed": job.engine.seed}
     found |= _numbers(job)
     if job.engine.max_model_len is not None:
@@ -100,6 +101,8 @@ def settings_that_matter(job: Job) -> dict[str, Any]:
     }
     if job.speculative is not None and job.speculative.acceptance == "rejection":
         found["speculative"] = job.speculative.model_dump(mode="json", exclude_defaults=True)
+    if job.input.format == "openai":
+        found["input.format"] = job.input.format
     if job.input.columns is not None:
         found["input.columns"] = {str(name): column for name, column in job.input.columns.items()}
     for name in ("echo_input", "token_ids", "format"):

@@ -10,7 +10,6 @@ from ..errors import ConfigError, nearest, shown
 from ..openai.requests import CHAT, COMPLETIONS, read_body
 from ..openai.responses import error_body, response_body
 from ..outputs import RequestOutput
-from .schema import InputConfig
 
 if TYPE_CHECKING:
     from .output import RowError
@@ -19,11 +18,12 @@ if TYPE_CHECKING:
 KEYS = ("custom_id", "method", "url", "body")
 
 
-def is_openai(config: InputConfig, values: Mapping[str, Any]) -> bool:
-    """Whether a line is a request of the Batch API."""
-    if config.format == "auto":
-        return "custom_id" in values and "body" in values
-    return config.format == "openai"
+def is_request(values: Mapping[str, Any]) -> bool:
+    """Whether a line looks like a request of the Batch API, though it may be a bad one; a row with a prompt of
+    its own is none, whatever else it has."""
+    keys = values.keys()
+    is_row = not keys.isdisjoint(("prompt", "prompt_token_ids", "messages"))
+    return "custom_id" in keys and not keys.isdisjoint(("url", "body")) and not is_row
 
 
 def read_openai_line(values: dict[str, Any]) -> dict[str, Any]:

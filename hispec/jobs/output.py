@@ -19,7 +19,7 @@ from .manifest import (
     read_manifest,
     settings_that_matter,
 )
-from .rows import BadRow, Row, has_openai_lines
+from .rows import BadRow, Row, find_format
 from .schema import COMPRESSED, STANDARD, Job, OutputConfig, format_of
 
 
@@ -41,11 +41,11 @@ Split = Callable[[Sequence[int], str, bool], list[str] | None]  # LLM.split_text
 
 
 def output_format(job: Job) -> str:
-    """jsonl or openai for lines, parquet or csv."""
+    """jsonl or openai for lines, parquet or csv. job: as `settle_format` gives it."""
     if job.output.format != "auto":
         return job.output.format
     named = format_of(job.output.path)
-    return "openai" if named == "jsonl" and has_openai_lines(job.input) else named
+    return "openai" if named == "jsonl" and job.input.format == "openai" else named
 
 
 def rows_path(job: Job) -> Path:
@@ -56,6 +56,17 @@ def rows_path(job: Job) -> Path:
     return path.with_name(f"{path.name}.rows.jsonl") if is_made_last else path
 
 
+def settle_format(job: Job) -> Job:
+    """The job with the format of its input, which is found once, since files may come to it. Raises
+    ConfigError if the output has no place for what is asked for."""
+    job = job.model_copy(update={"input": find_format(job.input)})
+    if output_format(job) == "openai" and job.sampling.tiers:
+        raise ConfigError(
+            "sampling.tiers: OpenAI's lines have no place for them; set output.format=jsonl, or tiers=false"
+        )
+    return job
+
+
 def check_output(job: Job) -> None:
     """Raises ConfigError if the output can't be written.
 
@@ -63,10 +74,6 @@ def check_output(job: Job) -> None:
     to start leaves and destroys nothing.
     """
     output, kind = job.output, output_format(job)
-    if kind == "openai" and job.sampling.tiers:
-        raise ConfigError(
-            "sampling.tiers: OpenAI's lines have no place for them; set output.format=jsonl, or tiers=false"
-        )
     if output.path == STANDARD and output.upload is not None:
         raise ConfigError('output.upload: standard output ("-") is not kept; name a file in output.path')
     if output.path == STANDARD:

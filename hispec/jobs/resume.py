@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 from ..errors import ConfigError, shown
-from .inputs import read_records
+from .inputs import Extent, find_files, read_records
 from .manifest import AnotherJobsOutput
 from .output import rows_path
 from .row_index import RowIndex
 from .rows import Identity, check_not_empty, identify
-from .schema import InputConfig, Job
+from .schema import Job
 
 # The ends of lines that `output_row` and `openai_row` write. Millions of them are read before a job goes on,
 # so they are not parsed whole.
@@ -40,6 +40,7 @@ class Work:
     num_failed  rows of the output with errors that are kept, also of rows that the input no longer has
     num_bytes   the beginning of the output's rows that consists of whole lines
     rewrites    whether lines are to be taken out of it first: those of rows that are done again
+    extent      what was read of the input: later reads take as much, so that no row changes its place
     """
 
     num_rows: int
@@ -49,6 +50,7 @@ class Work:
     num_bytes: int
     rewrites: bool
     num_done_failed: int = 0
+    extent: Extent = field(default_factory=dict)
 
     def turns(self) -> Iterator[int]:
         """The rows that are not done."""
@@ -68,12 +70,16 @@ def find_work(job: Job, keeps: bool) -> Work:
                     continue
                 work.num_failed += line.failed
                 index.add_done(line.number, line.identity, line.failed)
-        for number, record in enumerate(read_records(job.input)):
+        files = find_files(job.input)
+        read = [0] * len(files)
+        for number, record in enumerate(read_records(job.input, dict.fromkeys(files))):
             work.num_rows = number + 1
+            read[record.place] += 1
             index.add_row(number, identify(job.input, record))
+        work.extent = dict(zip(files, read, strict=True))
         check_not_empty(job.input, work.num_rows)
         if repeated := index.find_repeated_id():
-            first, second = (_where(job.input, number) for number in (repeated.first, repeated.second))
+            first, second = (_where(job, work, number) for number in (repeated.first, repeated.second))
             more = f" (in all {repeated.count} rows have one that an earlier row has)"
             raise ConfigError(
                 f"input.path: {job.input}: {first} and {second} have the same id"
@@ -90,7 +96,7 @@ def find_work(job: Job, keeps: bool) -> Work:
         if num_changed and not job.output.only_missing:
             more = f" ({num_changed} such rows)" if num_changed > 1 else ""
             raise AnotherJobsOutput(
-                f"output.path: {path} has a result for the id of {_where(job.input, changed)}{more}, of"
+                f"output.path: {path} has a result for the id of {_where(job, work, changed)}{more}, of"
                 " another prompt or sampling. If it has an error, do it again with --retry-failed; else start"
                 " anew with --new (output.overwrite=true), keep the results there with --only-missing"
                 " (output.only_missing=true), or choose another output.path"
@@ -98,9 +104,9 @@ def find_work(job: Job, keeps: bool) -> Work:
     return work
 
 
-def _where(config: InputConfig, number: int) -> str:
+def _where(job: Job, work: Work, number: int) -> str:
     """Where a row of the input stands, in words."""
-    return next(islice(read_records(config), number, None)).where
+    return next(islice(read_records(job.input, work.extent), number, None)).where
 
 
 def read_output(path: Path) -> Iterator[tuple[OutputLine | None, int]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from ..errors import ConfigError
 from .rows import Identity
 
 _CHUNK = 10_000  # rows that are handed to the database at once
@@ -35,13 +36,16 @@ class RowIndex:
     """Rows by their key: the id, or for rows without one their content. The k-th row of a key is done if the
     output has k of them, those in their old places first, so rows may come in another order than before, and
     more or fewer of them. A context
-    manager; what it writes is a temporary file."""
+    manager; what it writes is a temporary file. Where there is no room for that it raises ConfigError."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="hispec-rows-")
-        self._database = sqlite3.connect(Path(self._folder.name) / "rows.sqlite", isolation_level=None)
-        self._database.executescript(_TABLES.format(cache=_CACHE_KIB))
-        self._database.execute("BEGIN")
+        try:
+            self._folder = tempfile.TemporaryDirectory(prefix="hispec-rows-")
+            self._database = sqlite3.connect(Path(self._folder.name) / "rows.sqlite", isolation_level=None)
+            self._database.executescript(_TABLES.format(cache=_CACHE_KIB))
+            self._database.execute("BEGIN")
+        except (OSError, sqlite3.Error) as error:
+            raise _no_room(error) from error
         self._done: list[tuple[int, bytes, bytes, bool]] = []
         self._rows: list[tuple[int, bytes, bytes]] = []
         self.has_done = self._has_ids = False
@@ -55,6 +59,8 @@ class RowIndex:
     ) -> None:
         self._database.close()
         self._folder.cleanup()
+        if isinstance(error, sqlite3.Error):
+            raise _no_room(error) from error
 
     def add_done(self, number: int, identity: Identity, failed: bool = False) -> None:
         """Takes a row of the output, with its number in the input of then, and whether it has an error."""
@@ -120,6 +126,14 @@ class RowIndex:
             "SELECT row.number, row.content = done.content, done.failed"
             f" FROM ({rows}) AS row JOIN ({done}) AS done USING (key, nth)"
         )
+
+
+def _no_room(error: Exception) -> ConfigError:
+    folder = tempfile.tempdir or "of this machine"
+    return ConfigError(
+        f"cannot keep an index of rows in the temporary folder {folder}: {error}; free some space there, or"
+        " set TMPDIR to a folder with more"
+    )
 
 
 def _key(identity: Identity) -> bytes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -16,9 +16,9 @@ from ..errors import ConfigError, build, cut, shown
 from ..prompts import Role, join_parts
 from ..sampling_params import SamplingParams
 from ..utils.files import parse_json
-from .inputs import Record, read_records, take_columns
-from .openai_batch import is_openai, read_openai_line
-from .schema import InputConfig, RunConfig
+from .inputs import Extent, Record, find_files, read_records, take_columns
+from .openai_batch import is_request, read_openai_line
+from .schema import InputConfig, RunConfig, format_of
 
 _CONTENT = ("prompt", "prompt_token_ids", "messages", "sampling")
 _MAX_MESSAGE_LEN = 1000  # characters: a message quotes what was given, and that may be a whole document
@@ -146,25 +146,29 @@ def check_not_empty(config: InputConfig, num_rows: int) -> None:
 
 
 def read_rows(
-    job: RunConfig, config: InputConfig, done: Sequence[int] | None = None
+    job: RunConfig, config: InputConfig, done: Sequence[int] | None = None, extent: Extent | None = None
 ) -> Iterator[Row | BadRow]:
     """The rows in order, invalid ones as BadRow; lazily, one line at a time. done: by index, whether a row is
-    to be passed over; rows beyond it, which came to the file since it was made, are not read."""
-    for index, record in enumerate(islice(read_records(config), None if done is None else len(done))):
+    to be passed over; extent: as in `read_records`, so that no other row has come to a place of `done`."""
+    config = find_format(config)
+    for index, record in enumerate(read_records(config, extent)):
         if done is None or not done[index]:
             yield parse_row(job, config, index, record)
 
 
-def has_openai_lines(config: InputConfig) -> bool:
-    """Whether the input, by its first row, is a file of OpenAI's Batch API. Raises ConfigError."""
-    first = next(read_records(config), None)
-    if first is None or config.format not in ("auto", "openai") or not isinstance(first.content, bytes):
-        return False
-    try:
-        values = json.loads(first.content)
-    except (ValueError, RecursionError):
-        return config.format == "openai"
-    return isinstance(values, dict) and is_openai(config, values)
+def find_format(config: InputConfig) -> InputConfig:
+    """With the format of its lines in place of `auto`, if all files are of lines: the first line that is a
+    JSON object decides for all, so that a request without a body is a bad request, and no row of another
+    kind. Raises ConfigError."""
+    if config.format != "auto" or config.columns is not None:
+        return config
+    if any(format_of(path) != "jsonl" for path in find_files(config)):
+        return config
+    for record in read_records(config):
+        with suppress(ConfigError):
+            found = "openai" if is_request(_decode(cast("bytes", record.content))) else "jsonl"
+            return config.model_copy(update={"format": found})
+    return config
 
 
 def identify(config: InputConfig, record: Record) -> Identity:
@@ -180,7 +184,7 @@ def identify(config: InputConfig, record: Record) -> Identity:
             return Identity(None, _digest(raw))
     if config.columns is not None:
         values = {field: values.get(column) for field, column in config.columns.items()}
-    if is_openai(config, values):
+    if config.format == "openai":
         row_id, content = values.get("custom_id"), [values.get("url"), values.get("body")]
     else:
         row_id, content = values.get("id"), [values.get(name) for name in _CONTENT]
@@ -200,7 +204,7 @@ def parse_row(job: RunConfig, config: InputConfig, index: int, record: Record) -
         values = take_columns(config, record, values)
         if isinstance(record.content, dict):
             _check_metadata(values.get("metadata"))
-        if is_openai(config, values):
+        if config.format == "openai":
             values = read_openai_line(values)
             if "messages" in values and "max_tokens" not in job.sampling.model_fields_set:
                 values["sampling"] = {"max_tokens": None} | values["sampling"]  # as OpenAI has it

@@ -25,6 +25,7 @@ from .output import (
     output_format,
     output_row,
     rows_path,
+    settle_format,
 )
 from .rates import Rates, sum_counts
 from .resume import Work, find_work, is_to_drop
@@ -82,6 +83,7 @@ def run_job(job: Job, *, progress: bool = True, on_loaded: Callable[[], None] | 
     rows of the output.
     """
     check_output(job)
+    job = settle_format(job)
     with ExitStack() as stack:
         held, upload = None, None
         if job.output.upload is not None:
@@ -95,13 +97,14 @@ def run_job(job: Job, *, progress: bool = True, on_loaded: Callable[[], None] | 
         if before is not None and work.num_done == work.num_rows:
             _tidy_up(job, before, work, held, upload)
             return report
+        inputs = describe_input(work.extent)
         report.environment = environment()
         settings = {"enable_prefix_caching": False} if job.output.compare_plain else {}
         llm = stack.enter_context(closing(job.make_llm(**settings)))
         if on_loaded is not None:
             on_loaded()
         manifest = make_manifest(job, before, llm.fingerprints(job.speculative))
-        manifest.input, manifest.rows = describe_input(job.input), work.num_rows
+        manifest.input, manifest.rows = inputs, work.num_rows
         _run(llm, job, report, work, held, manifest, upload, progress)
     return report
 
@@ -126,7 +129,8 @@ def _rewrite(job: Job, work: Work, held: Any, upload: Upload | None) -> Any:
     """Takes those rows out of the output that are done again -> the file, held."""
     if upload is not None:
         upload.restart()
-    held, work.num_bytes = drop_lines(rows_path(job), held, work.num_bytes, partial(is_to_drop, job))
+    is_dropped, way_on = partial(is_to_drop, job), job.output.way_on
+    held, work.num_bytes = drop_lines(rows_path(job), held, work.num_bytes, is_dropped, way_on)
     return held
 
 
@@ -152,6 +156,8 @@ def _run(
     rows, output = rows_path(job), job.output
     if work.rewrites:
         held = _rewrite(job, work, held, upload)
+    elif upload is not None and output.overwrite:
+        upload.restart()
     turns = work.turns() if output.order == "input" else None
     with RowWriter(rows, work.num_bytes, turns, output.sync_s, output.way_on, held) as writer:
 
@@ -165,9 +171,10 @@ def _run(
             with upload or nullcontext():
                 _write_rows(llm, job, report, work, writer, upload, digests, progress)
         except KeyboardInterrupt:
+            where = "standard output" if path == STANDARD else rows
             raise JobInterrupted(
                 f"{work.num_done + writer.num_written} of {report.num_rows} rows are done, whole lines of"
-                f" {rows_path(job)}; {job.output.way_on}"
+                f" {where}; {output.way_on}"
             ) from None
         finally:
             with suppress(Exception):  # of an engine that failed
@@ -187,7 +194,7 @@ def _run(
     report.rates = Rates.of(report.stats, job.speculative)
     if job.output.compare_plain and digests:
         try:
-            report.comparison = _compare(llm, job, report, digests, progress)
+            report.comparison = _compare(llm, job, work, digests, progress)
         except KeyboardInterrupt:
             raise JobInterrupted(
                 f"all {report.num_rows} rows are done, in {job.output.path}; only the comparison with plain"
@@ -219,12 +226,12 @@ def _write_rows(
         if upload is not None:
             upload.check()
 
-    rows = read_rows(job, job.input, work.done)
+    rows = read_rows(job, job.input, work.done, work.extent)
     with make_bar(report.num_rows, "rows", "row", progress, initial=report.resumed) as bar:
         drive(llm, rows, job.engine, finish, report.timed, bar, lambda: writer.num_waiting)
 
 
-def _compare(llm: LLM, job: Job, report: JobReport, digests: dict[int, bytes], progress: bool) -> Comparison:
+def _compare(llm: LLM, job: Job, work: Work, digests: dict[int, bytes], progress: bool) -> Comparison:
     """The same rows through plain decoding, compared token for token."""
     llm.set_tracing(False)
     llm.set_speculative(None)
@@ -236,7 +243,7 @@ def _compare(llm: LLM, job: Job, report: JobReport, digests: dict[int, bytes], p
         nonlocal num_identical
         num_identical += isinstance(outcome, RequestOutput) and digest(outcome) == digests[row.index]
 
-    rows = (row for row in read_rows(job, job.input) if row.index in digests)
+    rows = (row for row in read_rows(job, job.input, extent=work.extent) if row.index in digests)
     with make_bar(len(digests), "plain", "row", progress) as bar:
         drive(llm, rows, job.engine, finish, timed, bar)
     return Comparison(timed, num_identical, len(digests), llm.row_invariant)

@@ -182,6 +182,8 @@ class OutputConfig(Destination):
 
     @property
     def way_on(self) -> str:
+        if self.path == STANDARD:  # what was written is not there to be read
+            return "the same command starts again from the first row"
         if self.keeps:
             return "the same command goes on from there"
         unset = " output.overwrite=false" if self.overwrite else ""

@@ -98,8 +98,9 @@ class Upload:
             raise ConfigError(f"output.upload: cannot read {shown(self._uri)}: {reason_of(error)}") from None
 
     def restart(self) -> None:
-        """The rows on the disk are about to be changed, and will take the place of those that are there; also
-        if this process is killed before. Raises OSError."""
+        """The rows on the disk are about to be changed, or dropped, and will take the place of those that are
+        there; also if this process is killed before. Raises OSError."""
+        self._note.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._note, self._counts.model_dump_json().encode(), sync=True)
         self._ledger = Ledger()
 
@@ -135,7 +136,7 @@ class Upload:
     def finish(self) -> None:
         """Puts the whole output there, in place of the parts. Raises OutputError."""
         size, path = self._rows.stat().st_size, self._output.path
-        if self._counts.is_complete and self._counts.size == size:
+        if self._ledger == self._counts and self._counts.is_complete and self._counts.size == size:
             return
         name = self._name + self._rows.name.removeprefix(path.name)
         try:

@@ -95,17 +95,16 @@ class RowWriter:
             self._next = next(self._turns, None)
 
     def _write(self, line: bytes) -> None:
-        written = 0
-        while written < len(line):
-            try:
-                if self._broken is not None:
-                    raise self._broken
-                written += self._file.write(line[written:])
-            except OSError as error:
-                raise OutputError(
-                    f"cannot write {self._path} any more: {error.strerror}; it has {self.num_written} whole"
-                    f" lines of this run, one per row that is done; free some space, and {self._way_on}"
-                ) from error
+        try:
+            if self._broken is not None:
+                raise self._broken
+            _write_all(self._file, line)
+        except OSError as error:
+            where = self._path if self._is_file else "standard output"
+            raise OutputError(
+                f"cannot write {where} any more: {error.strerror}; it has {self.num_written} whole lines of"
+                f" this run, one per row that is done; free some space, and {self._way_on}"
+            ) from error
         self._end += len(line)
         self.num_written += 1
         self._is_dirty = True
@@ -169,25 +168,41 @@ def hold(path: Path) -> Any:
     return file
 
 
-def drop_lines(path: Path, held: Any, num_bytes: int, is_dropped: Callable[[bytes], bool]) -> tuple[Any, int]:
+def _write_all(file: Any, content: bytes) -> None:
+    """An unbuffered file may take a part, above all where the disk fills up. Raises OSError."""
+    while content:
+        content = content[file.write(content) :]
+
+
+def drop_lines(
+    path: Path, held: Any, num_bytes: int, is_dropped: Callable[[bytes], bool], way_on: str
+) -> tuple[Any, int]:
     """Takes lines out of the first `num_bytes` bytes of a held file, which are whole ones, and all that
-    follows them; at once, or not at all -> the file as it is then, held, and its bytes. Raises OSError."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    kept = hold(draft)
+    follows them; at once, or not at all -> the file as it is then, held, and its bytes. way_on: as of
+    RowWriter. Raises OutputError, and ConfigError if another process does the same."""
+    place = path.resolve()  # a link stays one
+    draft = place.with_name(f".{place.name}.{os.getpid()}")
     try:
-        kept.truncate(0)
-        with path.open("rb") as source:
-            while source.tell() < num_bytes:
-                line = source.readline()
-                if not is_dropped(line):
-                    kept.write(line)
-        os.fsync(kept.fileno())
-        os.replace(draft, path)
-        sync_folder(path.parent)
-    except BaseException:
-        kept.close()
-        with suppress(OSError):
-            draft.unlink()
-        raise
+        kept = hold(draft)
+        try:
+            kept.truncate(0)
+            with place.open("rb") as source:
+                while source.tell() < num_bytes:
+                    line = source.readline()
+                    if not is_dropped(line):
+                        _write_all(kept, line)
+            os.fsync(kept.fileno())
+            os.replace(draft, place)
+            sync_folder(place.parent)
+        except BaseException:
+            kept.close()
+            with suppress(OSError):
+                draft.unlink()
+            raise
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {path} without the rows that are done again: {error.strerror}; it is as it was;"
+            f" free some space, and {way_on}"
+        ) from error
     held.close()
     return kept, kept.tell()

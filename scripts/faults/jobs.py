@@ -72,9 +72,30 @@ FAULTS = (
     Fault(
         "uploads: rows that were taken out stay there",
         "hispec/jobs/runner.py",
-        "        upload.restart()",
-        "        pass",
+        "    if upload is not None:\n        upload.restart()",
+        "    if upload is not None:\n        pass",
         UPLOADS,
+    ),
+    Fault(
+        "uploads: the old rows come back when a job that starts anew is killed",
+        "hispec/jobs/runner.py",
+        "    elif upload is not None and output.overwrite:\n        upload.restart()",
+        "    elif upload is not None and output.overwrite:\n        pass",
+        UPLOADS,
+    ),
+    Fault(
+        "jobs: files of the input that came meanwhile are read, too",
+        "hispec/jobs/runner.py",
+        "read_rows(job, job.input, work.done, work.extent)",
+        "read_rows(job, job.input, work.done)",
+        JOBS,
+    ),
+    Fault(
+        "jobs: of a line that is written in parts the first one counts as all",
+        "hispec/jobs/writer.py",
+        "content = content[file.write(content) :]",
+        "content = content[max(len(content), file.write(content)) :]",
+        JOBS,
     ),
     Fault(
         "workers: a call is not made again when all whom it went to died",

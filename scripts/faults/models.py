@@ -112,6 +112,27 @@ FAULTS = (
         ("tests/profile/test_predict.py",),
     ),
     Fault(
+        "passes of all widths drift as the narrowest",
+        "hispec/latency/drift.py",
+        "np.interp(tokens, self.tokens, self.factors)",
+        "np.interp(np.zeros_like(tokens), self.tokens, self.factors)",
+        ("tests/profile/test_predict.py",),
+    ),
+    Fault(
+        "what a check keeps of a copy ends with its first wrong token",
+        "hispec/profile/recording.py",
+        "self._ahead(self.truth, found), found.tokens)",
+        "NOTHING, found.tokens)",
+        ("tests/profile/test_recording.py",),
+    ),
+    Fault(
+        "a head that was trained apart is taken for the embedding",
+        "ee_models/checkpoint/loader.py",
+        "is_said_twice = config.tie_word_embeddings and HEAD in source.index",
+        "is_said_twice = False",
+        ("tests/ee_models/test_loader.py",),
+    ),
+    Fault(
         "a package is merged without its scale",
         "ee_models/checkpoint/low_rank.py",
         "self.scale * total",

@@ -7,6 +7,20 @@ from .suites import CLOCKS, CONTROL, NUMBERS, RUNS, STAGES, STATIC
 
 FAULTS = (
     Fault(
+        "blocks of a prefix that others hold are needed once more",
+        "hispec/scheduling/scheduler.py",
+        "num_needed += self._pool.blocks_for(request.round_end(window)) - len(first)",
+        "num_needed += self._pool.blocks_for(request.round_end(window))",
+        ("tests/scheduling/test_scheduler.py",),
+    ),
+    Fault(
+        "a route that failed once is barred twice as long for ever",
+        "hispec/control/probes.py",
+        "self._tried_at[at], self._bar[at] = round_index, _FIRST_BAR * self._window",
+        "self._tried_at[at] = round_index",
+        ("tests/control/test_controller.py",),
+    ),
+    Fault(
         "held: what a request has gained comes before anybody wants it",
         "hispec/scheduling/request.py",
         "return not self.request.is_stream and self.request.finish_reason is None",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.helpers.job_support import install_fake_llm, make_job, prompts, run
 @pytest.fixture(autouse=True)
 def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_llm(monkeypatch)
+    monkeypatch.setattr(FakeLLM, "wake", lambda self: None, raising=False)
 
 
 def printed(found: module.DryRun) -> str:
@@ -64,6 +66,18 @@ def test_rows_that_take_too_long_are_not_waited_for(tmp_path: Path, monkeypatch:
     found = dry_run(make_job(tmp_path, prompts(20)), progress=False)
     assert found.sample.num_results == 0 and found.num_good == 20 and found.seconds is None
     assert "not known" in printed(found) and not FakeLLM.instances[0].requests
+
+
+def test_a_step_that_waits_for_workers_is_woken_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken = threading.Event()
+    monkeypatch.setattr(module, "SAMPLE_S", 0.05)
+    monkeypatch.setattr(module, "warm_up", lambda llm, job: None)
+    monkeypatch.setattr(FakeLLM, "wake", lambda self: woken.set())
+    monkeypatch.setattr(FakeLLM, "on_step", lambda number: woken.wait(20))
+    found = dry_run(make_job(tmp_path, prompts(20)), progress=False)
+    assert woken.is_set() and found.seconds is None and not FakeLLM.instances[0].requests
 
 
 def test_rows_without_a_limit_are_counted_by_themselves(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import datetime
 import gzip
 import io
 import json
+import os
 import sys
 import types
 from dataclasses import replace
@@ -26,7 +27,7 @@ from hispec.jobs.runner import JobInterrupted
 from hispec.jobs.schema import Job
 from hispec.jobs.writer import OutputError
 from tests.helpers.fake_llm import FakeLLM
-from tests.helpers.job_support import install_fake_llm, make_job, prompts, rows_of, run
+from tests.helpers.job_support import install_fake_llm, interrupt_at, make_job, prompts, rows_of, run
 
 LINES = [
     {"id": "a", "prompt": 'one, "two"\nthree', "sampling": {"max_tokens": 5}, "metadata": {"tag": [1]}},
@@ -196,6 +197,46 @@ def test_prompts_may_stand_in_other_columns(tmp_path: Path, name: str) -> None:
     ]
     with pytest.raises(ConfigError, match=r"input\.columns"):
         job_of(tmp_path, path, input={"columns": {"promt": "question"}})
+
+
+def test_of_parquet_only_the_columns_of_rows_are_read(tmp_path: Path) -> None:
+    """Others may hold what Python has no value for, which is an error by name where all are read."""
+    odd = {
+        "late": pa.array([253402300800 * 10**6], pa.timestamp("us")),
+        "text": pa.array([b"\xff"]).cast(pa.string(), safe=False),
+    }
+    for name, values in odd.items():
+        path = tmp_path / f"{name}.parquet"
+        pa.parquet.write_table(pa.table({"question": ["what"], "odd": values}), path)
+        job = job_of(tmp_path, path, f"{name}.jsonl", input={"columns": {"prompt": "question", "id": "key"}})
+        run(job)
+        assert [(row["prompt"], row["error"]) for row in rows_of(job)] == [("what", None)]
+        FakeLLM.instances.clear()
+        with pytest.raises(ConfigError, match=rf"cannot read .*{name}\.parquet as parquet: .*input\.columns"):
+            run(job_of(tmp_path, path, "all.jsonl"))
+        assert not FakeLLM.instances
+    pa.parquet.write_table(pa.table({"question": ["what", "why"]}), tmp_path / "in.parquet")
+    job = job_of(tmp_path, tmp_path / "in.parquet", input={"columns": {"prompt": "answer"}})
+    run(job)
+    assert ["got none" in row["error"]["message"] for row in rows_of(job)] == [True, True]
+
+
+def test_a_file_whose_name_is_not_utf_8_is_an_input(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"in\xff.jsonl")
+    write(path, LINES[:1])
+    job = job_of(tmp_path, str(tmp_path / "in*.jsonl"))
+    run(job)
+    (file,) = json.loads(manifest_path(job.output.path).read_text())["input"]
+    assert len(rows_of(job)) == 1 and file["path"].endswith(r"in\udcff.jsonl")
+
+
+def test_rows_on_standard_output_are_not_there_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_at(30, monkeypatch)
+    words = r"rows are done, whole lines of standard output; the same command starts again from the first row"
+    with pytest.raises(JobInterrupted, match=words):
+        run(job_of(tmp_path, write(tmp_path / "in.jsonl", prompts(9)), "-"))
 
 
 def test_standard_input_and_output(
@@ -426,6 +467,41 @@ def test_openai_requests_that_cannot_be_served_say_why(
     good, bad = openai_rows(tmp_path, [request("good", CHAT), line])
     assert good["response"]["status_code"] == 200 and bad["response"]["status_code"] == 400
     assert words in bad["response"]["body"]["error"]["message"]
+
+
+def test_the_first_line_that_is_an_object_decides_for_all(tmp_path: Path) -> None:
+    whole, bare = request("a", CHAT), request("b", CHAT)
+    del bare["body"]
+    for lines in ([b"{broken\n", whole, bare, {"id": "c", "prompt": "x"}], [bare, whole]):
+        rows = openai_rows(tmp_path, lines, output={"overwrite": True})
+        ids = {"a": 200, "b": 400}
+        assert all(set(row) == {"id", "custom_id", "response", "error"} for row in rows)
+        assert {row["custom_id"]: row["response"]["status_code"] for row in rows if row["custom_id"]} == ids
+    job = make_job(tmp_path, [{"id": "c", "prompt": "x"}, whole], output={"overwrite": True})
+    run(job)
+    good, bad = rows_of(job)
+    assert good["error"] is None and "custom_id: unknown setting" in bad["error"]["message"]
+
+
+def test_a_row_with_a_prompt_of_its_own_is_no_request(tmp_path: Path) -> None:
+    job = make_job(tmp_path, [{"custom_id": "a", "url": "https://example.org", "prompt": "x"}])
+    run(job)
+    (row,) = rows_of(job)
+    assert "id" in row and "custom_id: unknown setting" in row["error"]["message"]
+
+
+def test_columns_make_rows_of_what_would_be_requests(tmp_path: Path) -> None:
+    line = {"custom_id": "a", "body": "hello"}
+    job = make_job(tmp_path, [line], input={"columns": {"id": "custom_id", "prompt": "body"}})
+    run(job)
+    (row,) = rows_of(job)
+    assert (row["id"], row["prompt"], row["error"]) == ("a", "hello", None)
+
+
+def test_an_output_of_rows_is_not_gone_on_with_by_requests(tmp_path: Path) -> None:
+    run(make_job(tmp_path, [{"id": "a", "prompt": "x"}]))
+    with pytest.raises(ConfigError, match=r"input\.format was not set and is 'openai'"):
+        run(make_job(tmp_path, [request("b", CHAT), {"id": "a", "prompt": "x"}]))
 
 
 def test_what_asks_for_nothing_is_let_pass(tmp_path: Path) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hispec.errors import ConfigError
+from hispec.jobs import writer as writer_module
 from hispec.jobs.schema import OutputConfig
-from hispec.jobs.writer import OutputError, RowWriter
+from hispec.jobs.writer import OutputError, RowWriter, drop_lines, hold
 from tests.helpers.fake_llm import FakeLLM
 from tests.helpers.job_support import install_fake_llm, make_job, prompts, rows_of, run
 
@@ -139,6 +141,59 @@ def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(writer, "_file", Full())
         writer.add(1, {"index": 1})
     assert path.read_bytes() == b'{"index": 0}\n'
+
+
+class Filling(io.FileIO):
+    """A file that takes at most 7 bytes at once, and of all less than `room`, as on a disk that fills up."""
+
+    room = 1000
+
+    def write(self, content: Any) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        taken = super().write(content[: min(7, self.room)])
+        self.room -= taken
+        return taken
+
+
+LINES = b"the first\nthe second\nthe third\n"
+
+
+def drop_second(path: Path) -> tuple[Any, int]:
+    held = hold(path)
+    return drop_lines(path, held, len(LINES), lambda line: line == b"the second\n", "do this")
+
+
+def test_lines_are_taken_out_whole_where_a_write_takes_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(LINES + b"torn")
+    monkeypatch.setattr(writer_module, "hold", lambda path: Filling(path, "ab"))
+    kept, size = drop_second(path)
+    kept.close()
+    assert path.read_bytes() == b"the first\nthe third\n" and size == 20
+
+
+def test_lines_that_cannot_be_taken_out_leave_the_output_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(LINES)
+    monkeypatch.setattr(writer_module, "hold", lambda path: Filling(path, "ab"))
+    monkeypatch.setattr(Filling, "room", 12)
+    with pytest.raises(OutputError, match=r"out\.jsonl .*No space left.*it is as it was; .*, and do this$"):
+        drop_second(path)
+    assert path.read_bytes() == LINES and list(tmp_path.iterdir()) == [path]
+
+
+def test_an_output_that_is_a_link_stays_one_when_lines_are_taken_out(tmp_path: Path) -> None:
+    place, path = tmp_path / "place.jsonl", tmp_path / "out.jsonl"
+    place.write_bytes(LINES)
+    path.symlink_to(place)
+    kept, _ = drop_second(path)
+    kept.close()
+    assert path.is_symlink() and place.read_bytes() == b"the first\nthe third\n"
 
 
 def test_rows_wait_for_their_turn(tmp_path: Path) -> None:

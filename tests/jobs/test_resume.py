@@ -6,6 +6,7 @@ import json
 import os
 import random
 import string
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -18,13 +19,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hispec.errors import ConfigError
+from hispec.jobs import row_index
 from hispec.jobs.manifest import manifest_path
 from hispec.jobs.resume import read_line
 from hispec.jobs.runner import JobInterrupted
 from hispec.jobs.writer import RowWriter
 from hispec.outputs import RequestOutput
 from tests.helpers.fake_llm import FakeLLM
-from tests.helpers.job_support import install_fake_llm, interrupt_at, make_job, prompts, rows_of, run
+from tests.helpers.job_support import (
+    THREE_TIER,
+    install_fake_llm,
+    interrupt_at,
+    make_job,
+    prompts,
+    rows_of,
+    run,
+)
 
 SAMPLED = {"temperature": 0.8, "max_tokens": 40}  # seeds must not depend on when a row runs
 
@@ -364,6 +374,71 @@ def test_rows_that_come_to_the_input_while_it_runs_are_for_the_next_run(
     monkeypatch.setattr(FakeLLM, "on_step", None)
     report = run(job)
     assert (report.resumed, report.num_rows) == (40, 41) and rows_of(job)[-1]["id"] == "late"
+
+
+def test_files_that_grow_or_come_while_the_model_is_loaded_shift_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").mkdir()
+
+    def write(name: str, num: int) -> None:
+        lines = [json.dumps({"id": f"{name}{at}", "prompt": f"{name} {at}"}) + "\n" for at in range(num)]
+        (tmp_path / "in" / name).write_text("".join(lines))
+
+    job = make_job(
+        tmp_path,
+        [],
+        input={"path": str(tmp_path / "in" / "*")},
+        speculative=THREE_TIER,
+        output={"compare_plain": True},
+    )
+    write("a", 3)
+    write("c", 3)
+    init = FakeLLM.__init__
+
+    def others_write(self: FakeLLM, *arguments: Any, **fields: Any) -> None:
+        init(self, *arguments, **fields)
+        write("a", 5)
+        write("b", 2)
+        write("c", 4)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeLLM, "__init__", others_write)
+        report = run(job)
+    assert [row["id"] for row in rows_of(job)] == ["a0", "a1", "a2", "c0", "c1", "c2"]
+    assert report.comparison is not None and report.comparison.num_identical == 6
+    assert [Path(file["path"]).name for file in manifest(job)["input"]] == ["a", "c"]
+    assert run(job).resumed == 6
+    assert Counter(row["id"] for row in rows_of(job)) == Counter(
+        f"{name}{at}" for name, num in (("a", 5), ("b", 2), ("c", 4)) for at in range(num)
+    )
+
+
+def test_a_file_that_has_lost_rows_while_the_model_was_loaded_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, init = make_job(tmp_path, prompts(9)), FakeLLM.__init__
+
+    def other_cuts(self: FakeLLM, *arguments: Any, **fields: Any) -> None:
+        init(self, *arguments, **fields)
+        make_job(tmp_path, prompts(4))
+
+    monkeypatch.setattr(FakeLLM, "__init__", other_cuts)
+    with pytest.raises(ConfigError, match=r"in\.jsonl had 9 rows when the job began and has 4 now"):
+        run(job)
+    assert run(job).num_rows == 4 == len(rows_of(job))
+
+
+def test_a_temporary_folder_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(row_index, "_TABLES", "PRAGMA max_page_count = 3;" + row_index._TABLES)
+        with pytest.raises(ConfigError, match=f"temporary folder {tmp_path}: .*is full; .*TMPDIR"):
+            run(make_job(tmp_path, prompts(2000)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=f"temporary folder {tmp_path}/gone: .*TMPDIR"):
+        run(make_job(tmp_path, prompts(3)))
+    assert not FakeLLM.instances and not list(tmp_path.glob("hispec-rows-*"))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"format": 99, "settings": {}}', b'{"settings": 3}'])

@@ -170,6 +170,50 @@ def test_new_replaces_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert there(tmp_path).read_bytes() == job.output.path.read_bytes() and len(rows_of(job)) == 4
 
 
+NEW_LINES = [{"id": f"new{at}", "prompt": f"new {at}"} for at in range(4)]
+
+
+def test_a_job_that_is_killed_as_it_starts_anew_does_not_go_on_with_the_old_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(job_to(tmp_path))
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Upload, "__enter__", lambda self: sys.exit(9))
+        run(job_to(tmp_path, lines=NEW_LINES, overwrite=True))
+    job = job_to(tmp_path, lines=NEW_LINES)
+    assert run(job).resumed == 0 and [row["id"] for row in rows_of(job)] == ["new0", "new1", "new2", "new3"]
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes() == uploaded(tmp_path)
+
+
+def test_a_job_that_starts_anew_in_an_empty_place_without_a_way_there_loses_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Upload, *_: Any) -> None:
+        raise OSError("no way there")
+
+    run(job_to(tmp_path))
+    shutil.rmtree(tmp_path / "here")
+    with monkeypatch.context() as patch, pytest.raises(OutputError, match="no way there"):
+        patch.setattr(Upload, "_writing", fails)
+        run(job_to(tmp_path, lines=NEW_LINES, overwrite=True))
+    job = job_to(tmp_path, lines=NEW_LINES)
+    assert run(job).resumed == 4
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes() == uploaded(tmp_path)
+
+
+def test_new_rows_of_the_old_size_are_uploaded_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"prompt": "same"}]
+    run(job_to(tmp_path, lines=lines))
+    size = there(tmp_path).stat().st_size
+    monkeypatch.setattr(Upload, "_try", lambda self, what: None)  # nothing reaches it before
+    lines = [{"prompt": "mesa"}]
+    job = job_to(tmp_path, lines=lines, overwrite=True)
+    run(job)
+    assert there(tmp_path).read_bytes() == job.output.path.read_bytes() and len(uploaded(tmp_path)) == size
+
+
 def test_a_table_is_there_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_to(tmp_path, "out.csv")
     run(job)
