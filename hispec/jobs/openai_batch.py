@@ -19,8 +19,8 @@ KEYS = ("custom_id", "method", "url", "body")
 
 
 def is_request(values: Mapping[str, Any]) -> bool:
-    """Whether a line looks like a request of the Batch API, though it may be a bad one; a row with a prompt of
-    its own is none, whatever else it has."""
+    """Whether a line looks like a request of the Batch API, though it may be a bad one; a row with a prompt
+    of its own is none, whatever else it has."""
     keys = values.keys()
     is_row = not keys.isdisjoint(("prompt", "prompt_token_ids", "messages"))
     return "custom_id" in keys and not keys.isdisjoint(("url", "body")) and not is_row
