@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +18,9 @@ from hispec.jobs.bench_inputs import TokenIds, warm_up
 from hispec.jobs.bench_runs import Group
 from hispec.jobs.rows import Row
 from hispec.jobs.schema import Job
-from hispec.latency.drift import drift_between
 from hispec.latency.profile_file import LatencyProfile
 from hispec.llm import LLM
-from hispec.measure.latency import StageTimes
+from hispec.measure.latency import measure_latency
 from hispec.measure.yardstick import Yardstick
 from hispec.profile.candidates import find_candidates
 from hispec.profile.options import ProfileOptions
@@ -32,8 +30,6 @@ from hispec.profile.round_cost import PassTimes
 from hispec.profile.timed_runs import Step, generate_in_steps
 from hispec.sampling_params import SamplingParams
 from hispec.utils.console import make_bar
-
-_PASSES_BETWEEN = 3  # that are timed before each turn of a plan
 
 
 class Prompts(NamedTuple):
@@ -69,15 +65,6 @@ def plain_steps(
     return PlainSteps(steps, meanwhile)
 
 
-def context_len_of(prompts: Prompts) -> int:
-    """Positions that rows attend to in the middle of an average answer to an average prompt."""
-    return round(
-        statistics.fmean(
-            len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in prompts.recording.answers
-        )
-    )
-
-
 def predictor_here(
     prompts: Prompts,
     latency: LatencyProfile,
@@ -88,7 +75,12 @@ def predictor_here(
     links: bool,
 ) -> Predictor:
     """What plans take for these prompts on this machine, the processing of prompts included."""
-    times = PassTimes(latency.model(), context_len_of(prompts))
+    context_len = round(
+        statistics.fmean(
+            len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in prompts.recording.answers
+        )
+    )
+    times = PassTimes(latency.model(), context_len)
     return Predictor(
         prompts.recording,
         times,
@@ -116,32 +108,31 @@ def measure(
         num_layers = llm.decoder.config.num_layers
         warm_up(llm, tune.tokens[:batch_size], sampling)
         tune_steps = plain_steps(llm, tune, sampling, Yardstick(*yard), "tuning")
-        with StageTimes(
+        latency = measure_latency(
             llm.decoder,
             candidates.layers,
             candidates.exits,
             max_num_seqs=batch_size,
             max_window=window,
             max_context=max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers),
-        ) as stage_times:
-            latency = stage_times.measure(progress=True)
-            held_steps = plain_steps(llm, held_out, sampling, Yardstick(*yard), "held out")
-            here = batch_size, num_layers, job.engine.max_run_ms, llm.decoder.passes is not None
-            best = best_of_kinds(predictor_here(tune, latency, tune_steps, *here), plans)
-            predictor = predictor_here(held_out, latency, held_steps, *here)
-            others = {kind: each.plan for kind, each in best.items() if each.plan is not None}
+            progress=True,
+        )
+        held_steps = plain_steps(llm, held_out, sampling, Yardstick(*yard), "held out")
+        here = batch_size, num_layers, job.engine.max_run_ms, llm.decoder.passes is not None
+        best = best_of_kinds(predictor_here(tune, latency, tune_steps, *here), plans)
+        predictor = predictor_here(held_out, latency, held_steps, *here)
+        others = {kind: each.plan for kind, each in best.items() if each.plan is not None}
+        with Yardstick(*yard) as meanwhile:
             result = time_engines(
                 llm,
                 job,
                 options.model_copy(update={"plans": others}),
                 held_out.rows,
-                between=partial(stage_times.measure_on, _PASSES_BETWEEN),
+                between=meanwhile.measure,
             )
-            meanwhile = stage_times.profile()
-    # The machine's speed has changed since stages were first timed, and is no fault of what was predicted.
-    context_len = context_len_of(held_out)
-    drift = drift_between(latency.model(), meanwhile.model(), batch_size, window, context_len)
-    predictor = predictor.during(PassTimes(meanwhile.model(), context_len), drift)
+    # The machine's speed has changed since stages were timed, and is no fault of what was predicted.
+    drift = meanwhile.drift(latency.model())
+    predictor = predictor.during(drift)
     engines, tasks = result["engines"], [group["task"] for group in result["groups"]]
     total = {kind: Totals(each["group_tokens"], each["group_seconds"]) for kind, each in engines.items()}
     rounds = {
@@ -173,5 +164,5 @@ def measure(
         "claims": {"all": claims(total, tasks, best), "rounds": claims(rounds, tasks, best)},
         "row_invariant": result["row_invariant"],
         "drift": asdict(drift),
-        "stages": meanwhile.model_dump(mode="json", include={"stages", "is_static", "row_buckets"}),
+        "stages": latency.model_dump(mode="json", include={"stages", "is_static", "row_buckets"}),
     }

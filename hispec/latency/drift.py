@@ -7,10 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .model import LatencyModel
-
-WIDTHS = 1, 4, 16, 64  # positions of a row by which machines are compared
-
 
 @dataclass(frozen=True)
 class Drift:
@@ -31,19 +27,3 @@ class Drift:
 
 
 STEADY = Drift()
-
-
-def full_pass(width: int) -> str:
-    """The stage of a pass through the whole model over so many positions of each row."""
-    return "plain" if width == 1 else "verify/0"
-
-
-def drift_between(before: LatencyModel, now: LatencyModel, rows: int, widest: int, context_len: int) -> Drift:
-    """Of passes through the whole model over up to `widest` positions of each of `rows` rows, which attend to
-    context_len each."""
-    found = {}
-    for width in WIDTHS:
-        if width <= widest:
-            stage, size = full_pass(width), (float(rows), float(rows * width), float(rows * context_len))
-            found[size[1]] = float(now[stage](*size)) / float(before[stage](*size))
-    return Drift(tuple(found), tuple(found.values()))

@@ -26,7 +26,7 @@ _SLACK = 1e-9  # gradient of a coefficient that would be taken in for rounding's
 
 @dataclass(frozen=True)
 class Point:
-    """A pass that was timed: what it was run over (see Linear), and the median of its milliseconds."""
+    """A pass that was timed: what it was run over (see Linear), and its milliseconds."""
 
     stage: str
     rows: int

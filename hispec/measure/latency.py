@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ from ..utils.files import expanded
 from ..version import __version__
 from .round_overhead import overheads
 from .stage_bench import Rig, blocks_of
-from .timing import Samples, Timed
+from .timing import Timed, quiet_times
 
 _log = logging.getLogger(__name__)
 _SAMPLES = 9
@@ -112,8 +111,19 @@ class Grid:
                 yield rows, q_len, context
 
 
-class StageTimes:
-    """The passes of all stages that `LatencyModel` names, for exits at `layers`, timed again and again.
+def measure_latency(
+    decoder: Decoder,
+    layers: Sequence[int],
+    exits: Sequence[AdapterExit] = (),
+    *,
+    max_num_seqs: int,
+    max_window: int,
+    max_context: int | None = None,
+    draft_model: Decoder | None = None,
+    progress: bool = False,
+    graph_device: GraphDevice | None = None,
+) -> LatencyProfile:
+    """Times all stages that `LatencyModel` names, for exits at `layers`.
 
     exits         the trained ones among them; the others are read through the model's own head
     max_num_seqs  rows of a round at most; max_window: places of a row in a round
@@ -121,117 +131,55 @@ class StageTimes:
     graph_device  where rounds of static shapes are captured; None = on a GPU there, on a CPU rounds are
                   packed
     Raises ConfigError for sizes below 1. Memory is taken for max_num_seqs rows of a short context, and given
-    back where the context ends; on a GPU after `measure`.
+    back.
     """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        layers: Sequence[int],
-        exits: Sequence[AdapterExit] = (),
-        *,
-        max_num_seqs: int,
-        max_window: int,
-        max_context: int | None = None,
-        draft_model: Decoder | None = None,
-        graph_device: GraphDevice | None = None,
-    ) -> None:
-        _check_sizes(max_num_seqs, max_window, layers, exits, decoder)
-        self._started, self._load = time.monotonic(), environment()["load"]
-        self._decoder, self._graph_device = decoder, graph_device
-        self._subject = subject_of(decoder, layers, exits, draft_model)
-        self._is_cuda = decoder.device.type == "cuda"
-        self._is_static = self._is_cuda or graph_device is not None
-        self._max_num_seqs = max_num_seqs
-        room = _room(decoder, draft_model)
-        if max_context is not None:
-            room = max(_LEAST_ROOM, min(room, max_context + max_window))
-        self._grid = Grid.of(max_num_seqs, max_window, room, is_cuda=self._is_cuda, is_static=self._is_static)
-        window, context = _layout(self._grid, max_num_seqs, room, decoder.config.vocab_size)
-        self._rigs = ExitStack()
-        with on_device(decoder.device):
-            rig = Rig(decoder, exits, context, max_num_seqs, window, graph_device, written=())
-            self._rigs.callback(rig.close)
-            of_model = None
-            if draft_model is not None:
-                of_model = Rig(draft_model, [], context, max_num_seqs, window, graph_device)
-                self._rigs.callback(of_model.close)
-            passes = dict(_passes(rig, of_model, layers, exits, self._grid))
-        # What all others are compared with.
-        plain = [key for key in passes if key[0] == "plain"]
-        self._samples = Samples(passes, decoder.device, plain)
-        self._overheads: list[Point] = []
-
-    def __enter__(self) -> StageTimes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._rigs.close()
-
-    def measure(self, progress: bool = False) -> LatencyProfile:
-        """Times all of them, in a minute or so."""
-        with on_device(self._decoder.device):
-            self._samples.take_all(_SAMPLES, "latency", progress, _BUDGET_S)
-            self._overheads = [
-                Point("round", rows, rows, 0, ms=max(value, 1e-4))
-                for rows, value in overheads(
-                    self._decoder, self._grid.rows, self._is_static, self._graph_device
-                ).items()
-            ]
-        if self._is_cuda:  # nothing is timed on: others need the memory
-            self._rigs.close()
-        profile = self.profile()
-        self._samples.restart()
-        return profile
-
-    def measure_on(self, num: int) -> None:
-        """Times so many passes more, between others' work. On a CPU alone: a GPU that is ours keeps its
-        speed."""
-        if not self._is_cuda:
-            self._samples.take(num)
-
-    def profile(self) -> LatencyProfile:
-        """By what was timed since `measure`, as far as each pass was."""
-        points = [Point(*key, ms=max(value, 1e-4)) for key, value in self._samples.ms().items()]
-        points += self._overheads
-        stages = {name: StageCost.of(each) for name, each in fit(points).items()}
-        return LatencyProfile(
-            fingerprint=self._subject.fingerprint,
-            subject=self._subject,
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            seconds=time.monotonic() - self._started,
-            load=self._load,
-            max_num_seqs=self._max_num_seqs,
-            is_static=self._is_static,
-            row_buckets=tuple(sorted(row_buckets(self._max_num_seqs))) if self._is_static else (),
-            stages={name: stages[name] for name in self._subject.stage_names},
-            points=tuple(map(TimedPass.of, points)),
-        )
-
-
-def _layout(grid: Grid, max_num_seqs: int, room: int, vocab_size: int) -> tuple[int, list[int]]:
-    """(window, context) of a rig in which all passes of the grid have room."""
+    _check_sizes(max_num_seqs, max_window, layers, exits, decoder)
+    started, about = time.monotonic(), environment()
+    is_cuda = decoder.device.type == "cuda"
+    is_static = is_cuda or graph_device is not None
+    room = _room(decoder, draft_model)
+    if max_context is not None:
+        room = max(_LEAST_ROOM, min(room, max_context + max_window))
+    grid = Grid.of(max_num_seqs, max_window, room, is_cuda=is_cuda, is_static=is_static)
     rng, window = random.Random(0), max(grid.positions[-1], _MOST_LOOKED_UP + 1)
-    words = [rng.randrange(vocab_size) for _ in range(_PERIOD)]
+    words = [rng.randrange(decoder.config.vocab_size) for _ in range(_PERIOD)]
     sizes = [*grid.narrow(), *((rows, context) for rows, _, context in grid.wide()), (1, grid.contexts[1])]
     needed = max(rows * blocks_of(context, window) for rows, context in sizes)
     length = grid.context(max_num_seqs, True)
     while max_num_seqs * blocks_of(length, window) < needed:
         length += 1
-    return window, (words * grid.contexts[1])[: min(room, length)]  # beyond it a model has no positions
-
-
-def measure_latency(
-    decoder: Decoder,
-    layers: Sequence[int],
-    exits: Sequence[AdapterExit] = (),
-    *,
-    progress: bool = False,
-    **sizes: Any,
-) -> LatencyProfile:
-    """Times all stages once; arguments are those of StageTimes."""
-    with StageTimes(decoder, layers, exits, **sizes) as times:
-        return times.measure(progress)
+    context = (words * grid.contexts[1])[: min(room, length)]  # beyond it a model has no positions
+    with on_device(decoder.device), ExitStack() as rigs:
+        rig = Rig(decoder, exits, context, max_num_seqs, window, graph_device, written=())
+        rigs.callback(rig.close)
+        of_model = None
+        if draft_model is not None:
+            of_model = Rig(draft_model, [], context, max_num_seqs, window, graph_device)
+            rigs.callback(of_model.close)
+        passes = dict(_passes(rig, of_model, layers, exits, grid))
+        ms = quiet_times(
+            passes, decoder.device, samples=_SAMPLES, what="latency", progress=progress, budget_s=_BUDGET_S
+        )
+        points = [Point(*key, ms=max(value, 1e-4)) for key, value in ms.items()]
+    with on_device(decoder.device):
+        points += [
+            Point("round", rows, rows, 0, ms=max(value, 1e-4))
+            for rows, value in overheads(decoder, grid.rows, is_static, graph_device).items()
+        ]
+    subject = subject_of(decoder, layers, exits, draft_model)
+    stages = {name: StageCost.of(each) for name, each in fit(points).items()}
+    return LatencyProfile(
+        fingerprint=subject.fingerprint,
+        subject=subject,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seconds=time.monotonic() - started,
+        load=about["load"],
+        max_num_seqs=max_num_seqs,
+        is_static=is_static,
+        row_buckets=tuple(sorted(row_buckets(max_num_seqs))) if is_static else (),
+        stages={name: stages[name] for name in subject.stage_names},
+        points=tuple(map(TimedPass.of, points)),
+    )
 
 
 def _room(decoder: Decoder, draft_model: Decoder | None) -> int:

@@ -6,95 +6,64 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 
 from ..utils.console import make_bar
-from ..utils.means import trimmed_mean
 
-_FEW = 4  # passes, after which comes one of those on which most depends
 Key = TypeVar("Key")
 Timed = Callable[[], float | None]  # runs a pass -> its milliseconds; None = by the caller's clock
 
 
-class Samples(Generic[Key]):
-    """Milliseconds of passes on `device`, each of them sampled again and again. All take turns, so that a
-    machine that slows down slows all of them; in another order each time, so that none always finds in the
-    caches what the one before it left there.
+def quiet_times(
+    passes: Mapping[Key, Timed],
+    device: torch.device,
+    *,
+    samples: int,
+    what: str,
+    progress: bool,
+    budget_s: float = math.inf,
+) -> dict[Key, float]:
+    """Milliseconds of each pass on `device`, in the quieter moments of a machine that others share: the lower
+    quartile of its samples. A memory that is fast and slow by turns would else make a pass over two tokens
+    cheaper than one over a single token; how much longer passes take meanwhile, by their width, is a
+    Yardstick's to say. All passes take turns, so that a machine that slows down slows all of them; in another
+    order each time, so that none always finds in the caches what the one before it left there.
 
-    often   those on which most depends: after every fourth pass comes one of them
+    budget_s   seconds after which no further turn begins once each pass has a sample; half of them go to all
+               passes alike, the rest to those that take less than the mean, since short ones vary more, and
+               are sampled the more cheaply
     """
+    taken: dict[Key, list[float]] = {key: [] for key in passes}
+    order, shuffled = list(passes), random.Random(0)
+    sync = sync_of(device)
+    began = time.monotonic()
+    with make_bar((samples + 1) * len(passes), what, "pass", progress) as bar:
+        for turn in range(samples + 1):
+            if turn > 1 and time.monotonic() - began > budget_s:
+                break
+            if turn > 1 and time.monotonic() - began > budget_s / 2:
+                mean = statistics.fmean(values[0] for values in taken.values())
+                order = [key for key in passes if taken[key][0] < mean]
+            shuffled.shuffle(order)
+            for key in order:
+                sync()
+                started = time.perf_counter()
+                ms = passes[key]()
+                sync()
+                if ms is None:
+                    ms = 1e3 * (time.perf_counter() - started)
+                if turn:  # the first is a warm-up
+                    taken[key].append(ms)
+                bar.update()
+    return {key: _lower_quartile(values) for key, values in taken.items()}
 
-    def __init__(
-        self, passes: Mapping[Key, Timed], device: torch.device, often: Collection[Key] = ()
-    ) -> None:
-        self._passes, self._often, self._sync = dict(passes), list(often), sync_of(device)
-        self._taken: dict[Key, list[float]] = {key: [] for key in passes}
-        self._before: dict[Key, float] = {}
-        self._shuffled = random.Random(0)
-        self._turns = self._endless()
 
-    def take_all(self, num: int, what: str, progress: bool, budget_s: float = math.inf) -> None:
-        """Runs each pass once, and then takes `num` samples of it.
-
-        budget_s   seconds after which no further turn begins once each pass has a sample; half of them go to
-                   all passes alike, the rest to those that take less than the mean, since short ones vary
-                   more, and are sampled the more cheaply
-        """
-        order, began = list(self._passes), time.monotonic()
-        for key in order:
-            self._time(key)
-        total = num * (len(order) + (len(order) // _FEW if self._often else 0))
-        with make_bar(total, what, "pass", progress) as bar:
-            for turn in range(num):
-                if turn and time.monotonic() - began > budget_s:
-                    break
-                if turn and time.monotonic() - began > budget_s / 2:
-                    mean = statistics.fmean(values[0] for values in self._taken.values())
-                    order = [key for key in self._passes if self._taken[key][0] < mean]
-                for key in self._turn(order):
-                    self._sample(key)
-                    bar.update()
-
-    def take(self, num: int) -> None:
-        """Takes a few samples more, where the last ones ended."""
-        for _ in range(num):
-            self._sample(next(self._turns))
-
-    def restart(self) -> None:
-        """From here on only samples of later count, of passes that have any."""
-        self._before = self.ms()
-        self._taken = {key: [] for key in self._passes}
-
-    def ms(self) -> dict[Key, float]:
-        """Milliseconds of each pass."""
-        return {
-            key: trimmed_mean(values) if values else self._before[key] for key, values in self._taken.items()
-        }
-
-    def _endless(self) -> Iterator[Key]:
-        while True:
-            yield from self._turn(list(self._passes))
-
-    def _turn(self, order: list[Key]) -> Iterator[Key]:
-        self._shuffled.shuffle(order)
-        for at, key in enumerate(order):
-            yield key
-            if self._often and at % _FEW == _FEW - 1:
-                yield self._often[at // _FEW % len(self._often)]
-
-    def _sample(self, key: Key) -> None:
-        self._taken[key].append(self._time(key))
-
-    def _time(self, key: Key) -> float:
-        self._sync()
-        started = time.perf_counter()
-        ms = self._passes[key]()
-        self._sync()
-        return 1e3 * (time.perf_counter() - started) if ms is None else ms
+def _lower_quartile(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 4]
 
 
 def sync_of(device: torch.device) -> Callable[[], None]:

@@ -12,12 +12,13 @@ import torch
 
 from ee_models.decoder import Decoder
 
-from ..latency.drift import STEADY, WIDTHS, Drift, full_pass
+from ..latency.drift import STEADY, Drift
 from ..latency.model import LatencyModel
 from ..utils.means import trimmed_mean
 from .stage_bench import Rig
 from .timing import Timed
 
+_WIDTHS = 4, 16, 64  # positions of a row, beside one
 _MOST_TOKENS = 128  # of a pass, but for one over a single position of each row
 _LEAST_CONTEXT = 2  # positions that a row can attend to
 _MOST_CONTEXT = 512  # beyond, a pass would take as long for its context as for its weights
@@ -25,9 +26,10 @@ _MOST_CONTEXT = 512  # beyond, a pass would take as long for its context as for 
 
 @dataclass
 class _Pass:
-    """A pass over `width` positions of each row, and the milliseconds that it took each time."""
+    """A pass, by its stage of the latency model, and the milliseconds that it took each time."""
 
-    width: int
+    stage: str
+    num_tokens: int
     run: Timed
     ms: list[float] = field(default_factory=list)
 
@@ -58,10 +60,11 @@ class Yardstick:
             context = (context * -(-self._length // len(context)))[: self._length]
             rig = Rig(decoder, [], context, num_rows, widest)
             self._rigs.callback(rig.close)
-            for width in WIDTHS:
+            self._passes.append(_Pass("plain", num_rows, rig.plain(num_rows)))
+            for width in _WIDTHS:
                 if width <= widest:
-                    run = rig.plain(num_rows) if width == 1 else rig.verify(num_rows, width, 0)
-                    self._passes.append(_Pass(width, run))
+                    run = rig.verify(num_rows, width, 0)
+                    self._passes.append(_Pass("verify/0", num_rows * width, run))
 
     def __enter__(self) -> Yardstick:
         return self
@@ -81,12 +84,17 @@ class Yardstick:
             ms = each.run()
             each.ms.append(1e3 * (time.perf_counter() - started) if ms is None else ms)
 
+    def measure_all(self) -> None:
+        """Times every pass once more."""
+        for _ in self._passes:
+            self.measure()
+
     def drift(self, latency: LatencyModel) -> Drift:
         """Means of the passes over what they take by `latency`; STEADY if none was timed."""
         rows = float(self._num_rows)
         found = {
-            rows * each.width: trimmed_mean(each.ms)
-            / float(latency[full_pass(each.width)](rows, rows * each.width, rows * self._length))
+            float(each.num_tokens): trimmed_mean(each.ms)
+            / float(latency[each.stage](rows, float(each.num_tokens), rows * self._length))
             for each in self._passes
             if each.ms
         }

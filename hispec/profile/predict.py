@@ -181,10 +181,10 @@ class Predictor:
         self._draft_model_share = draft_model_share
         self._plain_tokens_per_s: float | None = None
 
-    def during(self, times: PassTimes, drift: Drift) -> Predictor:
-        """The same in minutes in which passes took `times`, and what is besides them drifted so far."""
+    def during(self, drift: Drift) -> Predictor:
+        """The same at another speed of the machine than that of its times."""
         other = copy.copy(self)
-        other._times, other._calibration = times, self._calibration.during(drift)
+        other._times, other._calibration = self._times.during(drift), self._calibration.during(drift)
         other._plain_tokens_per_s = None
         return other
 

@@ -20,6 +20,7 @@ from ..control.route_costs import (
     VERIFY_SLOT,
     slots_of,
 )
+from ..latency.drift import STEADY, Drift
 from ..latency.model import LatencyModel
 from .recording import Ints
 from .replay import Rounds
@@ -53,11 +54,16 @@ class _Passes(NamedTuple):
 
 
 class PassTimes:
-    """Milliseconds of passes by the latency model, with rows that attend to context_len positions each."""
+    """Milliseconds of passes by the latency model, with rows that attend to context_len positions each, at a
+    speed of the machine that has drifted so far since."""
 
-    def __init__(self, latency: LatencyModel, context_len: int) -> None:
-        self._latency, self._context_len = latency, context_len
+    def __init__(self, latency: LatencyModel, context_len: int, drift: Drift = STEADY) -> None:
+        self._latency, self._context_len, self._drift = latency, context_len, drift
         self._tables: dict[tuple[tuple[str, ...], int], Floats] = {}
+
+    def during(self, drift: Drift) -> PassTimes:
+        """The same at another speed of the machine."""
+        return PassTimes(self._latency, self._context_len, drift)
 
     def table(self, stages: Sequence[str], rows: int, most: int) -> Floats:
         """[most + 1]: of passes that run these stages over 0 to `most` positions of at most `rows` rows; none
@@ -67,7 +73,7 @@ class PassTimes:
             widths = np.arange(most + 1.0)
             live = np.minimum(widths, float(rows))
             ms = sum(self._latency[name](live, widths, live * self._context_len) for name in stages)
-            self._tables[key] = np.where(widths > 0, ms, 0.0)
+            self._tables[key] = np.where(widths > 0, ms * self._drift(widths), 0.0)
         return self._tables[key][: most + 1]
 
     def one_each(self, stages: Sequence[str], rows: int) -> float:

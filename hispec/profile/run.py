@@ -7,7 +7,6 @@ import datetime
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ee_models.decoder import Decoder
@@ -18,8 +17,7 @@ from ..errors import ConfigError
 from ..jobs.bench_inputs import TokenIds, good_rows, task_of, warm_up
 from ..jobs.rows import count_rows
 from ..jobs.schema import Job
-from ..latency.drift import drift_between
-from ..measure.latency import StageTimes, check_room
+from ..measure.latency import check_room, measure_latency
 from ..measure.yardstick import Yardstick
 from ..sampling_params import SamplingParams
 from ..utils.environment import environment, watch_others
@@ -36,8 +34,6 @@ from .timed_runs import check_served, generate_in_steps, time_plans
 
 if TYPE_CHECKING:
     from ..llm import LLM
-
-_PASSES_BETWEEN = 30  # that are timed before each task of a plan's run
 
 
 def profile_to_files(
@@ -150,7 +146,8 @@ class Session:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
         check_served(llm, prompts, sampling)
         warm_up(llm, prompts[:batch_size], sampling)
-        with Yardstick(decoder, prompts, max_tokens, batch_size, options.max_window) as yardstick:
+        yard = decoder, prompts, max_tokens, batch_size, options.max_window
+        with Yardstick(*yard) as yardstick:
             outputs, steps = generate_in_steps(
                 llm, prompts, sampling, progress=progress, between=yardstick.measure
             )
@@ -171,12 +168,7 @@ class Session:
             batch_size=batch_size,
             progress=progress,
         )
-        # Of rows in the middle of an average answer to an average prompt.
-        context_len = round(
-            statistics.fmean(len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in answers)
-        )
-        num_layers = decoder.config.num_layers
-        with StageTimes(
+        latency = measure_latency(
             decoder,
             self.candidates.layers,
             self.candidates.exits,
@@ -184,29 +176,32 @@ class Session:
             max_window=options.max_window,
             max_context=max(len(answer.prompt_token_ids) + len(answer.token_ids) for answer in answers),
             draft_model=self.draft_model,
-        ) as stage_times:
-            latency = stage_times.measure(progress)
-            times = PassTimes(latency.model(), context_len)
-            calibration = calibrate(
-                steps,
-                times,
-                batch_size,
-                self._max_run_ms,
-                links=decoder.passes is not None,
-                drift=yardstick.drift(latency.model()),
-            )
-            predictor = Predictor(
-                recording,
-                times,
-                calibration,
-                batch_size,
-                num_layers,
-                draft_model_share=(
-                    self.draft_model.num_bytes / decoder.num_bytes if self.draft_model else 0.0
-                ),
-            )
-            predictions, num_predicted = search(predictor, self.plans)
-            chosen = [predictor.predict(None), *best_of_each_kind(predictions, options.top)]
+            progress=progress,
+        )
+        # Of rows in the middle of an average answer to an average prompt.
+        context_len = round(
+            statistics.fmean(len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in answers)
+        )
+        times, num_layers = PassTimes(latency.model(), context_len), decoder.config.num_layers
+        calibration = calibrate(
+            steps,
+            times,
+            batch_size,
+            self._max_run_ms,
+            links=decoder.passes is not None,
+            drift=yardstick.drift(latency.model()),
+        )
+        predictor = Predictor(
+            recording,
+            times,
+            calibration,
+            batch_size,
+            num_layers,
+            draft_model_share=self.draft_model.num_bytes / decoder.num_bytes if self.draft_model else 0.0,
+        )
+        predictions, num_predicted = search(predictor, self.plans)
+        chosen = [predictor.predict(None), *best_of_each_kind(predictions, options.top)]
+        with Yardstick(*yard) as yardstick:
             runs = time_plans(
                 llm,
                 [prediction.plan for prediction in chosen],
@@ -216,13 +211,11 @@ class Session:
                 options.repeats,
                 batch_size=batch_size,
                 progress=progress,
-                between=partial(stage_times.measure_on, _PASSES_BETWEEN),
+                between=yardstick.measure_all,
             )
-            meanwhile = stage_times.profile()
-        # The machine's speed has changed since stages were first timed: no fault of what was predicted.
-        before, now = latency.model(), meanwhile.model()
-        drift = drift_between(before, now, batch_size, options.max_window, context_len)
-        then = predictor.during(PassTimes(now, context_len), drift)
+        # The machine's speed has changed since stages were timed, and is no fault of what was predicted.
+        meanwhile = yardstick.drift(latency.model())
+        then = predictor.during(meanwhile)
         chosen = [then.predict(each.plan) for each in chosen]
         measured = measured_plans(chosen, runs, num_layers)
         best, best_reason = choose(measured)
@@ -241,7 +234,7 @@ class Session:
                 **latency.model_dump(mode="json", include={"stages", "is_static", "row_buckets"}),
             },
             "calibration": asdict(calibration),
-            "drift": asdict(drift),
+            "drift": asdict(meanwhile),
             "num_predicted": num_predicted,
             "predictions": [prediction.as_dict() for prediction in best_by_layers(predictions)],
             "measured": measured,

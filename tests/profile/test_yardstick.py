@@ -27,8 +27,8 @@ def test_drift_is_what_passes_took_over_what_they_should(
         assert found.drift(latency) == STEADY, "nothing was timed yet"
         found.measure()
         assert found.drift(latency).tokens == (num_rows,)
-        for _ in range(4):
-            found.measure()
+        found.measure()
+        found.measure_all()
         assert [len(each.ms) for each in found._passes] == [2, 2, 1], "in turns"
         assert min(found.drift(latency).factors) > 0
     for each, ms in zip(found._passes, ([100.0, 9.0, 3.0], [8.0], [7.0, 6.0, 80.0]), strict=True):
@@ -49,7 +49,7 @@ def test_passes_are_as_wide_as_rounds_may_be_and_short(
     tiny_decoder: Decoder, num_rows: int, widest: int, tokens: list[int]
 ) -> None:
     with Yardstick(tiny_decoder, [[1, 2]], 8, num_rows, widest) as found:
-        assert [num_rows * each.width for each in found._passes] == tokens
+        assert [each.num_tokens for each in found._passes] == tokens
 
 
 def test_a_gpu_is_not_asked(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
