@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from ..utils.console import make_bar
 
 Key = TypeVar("Key")
+_OFTEN = 4
 Timed = Callable[[], float | None]  # runs a pass -> its milliseconds; None = by the caller's clock
 
 
@@ -26,6 +27,7 @@ def quiet_times(
     what: str,
     progress: bool,
     budget_s: float = math.inf,
+    often: Collection[Key] = (),
 ) -> dict[Key, float]:
     """Milliseconds of each pass on `device`, in the quieter moments of a machine that others share: the lower
     quartile of its samples. A memory that is fast and slow by turns would else make a pass over two tokens
@@ -36,18 +38,19 @@ def quiet_times(
     budget_s   seconds after which no further turn begins once each pass has a sample; half of them go to all
                passes alike, the rest to those that take less than the mean, since short ones vary more, and
                are sampled the more cheaply
+    often      those that all others are compared with: sampled _OFTEN times in a turn
     """
     taken: dict[Key, list[float]] = {key: [] for key in passes}
-    order, shuffled = list(passes), random.Random(0)
+    order, shuffled = [*passes, *list(often) * (_OFTEN - 1)], random.Random(0)
     sync = sync_of(device)
     began = time.monotonic()
-    with make_bar((samples + 1) * len(passes), what, "pass", progress) as bar:
+    with make_bar((samples + 1) * len(order), what, "pass", progress) as bar:
         for turn in range(samples + 1):
             if turn > 1 and time.monotonic() - began > budget_s:
                 break
             if turn > 1 and time.monotonic() - began > budget_s / 2:
                 mean = statistics.fmean(values[0] for values in taken.values())
-                order = [key for key in passes if taken[key][0] < mean]
+                order = [key for key in order if taken[key][0] < mean or key in often]
             shuffled.shuffle(order)
             for key in order:
                 sync()

@@ -273,6 +273,13 @@ def test_passes_take_turns_within_a_budget() -> None:
     assert sorted(runs) == ["a", "a", "b", "b"], "a warm-up and one sample are the least"
 
 
+def test_what_all_are_compared_with_is_sampled_often() -> None:
+    runs: list[str] = []
+    passes = {name: lambda name=name: runs.append(name) for name in "abc"}
+    quiet_times(passes, CPU, samples=2, what="test", progress=False, often=["b"])
+    assert sorted(runs) == sorted("abbbbc" * 3)
+
+
 def test_a_pass_takes_what_it_does_in_quiet_moments() -> None:
     """A third of the time by half slower, once as slow as never: neither makes it cost more."""
     ms = iter([50.0, 4.0, 6.0, 4.2, 4.1, 90.0, 6.1, 4.3, 6.2, 4.4])  # the first is a warm-up
