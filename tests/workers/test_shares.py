@@ -149,7 +149,7 @@ def test_each_gpu_has_the_blocks_that_it_has_room_for(
     device: str, asked: list[int | None], blocks: int
 ) -> None:
     launcher = Starts([50, 40, 60])
-    setup: Any = SimpleNamespace(config=EngineConfig(), speculative=None)
+    setup: Any = SimpleNamespace(config=EngineConfig(), speculative=None, sharers=3)
     shares = [Share(None, 1, f"cuda:{at}" if device == "cuda" else "cpu") for at in range(3)]
     processes, num_ready, hello = start_all(launcher, setup, shares, waits=True)  # type: ignore[arg-type]
     assert launcher.asked == asked and len(processes) == num_ready == 3
