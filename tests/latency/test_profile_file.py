@@ -4,7 +4,7 @@ found again."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from hispec.measure import latency as measuring
 from hispec.measure.latency import Grid, latency_for, measure_latency, subject_of
 from hispec.measure.round_overhead import NoModel, overheads
 from hispec.measure.stage_bench import Rig
-from hispec.measure.timing import quiet_times
 from hispec.sampling.logits import Logits
 from tests.helpers.adapters import loaded, make_exits
 from tests.helpers.recorded_graphs import RecordedGraphs, recordable
@@ -254,37 +253,6 @@ def test_a_cpu_is_asked_what_each_of_few_positions_costs(is_static: bool) -> Non
     widths = Grid.of(4, 40, 1024, is_cuda=False, is_static=is_static).positions
     assert widths[:8] == ((1, 2, 4, 8, 16, 40) if is_static else (1, 2, 3, 4, 5, 6, 7, 8))[:8]
     assert widths[-1] == 40 and len(widths) < 20
-
-
-def test_passes_take_turns_within_a_budget() -> None:
-    runs: list[str] = []
-
-    def run(name: str) -> Callable[[], None]:
-        return lambda: runs.append(name)
-
-    found = quiet_times({"a": run("a"), "b": run("b")}, CPU, samples=4, what="test", progress=False)
-    assert (
-        sorted(runs) == ["a"] * 5 + ["b"] * 5
-        and all({*runs[at : at + 2]} == {"a", "b"} for at in range(0, 10, 2))
-        and min(found.values()) > 0
-    )
-    runs.clear()
-    quiet_times({"a": run("a"), "b": run("b")}, CPU, samples=4, what="test", progress=False, budget_s=0.0)
-    assert sorted(runs) == ["a", "a", "b", "b"], "a warm-up and one sample are the least"
-
-
-def test_what_all_are_compared_with_is_sampled_often() -> None:
-    runs: list[str] = []
-    passes = {name: lambda name=name: runs.append(name) for name in "abc"}
-    quiet_times(passes, CPU, samples=2, what="test", progress=False, often=["b"])
-    assert sorted(runs) == sorted("abbbbc" * 3)
-
-
-def test_a_pass_takes_what_it_does_in_quiet_moments() -> None:
-    """A third of the time by half slower, once as slow as never: neither makes it cost more."""
-    ms = iter([50.0, 4.0, 6.0, 4.2, 4.1, 90.0, 6.1, 4.3, 6.2, 4.4])  # the first is a warm-up
-    found = quiet_times({"a": lambda: next(ms)}, CPU, samples=9, what="test", progress=False)
-    assert found == {"a": 4.2}
 
 
 @pytest.mark.parametrize(
