@@ -84,6 +84,11 @@ class EEPackage:
         if self.exits is not None:
             self.exits.check_tensors()
 
+    def check_base(self, base: Checkpoint) -> None:
+        """Raises PackageError unless this is the model that was changed."""
+        what, remedy = f"the changes in {self.folder}", "they can only be added to the former"
+        check_base_model(self.about.base_model, base, what, remedy, PackageError)
+
     def low_rank(self) -> dict[str, LowRank]:
         """By the name of the weight that it changes. Raises PackageError."""
         found = {}
@@ -107,8 +112,7 @@ class EEPackage:
         """
         from huggingface_hub import save_torch_state_dict
 
-        what, remedy = f"the changes in {self.folder}", "they can only be added to the former"
-        check_base_model(self.about.base_model, base, what, remedy, PackageError)
+        self.check_base(base)
         low_rank = self.low_rank()
         unknown = [name for name in low_rank if not base.has(name)]
         if unknown:

@@ -26,7 +26,7 @@ from .curriculum import dropout_rates
 from .examples import Example, check_examples, grouped_indices
 from .loop import Metrics, ParameterGroup
 from .losses import hard_label_loss, soft_label_loss
-from .trunk import Batch, Trunk, collate, layers_kept, seeded
+from .trunk import Batch, Learning, Trunk, collate, layers_kept, seeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,6 +55,8 @@ class EarlyExitSettings:
                       step
     dropout_max       layer dropout as LayerSkip's: the last layer's rate, 0 = none
     max_pass_tokens   tokens of a micro-batch, padding included; a longer example has one of its own
+    skip_batches      of the seed's order of examples: those that an earlier run has seen, which this goes on
+                      from
     Raises ValueError for a value outside its range.
     """
 
@@ -68,6 +70,7 @@ class EarlyExitSettings:
     original_share: float = 1.0
     dropout_max: float = 0.0
     max_pass_tokens: int = 4096
+    skip_batches: int = 0
 
     def __post_init__(self) -> None:
         limits: dict[str, tuple[bool, str]] = {
@@ -84,6 +87,7 @@ class EarlyExitSettings:
             "original_share": (0 < self.original_share <= 1, "above 0 and at most 1"),
             "dropout_max": (0 <= self.dropout_max < 1, "at least 0 and below 1"),
             "max_pass_tokens": (self.max_pass_tokens >= 1, "at least 1"),
+            "skip_batches": (self.skip_batches >= 0, "at least 0"),
         }
         for name, (holds, limit) in limits.items():
             if not holds:
@@ -96,7 +100,7 @@ class MicroBatch:
 
     share      its predicting positions over those of the process's step
     compared   [rows] bool: whose last layer is compared with the original, for the mean over all of its
-               rows; None: all
+               rows; the others have no gradient behind the deepest exit; None: all
     """
 
     batch: Batch
@@ -134,7 +138,7 @@ class ExitingModel(Trunk):
         """-> (this part's share of the step's loss: a scalar, the shares of {"last", "exit_<layer>"}, each
         loss in nats per position)."""
         batch, head = part.batch, self.head
-        last, exits = self.states(batch)
+        last, exits = self.states(batch, part.compared)
         if self._settings.target == "labels":
             of_last = hard_label_loss(last, batch.targets, head)
         elif part.compared is None:
@@ -147,11 +151,15 @@ class ExitingModel(Trunk):
         total = torch.stack(list(losses.values())).sum()
         return total, {name: loss.detach() for name, loss in losses.items()}
 
-    def states(self, batch: Batch) -> tuple[Tensor, dict[int, Tensor]]:
+    def states(self, batch: Batch, chosen: Tensor | None = None) -> tuple[Tensor, dict[int, Tensor]]:
         """What the head reads at `batch.places`: [places, hidden] of the last layer, and by layer of the
-        exits. Their gradient reaches the trunk in the recipe's share."""
+        exits. Their gradient reaches the trunk in the recipe's share.
+
+        chosen   [rows] bool: whose last layer has a gradient; None: all
+        """
         layers = {adapter.info.layer - 1 for adapter in self._adapters()}
-        found = self.hidden_after(layers | {self._last}, batch)
+        learning = None if chosen is None else Learning.of(max(layers), chosen)
+        found = self.hidden_after(layers | {self._last}, batch, learning)
         num_rows, q_len = batch.token_ids.shape
         positions = torch.arange(q_len, device=batch.token_ids.device).repeat(num_rows)
         rotation = rotations(positions, self.get_buffer("inv_freq"))
@@ -236,7 +244,7 @@ class EarlyExitTask:
     def micro_batches(self, step: int, rank: int, num_ranks: int, device: torch.device) -> list[MicroBatch]:
         """See loop.Task: examples of similar length together. Raises TrainingError for more processes than
         examples in a batch."""
-        size = self._settings.batch_size
+        size, step = self._settings.batch_size, self._settings.skip_batches + step
         picked = grouped_indices(self._lengths, size, step, self._seed, rank, num_ranks)
         keep = layers_kept(self._dropout, len(picked), self._seed, step, rank)
         drawn = None
@@ -306,16 +314,17 @@ class EarlyExitTask:
             for part in parts
         ]
         total = sum(len(batch.targets) for batch in batches)
-        compared = [None if drawn is None else self._lowest(drawn[part]).to(device) for part in parts]
+        compared = [None if drawn is None else self._lowest(drawn[part]) for part in parts]
         return [
-            MicroBatch(batch, len(batch.targets) / total, rows)
+            MicroBatch(batch, len(batch.targets) / total, None if rows is None else rows.to(device))
             for batch, rows in zip(batches, compared, strict=True)
         ]
 
-    def _lowest(self, drawn: Tensor) -> Tensor:
+    def _lowest(self, drawn: Tensor) -> Tensor | None:
         """Which of the rows are compared with the original, [rows] bool: those of the lowest numbers, at
-        least one."""
-        return drawn.argsort().argsort() < max(1, round(self._settings.original_share * len(drawn)))
+        least one; None: all."""
+        num_compared = max(1, round(self._settings.original_share * len(drawn)))
+        return None if num_compared == len(drawn) else drawn.argsort().argsort() < num_compared
 
 
 def rows_of(batch: Batch, chosen: Tensor) -> tuple[Batch, Tensor]:

@@ -39,7 +39,7 @@ class ExitLoss(Trunk):
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """-> (loss: a scalar, {"loss", "last_loss", "exits_loss"}: the last is the plain mean over early
         exits, if any are on)."""
-        hidden = self.hidden_after(batch.weights, batch)
+        hidden = self.hidden_at_places(batch.weights, batch)
         losses = {layer: self._exit_loss(hidden[layer], batch.targets) for layer in batch.weights}
         loss = torch.stack([weight * losses[layer] for layer, weight in batch.weights.items()]).sum()
         *early, last = (losses[layer].detach() for layer in sorted(losses))
@@ -48,9 +48,9 @@ class ExitLoss(Trunk):
             values["exits_loss"] = torch.stack(early).mean()
         return loss, values
 
-    def hidden_after(self, layers: Collection[int], batch: Batch) -> dict[int, Tensor]:
+    def hidden_at_places(self, layers: Collection[int], batch: Batch) -> dict[int, Tensor]:
         """layer -> its output [tokens, hidden] at `batch.places`, ahead of the final norm."""
-        found = super().hidden_after(layers, batch)
+        found = self.hidden_after(layers, batch)
         return {layer: hidden[batch.places] for layer, hidden in found.items()}
 
     def _exit_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class LayerSkipTask:
         last, totals, num_tokens = self._num_layers - 1, defaultdict[str, float](float), 0
         for start in range(0, len(self._held_out), self._settings.batch_size):
             batch = collate(self._held_out[start : start + self._settings.batch_size], device)
-            hidden = self.module.hidden_after([last, *(exit - 1 for exit in self._eval_exits)], batch)
+            hidden = self.module.hidden_at_places([last, *(exit - 1 for exit in self._eval_exits)], batch)
             num_tokens += len(batch.targets)
             for at in range(0, len(batch.targets), _EVAL_TOKENS):
                 part = slice(at, at + _EVAL_TOKENS)

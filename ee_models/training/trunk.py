@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,29 @@ class Batch:
     targets: Tensor
     keep: Tensor | None
     weights: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Learning:
+    """Which rows have a gradient behind a layer. The others pass the deeper ones without: going back through
+    a layer takes as long as going forward.
+
+    until    the last layer that all rows learn from
+    rows     [some] their indices
+    others   [the others]
+    back     [all rows]: where each is in rows, then others
+    """
+
+    until: int
+    rows: Tensor
+    others: Tensor
+    back: Tensor
+
+    @classmethod
+    def of(cls, until: int, chosen: Tensor) -> Learning:
+        """chosen [rows] bool"""
+        rows, others = chosen.nonzero().squeeze(-1), (~chosen).nonzero().squeeze(-1)
+        return cls(until, rows, others, torch.cat((rows, others)).argsort())
 
 
 def load_trainable(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -96,9 +119,12 @@ class Trunk(nn.Module):
         """[vocab, hidden]"""
         return self.model.get_output_embeddings().weight
 
-    def hidden_after(self, layers: Collection[int], batch: Batch) -> dict[int, Tensor]:
-        """layer -> its output [rows * q_len, hidden], ahead of the final norm."""
-        with _watched(self.model.base_model.layers, batch.keep, layers) as found:
+    def hidden_after(
+        self, layers: Collection[int], batch: Batch, learning: Learning | None = None
+    ) -> dict[int, Tensor]:
+        """layer -> its output [rows * q_len, hidden], ahead of the final norm; learning: which rows have a
+        gradient there, None = all."""
+        with _watched(self.model.base_model.layers, batch.keep, layers, learning) as found:
             self.model.base_model(
                 input_ids=batch.token_ids, attention_mask=batch.attention_mask, use_cache=False
             )
@@ -156,6 +182,28 @@ class Trunk(nn.Module):
             for name, module in self._lora().items()
         }
 
+    @torch.no_grad()
+    def begin_as(self, low_rank: Mapping[str, LowRank]) -> None:
+        """Has LoRA begin as `low_rank`. Raises TrainingError for changes of other weights, or of another rank
+        or scale."""
+        own = self.low_rank()
+        if own.keys() != low_rank.keys():
+            (name, *_) = sorted(own.keys() ^ low_rank.keys())
+            raise TrainingError(
+                f"cannot begin with the given low-rank changes: {name} is changed by these or by this"
+                " training, not by both; train without them"
+            )
+        for name, module in self._lora().items():
+            given = low_rank[name]
+            if (len(given.a), given.scale) != (len(own[name].a), own[name].scale):
+                raise TrainingError(
+                    f"cannot begin with low-rank changes of rank {len(given.a)}, scaled by"
+                    f" {given.scale:g}, where lora_rank is {len(own[name].a)} and lora_alpha / lora_rank is"
+                    f" {own[name].scale:g}; give lora_rank and lora_alpha that fit them"
+                )
+            module.lora_A["default"].weight.copy_(given.a)
+            module.lora_B["default"].weight.copy_(given.b)
+
     def _lora(self) -> dict[str, Any]:
         modules: dict[str, Any] = dict(self.model.named_modules())
         return {f"{name}.weight": each for name, each in modules.items() if hasattr(each, "get_delta_weight")}
@@ -174,21 +222,43 @@ class Trunk(nn.Module):
 
 @contextmanager
 def _watched(
-    layers: nn.ModuleList, keep: Tensor | None, wanted: Collection[int]
+    layers: nn.ModuleList,
+    keep: Tensor | None,
+    wanted: Collection[int],
+    learning: Learning | None = None,
 ) -> Iterator[dict[int, Tensor]]:
-    """In its context, rows skip layers as `keep` says, and a forward pass puts the hidden states after the
-    `wanted` layers into the dict."""
+    """In its context, rows skip layers as `keep` says, those that are not `learning` pass deep layers without
+    a gradient, and a forward pass puts the hidden states after the `wanted` layers into the dict."""
     found: dict[int, Tensor] = {}
+    apart: list[Tensor] = []  # of the rows that do not learn, where the others have left them
+
+    def kept(layer: int, rows: Tensor | None, hidden: Tensor, before: Tensor) -> Tensor:
+        if keep is None:
+            return hidden
+        kept = keep[layer] if rows is None else keep[layer][rows]
+        return torch.where(kept[:, None, None], hidden, before)
 
     def watch(layer: int) -> Callable[..., Any]:
-        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             # Decoder layers return a tensor, or, in older transformers, a tuple that begins with it.
             hidden, *others = output if isinstance(output, tuple) else (output,)
-            if keep is not None:
-                before = args[0] if args else kwargs["hidden_states"]
-                hidden = torch.where(keep[layer][:, None, None], hidden, before)
+            before, *rest = args or (kwargs["hidden_states"],)
+            deep = learning if learning is not None and layer > learning.until else None
+            complete = hidden = kept(layer, None if deep is None else deep.rows, hidden, before)
+            if deep is not None:
+                # The other rows follow, through the layer itself: a call would come here again.
+                named = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+                with torch.no_grad():
+                    of_others = module.forward(apart[0], *rest, **named)
+                    of_others = of_others[0] if isinstance(of_others, tuple) else of_others
+                    apart[0] = kept(layer, deep.others, of_others, apart[0])
+                if layer in wanted:
+                    complete = torch.cat((hidden, apart[0]))[deep.back]
+            elif learning is not None and layer == learning.until:
+                apart[:] = [hidden.detach()[learning.others]]
+                hidden = hidden[learning.rows]
             if layer in wanted:
-                found[layer] = hidden
+                found[layer] = complete
             return (hidden, *others) if isinstance(output, tuple) else hidden
 
         return after

@@ -8,14 +8,14 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from ee_models.checkpoint.ee_package import INFO, save_package
+from ee_models.checkpoint.ee_package import INFO, EEPackage, holds_package, save_package
 from ee_models.checkpoint.exit_files import BaseModelInfo, ExitsFile, fingerprint, save_exits
 from ee_models.checkpoint.loader import Checkpoint, load_tokenizer, open_checkpoint
 from ee_models.checkpoint.ngram_file import save_ngrams
@@ -32,6 +32,7 @@ from ee_models.training.trunk import load_trainable, replace_folder, save_checkp
 
 from ..errors import ConfigError
 from ..loading.trained_exits import TrainedExits
+from ..utils.files import expanded
 from .exits import check_exits, describe_data, describe_recipe, export, make_adapter, shape_of
 from .ngrams import by_size, count_ngrams, evaluate
 from .schema import EarlyExitConfig, LoopConfig, NgramsConfig, TrainConfig
@@ -72,27 +73,28 @@ class Run:
         assert self.config.loop is not None  # as the schema says
         return self.config.loop
 
-    def train(self, task: Task) -> Outcome:
+    def train(self, task: Task, begun: Sequence[str] = ()) -> Outcome:
+        """begun: checksums of trained weights that it begins with."""
         config = self.config
         return train(
             task,
             LoopSettings(**self.loop.model_dump(exclude={"batch_size"}), seed=config.seed),
             config.output.path,
-            self._identity(),
+            self._identity(begun),
             cpu=self.is_cpu,
             resume=config.output.resume or self.only_export,
             only_evaluate=self.only_export,
             progress=self.progress,
         )
 
-    def _identity(self) -> str:
+    def _identity(self, begun: Sequence[str]) -> str:
         """A digest of all that the trained weights depend on."""
         include = {"recipe", "seed", "adapters", "ee", "layerskip", "loop"}
         settings = self.config.model_dump(mode="json", include=include)
         for changeable in ("eval_every", "checkpoint_every"):
             del settings["loop"][changeable]
         # max_length: by it trunks are loaded with one attention or another, which round differently.
-        known = [settings, self.trunk, self.config.data.held_out, self.config.data.max_length]
+        known = [settings, self.trunk, self.config.data.held_out, self.config.data.max_length, *begun]
         digest = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16)
         for example in self.examples:
             digest.update(json.dumps([example.prompt_len, example.token_ids]).encode())
@@ -174,17 +176,43 @@ def _save_exits(
 def _check_ee(config: TrainConfig, checkpoint: Checkpoint) -> None:
     assert config.ee is not None
     check_exits(config, config.ee.exits, checkpoint)
-    trained = _trained_exits(config.ee, checkpoint)
+    begun = _begin(config.ee, checkpoint)
     for exit_ in config.ee.exits:
-        if trained is not None and exit_.init == "trained":
-            check_shape(shape_of(exit_, checkpoint), trained)
+        if begun.exits is not None and exit_.init == "trained":
+            check_shape(shape_of(exit_, checkpoint), begun.exits)
 
 
-def _trained_exits(ee: EarlyExitConfig, checkpoint: Checkpoint) -> ExitsFile | None:
-    """What exits of `init: trained` begin as; None: there are none."""
+@dataclass(frozen=True)
+class _Beginning:
+    """What training begins with. exits: of those of `init: trained`; package: of the trunk and the exits;
+    None: it has no such."""
+
+    exits: ExitsFile | None = None
+    package: EEPackage | None = None
+
+    def checksums(self) -> list[str]:
+        return [each.about.tensors_sha256 for each in (self.exits, self.package) if each is not None]
+
+
+def _begin(ee: EarlyExitConfig, checkpoint: Checkpoint) -> _Beginning:
+    """Raises ExitsError, PackageError or ConfigError for what `ee.init_path` cannot be."""
     if all(exit_.init != "trained" for exit_ in ee.exits):
-        return None
-    return TrainedExits(checkpoint).file(None if ee.init_path is None else str(ee.init_path))
+        return _Beginning()
+    if ee.init_path is None or not holds_package(expanded(str(ee.init_path))):
+        path = None if ee.init_path is None else str(ee.init_path)
+        return _Beginning(TrainedExits(checkpoint).file(path))
+    if ee.lora_rank is None:
+        raise ConfigError(
+            f"ee.init_path: {ee.init_path} is an EE package, whose low-rank matrices cannot be gone on with"
+            " by training all weights; give lora_rank, or train the checkpoint that it makes"
+        )
+    package = EEPackage(expanded(str(ee.init_path)))
+    package.check_base(checkpoint)
+    if package.exits is None:
+        raise ConfigError(
+            f"ee.init_path: {ee.init_path} holds no exits to begin with; give them another init"
+        )
+    return _Beginning(package.exits, package)
 
 
 def _train_ee(run: Run) -> Outcome:
@@ -193,9 +221,9 @@ def _train_ee(run: Run) -> Outcome:
     model = checkpoint.config
     training, held_out = run.split
     frequent = frequent_tokens(training, model.vocab_size, model.eos_token_ids)
-    trained = _trained_exits(ee, checkpoint)
+    begun = _begin(ee, checkpoint)
     modules = [
-        make_adapter(exit_, exit_.init, checkpoint, frequent, config.seed, trained) for exit_ in ee.exits
+        make_adapter(exit_, exit_.init, checkpoint, frequent, config.seed, begun.exits) for exit_ in ee.exits
     ]
     settings = EarlyExitSettings(
         **ee.model_dump(exclude={"exits", "init_path"}),
@@ -207,13 +235,18 @@ def _train_ee(run: Run) -> Outcome:
     trunk = load_trainable(checkpoint.path, torch.bfloat16 if narrow else torch.float32)
     inv_freq = model.rope.inv_freq(model.head_dim)
     module = ExitingModel(trunk, modules, inv_freq, settings)
-    outcome = run.train(EarlyExitTask(module, training, held_out, settings, seed=config.seed))
+    task = EarlyExitTask(module, training, held_out, settings, seed=config.seed)
+    if begun.package is not None:
+        module.begin_as(begun.package.low_rank())
+    outcome = run.train(task, begun.checksums())
     if run.is_main:
-        _save_ee(run, module, modules, outcome)
+        _save_ee(run, module, modules, outcome, begun)
     return outcome
 
 
-def _save_ee(run: Run, module: ExitingModel, modules: list[AdapterModule], outcome: Outcome) -> None:
+def _save_ee(
+    run: Run, module: ExitingModel, modules: list[AdapterModule], outcome: Outcome, begun: _Beginning
+) -> None:
     """Writes `package` and `model`; with all weights trained, `model` alone. Raises TrainingError."""
     config, path = run.config, run.config.output.path
     name = f"{config.model} + {path.name}"
@@ -228,13 +261,17 @@ def _save_ee(run: Run, module: ExitingModel, modules: list[AdapterModule], outco
         if metric.startswith("last_")
     }
 
+    recipe = describe_recipe(config, outcome.step)
+    if begun.package is not None:
+        recipe["begun_as"] = begun.package.about.recipe
+
     def write_package(folder: Path) -> None:
         package = save_package(
             folder,
             config.model,
             run.checkpoint,
             module.low_rank(),
-            recipe=describe_recipe(config, outcome.step),
+            recipe=recipe,
             data=describe_data(config, run.split[0]),
             held_out=last,
         )

@@ -141,7 +141,9 @@ class EarlyExitConfig(Settings):
     """The recipe `ee`: the model and its exits, trained together.
 
     target            "labels": the last layer learns the answers; "self": it stays what it was
-    init_path         a folder of trained exits to begin with; None = those that come with HiSpec
+    init_path         a folder of trained exits to begin with, or an EE package, with whose low-rank matrices
+                      the trunk then begins, so that training goes on where another ended; None = the exits
+                      that come with HiSpec
     lora_rank         the trunk learns by low-rank matrices of this rank, scaled by lora_alpha / lora_rank;
                       None: with all weights
     exit_loss_scale   weight of all exits together in what the trunk learns; the last layer's is 1
@@ -150,6 +152,7 @@ class EarlyExitConfig(Settings):
                       model as it was; that costs as much as a pass of the model's own
     dropout_max       layer dropout as with `layerskip`; 0 = none
     max_pass_tokens   tokens that pass through the model at once, padding included
+    skip_batches      of the seed's order of examples: those that the training of `init_path` has seen
     """
 
     exits: Annotated[list[JointExitTraining], Field(min_length=1)]
@@ -162,6 +165,7 @@ class EarlyExitConfig(Settings):
     original_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     dropout_max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     max_pass_tokens: Annotated[int, Field(ge=1)] = 4096
+    skip_batches: Annotated[int, Field(ge=0)] = 0
 
     _distinct = model_validator(mode="after")(_check_distinct)
 

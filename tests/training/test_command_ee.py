@@ -245,6 +245,68 @@ def test_exits_go_on_from_trained_ones(
     assert not (tmp_path / "other" / "out").exists(), "before anything was answered"
 
 
+GOES_ON = EE | {"exits": [{**exit_, "init": "trained"} for exit_ in EE["exits"]]}
+
+
+def test_training_goes_on_from_a_package(trained: Path, model: Path, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(trained / "package", package)
+    ee = GOES_ON | {"init_path": str(package), "skip_batches": 6}
+    no_learning = {"num_steps": 1, "batch_size": 4, "learning_rate": 1e-12}
+    config = write(tmp_path, model, ee, loop=no_learning)
+    assert train(config) == 0
+    for name in (TENSORS, "exits.safetensors"):
+        before, after = (load_file(folder / name) for folder in (package, tmp_path / "out" / "package"))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[each], after[each]) for each in before)
+    about = EEPackage(tmp_path / "out" / "package").about
+    assert about.recipe["begun_as"] == EEPackage(package).about.recipe
+    assert (about.recipe["step"], about.recipe["begun_as"]["step"]) == (1, 6)
+
+
+def test_a_checkpoint_is_of_what_training_began_with(
+    trained: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(trained / "package", package)
+    config = write(tmp_path, model, GOES_ON | {"init_path": str(package)})
+    assert train(config) == 0
+    other = write(tmp_path / "other", model, EE, loop={"num_steps": 1, "batch_size": 4})
+    assert train(other) == 0
+    shutil.rmtree(package)
+    shutil.copytree(tmp_path / "other" / "out" / "package", package)
+    capsys.readouterr()
+    assert train(config) == 2 and "other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"lora_rank": 3}, "of rank 4, scaled by 8, where lora_rank is 3 and lora_alpha / lora_rank is 10"),
+        ({"lora_rank": None}, "whose low-rank matrices cannot be gone on with by training all weights"),
+        ({"exits": [{"layer": 2, "init": "trained", "num_blocks": 2}]}, "num_blocks=1, the one to train 2"),
+    ],
+)
+def test_a_package_of_another_kind_is_no_beginning(
+    trained: Path,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    ee = GOES_ON | {"init_path": str(trained / "package")} | changes
+    assert train(write(tmp_path, model, ee)) == 2 and message in capsys.readouterr().err
+
+
+def test_a_package_of_another_model_is_no_beginning(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    another = tiny_checkpoint(tmp_path / "model", num_layers=6, tokenizer=True, seed=1)
+    assert train(write(tmp_path, another, GOES_ON | {"init_path": str(trained / "package")})) == 2
+    assert "they can only be added to the former" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "changes,message",
     [

@@ -220,6 +220,57 @@ def test_the_original_is_asked_about_a_share_of_rows(
     assert drawn(task.micro_batches(3, 0, 1, CPU)) != drawn(parts)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.6])
+def test_rows_that_are_not_compared_pass_deep_layers_without_a_gradient(
+    checkpoint: Checkpoint, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(
+        SETTINGS, target="self", original_share=0.3, batch_size=13, max_pass_tokens=512, dropout_max=dropout
+    )
+    task = shaken(make_task(checkpoint, settings))
+    module, passed = task.module, []
+    for layer in module.model.base_model.layers:
+        layer.register_forward_hook(lambda *call: passed.append(len(call[-1])))
+    parts = task.micro_batches(1, 0, 1, CPU)
+    assert len(parts) > 1 and max(len(part.batch.token_ids) for part in parts) >= 4
+    found = [task.module(part) for part in parts]
+    split = [len(part.batch.token_ids) for part in parts]
+    num_compared = [
+        rows if part.compared is None else int(part.compared.sum())
+        for part, rows in zip(parts, split, strict=True)
+    ]
+    assert 0 < sum(num_compared) < sum(split) / 2
+    # The original's pass, which is of the compared rows alone, follows each of the model's own.
+    assert passed == [
+        number
+        for rows, compared in zip(split, num_compared, strict=True)
+        for number in 4 * [rows] + [compared] + LAYERS * [compared]
+    ]
+    states = module.states
+    monkeypatch.setattr(module, "states", lambda batch, chosen=None: states(batch))
+    for part, (loss, values) in zip(parts, found, strict=True):
+        expected, each = module(part)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(values, each)
+        for group, other in zip(gradients(task, loss), gradients(task, expected), strict=True):
+            torch.testing.assert_close(group, other, atol=1e-6, rtol=1e-4)
+
+
+def test_with_all_rows_compared_none_is_kept_apart(checkpoint: Checkpoint) -> None:
+    settings = replace(SETTINGS, target="self", original_share=0.9, max_pass_tokens=256)
+    parts = make_task(checkpoint, settings).micro_batches(0, 0, 1, CPU)
+    assert [part.compared for part in parts] == [None] * len(parts)
+
+
+def test_batches_that_an_earlier_run_has_seen_are_passed_over(checkpoint: Checkpoint) -> None:
+    settings = replace(SETTINGS, dropout_max=0.5)
+    whole, later = (make_task(checkpoint, replace(settings, skip_batches=skipped)) for skipped in (0, 5))
+    for one, other in zip(whole.micro_batches(7, 0, 1, CPU), later.micro_batches(2, 0, 1, CPU), strict=True):
+        assert torch.equal(one.batch.token_ids, other.batch.token_ids)
+        assert one.batch.keep is not None and other.batch.keep is not None
+        assert torch.equal(one.batch.keep, other.batch.keep)
+
+
 def prompt_lengths(part: MicroBatch) -> list[int]:
     """Of each row: where its first predicting place lies tells where its answer begins."""
     q_len = part.batch.token_ids.shape[1]
@@ -442,6 +493,7 @@ def test_lora_trains_nothing_of_the_model_itself_and_merges_into_it(checkpoint: 
         ("dropout_max", 1.0, "dropout_max is 1.0; it must be at least 0 and below 1"),
         ("original_share", 0.0, "original_share is 0.0; it must be above 0 and at most 1"),
         ("max_pass_tokens", 0, "max_pass_tokens is 0; it must be at least 1"),
+        ("skip_batches", -1, "skip_batches is -1; it must be at least 0"),
         ("batch_size", 0, "batch_size is 0; it must be at least 1"),
     ],
 )

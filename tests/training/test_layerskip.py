@@ -127,7 +127,7 @@ def all_hidden(model: PreTrainedModel, batch: Batch) -> list[torch.Tensor]:
     """[rows, q_len, hidden] after each layer."""
     everywhere = replace(batch, places=torch.arange(batch.token_ids.numel()))
     with torch.no_grad():
-        found = ExitLoss(model).hidden_after(range(LAYERS), everywhere)
+        found = ExitLoss(model).hidden_at_places(range(LAYERS), everywhere)
     return [found[layer].unflatten(0, batch.token_ids.shape) for layer in range(LAYERS)]
 
 
@@ -148,7 +148,7 @@ def test_rows_pass_by_the_layers_that_are_dropped_for_them_and_no_others() -> No
     del model.model.layers[2]
     model.config.num_hidden_layers -= 1
     with torch.no_grad():
-        found = ExitLoss(model).hidden_after(
+        found = ExitLoss(model).hidden_at_places(
             [2], replace(batch, places=torch.arange(batch.token_ids.numel()))
         )
     torch.testing.assert_close(dropped[3][1], found[2].unflatten(0, batch.token_ids.shape)[1])
