@@ -46,14 +46,15 @@ def make_output(job: Job) -> None:
     path, rows = job.output.path, rows_path(job)
     if rows == path:
         return
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    place = path.resolve()  # a link stays one
+    draft = place.with_name(f".{place.name}.{os.getpid()}")
     try:
         if output_format(job) in ("parquet", "csv"):
             _write_table(job, rows, draft)
         else:
             with rows.open("rb") as source, _compressed(draft, path.suffix) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
-        os.replace(draft, path)
+        os.replace(draft, place)
     except OSError as error:
         raise OutputError(
             f"cannot make {path}: {error.strerror or error}; all rows are in {rows}; free some space, and"

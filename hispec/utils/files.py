@@ -41,7 +41,8 @@ def cache_dir() -> Path:
 
 def write_atomically(path: Path, content: bytes, sync: bool = False) -> None:
     """Puts `content` at `path`, or leaves what was there; with `sync` a power failure changes nothing of
-    that. Raises OSError."""
+    that. A link stays one. Raises OSError."""
+    path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_bytes(content)

@@ -289,6 +289,16 @@ def test_outputs_that_are_made_as_a_whole(tmp_path: Path, name: str, expected: l
         run(job)
 
 
+def test_an_output_that_is_made_as_a_whole_and_is_a_link_stays_one(tmp_path: Path) -> None:
+    job = job_of(tmp_path, write(tmp_path / "in.jsonl"), "out.jsonl.gz")
+    place = tmp_path / "elsewhere" / "place.gz"
+    place.parent.mkdir()
+    job.output.path.symlink_to(place)
+    run(job)
+    assert job.output.path.is_symlink() and len(gzip.decompress(place.read_bytes()).splitlines()) == 4
+    assert list(place.parent.iterdir()) == [place]
+
+
 def test_a_disk_that_is_full_at_the_end_loses_no_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

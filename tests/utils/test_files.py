@@ -30,3 +30,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
     write_atomically(path, b"new")
     assert path.read_bytes() == b"new"
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    place, path = tmp_path / "elsewhere" / "place.json", tmp_path / "link.json"
+    place.parent.mkdir()
+    path.symlink_to(place)
+    for content in (b"new", b"newer"):  # the first at a link to nothing yet
+        write_atomically(path, content)
+        assert path.is_symlink() and place.read_bytes() == content
+    assert list(place.parent.iterdir()) == [place]
