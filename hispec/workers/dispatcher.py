@@ -21,7 +21,7 @@ from ..outputs import Delta
 from .launch import Launcher, Process
 from .messages import Alive, Gained, Hello, NewRequest, Start
 from .pipes import Ended, LlmEnd, interval_of
-from .state import Call, Task, Worker
+from .state import Call, Task, Vacancy, Worker
 from .totals import counts_of, sum_counts
 
 _log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 # before they were ready.
 _MOST_DEATHS = 3
 _PATIENCE_S = 5.0  # that workers have to end, their traces written
+# After which a worker is started again where none could be; each time twice as long, up to so many.
+_VACANT_S, _VACANT_AT_MOST_S = 60.0, 1800.0
 
 
 class NoAnswerError(WorkerError):
@@ -71,6 +73,7 @@ class Dispatcher:
         self._queue: OrderedDict[int, Task] = OrderedDict()  # by number, first the next to be dealt out
         self._suspects: OrderedDict[int, Task] = OrderedDict()  # likewise: those that workers died of twice
         self._tasks: dict[int, Task] = {}
+        self._vacant: dict[int, Vacancy] = {}  # by place
         self._is_closing, self._unready_deaths = False, 0
         self._after_start: dict[str, tuple[Any, ...]] = {}  # calls that later workers must hear of, too
         self._thread = threading.Thread(target=self._run, name="hispec-workers", daemon=True)
@@ -189,6 +192,7 @@ class Dispatcher:
                         what, arguments = self._inbox.get(timeout=interval_of(self._timeout_s))
                         what(*arguments)
                 self._end_silent()
+                self._fill_vacant()
                 self._deal()
         except Exception as error:
             _log.exception("the thread that talks to workers failed")
@@ -316,24 +320,39 @@ class Dispatcher:
             self._replace(worker.place)
         else:
             text = f"{self._unready_deaths} workers ended before they were ready, the last {how}"
-            self._go_without(worker.failure or WorkerError(text))
+            self._go_without(worker.place, worker.failure or WorkerError(text))
 
     def _replace(self, place: int) -> None:
-        self.num_replaced += 1
+        number = self.num_replaced + 1
         try:
-            worker = self._know(self._launcher.start(self._start_of(place, self.num_replaced)), place)
+            worker = self._know(self._launcher.start(self._start_of(place, number)), place)
         except Exception as error:
-            self._go_without(error)
+            self._go_without(place, error)
             return
+        self.num_replaced = number
         self._workers.append(worker)
         for name, arguments in self._after_start.items():
             self._call(worker, Call(name, arguments, {worker}, is_binding=True))
 
-    def _go_without(self, error: Exception) -> None:
-        if self._workers:
-            _log.warning("a worker cannot be replaced, %d go on: %s", len(self._workers), error)
-        else:
+    def _go_without(self, place: int, error: Exception) -> None:
+        """Leaves a place vacant, for a while: memory may be short for a moment only."""
+        if not self._workers:
             self._fail(error)
+            return
+        former = self._vacant.get(place)
+        wait_s = _VACANT_S if former is None else min(2.0 * former.wait_s, _VACANT_AT_MOST_S)
+        self._vacant[place] = Vacancy(wait_s, time.monotonic() + wait_s)
+        words = "worker %d cannot be replaced, which is tried again in %.0f s; %d go on: %s"
+        _log.warning(words, place, wait_s, len(self._workers), error)
+
+    def _fill_vacant(self) -> None:
+        taken = {worker.place: worker for worker in self._workers}
+        for place, vacancy in list(self._vacant.items()):
+            if place not in taken and time.monotonic() >= vacancy.until:
+                _log.info("starting worker %d again", place)
+                self._replace(place)
+            elif place in taken and taken[place].is_ready:
+                del self._vacant[place]
 
     def _do_again(self, task: Task, how: str) -> None:
         task.deaths += 1

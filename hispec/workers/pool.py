@@ -273,9 +273,9 @@ class WorkerPool:
 
     def stats(self) -> dict[str, Any]:
         """Those of all workers as one, and of requests that no worker has yet; "workers": of each by itself;
-        "workers_replaced": how many died. What these had counted is in the sums, but for their work since
-        they were last asked for stats, or a request of theirs last ended. While requests are unfinished and a
-        worker is in a step of seconds, or hangs, they are those of before."""
+        "workers_replaced": how many died and were replaced. What the dead had counted is in the sums, but for
+        their work since they were last asked for stats, or a request of theirs last ended. While requests are
+        unfinished and a worker is in a step of seconds, or hangs, they are those of before."""
         if self.is_closed:
             return self._last_stats
         if not self._ids:

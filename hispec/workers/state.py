@@ -69,3 +69,12 @@ class Worker:
     counted: dict[str, Any] | None = None
     last_words: str | None = None
     failure: Exception | None = None  # that it could not start of
+
+
+@dataclass(frozen=True)
+class Vacancy:
+    """A place for which no worker could be started. until: on the monotonic clock, then it is tried again;
+    wait_s: how long that is after the last try."""
+
+    wait_s: float
+    until: float

@@ -21,6 +21,13 @@ FAULTS = (
         JOBS,
     ),
     Fault(
+        "workers: a place without a worker stays empty",
+        "hispec/workers/dispatcher.py",
+        "if place not in taken and time.monotonic() >= vacancy.until:",
+        "if False:",
+        ("tests/workers/test_deaths.py",),
+    ),
+    Fault(
         "jobs: rows with ids are known by their content",
         "hispec/jobs/row_index.py",
         "if identity.id is None:\n        return",

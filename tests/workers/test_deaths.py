@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from hispec import LLM, SamplingParams
 from hispec.errors import ConfigError, WorkerError
 from hispec.metrics.table import METRICS
 from hispec.workers.dispatcher import Dispatcher
+from hispec.workers.launch import Process
+from hispec.workers.messages import Start
 from tests.workers.support import DEADLY, SMALL, Deadly, linux, pool, wait_until, worker_pids
 from tests.workers.test_outputs import GREEDY, PROMPTS, SAMPLED, generate, plain
 
@@ -186,6 +189,34 @@ def test_without_a_worker_left_step_says_why(tiny_path: Path, monkeypatch: pytes
                 llm.step()
         with pytest.raises(WorkerError, match="no memory for another"):
             llm.stats()
+
+
+def test_a_place_that_could_not_be_filled_is_tried_again(
+    two: LLM, one: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dispatcher = pool(two)._dispatcher
+    launcher, before, tries = dispatcher._launcher, dispatcher.num_replaced, []
+    start = launcher.start
+
+    def fail_twice(given: Start) -> Process:
+        tries.append(time.monotonic())
+        if len(tries) < 3:
+            raise WorkerError("no memory for another")
+        return start(given)
+
+    monkeypatch.setattr(launcher, "start", fail_twice)
+    monkeypatch.setattr("hispec.workers.dispatcher._VACANT_S", 0.5)
+    os.kill(worker_pids(two)[1], signal.SIGKILL)
+    wait_until(lambda: len(tries) == 1)
+    wanted = generate(one)
+    assert generate(two) == wanted, "the other goes on"
+    wait_until(lambda: len(worker_pids(two)) == 2)
+    first, second, third = tries
+    assert second - first >= 0.5 and third - second >= 1.0, "ever longer"
+    wait_until(lambda: all(each.is_ready for each in dispatcher._workers) and not dispatcher._vacant)
+    assert dispatcher.num_replaced == before + 1
+    assert [each.place for each in dispatcher._workers] == [0, 1] and generate(two) == wanted
+    assert "worker 1 cannot be replaced, which is tried again in 0 s; 1 go on: no memory" in caplog.text
 
 
 def test_a_question_that_all_workers_die_of_is_asked_again(two: LLM) -> None:
