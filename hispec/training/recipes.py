@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -141,7 +142,8 @@ def _train_adapters(run: Run) -> Outcome:
     task = AdaptersTask(exits, store, ordered, numbers, run.loop.batch_size, config.seed)
     outcome = run.train(task)
     if run.is_main:
-        _save_exits(run, config.output.path, modules, outcome, "layer{}_", config.model, checkpoint)
+        recipe = describe_recipe(config, outcome.step)
+        _save_exits(run, config.output.path, modules, outcome, "layer{}_", config.model, checkpoint, recipe)
     return outcome
 
 
@@ -153,6 +155,7 @@ def _save_exits(
     metric: str,
     name: str,
     model: Checkpoint,
+    recipe: dict[str, Any],
 ) -> ExitsFile:
     """Writes exits of `model`, called `name`. Raises TrainingError."""
     try:
@@ -160,7 +163,7 @@ def _save_exits(
             folder,
             BaseModelInfo.of(name, model),
             export(modules, outcome.metrics, metric),
-            describe_recipe(run.config, outcome.step),
+            recipe,
             describe_data(run.config, run.split[0]),
         )
     except OSError as error:
@@ -249,21 +252,20 @@ def _save_ee(
 ) -> None:
     """Writes `package` and `model`; with all weights trained, `model` alone. Raises TrainingError."""
     config, path = run.config, run.config.output.path
-    name = f"{config.model} + {path.name}"
+    name, recipe = f"{config.model} + {path.name}", describe_recipe(config, outcome.step)
+    if begun.package is not None:
+        recipe["begun_as"] = begun.package.about.recipe
     if config.ee is not None and config.ee.lora_rank is None:
         tokenizer, state = load_tokenizer(run.checkpoint), module.merged(run.checkpoint.dtype)
         save_checkpoint(path / "model", module.model, state, run.checkpoint.dtype, tokenizer)
-        _save_exits(run, path / "model", modules, outcome, "exit_{}_", name, open_checkpoint(path / "model"))
+        made = open_checkpoint(path / "model")
+        _save_exits(run, path / "model", modules, outcome, "exit_{}_", name, made, recipe)
         return
     last = {
         metric.removeprefix("last_"): round(value, 4)
         for metric, value in outcome.metrics.items()
         if metric.startswith("last_")
     }
-
-    recipe = describe_recipe(config, outcome.step)
-    if begun.package is not None:
-        recipe["begun_as"] = begun.package.about.recipe
 
     def write_package(folder: Path) -> None:
         package = save_package(
@@ -278,7 +280,7 @@ def _save_ee(
         with tempfile.TemporaryDirectory(dir=path) as made:
             # Exits belong to the merged model, which is told by its weights.
             model = package.make_checkpoint(run.checkpoint, Path(made))
-            _save_exits(run, folder, modules, outcome, "exit_{}_", name, model)
+            _save_exits(run, folder, modules, outcome, "exit_{}_", name, model, recipe)
 
             def write_model(target: Path) -> None:
                 shutil.copytree(made, target, dirs_exist_ok=True)

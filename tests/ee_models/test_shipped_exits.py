@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -50,21 +52,39 @@ def test_each_is_whole_and_says_where_it_comes_from(folder: Path) -> None:
             assert title in card, f"{folder.name}: the card has no section {title!r}"
 
 
+def trained_by(folder: Path) -> list[TrainConfig]:
+    """What trained them, one after the other: the commands that the card gives for the committed recipe."""
+    path = ROOT / "configs" / CONFIGS[folder.name]
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8").partition("## Cost")[2] if card.exists() else ""
+    text = text.partition("\n## ")[0].replace("\\\n", " ")
+    command = f"    hispec train configs/{path.name}"
+    given = [line.removeprefix(command) for line in text.splitlines() if line.startswith(command)]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--set", nargs="+", default=[])
+    overrides = [parser.parse_args(shlex.split(line)).set for line in given or [""]]
+    return [load_settings(TrainConfig, path, each, ()) for each in overrides]
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_committed_recipe_is_the_one_they_were_trained_by(folder: Path) -> None:
-    config = load_settings(TrainConfig, ROOT / "configs" / CONFIGS[folder.name], (), ())
     about = ExitsFile(folder).about
-    shapes = config.adapters or config.ee
-    assert shapes is not None
-    assert [(exit_.layer, exit_.num_blocks, exit_.vocabulary_size) for exit_ in shapes.exits] == [
-        (info.layer, info.num_blocks, info.vocabulary_size) for info in about.exits
-    ]
-    # What was not there to be set yet is now at what it was then.
-    later: dict[str, Any] = {"compile": False, "step": config.loop.num_steps}
-    if config.ee is not None:
-        later["original_share"] = 1.0
-    assert later | about.recipe == describe_recipe(config, about.recipe.get("step", later["step"]))
-    assert about.data["prompts"] == describe_data(config, [])["prompts"]
+    recipes = [about.recipe]
+    while "begun_as" in recipes[0]:
+        recipes[:1] = [recipes[0].pop("begun_as"), recipes[0]]
+    for config, recipe in zip(trained_by(folder), recipes, strict=True):
+        shapes = config.adapters or config.ee
+        assert shapes is not None
+        assert [(exit_.layer, exit_.num_blocks, exit_.vocabulary_size) for exit_ in shapes.exits] == [
+            (info.layer, info.num_blocks, info.vocabulary_size) for info in about.exits
+        ]
+        # What was not there to be set yet is now at what it was then.
+        assert config.loop is not None
+        later: dict[str, Any] = {"compile": False, "step": config.loop.num_steps}
+        if config.ee is not None:
+            later |= {"original_share": 1.0, "skip_batches": 0}
+        assert later | recipe == describe_recipe(config, recipe.get("step", later["step"]))
+        assert about.data["prompts"] == describe_data(config, [])["prompts"]
 
 
 def test_what_has_no_ngrams_of_its_own_has_those_of_its_base() -> None:

@@ -261,6 +261,7 @@ def test_training_goes_on_from_a_package(trained: Path, model: Path, tmp_path: P
         assert all(torch.equal(before[each], after[each]) for each in before)
     about = EEPackage(tmp_path / "out" / "package").about
     assert about.recipe["begun_as"] == EEPackage(package).about.recipe
+    assert about.recipe == ExitsFile(tmp_path / "out" / "package").about.recipe
     assert (about.recipe["step"], about.recipe["begun_as"]["step"]) == (1, 6)
 
 
