@@ -192,7 +192,8 @@ class Dispatcher:
                         what, arguments = self._inbox.get(timeout=interval_of(self._timeout_s))
                         what(*arguments)
                 self._end_silent()
-                self._fill_vacant()
+                if self.failure is None:
+                    self._fill_vacant()
                 self._deal()
         except Exception as error:
             _log.exception("the thread that talks to workers failed")
@@ -259,14 +260,23 @@ class Dispatcher:
         task = worker.tasks.get(number)
         if task is None:  # aborted
             return
+        if not task.goes_on_with(delta):
+            worker.end.send([number])
+            del worker.tasks[number]
+            self._give_up(
+                number,
+                f"a worker died after {len(task.given_tokens)} tokens of the stream, and the one that does it"
+                " again says something else; ask again, and see `acceptance` for outputs that come again",
+            )
+            return
         skipped, cut = min(task.skip_tokens, len(delta.token_ids)), min(task.skip_text, len(delta.text))
         task.skip_tokens, task.skip_text = task.skip_tokens - skipped, task.skip_text - cut
-        if skipped or cut:  # of a stream that another worker had begun: the same tokens come again
+        if skipped or cut:  # of a stream that another worker had begun
             logprobs = None if delta.logprobs is None else delta.logprobs[skipped:]
             tiers = None if delta.tiers is None else delta.tiers[skipped:]
             token_ids, text = delta.token_ids[skipped:], delta.text[cut:]
             delta = replace(delta, token_ids=token_ids, text=text, logprobs=logprobs, tiers=tiers)
-        task.given_tokens += len(delta.token_ids)
+        task.given_tokens += delta.token_ids
         task.given_text += len(delta.text)
         if delta.finish_reason is not None:
             del worker.tasks[number], self._tasks[number]
@@ -356,16 +366,19 @@ class Dispatcher:
 
     def _do_again(self, task: Task, how: str) -> None:
         task.deaths += 1
-        task.skip_tokens, task.skip_text = task.given_tokens, task.given_text
+        task.skip_tokens, task.skip_text = len(task.given_tokens), task.given_text
         if task.deaths >= _MOST_DEATHS:
             error = f"{task.deaths} workers died while they served it, the last this request alone: it {how}"
-            self.num_given_up += 1
-            del self._tasks[task.request.number]
-            self._put(task.request.number, Delta("", [], "", None, "error", None, error=error))
+            self._give_up(task.request.number, error)
             return
         again = self._suspects if task.deaths == _MOST_DEATHS - 1 else self._queue
         again[task.request.number] = task
         again.move_to_end(task.request.number, last=False)
+
+    def _give_up(self, number: int, error: str) -> None:
+        self.num_given_up += 1
+        del self._tasks[number]
+        self._put(number, Delta("", [], "", None, "error", None, error=error))
 
     def _fail(self, error: Exception) -> None:
         """From now on nothing comes."""

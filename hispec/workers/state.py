@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from ..outputs import Delta
 from .launch import Process
 from .messages import NewRequest
 from .pipes import LlmEnd
@@ -14,14 +15,23 @@ from .pipes import LlmEnd
 
 @dataclass(eq=False)
 class Task:
-    """An unfinished request, how many workers died of it, and of a stream what was handed on of it."""
+    """An unfinished request, how many workers died of it, and of a stream what was handed on of it, and how
+    much of that another worker has to say again."""
 
     request: NewRequest
     deaths: int = 0
-    given_tokens: int = 0
+    given_tokens: list[int] = field(default_factory=list)
     given_text: int = 0
     skip_tokens: int = 0
     skip_text: int = 0
+
+    def goes_on_with(self, delta: Delta) -> bool:
+        """Whether what comes is what was handed on already, as far as it was. Random numbers that depend on
+        the run (`acceptance: rejection`), learnt n-grams or another CPU may have it otherwise."""
+        begin = len(self.given_tokens) - self.skip_tokens
+        again = self.given_tokens[begin : begin + len(delta.token_ids)]
+        is_short = delta.finish_reason in ("stop", "length") and len(delta.token_ids) < self.skip_tokens
+        return delta.token_ids[: len(again)] == again and not is_short
 
 
 @dataclass(eq=False)

@@ -84,7 +84,7 @@ def received(end: Connection) -> Any:
 
 
 def ended(number: int) -> Gained:
-    return Gained([(number, Delta("", [1], "a", "length", None, None, None))], None)
+    return Gained([(number, Delta("", [1], "a", None, "length", None))], None)
 
 
 def test_a_worker_that_takes_nothing_holds_up_nobody(make: Make) -> None:
@@ -112,6 +112,48 @@ def test_a_worker_that_stops_in_a_message_holds_up_nobody(make: Make) -> None:
     wait_until(lambda: len(dispatcher.outbox) == 2)
     os.write(stuck.fileno(), message[5:])
     wait_until(lambda: len(dispatcher.outbox) == (3 if 0 in own else 2))
+
+
+def part(number: int, token_ids: list[int], text: str, finish_reason: str | None = None) -> Gained:
+    return Gained([(number, Delta("", token_ids, text, None, finish_reason, None))], None)
+
+
+@pytest.mark.parametrize(
+    ("parts", "given", "goes_on"),
+    [
+        ([([1], "a", None), ([2, 3, 4], "bcd", "length")], [4], True),
+        ([([1, 2, 3], "abc", None), ([4], "d", "stop")], [4], True),
+        ([([1, 9, 3, 4], "azcd", "length")], [], False),
+        ([([1], "a", None), ([2, 9], "bz", None)], [], False),
+        ([([1, 2], "ab", "stop")], [], False),
+    ],
+    ids=["in parts", "its own parts", "another token", "another token later", "an earlier end"],
+)
+def test_a_stream_that_is_done_again_goes_on_or_ends_with_an_error(
+    make: Make, parts: list[tuple[list[int], str, str | None]], given: list[int], goes_on: bool
+) -> None:
+    dispatcher, (first, other) = make(2, timeout_s=1.0)
+    dispatcher.post(dispatcher.add, request(0, [1]))
+    assert received(first).number == 0
+    first.send(part(0, [1, 2, 3], "abc"))
+    wait_until(lambda: len(dispatcher.outbox) == 1)
+
+    def is_replaced() -> bool:
+        other.send(Alive())
+        return dispatcher.num_replaced == 1
+
+    wait_until(is_replaced)
+    assert received(other).number == 0
+    for each in parts:
+        other.send(part(0, *each))
+    wait_until(lambda: len(dispatcher.outbox) == 2)
+    last = dispatcher.outbox[1][1]
+    assert (last.token_ids, last.finish_reason) == (given, parts[-1][2] if goes_on else "error")
+    if not goes_on:
+        assert last.error is not None and last.error.startswith("a worker died after 3 tokens of the stream")
+        assert received(other) == [0], "aborted there"
+    dispatcher.post(dispatcher.add, request(1, [1]))
+    assert received(other).number == 1
 
 
 def test_who_gives_no_sign_of_life_is_replaced_and_who_does_is_not(
