@@ -114,7 +114,12 @@ def _generate_config(options: argparse.Namespace) -> RunConfig:
         {} if options.preset is None else load_preset(options.preset).model_dump(exclude_unset=True)
     )
     if speculative:
-        speculative = {**(values.get("speculative") or {}), **speculative}
+        former = values.get("speculative") or {}
+        for tier in ("draft", "check"):
+            # A layer is changed of a tier that has one, whose other settings stay.
+            if tier in speculative and (former.get(tier) or {}).get("layer") is not None:
+                speculative[tier] = {**former[tier], **speculative[tier]}
+        speculative = {**former, **speculative}
     values |= given(model=options.model, speculative=speculative or None)
     values["engine"] = {**values.get("engine", {}), "max_num_seqs": 1}
     values["sampling"] = {"max_tokens": 256, "temperature": 0.0, **values.get("sampling", {}), **sampling}

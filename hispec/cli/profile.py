@@ -110,7 +110,8 @@ def _check_alone(options: argparse.Namespace, mode: str, does: str, taken: set[s
     from ..errors import ConfigError
 
     taken = taken | {"job", "set", "no_progress", "command"}
-    given = {name for name, value in vars(options).items() if value not in (None, False)} - taken
+    given = {name for name, value in vars(options).items() if value is not None and value is not False}
+    given -= taken
     if given:
         flags = ["write-preset" if name == "preset" else name.replace("_", "-") for name in sorted(given)]
         names = ", ".join(f"--{flag}" for flag in flags)

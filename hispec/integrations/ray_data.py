@@ -146,7 +146,10 @@ class Generate:
         field = next(name for name in PROMPT_FIELDS if name in row)
         try:
             sampling = self._sampling_of(row)
-            return await self._engine.generate(row[field], sampling, chat=field == "messages")
+            prompt = row[field]
+            if field == "messages" and isinstance(prompt, list):
+                prompt = [_message(each) for each in prompt]
+            return await self._engine.generate(prompt, sampling, chat=field == "messages")
         except (ConfigError, RequestError) as error:
             return str(error)
 
@@ -159,9 +162,7 @@ class Generate:
                 raise ConfigError(f"sampling: not valid JSON: {error}") from None
         if own is not None and not isinstance(own, dict):
             raise ConfigError(f"sampling: expected a mapping or its JSON, got {shown(own)}")
-        # Arrow gives every row of a column of mappings the fields of all: those of others are null.
-        given = {name: value for name, value in (own or {}).items() if value is not None}
-        values = {**self._sampling.model_dump(), **given}
+        values = {**self._sampling.model_dump(), **_without_nulls(own or {})}
         if values["seed"] is None and row.get("id") is not None:
             digest = hashlib.blake2b(f"{self._seed}:{row['id']}".encode(), digest_size=8).digest()
             values["seed"] = int.from_bytes(digest, "big") >> 2  # 62 bits: output i of n adds i
@@ -180,6 +181,20 @@ def _listed(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [_listed(item) for item in value]
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives all mappings of a column the fields of each: those of others are null."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _message(message: Any) -> Any:
+    """A message without the fields of others; only its content may be null, as where it calls tools."""
+    if not isinstance(message, dict):
+        return message
+    return _without_nulls(message) | {name: None for name in ("content",) if message.get(name, "") is None}
 
 
 def _result(outcome: RequestOutput | str) -> dict[str, Any]:

@@ -47,6 +47,11 @@ class StageSettings(Settings):
     pair_ms: Cost = 0.0
     knots: Annotated[Tuple[Pair[Cost]], AfterValidator(rising)] = ()
 
+    @property
+    def is_free(self) -> bool:
+        costs = (self.constant_ms, self.row_ms, self.token_ms, self.context_ms, self.pair_ms)
+        return not any(costs) and not any(cost for _, cost in self.knots)
+
 
 def _check_stage(name: str) -> str:
     layers = {int(digits) for digits in re.findall(r"\d+", name[:MOST_NAME])[:2]} - {0}
@@ -83,6 +88,12 @@ class LatencySettings(Settings):
             raise ValueError(
                 "is_static and row_buckets are said by the profile that latency.path names; leave them out"
             )
+        for name, stage in (self.stages or {}).items():
+            # Every round has one of these: time would stand still.
+            if (name == "plain" or name.startswith("verify/")) and stage.is_free:
+                raise ValueError(
+                    f"stages.{name} costs nothing; give it constant_ms, row_ms or token_ms above 0"
+                )
         if list(self.row_buckets) != sorted(set(self.row_buckets)):
             raise ValueError(f"row_buckets={list(self.row_buckets)} must ascend")
         if self.row_buckets and not self.is_static:

@@ -167,6 +167,24 @@ def test_generates_flags_are_put_over_a_presets_plan(tmp_path: Path) -> None:
         assert (llm.speculative.draft.kind, llm.speculative.num_draft_tokens) == ("ngram", 3)
 
 
+def test_generates_layers_change_a_presets_tiers_and_leave_the_rest_of_them(tmp_path: Path) -> None:
+    preset = tmp_path / "preset.yaml"
+    preset.write_text(
+        "{model: fake, speculative: {draft: {kind: adapter, layer: 4}, num_draft_tokens: 3,"
+        " check: {kind: adapter, layer: 7, confidence: 0.9}}}"
+    )
+    layers = ["--draft-layer", "5", "--check-layer", "9"]
+    assert main(["generate", "--preset", str(preset), *layers, "hello"]) == 0
+    speculative = FakeLLM.instances[0].speculative
+    assert (speculative.draft.kind, speculative.draft.layer) == ("adapter", 5)
+    assert (speculative.check.kind, speculative.check.layer) == ("adapter", 9)
+    assert speculative.check.confidence == 0.9 and speculative.num_draft_tokens == 3
+    preset.write_text("{model: fake, speculative: {draft: {kind: ngram}, num_draft_tokens: 3}}")
+    assert main(["generate", "--preset", str(preset), "--draft-layer", "5", "hello"]) == 0
+    speculative = FakeLLM.instances[1].speculative
+    assert (speculative.draft.kind, speculative.draft.layer) == ("exit", 5), "another drafter"
+
+
 def test_generate_refuses_an_empty_prompt_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--model", "fake", "--no-chat", ""]) == 2
     assert "is empty" in capsys.readouterr().err

@@ -99,6 +99,33 @@ def test_rows_override_sampling_by_mappings_too(udf: Generate) -> None:
     assert done["completion_tokens"].to_pylist()[0] <= 2
 
 
+def test_nulls_that_arrow_puts_into_mappings_are_left_out(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    udf = Generate(str(tiny_path), sampling={"max_tokens": 4, "temperature": 0.0}, engine=SMALL)
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "sampling": {"logit_bias": {"5": 100.0}}},
+        {"prompt": "a", "sampling": {"logit_bias": {"7": 100.0}}},
+    ]
+    (done,) = call(udf, pa.Table.from_pylist(rows))
+    assert done["error"].to_pylist() == [None, None] and len(set(done["text"].to_pylist())) == 2
+    called, generate = [], udf._engine.generate
+
+    def watched(prompt: Any, *arguments: Any, **options: Any) -> Any:
+        called.append(prompt)
+        return generate(prompt, *arguments, **options)
+
+    monkeypatch.setattr(udf._engine, "generate", watched)
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    chats = [
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": calls}],
+        [{"role": "user", "content": "Ho"}],
+    ]
+    call(udf, pa.table({"messages": chats}))
+    udf.close()
+    assert sorted(called, key=len, reverse=True) == chats
+
+
 def test_sampled_rows_with_ids_are_the_same_wherever_they_run(tiny_path: Path) -> None:
     rows = [{"id": f"row {at}", "prompt": "Hello", "messages_": 1} for at in range(6)]
     texts = []

@@ -122,6 +122,7 @@ def test_the_settings_that_are_recommended_are_those_that_were_measured(
         (["--numbers", "float32"], "numbers"),
         (["--numbers", "int8", "float32", "int8"], "names int8 more than once; name it once"),
         (["--numbers", "--top", "1", "--exits", "x"], "--exits, --top: means nothing with --numbers"),
+        (["--latency", "--top", "0"], "--top: means nothing with --latency"),
         (["--numbers", "--latency"], "--numbers: means nothing with --latency"),
         (["--numbers", "float32", "int8", "--max-kl", "-1"], "max_kl"),
         (["--max-kl", "0.1"], "--max-kl: means nothing without --numbers"),

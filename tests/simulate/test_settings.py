@@ -62,6 +62,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"latency": {"stages": {"plain": {"constant_ms": -1.0}}}}, "at least 0"),
     ({"latency": {"stages": {"plain": {"constant_ms": NAN}}}}, "finite number"),
+    ({"latency": {"stages": {"plain": {"knots": [[1, 0.0]]}}}}, "stages.plain costs nothing; give it"),
+    ({"latency": {"stages": STAGES | {"verify/0": {}}}}, "stages.verify/0 costs nothing; give it"),
     ({"latency": {"stages": STAGES, "row_buckets": [4, 2]}}, "must ascend"),
     (
         {"latency": {"stages": STAGES, "row_buckets": [2, 4]}},
